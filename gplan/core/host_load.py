@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gplan.core.checks import check_share
@@ -36,24 +36,25 @@ class HostLoad:
         waited, stolen = percent_text(self.wait_share), percent_text(self.steal_share)
         return f"{waited} of the time waiting for a core, {stolen} stolen by the hypervisor"
 
-    @property
-    def cause_text(self) -> str:
-        """What interrupted samples, with the figures; only evidence names other work.
 
-        >>> HostLoad(wait_share=0.125).cause_text
-        'disturbed by other work (12.5 % of the time waiting for a core, 0.0 % stolen by the hypervisor)'
-        """
-        if self.is_evidence:
-            return f"disturbed by other work ({self.text})"
-        return f"interrupted, without a sign of other work ({self.text})"
+def interruption_text(load: HostLoad | None) -> str:
+    """What happened to samples or steps that lost their cores, with the figures; only evidence names other work.
+
+    >>> interruption_text(HostLoad(wait_share=0.125))
+    'disturbed by other work (12.5 % of the time waiting for a core, 0.0 % stolen by the hypervisor)'
+    >>> interruption_text(None)
+    'interrupted'
+    """
+    if load is None:
+        return "interrupted"
+    if load.is_evidence:
+        return f"disturbed by other work ({load.text})"
+    return f"interrupted without a sign of other work ({load.text})"
 
 
-def largest_load(loads: Iterable[HostLoad | None]) -> HostLoad | None:
-    """The largest shares of several processes; None where none was measured."""
-    found = [x for x in loads if x is not None]
-    if not found:
-        return None
+def largest_load(loads: Sequence[HostLoad]) -> HostLoad:
+    """The largest shares of several processes."""
     return HostLoad(
-        steal_share=max(x.steal_share for x in found),
-        wait_share=max(x.wait_share for x in found),
+        steal_share=max(x.steal_share for x in loads),
+        wait_share=max(x.wait_share for x in loads),
     )

@@ -10,6 +10,7 @@ samples, and brings these to the reference, the median speed of the profile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,6 +68,8 @@ class StepSpeed:
 
     def __post_init__(self) -> None:
         check_not_negative(self, "first_step", "end_step")
+        if self.end_step <= self.first_step:
+            raise ValueError(f"end_step is {self.end_step}; expected more than first_step, {self.first_step}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +94,24 @@ class HostSpeed:
             * (times.memory_s / of.memory_s) ** by.memory
             * (times.interpreter_s / of.interpreter_s) ** by.interpreter
         )
+
+    def slowdowns(self, steps: Sequence[StepSpeed]) -> tuple[tuple[float, ...], ...]:
+        """For each window of steps the slowdowns of the ranks that read the yardstick in it."""
+        return tuple(tuple(self.slowdown(x) for x in window.ranks if x is not None) for window in steps)
+
+    def rank_slowdowns(self, steps: Sequence[StepSpeed]) -> tuple[float, ...]:
+        """The slowdown of each rank, the geometric mean over the steps; () unless every rank has a reading."""
+        found = []
+        for times in zip(*(x.ranks for x in steps), strict=True):
+            logs = [
+                (math.log(self.slowdown(x)), window.end_step - window.first_step)
+                for x, window in zip(times, steps, strict=True)
+                if x is not None
+            ]
+            if not logs:
+                return ()
+            found.append(math.exp(sum(log * num for log, num in logs) / sum(num for _, num in logs)))
+        return tuple(found)
 
     @property
     def phases(self) -> tuple[tuple[float, float, float], ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from statistics import geometric_mean
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -20,6 +21,8 @@ from gplan.core.checks import (
     check_positive,
     check_share,
 )
+from gplan.core.host_load import HostLoad, interruption_text
+from gplan.core.host_speed import HostSpeed, StepSpeed
 from gplan.core.machine import Device, Link, MachineDevice
 from gplan.core.profile import ModelId
 from gplan.core.schedule import Timeline
@@ -312,6 +315,7 @@ class Plan:
     rivals: tuple[
         Alternative, ...
     ] = ()  # to compare the plan with, such as the best one without the user's constraints
+    host_speed: HostSpeed | None = None  # that the costs belong to, by the profile; None: unknown, or another machine
 
     def __post_init__(self) -> None:
         check_positive(self, "num_microbatches", "microbatch_size", "num_replicas")
@@ -413,7 +417,7 @@ class Run:
     losses: tuple[float, ...]  # per step; empty: unknown
     step_s: tuple[float, ...]  # per step, warm-up steps included
     num_warmup_steps: int
-    num_disturbed: int  # steps after the warm-up during which other work used the processor
+    num_disturbed: int  # steps after the warm-up in which the processes lost their cores
     num_counted: int  # steps used in the means: the undisturbed ones, or all if those are too few
     timeline: Timeline  # measured: means over the counted steps without the fastest and slowest quarter
     step_timelines: tuple[Timeline, ...] = ()  # one per counted step, if requested
@@ -423,6 +427,8 @@ class Run:
     versions: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()  # shown with the run
     origin: Origin = "measured"
+    host_speed: tuple[StepSpeed, ...] = ()  # in windows of steps; one rank per process, in the order of ranks
+    host_load: HostLoad | None = None  # evidence of other work during the timed steps; None: not measured
 
     def __post_init__(self) -> None:
         num_peaks, num_devices = len(self.peak_bytes), self.plan.num_devices
@@ -440,6 +446,8 @@ class Run:
             raise ValueError(f"num_counted is {self.num_counted}; there are only {len(self.step_s)} steps with warm-up")
         if self.step_timelines and len(self.step_timelines) != self.num_counted:
             raise ValueError(f"there are {len(self.step_timelines)} step_timelines; num_counted is {self.num_counted}")
+        if len({len(x.ranks) for x in self.host_speed}) > 1:
+            raise ValueError("host_speed has windows of different numbers of ranks; expected one number")
         if self.losses and len(self.losses) != len(self.step_s):
             raise ValueError(f"there are {len(self.losses)} losses and {len(self.step_s)} step times; expected as many")
 
@@ -447,6 +455,39 @@ class Run:
     def steps_text(self) -> str:
         """The steps behind the measured times, in words."""
         of_all = f"{self.num_counted} of {len(self.step_s)} steps: {self.num_warmup_steps} to warm up"
-        if self.num_counted == len(self.step_s) - self.num_warmup_steps and self.num_disturbed:
-            return f"{of_all}, {self.num_disturbed} counted though disturbed by other work, as too few were clean"
-        return f"{of_all}, {self.num_disturbed} refused as disturbed by other work"
+        if not self.num_disturbed:
+            return f"{of_all}, 0 refused"
+        cause = interruption_text(self.host_load)
+        if self.num_counted == len(self.step_s) - self.num_warmup_steps:
+            return f"{of_all}, {self.num_disturbed} {cause} but counted, as too few were clean"
+        return f"{of_all}, {self.num_disturbed} refused as {cause}"
+
+    @property
+    def timed_speed(self) -> tuple[StepSpeed, ...]:
+        """The windows of the host's speed after the warm-up."""
+        return tuple(x for x in self.host_speed if x.first_step >= self.num_warmup_steps)
+
+    @property
+    def device_slowdowns(self) -> tuple[float, ...]:
+        """By device, how many times as long work took as in the profile, by the yardstick; () if that is unknown.
+
+        A device's is the mean of its replicas; one process that runs all devices has one for all.
+        """
+        reference, num = self.plan.host_speed, self.plan.num_devices
+        ranks = reference.rank_slowdowns(self.timed_speed) if reference is not None else ()
+        if len(ranks) <= 1:
+            return ranks * num
+        return tuple(geometric_mean(ranks[device::num]) for device in range(num))
+
+    @property
+    def slowdown(self) -> float | None:
+        """How many times as long work took as in the profile, the mean of all devices; None if that is unknown."""
+        return geometric_mean(found) if (found := self.device_slowdowns) else None
+
+    @property
+    def speed_range(self) -> tuple[float, float] | None:
+        """The least and the greatest speed of the host, in windows of steps, over that of the profile; None: unknown."""
+        if not self.device_slowdowns or self.plan.host_speed is None:
+            return None
+        found = [x for window in self.plan.host_speed.slowdowns(self.timed_speed) for x in window]
+        return 1 / max(found), 1 / min(found)

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from gplan.core import Constraints, Plan, Prediction, Proof, Stage, StageBytes, StageMemory
+from gplan.core import Constraints, HostSpeed, Plan, Prediction, Proof, Stage, StageBytes, StageMemory
 from gplan.core.errors import UsageError
 from gplan.cost.memory_moments import device_memory, stage_memory
 from gplan.cost.stage_seconds import PassTimes, Seconds, occupied
@@ -155,7 +155,14 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
         granularity=profile.granularity,
         num_replicas=problem.num_replicas,
         constraints=requested.constraints,
+        host_speed=_speed_of_costs(requested),
     )
+
+
+def _speed_of_costs(problem: Problem) -> HostSpeed | None:
+    """The speed of the host that was profiled; None for a machine of other devices."""
+    found = problem.costs.profile.host_speed
+    return None if found is None or problem.machine_devices else replace(found, windows=())
 
 
 def _prediction(problem: Problem, stages: Sequence[Stage]) -> Prediction:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gplan.core import Granularity, LayerCost, LossReduction, Timing, WholeModel
 from gplan.core.errors import ModelError
-from gplan.core.host_load import HostLoad
+from gplan.core.host_load import HostLoad, interruption_text
 from gplan.core.profile import MOST_DISAGREEMENT
 from gplan.core.units import seconds_text
 from profiler.analytic.layer_work import LayerAnalysis, analyse, analyse_halves
@@ -284,7 +284,7 @@ def _notes_on_samples(bench: Bench, samples: Callable[[str], Samples], load: Hos
         yield f"launch-bound, the GPU waits for its host: {', '.join(bound)}; larger micro-batches cost them little"
     if disturbed:
         yield (
-            f"nearly all samples of {', '.join(disturbed)} were {load.cause_text}: the shorter half of all was taken"
+            f"nearly all samples of {', '.join(disturbed)} were {interruption_text(load)}: the shorter half of all was taken"
             + ("" if load.is_evidence else "; such a layer may wait by itself, as for a lock or for memory")
         )
 

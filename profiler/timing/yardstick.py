@@ -20,13 +20,15 @@ from numpy.typing import NDArray
 from gplan.core.host_speed import HostSpeed, SpeedExponents, SpeedWindow, YardstickTimes
 from profiler.timing.clock import Clock, Samples
 
+MOST_SHARE = 0.01
+"""The most of the time that readings may take."""
+
 Floats = NDArray[np.float64]
 
 PARTS = ("compute", "memory", "interpreter")
 SAMPLES = "yardstick/"
 """Prefix of the names of its samples in a journal."""
 
-_SHARE = 0.01  # the most of the time that readings may take
 _LEAST_READING_S = 1e-3  # on a GPU the host only launches it
 _LEAST_READINGS = 5
 _NUM_AROUND = 9  # readings whose median is the speed of a moment
@@ -74,7 +76,7 @@ class Yardstick:
         samples: Callable[[str], Samples],
         parts: Mapping[str, Part],
         *,
-        share: float = _SHARE,
+        share: float = MOST_SHARE,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock, self._samples, self._parts, self._share, self._now = clock, samples, parts, share, now
@@ -89,10 +91,25 @@ class Yardstick:
 
     def read_if_due(self) -> None:
         """Time every part once, unless that would take more than its share of the time since the last reading."""
+        if self._is_due:
+            self._read(self.parts)
+
+    def times_if_due(self) -> YardstickTimes | None:
+        """As `read_if_due`, and the times; waits for the device. None if it was not due or was interrupted."""
+        if not self._is_due:
+            return None
+        parts = [Samples() for _ in PARTS]
+        self._read(parts)
+        self._clock.flush()
+        return median_times(parts) if all(x.clean_s for x in parts) else None
+
+    @property
+    def _is_due(self) -> bool:
+        return self._now() >= self._due_s
+
+    def _read(self, parts: Sequence[Samples]) -> None:
         start_s = self._now()
-        if start_s < self._due_s:
-            return
-        for samples, name in zip(self.parts, PARTS, strict=True):
+        for samples, name in zip(parts, PARTS, strict=True):
             work, count = self._parts[name]
             work()  # unsampled: caches are the same whatever ran before
             self._clock.time(samples, _repeat, work, count)

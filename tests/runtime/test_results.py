@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.core import Action, ActionKind, IdleCause, Plan, Run
+from gplan.core import Action, ActionKind, HostLoad, HostSpeed, IdleCause, Plan, Run, SpeedExponents, YardstickTimes
 from gplan.runtime.recorder import ActionTiming
 from gplan.runtime.run.results import torch_run, virtual_run
 from gplan.runtime.run.run_options import RunOptions, StepRecord
@@ -18,10 +18,10 @@ from tests.scheduled import scheduled_plan
 ACTION_S = 0.1
 
 
-def run_of(plan: Plan, *, num_steps: int, num_clean: int) -> Run:
+def run_of(plan: Plan, *, num_steps: int, num_clean: int, load: HostLoad | None = None) -> Run:
     """A run whose last steps are undisturbed; in the others the processor was available half of the time."""
     steps = [step_of(plan, busy=1.0 if num_steps - i <= num_clean else 0.5) for i in range(num_steps)]
-    return virtual_run(plan, steps, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=num_steps))
+    return virtual_run(plan, steps, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=num_steps), load=load)
 
 
 def step_of(plan: Plan, *, busy: float = 1.0, action_s: float = ACTION_S) -> StepRecord:
@@ -47,9 +47,47 @@ def test_disturbed_steps_noted(num_clean: int, counted: int, is_told: bool) -> N
     warm_up = RunOptions(num_steps=10).num_warmup_steps
     run = run_of(scheduled_plan("gpipe"), num_steps=warm_up + 5, num_clean=num_clean)
     assert (run.num_counted, run.num_disturbed) == (counted, 5 - num_clean)
-    told = [x for x in run.notes if "busy host" in x]
+    told = [x for x in run.notes if "count all the same" in x]
     assert len(told) == is_told
-    assert all(x.startswith("other work used the processor in 3 of 5 steps, which count all the same") for x in told)
+    assert all(x.startswith("3 of 5 steps were interrupted, and count all the same") for x in told)
+
+
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [(HostLoad(steal_share=0.3), "disturbed by other work (0.0 % of"), (HostLoad(), "interrupted without a sign of")],
+)
+def test_steps_are_disturbed_only_with_evidence(load: HostLoad, words: str) -> None:
+    run = run_of(scheduled_plan("gpipe"), num_steps=8, num_clean=2, load=load)
+    assert words in run.steps_text and run.host_load == load
+    assert any(words in x for x in run.notes)
+
+
+def test_speed_of_the_host_in_windows_of_steps() -> None:
+    once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
+    twice = YardstickTimes(compute_s=2e-3, memory_s=2e-3, interpreter_s=2e-3)
+    plan = replace(
+        scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once, exponents=SpeedExponents(), windows=())
+    )
+    ranks = ranks_of(plan, [(0.1, 0.0)] * 43)
+    for i in range(43):  # ranks read in turns; the host is half as fast from step 23 on
+        ranks[i % 2][i] = replace(ranks[i % 2][i], yardstick=once if i < 23 else twice)
+    run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=43))
+    assert [(x.first_step, x.end_step) for x in run.host_speed] == [(i, i + 2) for i in range(3, 43, 2)]
+    assert run.device_slowdowns == pytest.approx((2**0.5, 2**0.5))
+    assert run.speed_range == pytest.approx((0.5, 1.0))
+    assert replace(run, plan=replace(plan, host_speed=None)).speed_range is None
+
+
+def test_rank_without_a_reading_leaves_the_speed_unknown() -> None:
+    once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
+    plan = replace(
+        scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once, exponents=SpeedExponents(), windows=())
+    )
+    ranks = ranks_of(plan, [(0.1, 0.0)] * 8)
+    ranks[0] = [replace(x, yardstick=once) for x in ranks[0]]
+    run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=8))
+    assert run.host_speed[0].ranks == (once, None)
+    assert (run.device_slowdowns, run.slowdown, run.speed_range) == ((), None, None)
 
 
 def test_short_run_noted() -> None:

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gplan.core import GradientCheck, Plan, Run
+from gplan.core import GradientCheck, HostLoad, Plan, Run
 from gplan.core.errors import GplanError, ModelError, RunError, UsageError
+from gplan.core.host_load import largest_load
 from gplan.core.units import counted
 from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.model_source import ModelSource
@@ -33,12 +34,15 @@ from gplan.runtime.stage_module import StageModule
 from gplan.runtime.virtual_engine import VirtualEngine
 from profiler.host.failure import explain_lost_connection
 from profiler.host.host_info import garbage_collector_frozen, return_large_blocks
+from profiler.host.host_load import load_between, read_load
 from profiler.memory.allocations import AllocationTrace, storage_bytes, traced_allocations
 from profiler.model.data import check_batch, check_target
 from profiler.model.error_location import describe, root_cause
 from profiler.model.lazy_build import random_state, random_state_kept
 from profiler.model.load import Batch, ModelFile
 from profiler.model.memory_budget import available_bytes
+from profiler.timing.clock import CpuClock, CudaClock, Samples
+from profiler.timing.yardstick import MOST_SHARE, Yardstick, yardstick_parts
 
 
 class BatchStream:
@@ -101,9 +105,10 @@ def train(
     `options.num_steps` counts from the first step; a resumed run takes the remaining ones.
     """
     loop = _TrainingLoop(source, plan, options, Heartbeat() if heartbeat is None else heartbeat)
+    before = read_load()
     with garbage_collector_frozen():
         steps = [loop.step(index, report) for index in range(loop.first_step, options.num_steps)]
-    return loop.run(steps)
+    return loop.run(steps, load_between(before, read_load()))
 
 
 class _TrainingLoop:
@@ -133,6 +138,7 @@ class _TrainingLoop:
         self._notes: tuple[str, ...] = ()  # of the run
         if options.resume is not None:
             self._resume(options.resume)
+        self._yardstick = self._make_yardstick()
         self.first_step = self._pipe.num_steps
         self._remaining = replace(options, num_steps=options.num_steps - self.first_step)
 
@@ -142,6 +148,7 @@ class _TrainingLoop:
         is_measured = index - self.first_step == self._remaining.memory_step
         with self._locating_errors():
             inputs, target = self._data.take()
+            times = self._yardstick.times_if_due() if index % self._num_ranks == self._pipe.rank else None
             step = (self._measured_step if is_measured else self._timed_step)(inputs, target)
             if self._scheduler is not None:
                 self._scheduler.step()
@@ -152,7 +159,18 @@ class _TrainingLoop:
         report(index, step.loss)
         if self._options.is_saved_after(index + 1):
             self._save()
-        return step
+        return replace(step, yardstick=times)
+
+    @property
+    def _num_ranks(self) -> int:
+        return 1 if self._pipe.ranks is None else dist.get_world_size()
+
+    def _make_yardstick(self) -> Yardstick:
+        """Ranks read it in turns, one between two steps, so that none slows down another's reading."""
+        device = self._pipe.device
+        clock = CpuClock() if device.type == "cpu" else CudaClock()
+        parts = yardstick_parts(str(device))
+        return Yardstick(clock, lambda _: Samples(), parts, share=MOST_SHARE / self._num_ranks)
 
     @contextmanager
     def _locating_errors(self) -> Iterator[None]:
@@ -207,17 +225,18 @@ class _TrainingLoop:
         if self._pipe.rank == 0:
             warnings.warn(note, stacklevel=2)
 
-    def run(self, steps: Sequence[StepRecord]) -> Run:
+    def run(self, steps: Sequence[StepRecord], load: HostLoad) -> Run:
         """Combine what all processes measured."""
+        plan, options = self._plan, self._remaining
         if self._pipe.ranks is None:
             check = self._verdict([self._errors], steps[0].loss)
-            run = virtual_run(self._plan, steps, peak_bytes=self._peak_bytes, check=check, options=self._remaining)
+            run = virtual_run(plan, steps, peak_bytes=self._peak_bytes, check=check, options=options, load=load)
         else:
-            gathered: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, (steps, self._peak_bytes[0], self._errors))
-            ranks, peaks, errors = zip(*gathered, strict=True)
-            check = self._verdict(errors, steps[0].loss)
-            run = torch_run(self._plan, ranks, peak_bytes=peaks, check=check, options=self._remaining)
+            gathered: list[Any] = [None] * self._num_ranks
+            dist.all_gather_object(gathered, (steps, self._peak_bytes[0], self._errors, load))
+            ranks, peaks, errors, loads = zip(*gathered, strict=True)
+            check, load = self._verdict(errors, steps[0].loss), largest_load(loads)
+            run = torch_run(plan, ranks, peak_bytes=peaks, check=check, options=options, load=load)
         return replace(run, notes=(*self._notes, *run.notes))
 
     def _verdict(self, errors: Sequence[Mapping[str, float]], loss: float) -> GradientCheck | None:

@@ -6,17 +6,31 @@ add up: the gap between two mean times is the mean gap.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
-from statistics import fmean
+from statistics import fmean, median
 from typing import TypeVar
 
 import msgspec
 
-from gplan.core import Action, ActionKind, GradientCheck, Plan, Run, Span, Timeline, Transfer
+from gplan.core import (
+    Action,
+    ActionKind,
+    GradientCheck,
+    HostLoad,
+    Plan,
+    Run,
+    Span,
+    StepSpeed,
+    Timeline,
+    Transfer,
+    YardstickTimes,
+)
+from gplan.core.host_load import interruption_text
 from gplan.core.units import counted
 from gplan.evaluate.compare import stale_prediction_notes
 from gplan.runtime.recorder import ActionTiming
@@ -27,6 +41,7 @@ from gplan.simulation.simulator import schedule_of, timeline_of
 from profiler.host.host_info import software_versions
 from profiler.timing.clock import is_undisturbed
 
+_NUM_SPEED_WINDOWS = 20  # of a run, at most
 Piece = TypeVar("Piece", Span, Transfer)
 
 
@@ -37,6 +52,7 @@ def torch_run(
     peak_bytes: Sequence[int],
     check: GradientCheck | None,
     options: RunOptions,
+    load: HostLoad | None = None,
 ) -> Run:
     """Return the run of one process per device; `ranks[r][i]` is step i on rank r.
 
@@ -54,6 +70,8 @@ def torch_run(
         check=check,
         notes=_notes_on_cores(plan),
         options=options,
+        speeds=[[x.yardstick for x in step] for step in steps],
+        load=None if _notes_on_cores(plan) else load,  # then the ranks wait for each other
     )
 
 
@@ -64,6 +82,7 @@ def virtual_run(
     peak_bytes: Sequence[int],
     check: GradientCheck | None,
     options: RunOptions,
+    load: HostLoad | None = None,
 ) -> Run:
     """Return the run of the virtual engine: measured durations, laid out on the plan's devices and links."""
     per_step = [_durations(step.actions) for step in steps]
@@ -82,6 +101,8 @@ def virtual_run(
         check=check,
         notes=(),
         options=options,
+        speeds=[[x.yardstick] for x in steps],
+        load=load,
     )
 
 
@@ -97,10 +118,12 @@ def _run(
     check: GradientCheck | None,
     notes: tuple[str, ...],
     options: RunOptions,
+    speeds: Sequence[Sequence[YardstickTimes | None]],
+    load: HostLoad | None,
 ) -> Run:
-    """`actions` are those of each step, on all ranks; `mean_timeline` averages over steps."""
+    """`actions` and `speeds` are those of each step, on all ranks; `mean_timeline` averages over steps."""
     chosen, num_disturbed = _counted(actions, options)
-    notes = (*_notes_on_steps(len(step_s), len(chosen), num_disturbed, options), *notes)
+    notes = (*_notes_on_steps(len(step_s), len(chosen), num_disturbed, options, load), *notes)
     return Run(
         plan=plan,
         engine=engine,
@@ -116,18 +139,44 @@ def _run(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=software_versions(),
         notes=(*notes, *notes_on_machine(plan), *stale_prediction_notes(plan)),
+        host_speed=tuple(_speed_windows(speeds, options.num_warmup_steps)),
+        host_load=load,
     )
 
 
-def _notes_on_steps(num_steps: int, num_counted: int, num_disturbed: int, options: RunOptions) -> tuple[str, ...]:
+def _speed_windows(speeds: Sequence[Sequence[YardstickTimes | None]], num_warmup_steps: int) -> Iterator[StepSpeed]:
+    """The median reading of each rank in windows of steps, after the warm-up; windows without any are left out."""
+    timed = range(num_warmup_steps, len(speeds))
+    size = max(1, math.ceil(len(timed) / _NUM_SPEED_WINDOWS))
+    for first in timed[::size]:
+        end = min(first + size, len(speeds))
+        ranks = tuple(_median_reading(rank) for rank in zip(*speeds[first:end], strict=True))
+        if any(ranks):
+            yield StepSpeed(first_step=first, end_step=end, ranks=ranks)
+
+
+def _median_reading(readings: Sequence[YardstickTimes | None]) -> YardstickTimes | None:
+    found = [x for x in readings if x is not None]
+    if not found:
+        return None
+    return YardstickTimes(
+        compute_s=median(x.compute_s for x in found),
+        memory_s=median(x.memory_s for x in found),
+        interpreter_s=median(x.interpreter_s for x in found),
+    )
+
+
+def _notes_on_steps(
+    num_steps: int, num_counted: int, num_disturbed: int, options: RunOptions, load: HostLoad | None
+) -> tuple[str, ...]:
     """Note a missing warm-up, and disturbed steps that count."""
     found: list[str] = []
     if not options.num_warmup_steps:
         found.append("too few steps for a warm-up: first-time costs and the reading of memory are in the times")
     if num_disturbed > num_steps - options.num_warmup_steps - num_counted:
         found.append(
-            f"other work used the processor in {num_disturbed} of {counted(num_counted, 'step')}, which count all the same, as "
-            "too few were clean: times and errors are those of a busy host; run again when it is idle, or with more --steps"
+            f"{num_disturbed} of {counted(num_counted, 'step')} were {interruption_text(load)}, and count all the same, as too few were clean: "
+            "times and errors are those of such steps; run again on an idle host, or with more --steps"
         )
     return tuple(found)
 

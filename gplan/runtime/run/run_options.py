@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gplan.core import YardstickTimes
 from gplan.core.errors import UsageError
 from gplan.runtime.recorder import ActionTiming
 
@@ -63,6 +64,7 @@ class StepRecord:
     actions: tuple[ActionTiming, ...]  # including optimizers
     start_s: float
     end_s: float
+    yardstick: YardstickTimes | None = None  # read before the step; None: not due, or another rank's turn
 
 
 ReportStep = Callable[[int, float], None]
