@@ -35,7 +35,9 @@ _NUM_AROUND = 9  # readings whose median is the speed of a moment
 _WINDOW_S = 1.0  # the shortest window
 _MOST_WINDOWS = 40  # in which exponents are fitted
 _NUM_STORED = 20  # windows in a profile
-_NOISE = 0.02  # standard deviation of a window's logarithms
+_LEAST_WINDOWS = 8
+_LEAST_NOISE = 0.01  # standard deviation of a window's logarithms
+_NUM_REFITS = 3
 _UNCERTAINTY = 0.3  # standard deviation of an exponent around 1/3, before any is learned
 _SUM = 0.8, 1.2  # bounds of the exponents' sum
 
@@ -128,11 +130,10 @@ def is_work_alone(name: str) -> bool:
 
 
 def median_times(parts: Sequence[Samples]) -> YardstickTimes | None:
-    """The median of each part; None without readings of all."""
-    values = [x.clean_s or x.refused_s for x in parts]
-    if not all(values):
+    """The median of each part, as of layers; None without readings of all."""
+    compute_s, memory_s, interpreter_s = (x.timing().median_s for x in parts)
+    if not (compute_s and memory_s and interpreter_s):
         return None
-    compute_s, memory_s, interpreter_s = (float(np.median(x)) for x in values)
     return YardstickTimes(compute_s=compute_s, memory_s=memory_s, interpreter_s=interpreter_s)
 
 
@@ -144,8 +145,9 @@ class SpeedHistory:
 
     def __init__(self, parts: Sequence[Samples], work: Iterable[Samples]) -> None:
         found = median_times(parts)
-        self.host_speed: HostSpeed | None = None
-        if found is None or min(len(x.clean_s) for x in parts) < _LEAST_READINGS:
+        self.host_speed = None if found is None else HostSpeed(reference=found, exponents=SpeedExponents())
+        self._is_known = min(len(x.clean_s) for x in parts) >= _LEAST_READINGS
+        if found is None or not self._is_known:
             return
         self._at = [np.array(x.clean_at_s) for x in parts]
         self._logs = [np.log(np.array(x.clean_s) / np.median(x.clean_s)) for x in parts]
@@ -158,7 +160,7 @@ class SpeedHistory:
 
     def slowdowns(self, at_s: Sequence[float]) -> Floats:
         """The slowdown at each moment: by the medians of the nearest readings of each part."""
-        if self.host_speed is None:
+        if self.host_speed is None or not self._is_known:
             return np.ones(len(at_s))
         by = [getattr(self.host_speed.exponents, name) for name in PARTS]
         nearest = (_nearest_median(at, logs, np.array(at_s)) for at, logs in zip(self._at, self._logs, strict=True))
@@ -194,29 +196,40 @@ class SpeedHistory:
 def fit_exponents(parts: Floats, work: Floats) -> tuple[float, ...]:
     """The exponents by which work follows the parts; [n, 3] and [n] logarithms of times over their medians, by window.
 
-    Least squares with exponents of 0 or more, drawn to equal ones as far as the windows leave them uncertain; their sum
-    is kept near 1. Exact: the optimum is that of one of the seven sets of parts whose exponents are not 0.
+    Least squares with exponents of 0 or more, drawn to equal ones as far as the noise of the windows leaves them
+    uncertain; their sum is kept near 1. With few windows they are equal.
 
     >>> fit_exponents(np.zeros((0, 3)), np.zeros(0))
     (0.333, 0.333, 0.333)
     """
-    num = parts.shape[1]
-    centred, target = parts - parts.mean(axis=0, keepdims=True) if len(parts) else parts, work
-    target = work - work.mean() if len(work) else work
-    pull, equal = (_NOISE / _UNCERTAINTY) ** 2, 1 / num
-    best, best_cost = np.full(num, equal), np.inf
-    for chosen in chain.from_iterable(combinations(range(num), size) for size in range(1, num + 1)):
-        some = centred[:, chosen]
-        found = np.zeros(num)
-        found[list(chosen)] = np.linalg.solve(
-            some.T @ some + pull * np.eye(len(chosen)), some.T @ target + pull * equal
-        )
-        cost = float(((target - centred @ found) ** 2).sum() + pull * ((found - equal) ** 2).sum())
-        if found.min() >= 0 and cost < best_cost:
-            best, best_cost = found, cost
-    total = float(best.sum())
+    num_windows, num = parts.shape
+    found = np.full(num, 1 / num)
+    if num_windows < _LEAST_WINDOWS:
+        return tuple(np.round(found, 3).tolist())
+    centred, target = parts - parts.mean(axis=0), work - work.mean()
+    for _ in range(_NUM_REFITS):  # the noise is what the exponents before do not explain
+        noise = float(((target - centred @ found) ** 2).sum() / (num_windows - num))
+        found = _nonnegative_ridge(centred, target, pull=max(_LEAST_NOISE**2, noise) / _UNCERTAINTY**2)
+    total = float(found.sum())
     scale = min(max(total, _SUM[0]), _SUM[1]) / total if total else 1.0
-    return tuple(round(float(x) * scale, 3) for x in best)
+    return tuple(np.round(found * scale, 3).tolist())
+
+
+def _nonnegative_ridge(rows: Floats, target: Floats, *, pull: float) -> Floats:
+    """The weights of 0 or more with the least squared error plus `pull` times their squared distance from equal ones.
+
+    Exact: the optimum is that of one of the seven sets of weights that are not 0.
+    """
+    num = rows.shape[1]
+    best, best_cost = np.full(num, 1 / num), np.inf
+    for chosen in chain.from_iterable(combinations(range(num), size) for size in range(1, num + 1)):
+        some, weights = rows[:, chosen], np.zeros(num)
+        gram = some.T @ some + pull * np.eye(len(chosen))
+        weights[list(chosen)] = np.linalg.solve(gram, some.T @ target + pull / num)
+        cost = float(((target - rows @ weights) ** 2).sum() + pull * ((weights - 1 / num) ** 2).sum())
+        if weights.min() >= 0 and cost < best_cost:
+            best, best_cost = weights, cost
+    return best
 
 
 def _stored_windows(parts: Sequence[Samples], start_s: float, window_s: float) -> Iterable[SpeedWindow]:
