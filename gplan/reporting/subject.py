@@ -17,7 +17,6 @@ from gplan.core import ActionKind, Plan, Profile, Run, Timeline, runs_forward_ag
 from gplan.evaluate.explain.explain import explain
 from gplan.evaluate.explain.explanation import Explanation
 from gplan.evaluate.replanning import reprice
-from gplan.reporting.charts.canvas import MEMORY
 from gplan.reporting.choices import ScalingPoint, choices_of, planned_choices
 from gplan.simulation.bubble import idle_pieces
 from gplan.simulation.simulator import simulate
@@ -108,18 +107,6 @@ def side_text(subject: Subject, side: str) -> str:
     return "predicted (computed)"
 
 
-def layers_frame(subject: Subject) -> pd.DataFrame:
-    """One row per layer, in order: layer, name, stage, forward_s, backward_s (per micro-batch)."""
-    rows = [
-        (stage.first_layer + i, name, stage.index, forward_s, backward_s)
-        for stage in plan_of(subject).stages
-        for i, (name, (forward_s, backward_s)) in enumerate(
-            zip(stage.layer_names, plan_of(subject).layer_times_s(stage), strict=True)
-        )
-    ]
-    return pd.DataFrame(rows, columns=["layer", "name", "stage", "forward_s", "backward_s"])
-
-
 def stages_frame(subject: Subject) -> pd.DataFrame:
     """One row per stage and side: side, stage, device, its layers, seconds per micro-batch, optimizer seconds per step.
 
@@ -162,31 +149,15 @@ def spans_frame(timeline: Timeline) -> pd.DataFrame:
 
 
 def transfers_frame(timeline: Timeline) -> pd.DataFrame:
-    """One row per transfer: device (its source), target, stage, kind and microbatch of its action, start_s, end_s,
-    num_bytes."""
-    rows = [
-        (x.source, x.target, x.action.stage, x.action.kind.value, x.action.microbatch, x.start_s, x.end_s, x.num_bytes)
-        for x in timeline.transfers
-    ]
-    columns = ["device", "target", "stage", "kind", "microbatch", "start_s", "end_s", "num_bytes"]
-    return pd.DataFrame(rows, columns=columns)
+    """One row per transfer: device (its source), start_s, end_s."""
+    rows = [(x.source, x.start_s, x.end_s) for x in timeline.transfers]
+    return pd.DataFrame(rows, columns=["device", "start_s", "end_s"])
 
 
 def idle_frame(timeline: Timeline) -> pd.DataFrame:
-    """One row per idle interval of the bubble: device, cause, start_s, end_s, duration_s."""
-    rows = [(x.device, x.cause.value, x.start_s, x.end_s, x.duration_s) for x in idle_pieces(timeline)]
-    return pd.DataFrame(rows, columns=["device", "cause", "start_s", "end_s", "duration_s"])
-
-
-def memory_frame(plan: Plan) -> pd.DataFrame:
-    """One row per stage and category of memory at its device's peak: device, chunk, stage, category, num_bytes."""
-    rows = [
-        (device, chunk, stage.index, category, getattr(stage.memory, category))
-        for device in range(plan.num_devices)
-        for chunk, stage in enumerate(plan.stages_of(device))
-        for category in MEMORY
-    ]
-    return pd.DataFrame(rows, columns=["device", "chunk", "stage", "category", "num_bytes"])
+    """One row per idle interval of the bubble: device, cause, start_s, end_s."""
+    rows = [(x.device, x.cause.value, x.start_s, x.end_s) for x in idle_pieces(timeline)]
+    return pd.DataFrame(rows, columns=["device", "cause", "start_s", "end_s"])
 
 
 def capacity_bytes(plan: Plan) -> int | None:

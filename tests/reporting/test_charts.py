@@ -18,7 +18,6 @@ from gplan.reporting.charts.canvas import ACTIONS, BEFORE, CAPACITY, IDLE, MEASU
 from gplan.reporting.charts.memory_chart import holdings_chart, memory_chart, moment_text
 from gplan.reporting.charts.partition_chart import partition_chart
 from gplan.reporting.charts.pipeline_chart import pipeline_chart
-from gplan.reporting.subject import layers_frame
 from gplan.simulation.bubble import idle_by_cause
 from tests.evaluate.hosts import at_moments
 from tests.made import make_profile
@@ -51,7 +50,7 @@ def test_the_partition_chart_has_a_bar_per_layer_and_a_line_per_cut() -> None:
     plan = make_plan(9, num_stages=3)
     above = partition_chart(plan).axes[0]
     forward_ms = bar_heights(above, ACTIONS[ActionKind.FORWARD].colour)
-    assert forward_ms == pytest.approx(list(1e3 * layers_frame(plan)["forward_s"]))
+    assert forward_ms == pytest.approx([1e3 * x for stage in plan.stages for x, _ in plan.layer_times_s(stage)])
     assert [line.get_xdata()[0] for line in above.lines] == [cut - 0.5 for cut in plan.cuts]
 
 

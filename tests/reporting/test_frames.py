@@ -14,8 +14,6 @@ from gplan.reporting.subject import (
     capacity_bytes,
     devices_frame,
     idle_frame,
-    layers_frame,
-    memory_frame,
     side_text,
     spans_frame,
     stages_frame,
@@ -23,18 +21,9 @@ from gplan.reporting.subject import (
 )
 from gplan.simulation.bubble import idle_by_device, idle_pieces
 from gplan.simulation.simulator import simulate
-from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
+from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan
 
 MIXED = "custom:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1I1 1W1"
-
-
-def test_layers_come_in_model_order_with_their_stage_and_costs() -> None:
-    plan = named(make_plan(6, num_stages=3), list("uvwxyz"))
-    frame = layers_frame(plan)
-    assert list(frame["name"]) == list("uvwxyz")
-    assert list(frame["layer"]) == list(range(6))
-    assert list(frame["stage"]) == [0, 0, 1, 1, 2, 2]
-    assert frame["forward_s"].sum() == pytest.approx(sum(stage.cost.forward_s for stage in plan.stages))
 
 
 @pytest.mark.parametrize("recompute", ["never", "except-last", "always"])
@@ -129,13 +118,6 @@ def test_idle_rows_are_the_pieces_of_the_bubble_with_their_causes() -> None:
     frame = idle_frame(timeline)
     expected = [(piece.device, piece.cause.value, piece.start_s) for piece in idle_pieces(timeline)]
     assert list(zip(frame["device"], frame["cause"], frame["start_s"], strict=True)) == expected
-
-
-def test_memory_categories_add_up_to_the_peak_of_each_stage_and_device() -> None:
-    plan = make_scheduled_plan("interleaved-1f1b:2")
-    frame = memory_frame(plan)
-    assert list(frame.groupby("stage")["num_bytes"].sum()) == [stage.memory.peak_bytes for stage in plan.stages]
-    assert list(frame.groupby("device")["num_bytes"].sum()) == list(plan.device_peak_bytes)
 
 
 def test_a_plan_without_a_run_has_predicted_rows_only() -> None:

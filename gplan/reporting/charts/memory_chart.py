@@ -33,7 +33,7 @@ from gplan.reporting.charts.canvas import (
     stages_text,
     swatch,
 )
-from gplan.reporting.subject import Subject, capacity_bytes, measured_peaks, memory_frame, plan_of
+from gplan.reporting.subject import Subject, capacity_bytes, measured_peaks, plan_of
 from gplan.simulation.memory_timeline import Holding, fullest, memory_timeline
 
 _FARTHEST_CAPACITY = 3.0  # times the largest peak; a higher limit would flatten the chart
@@ -108,13 +108,13 @@ def moment_text(moment: str, *, with_stage: bool) -> str:
 
 
 def _draw_bars(axes: Axes, plan: Plan, measured: Sequence[int], *, scale: float) -> None:
-    memory, places = memory_frame(plan), np.arange(plan.num_devices)
+    places, stages = np.arange(plan.num_devices), [plan.stages_of(device) for device in range(plan.num_devices)]
     aside, width = (0.2, 0.36) if measured else (0.0, 0.5)
     seam_points = 0.5 if plan.num_stages > plan.num_devices else 0.0
     bottom = np.zeros(plan.num_devices)
-    for (category, look), chunk in product(MEMORY.items(), range(1 + int(memory["chunk"].max()))):
-        held = memory[(memory["category"] == category) & (memory["chunk"] == chunk)].set_index("device")["num_bytes"]
-        height = held.reindex(places, fill_value=0).to_numpy() / scale
+    for (category, look), chunk in product(MEMORY.items(), range(max(map(len, stages)))):
+        held = [getattr(own[chunk].memory, category) if chunk < len(own) else 0 for own in stages]
+        height = np.array(held) / scale
         axes.bar(
             places - aside, height, bottom=bottom, width=width, color=look.colour, edgecolor=PAPER.light,
             linewidth=seam_points,

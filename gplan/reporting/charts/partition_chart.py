@@ -6,6 +6,9 @@ receives.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -29,7 +32,7 @@ from gplan.reporting.charts.canvas import (
     stage_text,
     swatch,
 )
-from gplan.reporting.subject import BACKWARDS, MEASURED, PREDICTED, Subject, layers_frame, plan_of, stages_frame
+from gplan.reporting.subject import BACKWARDS, MEASURED, PREDICTED, Subject, plan_of, stages_frame
 
 _PARTS: dict[str, Look] = {
     "forward_s": ACTIONS[ActionKind.FORWARD],
@@ -45,52 +48,53 @@ _FLAT_CHARACTERS = 120  # that fit on one line under the layers
 
 def partition_chart(subject: Subject) -> Figure:
     """Layers with the cuts above, cost of each stage below; for a run, measured beside predicted."""
-    plan, layers, stages = plan_of(subject), layers_frame(subject), stages_frame(subject)
+    plan, stages = plan_of(subject), stages_frame(subject)
     stage_inches = 0.5 + plan.num_stages * (0.62 if isinstance(subject, Run) else 0.42)
     figure = blank_figure(3.6 + stage_inches)
     above, below = figure.subplots(2, 1, height_ratios=[2.6, stage_inches])
-    _draw_layers(above, layers)
+    _draw_layers(above, plan)
     _draw_stages(below, plan, stages)
     parts = [look for part, look in _PARTS.items() if stages[part].max() > 0 or part == "backward_s"]
     legend(figure, [swatch(look) for look in parts])
     name = shortened(plan.model.name, 60)
     where = f" on {counted(plan.num_devices, 'device')}" if plan.num_stages > plan.num_devices else ""
-    cut = f"{counted(len(layers), 'layer')} in {counted(plan.num_stages, 'stage')}{where}"
+    cut = f"{counted(len(plan.layer_names), 'layer')} in {counted(plan.num_stages, 'stage')}{where}"
     headline(figure, f"Partition of {name}: {cut}")
     return figure
 
 
-def _draw_layers(axes: Axes, layers: pd.DataFrame) -> None:
-    unit, scale = seconds_axis(float((layers["forward_s"] + layers["backward_s"]).max()))
-    forward, backward = layers["forward_s"] / scale, layers["backward_s"] / scale
+def _draw_layers(axes: Axes, plan: Plan) -> None:
+    times_s = np.array([times for stage in plan.stages for times in plan.layer_times_s(stage)])
+    unit, scale = seconds_axis(float(times_s.sum(axis=1).max()))
+    forward, backward = times_s.T / scale
     for bottom, height, kind in ((0, forward, ActionKind.FORWARD), (forward, backward, ActionKind.BACKWARD)):
         colour = ACTIONS[kind].colour
-        axes.bar(layers["layer"], height, bottom=bottom, width=0.86, color=colour)
+        axes.bar(range(len(times_s)), height, bottom=bottom, width=0.86, color=colour)
     top = 1.16 * float((forward + backward).max()) or 1.0
-    axes.set(xlim=(-0.5, len(layers) - 0.5), ylim=(0, top), ylabel=f"{unit} per micro-batch")
+    axes.set(xlim=(-0.5, len(times_s) - 0.5), ylim=(0, top), ylabel=f"{unit} per micro-batch")
     axes.set_title("Layers in model order, cut into stages", loc="left")
     axes.grid(axis="y")
-    _draw_cuts(axes, layers, top=top)
-    _label_layers(axes, layers)
+    _draw_cuts(axes, plan, top=top)
+    _label_layers(axes, plan.layer_names)
 
 
-def _draw_cuts(axes: Axes, layers: pd.DataFrame, *, top: float) -> None:
+def _draw_cuts(axes: Axes, plan: Plan, *, top: float) -> None:
     """A band per stage, a dashed line at every cut, the stage's number on top."""
-    bounds = layers.groupby("stage")["layer"].agg(["min", "max"])
-    for index, (first, last) in enumerate(bounds.itertuples(index=False)):
+    for stage in plan.stages:
+        index, first, last = stage.index, stage.first_layer, stage.end_layer - 1
         if index % 2:
             axes.axvspan(first - 0.5, last + 0.5, facecolor=BAND.light, zorder=0)
         if index:
             axes.axvline(first - 0.5, color=INK.light, linewidth=1.0, linestyle=(0, (4, 3)))
-        wide = (last - first + 1) / len(layers) > 0.065
+        wide = stage.num_layers / len(plan.layer_names) > 0.065
         label = f"stage {index}" if wide else str(index)
         axes.text((first + last) / 2, 0.97 * top, label, ha="center", va="top", color=FAINT.light, fontsize=8.5)
 
 
-def _label_layers(axes: Axes, layers: pd.DataFrame) -> None:
+def _label_layers(axes: Axes, layers: Sequence[str]) -> None:
     """Names horizontal if they fit, else slanted; of many layers only some, vertical."""
     longest = _LONGEST_NAME if len(layers) <= _MOST_SLANTED else _LONGEST_UPRIGHT
-    names = [shortened(name, longest) for name in layers["name"]]
+    names = [shortened(name, longest) for name in layers]
     every = -(-len(names) // _MOST_LABELS)
     positions = range(0, len(names), every)
     flat = len(names) * (max(len(name) for name in names) + 2) <= _FLAT_CHARACTERS
