@@ -222,9 +222,7 @@ class Ranking:
     regret: float  # share by which the plan's step is longer than the fastest one's
     predicted_lead: float  # the same share, predicted
     uncertainty: float | None  # of the regret, two standard errors; None: there is one round, or one plan
-    rank_correlation: (
-        float | None
-    )  # predicted and measured seconds per sample; None: fewer than three plans, or all tie
+    rank_correlation: float | None  # of seconds per sample; None: fewer than three plans, or all tie
     num_same_batch: int  # plans that the regret is over
     median_error: float  # of the predicted steps, without sign, over all plans
     largest_error: float

@@ -5,9 +5,10 @@ One process that computes alone, such as the virtual engine, is compared with th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from gplan.core import Layer, Plan, Profile
+from gplan.core import LayerCost, Plan, Profile
 from gplan.core.plan import Contention
 from gplan.simulation.simulator import simulate
 
@@ -28,11 +29,11 @@ def profile_without_contention(profile: Profile) -> Profile:
     """The same profile for devices that do not share a host, however many compute."""
     return replace(
         profile,
-        layers=tuple(map(_layer_alone, profile.layers)),
-        loss=tuple(replace(x, contention=1.0) for x in profile.loss),
+        layers=tuple(replace(x, costs=_alone(x.costs)) for x in profile.layers),
+        loss=_alone(profile.loss),
         step=replace(profile.step, contention=1.0),
     )
 
 
-def _layer_alone(layer: Layer) -> Layer:
-    return replace(layer, costs=tuple(replace(x, contention=1.0) for x in layer.costs))
+def _alone(costs: Iterable[LayerCost]) -> tuple[LayerCost, ...]:
+    return tuple(replace(x, contention=1.0) for x in costs)

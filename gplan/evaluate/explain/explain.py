@@ -20,7 +20,6 @@ from gplan.evaluate.explain.jitter import step_spread
 from gplan.evaluate.explain.options import evaluate_options, memory_gain_s
 from gplan.evaluate.explain.sensitivity import MOST_FACTOR, layer_sensitivities
 from gplan.evaluate.replanning import (
-    PlanSettings,
     memory_excess,
     other_times_notes,
     plan_with_cuts,
@@ -29,6 +28,7 @@ from gplan.evaluate.replanning import (
     setting_of,
     why_not_replannable,
 )
+from gplan.evaluate.rivals import THIS_PLAN
 from gplan.partition.baselines import RULES
 from gplan.partition.plan_evaluation import compute_s
 from gplan.partition.problem import Problem, device_sums
@@ -36,8 +36,6 @@ from gplan.simulation.simulator import simulate
 
 OPTIONS_S, SENSITIVITIES_S = 20.0, 10.0
 """Seconds after which no other option, and no other layer, is tried."""
-
-THIS_PLAN = "this plan"
 
 
 def explain(
@@ -99,13 +97,8 @@ def baseline_outcomes(plan: Plan, ordered: Profile) -> Iterator[BaselineOutcome]
     A rule sees each layer's forward and backward time, or its parameters, as its authors intended.
     """
     setting = setting_of(plan)
-    yield BaselineOutcome(
-        rule=THIS_PLAN,
-        cuts=plan.cuts,
-        step_s=simulate(plan).step_s,
-        largest_s=largest_load_s(plan.stages, problem_of(ordered, setting)),
-        peak_bytes=plan.peak_bytes,
-    )
+    problem = problem_of(ordered, setting)
+    yield _baseline_outcome(THIS_PLAN, plan, problem)
     costs = [cost_at(layer.costs, setting.microbatch_size) for layer in ordered.layers]
     times = [cost.forward.median_s + cost.backward.median_s for cost in costs]
     for name, rule in RULES.items():
@@ -114,17 +107,16 @@ def baseline_outcomes(plan: Plan, ordered: Profile) -> Iterator[BaselineOutcome]
         except NoPlanError as error:
             yield BaselineOutcome(rule=name, cuts=None, reason=str(error))
         else:
-            yield _baseline_outcome(name, cuts, ordered, setting)
+            yield _baseline_outcome(name, plan_with_cuts(ordered, setting, cuts), problem)
 
 
-def _baseline_outcome(name: str, cuts: Sequence[int], ordered: Profile, setting: PlanSettings) -> BaselineOutcome:
-    plan = plan_with_cuts(ordered, setting, cuts)
+def _baseline_outcome(name: str, plan: Plan, problem: Problem) -> BaselineOutcome:
     reason = memory_excess(plan)
     return BaselineOutcome(
         rule=name,
-        cuts=tuple(cuts),
-        step_s=plan.prediction.step_s,
-        largest_s=largest_load_s(plan.stages, problem_of(ordered, setting)),
+        cuts=plan.cuts,
+        step_s=simulate(plan).step_s,
+        largest_s=largest_load_s(plan.stages, problem),
         peak_bytes=plan.peak_bytes,
         fits=not reason,
         reason=reason,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from gplan.core import Constraints, Plan, Profile, RecomputeMode
+from gplan.core import Constraints, Profile, RecomputeMode
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.evaluate.compare import samples_per_s
 from gplan.evaluate.explain.explanation import Option, OptionKind, OptionResult
@@ -73,7 +73,13 @@ def _option(change: _Change, time_limit_s: float) -> Option:
     reason, outcome = change.reason or (OUT_OF_TIME if time_limit_s <= 0 else ""), None
     if not reason:
         try:
-            outcome = _outcome(replan(change.profile, change.setting, time_limit_s=time_limit_s))
+            plan = replan(change.profile, change.setting, time_limit_s=time_limit_s)
+            outcome = OptionResult(
+                step_s=plan.prediction.step_s,
+                samples_per_s=samples_per_s(plan, plan.prediction.step_s),
+                peak_bytes=plan.peak_bytes,
+                is_proven=plan.proof.is_proven,
+            )
         except (UsageError, NoPlanError) as error:
             reason = str(error)
     is_profiled = change.setting.microbatch_size in change.profile.microbatch_sizes
@@ -83,16 +89,6 @@ def _option(change: _Change, time_limit_s: float) -> Option:
         outcome=outcome,
         reason=reason,
         is_interpolated=outcome is not None and not is_profiled,
-    )
-
-
-def _outcome(plan: Plan) -> OptionResult:
-    step_s = plan.prediction.step_s
-    return OptionResult(
-        step_s=step_s,
-        samples_per_s=samples_per_s(plan, step_s),
-        peak_bytes=plan.peak_bytes,
-        is_proven=plan.proof.is_proven,
     )
 
 
