@@ -80,7 +80,7 @@ class _LoadTable:
         before = downsets.sums(np.array(graph.compute))
         self.order = np.lexsort([downsets.num_before, before])
         self.before = before[self.order]
-        self.before_bytes = downsets.int_sums(np.array(graph.num_bytes, dtype=np.int64))[self.order]
+        self.before_bytes = downsets.sums(np.array(graph.num_bytes, dtype=np.int64))[self.order]
         self._downsets = downsets
         nets = {ends: moved for ends, moved in graph.shared.items() if moved > 0} if objective == "device-load" else {}
         reached = [sum(downsets.contain(x)[self.order].astype(np.int16) for x in ends) for ends in nets]

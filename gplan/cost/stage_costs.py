@@ -399,12 +399,12 @@ class Costs:
     @cached_property
     def stash_sums(self) -> Ints:
         """[P]: bytes that the layers before each position stash for a micro-batch, without the loss."""
-        return self.downsets.int_sums(np.array([x.stash_bytes for x in self.layer_costs], dtype=np.int64))
+        return self.downsets.sums(np.array([x.stash_bytes for x in self.layer_costs], dtype=np.int64))
 
     @cached_property
     def pending_sums(self) -> Ints:
         """[P]: bytes that the layers before each position keep between the halves of a backward, with the loss."""
-        sums = self.downsets.int_sums(np.array([x.pending_bytes for x in self.layer_costs], dtype=np.int64))
+        sums = self.downsets.sums(np.array([x.pending_bytes for x in self.layer_costs], dtype=np.int64))
         sums[-1] += self.loss.pending_bytes if self.loss else 0
         return sums
 
@@ -444,10 +444,10 @@ class Costs:
     @cached_property
     def _held_sums(self) -> dict[str, tuple[Ints, list[tuple[Ints, int]]]]:
         """For each number: [P] of the layers' own, and for each shared weight its users [P] and its number."""
-        users = [self.downsets.int_sums(self._users(x.layers)) for x in self.profile.shared_weights]
+        users = [self.downsets.sums(self._users(x.layers)) for x in self.profile.shared_weights]
         return {
             field: (
-                self.downsets.int_sums(np.array([getattr(x, field) for x in self.profile.layers], dtype=np.int64)),
+                self.downsets.sums(np.array([getattr(x, field) for x in self.profile.layers], dtype=np.int64)),
                 [(used, getattr(x, field)) for used, x in zip(users, self.profile.shared_weights, strict=True)],
             )
             for field in ("weight_bytes", "gradient_bytes", "num_trained")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from gplan.graph.layer_graph import LayerGraph
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Numbers = TypeVar("Numbers", Floats, Ints)
 
 Made = tuple[int, int, int]
 """A layer, a later one (L: the loss), and bytes that the later backward leaves allocated for it; may be negative."""
@@ -57,12 +58,8 @@ class DownSets(Protocol):
         """[P]: whether the layer lies before each position."""
         ...
 
-    def sums(self, values: Floats) -> Floats:
-        """[P]: the sum of values[L] over the layers before each position."""
-        ...
-
-    def int_sums(self, values: Ints) -> Ints:
-        """[P]: exact sums of integers."""
+    def sums(self, values: Numbers) -> Numbers:
+        """[P]: the sum of values[L] over the layers before each position; of whole numbers exact."""
         ...
 
     def layers(self, first: int, end: int) -> tuple[int, ...]:
@@ -115,13 +112,9 @@ class Prefixes:
         """[P]: whether the layer lies before each position."""
         return self.num_before > layer
 
-    def sums(self, values: Floats) -> Floats:
+    def sums(self, values: Numbers) -> Numbers:
         """[P]: the sum of values[:i]."""
-        return np.concatenate([[0.0], np.cumsum(values)])
-
-    def int_sums(self, values: Ints) -> Ints:
-        """[P]: exact sums of integers."""
-        return np.concatenate([[0], np.cumsum(values)]).astype(np.int64)
+        return np.concatenate([np.zeros(1, dtype=values.dtype), np.cumsum(values)])
 
     def layers(self, first: int, end: int) -> tuple[int, ...]:
         """first, ..., end - 1."""
@@ -221,18 +214,11 @@ class GraphDownSets:
         """[P]: whether the layer lies before each position."""
         return self.members[:, layer]
 
-    def sums(self, values: Floats) -> Floats:
+    def sums(self, values: Numbers) -> Numbers:
         """[P]: the sum of values[L] before each position, added in the layers' order as `Prefixes` does."""
-        totals = np.zeros(self.size)
+        totals = np.zeros(self.size, dtype=values.dtype)
         for layer, value in enumerate(values):
-            totals += np.where(self.members[:, layer], value, 0.0)
-        return totals
-
-    def int_sums(self, values: Ints) -> Ints:
-        """[P]: exact sums of integers."""
-        totals = np.zeros(self.size, dtype=np.int64)
-        for layer, value in enumerate(values):
-            totals += self.members[:, layer] * value
+            totals += np.where(self.members[:, layer], value, np.zeros_like(value))
         return totals
 
     def layers(self, first: int, end: int) -> tuple[int, ...]:

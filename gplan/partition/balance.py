@@ -2,7 +2,7 @@
 
 A device has one stage, or as many as the schedule has chunks. `solver="auto"` chooses by the model's graph: dynamic
 programs and branch and bound are exact for chains and for graphs with few down-sets, a mixed-integer program serves
-where they are many (`choose.py`). Whatever found the partition, the plan is priced by the cost model and the simulator,
+where they are many (`solve.py`). Whatever found the partition, the plan is priced by the cost model and the simulator,
 and says how well it is proven.
 """
 

@@ -192,13 +192,13 @@ def busy_within(problem: Problem, limit_s: float) -> CandidateLimit:
     """
     num_microbatches, fastest = problem.num_microbatches, max(problem.speeds)
     before_s = (_forward_sums_s if any(problem.split_shares) else compute_sums_s)(problem) / fastest
-    beside_s = limit_s - _through_all_s(problem)
+    beside_s = limit_s - through_all_s(problem)
     most_s = []
     for stage in range(problem.num_stages):
         within_s = limit_s / num_microbatches
         others = num_microbatches - 1 - _hidden(problem, stage)
         most_s.append(max(0.0, min(within_s, beside_s / others) if others > 0 else within_s))
-    transfers_s = beside_s + _least_transfers_s(problem).max(initial=0.0)
+    transfers_s = beside_s + least_transfers_s(problem).max(initial=0.0)
     return CandidateLimit(
         by_load=False,
         most_s=most_s,
@@ -212,9 +212,9 @@ def least_step_s(problem: Problem) -> float:
     others; or the work of all devices, and what they wait for, shared out evenly.
     """
     if problem.schedule != "gpipe":
-        return max(shared_step_s(problem), _through_all_s(problem))
+        return max(shared_step_s(problem), through_all_s(problem))
     even_s = float(compute_sums_s(problem)[-1]) / sum(problem.speeds)
-    return _through_all_s(problem) + (problem.num_microbatches - 1) * even_s
+    return through_all_s(problem) + (problem.num_microbatches - 1) * even_s
 
 
 def shared_step_s(problem: Problem, *, tail_s: float = 0.0) -> float:
@@ -253,13 +253,13 @@ def _least_before_s(problem: Problem) -> tuple[Floats, Floats]:
     return start_s, (back_s + overheads_s) / fastest + again_s
 
 
-def _through_all_s(problem: Problem) -> float:
+def through_all_s(problem: Problem) -> float:
     """What the first micro-batch takes at least, forward and backward through all stages, over every cut."""
     costs, everything = problem.costs, (np.array([0]), np.array([problem.costs.num_positions - 1]))
     back_s = costs.least_first_half_s if any(problem.split_shares) else costs.backward_s
     layers_s = float(costs.forward_s(*everything)[0] + back_s(*everything)[0])
     overheads_s = 2 * problem.num_stages * costs.overhead_s
-    return (layers_s + overheads_s) / max(problem.speeds) + float(_least_transfers_s(problem).sum())
+    return (layers_s + overheads_s) / max(problem.speeds) + float(least_transfers_s(problem).sum())
 
 
 def _forward_sums_s(problem: Problem) -> Floats:
@@ -278,7 +278,7 @@ def _hidden(problem: Problem, stage: int) -> float:
     return num_microbatches
 
 
-def _least_transfers_s(problem: Problem) -> Floats:
+def least_transfers_s(problem: Problem) -> Floats:
     """[S-1]: the least that both transfers over each cut take, wherever it is."""
     both = [problem.activation_s(s) + problem.gradient_s(s) for s in range(problem.num_stages - 1)]
     return np.array([float(x[1:-1].min(initial=np.inf)) for x in both])

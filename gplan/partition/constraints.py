@@ -23,7 +23,7 @@ class ConstraintCheck:
         for first, last in constraints.keep_together:
             members = np.zeros(problem.num_layers, dtype=np.int64)
             members[index[first] : index[last] + 1] = 1
-            self._kept_counts.append(self._downsets.int_sums(members))
+            self._kept_counts.append(self._downsets.sums(members))
         self._pins = [(self._downsets.contain(index[pin.layer]), pin.stage) for pin in constraints.pins]
 
     def allows(self, stage: int, first: Ints, end: Ints) -> Bools:

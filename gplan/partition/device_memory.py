@@ -17,13 +17,13 @@ from gplan.core import RecomputeMode, StageBytes
 from gplan.cost.memory_moments import Moment, device_moments
 from gplan.cost.stage_costs import Costs, DeviceBoundaries
 from gplan.graph.down_sets import Bools, Ints
+from gplan.partition.pareto import undominated
 from gplan.partition.problem import Problem
 from gplan.schedules.registry import make_schedule
 
 PARTS = StageBytes.__slots__
 """The parts of a stage's memory, in the order in which arrays hold them."""
 
-_CHUNK = 256  # moments compared at once
 _NUM_STEPS = 16  # from one moment to another that are looked at
 
 
@@ -68,7 +68,7 @@ def _counts(schedule: str, num_devices: int, num_microbatches: int, device: int,
     counts = {key: counts_at(moment) for key, moment in every.items()}
     rows = [[count for x in by_stage.values() for count in counts[id(x)]] for by_stage in moments]
     ends = _line_ends(np.unique(np.array(rows, dtype=np.int64), axis=0))
-    return _undominated(ends).reshape(-1, len(parts), len(PARTS))
+    return ends[undominated(-ends)].reshape(-1, len(parts), len(PARTS))
 
 
 def counts_at(moment: Moment) -> list[int]:
@@ -104,20 +104,3 @@ def _are_among(some: Ints, rows: Ints) -> Bools:
     places = np.searchsorted((rows @ factors)[order], keys).clip(max=len(rows) - 1)
     among: Bools = (rows[order[places]] == some).all(axis=1)
     return among
-
-
-def _undominated(rows: Ints) -> Ints:
-    """The rows that no other one matches or exceeds in every number."""
-    rows = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
-    kept = rows[:0]
-    for start in range(0, len(rows), _CHUNK):
-        some = rows[start : start + _CHUNK]
-        some = some[~_within(some, kept).any(axis=1)]
-        earlier = np.tri(len(some), k=-1, dtype=np.bool_)
-        kept = np.concatenate([kept, some[~(_within(some, some) & earlier).any(axis=1)]])
-    return kept
-
-
-def _within(rows: Ints, others: Ints) -> Bools:
-    """[rows, others]: whether the other row is nowhere smaller."""
-    return np.asarray((rows[:, None] <= others[None]).all(axis=2))

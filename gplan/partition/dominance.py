@@ -22,22 +22,17 @@ from functools import cached_property
 import numpy as np
 
 from gplan.cost.stage_seconds import StageSeconds
-from gplan.graph.down_sets import Bools, Floats, Ints
-from gplan.partition.batch_simulation import steps_s
-from gplan.partition.bounds import StepBounds
+from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.dp import suffix_tables
-from gplan.partition.partial_plans import PartialPlans, empty_prefix
+from gplan.partition.pareto import undominated
+from gplan.partition.partial_plans import PartialPlans, SimulatedPrefixes, empty_prefix
 
-_CHUNK = 512  # labels compared at once
 _ROUNDING = 1e-13  # share of the step by which a label may be worse and still be dominant
 
 
 @dataclass(frozen=True)
-class GPipeLabels:
+class GPipeLabels(SimulatedPrefixes):
     """Prefixes of GPipe pipelines; with all K stages their bounds are the step, up to rounding."""
-
-    bounds: StepBounds
-    solver: str = "dp"
 
     def root(self) -> PartialPlans:
         """The empty prefix: nothing was sent, and no backward follows the first stage's."""
@@ -69,10 +64,6 @@ class GPipeLabels:
     def undominated(self, nodes: PartialPlans) -> PartialPlans:
         """One of the best nodes for each trade-off, for every layer at which the next stage may begin."""
         return best_by_end(nodes, nodes.labels)
-
-    def values(self, paths: Ints) -> Floats:
-        """[N]: the steps, simulated."""
-        return steps_s(self.bounds.problem, self.bounds.candidates, paths)
 
     def _gradient_before_s(self, nodes: PartialPlans) -> Floats:
         """[N]: seconds in which the next stage's gradients reach the last stage of each prefix;
@@ -123,26 +114,5 @@ def best_by_end(nodes: PartialPlans, labels: Floats) -> PartialPlans:
     kept = []
     for end in np.unique(nodes.last_end):
         there = np.flatnonzero(nodes.last_end == end)
-        kept.append(there[_undominated(labels[there], slack_s)])
+        kept.append(there[undominated(labels[there], slack=slack_s)])
     return nodes.take(np.concatenate(kept)) if kept else nodes
-
-
-def _undominated(labels: Floats, slack: float) -> Ints:
-    """Indices of labels that no other one matches or beats in every number."""
-    order = np.argsort(labels.sum(axis=1), kind="stable")  # a label comes after those that dominate it
-    kept = order[:0]
-    for start in range(0, len(order), _CHUNK):
-        chunk = order[start : start + _CHUNK]
-        chunk = chunk[~_at_most(labels[chunk], labels[kept], slack).any(axis=1)]
-        earlier = np.tri(len(chunk), k=-1, dtype=np.bool_)
-        inside = _at_most(labels[chunk], labels[chunk], slack) & earlier
-        kept = np.concatenate([kept, chunk[~inside.any(axis=1)]])
-    return kept
-
-
-def _at_most(labels: Floats, others: Floats, slack: float) -> Bools:
-    """[labels, others]: whether the other label is nowhere larger."""
-    at_most = np.ones((len(labels), len(others)), dtype=np.bool_)
-    for mine, theirs in zip(labels.T, others.T, strict=True):
-        at_most &= theirs[None, :] <= mine[:, None] + slack
-    return at_most

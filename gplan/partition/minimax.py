@@ -6,7 +6,7 @@ among those, the fewest bytes across cuts. Three programs find them in turn, the
 the lower cap, as a plan has one largest stage.
 
 A plan that fits the memory though it was found without looking at it is the best; that none fits is told by bytes alone
-(`peaks.py`). Only stages up to a cap are looked at, which rises from a lower bound until there is a plan: every plan
+(`memory_feasibility.py`). Only stages up to a cap are looked at, which rises from a lower bound until there is a plan: every plan
 that is better than one within the cap is within it too.
 """
 

@@ -5,8 +5,8 @@ Each is a `Goal`: the largest of many sums over the stages, exactly for partitio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -14,24 +14,16 @@ import numpy as np
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import simulate_window, steps_s, window_times
 from gplan.partition.bounds import StepBounds
-from gplan.partition.candidates import Candidates
 from gplan.partition.critical_path import TIMES, Paths
+from gplan.partition.lagrangian import Goal
 from gplan.partition.memory_feasibility import DeviceMemoryLimits
-from gplan.partition.problem import Problem
 
 _CHUNK_FLOATS = 4_000_000  # arrival times held at once
 
 
 @dataclass(frozen=True)
-class StepGoal:
+class StepGoal(Goal):
     """The simulated step: the longest path. A prefix is simulated with the stages after it as a pure delay."""
-
-    problem: Problem
-    candidates: Sequence[Candidates]
-
-    def among(self, candidates: Sequence[Candidates]) -> StepGoal:
-        """The same among other candidates."""
-        return replace(self, candidates=candidates)
 
     def figures(self, stage: int) -> Floats:
         """[times, E]: those of `longest.TIMES` that the step has."""
@@ -58,9 +50,6 @@ class StepGoal:
         """[N]: of simulated prefixes."""
         return self._in_chunks(self._window_s, paths)
 
-    def labels(self, paths: Ints) -> None:
-        """None: a prefix acts on the rest by as many numbers as there are micro-batches."""
-
     def _window_s(self, paths: Ints) -> Floats:
         times = window_times(self.candidates, paths)
         delay = self._bounds.delay_after(paths.shape[1] - 1, paths[:, -1])
@@ -85,15 +74,8 @@ class StepGoal:
 
 
 @dataclass(frozen=True)
-class LoadGoal:
+class LoadGoal(Goal):
     """The largest load of a device, the sum over its stages."""
-
-    problem: Problem
-    candidates: Sequence[Candidates]
-
-    def among(self, candidates: Sequence[Candidates]) -> LoadGoal:
-        """The same among other candidates."""
-        return replace(self, candidates=candidates)
 
     def figures(self, stage: int) -> Floats:
         """[1, E]: the loads."""
@@ -132,15 +114,8 @@ class LoadGoal:
 
 
 @dataclass(frozen=True)
-class PeakGoal:
+class PeakGoal(Goal):
     """The largest peak of a device, in bytes: a sum over its stages at one of its moments."""
-
-    problem: Problem
-    candidates: Sequence[Candidates]
-
-    def among(self, candidates: Sequence[Candidates]) -> PeakGoal:
-        """The same among other candidates."""
-        return replace(self, candidates=candidates)
 
     def figures(self, stage: int) -> Floats:
         """[parts, E]: what the memory of each candidate is made of."""
@@ -166,9 +141,6 @@ class PeakGoal:
     def least(self, paths: Ints) -> Floats:
         """[N]: with the least of each stage that is to come."""
         return self.values(paths)
-
-    def labels(self, paths: Ints) -> None:
-        """None: a prefix acts on the rest by what it holds at every moment."""
 
     @cached_property
     def _limits(self) -> DeviceMemoryLimits:

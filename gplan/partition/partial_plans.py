@@ -82,11 +82,6 @@ class CandidateBounds(Protocol):
 class Relaxation(Protocol):
     """What the search asks of a bound on prefixes."""
 
-    @property
-    def solver(self) -> str:
-        """Its name in a proof."""
-        ...
-
     def root(self) -> PartialPlans:
         """The empty prefix."""
         ...
@@ -119,7 +114,6 @@ class SimulatedPrefixes:
     """Prefixes simulated with the stages after them as a pure delay; with all K stages this is the step itself."""
 
     bounds: StepBounds
-    solver: str = "branch-and-bound"
 
     def root(self) -> PartialPlans:
         """The empty prefix."""

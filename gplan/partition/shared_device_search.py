@@ -75,7 +75,7 @@ class GoalSearch:
         candidates, is_complete = self._candidates(incumbent)
         if candidates is None:
             return replace(incumbent, lower_bound=incumbent.worth) if is_complete else incumbent
-        space = GoalSpace(search=self, weighted=first_weighted_bounds(self.goal_of(self.problem, candidates)))
+        space = GoalSpace(search=self, bounds=first_weighted_bounds(self.goal_of(self.problem, candidates)))
         found = branch_and_bound(space, incumbent, deadline_s=deadline_s)
         return found if is_complete else replace(found, lower_bound=incumbent.lower_bound)
 
@@ -131,19 +131,14 @@ class GoalSpace:
     """The partitions of some candidates, bounded by Lagrangian weights: the `SearchSpace` of a `GoalSearch`."""
 
     search: GoalSearch
-    weighted: WeightedBounds
-
-    @property
-    def bounds(self) -> WeightedBounds:
-        """Bounds by weights."""
-        return self.weighted
+    bounds: WeightedBounds
 
     @property
     def relaxation(self) -> WeightedPrefixes:
         """Prefixes bounded by weights, and by the limits on their devices."""
         problem = self.search.problem
-        limits = DeviceMemoryLimits(problem, self.weighted.candidates) if problem.has_memory_limit else None
-        return WeightedPrefixes(weighted=self.weighted, limits=limits)
+        limits = DeviceMemoryLimits(problem, self.bounds.candidates) if problem.has_memory_limit else None
+        return WeightedPrefixes(weighted=self.bounds, limits=limits)
 
     def is_settled(self, incumbent: Incumbent) -> bool:
         """Whether no better value is looked for."""
@@ -151,14 +146,14 @@ class GoalSpace:
 
     def polished(self, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
         """The incumbent after moves of single cuts."""
-        return self.search.polished(self.weighted.goal, incumbent, deadline_s)
+        return self.search.polished(self.bounds.goal, incumbent, deadline_s)
 
     def narrowed(self, incumbent: Incumbent) -> GoalSpace | None:
         """The space of the candidates that a plan worth having could take; None where there is none."""
-        pairs = zip(self.weighted.candidates, self.weighted.through_s, strict=True)
+        pairs = zip(self.bounds.candidates, self.bounds.through_s, strict=True)
         worthy = [some.take(x < incumbent.worth) for some, x in pairs]
         candidates = on_paths(worthy, self.search.problem.costs.num_positions)
-        return None if candidates is None else replace(self, weighted=self.weighted.among(candidates))
+        return None if candidates is None else replace(self, bounds=self.bounds.among(candidates))
 
     def begun(self, incumbent: Incumbent, *, deadline_s: float) -> tuple[GoalSpace | None, Incumbent]:
         """The space, and the best plan after moves from the incumbent and from some with even stages."""
@@ -169,21 +164,21 @@ class GoalSpace:
         """The space with better weights (multiplicative weights), and the best of the partitions found on the way."""
         now_s = time.perf_counter()
         until_s = now_s + _SHARE_OF_PLAY * (deadline_s - now_s)
-        path = path_of(self.weighted.candidates, incumbent.ends)
-        updates = WeightUpdates.begun(self.weighted, self.weighted.best_path() if path is None else path)
+        path = path_of(self.bounds.candidates, incumbent.ends)
+        updates = WeightUpdates.begun(self.bounds, self.bounds.best_path() if path is None else path)
         for _ in range(_NUM_BURSTS):
             before = incumbent
             updates.go_on(_BURST, deadline_s=until_s)
-            space = replace(self, weighted=updates.weighted)
+            space = replace(self, bounds=updates.weighted)
             incumbent = space._tried(updates.middle_path(), space._bounded(incumbent), until_s)
             rise = incumbent.lower_bound - before.lower_bound
             is_stuck = rise < _WORTH_A_BURST * incumbent.lower_bound and incumbent.value == before.value
             if self.is_settled(incumbent) or is_stuck or time.perf_counter() > until_s:
                 break
-        return replace(self, weighted=updates.weighted), incumbent
+        return replace(self, bounds=updates.weighted), incumbent
 
     def _bounded(self, incumbent: Incumbent) -> Incumbent:
-        bound = max(incumbent.lower_bound, min(self.weighted.whole_s, incumbent.worth))
+        bound = max(incumbent.lower_bound, min(self.bounds.whole_s, incumbent.worth))
         return replace(incumbent, lower_bound=bound)
 
     def _started(self, incumbent: Incumbent, deadline_s: float) -> Incumbent:
@@ -192,12 +187,12 @@ class GoalSpace:
         Where a value is good enough, the plan with the most even loads that has it is taken.
         """
         if self.search.enough is not None:
-            blended = self._plans(self.weighted.blended_paths(_NUM_BLENDED), incumbent)
+            blended = self._plans(self.bounds.blended_paths(_NUM_BLENDED), incumbent)
             enough = next((x for x in blended if x.value <= self.search.enough), None)
             if enough is not None:
                 return enough
         num_even_plans = self.search.num_even_plans
-        even_plans = self._plans(self.weighted.even_paths(num_even_plans), incumbent)
+        even_plans = self._plans(self.bounds.even_paths(num_even_plans), incumbent)
         start = min([incumbent, *even_plans], key=lambda x: x.value)
         found = self.polished(start, deadline_s=deadline_s)
         if num_even_plans == 1 or not even_plans or even_plans[0] is start or self.is_settled(found):
@@ -206,7 +201,7 @@ class GoalSpace:
 
     def _plans(self, paths: Sequence[Ints], incumbent: Incumbent) -> list[Incumbent]:
         """Those of some partitions that fit, with all else that is known."""
-        goal, every = self.weighted.goal, np.array(paths)
+        goal, every = self.bounds.goal, np.array(paths)
         every = every[DeviceMemoryLimits(self.search.problem, goal.candidates).fits(every)]
         values = goal.values(every).tolist()
         pairs = zip(every, values, strict=True)
@@ -225,7 +220,6 @@ class WeightedPrefixes:
 
     weighted: WeightedBounds
     limits: DeviceMemoryLimits | None
-    solver: str = "branch-and-bound"
 
     def root(self) -> PartialPlans:
         """The empty prefix; labels hold what its stages add to the mean."""

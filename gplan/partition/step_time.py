@@ -17,7 +17,7 @@ from gplan.core.units import seconds_text
 from gplan.partition.batch_simulation import steps_s
 from gplan.partition.bounds import StepBounds, busy_within, filtered, least_step_s
 from gplan.partition.branch_and_bound import Incumbent, branch_and_bound, locally_improved
-from gplan.partition.candidates import TooManyCandidates, candidates_within, fitting, on_paths
+from gplan.partition.candidates import Candidates, TooManyCandidates, candidates_within, fitting, on_paths
 from gplan.partition.dominance import GPipeLabels
 from gplan.partition.minimax import ends_of_stages, smallest_largest, stages_between
 from gplan.partition.partial_plans import Relaxation, SimulatedPrefixes
@@ -109,22 +109,28 @@ class StepSpace:
         return incumbent.proven
 
     def narrowed(self, incumbent: Incumbent) -> StepSpace | None:
-        """The space of the candidates that fit the memory and that a plan worth having could take."""
-        problem, worth_s = self.bounds.problem, incumbent.worth * (1.0 + _SLACK)
+        """The space of the candidates that a plan worth having could take."""
+        worth_s = incumbent.worth * (1.0 + _SLACK)
         pairs = zip(self.bounds.candidates, self.bounds.through_s, strict=True)
-        worthy = [fitting(problem, stage, some.take(x <= worth_s)) for stage, (some, x) in enumerate(pairs)]
-        candidates = on_paths(worthy, problem.costs.num_positions)
-        return None if candidates is None else StepSpace(bounds=StepBounds(problem, candidates))
+        return self._among([some.take(x <= worth_s) for some, x in pairs])
 
     def begun(self, incumbent: Incumbent, *, deadline_s: float) -> tuple[StepSpace | None, Incumbent]:
-        """The space narrowed before and after a local search for the first incumbent, with the bound of all its paths."""
-        space = self.narrowed(incumbent)
+        """The space of what fits the memory, narrowed before and after a local search for the first incumbent, with the
+        bound of all its paths."""
+        space, problem = self.narrowed(incumbent), self.bounds.problem
+        if space is not None:
+            space = space._among([fitting(problem, stage, x) for stage, x in enumerate(space.bounds.candidates)])
         if space is not None:
             incumbent = space.polished(incumbent, deadline_s=deadline_s)
             space = space.narrowed(incumbent)
         if space is not None:
             incumbent = replace(incumbent, lower_bound=max(incumbent.lower_bound, space.bounds.whole_s))
         return space, incumbent
+
+    def _among(self, candidates: list[Candidates]) -> StepSpace | None:
+        """The space of some of the candidates; None where no path is left."""
+        left = on_paths(candidates, self.bounds.problem.costs.num_positions)
+        return None if left is None else StepSpace(bounds=StepBounds(self.bounds.problem, left))
 
     def strengthened(self, incumbent: Incumbent, *, deadline_s: float) -> tuple[StepSpace, Incumbent]:
         """The space as it is: its bounds have no weights to improve."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from gplan.core import Link
 from gplan.graph.down_sets import Floats
-from gplan.partition.bounds import shared_step_s
+from gplan.partition.bounds import least_transfers_s, shared_step_s, through_all_s
 from gplan.partition.problem import Problem, compute_sums_s
 from gplan.schedules.in_flight import NUM_WARMUP
 
@@ -38,7 +38,7 @@ class StrategyBounds:
     @cached_property
     def step_s(self) -> float:
         """A lower bound of the simulated step."""
-        through_s = self._first_through_s + self.transfers_s
+        through_s = through_all_s(self.problem) + self._again_s
         bounds = [through_s, self._shared_s]
         if self.problem.schedule == "gpipe":
             bounds.append(through_s + (self._num - 1) * self.largest_s)
@@ -66,17 +66,23 @@ class StrategyBounds:
     def _num(self) -> int:
         return self.problem.num_microbatches
 
+    @cached_property
+    def _again_s(self) -> float:
+        """What recomputing all stages adds to every micro-batch; 0 where not every one is recomputed."""
+        return self.whole_recompute_s if self.problem.recompute == "always" else 0.0
+
     @property
-    def _again(self) -> bool:
-        """Whether every micro-batch takes a whole recompute."""
-        return self.problem.recompute == "always"
+    def whole_recompute_s(self) -> float:
+        """Seconds of recomputing the whole model for a micro-batch."""
+        everything = np.array([0]), np.array([self.problem.costs.num_positions - 1])
+        return float(self.problem.costs.recompute_s(*everything)[0])
 
     @cached_property
     def _sums_s(self) -> Floats:
         """[P]: compute of the layers before each position."""
         costs, sums = self.problem.costs, compute_sums_s(self.problem)
         every = np.arange(costs.num_positions)
-        return sums + costs.recompute_s(np.zeros_like(every), every) if self._again else sums
+        return sums + costs.recompute_s(np.zeros_like(every), every) if self._again_s else sums
 
     @property
     def _overhead_s(self) -> float:
@@ -87,23 +93,10 @@ class StrategyBounds:
         """W."""
         return float(self._sums_s[-1]) + self.problem.num_stages * self._overhead_s
 
-    @cached_property
-    def _first_through_s(self) -> float:
-        """Least seconds of the forwards of all stages and then of the gradients through all stages, with recompute."""
-        costs, everything = self.problem.costs, (np.array([0]), np.array([self.problem.costs.num_positions - 1]))
-        if not any(self.problem.split_shares):
-            return self.through_s
-        again_s = float(costs.recompute_s(*everything)[0]) if self._again else 0.0
-        layers_s = float(costs.forward_s(*everything)[0] + costs.least_first_half_s(*everything)[0])
-        return layers_s + again_s + self.problem.num_stages * self._overhead_s
-
-    @cached_property
+    @property
     def transfers_s(self) -> float:
         """C."""
-        costs, link = self.problem.costs, self.problem.costs.profile.link
-        both = (costs.activation_s(link) + costs.gradient_s(link))[1:-1].min(initial=np.inf)
-        num_sent = sum(self.problem.boundaries(stage).after for stage in range(self.problem.num_stages - 1))
-        return num_sent * float(both) if num_sent else 0.0
+        return float(least_transfers_s(self.problem).sum())
 
     @cached_property
     def largest_s(self) -> float:
@@ -133,13 +126,8 @@ class StrategyBounds:
 
     @property
     def _shared_s(self) -> float:
-        again_s = self._num * (self.through_s - self._kept_s) / self.problem.num_devices
+        again_s = self._num * self._again_s / self.problem.num_devices
         return again_s + shared_step_s(self.problem, tail_s=self.tail_s)
-
-    @property
-    def _kept_s(self) -> float:
-        """W without recompute."""
-        return float(compute_sums_s(self.problem)[-1]) + self.problem.num_stages * self._overhead_s
 
     @cached_property
     def _forward_share(self) -> float:

@@ -23,18 +23,11 @@ def estimated_step_s(bounds: StrategyBounds, *, memory_bytes: int | None) -> flo
     problem = bounds.problem
     num_devices, num_chunks = problem.num_devices, problem.num_stages / problem.num_devices
     waits = (num_devices - 1) / num_chunks * _SHARE_OF_WAITS.get(problem.schedule, 1.0)
-    through_s = bounds.through_s + _recomputed_share(problem, memory_bytes) * _recompute_s(problem)
+    again_s = 0.0 if problem.recompute == "always" else bounds.whole_recompute_s  # else it is in `through_s`
+    through_s = bounds.through_s + _recomputed_share(problem, memory_bytes) * again_s
     balanced_s = max(through_s / num_devices, bounds.largest_s if num_chunks == 1 else 0.0)
     loop_s = (problem.num_microbatches + waits) * balanced_s + bounds.transfers_s / num_chunks
     return max(loop_s + bounds.tail_s / num_devices, bounds.step_s)
-
-
-def _recompute_s(problem: Problem) -> float:
-    """Recompute seconds of a micro-batch through the whole model that are not already in `StrategyBounds.through_s`."""
-    if problem.recompute == "always":
-        return 0.0
-    everything = np.array([0]), np.array([problem.costs.num_positions - 1])
-    return float(problem.costs.recompute_s(*everything)[0])
 
 
 def _recomputed_share(problem: Problem, memory_bytes: int | None) -> float:

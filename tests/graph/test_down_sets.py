@@ -52,7 +52,7 @@ def pairs_within(sets: list[frozenset[int]]) -> list[tuple[int, int]]:
 def test_sums_and_stages_follow_the_members(graph: Graph, data: st.DataObject) -> None:
     positions, sets = graph.positions, sets_of(graph.positions)
     values = np.array(data.draw(st.lists(st.integers(-5, 9), min_size=graph.num_layers, max_size=graph.num_layers)))
-    assert positions.int_sums(values).tolist() == [sum(int(values[i]) for i in x) for x in sets]
+    assert positions.sums(values).tolist() == [sum(int(values[i]) for i in x) for x in sets]
     assert positions.sums(values / 2).tolist() == [sum(float(values[i]) for i in x) / 2 for x in sets]
     assert [positions.contain(0)[i] for i in range(len(sets))] == [0 in x for x in sets]
     first, end = stages_of(positions)
@@ -85,7 +85,7 @@ def test_a_chain_gives_what_prefixes_give(num_layers: int) -> None:
     first, end = np.triu_indices(num_layers + 1, 1)
     assert (chain.size, chain.num_before.tolist()) == (prefixes.size, prefixes.num_before.tolist())
     assert chain.sums(values).tolist() == prefixes.sums(values).tolist()
-    assert chain.int_sums(kept).tolist() == prefixes.int_sums(kept).tolist()
+    assert chain.sums(kept).tolist() == prefixes.sums(kept).tolist()
     assert chain.contain(num_layers // 2).tolist() == prefixes.contain(num_layers // 2).tolist()
     assert chain.layers(0, num_layers) == prefixes.layers(0, num_layers)
     assert chain.contains(end, first).tolist() == prefixes.contains(end, first).tolist()

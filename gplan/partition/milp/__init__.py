@@ -1,8 +1,8 @@
 """The same problem as a mixed-integer linear program: an independent check of the other solvers, and for large graphs.
 
 Every objective, of chains and graphs, on unequal devices and with constraints, is a linear program over the choice of a
-stage for each layer (`choices`); `cuts`, `loads`, `steps` and `room` say what the choices cost and hold, `constraints` what
-they must grant. Exact, within a time limit; ties are not settled.
+stage for each layer (`assignment`, with the constraints); `objective` and `memory_rows` state what the choices cost and
+hold. Exact, within a time limit; ties are not settled.
 """
 
 from gplan.partition.milp.program import SolverName

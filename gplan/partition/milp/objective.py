@@ -7,38 +7,60 @@ end is a longest path, as the simulator walks it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from typing import NamedTuple
 
-from gplan.core import Action, ActionKind, is_recomputed
-from gplan.graph.down_sets import Floats
+from gplan.core import ActionKind
+from gplan.cost.stage_seconds import ActionKey, action_s
 from gplan.partition.milp.assignment import Choices
 from gplan.partition.milp.boundary_terms import Amount, Cuts, transfer
 from gplan.partition.milp.coefficients import LayerSeconds, ParameterBytes
 from gplan.partition.milp.program import Expression, Program, total, weighted
+from gplan.partition.plan_evaluation import compute_s
 from gplan.partition.problem import Problem
 from gplan.schedules.dependencies import dependencies_of
 
 
+class PassTerms(NamedTuple):
+    """The seconds of a stage's passes as expressions, in units, with the engine's time after each (`PassTimes`)."""
+
+    forward_s: Expression
+    backward_s: Expression
+    recompute_s: Expression
+    input_gradient_s: Expression | None
+    weight_gradient_s: Expression | None
+    optimizer_s: Expression = 0.0  # the update is no pass: see `StepTimeRows`
+
+
+def pass_terms(choices: Choices, cuts: Cuts, k: int, *, figures: LayerSeconds, unit_s: float) -> PassTerms:
+    """What the passes of stage k take."""
+    costs, speed = figures.costs, figures.problem.speed(k)
+    scale = 1.0 / speed / unit_s
+
+    def seconds(name: str, sending: Expression = 0.0, *, overhead_s: float = costs.overhead_s) -> Expression:
+        layers_s, loss_s = figures.of(name)
+        of_layers = choices.sum_on(k, (layers_s * scale).tolist())
+        at_end = loss_s * scale if k == choices.stages[-1] else 0.0
+        return weighted([(1.0, of_layers), (overhead_s * scale, 1), (at_end, 1), (1.0 / speed, sending)])
+
+    back = cuts.gradient_sending(k - 1)
+    return PassTerms(
+        forward_s=seconds("forward_s", cuts.activation_sending(k)),
+        backward_s=seconds("backward_s", back),
+        recompute_s=seconds("recompute_s", overhead_s=0.0),
+        input_gradient_s=seconds("input_gradient_s", back) if costs.has_halves else None,
+        weight_gradient_s=seconds("weight_gradient_s") if costs.has_halves else None,
+    )
+
+
 def add_loads(program: Program, choices: Choices, cuts: Cuts, *, figures: LayerSeconds, unit_s: float) -> None:
     """The goal is the largest load of a device, in units."""
-    problem = figures.problem
-    loads = {}
+    problem, loads = figures.problem, {}
     for k in choices.stages:
-        load = compute_time(choices, k, figures=figures, unit_s=unit_s)
-        sending = weighted(
-            [(1.0 / problem.speed(k), total([cuts.activation_sending(k), cuts.gradient_sending(k - 1)]))]
-        )
-        loads[k] = total([load, sending, cuts.gradient_time(k), cuts.activation_time(k - 1)])
+        load = compute_s(problem, k, pass_terms(choices, cuts, k, figures=figures, unit_s=unit_s))
+        loads[k] = total([load, cuts.gradient_time(k), cuts.activation_time(k - 1)])
     for stages in problem.stages_by_device:
         program.require(program.goal, at_least=total(loads[k] for k in stages))
-
-
-def compute_time(choices: Choices, k: int, *, figures: LayerSeconds, unit_s: float) -> Expression:
-    """What stage k computes for a micro-batch, in units."""
-    problem, scale = figures.problem, 1.0 / figures.problem.speed(k) / unit_s
-    overheads_s = (2 + problem.split_shares[k]) * figures.overhead_s
-    ends = [(overheads_s * scale, 1), (figures.loss_compute_s(k) * scale, k == choices.stages[-1])]
-    return weighted([(1.0, choices.sum_on(k, (figures.compute_s(k) * scale).tolist())), *ends])
 
 
 @dataclass(frozen=True)
@@ -62,10 +84,11 @@ class StepTimeRows:
         schedule = self.problem.made_schedule
         needs = dependencies_of([x for order in schedule.orders for x in order], schedule.num_stages)
         ends = {action: self.program.variable(f"end_{action}") for order in schedule.orders for action in order}
-        require, time = self.program.require, cache(self._time)
+        require, duration_of, time = self.program.require, cache(self._duration), cache(self._time)
         for order in schedule.orders:
             for before, action in zip([None, *order[:-1]], order, strict=True):
-                duration = time(action.stage, self._duration_name(action))
+                key = ActionKey.of(action, num_microbatches=schedule.num_microbatches, recompute=self.problem.recompute)
+                duration = duration_of(key)
                 require(ends[action], at_least=total([ends[before] if before else 0, duration]))
                 needed = needs.get(action)
                 if needed is not None and needed.stage != action.stage:
@@ -75,52 +98,24 @@ class StepTimeRows:
             updates = [time(k, "update") for k in sorted({action.stage for action in order})]
             require(self.program.goal, at_least=total([ends[order[-1]], *updates]))
 
-    def _duration_name(self, action: Action) -> str:
-        """Which of a stage's times an action takes, as in the simulator."""
-        kind, is_first_stage = action.kind, action.stage == 0
-        if kind is ActionKind.FORWARD:
-            return "forward"
-        if kind is ActionKind.INPUT_GRADIENT and is_first_stage:
-            return "nothing"
-        if kind is ActionKind.WEIGHT_GRADIENT and not is_first_stage:
-            return "second half"
-        num_microbatches, recompute = self.problem.num_microbatches, self.problem.recompute
-        again = is_recomputed(action.microbatch, num_microbatches=num_microbatches, recompute=recompute)
-        name = "first half" if kind is ActionKind.INPUT_GRADIENT else "backward"
-        return f"{name} again" if again else name
+    @cached_property
+    def _passes(self) -> list[PassTerms]:
+        """Of every stage."""
+        choices, cuts = self.choices, self.cuts
+        return [pass_terms(choices, cuts, k, figures=self.figures, unit_s=self.unit_s) for k in choices.stages]
+
+    def _duration(self, key: ActionKey) -> Expression:
+        """How long an action keeps its device, in units."""
+        seconds = total([action_s(key, self._passes[key.stage])])
+        if not seconds:  # the first half of a backward on stage 0
+            return 0.0
+        again = "_again" if key.recomputes else ""
+        return self.program.at_least(f"{key.kind.name.lower()}{again}_time_{key.stage}", [seconds])
 
     def _time(self, k: int, name: str) -> Expression:
-        """One of the times of stage k, in units."""
-        figures, (loss_forward_s, loss_backward_s) = self.figures, self.figures.loss_s
-        first_s, second_s = figures.halves_s
-        if name == "nothing":
-            return 0.0
-        if name in ("activation", "gradient", "update"):
-            of = {"activation": self.cuts.activation_time, "gradient": self.cuts.gradient_time, "update": self._update}
-            return self.program.at_least(f"{name}_time_{k}", [of[name](k)])
-        of_layers, loss_s = {
-            "forward": (figures.forward_s, loss_forward_s),
-            "backward": (figures.backward_s, loss_backward_s),
-            "first half": (first_s, figures.loss_first_half_s),
-            "second half": (second_s, 0.0),
-        }[name.removesuffix(" again")]
-        if name.endswith(" again"):
-            of_layers = of_layers + figures.recompute_s
-        lasts = weighted(
-            [(1.0, self._on_stage(k, of_layers, loss_s)), (1.0 / self.problem.speed(k), self._sending(k, name))]
-        )
-        return self.program.at_least(f"{name.replace(' ', '_')}_time_{k}", [lasts])
-
-    def _sending(self, k: int, name: str) -> Expression:
-        """What keeps the stage after such an action, on the profiled device."""
-        if name == "forward":
-            return self.cuts.activation_sending(k)
-        return 0.0 if name == "second half" else self.cuts.gradient_sending(k - 1)
-
-    def _on_stage(self, k: int, of_layers: Floats, loss_s: float) -> Expression:
-        scale = 1.0 / self.problem.speed(k) / self.unit_s
-        fixed = [(self.figures.overhead_s * scale, 1), (loss_s * scale, k == self.choices.stages[-1])]
-        return weighted([(1.0, self.choices.sum_on(k, (of_layers * scale).tolist())), *fixed])
+        """Transfers over the cut after stage k, and its update, in units."""
+        of = {"activation": self.cuts.activation_time, "gradient": self.cuts.gradient_time, "update": self._update}
+        return self.program.at_least(f"{name}_time_{k}", [of[name](k)])
 
     def _update(self, k: int) -> Expression:
         costs, scale = self.figures.costs, 1.0 / self.problem.speed(k) / self.unit_s

@@ -20,7 +20,7 @@ from gplan.partition.milp.coefficients import LayerSeconds, ParameterBytes
 from gplan.partition.milp.memory_rows import MemoryRows
 from gplan.partition.milp.objective import StepTimeRows, add_loads
 from gplan.partition.milp.program import Outcome, Program, SolverName, available_solver, solve
-from gplan.partition.minimax import smallest_largest
+from gplan.partition.minimax import least_load_s, smallest_largest
 from gplan.partition.plan_evaluation import fits_memory, goal_s
 from gplan.partition.problem import Problem, Solution
 
@@ -33,7 +33,7 @@ class Formulation:
     def __init__(self, problem: Problem) -> None:
         figures = LayerSeconds(problem)
         profile = figures.costs.profile
-        self.least_s = figures.least_load_s * (problem.num_microbatches if problem.minimize == "step-time" else 1)
+        self.least_s = least_load_s(problem) * (problem.num_microbatches if problem.minimize == "step-time" else 1)
         self.unit_s = self.least_s / _SCALE or 1.0
         self.program = Program()
         self.choices = Choices(
