@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 
 from gplan.graph.layer_graph import LayerGraph
-from gplan.partition.milp.program import Expression, Program, available_solver, solve, total, weighted
+from gplan.partition.milp.program import Expression, LinearProgram, available_solver, solve, total, weighted
 from published.dynamic_program import Plan
 from published.graph import Objective, PublishedGraph, Stages
 
@@ -80,7 +80,7 @@ class _Formulation:
         self._graph, self._num_devices = graph, num_devices
         self.least = max(sum(graph.compute) / num_devices, max(graph.compute))
         self.unit = self.least / _SCALE or 1.0
-        self.program = Program()
+        self.program = LinearProgram()
         self._y = {
             (v, k): self.program.variable(f"y_{v}_{k}", is_binary=True)
             for k in range(num_devices - 1)

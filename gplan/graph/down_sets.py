@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,61 +29,6 @@ Made = tuple[int, int, int]
 
 Way = tuple[int | None, tuple[int, ...]]
 """The producer of a value (None: an input of the model) and its consumers, rising (L: the model's output)."""
-
-
-class DownSets(Protocol):
-    """All positions at which a model of L layers can be cut."""
-
-    @property
-    def num_layers(self) -> int:
-        """L."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """P, the number of positions."""
-        ...
-
-    @property
-    def num_before(self) -> Ints:
-        """[P]: number of layers before each position; never falls."""
-        ...
-
-    @property
-    def covers(self) -> tuple[Ints, Ints, Ints]:
-        """All pairs of positions that differ by one layer, as (lower, upper, layer), by rising upper position."""
-        ...
-
-    def contain(self, layer: int) -> Bools:
-        """[P]: whether the layer lies before each position."""
-        ...
-
-    def sums(self, values: Numbers) -> Numbers:
-        """[P]: the sum of values[L] over the layers before each position; of whole numbers exact."""
-        ...
-
-    def layers(self, first: int, end: int) -> tuple[int, ...]:
-        """The layers of the stage from one position to another, rising."""
-        ...
-
-    def contains(self, first: Ints, end: Ints) -> Bools:
-        """[E]: whether each `first` is a proper subset of its `end`."""
-        ...
-
-    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints, leftovers: Sequence[Made] = ()) -> Ints:
-        """[E]: the peak memory while the layers of a stage run in order, less what they keep at the end.
-
-        Each layer v keeps kept[v] and needs max(0, own[v] - leftovers) more while it runs; its `leftovers` of layers
-        that do not lie before the end are subtracted.
-        """
-        ...
-
-    def pass_through(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
-        """A function of stages (first, end) to [E]: the sum of sizes[W] of values made before and read after a stage.
-
-        With `is_unread` only values that no layer of the stage reads.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -104,7 +49,7 @@ class Prefixes:
 
     @cached_property
     def covers(self) -> tuple[Ints, Ints, Ints]:
-        """Each position and the next, with the layer between them."""
+        """All pairs of positions that differ by one layer, as (lower, upper, layer), by rising upper position."""
         layers = np.arange(self.num_layers)
         return layers, layers + 1, layers
 
@@ -125,7 +70,12 @@ class Prefixes:
         return first < end
 
     def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints, leftovers: Sequence[Made] = ()) -> Ints:
-        """[E]: as in `DownSets`; O(L log L) and O(1) for each stage, with leftovers O(L) for each end."""
+        """[E]: the peak memory while the layers of a stage run in order, less what they keep at the end.
+
+        Each layer v keeps kept[v] and needs max(0, own[v] - leftovers) more while it runs; its `leftovers` of layers
+        that do not lie before the end are subtracted. O(L log L) and O(1) for each stage, with leftovers O(L) for each
+        end.
+        """
         totals = np.cumsum(kept)
         if not leftovers:
             return _largest_between(totals + own, first, end) - totals[end - 1]
@@ -141,7 +91,10 @@ class Prefixes:
         return peaks
 
     def pass_through(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
-        """As in `DownSets`; O(W^2), then O(log W) for each stage."""
+        """A function of stages (first, end) to [E]: the sum of sizes[W] of values made before and read after a stage.
+
+        With `is_unread` only values that no layer of the stage reads. O(W^2), then O(log W) for each stage.
+        """
         places = [(-1 if made is None else made, *read) for made, read in ways]
         spans = [
             (start, end, size)
@@ -189,7 +142,7 @@ _STAGES_AT_ONCE = 1 << 16  # so that the arrays of a chunk stay in the cache
 class GraphDownSets:
     """The positions of a graph, by rising number of layers.
 
-    `members[P, L]` is true for the layers before each position; `covers` is as in `DownSets`.
+    `members[P, L]` is true for the layers before each position; `covers` is as of `Prefixes`.
     """
 
     members: Bools
@@ -233,7 +186,7 @@ class GraphDownSets:
         return inside
 
     def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints, leftovers: Sequence[Made] = ()) -> Ints:
-        """[E]: as in `DownSets`, a stage's layers running by rising number; O(L) for each stage."""
+        """[E]: as of `Prefixes`, a stage's layers running by rising number; O(L) for each stage."""
         peaks, by_layer = np.empty(len(first), dtype=np.int64), dict[int, list[tuple[int, int]]]()
         for layer, maker, num_bytes in leftovers:
             by_layer.setdefault(layer, []).append((maker, num_bytes))
@@ -260,7 +213,7 @@ class GraphDownSets:
         return self.num_before[end] < self.num_layers if layer == self.num_layers else ~self.members[end, layer]
 
     def pass_through(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
-        """As in `DownSets`; O(P W), then O(W) for each stage, or O(R) for all R readers."""
+        """As of `Prefixes`; O(P W), then O(W) for each stage, or O(R) for all R readers."""
         ends = [
             (self._made(made), self._unread(read), read, size)
             for (made, read), size in zip(ways, sizes.tolist(), strict=True)
@@ -300,6 +253,10 @@ class GraphDownSets:
         padded = np.zeros((self.size, 64 * num_words), dtype=np.bool_)
         padded[:, : self.num_layers] = self.members
         return np.ascontiguousarray(np.packbits(padded, axis=1).view(np.uint64).T)
+
+
+DownSets: TypeAlias = Prefixes | GraphDownSets
+"""All P positions at which a model of L layers can be cut."""
 
 
 def down_sets(graph: LayerGraph, *, most: int) -> GraphDownSets | None:

@@ -17,7 +17,7 @@ from gplan.core.errors import NoPlanError
 Cuts: TypeAlias = tuple[int, ...]
 
 
-class Rule(Protocol):
+class PartitionRule(Protocol):
     """Cuts of a chain into `num_stages` by the layers' seconds or parameter counts."""
 
     def __call__(self, costs: Sequence[float], *, num_parameters: Sequence[int], num_stages: int) -> Cuts:
@@ -125,7 +125,7 @@ def cumulative_share(costs: Sequence[float], *, num_stages: int) -> Cuts:
     return _without_empty(cuts, len(costs), rule="GPipe's cumulative share")
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, PartitionRule] = {
     "equal layer counts": lambda costs, *, num_parameters, num_stages: equal_counts(len(costs), num_stages=num_stages),
     "DeepSpeed, by parameters": lambda costs, *, num_parameters, num_stages: least_spread(
         num_parameters, num_stages=num_stages

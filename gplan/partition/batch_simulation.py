@@ -16,6 +16,8 @@ from gplan.partition.problem import Problem
 from gplan.schedules.registry import make_schedule
 from gplan.simulation.kernel import Program, action_times, program_of
 
+_CHUNK_FLOATS = 4_000_000  # arrival times held at once
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delay:
@@ -35,8 +37,10 @@ class WindowEnds:
 
 def steps_s(problem: Problem, candidates: Sequence[Candidates], paths: Ints) -> Floats:
     """[N]: the simulated step of each of N partitions, given which candidate each stage takes, [N, S]."""
-    times = window_times(candidates, paths)
-    return simulate_window(problem, times, first_stage=0, delay=Delay()).optimizer_s
+    size = max(256, _CHUNK_FLOATS // (problem.num_stages * problem.num_microbatches))
+    windows = (window_times(candidates, paths[i : i + size]) for i in range(0, len(paths), size))
+    found = [simulate_window(problem, x, first_stage=0, delay=Delay()).optimizer_s for x in windows]
+    return np.concatenate(found or [np.zeros(0)])
 
 
 def window_times(candidates: Sequence[Candidates], paths: Ints) -> list[StageSeconds[Floats]]:

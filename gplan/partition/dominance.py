@@ -24,10 +24,7 @@ import numpy as np
 from gplan.cost.stage_seconds import StageSeconds
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.dp import suffix_tables
-from gplan.partition.pareto import undominated
-from gplan.partition.partial_plans import PartialPlans, SimulatedPrefixes, empty_prefix
-
-_ROUNDING = 1e-13  # share of the step by which a label may be worse and still be dominant
+from gplan.partition.partial_plans import PartialPlans, SimulatedPrefixes, best_by_end, empty_prefix
 
 
 @dataclass(frozen=True)
@@ -105,14 +102,3 @@ class GPipeLabels(SimulatedPrefixes):
         again = times.backward_s + times.recompute_s
         first = again if problem.recompute in ("always", "selected") else times.backward_s
         return first, again if problem.recompute == "except-last" and problem.num_microbatches > 1 else first
-
-
-def best_by_end(nodes: PartialPlans, labels: Floats) -> PartialPlans:
-    """The nodes whose labels, [N, D], no other one matches or beats in every number,
-    for each position where they end."""
-    slack_s = _ROUNDING * float(nodes.bounds_s.max(initial=0.0))
-    kept = []
-    for end in np.unique(nodes.last_end):
-        there = np.flatnonzero(nodes.last_end == end)
-        kept.append(there[undominated(labels[there], slack=slack_s)])
-    return nodes.take(np.concatenate(kept)) if kept else nodes

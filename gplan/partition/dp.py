@@ -16,7 +16,7 @@ Combine: TypeAlias = Callable[[Floats, Floats], Floats]
 INFINITY = float("inf")
 
 
-class Candidates(Protocol):
+class StagePairs(Protocol):
     """The candidates of one stage, [E] each, by rising first position."""
 
     @property
@@ -31,7 +31,7 @@ class Candidates(Protocol):
 
 
 def suffix_tables(
-    candidates: Sequence[Candidates],
+    candidates: Sequence[StagePairs],
     values: Sequence[Floats],
     combine: Combine,
     *,
@@ -56,7 +56,7 @@ def suffix_tables(
 
 
 def prefix_tables(
-    candidates: Sequence[Candidates], values: Sequence[Floats], combine: Combine, *, num_positions: int
+    candidates: Sequence[StagePairs], values: Sequence[Floats], combine: Combine, *, num_positions: int
 ) -> Floats:
     """[K+1, P]: the least cost of stages 0, ..., s-1 up to each position. Exact; O(candidates log candidates)."""
     tables = np.full((len(candidates) + 1, num_positions), INFINITY)
@@ -69,7 +69,7 @@ def prefix_tables(
 
 
 def best_path(
-    candidates: Sequence[Candidates],
+    candidates: Sequence[StagePairs],
     tables: Floats,
     values: Sequence[Floats],
     combine: Combine,
@@ -91,7 +91,7 @@ def best_path(
     return np.array(path, dtype=np.int64)
 
 
-def rows_from(candidates: Candidates, first: int) -> slice:
+def rows_from(candidates: StagePairs, first: int) -> slice:
     """Where the candidates from one position are."""
     return slice(
         int(np.searchsorted(candidates.first, first)), int(np.searchsorted(candidates.first, first, side="right"))

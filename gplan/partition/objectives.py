@@ -5,7 +5,6 @@ Each is a `Goal`: the largest of many sums over the stages, exactly for partitio
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,15 +17,13 @@ from gplan.partition.critical_path import TIMES, Paths
 from gplan.partition.lagrangian import Goal
 from gplan.partition.memory_feasibility import DeviceMemoryLimits
 
-_CHUNK_FLOATS = 4_000_000  # arrival times held at once
-
 
 @dataclass(frozen=True)
 class StepGoal(Goal):
     """The simulated step: the longest path. A prefix is simulated with the stages after it as a pure delay."""
 
     def figures(self, stage: int) -> Floats:
-        """[times, E]: those of `longest.TIMES` that the step has."""
+        """[times, E]: those of `critical_path.TIMES` that the step has."""
         known = self.candidates[stage].times.present
         return np.array([known[TIMES[i]] for i in self._used])
 
@@ -44,20 +41,13 @@ class StepGoal(Goal):
 
     def values(self, paths: Ints) -> Floats:
         """[N]: the steps."""
-        return self._in_chunks(lambda some: steps_s(self.problem, self.candidates, some), paths)
+        return steps_s(self.problem, self.candidates, paths)
 
     def least(self, paths: Ints) -> Floats:
         """[N]: of simulated prefixes."""
-        return self._in_chunks(self._window_s, paths)
-
-    def _window_s(self, paths: Ints) -> Floats:
         times = window_times(self.candidates, paths)
         delay = self._bounds.delay_after(paths.shape[1] - 1, paths[:, -1])
         return simulate_window(self.problem, times, first_stage=0, delay=delay).optimizer_s
-
-    def _in_chunks(self, of: Callable[[Ints], Floats], paths: Ints) -> Floats:
-        size = max(256, _CHUNK_FLOATS // (self.problem.num_stages * self.problem.num_microbatches))
-        return np.concatenate([of(paths[i : i + size]) for i in range(0, len(paths), size)] or [np.zeros(0)])
 
     @cached_property
     def _paths(self) -> Paths:

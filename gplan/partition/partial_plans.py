@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import simulate_window, steps_s, window_times
 from gplan.partition.bounds import StepBounds
-from gplan.partition.candidates import Candidates
-from gplan.partition.problem import Problem
+from gplan.partition.lagrangian import WeightedBounds
+from gplan.partition.memory_feasibility import DeviceMemoryLimits
+from gplan.partition.pareto import undominated
+
+_ROUNDING = 1e-12
+_LABEL_ROUNDING = 1e-13  # share of the step by which a label may be worse and still be dominant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,48 +58,8 @@ class PartialPlans:
         )
 
 
-class CandidateBounds(Protocol):
-    """Bounds of the plans that take a candidate."""
-
-    @property
-    def problem(self) -> Problem:
-        """What is balanced."""
-        ...
-
-    @property
-    def candidates(self) -> Sequence[Candidates]:
-        """The candidates of each stage."""
-        ...
-
-    @property
-    def through_s(self) -> list[Floats]:
-        """[E] for each stage: of every plan that takes this candidate."""
-        ...
-
-    @property
-    def whole_s(self) -> float:
-        """Of every plan."""
-        ...
-
-
-class Relaxation(Protocol):
-    """What the search asks of a bound on prefixes."""
-
-    def root(self) -> PartialPlans:
-        """The empty prefix."""
-        ...
-
-    def grow(self, parents: PartialPlans, candidates: Ints) -> PartialPlans:
-        """Each parent with one more stage, that candidate of the next one's."""
-        ...
-
-    def undominated(self, nodes: PartialPlans) -> PartialPlans:
-        """The nodes without those that cannot lead to anything better than another one does."""
-        ...
-
-    def values(self, paths: Ints) -> Floats:
-        """[N]: what is to be small, of N partitions."""
-        ...
+CandidateBounds: TypeAlias = StepBounds | WeightedBounds
+"""Bounds of the plans that take a candidate."""
 
 
 def empty_prefix(bounds: CandidateBounds, labels: list[float]) -> PartialPlans:
@@ -142,3 +105,52 @@ class SimulatedPrefixes:
     def values(self, paths: Ints) -> Floats:
         """[N]: the steps."""
         return steps_s(self.bounds.problem, self.bounds.candidates, paths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedPrefixes:
+    """Prefixes bounded by weights and by their goal; those that do not fit are bounded by infinity."""
+
+    weighted: WeightedBounds
+    limits: DeviceMemoryLimits | None
+
+    def root(self) -> PartialPlans:
+        """The empty prefix; labels hold what its stages add to the mean."""
+        return empty_prefix(self.weighted, [0.0])
+
+    def grow(self, parents: PartialPlans, candidates: Ints) -> PartialPlans:
+        """Each parent with one more stage."""
+        weighted, stage, paths = self.weighted, parents.stage, np.column_stack([parents.paths, candidates])
+        end = weighted.candidates[stage].end[candidates]
+        added = parents.labels[:, 0] + weighted.values[stage][candidates]
+        bounds = np.maximum(parents.bounds_s, (added + weighted.rest_s[stage + 1][end]) * (1 - _ROUNDING))
+        there = np.arange(len(paths)) if self.limits is None else np.flatnonzero(self.limits.may_fit(paths))
+        least = np.full(len(paths), np.inf)
+        least[there] = weighted.goal.least(paths[there])
+        return PartialPlans(paths=paths, last_end=end, labels=added[:, None], bounds_s=np.maximum(bounds, least))
+
+    def undominated(self, nodes: PartialPlans) -> PartialPlans:
+        """Without the prefixes that another one matches in all that the rest needs to know, where that is little."""
+        labels = None if self.limits is not None else self.weighted.goal.labels(nodes.paths)
+        if labels is None:
+            return nodes
+        return best_by_end(nodes, labels)
+
+    def values(self, paths: Ints) -> Floats:
+        """[N]: what is to be small."""
+        return self.weighted.goal.values(paths)
+
+
+Relaxation: TypeAlias = SimulatedPrefixes | WeightedPrefixes
+"""How prefixes are grown and bounded, and which of them make others pointless."""
+
+
+def best_by_end(nodes: PartialPlans, labels: Floats) -> PartialPlans:
+    """The nodes whose labels, [N, D], no other one matches or beats in every number,
+    for each position where they end."""
+    slack_s = _LABEL_ROUNDING * float(nodes.bounds_s.max(initial=0.0))
+    kept = []
+    for end in np.unique(nodes.last_end):
+        there = np.flatnonzero(nodes.last_end == end)
+        kept.append(there[undominated(labels[there], slack=slack_s)])
+    return nodes.take(np.concatenate(kept)) if kept else nodes

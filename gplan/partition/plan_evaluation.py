@@ -22,7 +22,7 @@ from gplan.partition.device_memory import device_peaks
 from gplan.partition.problem import Problem as Problem
 from gplan.partition.problem import Solution as Solution
 from gplan.partition.problem import device_sums, moments_of, peak_moments_of, recomputed_share
-from gplan.partition.recompute import Choice
+from gplan.partition.recompute import RecomputeChoice
 from gplan.simulation.simulator import equal_bubble, step_and_bubble
 
 
@@ -201,7 +201,7 @@ def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
     )
 
 
-def _recompute_alone_s(problem: Problem, choice: Choice, first: int, end: int) -> float:
+def _recompute_alone_s(problem: Problem, choice: RecomputeChoice, first: int, end: int) -> float:
     """Seconds that a stage's recompute adds on a host of its own."""
     alone = problem.costs.uncontended
     if problem.recompute == "selected":
@@ -209,7 +209,7 @@ def _recompute_alone_s(problem: Problem, choice: Choice, first: int, end: int) -
     return float(alone.recompute_s(np.array([first]), np.array([end]))[0])
 
 
-def _recomputed(problem: Problem, index: int, first: int, end: int) -> Choice:
+def _recomputed(problem: Problem, index: int, first: int, end: int) -> RecomputeChoice:
     """What the stage recomputes: the layers selected, or all or nothing, which no layer is named for."""
     costs = problem.costs
     if problem.recompute == "selected":
@@ -217,7 +217,7 @@ def _recomputed(problem: Problem, index: int, first: int, end: int) -> Choice:
             first, end, peak_moments_of(problem, index), limit_bytes=problem.memory_of(index)
         )
     one, other = np.array([first]), np.array([end])
-    return Choice(
+    return RecomputeChoice(
         layers=(),
         recompute_s=float(costs.recompute_s(one, other)[0]),
         moments=moments_of(problem, index),

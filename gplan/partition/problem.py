@@ -19,7 +19,7 @@ from gplan.core.units import percent_text
 from gplan.cost.memory_moments import Moment, peak_of, stage_moments
 from gplan.cost.stage_costs import Costs, DeviceBoundaries, StagePlace
 from gplan.graph.down_sets import Floats, Ints
-from gplan.partition.recompute import PeakMoments, Selector
+from gplan.partition.recompute import PeakMoments, RecomputeSelector
 from gplan.schedules.custom import is_custom_order
 from gplan.schedules.registry import make_schedule, schedule_info
 
@@ -166,9 +166,9 @@ class Problem:
         return peak_of(moments_of(self, stage), self.costs.parts(first, end, self.boundaries(stage)))
 
     @cached_property
-    def selector(self) -> Selector:
+    def selector(self) -> RecomputeSelector:
         """Which layers to recompute, where they are selected."""
-        return Selector(self.costs)
+        return RecomputeSelector(self.costs)
 
     @cached_property
     def _sent(self) -> dict[int, tuple[Floats, Floats]]:

@@ -8,7 +8,7 @@ t_v = stash_v + max(forward, backward workspace), so the workspaces of the stage
 that recomputes nothing is as with "never".
 
 For each bound on t_v this is a knapsack, solved by Pareto fronts (`Front`): exact, unless a front exceeds
-`MOST_LABELS`; `Selector.inflation` then bounds the error.
+`MOST_LABELS`; `RecomputeSelector.inflation` then bounds the error.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class PeakMoments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class RecomputeChoice:
     """The layers that a stage recomputes, rising, the seconds they add, and the parts of its memory."""
 
     layers: tuple[int, ...]
@@ -112,7 +112,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Selector:
+class RecomputeSelector:
     """Selects the layers to recompute for candidate stages, at one micro-batch size."""
 
     costs: Costs
@@ -133,11 +133,11 @@ class Selector:
                 self._note_error(int(first[i]), int(end[i]), front.error_s, float(found[i]))
         return found
 
-    def choice(self, first: int, end: int, peak_moments: PeakMoments, *, limit_bytes: int | None) -> Choice:
+    def choice(self, first: int, end: int, peak_moments: PeakMoments, *, limit_bytes: int | None) -> RecomputeChoice:
         """The layers to recompute of one stage: the cheapest that fit, or the least memory if none fit."""
         one, other = np.array([first]), np.array([end])
         parts = self.costs.parts(one, other)
-        kept = Choice(layers=(), recompute_s=0.0, moments=peak_moments.keeping, parts=parts)
+        kept = RecomputeChoice(layers=(), recompute_s=0.0, moments=peak_moments.keeping, parts=parts)
         if limit_bytes is None or peak_of(peak_moments.keeping, parts)[0] <= limit_bytes or not len(self._levels):
             return kept
         needs = self._needs(self._single_layer_workspaces(one, other, parts), parts.stash, peak_moments, limit_bytes)
@@ -260,13 +260,13 @@ class Selector:
 
     def _chosen(
         self, first: int, end: int, parts: StageBytes[Ints], peak_moments: PeakMoments, level: int, index: int
-    ) -> Choice:
+    ) -> RecomputeChoice:
         front, sequence = self._front(first, end, level), self._sequence(first, end, level)
         index %= len(front.seconds)
         layers = tuple(v for (v, _), is_taken in zip(sequence, front.taken(index), strict=True) if is_taken)
         base = self._single_layer_workspaces(np.array([first]), np.array([end]), parts)
         running = max((self._running_bytes[v] for v in layers), default=0)
-        return Choice(
+        return RecomputeChoice(
             layers=layers,
             recompute_s=float(front.seconds[index]),
             moments=peak_moments.selecting,

@@ -22,7 +22,7 @@ import numpy as np
 from gplan.core.errors import NoPlanError
 from gplan.core.machine import FREE_LINK
 from gplan.core.units import bytes_text, seconds_text
-from gplan.graph.down_sets import Floats, Ints
+from gplan.graph.down_sets import Ints
 from gplan.partition.batch_simulation import Delay, simulate_window
 from gplan.partition.bounds import busy_within, least_step_s
 from gplan.partition.branch_and_bound import Incumbent, branch_and_bound, ends_of, locally_improved, path_of
@@ -36,12 +36,11 @@ from gplan.partition.candidates import (
     stage_seconds,
 )
 from gplan.partition.device_memory import device_peaks
-from gplan.partition.dominance import best_by_end
 from gplan.partition.lagrangian import Goal, WeightedBounds, WeightUpdates, first_weighted_bounds
 from gplan.partition.memory_feasibility import DeviceMemoryLimits, least_mean_peak
 from gplan.partition.minimax import ends_of_stages, least_load_s, smallest_largest, stages_between
 from gplan.partition.objectives import LoadGoal, PeakGoal, StepGoal
-from gplan.partition.partial_plans import PartialPlans, empty_prefix
+from gplan.partition.partial_plans import WeightedPrefixes
 from gplan.partition.plan_evaluation import fits_memory
 from gplan.partition.problem import Problem, Solution, compute_sums_s, device_sums, without_memory
 
@@ -212,40 +211,6 @@ class GoalSpace:
         starts = self._plans([path], incumbent)
         found = self.polished(starts[0], deadline_s=deadline_s) if starts else incumbent
         return found if found.value < incumbent.value else incumbent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightedPrefixes:
-    """Prefixes bounded by weights and by their goal; those that do not fit are bounded by infinity."""
-
-    weighted: WeightedBounds
-    limits: DeviceMemoryLimits | None
-
-    def root(self) -> PartialPlans:
-        """The empty prefix; labels hold what its stages add to the mean."""
-        return empty_prefix(self.weighted, [0.0])
-
-    def grow(self, parents: PartialPlans, candidates: Ints) -> PartialPlans:
-        """Each parent with one more stage."""
-        weighted, stage, paths = self.weighted, parents.stage, np.column_stack([parents.paths, candidates])
-        end = weighted.candidates[stage].end[candidates]
-        added = parents.labels[:, 0] + weighted.values[stage][candidates]
-        bounds = np.maximum(parents.bounds_s, (added + weighted.rest_s[stage + 1][end]) * (1 - _ROUNDING))
-        there = np.arange(len(paths)) if self.limits is None else np.flatnonzero(self.limits.may_fit(paths))
-        least = np.full(len(paths), np.inf)
-        least[there] = weighted.goal.least(paths[there])
-        return PartialPlans(paths=paths, last_end=end, labels=added[:, None], bounds_s=np.maximum(bounds, least))
-
-    def undominated(self, nodes: PartialPlans) -> PartialPlans:
-        """Without the prefixes that another one matches in all that the rest needs to know, where that is little."""
-        labels = None if self.limits is not None else self.weighted.goal.labels(nodes.paths)
-        if labels is None:
-            return nodes
-        return best_by_end(nodes, labels)
-
-    def values(self, paths: Ints) -> Floats:
-        """[N]: what is to be small."""
-        return self.weighted.goal.values(paths)
 
 
 TIME_LIMIT_S = 10.0

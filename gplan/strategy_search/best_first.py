@@ -1,6 +1,6 @@
-"""Best-first search: the best plan of a space within a memory, until bounds rule out all other settings.
+"""Best-first search: the best plan of a space within a memory, until bounds rule out all other strategies.
 
-The setting with the smallest estimate is solved next; once there is a plan, every second time that with the smallest
+The strategy with the smallest estimate is solved next; once there is a plan, every second time that with the smallest
 bound, so that the proof grows with the plan. The first plan is searched among the simplest schedules, which are solved
 fastest. Settings that would take longer than the time left are skipped; their bounds count. Each problem gets a share of
 the time left; what remains at the end goes to outcomes that may still improve, the best first.
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from gplan.core import Plan
 from gplan.core.units import counted, seconds_text
 from gplan.schedules.registry import schedule_info
-from gplan.strategy_search.cache import ONE_SOLVE_S, OpenSetting, Outcome, SolveCache
-from gplan.strategy_search.space import SIMPLEST, Setting
+from gplan.strategy_search.cache import ONE_SOLVE_S, OpenStrategy, SolveCache, StrategyResult
+from gplan.strategy_search.space import SIMPLEST, Strategy
 
 _ROUNDING = 1e-12
 _SHARE = 0.5  # of the time left, for the problems to come
@@ -30,7 +30,7 @@ class Found:
 
     plan: Plan | None
     lower_bound: float  # of the cost of every plan within the memory
-    num_left: int = 0  # settings that were neither fully solved nor ruled out
+    num_left: int = 0  # strategies that were neither fully solved nor ruled out
     is_interrupted: bool = False
 
 
@@ -60,23 +60,23 @@ class _BestFirstSearch:
     deadline_s: float
     share: tuple[float, float]
     best: Plan | None = None
-    open: list[OpenSetting] = field(default_factory=list)
-    skipped: list[OpenSetting] = field(default_factory=list)
-    solved: dict[OpenSetting, Outcome] = field(default_factory=dict)
-    finished: set[OpenSetting] = field(default_factory=set)  # solved ones that more time would not improve
+    open: list[OpenStrategy] = field(default_factory=list)
+    skipped: list[OpenStrategy] = field(default_factory=list)
+    solved: dict[OpenStrategy, StrategyResult] = field(default_factory=dict)
+    finished: set[OpenStrategy] = field(default_factory=set)  # solved ones that more time would not improve
     started_s: float = field(default_factory=time.perf_counter)
 
     def run(self) -> None:
-        """Solve settings until all are ruled out or the time is up."""
+        """Solve strategies until all are ruled out or the time is up."""
         self.best = self.cache.best_fitting(self.memory_bytes)
-        self.open = self.cache.open_settings(self.memory_bytes)
+        self.open = self.cache.open_strategies(self.memory_bytes)
         num_solved = 0
         while time.perf_counter() < self.deadline_s:
             self.open = [x for x in self.open if x.bound < self._cutoff]
             if not self.open:
                 return
             by_bound = num_solved % 2 == 1
-            simple = [x for x in self.open if x.setting.schedule in SIMPLEST] if self.best is None else []
+            simple = [x for x in self.open if x.strategy.schedule in SIMPLEST] if self.best is None else []
             node = min(simple or self.open, key=lambda x: x.bound if by_bound else x.estimate)  # of ties the simplest
             num_solved += self.best is not None
             self._report(node)
@@ -85,21 +85,25 @@ class _BestFirstSearch:
     def break_ties(self) -> None:
         """Among schedules with the same counts and step as the best plan, take less memory, then the simpler one."""
         cache = self.cache
-        order = [x.schedule for x in cache.space.settings]
-        for setting in cache.space.settings:
+        order = [x.schedule for x in cache.space.strategies]
+        for strategy in cache.space.strategies:
             best = self.best
             if best is None or time.perf_counter() > self.deadline_s:
                 return
             most = cache.cost(best) * (1 + _ROUNDING)
-            if _counts(setting) != _counts(best) or setting.schedule == best.schedule or cache.bound_of(setting) > most:
+            if (
+                _counts(strategy) != _counts(best)
+                or strategy.schedule == best.schedule
+                or cache.bound_of(strategy) > most
+            ):
                 continue
-            plan = self._plan_of(setting, best)
+            plan = self._plan_of(strategy, best)
             if plan is not None and cache.cost(plan) <= most:
                 self.best = min(best, plan, key=lambda plan: (plan.peak_bytes, order.index(plan.schedule)))
 
-    def _plan_of(self, setting: Setting, best: Plan) -> Plan | None:
-        """The best plan of a setting, with the best plan's recompute mode if it needs one."""
-        node: OpenSetting | None = OpenSetting(setting=setting, recompute=None, bound=0.0, estimate=0.0)
+    def _plan_of(self, strategy: Strategy, best: Plan) -> Plan | None:
+        """The best plan of a strategy, with the best plan's recompute mode if it needs one."""
+        node: OpenStrategy | None = OpenStrategy(strategy=strategy, recompute=None, bound=0.0, estimate=0.0)
         while node is not None:
             limit_s = min(max(1e-3, self.deadline_s - time.perf_counter()), ONE_SOLVE_S)
             nodes, outcome = self.cache.expand(node, self.memory_bytes, time_limit_s=limit_s)
@@ -110,7 +114,7 @@ class _BestFirstSearch:
 
     def use_time_left(self) -> None:
         """Give outcomes that may still improve half of the time left, one after the other."""
-        num_times = Counter[OpenSetting]()
+        num_times = Counter[OpenStrategy]()
         while (left_s := self.deadline_s - time.perf_counter()) > _LEAST_TIME_S:
             unproven = [x for x, y in self.solved.items() if y.bound < self._cutoff and x not in self.finished]
             if not unproven:
@@ -130,7 +134,7 @@ class _BestFirstSearch:
         return Found(
             plan=self.best,
             lower_bound=min([self.cache.cost(self.best), *bounds]),
-            num_left=len({x.setting for x in (*left, *undecided)}),
+            num_left=len({x.strategy for x in (*left, *undecided)}),
         )
 
     @property
@@ -138,7 +142,7 @@ class _BestFirstSearch:
         """The cost below which a plan is better than the best one by more than rounding."""
         return self.cache.cost(self.best) * (1 - _ROUNDING)
 
-    def _expand(self, node: OpenSetting) -> None:
+    def _expand(self, node: OpenStrategy) -> None:
         left_s = self.deadline_s - time.perf_counter()
         if self.best is not None and self.cache.solve_seconds(node) > left_s:
             self.open.remove(node)
@@ -157,25 +161,25 @@ class _BestFirstSearch:
         num_modes = 0 if self.memory_bytes is None else len(self.cache.space.recompute)
         return sum(1 + num_modes if x.recompute is None else 1 for x in self.open)
 
-    def _record(self, node: OpenSetting, outcome: Outcome, *, is_finished: bool) -> None:
+    def _record(self, node: OpenStrategy, outcome: StrategyResult, *, is_finished: bool) -> None:
         self.solved[node] = outcome
         if is_finished:
             self.finished.add(node)
         if self.cache.cost(outcome.plan) < self._cutoff:
             self.best = outcome.plan
 
-    def _report(self, node: OpenSetting) -> None:
+    def _report(self, node: OpenStrategy) -> None:
         low, high = self.share
         done = (time.perf_counter() - self.started_s) / max(self.deadline_s - self.started_s, 1e-9)
-        setting = node.setting
+        strategy = node.strategy
         best = "no plan yet" if self.best is None else f"best {seconds_text(self.best.prediction.step_s)}"
         self.cache.progress(
-            f"{best}; {counted(setting.num_devices, 'device')}, {setting.num_microbatches} micro-batches, "
-            f"{schedule_info(setting.schedule).title}",
+            f"{best}; {counted(strategy.num_devices, 'device')}, {strategy.num_microbatches} micro-batches, "
+            f"{schedule_info(strategy.schedule).title}",
             min(high, low + (high - low) * done),
         )
 
 
-def _counts(x: Setting | Plan) -> tuple[int, ...]:
+def _counts(x: Strategy | Plan) -> tuple[int, ...]:
     """Everything but the schedule and the recompute mode."""
     return x.num_devices, x.num_replicas, x.num_microbatches, x.microbatch_size

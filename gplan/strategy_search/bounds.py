@@ -1,4 +1,4 @@
-"""Closed-form lower bounds of the step of any partition; they rule out most settings of a search.
+"""Closed-form lower bounds of the step of any partition; they rule out most strategies of a search.
 
 With t_s the compute of a micro-batch on stage s, W the sum of all, C the least transfers over all cuts:
     any     T >= W + C                                        (of a split backward its first half)

@@ -1,4 +1,4 @@
-"""An estimate of a good plan's step, which decides the settings to solve first; it proves nothing.
+"""An estimate of a good plan's step, which decides the strategies to solve first; it proves nothing.
 
 It assumes equal stages: M micro-batches on every device and the bubble of equal stages. Where the memory is too small
 for the activations of the fullest device, as many layers as needed are recomputed, or all if layers cannot be selected.

@@ -1,7 +1,7 @@
 """Search for a way to run a model: devices, replicas, micro-batches, schedule and recompute, for one batch and memory.
 
-Every setting of `space.py` has a closed-form bound; the promising ones are solved by the balancer (`best_first.py`), and
-the bound of the resulting plan covers all settings, also those left out when the time was up. The Pareto frontier of
+Every strategy of `space.py` has a closed-form bound; the promising ones are solved by the balancer (`best_first.py`), and
+the bound of the resulting plan covers all strategies, also those left out when the time was up. The Pareto frontier of
 step and memory comes from repeating the search with less and less memory.
 """
 
@@ -32,7 +32,7 @@ from gplan.strategy_search.space import SearchRequest, Space, search_space
 TIME_LIMIT_S = 18.0
 _ROUNDING = 1e-12
 _SHARE_OF_BEST = 0.6  # of the time, for the best plan; the rest is for the frontier
-_NUM_TRIED = 24  # settings whose smallest memory is computed where nothing fits
+_NUM_TRIED = 24  # strategies whose smallest memory is computed where nothing fits
 _CLOSEST_S = 4.0  # for that
 _NUM_POINTS = 8  # of the frontier
 _LESS_MEMORY = 0.8  # the memory limit for the next point, as a share of the last point's peak
@@ -60,7 +60,7 @@ def search(
     "auto" is searched, other values are as for `balance`. `most_devices` limits the devices of all replicas together;
     without it, "auto" maximises samples per second and device. By default the batch is that of the plan made without a
     search, and the memory that of the profile's device. Micro-batches have profiled sizes where the batch can be cut so.
-    An interrupt or the time limit ends the search with the best plan so far and a note; `Plan.proof` covers all settings.
+    An interrupt or the time limit ends the search with the best plan so far and a note; `Plan.proof` covers all strategies.
 
     Raises UsageError for an impossible request, NoPlanError where nothing fits or nothing was found in time.
     """
@@ -117,11 +117,11 @@ def _check_constraints(constraints: Constraints, profile: Profile, request: Sear
 
 def _with_pins(space: Space, constraints: Constraints) -> Space:
     """With pins only schedules with one stage per device: elsewhere a stage's number is another part of the model."""
-    kept = tuple(x for x in space.settings if x.num_stages == x.num_devices)
-    if not constraints.pins or not kept or len(kept) == len(space.settings):
+    kept = tuple(x for x in space.strategies if x.num_stages == x.num_devices)
+    if not constraints.pins or not kept or len(kept) == len(space.strategies):
         return space
     note = "--pin names stages, so schedules with several stages a device were left out"
-    return replace(space, settings=kept, notes=(*space.notes, note))
+    return replace(space, strategies=kept, notes=(*space.notes, note))
 
 
 def _down_sets(profile: Profile) -> tuple[DownSets | None, tuple[str, ...]]:
@@ -138,9 +138,9 @@ def _no_plan_error(cache: SolveCache, memory_bytes: int | None, found: Found, ti
             f"no plan was found in {seconds_text(time_limit_s)}; {_open_text(cache, found)}; "
             "allow more time (--time-limit), or leave less open"
         )
-    settings, modes = cache.space.settings, cache.space.recompute
-    only = cache.problem(settings[0], modes[0], memory_bytes)
-    if memory_bytes is None or only.constraints or len(settings) * len(modes) == 1:
+    strategies, modes = cache.space.strategies, cache.space.recompute
+    only = cache.problem(strategies[0], modes[0], memory_bytes)
+    if memory_bytes is None or only.constraints or len(strategies) * len(modes) == 1:
         return no_plan_error(only)
     at_all = f"no plan of {_count_text(cache)} fits {bytes_text(memory_bytes)} per device"
     try:
@@ -156,30 +156,30 @@ def _no_plan_error(cache: SolveCache, memory_bytes: int | None, found: Found, ti
 
 
 def _count_text(cache: SolveCache) -> str:
-    num_settings = len(cache.space.settings)
+    num_settings = len(cache.space.strategies)
     return "one setting" if num_settings == 1 else f"{num_settings} settings"
 
 
 def _open_text(cache: SolveCache, found: Found) -> str:
-    if len(cache.space.settings) == 1:
+    if len(cache.space.strategies) == 1:
         return "the one setting is still open"
     return f"{found.num_left} of {_count_text(cache)} {'is' if found.num_left == 1 else 'are'} still open"
 
 
 def _closest(cache: SolveCache, memory_bytes: int) -> tuple[Problem, int]:
-    """The setting that needs the least memory, and how much, among those that can be computed in a few seconds."""
+    """The strategy that needs the least memory, and how much, among those that can be computed in a few seconds."""
     deadline_s = time.perf_counter() + _CLOSEST_S
-    single = [x for x in cache.space.settings if x.num_stages == x.num_devices]  # fast to compute
+    single = [x for x in cache.space.strategies if x.num_stages == x.num_devices]  # fast to compute
     every = sorted(
-        single or cache.space.settings, key=lambda x: (x.schedule == "gpipe", x.num_stages * x.num_microbatches)
+        single or cache.space.strategies, key=lambda x: (x.schedule == "gpipe", x.num_stages * x.num_microbatches)
     )
     modes = sorted(cache.space.recompute, key=lambda mode: mode not in ("selected", "always"))
     modes = [x for x in modes if x != "selected" or not why_not_selected(every[0].schedule)]
     tried: list[tuple[Problem, int]] = []
-    for setting, mode in product(every[:: max(1, len(every) // _NUM_TRIED)], modes[:2]):
+    for strategy, mode in product(every[:: max(1, len(every) // _NUM_TRIED)], modes[:2]):
         if tried and time.perf_counter() > deadline_s:
             break
-        problem = cache.problem(setting, mode, memory_bytes)
+        problem = cache.problem(strategy, mode, memory_bytes)
         tried.append((problem, tightest_device(problem).peak_bytes))
     return min(tried, key=lambda pair: pair[1])
 

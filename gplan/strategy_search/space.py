@@ -1,6 +1,6 @@
-"""The settings of a search: devices, replicas, micro-batches, schedule and recompute mode for one batch.
+"""The strategies of a search: devices, replicas, micro-batches, schedule and recompute mode for one batch.
 
-All settings have the same batch, so their steps can be compared. Of N devices, the number of replicas of K devices is
+All strategies have the same batch, so their steps can be compared. Of N devices, the number of replicas of K devices is
 the largest one, at most N / K, that divides the batch. Micro-batches cut a replica's samples evenly, in profiled sizes
 where possible and else in sizes between them, whose costs are interpolated.
 """
@@ -56,7 +56,7 @@ class SearchRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Setting:
+class Strategy:
     """One way to run the model, except for the recompute mode."""
 
     num_devices: int  # K, of one replica
@@ -78,16 +78,16 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """All settings and recompute modes of a search, and notes for the result."""
+    """All strategies and recompute modes of a search, and notes for the result."""
 
-    settings: tuple[Setting, ...]
+    strategies: tuple[Strategy, ...]
     recompute: tuple[RecomputeMode, ...]
     per_device: bool  # maximise samples per second and device, instead of minimising the step
     notes: tuple[str, ...]
 
 
 def search_space(profile: Profile, request: SearchRequest) -> Space:
-    """All settings that meet the request; raises UsageError where there is none."""
+    """All strategies that meet the request; raises UsageError where there is none."""
     check_request(profile, request)
     device_counts, notes = _device_counts(profile, request), list[str]()
     batch_size = request.batch_size
@@ -97,14 +97,14 @@ def search_space(profile: Profile, request: SearchRequest) -> Space:
             f"the batch is {batch_size} samples, as in the plan that is made without a search; --batch-size sets it"
         )
     schedules, left_out = _schedules(profile, request, device_counts)
-    settings = tuple(
-        Setting(num_devices=k, num_replicas=r, num_microbatches=m, microbatch_size=size, schedule=name)
+    strategies = tuple(
+        Strategy(num_devices=k, num_replicas=r, num_microbatches=m, microbatch_size=size, schedule=name)
         for k in device_counts
         for r, m, size in _batch_cuts(profile, request, k, batch_size)
         for name in schedules[k]
         if m <= (schedule_info(name).num_microbatches or m)
     )
-    if not settings:
+    if not strategies:
         raise UsageError(_no_setting_text(profile, request, device_counts, batch_size))
     per_device = request.num_devices == "auto" and request.most_devices is None
     if per_device:
@@ -114,7 +114,7 @@ def search_space(profile: Profile, request: SearchRequest) -> Space:
         )
     notes += left_out
     recompute = AUTO_RECOMPUTE if request.recompute == "auto" else (cast(RecomputeMode, request.recompute),)
-    return Space(settings=settings, recompute=recompute, per_device=per_device, notes=tuple(notes))
+    return Space(strategies=strategies, recompute=recompute, per_device=per_device, notes=tuple(notes))
 
 
 def check_request(profile: Profile, request: SearchRequest) -> None:

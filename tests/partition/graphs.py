@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gplan.core import Constraints, Link, LinkPoint, MachineDevice, Pin, Profile, Value, ValueCost
 from gplan.cost.stage_costs import Costs
-from gplan.partition.milp.assignment import Choices
+from gplan.partition.milp.assignment import StageAssignment
 from gplan.partition.milp.solving import smallest_by_milp
 from gplan.partition.plan_evaluation import goal_s, in_stage_order, stages_of
 from gplan.partition.problem import Problem
@@ -58,8 +58,10 @@ def forbidden_by_milp(problem: Problem) -> list[Stages]:
     """The partitions that the integer program found and then forbade, as they fitted by tolerance alone."""
     forbidden: list[Stages] = []
     with pytest.MonkeyPatch.context() as patch:
-        original = Choices.forbid
-        patch.setattr(Choices, "forbid", lambda choices, stages: [forbidden.append(stages), original(choices, stages)])
+        original = StageAssignment.forbid
+        patch.setattr(
+            StageAssignment, "forbid", lambda choices, stages: [forbidden.append(stages), original(choices, stages)]
+        )
         smallest_by_milp(problem)
     return forbidden
 

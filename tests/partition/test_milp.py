@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from gplan.core import Link, LinkPoint, MachineDevice, SharedWeight
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.partition.milp import solving
-from gplan.partition.milp.program import Outcome
+from gplan.partition.milp.program import SolverResult
 from gplan.partition.milp.solving import smallest_by_milp
 from gplan.partition.plan_evaluation import goal_s, objective_s, stages_of
 from gplan.partition.problem import Problem, Solution
@@ -132,7 +132,7 @@ def test_a_start_that_is_no_plan_is_refused() -> None:
 
 
 def test_no_plan_in_time_is_not_called_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = Outcome(is_infeasible=False, has_values=False, is_proven=False, bound=0.0)
+    nothing = SolverResult(is_infeasible=False, has_values=False, is_proven=False, bound=0.0)
     monkeypatch.setattr(solving, "solve", lambda *_, **__: nothing)
     problem = make_problem([1] * 4, num_stages=2, weight_bytes=9, memory_bytes=10)
     with pytest.raises(NoPlanError, match="the MILP found no plan, nor that there is none"):

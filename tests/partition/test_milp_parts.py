@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from gplan.core import Link
 from gplan.partition.milp.boundary_terms import Amount, transfer
-from gplan.partition.milp.program import Program, solve, weighted
+from gplan.partition.milp.program import LinearProgram, solve, weighted
 from tests.partition.graphs import LINKS
 
 
 def seconds_by_program(link: Link, num_bytes: int, *, most_bytes: int = 40, unit_s: float = 0.5) -> float:
-    program = Program()
+    program = LinearProgram()
     sent = program.variable("sent", high=num_bytes)
     program.require(sent, at_least=num_bytes)
     amount = Amount(num_bytes=sent, is_any=int(num_bytes > 0), most_bytes=most_bytes)
@@ -38,11 +38,11 @@ def test_a_sum_of_numbers_is_a_number(terms: list[tuple[int, int]]) -> None:
 
 
 def test_variables_that_cancel_leave_a_number() -> None:
-    variable = Program().variable("x")
+    variable = LinearProgram().variable("x")
     assert weighted([(2.0, variable), (-1.0, 2 * variable + 3)]) == -3.0
 
 
 def test_a_row_of_numbers_that_does_not_hold_makes_the_program_infeasible() -> None:
-    program = Program()
+    program = LinearProgram()
     program.require(1, at_least=2)
     assert solve(program, "HiGHS", start={}, time_limit_s=60.0).is_infeasible

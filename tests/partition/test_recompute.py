@@ -21,7 +21,7 @@ from gplan.partition.diagnosis import feasibility_by_num_devices, is_feasible, n
 from gplan.partition.minimax import smallest_largest
 from gplan.partition.plan_evaluation import goal_s, in_stage_order, objective_s, stages_of
 from gplan.partition.problem import Problem, nothing_recomputed, peak_moments_of, recomputed_share, without_memory
-from gplan.partition.recompute import Selector
+from gplan.partition.recompute import RecomputeSelector
 from gplan.partition.step_time import smallest_step
 from tests.made import make_profile
 from tests.partition.graphs import every_partition, graph_problems
@@ -236,7 +236,7 @@ def test_fronts_that_are_thinned_out_keep_an_honest_bound(monkeypatch: pytest.Mo
 
 def test_equal_layers_make_one_front_whatever_their_order() -> None:
     costs = make_problem([1.0] * 40, num_stages=4, stash_bytes=100).costs
-    selector = Selector(costs)
+    selector = RecomputeSelector(costs)
     peak_moments = peak_moments_of(make_problem([1.0] * 40, num_stages=4, stash_bytes=100, recompute="selected"), 0)
     every = np.array([(i, i + 10) for i in range(30)])
     seconds = selector.seconds(every[:, 0], every[:, 1], peak_moments, limit_bytes=2500)

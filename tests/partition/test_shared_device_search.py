@@ -114,7 +114,7 @@ def test_even_plans_and_moves_from_them_need_less_memory_than_moves_from_even_ti
     far_s = time.perf_counter() + 600
     candidates = candidates_within(free, CandidateLimit.of_load(float("inf"), num_stages=free.num_stages))
     assert candidates is not None
-    space = GoalSpace(search=search, weighted=first_weighted_bounds(PeakGoal(free, candidates)))
+    space = GoalSpace(search=search, bounds=first_weighted_bounds(PeakGoal(free, candidates)))
     _, begun = space.begun(known, deadline_s=far_s)
     assert begun.value < search.moved(known, deadline_s=far_s).value < known.value
 

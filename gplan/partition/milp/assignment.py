@@ -12,15 +12,15 @@ from collections.abc import Sequence
 
 from gplan.core import Constraints, Profile
 from gplan.graph.layer_graph import LayerGraph
-from gplan.partition.milp.program import Expression, Program, total, weighted
+from gplan.partition.milp.program import Expression, LinearProgram, total, weighted
 
 _WHOLE = 1e-4  # from a whole number, within which a solver's answer counts as one
 
 
-class Choices:
+class StageAssignment:
     """The variables y of a program; layers are v, stages k."""
 
-    def __init__(self, program: Program, graph: LayerGraph, *, num_stages: int) -> None:
+    def __init__(self, program: LinearProgram, graph: LayerGraph, *, num_stages: int) -> None:
         self.graph, self.num_stages = graph, num_stages
         self._program = program
         self._open = {
@@ -126,7 +126,9 @@ class Choices:
             self._program.require(total(self.is_on(v, k) for v in self.layers), at_least=1)
 
 
-def add_constraints(program: Program, choices: Choices, *, profile: Profile, constraints: Constraints) -> None:
+def add_constraints(
+    program: LinearProgram, choices: StageAssignment, *, profile: Profile, constraints: Constraints
+) -> None:
     """Rows that grant all constraints; "up to" and "between" are in the profile's order."""
     index = {layer.name: i for i, layer in enumerate(profile.layers)}
     for name in dict.fromkeys(constraints.cut_after):
@@ -151,7 +153,7 @@ def are_satisfied(constraints: Constraints, *, profile: Profile, stages: Sequenc
     )
 
 
-def _add_cut(program: Program, choices: Choices, num_before: int) -> None:
+def _add_cut(program: LinearProgram, choices: StageAssignment, num_before: int) -> None:
     """One of the cuts lies right after the first layers.
 
     Its indicators need not be binary: where one is above 0, whole numbers y are those of that cut.

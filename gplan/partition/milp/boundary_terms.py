@@ -18,13 +18,13 @@ from gplan.cost.stage_costs import Costs
 from gplan.graph.boundary import values_of
 from gplan.graph.down_sets import Way
 from gplan.graph.layer_graph import LayerGraph, is_connected
-from gplan.partition.milp.assignment import Choices
-from gplan.partition.milp.program import Expression, Program, total, weighted
+from gplan.partition.milp.assignment import StageAssignment
+from gplan.partition.milp.program import Expression, LinearProgram, total, weighted
 from gplan.partition.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class ValueGroup:
     """Values with the same producer and the same last readers, and their bytes for a micro-batch.
 
     They cross a cut while the producer is before it and any of the readers is not.
@@ -41,14 +41,14 @@ class Route:
         return self.activation_bytes if way == "activation" else self.gradient_bytes
 
 
-def routes_of(costs: Costs, graph: LayerGraph) -> tuple[Route, ...]:
+def value_groups(costs: Costs, graph: LayerGraph) -> tuple[ValueGroup, ...]:
     """All ways that values take."""
     together: dict[Way, list[ValueCost]] = {}
     for value in values_of(costs.profile):
         cost = value_cost_at(value.costs, costs.microbatch_size)
         together.setdefault((value.producer, last_readers(value, graph)), []).append(cost)
     return tuple(
-        Route(
+        ValueGroup(
             producer=producer,
             readers=readers,
             activation_bytes=sum(x.num_bytes for x in sizes),
@@ -79,13 +79,15 @@ def always_sent(costs: Costs, graph: LayerGraph, *, way: str) -> bool:
     return is_connected(graph.num_layers, edges)
 
 
-class Cuts(ABC):
+class BoundaryTerms(ABC):
     """The cut after each stage: bytes, and times in units. Nothing crosses before stage 0 and after the last.
 
     Nothing is sent, and no time is taken, where the stages on both sides are on one device.
     """
 
-    def __init__(self, program: Program, problem: Problem, costs: Costs, choices: Choices, unit_s: float) -> None:
+    def __init__(
+        self, program: LinearProgram, problem: Problem, costs: Costs, choices: StageAssignment, unit_s: float
+    ) -> None:
         self._program, self._problem, self._costs, self._choices = program, problem, costs, choices
         self._unit_s, self._sending = unit_s, cache(self._add_sending)
 
@@ -145,7 +147,7 @@ class Cuts(ABC):
         """The time of a link for what goes that way over the cut."""
 
 
-class ChainCuts(Cuts):
+class ChainBoundaryTerms(BoundaryTerms):
     """The cuts of a chain: constants of the last layer before each."""
 
     def _bytes(self, k: int, field: str) -> Expression:
@@ -156,39 +158,41 @@ class ChainCuts(Cuts):
         return self._choices.at_cut(k, (link.transfers_s(num_bytes) / self._unit_s)[1:].tolist())
 
 
-class GraphCuts(Cuts):
+class GraphBoundaryTerms(BoundaryTerms):
     """The cuts of a graph, by the values that its layers hand to each other."""
 
-    def __init__(self, program: Program, problem: Problem, costs: Costs, choices: Choices, unit_s: float) -> None:
+    def __init__(
+        self, program: LinearProgram, problem: Problem, costs: Costs, choices: StageAssignment, unit_s: float
+    ) -> None:
         super().__init__(program, problem, costs, choices, unit_s)
-        self._routes = routes_of(costs, choices.graph)
+        self._groups = value_groups(costs, choices.graph)
         self._always = {way: always_sent(costs, choices.graph, way=way) for way in ("activation", "gradient")}
         self._crossing, self._is_any = cache(self._add_crossing), cache(self._add_is_any)
 
     def _bytes(self, k: int, field: str) -> Expression:
-        sizes = ((getattr(route, field), route) for route in self._routes)
-        return weighted((size, self._crossing(route, k)) for size, route in sizes if size)
+        sizes = ((getattr(group, field), group) for group in self._groups)
+        return weighted((size, self._crossing(group, k)) for size, group in sizes if size)
 
     def _moved(self, k: int, way: str, name: str, link: Link) -> Expression:
         amount = Amount(
             num_bytes=self._bytes(k, f"{way}_bytes"),
             is_any=1 if self._always[way] else self._is_any(k, way),
-            most_bytes=sum(route.bytes_of(way) for route in self._routes),
+            most_bytes=sum(group.bytes_of(way) for group in self._groups),
         )
         return transfer(self._program, name, link=link, amount=amount, unit_s=self._unit_s)
 
     def _add_is_any(self, k: int, way: str) -> Expression:
-        crossing = (self._crossing(route, k) for route in self._routes if route.bytes_of(way))
+        crossing = (self._crossing(group, k) for group in self._groups if group.bytes_of(way))
         return self._program.at_least(f"any_{way}_{k}", crossing, high=1)
 
-    def _add_crossing(self, route: Route, k: int) -> Expression:
-        """c[route, k]: whether what takes this way crosses the cut after stage k."""
-        y, producer = self._choices.up_to, route.producer
+    def _add_crossing(self, group: ValueGroup, k: int) -> Expression:
+        """c[group, k]: whether what takes this way crosses the cut after stage k."""
+        y, producer = self._choices.up_to, group.producer
         made = 1 if producer is None else y(producer, k)
-        differences = [weighted([(1.0, made), (-1.0, y(x, k))]) for x in route.readers]
+        differences = [weighted([(1.0, made), (-1.0, y(x, k))]) for x in group.readers]
         if len(differences) == 1:
             return differences[0]
-        return self._program.at_least(f"crossing_{self._routes.index(route)}_{k}", differences, high=1)
+        return self._program.at_least(f"crossing_{self._groups.index(group)}_{k}", differences, high=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +213,7 @@ class _Piece:
     slope: float
 
 
-def transfer(program: Program, name: str, *, link: Link, amount: Amount, unit_s: float) -> Expression:
+def transfer(program: LinearProgram, name: str, *, link: Link, amount: Amount, unit_s: float) -> Expression:
     """The time of one transfer, in units, or, where the program minimises it, a variable of at least that.
 
     Exact: a latency is paid where anything is sent. With measured points the seconds are piecewise linear in the bytes;
@@ -247,7 +251,9 @@ def _line(piece: _Piece, sent: Expression, is_any: Expression) -> Expression:
     return weighted([(piece.seconds - piece.slope * piece.start, is_any), (piece.slope, sent)])
 
 
-def _chosen(program: Program, name: str, pieces: list[_Piece], sent: Expression, is_any: Expression) -> Expression:
+def _chosen(
+    program: LinearProgram, name: str, pieces: list[_Piece], sent: Expression, is_any: Expression
+) -> Expression:
     """The time by the one piece that is chosen, which must reach as far as what is sent."""
     ends = [*(x.start for x in pieces[1:]), 1.0]
     chosen = [program.variable(f"{name}_piece_{j}", is_binary=True) for j in range(len(pieces))]
@@ -261,29 +267,29 @@ def _chosen(program: Program, name: str, pieces: list[_Piece], sent: Expression,
     return weighted(times + [(x.slope, more) for x, more in zip(pieces, beyond, strict=True)])
 
 
-class PassThrough:
+class PassThroughTerms:
     """Bytes that cross both cuts of a stage: activations, held once, and gradients to which it adds nothing, copied.
 
-    For each route of values and each stage k a variable says that the activation does not pass,
+    For each group of values and each stage k a variable says that the activation does not pass,
         n >= 1 - y[producer, k-1]                                 not made before the stage
         n >= y[reader, k] + ... + y[last reader, k] - (R - 1)     read by all R before the next one
     and one that the gradient does, a row for each reader r that may come behind the stage while no other q is on it:
         m >= y[producer, k-1] - y[r, k] - sum of (y[q, k] - y[q, k-1]) over all q but r
     """
 
-    def __init__(self, program: Program, problem: Problem, costs: Costs, choices: Choices) -> None:
+    def __init__(self, program: LinearProgram, problem: Problem, costs: Costs, choices: StageAssignment) -> None:
         self._program, self._problem, self._choices = program, problem, choices
-        self._routes = routes_of(costs, choices.graph)
+        self._groups = value_groups(costs, choices.graph)
         self._gradients = list(zip(*costs.pass_through.gradient_ways, strict=True))
         self._stays, self._returns = cache(self._add_stays), cache(self._add_returns)
 
     def activation_bytes(self, k: int) -> Expression:
         """Of the activations that cross both cuts of stage k, where the stage before is on another device."""
-        return self._activations(k, [x.activation_bytes for x in self._routes])
+        return self._activations(k, [x.activation_bytes for x in self._groups])
 
     def unsaved_bytes(self, k: int) -> Expression:
         """Of them, what no layer keeps."""
-        return self._activations(k, [x.unsaved_bytes for x in self._routes])
+        return self._activations(k, [x.unsaved_bytes for x in self._groups])
 
     def gradient_bytes(self, k: int) -> Expression:
         """Of the gradients that only pass stage k."""
@@ -296,7 +302,7 @@ class PassThrough:
     def _activations(self, k: int, sizes: list[int]) -> Expression:
         if not self._is_inside(k) or not self._problem.boundaries(k).before:
             return 0.0
-        pass_through = (i for i, x in enumerate(self._routes) if sizes[i] and self._may_pass((x.producer, x.readers)))
+        pass_through = (i for i, x in enumerate(self._groups) if sizes[i] and self._may_pass((x.producer, x.readers)))
         return weighted(
             x for i in pass_through for x in ((float(sizes[i]), 1.0), (-float(sizes[i]), self._stays(i, k)))
         )
@@ -309,11 +315,11 @@ class PassThrough:
         made, read = way
         return not self._choices.graph.is_chain or max(read) > (-1 if made is None else made) + 1
 
-    def _add_stays(self, route: int, k: int) -> Expression:
-        producer, readers, y = self._routes[route].producer, self._routes[route].readers, self._choices.up_to
+    def _add_stays(self, group: int, k: int) -> Expression:
+        producer, readers, y = self._groups[group].producer, self._groups[group].readers, self._choices.up_to
         not_made = 0.0 if producer is None else weighted([(1.0, 1.0), (-1.0, y(producer, k - 1))])
         read = weighted([*((1.0, y(x, k)) for x in readers), (1.0 - len(readers), 1.0)])
-        return self._program.at_least(f"stays_{route}_{k}", [not_made, read], high=1)
+        return self._program.at_least(f"stays_{group}_{k}", [not_made, read], high=1)
 
     def _add_returns(self, way: int, k: int) -> Expression:
         (producer, readers), _ = self._gradients[way]

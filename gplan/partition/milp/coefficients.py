@@ -10,15 +10,15 @@ import numpy as np
 from gplan.core import Profile
 from gplan.cost.stage_costs import Costs
 from gplan.graph.down_sets import Floats
-from gplan.partition.milp.assignment import Choices
-from gplan.partition.milp.program import Expression, Program, weighted
+from gplan.partition.milp.assignment import StageAssignment
+from gplan.partition.milp.program import Expression, LinearProgram, weighted
 from gplan.partition.problem import Problem
 
 
 class ParameterBytes:
     """Weights and gradients of every stage; a shared weight counts once where any of its users is (0 <= u <= 1)."""
 
-    def __init__(self, program: Program, choices: Choices, profile: Profile) -> None:
+    def __init__(self, program: LinearProgram, choices: StageAssignment, profile: Profile) -> None:
         self._program, self._choices, self._profile = program, choices, profile
         self._shared: dict[int, list[Expression]] = {}
         self._tied: dict[int, list[Expression]] = {}

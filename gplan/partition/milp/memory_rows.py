@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from gplan.core import StageBytes
 from gplan.cost.stage_bytes import MicrobatchBytes, MicrobatchTerms, microbatch_bytes
 from gplan.partition.device_memory import PARTS, counts_of
-from gplan.partition.milp.assignment import Choices
-from gplan.partition.milp.boundary_terms import Cuts, PassThrough
+from gplan.partition.milp.assignment import StageAssignment
+from gplan.partition.milp.boundary_terms import BoundaryTerms, PassThroughTerms
 from gplan.partition.milp.coefficients import LayerSeconds, ParameterBytes
-from gplan.partition.milp.program import Expression, Program, total, weighted
+from gplan.partition.milp.program import Expression, LinearProgram, total, weighted
 
 _WORKSPACES = ("forward_workspace", "backward_workspace", "recompute_workspace", "again_workspace")
 
@@ -20,11 +20,11 @@ _WORKSPACES = ("forward_workspace", "backward_workspace", "recompute_workspace",
 class MemoryRows:
     """Writes the memory limits into a program."""
 
-    program: Program
-    choices: Choices
-    cuts: Cuts
+    program: LinearProgram
+    choices: StageAssignment
+    cuts: BoundaryTerms
     weights: ParameterBytes
-    pass_through: PassThrough
+    pass_through: PassThroughTerms
     figures: LayerSeconds
 
     def add(self) -> None:
@@ -34,24 +34,15 @@ class MemoryRows:
             limit_bytes = problem.memory_of(stages[0])
             if limit_bytes is None:
                 continue
-            self._add_moments(device, limit_bytes)
-
-    def _add_moments(self, device: int, limit_bytes: int) -> None:
-        problem = self.figures.problem
-        counts, stages = counts_of(problem, device), problem.stages_by_device[device]
-        parts = []
-        for each, k in enumerate(stages):
-            used = {name for name, most in zip(PARTS, counts[:, each].max(axis=0).tolist(), strict=True) if most}
-            of_stage = self._parts(k, limit_bytes, used=used)
-            parts += [getattr(of_stage, name) for name in PARTS]
-        for moment in counts.reshape(len(counts), -1).tolist():
-            held = weighted((count, part) for count, part in zip(moment, parts, strict=True) if count)
-            self._require(held, limit_bytes)
-
-    def _require(self, num_bytes: Expression, limit_bytes: int) -> None:
-        """A byte is left for rounding in the shares of the optimizer."""
-        held = weighted([(1.0 / limit_bytes, num_bytes)])
-        self.program.require(1.0 + 1.0 / limit_bytes, at_least=held)
+            counts, parts = counts_of(problem, device), []
+            for each, k in enumerate(stages):
+                used = {name for name, most in zip(PARTS, counts[:, each].max(axis=0).tolist(), strict=True) if most}
+                of_stage = self._parts(k, limit_bytes, used=used)
+                parts += [getattr(of_stage, name) for name in PARTS]
+            room = 1.0 + 1.0 / limit_bytes  # a byte is left for rounding in the shares of the optimizer
+            for moment in counts.reshape(len(counts), -1).tolist():
+                held = weighted((count / limit_bytes, part) for count, part in zip(moment, parts, strict=True) if count)
+                self.program.require(room, at_least=held)
 
     def _parts(self, k: int, limit_bytes: int, *, used: set[str]) -> StageBytes[Expression]:
         """The parts of the memory of stage k, as `Costs.parts` has them."""

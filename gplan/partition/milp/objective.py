@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from gplan.core import ActionKind
 from gplan.cost.stage_seconds import ActionKey, action_s
-from gplan.partition.milp.assignment import Choices
-from gplan.partition.milp.boundary_terms import Amount, Cuts, transfer
+from gplan.partition.milp.assignment import StageAssignment
+from gplan.partition.milp.boundary_terms import Amount, BoundaryTerms, transfer
 from gplan.partition.milp.coefficients import LayerSeconds, ParameterBytes
-from gplan.partition.milp.program import Expression, Program, total, weighted
+from gplan.partition.milp.program import Expression, LinearProgram, total, weighted
 from gplan.partition.plan_evaluation import compute_s
 from gplan.partition.problem import Problem
 from gplan.schedules.dependencies import dependencies_of
@@ -32,7 +32,9 @@ class PassTerms(NamedTuple):
     optimizer_s: Expression = 0.0  # the update is no pass: see `StepTimeRows`
 
 
-def pass_terms(choices: Choices, cuts: Cuts, k: int, *, figures: LayerSeconds, unit_s: float) -> PassTerms:
+def pass_terms(
+    choices: StageAssignment, cuts: BoundaryTerms, k: int, *, figures: LayerSeconds, unit_s: float
+) -> PassTerms:
     """What the passes of stage k take."""
     costs, speed = figures.costs, figures.problem.speed(k)
     scale = 1.0 / speed / unit_s
@@ -53,7 +55,9 @@ def pass_terms(choices: Choices, cuts: Cuts, k: int, *, figures: LayerSeconds, u
     )
 
 
-def add_loads(program: Program, choices: Choices, cuts: Cuts, *, figures: LayerSeconds, unit_s: float) -> None:
+def add_loads(
+    program: LinearProgram, choices: StageAssignment, cuts: BoundaryTerms, *, figures: LayerSeconds, unit_s: float
+) -> None:
     """The goal is the largest load of a device, in units."""
     problem, loads = figures.problem, {}
     for k in choices.stages:
@@ -67,9 +71,9 @@ def add_loads(program: Program, choices: Choices, cuts: Cuts, *, figures: LayerS
 class StepTimeRows:
     """Writes the step's time into a program."""
 
-    program: Program
-    choices: Choices
-    cuts: Cuts
+    program: LinearProgram
+    choices: StageAssignment
+    cuts: BoundaryTerms
     weights: ParameterBytes
     figures: LayerSeconds
     unit_s: float

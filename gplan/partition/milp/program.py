@@ -25,7 +25,7 @@ Expression: TypeAlias = Any  # a number, variable or linear expression of PuLP, 
 _ROUNDING = 1e-9  # by which a row of numbers alone may be missed
 
 
-class Program:
+class LinearProgram:
     """What is to be minimised, `goal`, under rows that are added one by one."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ _POLL_S = 0.2  # how often Ctrl-C is looked for; the end of a solve is noticed a
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SolverResult:
     """How a solver ended; the values it found are in the program's variables."""
 
     is_infeasible: bool
@@ -143,16 +143,16 @@ def is_available(name: SolverName) -> bool:
     return bool((pulp.HiGHS(msg=False) if name == "HiGHS" else _cbc()).available())
 
 
-def solve(program: Program, name: SolverName, *, start: Start, time_limit_s: float) -> Outcome:
+def solve(program: LinearProgram, name: SolverName, *, start: Start, time_limit_s: float) -> SolverResult:
     """Solve a program; Ctrl-C stops the solver and is passed on."""
     if program.is_contradictory:
-        return Outcome(is_infeasible=True, has_values=False, is_proven=True, bound=0.0)
+        return SolverResult(is_infeasible=True, has_values=False, is_proven=True, bound=0.0)
     if name == "HiGHS":
         _run_highs(program, start, time_limit_s)
     else:
         _run_cbc(program, start, time_limit_s)
     status = program.lp.sol_status
-    return Outcome(
+    return SolverResult(
         is_infeasible=program.lp.status == pulp.LpStatusInfeasible,
         has_values=status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible),
         is_proven=status == pulp.LpSolutionOptimal,
@@ -160,7 +160,7 @@ def solve(program: Program, name: SolverName, *, start: Start, time_limit_s: flo
     )
 
 
-def _run_highs(program: Program, start: Start, time_limit_s: float) -> None:
+def _run_highs(program: LinearProgram, start: Start, time_limit_s: float) -> None:
     def run(lp: Any) -> None:
         if start:
             columns = np.array([variable.index for variable in start], dtype=np.int32)
@@ -184,7 +184,7 @@ def _run_until_interrupted(highs: Any) -> None:
         raise
 
 
-def _run_cbc(program: Program, start: Start, time_limit_s: float) -> None:
+def _run_cbc(program: LinearProgram, start: Start, time_limit_s: float) -> None:
     for variable, value in start.items():
         variable.setInitialValue(value)
     with tempfile.TemporaryDirectory() as folder:

@@ -14,12 +14,12 @@ from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import seconds_text
 from gplan.graph.layer_graph import LayerGraph
 from gplan.partition.candidates import TooManyCandidates
-from gplan.partition.milp.assignment import Choices, add_constraints, are_satisfied
-from gplan.partition.milp.boundary_terms import ChainCuts, Cuts, GraphCuts, PassThrough
+from gplan.partition.milp.assignment import StageAssignment, add_constraints, are_satisfied
+from gplan.partition.milp.boundary_terms import BoundaryTerms, ChainBoundaryTerms, GraphBoundaryTerms, PassThroughTerms
 from gplan.partition.milp.coefficients import LayerSeconds, ParameterBytes
 from gplan.partition.milp.memory_rows import MemoryRows
 from gplan.partition.milp.objective import StepTimeRows, add_loads
-from gplan.partition.milp.program import Outcome, Program, SolverName, available_solver, solve
+from gplan.partition.milp.program import LinearProgram, SolverName, SolverResult, available_solver, solve
 from gplan.partition.minimax import least_load_s, smallest_largest
 from gplan.partition.plan_evaluation import fits_memory, goal_s
 from gplan.partition.problem import Problem, Solution
@@ -35,21 +35,21 @@ class Formulation:
         profile = figures.costs.profile
         self.least_s = least_load_s(problem) * (problem.num_microbatches if problem.minimize == "step-time" else 1)
         self.unit_s = self.least_s / _SCALE or 1.0
-        self.program = Program()
-        self.choices = Choices(
+        self.program = LinearProgram()
+        self.choices = StageAssignment(
             self.program,
             LayerGraph(problem.num_layers, profile.precedence),
             num_stages=problem.num_stages,
         )
         weights = ParameterBytes(self.program, self.choices, profile)
-        kind = ChainCuts if self.choices.graph.is_chain else GraphCuts
-        cuts: Cuts = kind(self.program, problem, figures.costs, self.choices, self.unit_s)
+        kind = ChainBoundaryTerms if self.choices.graph.is_chain else GraphBoundaryTerms
+        cuts: BoundaryTerms = kind(self.program, problem, figures.costs, self.choices, self.unit_s)
         self.program.require(self.program.goal, at_least=self.least_s / self.unit_s)
         if problem.minimize == "step-time":
             StepTimeRows(self.program, self.choices, cuts, weights, figures, self.unit_s).add()
         else:
             add_loads(self.program, self.choices, cuts, figures=figures, unit_s=self.unit_s)
-        pass_through = PassThrough(self.program, problem, figures.costs, self.choices)
+        pass_through = PassThroughTerms(self.program, problem, figures.costs, self.choices)
         MemoryRows(self.program, self.choices, cuts, weights, pass_through, figures).add()
         add_constraints(self.program, self.choices, profile=profile, constraints=problem.constraints)
 
@@ -122,7 +122,7 @@ class _Search:
         """The program."""
         return Formulation(self.problem)
 
-    def run(self, *, until_s: float) -> tuple[Outcome, Stages | None]:
+    def run(self, *, until_s: float) -> tuple[SolverResult, Stages | None]:
         """How the solver ended, and its stages, which fit the memory exactly; until a time of time.monotonic()."""
         program, choices = self.formulation.program, self.formulation.choices
         hint = {}
@@ -149,7 +149,7 @@ class _Search:
         """These stages, which nothing is better than."""
         return Solution(stages=stages, lower_bound_s=goal_s(self.problem, stages), solver=f"milp/{self.name}")
 
-    def best_known(self, stages: Stages | None, outcome: Outcome, *, limit: str) -> Solution:
+    def best_known(self, stages: Stages | None, outcome: SolverResult, *, limit: str) -> Solution:
         """The best plan when the time is over, with what is proven."""
         note = f"the MILP was stopped after {limit}"
         known = [Solution(stages=stages, lower_bound_s=0.0, solver=f"milp/{self.name}")] if stages else []
