@@ -32,10 +32,10 @@ from gplan.core import Profile
 from profiler.host.host_info import keep_freed_memory
 from profiler.memory.allocations import traced_allocations
 from profiler.model.load import ModelFile, load_model_file
-from profiler.model.model_reference import Setting
+from profiler.model.model_reference import SettingValue
 
 ROOT = Path(__file__).parent.parent
-MODELS: dict[str, dict[str, Setting]] = {  # a training step of each takes 50 to 300 ms on one core
+MODELS: dict[str, dict[str, SettingValue]] = {  # a training step of each takes 50 to 300 ms on one core
     "transformer_lm": {},
     "amoebanet_d": {"num_filters": 64},
     "unet": {"width": 24},

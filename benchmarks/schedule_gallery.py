@@ -146,7 +146,7 @@ def stage_cost(schedule: Schedule, transfer: float) -> StageCost:
 
 def held_at_most(schedule: Schedule, timeline: Timeline) -> PerDevice:
     """For each device the most micro-batches whose activations it holds at once, in whole stages."""
-    nothing = dict.fromkeys(StageBytes.__slots__, 0)
+    nothing = dict.fromkeys(StageBytes.__struct_fields__, 0)
     stash = _SHARES * schedule.num_devices // schedule.num_stages
     parts = dict.fromkeys(range(schedule.num_stages), StageBytes(**{**nothing, "stash": stash}))
     held = (device_holdings(schedule, timeline, d, parts, recompute="never") for d in range(K))

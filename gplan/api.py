@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gplan.runtime.validation import Loss
     from profiler.measure import ProfileOptions
     from profiler.model.given_model import GivenModel
-    from profiler.model.model_reference import Setting
+    from profiler.model.model_reference import SettingValue
 
 __all__ = [
     "balance",
@@ -50,7 +50,7 @@ def profile(
     model: str | nn.Module | Sequence[nn.Module],
     *,
     microbatch_sizes: Sequence[int] = (4,),
-    settings: Mapping[str, Setting] | None = None,
+    settings: Mapping[str, SettingValue] | None = None,
     input_shapes: str | None = None,
     inputs: Any = None,
     loss: Callable[..., Any] | None = None,
@@ -281,7 +281,7 @@ def import_trace(traces: Sequence[str | Path], *, plan: Plan) -> Run:
     """The run of `plan` that a pipeline's torch.profiler traces measured, one file of every rank, .json or .json.gz.
 
     Any torch.distributed.pipelining run will do; what the traces lack, such as losses and memory, the run's notes say.
-    `gplan.interop.traces` has the same without a plan, and makes a profile with the times of a run.
+    `gplan.interop.traces.measured_run` has the same without a plan.
 
     Raises FileError for files that are no such traces, not those of one pipeline, or of another plan's.
     """
@@ -308,7 +308,7 @@ def is_main_process() -> bool:
     return launch.is_main_process()
 
 
-def plan_settings(plan: Plan) -> dict[str, Setting]:
+def plan_settings(plan: Plan) -> dict[str, SettingValue]:
     """The settings that the plan's model was built with."""
     from profiler.model.model_reference import parse_setting
 

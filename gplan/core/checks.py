@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, fields
+from functools import cache, lru_cache
 from typing import Literal, TypeAlias, get_args
 
 Origin: TypeAlias = Literal["measured", "computed", "given"]
@@ -39,6 +39,18 @@ def check_not_negative(value: object, *fields: str) -> None:
         number = getattr(value, field)
         if not math.isfinite(number) or number < 0:
             raise ValueError(f"{field} is {number!r}; expected a finite number of 0 or more")
+
+
+def check_amounts(value: object) -> None:
+    """Each field that counts something, or has seconds or bytes, is a finite number of 0 or more, or None."""
+    names = _amounts(type(value))  # type: ignore[arg-type]  # a class is hashable
+    check_not_negative(value, *(x for x in names if getattr(value, x) is not None))
+
+
+@cache
+def _amounts(kind: type) -> tuple[str, ...]:
+    names = (x.name for x in fields(kind))
+    return tuple(x for x in names if x.startswith("num_") or x.endswith(("_s", "_bytes")))
 
 
 def check_positive(value: object, *fields: str) -> None:

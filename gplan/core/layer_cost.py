@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from gplan.core.checks import OperationKind, Origin, check_not_negative, check_positive
+from gplan.core.checks import OperationKind, Origin, check_amounts, check_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Timing:
     origin: Origin = "measured"
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "median_s", "low_s", "high_s", "num_samples", "num_refused")
+        check_amounts(self)
         if not self.low_s <= self.median_s <= self.high_s:
             raise ValueError(f"median_s is {self.median_s!r}; expected {self.low_s!r} <= median_s <= {self.high_s!r}")
 
@@ -58,7 +58,7 @@ class Work:
     num_bytes: int  # read and written: operands and results of each operation, once
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "num_operations", "num_flops", "num_bytes")
+        check_amounts(self)
 
     def __add__(self, other: Work) -> Work:
         """The sum; raises ValueError for different kinds."""
@@ -110,10 +110,7 @@ class LayerCost:
 
     def __post_init__(self) -> None:
         check_positive(self, "microbatch_size", "contention")
-        check_not_negative(
-            self, "stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "output_bytes",
-            "output_gradient_bytes", "output_unsaved_bytes", "pending_bytes",
-        )  # fmt: skip
+        check_amounts(self)
 
     def renumbered(self, distance: Callable[[int], int]) -> LayerCost:
         """The costs with leftovers at distance `distance(num_later)`; those of layers that now come earlier are dropped."""
@@ -171,7 +168,7 @@ class StepCost:
     tensor_s: float = 0.0  # part of both for each trained tensor; the rest is proportional to bytes
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "state_bytes", "workspace_bytes", "tensor_s")
+        check_amounts(self)
         check_positive(self, "contention")
 
     def corrected(self, factor: float) -> StepCost:

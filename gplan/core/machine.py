@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gplan.core.checks import Origin, check_factor, check_not_empty, check_not_negative, check_positive
+from gplan.core.checks import Origin, check_amounts, check_factor, check_not_empty, check_not_negative, check_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class EngineCost:
     step_s: float = 0.0  # of a step before the first action and after the last, without the update
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "action_s", "step_s")
+        check_amounts(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from itertools import pairwise
 from statistics import geometric_mean
 from typing import Generic, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,6 +18,7 @@ from gplan.core.checks import (
     Objective,
     Origin,
     RecomputeMode,
+    check_amounts,
     check_not_negative,
     check_positive,
     check_share,
@@ -52,8 +54,13 @@ class Constraints:
 Bytes = TypeVar("Bytes", int, NDArray[np.int64])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageBytes(Generic[Bytes]):
+class StageBytes(
+    msgspec.Struct,
+    Generic[Bytes],
+    frozen=True,
+    kw_only=True,
+    rename={"recomputed_stash": "again", "recomputing_workspace": "again_workspace"},  # their names in plan files
+):
     """The parts of the memory of one stage (int), or of many candidates (arrays); `gplan/cost/memory_moments.py` says when each is held."""
 
     weight: Bytes
@@ -61,13 +68,13 @@ class StageBytes(Generic[Bytes]):
     optimizer: Bytes
     stash: Bytes  # per micro-batch whose activations are all kept
     checkpoint: Bytes  # per micro-batch that will be recomputed
-    again: Bytes  # of the one being recomputed: its layers' stash anew, and but for the last stage its checkpoint
+    recomputed_stash: Bytes  # of the micro-batch being recomputed; on all stages but the last with its checkpoint
     pending: Bytes  # per micro-batch between the halves of its backward, above the stash
     sent: Bytes  # per micro-batch that is done: what was sent for it stays until the step ends
     forward_workspace: Bytes
     backward_workspace: Bytes
     recompute_workspace: Bytes  # of a forward that keeps only its checkpoint
-    again_workspace: Bytes  # of a whole backward that recomputes
+    recomputing_workspace: Bytes  # of a whole backward that recomputes
     optimizer_workspace: Bytes
     buffer: Bytes
 
@@ -108,13 +115,7 @@ class StageCost:
     around_s: float = 0.0  # once per step, of the first stage: what the engine takes before the loop and after it
 
     def __post_init__(self) -> None:
-        check_not_negative(
-            self, "forward_s", "backward_s", "recompute_s", "optimizer_s", "activation_bytes", "gradient_bytes",
-            "activation_s", "gradient_s", "all_reduce_s", "gap_s", "forward_sending_s", "backward_sending_s",
-            "around_s",
-        )  # fmt: skip
-        halves = [x for x in ("input_gradient_s", "weight_gradient_s") if getattr(self, x) is not None]
-        check_not_negative(self, *halves)
+        check_amounts(self)
 
     def contended(self, by: Contention) -> StageCost:
         """The same work beside the other devices of the host: the one place where contention is applied to a stage."""
@@ -158,10 +159,7 @@ class StageMemory:
     moment: str  # the action of the device at which its peak occurs
 
     def __post_init__(self) -> None:
-        check_not_negative(
-            self, "weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "workspace_bytes",
-            "buffer_bytes",
-        )  # fmt: skip
+        check_amounts(self)
 
     @property
     def peak_bytes(self) -> int:
@@ -241,7 +239,7 @@ class Proof:
     solve_s: float
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "objective_s", "lower_bound_s", "solve_s")
+        check_amounts(self)
 
     @property
     def gap(self) -> float:

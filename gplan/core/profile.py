@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gplan.core.checks import Granularity, LossReduction, Origin, check_not_empty, check_not_negative, check_positive
+from gplan.core.checks import Granularity, LossReduction, Origin, check_amounts, check_not_empty, check_positive
 from gplan.core.host_load import HostLoad
 from gplan.core.host_speed import HostSpeed
 from gplan.core.layer_cost import LayerCost, StepCost, Timing, WholeModel, check_rising_sizes, microbatch_sizes_of
@@ -25,7 +25,7 @@ class ValueCost:
 
     def __post_init__(self) -> None:
         check_positive(self, "microbatch_size")
-        check_not_negative(self, "num_bytes", "gradient_bytes", "unsaved_bytes", "viewed_bytes")
+        check_amounts(self)
         if self.viewed_bytes > self.gradient_bytes:
             raise ValueError(
                 f"viewed_bytes is {self.viewed_bytes}; expected at most gradient_bytes, {self.gradient_bytes}"
@@ -75,7 +75,7 @@ class Layer:
     num_trained: int = 0  # number of trained parameter tensors
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "num_parameters", "weight_bytes", "gradient_bytes", "num_trained")
+        check_amounts(self)
         check_not_empty("costs", self.costs)
         check_rising_sizes(self.costs)
 
@@ -91,7 +91,7 @@ class SharedWeight:
     gradient_bytes: int
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "num_parameters", "weight_bytes", "gradient_bytes")
+        check_amounts(self)
         if len(set(self.layers)) < 2:
             raise ValueError(f"layers is {self.layers!r}; expected at least two different layers")
 
@@ -142,7 +142,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         check_not_empty("layers", self.layers)
-        check_not_negative(self, "overhead_s", "num_neighbours")
+        check_amounts(self)
         names = [layer.name for layer in self.layers]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)

@@ -43,7 +43,7 @@ class Moment:
     action: str
     num_stashes: int
     num_checkpoints: int
-    num_again: int  # 1 in a backward that recomputes
+    num_recomputing: int  # 1 in a backward that recomputes
     num_pending: int  # of the stashes those between the halves of a backward
     num_done: int  # micro-batches whose backward is behind
     workspace: str  # the field of StageBytes that is in use, or "" for none
@@ -54,7 +54,7 @@ RESTING = Moment(
     action="",
     num_stashes=0,
     num_checkpoints=0,
-    num_again=0,
+    num_recomputing=0,
     num_pending=0,
     num_done=0,
     workspace="",
@@ -152,7 +152,11 @@ def memory_at(peak: Moment, parts: StageBytes[int], *, action: str) -> StageMemo
 
 
 def _activation_bytes(moment: Moment, parts: StageBytes[Bytes]) -> Bytes:
-    kept = moment.num_stashes * parts.stash + moment.num_checkpoints * parts.checkpoint + moment.num_again * parts.again
+    kept = (
+        moment.num_stashes * parts.stash
+        + moment.num_checkpoints * parts.checkpoint
+        + moment.num_recomputing * parts.recomputed_stash
+    )
     return kept + moment.num_pending * parts.pending + moment.num_done * parts.sent
 
 
@@ -163,7 +167,7 @@ class _Held(NamedTuple):
     checkpoints: int = 0
     pending: int = 0
     done: int = 0
-    again: int = 0
+    recomputing: int = 0
 
 
 def replay(
@@ -197,7 +201,7 @@ def _held_during(action: Action, now: _Held, again: bool) -> tuple[_Held, tuple[
         at_work = _Held(stashes + again, checkpoints, pending, done)
         return at_work, workspaces, _Held(stashes + again, checkpoints - again, pending + 1, done)
     at_work = _Held(stashes, checkpoints - again, pending, done, int(again))
-    workspaces = ("again_workspace" if again else "backward_workspace",)
+    workspaces = ("recomputing_workspace" if again else "backward_workspace",)
     return at_work, workspaces, _Held(stashes + again - 1, checkpoints - again, pending, done + 1)
 
 
@@ -206,7 +210,7 @@ def _moment(action: str, held: _Held, workspace: str = "") -> Moment:
         action=action,
         num_stashes=held.stashes,
         num_checkpoints=held.checkpoints,
-        num_again=held.again,
+        num_recomputing=held.recomputing,
         num_pending=held.pending,
         num_done=held.done,
         workspace=workspace,
@@ -219,7 +223,7 @@ def _latest(way: Iterable[Moment]) -> list[Moment]:
     in time."""
     latest: dict[tuple[int, ...], Moment] = {}
     for x in way:
-        kept = x.num_stashes, x.num_checkpoints, x.num_again, x.num_pending
+        kept = x.num_stashes, x.num_checkpoints, x.num_recomputing, x.num_pending
         latest.pop(kept, None)
         latest[kept] = x
     return list(latest.values())
@@ -244,7 +248,7 @@ def _direction(one: Moment, other: Moment) -> tuple[int, ...]:
     steps = [
         other.num_stashes - one.num_stashes,
         other.num_checkpoints - one.num_checkpoints,
-        other.num_again - one.num_again,
+        other.num_recomputing - one.num_recomputing,
         other.num_pending - one.num_pending,
         other.num_done - one.num_done,
     ]
@@ -261,7 +265,7 @@ def _dominates(one: Moment, other: Moment) -> bool:
     return (
         one.num_stashes >= other.num_stashes
         and one.num_checkpoints >= other.num_checkpoints
-        and one.num_again >= other.num_again
+        and one.num_recomputing >= other.num_recomputing
         and one.num_pending >= other.num_pending
         and one.num_done >= other.num_done
         and other.workspace in ("", one.workspace)

@@ -38,7 +38,7 @@ class MicrobatchBytes(Generic[Term]):
 
     stash: Term  # from the forward to the backward, without recompute
     checkpoint: Term  # the same with recompute
-    again: Term  # stash of a recomputed forward
+    recomputed_stash: Term  # stash of a recomputed forward
     pending: Term  # between the halves of a split backward
     sent: Term  # after the backward: what was sent on and back
     received: Term  # receive buffers
@@ -50,7 +50,7 @@ def microbatch_bytes(terms: MicrobatchTerms[Term]) -> MicrobatchBytes[Any]:
     return MicrobatchBytes(
         stash=x.layers_stash + x.output_unsaved - x.passing_unsaved + x.loss_stash,
         checkpoint=x.output - x.pass_through + x.loss_stash,
-        again=x.layers_stash + x.output_before_loss - x.pass_through,
+        recomputed_stash=x.layers_stash + x.output_before_loss - x.pass_through,
         pending=x.layers_pending + x.sent_gradient,
         sent=x.sent_activation - x.passing_sent + x.sent_gradient,
         received=x.received_activation + x.received_gradient,

@@ -313,13 +313,13 @@ class Costs:
             optimizer=np.rint(trained * self.profile.step.state_bytes).astype(np.int64),
             stash=held.stash,
             checkpoint=held.checkpoint,
-            again=held.again,
+            recomputed_stash=held.recomputed_stash,
             pending=held.pending,
             sent=held.sent,
             forward_workspace=self.workspaces.above_stash("forward", first, end),
             backward_workspace=self.workspaces.above_stash("backward", first, end),
             recompute_workspace=self.workspaces.alone(first, end),
-            again_workspace=self.workspaces.above_again(first, end, held.again),
+            recomputing_workspace=self.workspaces.above_recomputed_stash(first, end, held.recomputed_stash),
             optimizer_workspace=np.rint(trained * self.profile.step.workspace_bytes).astype(np.int64),
             buffer=self.num_microbatches * held.received,
         )
@@ -362,7 +362,7 @@ class Costs:
     def one_stage_bytes(self, first: int, end: int, boundaries: DeviceBoundaries = ALL_BOUNDARIES) -> StageBytes[int]:
         """The parts of the memory of one stage."""
         parts = self.parts(np.array([first]), np.array([end]), boundaries)
-        return StageBytes(**{name: int(getattr(parts, name)[0]) for name in StageBytes.__slots__})
+        return StageBytes(**{name: int(getattr(parts, name)[0]) for name in StageBytes.__struct_fields__})
 
     @cached_property
     def _forward_sums(self) -> Floats:

@@ -53,7 +53,7 @@ class Workspaces:
         above: Ints = np.maximum(peaks, 0)
         return above
 
-    def above_again(self, first: Ints, end: Ints, again: Ints) -> Ints:
+    def above_recomputed_stash(self, first: Ints, end: Ints, again: Ints) -> Ints:
         """[E]: the most above `again` in a whole backward that recomputes.
 
         The backward of the loss comes before the layers run again. It leaves the gradient of the model's outputs, which

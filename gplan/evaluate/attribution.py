@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import TypeAlias
 
 from gplan.core import Action, ActionKind, Plan, Run, Span, StageCost, Timeline
-from gplan.simulation.kernel import Program, action_times, whole_program
+from gplan.simulation.kernel import ActionProgram, action_times, whole_program
 from gplan.simulation.simulator import gap_s, planned_s, schedule_of, simulate
 
 StageKind: TypeAlias = tuple[int, ActionKind]
@@ -70,7 +70,7 @@ def _tails(timeline: Timeline) -> tuple[float, ...]:
     return tuple(end_s - loop_s for end_s, loop_s in zip(ends, loop_ends, strict=True))
 
 
-def layout_step_s(program: Program, times: StepTimes) -> float:
+def layout_step_s(program: ActionProgram, times: StepTimes) -> float:
     """The step's length with these times: an action starts when its device is free and its input has arrived."""
     durations = [times.durations[action] for action in program.actions]
     occupied = [x + times.gaps[action.stage, action.kind] for x, action in zip(durations, program.actions, strict=True)]
@@ -90,7 +90,7 @@ class MeasuredTimes:
     timeline: Timeline
 
     @cached_property
-    def program(self) -> Program:
+    def program(self) -> ActionProgram:
         """The plan's."""
         return whole_program(schedule_of(self.plan), self.plan.recompute)
 
@@ -201,7 +201,7 @@ def attribute_error(run: Run) -> Attribution:
     return Attribution(predicted_s=predicted_s, measured_s=measured_s, parts=(*parts, rest))
 
 
-def _compute_parts(program: Program, predicted: StepTimes, means: ByAction) -> Iterator[ErrorPart]:
+def _compute_parts(program: ActionProgram, predicted: StepTimes, means: ByAction) -> Iterator[ErrorPart]:
     stages = sorted({action.stage for action in program.actions})
     added = dict.fromkeys(stages, 0.0)
     for changed in (stages, stages[::-1]):
@@ -215,7 +215,7 @@ def _compute_parts(program: Program, predicted: StepTimes, means: ByAction) -> I
         yield ErrorPart(cause=ErrorCause.COMPUTE, stage=stage, seconds=seconds)
 
 
-def _increments_s(program: Program, times: StepTimes, changes: Sequence[Mapping[str, object]]) -> Iterator[float]:
+def _increments_s(program: ActionProgram, times: StepTimes, changes: Sequence[Mapping[str, object]]) -> Iterator[float]:
     """By how much each change, on top of the changes before it, lengthens the step."""
     lengths = [layout_step_s(program, times)]
     for change in changes:

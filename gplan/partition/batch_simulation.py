@@ -14,7 +14,7 @@ from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.candidates import Candidates
 from gplan.partition.problem import Problem
 from gplan.schedules.registry import make_schedule
-from gplan.simulation.kernel import Program, action_times, program_of
+from gplan.simulation.kernel import ActionProgram, action_times, program_of
 
 _CHUNK_FLOATS = 4_000_000  # arrival times held at once
 
@@ -75,7 +75,7 @@ def _delay_s(delay: Delay, zero: Floats, *, recomputes: bool) -> Floats:
     return zero + (delay.recomputed_s if recomputes else delay.kept_s)
 
 
-def window_program(problem: Problem, first_stage: int, last_stage: int) -> Program:
+def window_program(problem: Problem, first_stage: int, last_stage: int) -> ActionProgram:
     """The program of some of a problem's stages."""
     return _program(
         problem.schedule, problem.num_devices, problem.num_microbatches, problem.recompute, first_stage, last_stage
@@ -85,6 +85,6 @@ def window_program(problem: Problem, first_stage: int, last_stage: int) -> Progr
 @lru_cache(maxsize=256)
 def _program(
     schedule: str, num_devices: int, num_microbatches: int, recompute: RecomputeMode, first_stage: int, last_stage: int
-) -> Program:
+) -> ActionProgram:
     made = make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
     return program_of(made, recompute, first_stage=first_stage, last_stage=last_stage)

@@ -17,7 +17,7 @@ from gplan.cost.stage_seconds import StageSeconds
 from gplan.graph.down_sets import Floats
 from gplan.partition.batch_simulation import window_program
 from gplan.partition.problem import Problem
-from gplan.simulation.kernel import NONE, Program, action_times, critical_entries
+from gplan.simulation.kernel import NONE, ActionProgram, action_times, critical_entries
 
 TIMES = (
     "forward_s", "backward_s", "recompute_s", "input_gradient_s", "weight_gradient_s", "activation_s", "gradient_s",
@@ -62,7 +62,7 @@ class Paths:
         return np.array(found)
 
     @cached_property
-    def program(self) -> Program:
+    def program(self) -> ActionProgram:
         """The actions of the problem's schedule."""
         return window_program(self.problem, 0, self.problem.num_stages - 1)
 

@@ -21,7 +21,7 @@ from gplan.partition.pareto import undominated
 from gplan.partition.problem import Problem
 from gplan.schedules.registry import make_schedule
 
-PARTS = StageBytes.__slots__
+PARTS = StageBytes.__struct_fields__
 """The parts of a stage's memory, in the order in which arrays hold them."""
 
 _NUM_STEPS = 16  # from one moment to another that are looked at
@@ -80,7 +80,7 @@ def counts_at(moment: Moment) -> list[int]:
         "gradient": int(moment.has_gradients),
         "stash": moment.num_stashes,
         "checkpoint": moment.num_checkpoints,
-        "again": moment.num_again,
+        "recomputed_stash": moment.num_recomputing,
         "pending": moment.num_pending,
         "sent": moment.num_done,
     }

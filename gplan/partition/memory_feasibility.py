@@ -109,7 +109,7 @@ def bytes_before(costs: Costs) -> dict[str, Floats]:
         "gradient": costs.trained_bytes(nothing, every).astype(np.float64),
         "optimizer": costs.trained_share(nothing, every) * costs.profile.step.state_bytes,
         "stash": costs.stash_sums.astype(np.float64),
-        "again": costs.stash_sums.astype(np.float64),
+        "recomputed_stash": costs.stash_sums.astype(np.float64),
     }
 
 
@@ -202,7 +202,9 @@ def _least_held(problem: Problem, peak_moments: PeakMoments) -> Floats:
     always = layers["weight"] + layers["optimizer"]
     may_stash = problem.recompute != "selected"  # else a layer's stash may be given up
     held = [
-        always + may_stash * (x.num_stashes + x.num_again) * layers["stash"] + x.has_gradients * layers["gradient"]
+        always
+        + may_stash * (x.num_stashes + x.num_recomputing) * layers["stash"]
+        + x.has_gradients * layers["gradient"]
         for x in peak_moments.selecting
     ]
     return max(held, key=lambda sums: float(sums[-1]))
@@ -338,7 +340,7 @@ def _held_bytes(costs: Costs, counts: dict[str, int], terms: MicrobatchTerms[Int
     """[P]: what a stage holds of these terms, by how many of each part it holds."""
     parts = microbatch_bytes(terms)
     found: Ints = counts["buffer"] * costs.num_microbatches * parts.received
-    for name in ("stash", "checkpoint", "again", "pending", "sent"):
+    for name in ("stash", "checkpoint", "recomputed_stash", "pending", "sent"):
         found = found + counts[name] * getattr(parts, name)
     return found
 

@@ -183,7 +183,7 @@ def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
     choice = _recomputed(problem, index, first, end)
     recompute_s = _recompute_alone_s(problem, choice, first, end)
     columns = costs.columns(np.array([first]), np.array([end]), problem.stage_place(index))
-    parts = StageBytes(**{name: int(getattr(choice.parts, name)[0]) for name in StageBytes.__slots__})
+    parts = StageBytes(**{name: int(getattr(choice.parts, name)[0]) for name in StageBytes.__struct_fields__})
     return Stage(
         index=index,
         first_layer=first,

@@ -14,10 +14,11 @@ For each bound on t_v this is a knapsack, solved by Pareto fronts (`Front`): exa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from msgspec import structs
 
 from gplan.core.interpolation import value_cost_at
 from gplan.core.plan import StageBytes
@@ -234,7 +235,7 @@ class RecomputeSelector:
             need = np.zeros_like(stash)
             for moment in peak_moments.selecting:
                 available = limit_bytes - moment_bytes(moment, empty)
-                num_kept = moment.num_checkpoints + moment.num_again
+                num_kept = moment.num_checkpoints + moment.num_recomputing
                 if num_kept:
                     need = np.maximum(need, stash - available // num_kept)
                 need = np.where(available < 0, _IMPOSSIBLE, need)
@@ -288,7 +289,9 @@ class RecomputeSelector:
         """The parts with the largest workspace of a single layer or the loss."""
         largest = self.costs.workspaces.largest
         forward, backward = largest("forward", first, end), largest("backward", first, end)
-        return replace(parts, recompute_workspace=forward, backward_workspace=backward, again_workspace=backward)
+        return structs.replace(
+            parts, recompute_workspace=forward, backward_workspace=backward, recomputing_workspace=backward
+        )
 
     def _note_error(self, first: int, end: int, error_s: float, recompute_s: float) -> None:
         if error_s:
@@ -299,13 +302,13 @@ class RecomputeSelector:
 
 def _recomputing(base: StageBytes[Ints], running_bytes: int, *, kept_bytes: Ints) -> StageBytes[Ints]:
     """The parts of stages that recompute layers; `running_bytes` is the largest t_v of those."""
-    return replace(
+    return structs.replace(
         base,
         stash=np.zeros_like(kept_bytes),
         checkpoint=kept_bytes,
-        again=kept_bytes,
+        recomputed_stash=kept_bytes,
         forward_workspace=np.full_like(kept_bytes, running_bytes),
         recompute_workspace=np.maximum(base.recompute_workspace, running_bytes),
-        again_workspace=np.maximum(base.again_workspace, running_bytes),
+        recomputing_workspace=np.maximum(base.recomputing_workspace, running_bytes),
         backward_workspace=np.maximum(base.backward_workspace, running_bytes),
     )

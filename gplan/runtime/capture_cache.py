@@ -144,7 +144,7 @@ class CaptureCache:
     def _captured(self, inputs: Any, training: bool) -> CapturedModel:
         with self.training_mode(training=training):
             chain = capture(self.model, inputs, granularity=self.plan.granularity, training=training)
-        chain, starts = _laid_out(chain, self.plan, self._name, is_like_plan=training)
+        chain, starts = _in_plan_order(chain, self.plan, self._name, is_like_plan=training)
         return CapturedModel(chain, starts, _layer_info(chain, self.plan.layer_names))
 
 
@@ -184,7 +184,7 @@ def _autocast_key() -> Hashable:
     return tuple((x, torch.get_autocast_dtype(x)) for x in kinds)
 
 
-def _laid_out(chain: Chain, plan: Plan, name: str, *, is_like_plan: bool) -> tuple[Chain, tuple[int, ...]]:
+def _in_plan_order(chain: Chain, plan: Plan, name: str, *, is_like_plan: bool) -> tuple[Chain, tuple[int, ...]]:
     """Return the layers in the plan's order, and the layer at which each stage begins.
 
     An evaluation may lack layers and have other ones; these stay with the layer before them. Raises FileError if the

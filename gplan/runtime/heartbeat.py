@@ -24,7 +24,7 @@ _ANY = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
+class PeerWait:
     """A stage of this rank waits for tensors from a neighbour on another rank, or for that neighbour to take its own."""
 
     awaited: Awaited
@@ -33,31 +33,31 @@ class Wait:
     microbatch: int  # -1: of any
 
 
-def waits_by_action(schedule: Schedule, device: int) -> dict[Action | None, Wait | None]:
+def waits_by_action(schedule: Schedule, device: int) -> dict[Action | None, PeerWait | None]:
     """Return what a device waits for after each of its actions, derived from the schedule; key None: before the first."""
     order = schedule.orders[device]
     needs = dependencies_of([x for own in schedule.orders for x in own], schedule.num_stages)
-    found: dict[Action | None, Wait | None] = {}
+    found: dict[Action | None, PeerWait | None] = {}
     for action, following in zip((None, *order), order, strict=False):
         need = needs.get(following)
         found[action] = None
         if need is not None and schedule.devices[need.stage] != device:
             awaited: Awaited = "activations" if following.kind is ActionKind.FORWARD else "gradients"
-            found[action] = Wait(
+            found[action] = PeerWait(
                 awaited=awaited, stage=following.stage, neighbour=need.stage, microbatch=following.microbatch
             )
     found[order[-1]] = _last_wait(schedule, device)
     return found
 
 
-def _last_wait(schedule: Schedule, device: int) -> Wait | None:
+def _last_wait(schedule: Schedule, device: int) -> PeerWait | None:
     """After its last action a device waits until its last output is received."""
     for action in reversed(schedule.orders[device]):
         if action.kind is ActionKind.WEIGHT_GRADIENT:
             continue
         target = action.stage + (1 if action.kind is ActionKind.FORWARD else -1)
         if 0 <= target < schedule.num_stages and schedule.devices[target] != device:
-            return Wait(awaited="receiver", stage=action.stage, neighbour=target, microbatch=_ANY)
+            return PeerWait(awaited="receiver", stage=action.stage, neighbour=target, microbatch=_ANY)
     return None
 
 
@@ -100,7 +100,7 @@ _WAITS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankStatus:
+class HeartbeatStatus:
     """The last recorded position of a rank."""
 
     step: int | None  # from 0; shown from 1
@@ -184,7 +184,7 @@ class Heartbeat:
         yield
         _FROM_AWAITED.pack_into(self._notes, _AWAITED_AT, _NONE, _NONE, _NONE, time.monotonic())
 
-    def read(self, layer_names: Sequence[str]) -> RankStatus:
+    def read(self, layer_names: Sequence[str]) -> HeartbeatStatus:
         """Return this process's position."""
         found = _unpacked(bytes(self._notes[: _RECORD.size]), layer_names)
         assert found is not None
@@ -195,7 +195,7 @@ class Heartbeat:
         _RECORD.pack_into(self._notes, 0, *fields, _NONE, _NONE, _NONE, _NONE, _NONE, time.monotonic())
 
 
-def read_heartbeat(path: Path, layer_names: Sequence[str]) -> RankStatus | None:
+def read_heartbeat(path: Path, layer_names: Sequence[str]) -> HeartbeatStatus | None:
     """Return the position in a heartbeat file; None before the first update."""
     try:
         return _unpacked(path.read_bytes(), layer_names)
@@ -210,13 +210,13 @@ def heartbeat_file(folder: Path, rank: int) -> Path:
 
 def status_reader(
     folder: Path, layer_names: Sequence[str], *, stages: Sequence[int | None]
-) -> Callable[[int], RankStatus]:
+) -> Callable[[int], HeartbeatStatus]:
     """Return a function from rank to its position; a rank without a file is starting.
 
     `stages` has for each device of a replica its stage, or None if it holds several.
     """
 
-    def look(rank: int) -> RankStatus:
+    def look(rank: int) -> HeartbeatStatus:
         found = read_heartbeat(heartbeat_file(folder, rank), layer_names)
         stage = stages[rank % len(stages)]
         return found or _status(
@@ -234,17 +234,17 @@ def _mapped(path: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), _RECORD.size)
 
 
-def _unpacked(record: bytes, layer_names: Sequence[str]) -> RankStatus | None:
+def _unpacked(record: bytes, layer_names: Sequence[str]) -> HeartbeatStatus | None:
     if len(record) < _RECORD.size:
         return None
     fields = _RECORD.unpack(record)
     return None if fields[-1] == 0.0 else _status(fields, layer_names)
 
 
-def _status(fields: Sequence[Any], layer_names: Sequence[str]) -> RankStatus:
+def _status(fields: Sequence[Any], layer_names: Sequence[str]) -> HeartbeatStatus:
     step_number, kind, *numbers, moved_s = fields
     step, stage, microbatch, layer, awaited, *of = (None if x == _NONE else x for x in (step_number, *numbers))
-    return RankStatus(
+    return HeartbeatStatus(
         step=step,
         kind=_KINDS[kind],
         stage=stage,

@@ -21,7 +21,7 @@ from gplan.runtime.capture_cache import is_meta_or_fake, named_tensors
 from gplan.runtime.stage_state import copy_unregistered, unregistered_pairs
 from profiler.capture.sequence import as_sequential
 from profiler.model.load import ModelFile, OpenedFile, model_in_memory, open_model_file
-from profiler.model.model_reference import Setting
+from profiler.model.model_reference import SettingValue
 from profiler.model.weight_files import read_weights
 
 ModelLike: TypeAlias = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module] | str
@@ -118,7 +118,7 @@ class ModelSource:
 def open_source(
     model: ModelLike,
     *,
-    settings: Mapping[str, Setting] | None = None,
+    settings: Mapping[str, SettingValue] | None = None,
     functions: Mapping[str, Callable[..., Any] | None] | None = None,
     seed: int = 0,
     weights: str | Path | None = None,

@@ -41,7 +41,7 @@ from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_sa
 from profiler.host.host_info import keep_freed_memory
 from profiler.host.links import deprioritize_connection_threads
 from profiler.model.lazy_build import random_state_kept
-from profiler.model.model_reference import Setting, describe_inputs, parse_input_shapes, resize_inputs
+from profiler.model.model_reference import SettingValue, describe_inputs, parse_input_shapes, resize_inputs
 
 
 def open_pipeline(
@@ -50,7 +50,7 @@ def open_pipeline(
     *,
     loss: Loss | None,
     inputs: Any,
-    settings: Mapping[str, Setting],
+    settings: Mapping[str, SettingValue],
     seed: int,
     weights: str | Path | None,
     device: str | None,

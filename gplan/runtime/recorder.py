@@ -31,7 +31,7 @@ _Raw = tuple[Action, float, float, float]  # the fields of an ActionTiming, whic
 """The fields of a Noted, which takes longer to make."""
 
 
-class Recorder:
+class ActionRecorder:
     """The actions of the current step.
 
     Caches are cold between actions, so the hot path is minimal: a plain context manager per action, and everything
@@ -85,7 +85,7 @@ class Recorder:
 class _OnCpu(AbstractContextManager[None]):
     """A block on the CPU; one that raises is not recorded and stays `under_way`."""
 
-    def __init__(self, recorder: Recorder, noted: list[_Raw], action: Action) -> None:
+    def __init__(self, recorder: ActionRecorder, noted: list[_Raw], action: Action) -> None:
         self._recorder, self._noted, self._action = recorder, noted, action
 
     def __enter__(self) -> None:

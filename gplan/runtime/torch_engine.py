@@ -27,9 +27,9 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from gplan.core import Action, ActionKind, Schedule
 from gplan.runtime.capture_cache import CapturedModel
 from gplan.runtime.gradient_sync import reduction_root
-from gplan.runtime.heartbeat import Wait, waits_by_action
+from gplan.runtime.heartbeat import PeerWait, waits_by_action
 from gplan.runtime.missing_gradients import MissingGradients
-from gplan.runtime.recorder import Recorder
+from gplan.runtime.recorder import ActionRecorder
 from gplan.runtime.stage_module import StageModule
 from profiler.backward.split_backward import SecondHalf, first_half
 from profiler.capture.chain import Tensors
@@ -79,7 +79,7 @@ class TorchEngine:
         self, stages: Mapping[StageModule, nn.Module], *, device: torch.device, group: dist.ProcessGroup
     ) -> None:
         """`stages`, in rising order, have the module that torch runs: the stage or its wrapper for replicas."""
-        self.recorder = Recorder()
+        self.recorder = ActionRecorder()
         self._stages, self._device, self._group = stages, device, group
         self._runtimes: dict[tuple[CapturedModel, bool, int], _Runtime] = {}
 
@@ -125,8 +125,8 @@ class TorchEngine:
 class _RankContext:
     """What the stages of a rank share in the passes of one runtime."""
 
-    recorder: Recorder
-    waits: Mapping[Action | None, Wait | None]
+    recorder: ActionRecorder
+    waits: Mapping[Action | None, PeerWait | None]
     stages: Collection[int]  # on this rank
     syncs: bool = True  # whether replicas reduce their gradients in the last backward
     loss_weight: float = 1.0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gplan.core import Action, ActionKind
 from gplan.runtime.capture_cache import CapturedModel
-from gplan.runtime.recorder import Recorder
+from gplan.runtime.recorder import ActionRecorder
 from gplan.runtime.stage_module import StageModule
 from gplan.runtime.torch_engine import EnginePass
 from gplan.simulation.simulator import dependency_order
@@ -31,7 +31,7 @@ class VirtualEngine:
     """Runs all stages of a plan in this process."""
 
     def __init__(self, modules: Sequence[StageModule], *, device: torch.device) -> None:
-        self.recorder = Recorder()
+        self.recorder = ActionRecorder()
         self.action_starts_ns: list[tuple[int, int]] = []  # (time_ns, device) of the current step
         self._modules, self._device = modules, device
         self._flows: dict[tuple[CapturedModel, bool, int], _PassState] = {}

@@ -22,7 +22,7 @@ from gplan.schedules.zero_bubble import zb_h1, zb_v
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class ScheduleRule:
     """How to make a schedule: `make(K, M, v)` returns the orders for K devices, M micro-batches and v chunks a device."""
 
     make: Callable[[int, int, int], list[list[Action]]]
@@ -30,14 +30,14 @@ class Rule:
     splits_backward: bool = False
 
 
-SCHEDULES: dict[str, Rule] = {
-    "gpipe": Rule(make=lambda k, m, _: gpipe(k, m)),
-    "1f1b": Rule(make=lambda k, m, _: one_f_one_b(k, m)),
-    "eager-1f1b": Rule(make=lambda k, m, _: eager_1f1b(k, m)),
-    "interleaved-1f1b": Rule(make=interleaved_1f1b, num_chunks=None),
-    "looped-bfs": Rule(make=looped_bfs, num_chunks=None),
-    "zb-h1": Rule(make=lambda k, m, _: zb_h1(k, m), splits_backward=True),
-    "zb-v": Rule(make=lambda k, m, _: zb_v(k, m), num_chunks=2, splits_backward=True),
+SCHEDULES: dict[str, ScheduleRule] = {
+    "gpipe": ScheduleRule(make=lambda k, m, _: gpipe(k, m)),
+    "1f1b": ScheduleRule(make=lambda k, m, _: one_f_one_b(k, m)),
+    "eager-1f1b": ScheduleRule(make=lambda k, m, _: eager_1f1b(k, m)),
+    "interleaved-1f1b": ScheduleRule(make=interleaved_1f1b, num_chunks=None),
+    "looped-bfs": ScheduleRule(make=looped_bfs, num_chunks=None),
+    "zb-h1": ScheduleRule(make=lambda k, m, _: zb_h1(k, m), splits_backward=True),
+    "zb-v": ScheduleRule(make=lambda k, m, _: zb_v(k, m), num_chunks=2, splits_backward=True),
 }
 
 MOST_ACTIONS = 5_000_000

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from operator import add
 
 from gplan.core import ActionKind, Idle, IdleCause, Schedule, Span, Timeline, Transfer
-from gplan.simulation.kernel import Program, action_times, program_of
+from gplan.simulation.kernel import ActionProgram, action_times, program_of
 
 _HALVES = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
 _ROUNDING, _ALIKE = 1e-12, 1e-9  # of the loop: no piece at all; as long as with equal stages
@@ -55,7 +55,7 @@ def idle_by_device(timeline: Timeline) -> tuple[dict[IdleCause, float], ...]:
 class _Loop:
     """The micro-batch loop in order of dependence, entry by entry of the program."""
 
-    program: Program  # with a duration and a hop for every action by itself
+    program: ActionProgram  # with a duration and a hop for every action by itself
     spans: tuple[Span, ...]
     transfers: tuple[Transfer | None, ...]  # of what the action puts out
     num_devices: int

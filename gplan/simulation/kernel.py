@@ -42,7 +42,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class ActionProgram:
     """The actions of consecutive stages in an order in which each comes after what it needs."""
 
     entries: tuple[Entry, ...]
@@ -62,7 +62,7 @@ class Program:
         return max(map(max, self.stages))
 
     @cached_property
-    def individual(self) -> Program:
+    def individual(self) -> ActionProgram:
         """The same with a duration and a hop for every action by itself, in the order of `actions`."""
         entries = (x._replace(duration=i, hop=NONE if x.hop == NONE else i) for i, x in enumerate(self.entries))
         return replace(self, entries=tuple(entries))
@@ -105,7 +105,7 @@ class Program:
 
 def program_of(
     schedule: Schedule, recompute: RecomputeMode, *, first_stage: int = 0, last_stage: int | None = None
-) -> Program:
+) -> ActionProgram:
     """The program of a schedule, or of its stages from `first_stage` to `last_stage`.
 
     Raises OrderError, a ValueError, where actions wait for each other forever.
@@ -134,7 +134,7 @@ def program_of(
             sent[stage, is_forward, m] = len(entries)
         entries.append(Entry(device_of[stage], sender, durations.setdefault(key, len(durations)), hop))
         actions.append(action)
-    return Program(
+    return ActionProgram(
         entries=tuple(_without_own(entries, keep=last_stage < schedule.num_stages - 1)),
         actions=tuple(actions),
         durations=tuple(durations),
@@ -158,13 +158,13 @@ def _without_own(entries: Sequence[Entry], *, keep: bool) -> list[Entry]:
 
 
 @lru_cache(maxsize=32)
-def whole_program(schedule: Schedule, recompute: RecomputeMode) -> Program:
+def whole_program(schedule: Schedule, recompute: RecomputeMode) -> ActionProgram:
     """The program of all stages; raises OrderError as `program_of`."""
     return program_of(schedule, recompute)
 
 
 def action_times(
-    program: Program, durations_s: Sequence[Seconds], hops_s: Sequence[Seconds], *, zero: Seconds
+    program: ActionProgram, durations_s: Sequence[Seconds], hops_s: Sequence[Seconds], *, zero: Seconds
 ) -> Iterator[tuple[Seconds, Seconds]]:
     """When each action starts and when its device is free again, in the order of `program.actions`.
 
@@ -183,7 +183,7 @@ def action_times(
 
 
 def critical_entries(
-    program: Program, times: Sequence[tuple[float, float]], hops_s: Sequence[float], last: int
+    program: ActionProgram, times: Sequence[tuple[float, float]], hops_s: Sequence[float], last: int
 ) -> Iterator[tuple[int, bool]]:
     """The chain of entries that entry `last` waits for, from the last to the first, in the times of `action_times`.
 

@@ -38,7 +38,7 @@ from gplan.core import (
 from gplan.cost.stage_seconds import ActionKey, action_s, gaps, occupied
 from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
 from gplan.schedules.registry import make_schedule
-from gplan.simulation.kernel import Program, action_times, whole_program
+from gplan.simulation.kernel import ActionProgram, action_times, whole_program
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -76,7 +76,7 @@ def timeline_of(
 
 def _program(
     schedule: Schedule, costs: Sequence[StageCost], recompute: RecomputeMode
-) -> tuple[Program, list[float], list[float]]:
+) -> tuple[ActionProgram, list[float], list[float]]:
     """The program of the schedule, for how long its actions keep their devices, and its transfers."""
     program, times = whole_program(schedule, recompute), [occupied(cost) for cost in costs]
     return program, program.durations_s(times), program.hops_s(times)
@@ -85,7 +85,7 @@ def _program(
 def _timeline(
     schedule: Schedule,
     costs: Sequence[StageCost],
-    program: Program,
+    program: ActionProgram,
     rows: Iterable[tuple[float, float]],  # when each action starts, and when its device is free again
     duration_s: Callable[[Action], float],
     *,

@@ -21,7 +21,7 @@ from gplan.core.errors import ModelError
 from gplan.core.units import percent_text
 from profiler.analytic.hardware import Hardware
 from profiler.analytic.layer_work import HalvesAnalysis, LayerAnalysis, analyse, analyse_halves
-from profiler.analytic.roofline import Calibration, roofline_seconds
+from profiler.analytic.roofline import RooflineCalibration, roofline_seconds
 from profiler.analytic.work import WorkCounter, total_work
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, model_state_restored
@@ -43,7 +43,7 @@ class ComputeOptions:
 
     hardware: Hardware
     microbatch_sizes: tuple[int, ...] = (4,)
-    calibration: Calibration | None = None  # its hardware is used then
+    calibration: RooflineCalibration | None = None  # its hardware is used then
     link: Link | None = None  # None: the hardware's
     granularity: Granularity = "layer"
 
@@ -184,7 +184,7 @@ def _notes(file: ModelFile, options: ComputeOptions) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def calibrated_step(step: StepCost, calibration: Calibration, *, trained: Sequence[nn.Parameter]) -> StepCost:
+def calibrated_step(step: StepCost, calibration: RooflineCalibration, *, trained: Sequence[nn.Parameter]) -> StepCost:
     """A computed step with the measured time of the same optimizer, scaled by tensors and bytes."""
     measured = calibration.step
     if measured.optimizer_name != step.optimizer_name or not calibration.trained_bytes:

@@ -55,7 +55,7 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
+class RooflineCalibration:
     """A device with efficiencies fitted to a measured profile, and the errors before and after."""
 
     hardware: Hardware
@@ -69,7 +69,7 @@ class Calibration:
     num_trained: int  # tensors of it
 
 
-def calibrated(hardware: Hardware, profile: Profile) -> Calibration:
+def calibrated(hardware: Hardware, profile: Profile) -> RooflineCalibration:
     """Scale the efficiencies by kind, and launch_s, so that the roofline fits the measured seconds of a profile.
 
     Minimizes absolute relative errors over the forward and backward of every measured layer and size, by iteratively
@@ -86,7 +86,7 @@ def calibrated(hardware: Hardware, profile: Profile) -> Calibration:
         [abs(roofline_seconds(work, x, dtype=_MEASURED_DTYPE) / s - 1) for work, s in samples]
         for x in (hardware, found)
     )
-    return Calibration(
+    return RooflineCalibration(
         hardware=found,
         profile_name=profile.model.name,
         num_samples=len(samples),

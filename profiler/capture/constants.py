@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakIdKeyDictionary
 
 from profiler.capture.authored_layers import replaced
-from profiler.capture.repeated_blocks import Recorder
+from profiler.capture.repeated_blocks import RepeatRecorder
 
 MOST_NUMBERS = 2**20  # of a tensor whose value is kept
 
@@ -79,7 +79,7 @@ class Answers:
 
 
 @contextmanager
-def known_constants(recorder: Recorder, answers: Answers) -> Iterator[None]:
+def known_constants(recorder: RepeatRecorder, answers: Answers) -> Iterator[None]:
     """Inside, constants made by the model's code keep their values; entered around its forward.
 
     A block that reads a constant from outside cannot represent the blocks like it; it is refused at `recorder`.
@@ -96,7 +96,7 @@ class _Inconstant(Exception):
 class _Constants(TorchFunctionMode):
     """Repeats every call that depends on constants alone on real tensors."""
 
-    def __init__(self, recorder: Recorder, answers: Answers) -> None:
+    def __init__(self, recorder: RepeatRecorder, answers: Answers) -> None:
         super().__init__()
         self._recorder, self._answers = recorder, answers
         self._values: MutableMapping[Tensor, _Value] = WeakIdKeyDictionary()

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from profiler.capture.inplace import writers
-from profiler.capture.repeated_blocks import FirstCall, Recorder, Repetition, UncertainRepeatError, Unit
+from profiler.capture.repeated_blocks import FirstCall, RepeatRecorder, Repetition, UncertainRepeatError, Unit
 
 _MARK, _REPEAT = torch.ops.gplan.mark.default, torch.ops.gplan.repeat.default
 
@@ -31,7 +31,7 @@ class StateTensor:
 
 
 def expanded(
-    module: GraphModule, state: Mapping[Node, StateTensor], recorder: Recorder
+    module: GraphModule, state: Mapping[Node, StateTensor], recorder: RepeatRecorder
 ) -> tuple[Graph, dict[Node, StateTensor]]:
     """A copy of the graph of `module` with all repetitions expanded, and its state; `state` is that of `module`.
 
@@ -60,7 +60,7 @@ class _Pattern:
 class _Copier:
     """Copies a traced graph node by node."""
 
-    def __init__(self, module: GraphModule, state: Mapping[Node, StateTensor], recorder: Recorder) -> None:
+    def __init__(self, module: GraphModule, state: Mapping[Node, StateTensor], recorder: RepeatRecorder) -> None:
         self.graph, self.state = Graph(owning_module=module), dict[Node, StateTensor]()
         self.num_marks = self.num_repeats = 0
         self._module, self._state_tensors, self._recorder = module, state, recorder

@@ -277,7 +277,7 @@ torch.library.register_fake("gplan::repeat", _repeat)
 torch.library.register_autograd("gplan::repeat", _no_gradient)
 
 
-class Recorder:
+class RepeatRecorder:
     """Records the calls of `units` during one attempt to export `model`; units on the paths `seen` stay visible."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], seen: Container[str]) -> None:

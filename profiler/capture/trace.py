@@ -32,7 +32,7 @@ from profiler.capture.constants import Answers, known_constants
 from profiler.capture.expand import StateTensor, expanded
 from profiler.capture.inplace import writers
 from profiler.capture.opaque_modules import RecordedCalls, opaque_modules
-from profiler.capture.repeated_blocks import Recorder, UncertainRepeatError, repeated_units
+from profiler.capture.repeated_blocks import RepeatRecorder, UncertainRepeatError, repeated_units
 from profiler.model.error_location import author_line
 
 _MOST_ATTEMPTS = 8  # each finds one more group of blocks that are not called alike
@@ -106,7 +106,7 @@ class _Call:
 def _trace_repeats_once(call: _Call) -> Trace | None:
     units, excluded, seen = repeated_units(call.model), set[Hashable](), set[str]()
     for _ in range(_MOST_ATTEMPTS):
-        recorder = Recorder(call.model, [unit for unit in units if unit.group not in excluded], seen)
+        recorder = RepeatRecorder(call.model, [unit for unit in units if unit.group not in excluded], seen)
         if not recorder.units:
             return None
         try:
@@ -120,7 +120,7 @@ def _trace_repeats_once(call: _Call) -> Trace | None:
 
 
 def _trace_all(call: _Call) -> Trace:
-    recorder = Recorder(call.model, [], set())
+    recorder = RepeatRecorder(call.model, [], set())
     try:
         found = _attempt(call, recorder)
     except Exception as error:
@@ -138,7 +138,7 @@ def _as_if_run() -> AbstractContextManager[None]:
     return replaced(torch.compiler, is_exporting=lambda: False, is_compiling=lambda: False)
 
 
-def _attempt(call: _Call, recorder: Recorder) -> Trace:
+def _attempt(call: _Call, recorder: RepeatRecorder) -> Trace:
     way = call.way
     constants = known_constants(recorder, call.answers) if way.knows_constants else nullcontext()
     opaque = opaque_modules(call.model, way.recorded, recorder.functions)

@@ -21,7 +21,7 @@ from profiler.model.data import sample_batch
 from profiler.model.lazy_build import random_state_kept
 from profiler.model.load import ModelFile, ModelTooLargeError, OpenedFile, model_in_memory, open_model_file
 from profiler.model.memory_budget import headroom
-from profiler.model.model_reference import Setting
+from profiler.model.model_reference import SettingValue
 
 _BUILDS_LAZILY = "measured layer by layer: the model file itself builds the model without weights"
 
@@ -38,7 +38,7 @@ class GivenModel:
     """A model file or a model in memory, with its options; raises UsageError for options of the other kind."""
 
     model: str | nn.Module | Sequence[nn.Module]
-    settings: Mapping[str, Setting] = field(default_factory=dict)  # of a file
+    settings: Mapping[str, SettingValue] = field(default_factory=dict)  # of a file
     input_shapes: str | None = None
     seed: int = 0
     functions: Mapping[str, Any] = field(

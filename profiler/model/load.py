@@ -30,7 +30,7 @@ from profiler.model.lazy_build import (
     to_fake_tensors,
 )
 from profiler.model.model_reference import (
-    Setting,
+    SettingValue,
     describe_inputs,
     locate,
     materialise_inputs,
@@ -175,7 +175,7 @@ class OpenedFile:
 
     name: str
     target: Any  # of the reference: a model, or what builds one
-    settings: Mapping[str, Setting]
+    settings: Mapping[str, SettingValue]
     functions: Mapping[str, Callable[..., Any]]
     input_shapes: str | None  # of random inputs instead of the file's
     loss_reduction: LossReduction | None
@@ -215,7 +215,7 @@ class OpenedFile:
 
 
 def open_model_file(
-    reference: str, *, settings: Mapping[str, Setting] | None = None, input_shapes: str | None = None
+    reference: str, *, settings: Mapping[str, SettingValue] | None = None, input_shapes: str | None = None
 ) -> OpenedFile:
     """Import the file of `reference` and bind the settings to its functions.
 
@@ -243,7 +243,7 @@ def open_model_file(
 def load_model_file(
     reference: str,
     *,
-    settings: Mapping[str, Setting] | None = None,
+    settings: Mapping[str, SettingValue] | None = None,
     input_shapes: str | None = None,
     seed: int = 0,
     lazy: bool = False,
@@ -285,7 +285,7 @@ def model_in_memory(
     )
 
 
-def _built(target: Any, settings: Mapping[str, Setting], reference: str) -> tuple[nn.Module, Any]:
+def _built(target: Any, settings: Mapping[str, SettingValue], reference: str) -> tuple[nn.Module, Any]:
     """The model, and the inputs returned with it or None."""
     made = target
     if not isinstance(target, nn.Module | list | tuple):
@@ -326,7 +326,7 @@ def _accepted(function: Any) -> tuple[set[str], bool]:
     return named, any(x.kind is x.VAR_KEYWORD for x in parameters)
 
 
-def _with_settings(function: Callable[..., Any], settings: Mapping[str, Setting]) -> Callable[..., Any]:
+def _with_settings(function: Callable[..., Any], settings: Mapping[str, SettingValue]) -> Callable[..., Any]:
     named, takes_all = _accepted(function)
     own = {key: value for key, value in settings.items() if takes_all or key in named}
     return partial(function, **own)
@@ -343,7 +343,7 @@ def _takes(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _check_settings(settings: Mapping[str, Setting], functions: Sequence[Any], reference: str) -> None:
+def _check_settings(settings: Mapping[str, SettingValue], functions: Sequence[Any], reference: str) -> None:
     accepted = [_accepted(function) for function in functions]
     passed = {"batch_size", "output", "target", "parameters", "optimizer"}
     known = set().union(*(named for named, _ in accepted)) - passed

@@ -22,10 +22,10 @@ from gplan.core.errors import ModelError, UsageError
 from profiler.model.error_location import describe
 from profiler.model.materialise import real_like
 
-Setting: TypeAlias = bool | int | float | str | None
+SettingValue: TypeAlias = bool | int | float | str | None
 
 
-def parse_setting(text: str) -> Setting:
+def parse_setting(text: str) -> SettingValue:
     """The value of `--set key=TEXT`: a Python literal, true or false, or else the text itself.
 
     >>> parse_setting("12"), parse_setting("1e-3"), parse_setting("true"), parse_setting("None"), parse_setting("adam")

@@ -43,7 +43,7 @@ from profiler.timing.bench import (
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.journal import Journal, Progress, part
 from profiler.timing.neighbours import contention, neighbours
-from profiler.timing.rounds import NO_CORRECTIONS, Corrections, Rounds, corrections_of, net
+from profiler.timing.rounds import NO_CORRECTIONS, Corrections, TimingRounds, corrections_of, net
 
 _NUM_PAIRS_NAMED = 3
 _TIMES_IN_A_ROW = 3  # how often a layer measured alone follows itself, where it can
@@ -249,11 +249,11 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
         setup.journal.save_now_and_then()
         progress(f"{what}, round {index}", share)
 
-    silent = Rounds(bench, setup.clock, lambda _: Samples())
+    silent = TimingRounds(bench, setup.clock, lambda _: Samples())
     work = partial(silent.layer_round, lambda _: Samples())
     with garbage_collector_frozen(), neighbours(setup.shares, work, bench.parameters) as others:
         beside = others if setup.shares else None
-        rounds = Rounds(
+        rounds = TimingRounds(
             bench,
             setup.clock,
             samples,

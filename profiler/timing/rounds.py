@@ -149,7 +149,7 @@ class RoundSamples:
         return sum(added) if added else None
 
 
-class Rounds:
+class TimingRounds:
     """The measurements of one bench; their samples have names such as `0/forward`, by the key of the layer.
 
     Per round, `together/forward` is the sum over the layers and `excess/forward` that sum less the one stage.

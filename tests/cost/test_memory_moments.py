@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gplan.core import Action, RecomputeMode, Schedule
 from gplan.core.plan import StageBytes
@@ -31,12 +31,12 @@ OWN = "custom:0F0 0F1 2F0 2B0 2F1 2I1 0B0 0I1 2W1 0W1 / 1F0 1F1 1I0 1B1 1W0"
 names, devices, microbatches = st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 12)
 modes = st.sampled_from(["never", "always", "except-last", "selected"])
 seeds = st.integers(0, 9999)
-NONE = StageBytes(**dict.fromkeys((x.name for x in fields(StageBytes)), 0))
+NONE = StageBytes(**dict.fromkeys(StageBytes.__struct_fields__, 0))
 
 
 def some_parts(rng: random.Random) -> StageBytes[int]:
     """Any sizes; often some are nothing."""
-    return StageBytes(**{x.name: rng.choice([0, rng.randrange(100)]) for x in fields(StageBytes)})
+    return StageBytes(**{x: rng.choice([0, rng.randrange(100)]) for x in StageBytes.__struct_fields__})
 
 
 def told(
@@ -58,8 +58,8 @@ def told(
             workspace = max(own.backward_workspace, own.forward_workspace if again else 0)
         elif begins_backward and again:
             del blocks["checkpoint", *micro]
-            blocks["again", *micro] = own.again
-            workspace = own.again_workspace
+            blocks["again", *micro] = own.recomputed_stash
+            workspace = own.recomputing_workspace
         elif begins_backward or action.kind is WEIGHT:
             workspace = own.backward_workspace
         yield str(action), sum(blocks.values()) + workspace
@@ -124,7 +124,7 @@ def test_no_moment_that_was_left_out_is_ever_the_peak_of_a_stage(
     moments = stage_moments(name, num_devices=k, num_microbatches=m, stage=stage, recompute=mode)
     expected = max(num_bytes for _, num_bytes in told(alone, 0, {stage: held}, mode))
     assert stage_memory(moments, held).peak_bytes == expected
-    arrays = StageBytes(**{x.name: np.array([getattr(held, x.name)]) for x in fields(held)})
+    arrays = StageBytes(**{x: np.array([getattr(held, x)]) for x in StageBytes.__struct_fields__})
     assert peak_of(moments, arrays).tolist() == [expected]
 
 
@@ -184,7 +184,7 @@ def test_without_recompute_the_peak_is_the_formula(
 
 
 def test_recompute_trades_stashes_for_checkpoints() -> None:
-    held = replace(NONE, stash=100, checkpoint=1, again=101)
+    held = replace(NONE, stash=100, checkpoint=1, recomputed_stash=101)
     schedule = make_schedule("gpipe", num_devices=2, num_microbatches=8)
     peaks = {mode: peak_bytes(schedule, held, mode) for mode in ("never", "always", "except-last")}
     assert peaks == {"never": 800, "always": 108, "except-last": 107}
@@ -199,7 +199,7 @@ def peak_bytes(schedule: Schedule, held: StageBytes[int], mode: RecomputeMode) -
 
 def test_what_was_recomputed_stays_until_the_second_half() -> None:
     """On the last of two devices a W follows its I at once or one micro-batch later, so two stashes are made again."""
-    held = replace(NONE, stash=100, checkpoint=1, again=101)
+    held = replace(NONE, stash=100, checkpoint=1, recomputed_stash=101)
     schedule = make_schedule("zb-h1", num_devices=2, num_microbatches=4)
     assert [str(x) for x in schedule.orders[1]][:5] == ["1F0", "1I0", "1F1", "1I1", "1W0"]
     assert peak_bytes(schedule, held, "always") == 2 * 100 + 1

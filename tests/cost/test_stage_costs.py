@@ -59,10 +59,10 @@ def test_a_recomputing_backward_holds_the_stash_anew_once_that_of_the_loss_is_go
     )  # fmt: skip
     costs = Costs(replace(plain, loss=(loss,)), 1, 4)
     first, last = costs.one_stage_bytes(0, 2), costs.one_stage_bytes(1, 3)
-    assert (first.again, first.again_workspace) == (10 + 20 + 2, 50)  # what it sent is still there
-    assert last.again == 20 + 30
+    assert (first.recomputed_stash, first.recomputing_workspace) == (10 + 20 + 2, 50)  # what it sent is still there
+    assert last.recomputed_stash == 20 + 30
     in_layers, in_loss = max(20 + 50, 20 + 30 + 7), 4 + loss_bytes + 11  # the model's outputs, of which 4 are kept
-    assert last.again + last.again_workspace == max(in_layers, in_loss)
+    assert last.recomputed_stash + last.recomputing_workspace == max(in_layers, in_loss)
 
 
 def with_costs(profile: Profile, **changes: object) -> Profile:

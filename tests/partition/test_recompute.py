@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 import gplan
 from gplan.core import Constraints, LayerCost, Profile, Stage, Value, ValueCost
@@ -83,15 +84,15 @@ def _peak_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
         )
     )
     kept = _kept_bytes(problem, stage, chosen) + (at_loss.stash_bytes if at_loss else 0)
-    parts = replace(
+    parts = structs.replace(
         costs.one_stage_bytes(stage.first_layer, stage.end_layer),
         stash=0,
         pending=0,
         checkpoint=kept,
-        again=kept,
+        recomputed_stash=kept,
         forward_workspace=running,
         recompute_workspace=max(forward, running),
-        again_workspace=max(backward, running),
+        recomputing_workspace=max(backward, running),
         backward_workspace=max(backward, running),
     )
     return max(moment_bytes(moment, parts) for moment in peak_moments_of(problem, stage.index).selecting)

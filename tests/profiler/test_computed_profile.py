@@ -18,7 +18,7 @@ from gplan.files import json_files
 from profiler.analytic.computed_profile import ComputeOptions, computed_profile
 from profiler.analytic.hardware import load_hardware
 from profiler.analytic.layer_work import analyse, analyse_halves
-from profiler.analytic.roofline import Calibration, Fit, roofline_seconds
+from profiler.analytic.roofline import Fit, RooflineCalibration, roofline_seconds
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, Tensors, flat_tensors
 from profiler.memory.layer_memory import allocate_gradients, measure_bytes, measure_pending
@@ -262,7 +262,7 @@ def test_a_calibration_is_used_and_noted() -> None:
         state_bytes=0,
         workspace_bytes=0,
     )
-    calibration = Calibration(
+    calibration = RooflineCalibration(
         step=step,
         trained_bytes=1000,
         num_trained=2,

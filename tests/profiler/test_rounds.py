@@ -16,7 +16,7 @@ from gplan.core import Timing
 from profiler.memory.layer_memory import allocate_gradients
 from profiler.timing.bench import Bench, Composed, bench_of_layer, sum_of_outputs
 from profiler.timing.clock import CpuClock, Samples
-from profiler.timing.rounds import Rounds, RoundSamples, corrections_of, even_cut_s, net
+from profiler.timing.rounds import RoundSamples, TimingRounds, corrections_of, even_cut_s, net
 
 
 class Layer(nn.Module):
@@ -66,7 +66,7 @@ def bench_of(keys: tuple[str, ...], *, inputs_want_gradient: bool = False) -> Be
 
 
 def sampled(bench: Bench, book: Bookkeeper, **options: Any) -> set[str]:
-    Rounds(bench, book, book, **options).sample(10.0, lambda _index, _share: None)
+    TimingRounds(bench, book, book, **options).sample(10.0, lambda _index, _share: None)
     return set(book.samples)
 
 
@@ -110,7 +110,7 @@ def test_repeated_layer_has_no_stage_halves() -> None:
 
 def test_halves_equal_the_whole_backward() -> None:
     bench = bench_of(("a", "b"), inputs_want_gradient=True)
-    rounds = Rounds(bench, CpuClock(), Bookkeeper())
+    rounds = TimingRounds(bench, CpuClock(), Bookkeeper())
     rounds.layer_round(lambda _: Samples())
     whole = [x.grad.clone() for x in bench.parameters if x.grad is not None]
     for parameter in bench.parameters:
@@ -123,7 +123,7 @@ def test_halves_equal_the_whole_backward() -> None:
 def test_first_backward_restores_gradients() -> None:
     bench, book = bench_of(("a",)), Bookkeeper()
     before = [x.grad for x in bench.parameters]
-    Rounds(bench, book, book)._first_round()
+    TimingRounds(bench, book, book)._first_round()
     assert [x.grad is y for x, y in zip(bench.parameters, before, strict=True)] == [True, True]
     assert len(book.samples["a/first backward"].clean_s) == 1
 
@@ -133,7 +133,7 @@ def test_a_layer_in_a_row_with_itself_makes_its_gradients_once() -> None:
     layer = Layer()
     allocate_gradients(layer)
     bench = bench_of_layer("a", "a", layer, (torch.ones(2, 4, requires_grad=True),), times=3)
-    Rounds(bench, book, book)._first_round()
+    TimingRounds(bench, book, book)._first_round()
     assert len(book.samples["a/first backward"].clean_s) == 1
 
 
@@ -159,7 +159,7 @@ def test_rounds_end_with_the_budget() -> None:
     assert len(steady.samples["a/forward"].clean_s) == 10
     assert len(scattering.samples["a/forward"].clean_s) == 60
     short = Scattering()
-    Rounds(bench_of(("a",)), short, short).sample(1e-9, lambda _index, _share: None)
+    TimingRounds(bench_of(("a",)), short, short).sample(1e-9, lambda _index, _share: None)
     assert len(short.samples["a/forward"].clean_s) == 10
 
 
@@ -168,7 +168,7 @@ def test_rounds_that_were_made_before_are_not_made_again() -> None:
     bench = bench_of(("a",))
     book.samples["a/forward"].clean_s.extend([1.0] * 10)
     book.samples["a/backward"].clean_s.extend([1.0] * 10)
-    Rounds(bench, book, book).sample(10.0, lambda _index, _share: None, num_done=10)
+    TimingRounds(bench, book, book).sample(10.0, lambda _index, _share: None, num_done=10)
     assert len(book.samples["a/forward"].clean_s) == 10
 
 

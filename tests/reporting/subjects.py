@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from msgspec import structs
+
 from gplan.core import Link, Plan, Profile, RecomputeMode, Run, Timeline
 from gplan.cost.memory_moments import device_memory
 from gplan.cost.stage_costs import Costs
@@ -61,7 +63,7 @@ def make_scheduled_plan(
         assert stage.parts is not None
         half_s = stage.cost.backward_s / 2
         cost = replace(stage.cost, input_gradient_s=half_s, weight_gradient_s=half_s)
-        stages.append(replace(stage, cost=cost, device=device, parts=replace(stage.parts, pending=2**19)))
+        stages.append(replace(stage, cost=cost, device=device, parts=structs.replace(stage.parts, pending=2**19)))
     for device in range(num_devices):
         parts = {i: stages[i].parts for i in made.stages_of(device)}
         held |= device_memory(made, device, parts, recompute=recompute)  # type: ignore[arg-type]

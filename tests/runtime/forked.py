@@ -21,11 +21,11 @@ import torch
 from gplan.core import Plan, Run
 from gplan.runtime.run.launch import run_local_processes
 from gplan.runtime.run.run_options import RunOptions
-from profiler.model.model_reference import Setting
+from profiler.model.model_reference import SettingValue
 
 
 def run_forked(
-    reference: str, plan: Plan, options: RunOptions, *, settings: Mapping[str, Setting] | None = None
+    reference: str, plan: Plan, options: RunOptions, *, settings: Mapping[str, SettingValue] | None = None
 ) -> Run:
     """Run a plan with the torch engine in forked processes."""
     with patch("profiler.host.processes.subprocess.Popen", ForkedProcess):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gplan.core import ActionKind
-from gplan.runtime.heartbeat import Heartbeat, RankStatus, heartbeat_file, read_heartbeat, status_reader
+from gplan.runtime.heartbeat import Heartbeat, HeartbeatStatus, heartbeat_file, read_heartbeat, status_reader
 
 LAYERS = ("a", "blocks.4", "c")
 
@@ -133,7 +133,7 @@ def test_missing_file_means_starting(tmp_path: Path) -> None:
     heartbeat_file(tmp_path, 3).write_bytes(b"")
     assert (look(3).place, look(3).is_starting, look(3).is_waiting) == ("while starting on stage 1", True, False)
     Heartbeat(heartbeat_file(tmp_path, 3), stage=1).enter_step(0)
-    assert isinstance(look(3), RankStatus) and not look(3).is_starting
+    assert isinstance(look(3), HeartbeatStatus) and not look(3).is_starting
     Heartbeat(heartbeat_file(tmp_path, 3)).enter_action("capturing")
     assert not look(3).is_starting
     assert status_reader(tmp_path, LAYERS, stages=[None, 1])(4).place == "while starting"

@@ -12,7 +12,7 @@ from gplan.core import Constraints, Pin, Plan, Run
 from gplan.core.errors import FileError
 from gplan.runtime.run.run_options import RunOptions
 from profiler.model.load import load_model_file
-from profiler.model.model_reference import Setting
+from profiler.model.model_reference import SettingValue
 from tests.runtime.branched_models import branched_file
 from tests.runtime.forked import run_forked
 from tests.runtime.plans import pipeline_for, plan_for, recomputing, run_virtually, small_example
@@ -88,7 +88,7 @@ def test_op_granularity_virtual_engine() -> None:
 
 
 def test_op_granularity_torch_engine() -> None:
-    settings: dict[str, Setting] = {"num_blocks": 1, "width": 16, "num_heads": 2, "sequence_length": 8}
+    settings: dict[str, SettingValue] = {"num_blocks": 1, "width": 16, "num_heads": 2, "sequence_length": 8}
     file = small_example("transformer_lm", **settings)
     plan = plan_for(file, num_devices=2, granularity="op")
     plan = recomputing(plan, plan.layer_names[1::3])

@@ -18,7 +18,7 @@ from gplan.runtime.run.run_options import RunOptions
 from gplan.runtime.stage_module import RecomputeSegment, written_buffers
 from profiler.capture.capture import capture, exported
 from profiler.model.load import ModelFile, load_model_file
-from profiler.model.model_reference import Setting
+from profiler.model.model_reference import SettingValue
 from tests.runtime.branched_models import branched_file
 from tests.runtime.forked import run_forked
 from tests.runtime.plans import pipeline_for, plan_for, recomputing, run_virtually, scheduled, small_example
@@ -218,7 +218,7 @@ def test_dropout_replayed_for_selected_layers(tmp_path: Path) -> None:
 
 def test_torch_engine_replays_dropout(tmp_path: Path) -> None:
     reference = branched_file(tmp_path, "towers")
-    settings: dict[str, Setting] = {"dropout": 0.5}
+    settings: dict[str, SettingValue] = {"dropout": 0.5}
     plan = plan_for(load_model_file(reference, settings=settings), num_devices=2, schedule="1f1b", constraints=TURNED)
     losses = [
         run_forked(reference, recomputing(plan, selected), RunOptions(num_steps=3), settings=settings).losses

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gplan.core import Action, Schedule
-from gplan.runtime.heartbeat import Wait, waits_by_action
+from gplan.runtime.heartbeat import PeerWait, waits_by_action
 from gplan.runtime.stage_runner import forward_only
 from gplan.schedules.registry import make_schedule
 
@@ -15,7 +15,7 @@ def wait_lines(schedule: Schedule, device: int) -> list[str]:
     return [f"{action or '-'}: {_text(wait)}" for action, wait in waits.items()]
 
 
-def _text(wait: Wait | None) -> str:
+def _text(wait: PeerWait | None) -> str:
     if wait is None:
         return "nobody"
     of = f" {wait.microbatch}" if wait.microbatch >= 0 else ""

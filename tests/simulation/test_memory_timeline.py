@@ -24,7 +24,7 @@ COST = StageCost(
     activation_bytes=1, gradient_bytes=1, activation_s=0.25, gradient_s=0.25,
 )  # fmt: skip
 sizes = st.integers(0, 100)
-parts = st.builds(StageBytes, **dict.fromkeys(StageBytes.__slots__, sizes))
+parts = st.builds(StageBytes, **dict.fromkeys(StageBytes.__struct_fields__, sizes))
 
 
 @given(

@@ -16,7 +16,7 @@ import numpy as np
 
 from gplan.core import Action, ActionKind
 from gplan.core.errors import FileError
-from gplan.interop.traces.busy_times import Device, within
+from gplan.interop.traces.busy_times import TracedDevice, within
 from gplan.interop.traces.profiler_marks import (
     BETWEEN,
     Mark,
@@ -108,7 +108,7 @@ class Ranged(NamedTuple):
     stretch: Mark
 
 
-def ranges_of(device: Device, *, place: int, num_ranks: int) -> tuple[Ranged, ...]:
+def ranges_of(device: TracedDevice, *, place: int, num_ranks: int) -> tuple[Ranged, ...]:
     """The actions of a rank in order of time; `place` is its index among the ranks, the stage if the ranges name none.
 
     Raises FileError if the trace has no pipeline actions.
@@ -126,7 +126,7 @@ def ranges_of(device: Device, *, place: int, num_ranks: int) -> tuple[Ranged, ..
     return tuple(found)
 
 
-def least_leads_us(devices: Sequence[Device], ranges: Sequence[Sequence[Ranged]]) -> dict[ActionKind, float]:
+def least_leads_us(devices: Sequence[TracedDevice], ranges: Sequence[Sequence[Ranged]]) -> dict[ActionKind, float]:
     """For each kind of action the shortest time on any rank from the start of a range to its first operation.
 
     That is the time of the stage's own code, as some actions wait for no input, such as the forwards of the first stage.
@@ -159,7 +159,7 @@ def _reason(trace: RankTrace, place: int, num_ranks: int) -> str:
     )
 
 
-def _check_neighbours(device: Device, found: Sequence[Ranged], *, place: int, num_ranks: int) -> None:
+def _check_neighbours(device: TracedDevice, found: Sequence[Ranged], *, place: int, num_ranks: int) -> None:
     """Raise FileError if the first rank's forwards receive or the last one's send: then a rank is missing."""
     forwards = [within(device.trace.operations, x.stretch) for x in found if x.action.kind is ActionKind.FORWARD]
     own = [device.trace.operations] if num_ranks == 1 else forwards
@@ -172,7 +172,7 @@ def _check_neighbours(device: Device, found: Sequence[Ranged], *, place: int, nu
         )
 
 
-def _of_the_runtime(device: Device) -> list[Ranged]:
+def _of_the_runtime(device: TracedDevice) -> list[Ranged]:
     found = []
     for mark in device.trace.marks:
         actions = actions_of(mark.name)

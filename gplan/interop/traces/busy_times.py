@@ -21,7 +21,7 @@ Times = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Device:
+class TracedDevice:
     """The device of one rank."""
 
     trace: RankTrace

@@ -23,7 +23,7 @@ _US_PER_NS = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clock:
+class ClockOffsets:
     """The offsets to add to each rank's microseconds, and how they were found."""
 
     offsets_us: tuple[float, ...]
@@ -31,12 +31,12 @@ class Clock:
     is_shared: bool  # the host's clock; False: aligned by causality
 
 
-def common_clock(traces: Sequence[RankTrace], ranks: Sequence[RankSteps], keys: Sequence[StepKey]) -> Clock:
+def common_clock(traces: Sequence[RankTrace], ranks: Sequence[RankSteps], keys: Sequence[StepKey]) -> ClockOffsets:
     """The offsets that put all ranks on the clock of the first."""
     bases = [trace.base_ns for trace in traces]
     hosts = sorted({trace.host or "?" for trace in traces})
     if len(traces) == 1:
-        return Clock(offsets_us=(0.0,), description="one rank, one clock", is_shared=True)
+        return ClockOffsets(offsets_us=(0.0,), description="one rank, one clock", is_shared=True)
     known = [0.0 if base is None else _US_PER_NS * (base - (bases[0] or 0)) for base in bases]
     early_us = max((-x for x in _slack_us(ranks, keys, known).values()), default=0.0)
     if None in bases:
@@ -46,9 +46,11 @@ def common_clock(traces: Sequence[RankTrace], ranks: Sequence[RankSteps], keys: 
     elif early_us > _TOLERANCE_US:
         why = f"by the host's clock an action would start {early_us:.0f} us before its input is ready"
     else:
-        return Clock(offsets_us=tuple(known), description="the clock of the host that all ranks ran on", is_shared=True)
+        return ClockOffsets(
+            offsets_us=tuple(known), description="the clock of the host that all ranks ran on", is_shared=True
+        )
     description = f"{why}, so the clocks were aligned by causality: no action starts before its input is ready"
-    return Clock(offsets_us=_by_causes(ranks, keys), description=description, is_shared=False)
+    return ClockOffsets(offsets_us=_by_causes(ranks, keys), description=description, is_shared=False)
 
 
 def _by_causes(ranks: Sequence[RankSteps], keys: Sequence[StepKey]) -> tuple[float, ...]:

@@ -12,7 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-import msgspec
 from msgspec import structs
 
 from gplan.core import BACKWARD_KINDS, Action, ActionKind, Plan, Run, Schedule, Span, StageCost, Timeline
@@ -20,8 +19,8 @@ from gplan.core.errors import FileError, UsageError
 from gplan.core.units import counted, seconds_text
 from gplan.evaluate.compare import order_difference
 from gplan.interop.traces.action_ranges import least_leads_us, missing_stages, ranges_of
-from gplan.interop.traces.busy_times import Device
-from gplan.interop.traces.clocks import Clock, common_clock
+from gplan.interop.traces.busy_times import TracedDevice
+from gplan.interop.traces.clocks import ClockOffsets, common_clock
 from gplan.interop.traces.reading import RankTrace, read_trace
 from gplan.interop.traces.steps import RankSteps, StepKey, rank_steps, shared_keys
 from gplan.schedules.dependencies import OrderError, check_orders
@@ -116,7 +115,7 @@ class Traced:
 def read_traced(paths: Sequence[Path]) -> Traced:
     """One measured step from a trace of every rank; raises FileError if the traces are not of one pipeline."""
     traces = _in_order([read_trace(path) for path in paths])
-    devices = [Device(trace) for trace in traces]
+    devices = [TracedDevice(trace) for trace in traces]
     ranges = [ranges_of(device, place=i, num_ranks=len(traces)) for i, device in enumerate(devices)]
     leads_us = least_leads_us(devices, ranges)
     ranks = [rank_steps(device, own, leads_us=leads_us) for device, own in zip(devices, ranges, strict=True)]
@@ -125,11 +124,6 @@ def read_traced(paths: Sequence[Path]) -> Traced:
     num_microbatches = _check_actions(ranks)
     clock = common_clock(traces, ranks, keys)
     return _traced(ranks, keys, clock, num_microbatches=num_microbatches, basis=_basis(devices))
-
-
-def traced_json(traced: Traced) -> str:
-    """All of it as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(traced), indent=1).decode() + "\n"
 
 
 def _in_order(traces: Sequence[RankTrace]) -> list[RankTrace]:
@@ -178,7 +172,7 @@ def _check_actions(ranks: Sequence[RankSteps]) -> int:
 
 
 def _traced(
-    ranks: Sequence[RankSteps], keys: Sequence[StepKey], clock: Clock, *, num_microbatches: int, basis: str
+    ranks: Sequence[RankSteps], keys: Sequence[StepKey], clock: ClockOffsets, *, num_microbatches: int, basis: str
 ) -> Traced:
     num_warmup_steps = 1 if len(keys) >= _ENOUGH_STEPS else 0
     begun_us = {key: _moment_us(ranks, key, clock, which=0) for key in keys}
@@ -211,7 +205,7 @@ def _traced(
     )
 
 
-def _moment_us(ranks: Sequence[RankSteps], key: StepKey, clock: Clock, *, which: int) -> float:
+def _moment_us(ranks: Sequence[RankSteps], key: StepKey, clock: ClockOffsets, *, which: int) -> float:
     """When a step's first action starts (`which` 0) or its last one ends (1)."""
     moments = [
         times[which] + offset
@@ -222,7 +216,7 @@ def _moment_us(ranks: Sequence[RankSteps], key: StepKey, clock: Clock, *, which:
 
 
 def _median_spans(
-    ranks: Sequence[RankSteps], keys: Sequence[StepKey], clock: Clock, begun_us: dict[StepKey, float]
+    ranks: Sequence[RankSteps], keys: Sequence[StepKey], clock: ClockOffsets, begun_us: dict[StepKey, float]
 ) -> list[Span]:
     """By device, then by start."""
     spans = []
@@ -250,7 +244,7 @@ def _schedule_of(ranks: Sequence[RankSteps], num_microbatches: int) -> str | Non
     return None
 
 
-def _basis(devices: Sequence[Device]) -> str:
+def _basis(devices: Sequence[TracedDevice]) -> str:
     if all(x.has_kernels for x in devices):
         return "the GPU's kernels, from the first to the last of each action"
     if any(x.has_kernels for x in devices):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from gplan.core import Action, ActionKind
 from gplan.core.errors import FileError
 from gplan.interop.traces.action_ranges import Ranged
-from gplan.interop.traces.busy_times import Device, Times
+from gplan.interop.traces.busy_times import Times, TracedDevice
 from gplan.interop.traces.profiler_marks import Mark, is_update, neighbour_of, step_number
 
 StepKey = tuple[int, int]
@@ -42,7 +42,7 @@ class RankSteps:
         return tuple(sorted({action.stage for action in self.actions}))
 
 
-def rank_steps(device: Device, ranges: Sequence[Ranged], *, leads_us: Mapping[ActionKind, float]) -> RankSteps:
+def rank_steps(device: TracedDevice, ranges: Sequence[Ranged], *, leads_us: Mapping[ActionKind, float]) -> RankSteps:
     """The whole steps of a rank; raises FileError where there is none.
 
     Actions begin by `leads_us` before their first operation, but not before their range.
@@ -87,7 +87,7 @@ def _is_training(actions: frozenset[Action]) -> bool:
     return bool(kinds) and all(ActionKind.FORWARD in found and found & ends for found in kinds.values())
 
 
-def _pieces(device: Device, ranges: Sequence[Ranged]) -> list[tuple[int, list[Ranged]]]:
+def _pieces(device: TracedDevice, ranges: Sequence[Ranged]) -> list[tuple[int, list[Ranged]]]:
     """The actions cut into steps, each with the profiler's number or 0."""
     marks = [(x.start_us, number) for x in device.trace.marks if (number := step_number(x.name)) is not None]
     starts = [start_us for start_us, _ in marks]
@@ -106,7 +106,7 @@ def _pieces(device: Device, ranges: Sequence[Ranged]) -> list[tuple[int, list[Ra
     return pieces
 
 
-def _times(device: Device, piece: Sequence[Ranged], leads_us: Mapping[ActionKind, float]) -> dict[Action, Times]:
+def _times(device: TracedDevice, piece: Sequence[Ranged], leads_us: Mapping[ActionKind, float]) -> dict[Action, Times]:
     """When the device computed for each action, one after the other: what two of them share counts for the first.
 
     An action without anything to compute takes no time, right before the next one.
@@ -130,7 +130,7 @@ def _led(times: Times | None, ranged: Ranged, leads_us: Mapping[ActionKind, floa
     return max(ranged.stretch.start_us, times[0] - leads_us.get(ranged.action.kind, 0.0)), times[1]
 
 
-def _update(device: Device, piece: Sequence[Ranged], next_us: float) -> dict[Action, Times]:
+def _update(device: TracedDevice, piece: Sequence[Ranged], next_us: float) -> dict[Action, Times]:
     """The optimizer's updates between a step and the next one, as one action of the rank's first stage;
     none where there are none."""
     end_us = max(x.stretch.end_us for x in piece)

@@ -13,7 +13,7 @@ from gplan.partition.milp.boundary_terms import BoundaryTerms, PassThroughTerms
 from gplan.partition.milp.coefficients import LayerSeconds, ParameterBytes
 from gplan.partition.milp.program import Expression, LinearProgram, total, weighted
 
-_WORKSPACES = ("forward_workspace", "backward_workspace", "recompute_workspace", "again_workspace")
+_WORKSPACES = ("forward_workspace", "backward_workspace", "recompute_workspace", "recomputing_workspace")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class MemoryRows:
             optimizer=weighted([(step.state_bytes, share)]),
             stash=held.stash,
             checkpoint=held.checkpoint,
-            again=held.again,
+            recomputed_stash=held.recomputed_stash,
             pending=held.pending,
             sent=held.sent,
             optimizer_workspace=weighted([(step.workspace_bytes, share)]),
@@ -91,11 +91,11 @@ class MemoryRows:
     def _workspace(self, k: int, name: str, limit_bytes: int) -> Expression:
         if name == "recompute_workspace":
             return self._alone(k, limit_bytes)
-        if name == "again_workspace":
-            return self._above_again(k, limit_bytes)
+        if name == "recomputing_workspace":
+            return self._above_recomputed_stash(k, limit_bytes)
         return self._above_stash(k, f"{name}_bytes", limit_bytes)
 
-    def _above_again(self, k: int, limit_bytes: int) -> Expression:
+    def _above_recomputed_stash(self, k: int, limit_bytes: int) -> Expression:
         """The most that stage k holds above `_again` in a backward that recomputes: in its layers, or before in the
         loss."""
         costs, fields = self.figures.costs, ("forward_workspace_bytes", "backward_workspace_bytes")
@@ -103,7 +103,12 @@ class MemoryRows:
         if costs.loss and k == self.figures.problem.num_stages - 1:
             at_loss = costs.crossing.kept_bytes[-1] + costs.loss.stash_bytes + costs.loss.backward_workspace_bytes
             rows.append(
-                weighted([(float(at_loss) / limit_bytes, 1.0), (-1.0 / limit_bytes, self._microbatch_bytes(k).again)])
+                weighted(
+                    [
+                        (float(at_loss) / limit_bytes, 1.0),
+                        (-1.0 / limit_bytes, self._microbatch_bytes(k).recomputed_stash),
+                    ]
+                )
             )
         return weighted([(limit_bytes, self.program.at_least(f"again_{k}", rows))])
 

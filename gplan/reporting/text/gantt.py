@@ -37,7 +37,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
+class ActionCell:
     """Columns [first, end) of a row."""
 
     first: int
@@ -88,7 +88,7 @@ class Gantt:
 class _Drawing:
     """The rows of boxes, and how they are printed."""
 
-    rows: list[list[Box]]
+    rows: list[list[ActionCell]]
     num_chunks: int
     columns: float  # of the shortest action
     is_coloured: bool
@@ -104,7 +104,7 @@ class _Drawing:
         """Whether letters and numbers have lines of their own."""
         return self.num_chunks > 2 or any(len(self._label(x)) > x.width for row in self.rows for x in row)
 
-    def lines(self, row: Sequence[Box]) -> list[Text]:
+    def lines(self, row: Sequence[ActionCell]) -> list[Text]:
         """A device's line, or its lines."""
         if self.is_coloured:
             return [self._painted(row)]
@@ -144,11 +144,11 @@ class _Drawing:
         if self.columns < 1:
             yield "some actions are too short to be visible"
 
-    def _label(self, box: Box) -> str:
+    def _label(self, box: ActionCell) -> str:
         letter = box.kind.value.lower() if self.num_chunks == 2 and box.chunk else box.kind.value
         return letter if box.kind is ActionKind.OPTIMIZER else f"{letter}{box.microbatch}"
 
-    def _painted(self, row: Sequence[Box]) -> Text:
+    def _painted(self, row: Sequence[ActionCell]) -> Text:
         line = Text()
         for box in row:
             text = "O" if box.kind is ActionKind.OPTIMIZER else box.number if self.has_numbers else ""
@@ -179,15 +179,15 @@ def _shortest_s(timeline: Timeline) -> float:
     return min((x.duration_s for x in timeline.loop_spans if x.duration_s > 0), default=timeline.step_s)
 
 
-def boxes_of(timeline: Timeline, column_s: float) -> list[list[Box]]:
+def boxes_of(timeline: Timeline, column_s: float) -> list[list[ActionCell]]:
     """For each device its actions that take a column or more, from left to right."""
-    rows: list[list[Box]] = [[] for _ in range(timeline.num_devices)]
+    rows: list[list[ActionCell]] = [[] for _ in range(timeline.num_devices)]
     stages = timeline.stages_by_device
     for span in timeline.spans:
         first, end = (round(moment / column_s) for moment in (span.start_s, span.end_s))
         if end > first:
             rows[span.device].append(
-                Box(
+                ActionCell(
                     first=first,
                     end=end,
                     kind=span.action.kind,
@@ -215,7 +215,7 @@ def axis(num_columns: int, column_s: float, step_s: float, time_text: Callable[[
     return line
 
 
-def _filled(row: Sequence[Box], text: Callable[[Box], str], waiting: str) -> Text:
+def _filled(row: Sequence[ActionCell], text: Callable[[ActionCell], str], waiting: str) -> Text:
     """A line of boxes with these texts, filled with `waiting` between them."""
     line = ""
     for box in row:

@@ -96,12 +96,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, n
     content = optimizer.state_dict()
     packed: list[Group] = content["param_groups"]
     names = group_names(optimizer, parameters)
-    by_number = {
-        number: name
-        for group, row in zip(packed, names, strict=True)
-        for number, name in zip(group["params"], row, strict=True)
-        if name is not None
-    }
+    by_number = _numbered(packed, names)
     return OptimizerState(
         state={by_number[number]: entries for number, entries in content["state"].items() if number in by_number},
         groups=tuple(_hyperparameters(group, row) for group, row in zip(packed, names, strict=True)),
@@ -122,20 +117,15 @@ def load_optimizer_state(
     names = group_names(optimizer, parameters)
     groups = optimizer.state_dict()["param_groups"]
     by_name = {name: group for saved in ranks for group in saved for name in group["params"]}
-    numbered = [
-        (name, number)
-        for group, row in zip(groups, names, strict=True)
-        for number, name in zip(group["params"], row, strict=True)
-        if name is not None
-    ]
+    by_number = _numbered(groups, names)
     optimizer.load_state_dict({
-        "state": {number: dict(state[name]) for name, number in numbered if state.get(name)},
+        "state": {number: dict(state[name]) for number, name in by_number.items() if state.get(name)},
         "param_groups": [
             {**group, **_saved_values(index, row, by_name, ranks)}
             for index, (group, row) in enumerate(zip(groups, names, strict=True))
         ],
     })  # fmt: skip
-    for name, _ in numbered:
+    for name in by_number.values():
         _keep_types(optimizer.state[parameters[name]] if state.get(name) else {}, state.get(name, {}))
 
 
@@ -145,6 +135,12 @@ def group_names(
     """Return the parameter names of each group; None for a placeholder."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     return tuple(tuple(_name_of(x, names, optimizer) for x in group["params"]) for group in optimizer.param_groups)
+
+
+def _numbered(groups: Sequence[Group], names: Sequence[Sequence[str | None]]) -> dict[int, str]:
+    """Return the names of an optimizer's parameters by their numbers in its state dict, without placeholders."""
+    pairs = (zip(group["params"], row, strict=True) for group, row in zip(groups, names, strict=True))
+    return {number: name for row in pairs for number, name in row if name is not None}
 
 
 def equal_values(one: object, other: object) -> bool:

@@ -36,7 +36,7 @@ from profiler.host.host_info import device_share, pin_to_share
 from profiler.host.processes import end_with_parent, print_stack_on_signal, report_error, run_processes
 from profiler.model.error_location import describe, root_cause
 from profiler.model.given_model import check_nothing_beside
-from profiler.model.model_reference import Setting, check_is_there
+from profiler.model.model_reference import SettingValue, check_is_there
 
 EngineName: TypeAlias = Literal["torch", "virtual"]
 ENGINES: tuple[EngineName, ...] = ("torch", "virtual")
@@ -50,7 +50,7 @@ class WorkerJob:
     """What a process of a run needs: model file, plan, options, and the folder of the run's files."""
 
     reference: str
-    settings: dict[str, Setting]
+    settings: dict[str, SettingValue]
     options: RunOptions
     folder: str
 
@@ -61,7 +61,7 @@ def run_plan(
     engine: EngineName,
     options: RunOptions,
     *,
-    settings: Mapping[str, Setting],
+    settings: Mapping[str, SettingValue],
     functions: Mapping[str, Callable[..., Any] | None],
     report: ReportStep,
 ) -> Run:
@@ -101,7 +101,7 @@ def _check_nothing_is_replaced(options: RunOptions) -> None:
 
 
 def run_local_processes(
-    reference: str, settings: dict[str, Setting], plan: Plan, options: RunOptions, *, report: ReportStep
+    reference: str, settings: dict[str, SettingValue], plan: Plan, options: RunOptions, *, report: ReportStep
 ) -> Run:
     """Run a plan with the torch engine, one process per device on this host.
 

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gplan.core import GradientCheck, Plan
 from gplan.core.errors import UsageError
+from gplan.runtime.microbatches import take_rows
 from profiler.capture.chain import call_arguments, model_state_restored
 from profiler.model.load import ModelFile
 
@@ -99,21 +100,15 @@ def gradient_check(reference: Reference, errors: Mapping[str, float], loss: floa
     )
 
 
-def chunks(value: Any, num_chunks: int) -> list[Any]:
-    """Split a structure of tensors into equal parts along dimension 0."""
-    leaves, spec = torch.utils._pytree.tree_flatten(value)
-    parts = [x.chunk(num_chunks) if isinstance(x, Tensor) and x.dim() else [x] * num_chunks for x in leaves]
-    return [torch.utils._pytree.tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
-
-
 def accumulate_gradients(file: ModelFile, plan: Plan, inputs: Any, target: Any, order: Sequence[int]) -> float:
     """Accumulate the gradients of the parts of a mini-batch, in this order; return its loss."""
     scale = 1.0 / len(order) if plan.loss_reduction == "mean" else 1.0
-    parts, wanted = chunks(inputs, len(order)), chunks(target, len(order))
+    num_rows, size = plan.batch_size, plan.batch_size // len(order)
     total = 0.0
     for part in order:
-        args, kwargs = call_arguments(parts[part])
-        loss = file.loss(file.model(*args, **kwargs), wanted[part]) * scale
+        rows = slice(part * size, (part + 1) * size)
+        args, kwargs = call_arguments(take_rows(inputs, rows, num_rows))
+        loss = file.loss(file.model(*args, **kwargs), take_rows(target, rows, num_rows)) * scale
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     return total
