@@ -252,6 +252,7 @@ class Costs:
             loss=self.loss,
             downsets=self.downsets,
             pass_through=self.pass_through,
+            waiting_bytes=self.waiting_bytes,
             kept_output_bytes=int(self.crossing.kept_bytes[-1]),
         )
 
@@ -338,6 +339,16 @@ class Costs:
         for used, num_bytes in self._held_sums["gradient_bytes"][1]:
             here = used[end] - used[first]
             total += np.where((here > 0) & (here < used[-1]), num_bytes, 0)
+        return total
+
+    def waiting_bytes(self, first: Ints, end: Ints) -> Ints:
+        """[E]: bytes of the gradients of shared weights that a stage uses twice or more.
+
+        The gradient of the later use waits in the backward until the earlier one has come.
+        """
+        total = np.zeros(len(first), dtype=np.int64)
+        for used, num_bytes in self._held_sums["gradient_bytes"][1]:
+            total += np.where(used[end] - used[first] > 1, num_bytes, 0)
         return total
 
     def trained_share(self, first: Ints, end: Ints) -> Floats:

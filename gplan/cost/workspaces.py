@@ -6,7 +6,7 @@ what comes from there lies in receive buffers, and what was sent is not freed ye
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -28,18 +28,19 @@ class Workspaces:
     loss: LayerCost | None
     downsets: DownSets
     pass_through: PassThrough
+    waiting_bytes: Callable[[Ints, Ints], Ints]  # of stages: gradients that wait through a backward to be added up
     kept_output_bytes: int  # of the model's outputs, that the last layers or the loss keep
 
     def of_layers(self, direction: Direction, first: Ints, end: Ints, *, kept: Ints) -> Ints:
         """[E]: the most while a layer runs, above what all of them leave behind, kept[L]; without the loss.
 
-        With the gradients that only pass, which a backward holds all through.
+        With the gradients that only pass and those that wait, which a backward holds all through.
         """
         own = self._bytes(direction)
         if direction == "forward":
             return self.downsets.running_peaks(first, end, kept=kept, own=own)
         peaks = self.downsets.running_peaks(first, end, kept=kept, own=own, leftovers=self._leftovers)
-        return peaks + self.pass_through.gradient_bytes(first, end)
+        return peaks + self.pass_through.gradient_bytes(first, end) + self.waiting_bytes(first, end)
 
     def above_stash(self, direction: Direction, first: Ints, end: Ints) -> Ints:
         """[E]: the most while a layer or the loss runs, above the stash of all layers.

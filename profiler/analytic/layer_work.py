@@ -26,10 +26,13 @@ from profiler.capture.chain import Tensors
 from profiler.memory.allocations import StorageRecorder, storage_key
 from profiler.memory.layer_memory import (
     LayerBytes,
+    TiedUse,
     layer_bytes,
     pass_in_halves,
     pass_through,
     pending_bytes,
+    tied_uses,
+    with_sums,
 )
 from profiler.model.error_location import describe
 from profiler.model.lazy_build import fake_mode_of
@@ -74,8 +77,10 @@ class StandIns:
             self._found[id(tensor)] = tensor, fake
         return self._found[id(tensor)][1]
 
-    def call(self, layer: nn.Module) -> Callable[..., Tensors]:
-        """The layer with stand-ins for its parameters and buffers."""
+    def call(self, layer: nn.Module, tied: Sequence[nn.Parameter] = ()) -> Callable[..., Tensors]:
+        """The layer with stand-ins for its parameters and buffers, with others than before for those that are tied."""
+        for parameter in tied:
+            self._found.pop(id(parameter), None)
         tensors = (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))
         state = {name: self.of(tensor) for name, tensor in tensors}
         return lambda *tensors: functional_call(layer, state, tensors, tie_weights=False)
@@ -118,10 +123,11 @@ def analyse(
 
     Raises ModelError for a layer or a loss whose control flow depends on the values of tensors.
     """
-    with _on_fake_tensors(layers, inputs) as fake:
+    tied = tied_uses(layers)
+    with _on_fake_tensors(layers, inputs, tied) as fake:
         passage = pass_through(fake.calls, fake.inputs, loss, now=fake.recorder.now, address_of=storage_key)
     found = []
-    memories = layer_bytes(fake.recorder.trace(), passage)
+    memories = with_sums(layer_bytes(fake.recorder.trace(), passage), tied)
     for forward, backward, memory in zip(passage.forwards, passage.backwards, memories, strict=True):
         before, after = fake.counter.between(*forward), fake.counter.between(*backward)
         found.append(
@@ -156,13 +162,18 @@ def analyse_halves(
 
 
 @contextmanager
-def _on_fake_tensors(layers: Sequence[nn.Module], inputs: Tensors) -> Iterator[_Pass]:
-    """Inside, the layers run on fake tensors; raises ModelError where that fails."""
+def _on_fake_tensors(layers: Sequence[nn.Module], inputs: Tensors, tied: Sequence[TiedUse] = ()) -> Iterator[_Pass]:
+    """Inside, the layers run on fake tensors; raises ModelError where that fails.
+
+    The layers of `tied` have parameters of their own.
+    """
     mode = next(filter(None, map(fake_mode_of, layers)), None) or FakeTensorMode(allow_non_fake_inputs=True)
     stand_ins = StandIns(mode)
     try:
         with mode:
-            calls = [stand_ins.call(layer) for layer in layers]
+            calls = [
+                stand_ins.call(layer, [x.parameter for x in tied if x.layer == i]) for i, layer in enumerate(layers)
+            ]
             parameters = [tuple(map(stand_ins.of, layer.parameters())) for layer in layers]
             entering = tuple(stand_ins.of(x) for x in inputs)
             with StorageRecorder() as recorder, WorkCounter(recorder.now) as counter, StandInMode(mode):

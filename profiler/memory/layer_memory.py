@@ -9,7 +9,7 @@ layer, because a stage can end before that layer. Pending bytes are kept between
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from gplan.core import Leftover
 from profiler.backward.split_backward import SecondHalf, first_half
@@ -217,11 +218,64 @@ def measure_bytes(
     layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor], *, device: str = "cpu"
 ) -> tuple[LayerBytes, ...]:
     """The memory of each layer, and last of the loss. Gradient buffers must already be allocated."""
+    tied = tied_uses(layers)
+    calls = [_with_copies(layer, [x.parameter for x in tied if x.layer == i]) for i, layer in enumerate(layers)]
     with traced_allocations(device) as trace:
         passage = pass_through(
-            layers, inputs, loss, now=now_ns, address_of=lambda tensor: tensor.untyped_storage().data_ptr()
+            calls, inputs, loss, now=now_ns, address_of=lambda tensor: tensor.untyped_storage().data_ptr()
         )
-    return layer_bytes(trace, passage)
+    return with_sums(layer_bytes(trace, passage), tied)
+
+
+@dataclass(frozen=True, slots=True)
+class TiedUse:
+    """A layer that uses a trained parameter of an earlier layer."""
+
+    layer: int
+    previous: int  # the last layer before it that uses the parameter
+    parameter: nn.Parameter
+
+
+def tied_uses(layers: Sequence[nn.Module]) -> tuple[TiedUse, ...]:
+    """Where parameters of earlier layers are used again.
+
+    The passage gives such a layer a copy: users on different stages have gradients of their own. What users on the same
+    stage share is added by `with_sums` and by the cost model (`Costs.waiting_bytes`).
+    """
+    found, last = [], dict[int, int]()
+    for layer, module in enumerate(layers):
+        for parameter in module.parameters():
+            if parameter.requires_grad and id(parameter) in last:
+                found.append(TiedUse(layer, last[id(parameter)], parameter))
+            last[id(parameter)] = layer
+    return tuple(found)
+
+
+def _with_copies(layer: nn.Module, tied: Sequence[nn.Parameter]) -> Callable[..., Tensors]:
+    """The layer with leaves and gradients of its own in the place of tied parameters."""
+    if not tied:
+        return layer
+    copies = {id(x): x.detach().requires_grad_() for x in tied}
+    for copy in copies.values():
+        copy.grad = torch.zeros_like(copy)
+    named = layer.named_parameters(remove_duplicate=False)
+    state = {name: copies[id(x)] for name, x in named if id(x) in copies}
+    return lambda *tensors: functional_call(layer, state, tensors, tie_weights=False)
+
+
+def with_sums(layers: Sequence[LayerBytes], tied: Sequence[TiedUse]) -> tuple[LayerBytes, ...]:
+    """The layers with the sums of gradients that autograd makes where users of a parameter are on the same stage."""
+    found = list(layers)
+    for use in tied:
+        before, num_bytes = found[use.previous], use.parameter.nbytes
+        left = {x.num_later: x.num_bytes for x in before.leftovers}
+        left[use.layer - use.previous] = left.get(use.layer - use.previous, 0) + num_bytes
+        found[use.previous] = replace(
+            before,
+            backward_workspace_bytes=before.backward_workspace_bytes + num_bytes,
+            leftovers=tuple(Leftover(num_later=x, num_bytes=left[x]) for x in sorted(left)),
+        )
+    return tuple(found)
 
 
 def pass_through(

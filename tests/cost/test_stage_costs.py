@@ -259,3 +259,10 @@ def test_an_update_takes_its_time_by_tensors_and_by_bytes_and_the_engine_its_own
 def test_tensors_take_no_more_than_the_whole_update() -> None:
     profile = make_profile([1, 1], optimizer_s=3.0, tensor_s=2.0, weight_bytes=[4, 12])
     assert [Costs(profile, 1, 4).stage_cost(i, i + 1).optimizer_s for i in (0, 1)] == pytest.approx([1.5, 1.5])
+
+
+def test_gradients_of_a_weight_used_twice_wait_on_the_stage() -> None:
+    shared = SharedWeight(name="w", layers=(0, 2), num_parameters=25, weight_bytes=100, gradient_bytes=100)
+    costs = Costs(make_profile([1, 1, 1, 1], shared_weights=(shared,)), 1, 4)
+    workspaces = {x: costs.one_stage_bytes(*x).backward_workspace for x in ((0, 2), (0, 3), (0, 4), (1, 3), (2, 4))}
+    assert workspaces == {(0, 2): 0, (0, 3): 100, (0, 4): 100, (1, 3): 0, (2, 4): 0}

@@ -76,11 +76,12 @@ def _peak_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
     at_loss = loss if stage.end_layer == costs.num_layers else None
     layers = range(stage.first_layer, stage.end_layer)
     running = max(costs.layer_costs[v].stash_bytes + costs.layer_costs[v].workspace_bytes for v in chosen)
+    waiting = _waiting_bytes(problem, stage)
     forward, backward = (
         max([need(v) for v in layers] + ([getattr(at_loss, name)] if at_loss else []))
         for name, need in (
             ("forward_workspace_bytes", lambda v: costs.layer_costs[v].forward_workspace_bytes),
-            ("backward_workspace_bytes", lambda v: _backward_bytes(costs, v, stage.end_layer)),
+            ("backward_workspace_bytes", lambda v: _backward_bytes(costs, v, stage.end_layer) + waiting),
         )
     )
     kept = _kept_bytes(problem, stage, chosen) + (at_loss.stash_bytes if at_loss else 0)
@@ -103,6 +104,13 @@ def _backward_bytes(costs: Costs, layer: int, end: int) -> int:
     cost = costs.layer_costs[layer]
     beyond = [x for x in cost.leftovers if layer + x.num_later >= end and end < costs.num_layers]
     return max(0, cost.backward_workspace_bytes - sum(x.num_bytes for x in beyond))
+
+
+def _waiting_bytes(problem: Problem, stage: Stage) -> int:
+    """The gradients of weights that several layers of the stage use."""
+    layers = {*range(stage.first_layer, stage.end_layer)}
+    shared = problem.costs.profile.shared_weights
+    return sum(x.gradient_bytes for x in shared if len(layers & {*x.layers}) > 1)
 
 
 def _kept_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:

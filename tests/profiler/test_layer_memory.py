@@ -93,6 +93,32 @@ def test_gradients_that_are_views(last: type[nn.Module], expected: list[int]) ->
     assert found[2].crossing[0].viewed_bytes == 0
 
 
+class Tied(nn.Module):
+    """An embedding whose table is also the head's weight."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(num_tokens, WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, num_tokens, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.middle(self.table(tokens)))
+        return out
+
+
+def test_gradients_of_tied_layers_are_measured_apart() -> None:
+    num_tokens = 10_000
+    table_bytes = num_tokens * WIDTH * 4
+    _, layers, tensors = captured(Tied(num_tokens), torch.randint(num_tokens, (2, 4)))
+    table, middle, head, _ = measure_bytes(layers, tensors, lambda x: x[0].sum())
+    assert table.backward_workspace_bytes == pytest.approx(2 * table_bytes, rel=0.02)
+    assert left(table, 2) == table_bytes  # the sum with the gradient of the head, where both are on one stage
+    assert left(middle, 1) < 0.02 * table_bytes
+    assert head.backward_workspace_bytes == pytest.approx(table_bytes, rel=0.02)
+
+
 def test_workspace_without_later_readers() -> None:
     """Without what the others did before, the first layer's backward needs a gradient of its weight."""
     first, *_ = measured(Multiplied())

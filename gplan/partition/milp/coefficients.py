@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 
 import numpy as np
 
@@ -22,6 +23,7 @@ class ParameterBytes:
         self._program, self._choices, self._profile = program, choices, profile
         self._shared: dict[int, list[Expression]] = {}
         self._tied: dict[int, list[Expression]] = {}
+        self._waiting: dict[int, Expression] = {}
 
     def weight_bytes(self, k: int) -> Expression:
         """Bytes of parameters and buffers on stage k."""
@@ -35,6 +37,17 @@ class ParameterBytes:
         """Bytes of the gradients on stage k of shared weights that other stages use too."""
         pairs = zip(self._profile.shared_weights, self._tied_on(k), strict=True)
         return weighted((weight.gradient_bytes, is_tied) for weight, is_tied in pairs)
+
+    def waiting_bytes(self, k: int) -> Expression:
+        """Bytes of the gradients of shared weights that stage k uses twice or more: w >= x[i, k] + x[j, k] - 1."""
+        if k not in self._waiting:
+            on, pairs = self._choices.is_on, []
+            for i, weight in enumerate(self._profile.shared_weights):
+                users = combinations(sorted(set(weight.layers)), 2)
+                rows = [weighted([(1.0, on(v, k)), (1.0, on(w, k)), (-1.0, 1.0)]) for v, w in users]
+                pairs.append((weight.gradient_bytes, self._program.at_least(f"w_{i}_{k}", rows, high=1)))
+            self._waiting[k] = weighted(pairs)
+        return self._waiting[k]
 
     def is_any_tied(self, k: int) -> Expression:
         """Whether stage k holds any such gradient."""

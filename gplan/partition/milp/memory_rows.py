@@ -125,7 +125,8 @@ class MemoryRows:
             held = self.program.at_least(f"{prefix}{field}_{v}_{k}", [after, own])
         if field != "backward_workspace_bytes":
             return held
-        return weighted([(1.0, held), (1.0 / limit_bytes, self.pass_through.gradient_bytes(k))])
+        copied, waiting = self.pass_through.gradient_bytes(k), self.weights.waiting_bytes(k)
+        return weighted([(1.0, held), (1.0 / limit_bytes, copied), (1.0 / limit_bytes, waiting)])
 
     def _absent(self, v: int, k: int, field: str, limit_bytes: int) -> Iterator[tuple[float, Expression]]:
         """What layer v's backward has less, where it is on stage k, as later stages have the layers that make it."""
