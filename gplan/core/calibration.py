@@ -43,9 +43,12 @@ class HeldOut:
     measured_s: float
     before_s: float
     after_s: float
+    slowdown: float | None = None  # of the host while it was measured, over the profile; None: unknown
 
     def __post_init__(self) -> None:
         check_positive(self, "measured_s", "before_s", "after_s")
+        if self.slowdown is not None:
+            check_factor(self, "slowdown")
 
     @property
     def error_before(self) -> float:
@@ -56,6 +59,12 @@ class HeldOut:
     def error_after(self) -> float:
         """Relative error of the prediction with the calibration."""
         return self.after_s / self.measured_s - 1.0
+
+    @property
+    def equal_speed_errors(self) -> tuple[float, float]:
+        """Both errors with the measured step brought to the speed of the profile, where that is known."""
+        measured_s = self.measured_s / (self.slowdown or 1.0)
+        return self.before_s / measured_s - 1.0, self.after_s / measured_s - 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +90,10 @@ class Calibration:
 
     @property
     def helps(self) -> bool:
-        """Whether held-out plans are predicted better with it, by the squared error of logarithms."""
+        """Whether held-out plans are predicted better with it, by the squared error of logarithms at equal speed."""
         before, after = (
-            math.fsum(math.log(predicted_s / x.measured_s) ** 2 for x, predicted_s in pairs)
-            for pairs in (
-                [(x, x.before_s) for x in self.held_out],
-                [(x, x.after_s) for x in self.held_out],
-            )
+            math.fsum(math.log1p(errors[i]) ** 2 for errors in (x.equal_speed_errors for x in self.held_out))
+            for i in range(2)
         )
         return after < before
 

@@ -52,8 +52,10 @@ def interruption_text(load: HostLoad | None) -> str:
     return f"interrupted without a sign of other work ({load.text})"
 
 
-def largest_load(loads: Sequence[HostLoad]) -> HostLoad:
-    """The largest shares of several processes."""
+def largest_load(loads: Sequence[HostLoad]) -> HostLoad | None:
+    """The largest shares of several processes; None without any."""
+    if not loads:
+        return None
     return HostLoad(
         steal_share=max(x.steal_share for x in loads),
         wait_share=max(x.wait_share for x in loads),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 
 from gplan.core.checks import check_not_negative, check_positive
 from gplan.core.units import seconds_text
@@ -132,6 +133,18 @@ class HostSpeed:
             f"measured: {phases} (1 is the median); times are brought to the median speed, and are less certain than "
             "those of a steady host",
         )
+
+
+def mean_times(steps: Sequence[StepSpeed]) -> YardstickTimes | None:
+    """The geometric mean of the readings of all ranks and windows of a run; None without any."""
+    found = [x for window in steps for x in window.ranks if x is not None]
+    if not found:
+        return None
+    return YardstickTimes(
+        compute_s=geometric_mean(x.compute_s for x in found),
+        memory_s=geometric_mean(x.memory_s for x in found),
+        interpreter_s=geometric_mean(x.interpreter_s for x in found),
+    )
 
 
 def speed_phases(windows: Sequence[tuple[float, float, float]]) -> tuple[tuple[float, float, float], ...]:

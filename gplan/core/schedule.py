@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from statistics import fmean, median
+from typing import TypeVar
 
 import msgspec
 
@@ -154,6 +155,9 @@ class Idle:
         return self.end_s - self.start_s
 
 
+Piece = TypeVar("Piece", Span, Transfer)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """One training step: the actions of every device over time. Spans are ordered by device, then by start."""
@@ -180,6 +184,14 @@ class Timeline:
     def step_s(self) -> float:
         """Seconds from the start of the step to the end of the last action."""
         return max(span.end_s for span in self.spans)
+
+    def times(self, factor: float) -> Timeline:
+        """The same step with all times multiplied by a factor."""
+
+        def scaled(piece: Piece) -> Piece:
+            return msgspec.structs.replace(piece, start_s=piece.start_s * factor, end_s=piece.end_s * factor)
+
+        return replace(self, spans=tuple(map(scaled, self.spans)), transfers=tuple(map(scaled, self.transfers)))
 
     @cached_property
     def loop_spans(self) -> tuple[Span, ...]:

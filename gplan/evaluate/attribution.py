@@ -3,10 +3,11 @@
 One group of times after the other is changed from predicted to measured, and the step is laid out again as the
 simulator does; each change of its length is one part. Last comes waiting that no mean explains:
 
-    |-- predicted --|- stage 0 -|- stage 1 -|- engine -|- transfers -|- single actions -|- step extras -|- waiting -|
-    |------------------------------------------------ measured --------------------------------------------------------|
+    |-- predicted --|- host -|- stage 0 -|- stage 1 -|- engine -|- transfers -|- single actions -|- step extras -|- waiting -|
+    |---------------------------------------------------- measured ---------------------------------------------------------|
 
-A timeline shows a transfer only where a device waited for it, and an engine gap only where it did not; the others stay
+The host's part is known where a yardstick was read in the profile and in the run: all times are first brought to the
+speed that each device had in the run, so that the other parts are errors of the model of costs. A timeline shows a transfer only where a device waited for it, and an engine gap only where it did not; the others stay
 as predicted.
 """
 
@@ -68,6 +69,18 @@ def _tails(timeline: Timeline) -> tuple[float, ...]:
         if span.action.kind is not ActionKind.OPTIMIZER:
             loop_ends[span.device] = max(loop_ends[span.device], span.end_s)
     return tuple(end_s - loop_s for end_s, loop_s in zip(ends, loop_ends, strict=True))
+
+
+def at_speed(times: StepTimes, plan: Plan, slowdowns: Sequence[float]) -> StepTimes:
+    """The times on devices that take so many times as long."""
+    of_stage = [slowdowns[device] for device in plan.devices]
+    return StepTimes(
+        durations={action: x * of_stage[action.stage] for action, x in times.durations.items()},
+        gaps={kind: x * of_stage[kind[0]] for kind, x in times.gaps.items()},
+        transfers={kind: x * of_stage[kind[0]] for kind, x in times.transfers.items()},
+        tails=tuple(x * slowdown for x, slowdown in zip(times.tails, slowdowns, strict=True)),
+        start_s=times.start_s,
+    )
 
 
 def layout_step_s(program: ActionProgram, times: StepTimes) -> float:
@@ -142,6 +155,7 @@ def _stage_kind(span: Span) -> StageKind:
 class ErrorCause(StrEnum):
     """The cause of a part of the error."""
 
+    HOST_SPEED = "host speed"
     COMPUTE = "compute"
     ENGINE = "engine"
     COMMUNICATION = "communication"
@@ -173,6 +187,15 @@ class Attribution:
         return self.measured_s - self.predicted_s
 
 
+def equal_speed_factor(run: Run) -> float | None:
+    """How many times as long the predicted step is at the speed that the host had in the run; None if unknown."""
+    if not run.device_slowdowns:
+        return None
+    program, times = whole_program(schedule_of(run.plan), run.plan.recompute), predicted_times(run.plan)
+    before_s = layout_step_s(program, times)
+    return layout_step_s(program, at_speed(times, run.plan, run.device_slowdowns)) / before_s if before_s else None
+
+
 def attribute_error(run: Run) -> Attribution:
     """The parts of the error of a run's step, for every schedule and both engines; O(K^2 M).
 
@@ -181,7 +204,11 @@ def attribute_error(run: Run) -> Attribution:
     """
     plan, timeline = run.plan, run.timeline
     measured = MeasuredTimes(plan, timeline)
-    predicted = measured.predicted
+    predicted, host_parts = measured.predicted, list[ErrorPart]()
+    if slowdowns := run.device_slowdowns:
+        before_s, predicted = layout_step_s(measured.program, predicted), at_speed(predicted, plan, slowdowns)
+        drift_s = layout_step_s(measured.program, predicted) - before_s
+        host_parts.append(ErrorPart(cause=ErrorCause.HOST_SPEED, stage=None, seconds=drift_s))
     means = timeline.mean_durations(plan.recompute)
     changes: dict[ErrorCause, dict[str, object]] = {
         ErrorCause.COMPUTE: {"durations": means},
@@ -192,6 +219,7 @@ def attribute_error(run: Run) -> Attribution:
     }
     _, *seconds = _increments_s(measured.program, predicted, list(changes.values()))
     parts = [
+        *host_parts,
         *_compute_parts(measured.program, predicted, means),
         *(ErrorPart(cause=x, stage=None, seconds=y) for x, y in zip(list(changes)[1:], seconds, strict=True)),
     ]

@@ -41,7 +41,7 @@ from gplan.core import (
 from gplan.core.errors import FileError, UsageError
 from gplan.core.machine import FREE_LINK
 from gplan.core.units import counted, percent_text
-from gplan.evaluate.attribution import MeasuredTimes
+from gplan.evaluate.attribution import MeasuredTimes, equal_speed_factor
 from gplan.evaluate.replanning import reprice, why_not_replannable, with_link_times
 from gplan.simulation.simulator import simulate
 
@@ -216,8 +216,13 @@ class _TrainingRun:
         return simulate(self.plan)
 
     @cached_property
+    def timeline(self) -> Timeline:
+        """The measured one, at the host's speed in the profile where both speeds are known."""
+        return self.run.timeline.times(1.0 / (equal_speed_factor(self.run) or 1.0))
+
+    @cached_property
     def measured(self) -> MeasuredTimes:
-        return MeasuredTimes(self.plan, self.run.timeline)
+        return MeasuredTimes(self.plan, self.timeline)
 
     def forwards(self) -> Iterator[Sample]:
         """Each stage's mean forward, in pieces by kind of layer."""
@@ -235,7 +240,7 @@ class _TrainingRun:
             costs = self.plan.stage_costs
             for device in range(self.plan.num_devices):
                 pieces = {"optimizer": sum(costs[x.index].optimizer_s for x in self.plan.stages_of(device))}
-                yield Sample(measured_s=self.run.timeline.update_s(device), pieces_s=pieces)
+                yield Sample(measured_s=self.timeline.update_s(device), pieces_s=pieces)
 
     def transfers(self) -> Iterator[Sample]:
         """The transfers that devices waited for."""
@@ -249,7 +254,7 @@ class _TrainingRun:
 
     def _sample(self, stage: Stage, layers_s: Sequence[float], kinds: Sequence[ActionKind]) -> Sample:
         """A stage's mean seconds per micro-batch in actions of these kinds."""
-        predicted_s, measured_s = (x.mean_s(*kinds, stage=stage.index) for x in (self.predicted, self.run.timeline))
+        predicted_s, measured_s = (x.mean_s(*kinds, stage=stage.index) for x in (self.predicted, self.timeline))
         num_actions = sum(
             seconds > 0 for kind in kinds for seconds in self.predicted.microbatch_s(kind, stage=stage.index).values()
         )
@@ -298,4 +303,10 @@ def _held_out(contender: Contender, profile: Profile, learned: Calibration) -> H
         reprice(contender.plan, x, engine=learned.engine).prediction.step_s
         for x in (profile, calibrated(profile, learned))
     )
-    return HeldOut(label=contender.label, measured_s=contender.measured_s, before_s=before, after_s=after)
+    return HeldOut(
+        label=contender.label,
+        measured_s=contender.measured_s,
+        before_s=before,
+        after_s=after,
+        slowdown=contender.slowdown,
+    )

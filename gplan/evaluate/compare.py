@@ -12,6 +12,7 @@ from itertools import zip_longest
 
 from gplan.core import Action, ActionKind, IdleCause, Plan, Run, Timeline
 from gplan.core.units import UnitKind, seconds_text
+from gplan.evaluate.attribution import equal_speed_factor
 from gplan.simulation.bubble import idle_by_cause
 from gplan.simulation.simulator import schedule_of, simulate, step_and_bubble
 
@@ -35,6 +36,7 @@ class ComparisonRow:
     measured: float
     unit: UnitKind
     error: float | None  # see `prediction_error`
+    equal_speed_error: float | None = None  # the same at the host's speed in the run; None: unknown, or see `error`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,13 +129,14 @@ def samples_per_s(plan: Plan, step_s: float) -> float:
 
 def _step_rows(run: Run, predicted: Timeline) -> Iterator[ComparisonRow]:
     plan, prediction, measured = run.plan, run.plan.prediction, run.timeline
-    yield _row(STEP_TIME, (prediction.step_s, measured.step_s), "seconds")
+    factor = equal_speed_factor(run)
+    yield _row(STEP_TIME, (prediction.step_s, measured.step_s), "seconds", slowdown=factor)
     rates = (samples_per_s(plan, x.step_s) for x in (prediction, measured))
-    yield _row(THROUGHPUT, rates, "samples_per_s")
+    yield _row(THROUGHPUT, rates, "samples_per_s", slowdown=factor)
     yield _row(BUBBLE, (prediction.bubble, measured.bubble), "share")
     idle, measured_idle = idle_by_cause(predicted), idle_by_cause(measured)
     for cause in IdleCause:
-        yield _row(idle_quantity(cause), (idle[cause], measured_idle[cause]), "seconds")
+        yield _row(idle_quantity(cause), (idle[cause], measured_idle[cause]), "seconds", slowdown=factor)
 
 
 def _device_rows(run: Run, predicted: Timeline) -> Iterator[ComparisonRow]:
@@ -143,21 +146,36 @@ def _device_rows(run: Run, predicted: Timeline) -> Iterator[ComparisonRow]:
     for device in range(plan.num_devices):
         stages = [stage.index for stage in plan.stages_of(device)]
         only = stages[0] if len(stages) == 1 else None
+        slowdown = run.device_slowdowns[device] if run.device_slowdowns else None
         for stage in stages:
             for kind in ActionKind:
                 if kind is not ActionKind.OPTIMIZER and (stage, kind) in kinds:
                     means = (x.mean_s(kind, stage=stage) for x in timelines)
-                    yield _row(kind.words, means, "seconds", device=device, stage=stage)
-        yield _row(OPTIMIZER, (x.update_s(device) for x in timelines), "seconds", device=device, stage=only)
+                    yield _row(kind.words, means, "seconds", device=device, stage=stage, slowdown=slowdown)
+        updates = (x.update_s(device) for x in timelines)
+        yield _row(OPTIMIZER, updates, "seconds", device=device, stage=only, slowdown=slowdown)
         if peak_bytes := run.peak_bytes[device]:
             yield _row(PEAK_MEMORY, (plan.device_peak_bytes[device], peak_bytes), "bytes", device=device, stage=only)
 
 
 def _row(
-    quantity: str, values: Iterable[float], unit: UnitKind, *, device: int | None = None, stage: int | None = None
+    quantity: str,
+    values: Iterable[float],
+    unit: UnitKind,
+    *,
+    device: int | None = None,
+    stage: int | None = None,
+    slowdown: float | None = None,
 ) -> ComparisonRow:
     predicted, measured = values
-    error = prediction_error(predicted, measured, unit)
+    at_speed = None if slowdown is None else predicted * slowdown if unit == "seconds" else predicted / slowdown
     return ComparisonRow(
-        quantity=quantity, device=device, stage=stage, predicted=predicted, measured=measured, unit=unit, error=error
+        quantity=quantity,
+        device=device,
+        stage=stage,
+        predicted=predicted,
+        measured=measured,
+        unit=unit,
+        error=prediction_error(predicted, measured, unit),
+        equal_speed_error=None if at_speed is None else prediction_error(at_speed, measured, unit),
     )

@@ -15,8 +15,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from gplan.core import BACKWARD_KINDS, ActionKind, Layer, LayerCost, Plan, Profile, Run, Stage, StepCost, is_recomputed
+from gplan.core import (
+    BACKWARD_KINDS,
+    ActionKind,
+    HostSpeed,
+    Layer,
+    LayerCost,
+    Plan,
+    Profile,
+    Run,
+    Stage,
+    StepCost,
+    is_recomputed,
+)
 from gplan.core.errors import FileError
+from gplan.core.host_speed import mean_times
 from gplan.evaluate.calibration import rescale_whole_model
 from gplan.evaluate.replanning import profile_in_plan_order, reprice, why_not_replannable
 
@@ -47,8 +60,19 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
         overhead_s=overhead_s,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         notes=(*profile.notes, _note(factors, run)),
+        host_speed=_speed_of_run(profile, run),
     )
     return replace(scaled, whole_model=rescale_whole_model(profile, scaled))
+
+
+def _speed_of_run(profile: Profile, run: Run) -> HostSpeed | None:
+    """The speed that the run's times belong to; None where the yardstick was not read in both."""
+    times = mean_times(run.timed_speed)
+    return (
+        None
+        if profile.host_speed is None or times is None
+        else replace(profile.host_speed, reference=times, windows=())
+    )
 
 
 def _predicted(profile: Profile, plan: Plan) -> Plan:

@@ -1,7 +1,7 @@
 """How good a plan's prediction is: the plan and its rivals run in turns, and the plan ranked among them.
 
 Every second round runs the plans in the opposite order, so a steady drift of the host cancels in the mean of the
-logarithms over two rounds. A run in which other work disturbed more than half of the steps is repeated, once and at most
+logarithms over two rounds. A run whose processes lost their cores in more than half of the steps is repeated, once and at most
 as often as there are plans; disturbed runs after that are kept and noted. A rival that fails is not run again and keeps
 its rounds. An interrupt, or a failure of the plan itself, ends the measurement with the complete rounds so far. The
 caller provides the function that runs a plan.
@@ -19,9 +19,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from gplan.core import Contender, LeftOut, Plan, Profile, Run, Verification
+from gplan.core import Contender, HostLoad, LeftOut, Plan, Profile, Run, Verification
 from gplan.core.errors import GplanError, UsageError
+from gplan.core.host_load import interruption_text, largest_load
 from gplan.core.units import counted
+from gplan.evaluate.attribution import equal_speed_factor
 from gplan.evaluate.rivals import Rival, rivals_of
 
 NUM_ROUNDS = 4
@@ -95,8 +97,8 @@ def _notes(rounds: RoundResults, *, is_crowded: bool) -> Iterator[str]:
         yield f"the plan failed in a later round, so what is shown is of {extent}: {rounds.failure}"
     if num_disturbed := sum(x.num_disturbed for x in rounds.contenders):
         yield (
-            f"{counted(num_disturbed, 'run')} counted although other work disturbed more than half of the steps: no more "
-            "were repeated; verify again when the machine is quiet"
+            f"{counted(num_disturbed, 'run')} counted although more than half of the steps were "
+            f"{interruption_text(largest_load(rounds.loads))}: no more were repeated; verify again when the machine is quiet"
         )
 
 
@@ -108,6 +110,11 @@ class RoundResults:
     left_out: tuple[LeftOut, ...]
     is_interrupted: bool = False
     failure: str = ""  # of the first plan, where that ended the rounds
+
+    @property
+    def loads(self) -> list[HostLoad]:
+        """Of the runs that were kept for each plan."""
+        return [x.run.host_load for x in self.contenders if x.run.host_load is not None]
 
 
 def run_rounds(
@@ -137,7 +144,7 @@ def run_rounds(
 
 
 def is_disturbed(run: Run) -> bool:
-    """Whether other work used the processor in more than half of the timed steps."""
+    """Whether the processes lost their cores in more than half of the timed steps."""
     num_timed = len(run.step_s) - run.num_warmup_steps
     return run.num_disturbed > _MOST_DISTURBED * num_timed
 
@@ -182,7 +189,7 @@ class _Turns:
             if self._num_repeats_left and is_disturbed(run):
                 self._num_repeats_left -= 1
                 record.num_refused += 1
-                run = self._run(record, number, remark=", again: other work disturbed it")
+                run = self._run(record, number, remark=f", again: most steps were {interruption_text(run.host_load)}")
         except GplanError as error:
             if record is self.records[0]:
                 raise
@@ -201,12 +208,14 @@ class _Turns:
     def _contender(self, record: _Record, num_rounds: int) -> Contender:
         runs = record.runs[:num_rounds]
         steps_s = tuple(run.timeline.step_s for run in runs)
+        slowdowns = tuple(x for run in runs if (x := equal_speed_factor(run)) is not None)
         return Contender(
             label=record.rival.label,
             run=min(runs, key=lambda run: abs(run.timeline.step_s - geometric_mean(steps_s))),
             steps_s=steps_s,
             num_refused=record.num_refused,
             num_disturbed=sum(map(is_disturbed, runs)) if self._repeats else 0,
+            slowdowns=slowdowns if len(slowdowns) == len(runs) else (),
         )
 
 

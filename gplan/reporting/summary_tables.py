@@ -29,7 +29,7 @@ from gplan.reporting.subject import (
     plan_of,
     stages_frame,
 )
-from gplan.reporting.text.run import quantity_name
+from gplan.reporting.text.run import host_speed_lines, quantity_name
 from gplan.schedules.registry import schedule_info
 
 Fact = tuple[str, str]
@@ -98,14 +98,19 @@ def headlines(subject: Subject) -> tuple[Headline, ...]:
     )
 
 
-def step_rows(run: Run) -> list[tuple[str, str, str, str]]:
-    """Quantity, predicted, measured and error of the whole step, without rows that are 0 on both sides."""
+def step_rows(run: Run) -> list[tuple[str, ...]]:
+    """Quantity, predicted, measured and errors of the whole step, without rows that are 0 on both sides.
+
+    The last error is at equal host speed, where that is known.
+    """
+    has_speed = run.slowdown is not None
     return [
         (
             quantity_name(x.quantity),
             quantity_text(x.predicted, x.unit),
             quantity_text(x.measured, x.unit),
             error_text(x.error, x.unit),
+            *(["" if x.equal_speed_error is None else error_text(x.equal_speed_error, x.unit)] if has_speed else []),
         )
         for x in compare(run).rows
         if x.device is None and (x.predicted or x.measured)
@@ -150,6 +155,8 @@ def run_facts(run: Run) -> list[Fact]:
             "times",
             "means over those of these steps with a typical length" if run.versions else "medians over these steps",
         ),
+        *(("speed of the host", text) for text in host_speed_lines(run)),
+        *([("other work on the host", run.host_load.text)] if run.host_load is not None else []),
         ("median step by the wall clock", seconds_text(median(run.step_s[run.num_warmup_steps :]))),
         *([("loss, first to last step", f"{run.losses[0]:.4g} to {run.losses[-1]:.4g}")] if run.losses else []),
         ("gradients compared with the plain model", _check_words(run.check)),

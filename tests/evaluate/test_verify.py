@@ -53,7 +53,7 @@ def test_refused_runs_are_counted() -> None:
 
 def test_kept_disturbed_runs_are_noted() -> None:
     assert (
-        "counted although other work disturbed more than half of the steps"
+        "counted although more than half of the steps were interrupted"
         in verified(MadeHost(disturbed=range(99))).notes[0]
     )
 

@@ -16,19 +16,21 @@ from gplan.reporting.summary_tables import (
     stage_lines,
     step_rows,
 )
+from gplan.reporting.text.run import EQUAL_SPEED
 
 
 def comparison(run: Run) -> str:
     """The comparison of the whole step, with the definition of an error."""
     rows = (
-        (quantity, predicted, f"<b>{measured}</b>", error)
-        for quantity, predicted, measured, error in ((escape(x) for x in row) for row in step_rows(run))
+        (quantity, predicted, f"<b>{measured}</b>", *errors)
+        for quantity, predicted, measured, *errors in ((escape(x) for x in row) for row in step_rows(run))
     )
+    heads = ("whole step", PREDICTED, MEASURED, "error", *([EQUAL_SPEED] if run.slowdown is not None else []))
     return (
         "<p>An error is the difference between prediction and measurement, divided by the measurement; for the bubble it "
         "is the difference in percentage points. A positive error is a prediction that was too high. Idle time is the sum "
         "over all devices.</p>"
-        f'<div class="compared">{table(("whole step", PREDICTED, MEASURED, "error"), rows)}</div>'
+        f'<div class="compared">{table(heads, rows)}</div>'
     )
 
 

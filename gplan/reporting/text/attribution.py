@@ -10,6 +10,7 @@ _LEAST_IN_TABLE, _LEAST_IN_SENTENCE, _ROUNDING = 5e-4, 5e-3, 1e-6  # of the meas
 _MOST_IN_SENTENCE = 4
 OTHER_ORDER = "the error cannot be divided into parts: the devices did not run the plan's actions in the plan's order"
 _CAUSES = {
+    ErrorCause.HOST_SPEED: "another speed of the host than in the profile",
     ErrorCause.ENGINE: "overhead of the engine between actions",
     ErrorCause.COMMUNICATION: "exposed transfers",
     ErrorCause.SINGLE_ACTIONS: "single actions that differ from their stage's mean",

@@ -14,7 +14,8 @@ from typing import Literal, TypeAlias
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core import Device, LayerCost, Origin, Profile
+from gplan.core import Device, HostSpeed, LayerCost, Origin, Profile
+from gplan.core.host_load import interruption_text
 from gplan.core.profile import group_equal
 from gplan.core.units import bytes_text, error_text, flops_text, intensity_text, percent_text, seconds_text
 from gplan.evaluate.compare import prediction_error
@@ -296,15 +297,29 @@ def _model_lines(profile: Profile) -> Iterator[str]:
         yield f"shared by {users}: {weight.name}, {bytes_text(weight.weight_bytes)}, not in their weights above"
     yield (
         f"{profile.num_parameters:,} parameters in {len(profile.layers):,} layers; "
-        + (
-            f"{profile.num_samples} samples, {profile.num_refused} refused as disturbed; "
-            if profile.num_samples
-            else ""
-        )
+        + (f"{profile.num_samples} samples, {_refused_text(profile)}; " if profile.num_samples else "")
         + _device_text(profile.device)
     )
+    if profile.host_speed is not None:
+        yield _speed_text(profile.host_speed)
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions)
     yield f"made {profile.created}" + (f" with {versions}" if versions else "")
+
+
+def _speed_text(speed: HostSpeed) -> str:
+    """The range of the host's speed, and what the model's work is like."""
+    by, phases = speed.exponents, [1 / slowdown for _, _, slowdown in speed.phases]
+    steady = f"{min(phases):.2f} to {max(phases):.2f} times its median; " if phases else ""
+    return (
+        f"speed of the host while it was profiled: {steady}the model follows its compute by {by.compute:.2f}, memory by "
+        f"{by.memory:.2f}, interpreter by {by.interpreter:.2f}"
+    )
+
+
+def _refused_text(profile: Profile) -> str:
+    if not profile.num_refused:
+        return "0 refused"
+    return f"{profile.num_refused} refused as {interruption_text(profile.host_load)}"
 
 
 def _engine_text(profile: Profile) -> str:

@@ -45,7 +45,7 @@ def difference_view(difference: Difference, *, only_changed: bool = True) -> Ren
         lines = (*_whole_lines(size, only_changed=only_changed), *_layer_lines(size, only_changed=only_changed))
         table = FittedTable(title=title, columns=_COLUMNS, lines=lines, spare=_SPARE)
         views.append(limited(table, num_last=0, remedy="gplan diff --all") if only_changed else table)
-        views.append(Text(_summary(size)))
+        views.append(Text(_summary(size, slowdown=difference.slowdown)))
     views.append(Text(f"link: {link_text(difference.old_link)} → {link_text(difference.new_link)}"))
     views.append(Text(f"old: made {difference.old_created}; new: made {difference.new_created}"))
     return Group(*views, *note_lines([*_added_and_removed(difference), *difference.remarks]))
@@ -98,8 +98,8 @@ def _signed(text: str, value: float) -> str:
     return f"+{text}" if value > 0 else text
 
 
-def _summary(size: SizeDifference) -> str:
-    """How many layers changed, and whether all changed alike."""
+def _summary(size: SizeDifference, *, slowdown: float | None) -> str:
+    """How many layers changed, whether all changed alike, and what the host's own speed leaves of it."""
     num_layers = sum(len(x.names) for x in size.layers)
     num_changed = sum(len(x.names) for x in size.layers if x.is_changed)
     left = num_layers - num_changed
@@ -111,7 +111,15 @@ def _summary(size: SizeDifference) -> str:
             if abs(size.median_change) > _COMMON_CHANGE
             else ""
         )
+        + _speed_text(size.median_change, slowdown)
     )
+
+
+def _speed_text(median_change: float, slowdown: float | None) -> str:
+    if slowdown is None:
+        return ""
+    at_equal_speed = percent_text((1.0 + median_change) / slowdown - 1.0, signed=True)
+    return f"; the new host ran {1 / slowdown:.2f} times as fast as the old one, at equal host speed it is {at_equal_speed}"
 
 
 def _added_and_removed(difference: Difference) -> Iterator[str]:

@@ -15,6 +15,7 @@ from gplan.evaluate.compare import (
     FORWARD,
     INPUT_GRADIENT,
     OPTIMIZER,
+    STEP_TIME,
     WEIGHT_GRADIENT,
     ComparisonRow,
     compare,
@@ -23,6 +24,7 @@ from gplan.evaluate.compare import (
 from gplan.reporting.text.attribution import OTHER_ORDER, attribution_text
 from gplan.reporting.text.fitted_table import FittedTable, Line, columns, note_lines
 
+EQUAL_SPEED = "at equal host speed"
 _COARSE_TOLERANCE = 0.05
 _MICROBATCH_QUANTITIES = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 
@@ -33,6 +35,7 @@ def run_view(run: Run) -> RenderableType:
     return Group(
         comparison_table(run),
         Text(OTHER_ORDER if order_difference(run.plan, run.timeline) else attribution_text(attribute_error(run))),
+        *(Text(x) for x in host_speed_lines(run)),
         Text(f"{losses}measured over {run.steps_text}"),
         *_check_lines(run),
         *note_lines(run.notes),
@@ -43,15 +46,29 @@ def comparison_table(run: Run) -> FittedTable:
     """A row for the step, the bubble and its causes, every stage's times and each device's memory."""
     virtual = " (virtual: one process computes all stages, the devices are simulated)"
     has_chunks = run.plan.num_stages > run.plan.num_devices
+    rows, names = compare(run).rows, ["quantity", *(["device"] if has_chunks else []), "stage", "predicted", "measured"]
+    has_speed = any(x.equal_speed_error is not None for x in rows)
     return FittedTable(
         title=f"predicted versus measured, engine {run.engine}{virtual if run.engine == 'virtual' else ''}",
-        columns=columns("quantity", *(["device"] if has_chunks else []), "stage", "predicted", "measured", "error"),
-        lines=tuple(_line(row, has_chunks) for row in compare(run).rows),
+        columns=columns(*names, "error", *([EQUAL_SPEED] if has_speed else [])),
+        lines=tuple(_line(row, has_chunks, has_speed) for row in rows),
         below="idle time is of all devices together",
     )
 
 
-def _line(row: ComparisonRow, has_chunks: bool) -> Line:
+def host_speed_lines(run: Run) -> Iterator[str]:
+    """How fast the host was beside the profile, and the step's two errors; nothing where that is not known."""
+    if (speeds := run.speed_range) is None:
+        return
+    row = compare(run).row(STEP_TIME)
+    error, equal = (error_text(x, row.unit) for x in (row.error, row.equal_speed_error))
+    yield (
+        f"the host ran {speeds[0]:.2f} to {speeds[1]:.2f} times as fast as in the profile: the step's error is {error}, and "
+        f"{equal} at equal host speed"
+    )
+
+
+def _line(row: ComparisonRow, has_chunks: bool, has_speed: bool) -> Line:
     numbers = (quantity_text(row.predicted, row.unit), quantity_text(row.measured, row.unit))
     places = ["" if place is None else str(place) for place in (row.device, row.stage)]
     cells = (
@@ -59,6 +76,7 @@ def _line(row: ComparisonRow, has_chunks: bool) -> Line:
         *(places if has_chunks else places[1:]),
         *numbers,
         error_text(row.error, row.unit),
+        *(["" if row.equal_speed_error is None else error_text(row.equal_speed_error, row.unit)] if has_speed else []),
     )
     return Line(cells=cells, shorter=(row.quantity, row.quantity.removeprefix("idle: ")))
 

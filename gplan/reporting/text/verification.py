@@ -15,7 +15,7 @@ from gplan.evaluate.verify import Ranking, ranking_of
 from gplan.reporting.text.attribution import OTHER_ORDER, attribution_table
 from gplan.reporting.text.explanation import rate_text
 from gplan.reporting.text.fitted_table import FittedTable, Line, columns, note_lines
-from gplan.reporting.text.run import comparison_table
+from gplan.reporting.text.run import EQUAL_SPEED, comparison_table, host_speed_lines
 
 
 def calibration_view(calibration: Calibration) -> RenderableType:
@@ -58,6 +58,10 @@ def _checks(held_out: tuple[HeldOut, ...], *, is_helpful: bool) -> Iterator[Rend
         lines=tuple(_check_line(x) for x in held_out),
         spare=("without", "with"),
     )
+    for check in held_out:
+        if check.slowdown is not None:
+            before, after = (error_text(x, "seconds") for x in check.equal_speed_errors)
+            yield Text(f"{EQUAL_SPEED}: {check.label} {before} without, {after} with")
     if not is_helpful:
         yield Text("on average it does not help, so `gplan balance` uses it only if it is named", style="yellow")
 
@@ -77,6 +81,7 @@ def verification_view(verification: Verification) -> RenderableType:
     chosen = verification.chosen
     return Group(
         comparison_table(chosen.run),
+        *(Text(x) for x in host_speed_lines(chosen.run)),
         Text("this is the run closest to the mean of its rounds; the mean is in the table of rivals", style="dim"),
         Text(),
         Text(OTHER_ORDER)
@@ -93,11 +98,21 @@ def verification_view(verification: Verification) -> RenderableType:
 def _rivals_table(verification: Verification) -> FittedTable:
     """A row for every plan; compared per sample if batches differ."""
     is_by_sample = len({x.plan.batch_size for x in verification.contenders}) > 1
+    has_speed = any(x.slowdown is not None for x in verification.contenders)
     by_sample = "; to this plan: per sample, as batches differ" if is_by_sample else ""
     return FittedTable(
         title=f"the plan and its rivals, step time: geometric mean of {counted(verification.num_rounds, 'round')}, in turns",
-        columns=columns("plan", "predicted", "measured", "error", "to this plan", "samples/s", "rounds"),
-        lines=tuple(_rival_line(x, verification) for x in verification.contenders),
+        columns=columns(
+            "plan",
+            "predicted",
+            "measured",
+            "error",
+            *([EQUAL_SPEED] if has_speed else []),
+            "to this plan",
+            "samples/s",
+            "rounds",
+        ),
+        lines=tuple(_rival_line(x, verification, has_speed) for x in verification.contenders),
         spare=("rounds", "samples/s", "to this plan"),
         below=f"rounds: the shortest and the longest{by_sample}",
     )
@@ -110,7 +125,7 @@ def _left_out_lines(verification: Verification) -> Iterator[Text]:
         yield Text(f"{'not run in all rounds' if x.label in shown else 'left out'}: {x.label}: {x.reason}", style="dim")
 
 
-def _rival_line(contender: Contender, verification: Verification) -> Line:
+def _rival_line(contender: Contender, verification: Verification, has_speed: bool) -> Line:
     chosen, plan, measured_s = verification.chosen, contender.plan, contender.measured_s
     relative = verification.beside(contender) * chosen.plan.batch_size / plan.batch_size - 1.0
     rate = rate_text(samples_per_s(plan, measured_s))
@@ -120,6 +135,7 @@ def _rival_line(contender: Contender, verification: Verification) -> Line:
         seconds_text(contender.predicted_s),
         seconds_text(measured_s),
         error_text(contender.error, "seconds"),
+        *([error_text(contender.equal_speed_error, "seconds")] if has_speed else []),
         "" if contender is chosen else percent_text(relative, signed=True),
         rate,
         f"{seconds_text(min(contender.steps_s))} .. {seconds_text(max(contender.steps_s))}",
@@ -138,7 +154,7 @@ def _standing_lines(verification: Verification) -> Iterator[Text]:
     repeated, kept = verification.num_refused, sum(x.num_disturbed for x in verification.contenders)
     steps = chosen.run.steps_text
     yield Text(
-        f"{counted(repeated, 'run')} repeated because other work disturbed them, {kept} disturbed but kept; this plan was "
+        f"{counted(repeated, 'run')} repeated because most steps were interrupted, {kept} such kept; this plan was "
         f"measured over {steps}"
     )
 

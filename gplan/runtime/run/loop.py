@@ -235,8 +235,8 @@ class _TrainingLoop:
             gathered: list[Any] = [None] * self._num_ranks
             dist.all_gather_object(gathered, (steps, self._peak_bytes[0], self._errors, load))
             ranks, peaks, errors, loads = zip(*gathered, strict=True)
-            check, load = self._verdict(errors, steps[0].loss), largest_load(loads)
-            run = torch_run(plan, ranks, peak_bytes=peaks, check=check, options=options, load=load)
+            check = self._verdict(errors, steps[0].loss)
+            run = torch_run(plan, ranks, peak_bytes=peaks, check=check, options=options, load=largest_load(loads))
         return replace(run, notes=(*self._notes, *run.notes))
 
     def _verdict(self, errors: Sequence[Mapping[str, float]], loss: float) -> GradientCheck | None:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
 from statistics import fmean, median
-from typing import TypeVar
 
 import msgspec
 
@@ -27,10 +26,10 @@ from gplan.core import (
     Span,
     StepSpeed,
     Timeline,
-    Transfer,
     YardstickTimes,
 )
 from gplan.core.host_load import interruption_text
+from gplan.core.schedule import Piece
 from gplan.core.units import counted
 from gplan.evaluate.compare import stale_prediction_notes
 from gplan.runtime.recorder import ActionTiming
@@ -42,7 +41,6 @@ from profiler.host.host_info import software_versions
 from profiler.timing.clock import is_undisturbed
 
 _NUM_SPEED_WINDOWS = 20  # of a run, at most
-Piece = TypeVar("Piece", Span, Transfer)
 
 
 def torch_run(

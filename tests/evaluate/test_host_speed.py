@@ -1,0 +1,192 @@
+"""Errors raw and at equal host speed: made runs on hosts that are slower than their profile by a known factor."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from gplan.core import (
+    HostSpeed,
+    Plan,
+    Profile,
+    Run,
+    SpeedExponents,
+    StepSpeed,
+    Timeline,
+    YardstickTimes,
+)
+from gplan.evaluate.attribution import ErrorCause, at_speed, attribute_error, predicted_times
+from gplan.evaluate.calibration import calibrate
+from gplan.evaluate.compare import BUBBLE, FORWARD, PEAK_MEMORY, STEP_TIME, THROUGHPUT, compare
+from gplan.evaluate.profile_difference import profile_difference
+from gplan.evaluate.retiming import retime_profile
+from gplan.evaluate.verify import verify
+from gplan.files import json_files
+from gplan.reporting.text.profile_difference import difference_view
+from gplan.reporting.text.run import run_view
+from gplan.simulation.simulator import schedule_of, simulate, timeline_of
+from tests.evaluate.hosts import measured_run, times, usual_plan, usual_profile
+
+SPEED = HostSpeed(
+    reference=YardstickTimes(compute_s=1e-3, memory_s=2e-3, interpreter_s=5e-4),
+    exponents=SpeedExponents(compute=0.5, memory=0.3, interpreter=0.2),
+)
+
+
+def readings(factor: float) -> YardstickTimes:
+    """A yardstick that takes `factor` times as long as in the profile."""
+    of = SPEED.reference
+    return YardstickTimes(
+        compute_s=factor * of.compute_s, memory_s=factor * of.memory_s, interpreter_s=factor * of.interpreter_s
+    )
+
+
+def with_speed(run: Run, *factors: float) -> Run:
+    """The run with these slowdowns of its ranks in all timed steps; the last window was missed by the first rank."""
+    ranks = tuple(map(readings, factors))
+    windows = (
+        StepSpeed(first_step=3, end_step=6, ranks=ranks),
+        StepSpeed(first_step=6, end_step=8, ranks=(None, *ranks[1:])),
+    )
+    return replace(run, plan=replace(run.plan, host_speed=SPEED), host_speed=windows)
+
+
+def slow_run(plan: Plan, *factors: float) -> Run:
+    """A run whose devices, with the transfers that they send, are exactly as slow as the yardstick says."""
+    return with_speed(measured_run(plan, slow_timeline(plan, factors)), *factors)
+
+
+def slow_timeline(plan: Plan, factors: tuple[float, ...]) -> Timeline:
+    slow = at_speed(predicted_times(plan), plan, factors).durations
+    updates = {x.action: x.duration_s * factors[x.device] for x in simulate(plan).spans}
+    return timeline_of(
+        schedule_of(plan), plan.stage_costs, duration_s={**updates, **slow}.__getitem__, origin="measured"
+    )
+
+
+def printed(view: object) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(view)
+    return " ".join(capture.get().split())
+
+
+def test_a_slow_host_is_no_error_at_equal_speed() -> None:
+    run = slow_run(usual_plan(), 1.25, 1.25)
+    found = compare(run)
+    step = found.row(STEP_TIME)
+    assert (step.error, step.equal_speed_error) == (pytest.approx(-0.2), pytest.approx(0.0, abs=1e-12))
+    assert found.row(THROUGHPUT).equal_speed_error == pytest.approx(0.0, abs=1e-12)
+    assert found.row(FORWARD, stage=1).equal_speed_error == pytest.approx(0.0, abs=1e-12)
+    assert found.row(BUBBLE).equal_speed_error is None
+    assert found.row(PEAK_MEMORY, device=0).equal_speed_error is None
+
+
+@pytest.mark.parametrize("factors", [(1.25, 1.25), (1.4, 1.0), (0.8, 1.1)])
+def test_host_drift_is_one_part_and_the_model_another(factors: tuple[float, float]) -> None:
+    run = slow_run(usual_plan(), *factors)
+    found = attribute_error(run)
+    parts = {(x.cause, x.stage): x.seconds for x in found.parts if abs(x.seconds) > 1e-9 * found.measured_s}
+    assert set(parts) == {(ErrorCause.HOST_SPEED, None)}
+    assert math.fsum(parts.values()) == pytest.approx(found.error_s)
+    assert compare(run).row(STEP_TIME).equal_speed_error == pytest.approx(0.0, abs=1e-9)
+
+
+def test_what_the_host_does_not_explain_stays_with_the_model() -> None:
+    plan = usual_plan()
+    run = with_speed(measured_run(plan, times(simulate(plan), 1.5)), 1.25, 1.25)
+    found = {x.cause: 0.0 for x in attribute_error(run).parts}
+    for part in attribute_error(run).parts:
+        found[part.cause] += part.seconds
+    step_s = simulate(plan).step_s
+    assert found[ErrorCause.HOST_SPEED] == pytest.approx(0.25 * step_s)
+    assert sum(found.values()) == pytest.approx(0.5 * step_s)
+    assert found[ErrorCause.COMPUTE] > 0.2 * step_s
+    assert compare(run).row(STEP_TIME).equal_speed_error == pytest.approx(1.25 / 1.5 - 1)
+
+
+def test_without_a_yardstick_there_is_one_error() -> None:
+    plan = usual_plan()
+    run = measured_run(plan, times(simulate(plan), 1.5))
+    assert {x.equal_speed_error for x in compare(run).rows} == {None}
+    assert ErrorCause.HOST_SPEED not in {x.cause for x in attribute_error(run).parts}
+    text = printed(run_view(run))
+    assert "equal host speed" not in text and "as fast as in the profile" not in text
+
+
+def test_a_run_prints_both_errors_and_the_range() -> None:
+    run = slow_run(usual_plan(), 1.25, 1.25)
+    text = printed(run_view(run))
+    assert "the host ran 0.80 to 0.80 times as fast as in the profile: the step's error is -20.0 %" in text
+    assert "at equal host speed" in text
+    assert json_files.parse(Run, json_files.to_json(run), name="run") == run
+
+
+def test_plans_keep_the_speed_and_do_not_change_by_it() -> None:
+    profile = usual_profile()
+    plain, with_it = usual_plan(profile), usual_plan(replace(profile, host_speed=SPEED))
+    assert with_it.host_speed == SPEED
+    assert replace(with_it, host_speed=None, proof=plain.proof) == plain
+
+
+class SlowHost:
+    """Every run is slower by this factor, and its yardstick shows it."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, plan: Plan) -> Run:
+        return with_speed(measured_run(plan, times(simulate(plan), self.factor)), *[self.factor] * plan.num_devices)
+
+
+def profiled() -> Profile:
+    return replace(usual_profile(), host_speed=SPEED)
+
+
+def test_a_verification_has_both_errors() -> None:
+    profile = profiled()
+    found = verify(
+        usual_plan(profile), profile, SlowHost(1.25), engine="torch", num_rounds=2, num_rivals=2, num_cores=64
+    )
+    assert found.chosen.error == pytest.approx(-0.2)
+    assert found.chosen.equal_speed_error == pytest.approx(0.0, abs=1e-9)
+    assert len(found.chosen.slowdowns) == 2
+
+
+def test_a_calibration_does_not_learn_the_hosts_speed() -> None:
+    profile = profiled()
+    found = verify(usual_plan(profile), profile, SlowHost(1.25), engine="torch", num_rounds=1, num_cores=64)
+    learned = calibrate(found, profile)
+    assert [x.forward for x in learned.kinds] == pytest.approx([1.0] * len(learned.kinds), abs=1e-6)
+    for check in learned.held_out:
+        assert check.error_after == pytest.approx(-0.2, abs=1e-6)
+        assert check.equal_speed_errors == pytest.approx((0.0, 0.0), abs=1e-6)
+
+
+def test_two_profiles_are_compared_at_equal_speed() -> None:
+    old = profiled()
+    layers = (
+        replace(
+            x,
+            costs=tuple(replace(y, forward=y.forward.times(1.25), backward=y.backward.times(1.25)) for y in x.costs),
+        )
+        for x in old.layers
+    )
+    new = replace(old, layers=tuple(layers), host_speed=replace(SPEED, reference=readings(1.25)))
+    found = profile_difference(old, new)
+    assert found.slowdown == pytest.approx(1.25)
+    text = printed(difference_view(found, only_changed=False))
+    assert re.search(r"the new host ran 0\.80 times as fast as the old one, at equal host speed it is [+-]0\.0 %", text)
+
+
+def test_a_retimed_profile_has_the_speed_of_the_run() -> None:
+    profile = profiled()
+    plan = usual_plan(profile)
+    newer = retime_profile(profile, run=slow_run(plan, 1.25, 1.25))
+    assert newer.host_speed is not None
+    assert newer.host_speed.reference.compute_s == pytest.approx(1.25e-3)
+    assert retime_profile(profile, run=measured_run(plan, times(simulate(plan), 1.5))).host_speed is None
