@@ -21,7 +21,7 @@ import torch
 
 from gplan.core import Device, EngineCost, Granularity, Link, LossReduction, Profile, StepCost
 from gplan.core.errors import ModelError, UsageError
-from profiler.capture.chain import model_state_restored
+from profiler.capture.chain import model_state_restored, routing_notes
 from profiler.host.host_info import core_shares, device_share, gpu_state, max_neighbours, processor, software_versions
 from profiler.host.host_load import load_between, read_load
 from profiler.host.links import check_measurable, measure_link
@@ -164,6 +164,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
                 )
             )
         ),
+        plan_notes=routing_notes(first.chain),
         granularity=options.granularity,
         values=values,
         host_speed=speeds.host_speed,

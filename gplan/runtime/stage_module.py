@@ -3,16 +3,16 @@
 A stage is one segment that is recomputed as a whole or not at all. With recompute "selected" each layer named in the
 plan is a segment that always recomputes, and the layers between keep their stash. A recomputed forward
 (`profiler/backward/rematerialize.py`) keeps only its inputs; the second run draws the same random numbers and
-restores the buffers it writes to. The module holds the stage's parameters; what it runs is set for every pass, as
+finds the buffers that it writes to as the first run did. The module holds the stage's parameters; what it runs is set for every pass, as
 another batch size, evaluation and autocast each need their own capture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from gplan.core import RecomputeMode, is_recomputed
 from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.random_streams import RandomStreams
-from profiler.backward.rematerialize import recomputed
+from profiler.backward.rematerialize import buffers_as, recomputed
 from profiler.capture.chain import AtLayer, Chain, Tensors
 from profiler.capture.inplace import aliased_arguments, written_arguments
 
@@ -133,7 +133,8 @@ class RecomputeSegment(nn.Module):
     def recomputed(self, *tensors: Tensor) -> Tensors:
         """The same, but the forward runs again during the backward."""
         read = tuple(x for x, is_read in zip(tensors, self._reads, strict=True) if is_read)
-        made = iter(recomputed(self._run, read, again=self._buffers_kept))
+        before = [x.detach().clone() for x in self._written]  # a router's bias, say, must route the same way again
+        made = iter(recomputed(self._run, read, again=partial(buffers_as, self._written, before)))
         passing = (x for x, is_passing in zip(tensors, self._passes, strict=True) if is_passing)
         return tuple(next(made if is_made else passing) for is_made in self._makes)
 
@@ -146,16 +147,6 @@ class RecomputeSegment(nn.Module):
     @cached_property
     def _written(self) -> list[Tensor]:
         return written_buffers(self.layers)
-
-    @contextmanager
-    def _buffers_kept(self) -> Iterator[None]:
-        """Restore the buffers after the block, past autograd, which may have saved them."""
-        before = [x.detach().clone() for x in self._written]
-        try:
-            yield
-        finally:
-            for buffer, kept in zip(self._written, before, strict=True):
-                buffer.data.copy_(kept)
 
 
 def storage_id(tensor: Tensor) -> int:

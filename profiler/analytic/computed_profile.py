@@ -24,7 +24,7 @@ from profiler.analytic.layer_work import HalvesAnalysis, LayerAnalysis, analyse,
 from profiler.analytic.roofline import RooflineCalibration, roofline_seconds
 from profiler.analytic.work import WorkCounter, total_work
 from profiler.capture.capture import capture
-from profiler.capture.chain import Chain, model_state_restored
+from profiler.capture.chain import Chain, model_state_restored, routing_notes
 from profiler.host.host_info import software_versions
 from profiler.memory.allocations import StorageRecorder, optimizer_state_bytes
 from profiler.memory.chain_profile import Crossings, layers_with_weights, values_of
@@ -87,7 +87,8 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=software_versions(),
         origin="computed",
-        notes=(*file.notes, *_notes(file, options)),
+        notes=(*file.notes, *first.chain.notes, *_notes(file, options)),
+        plan_notes=routing_notes(first.chain),
         granularity=options.granularity,
         values=values,
     )

@@ -15,7 +15,7 @@ autograd. The caller restores random state and buffers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -42,6 +42,19 @@ def recomputed(run: Callable[..., Tensors], inputs: Tensors, *, again: Again) ->
         outputs = run(*inputs)
     call.is_over = True
     return outputs
+
+
+@contextmanager
+def buffers_as(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, some buffers have these values, past autograd, which may have saved them; afterwards their present ones."""
+    present = [x.detach().clone() for x in buffers]
+    try:
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.data.copy_(value)
+        yield
+    finally:
+        for buffer, value in zip(buffers, present, strict=True):
+            buffer.data.copy_(value)
 
 
 class _Slot:

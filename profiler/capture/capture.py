@@ -33,7 +33,7 @@ from profiler.capture.running_norms import RunningNorm, cumulative_momentum_one,
 from profiler.capture.sequence import SequentialChain
 from profiler.capture.steps import captured_in_steps
 from profiler.capture.trace import Trace
-from profiler.capture.wiring import may_draw
+from profiler.capture.wiring import depends_on_values, may_draw
 
 
 def capture(model: nn.Module, inputs: object, *, granularity: Granularity = "layer", training: bool = True) -> Chain:
@@ -181,6 +181,10 @@ class ExportedChain(Chain):
     def draws(self, layer: int) -> bool:
         """By torch's tags; operations outside torch may draw."""
         return any(may_draw(node) for node in self._groups[layer].nodes)
+
+    def is_routed(self, layer: int) -> bool:
+        """By its operations: grouped products, sizes that depend on data, and modules that are called as they are."""
+        return any(depends_on_values(node) for node in self._groups[layer].nodes)
 
     def specs(self, boundary: int) -> tuple[TensorSpec, ...]:
         """The specs of a boundary's tensors, by the trace."""

@@ -83,6 +83,10 @@ class Chain(ABC):
     def draws(self, layer: int) -> bool:
         """Whether a layer may draw random numbers."""
 
+    def is_routed(self, layer: int) -> bool:
+        """Whether the work of a layer depends on values, as that of experts on the tokens routed to each."""
+        return False
+
     @abstractmethod
     def specs(self, boundary: int) -> tuple[TensorSpec, ...]:
         """The specs of a boundary's tensors, as captured."""
@@ -135,6 +139,20 @@ class Chain(ABC):
                 specs.append(TensorSpec.of_all(tensors))
                 tensors = detached(tensors)
         return tuple(specs)
+
+
+def routing_notes(chain: Chain) -> tuple[str, ...]:
+    """A note on the layers whose time depends on routing, for a profile and every plan made from it."""
+    routed = [name for layer, name in enumerate(chain.names) if chain.is_routed(layer)]
+    if not routed:
+        return ()
+    names = (
+        ", ".join(routed) if len(routed) <= 3 else f"{routed[0]}, {routed[1]} ... {routed[-1]} ({len(routed)} layers)"
+    )
+    return (
+        f"the time of {names} depends on routing, that is on which experts the tokens of a batch are sent to: it is that of "
+        "the batch at hand",
+    )
 
 
 def detached(tensors: Tensors) -> Tensors:

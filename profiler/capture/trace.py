@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field, replace
@@ -170,11 +171,12 @@ def _erase_assertions(module: GraphModule) -> None:
 
 @contextmanager
 def _without_torch_messages() -> Iterator[None]:
-    """Suppress the graphs and warnings that a failing export prints."""
+    """Suppress the graphs and warnings that a failing export prints, and the one on attributes, which are restored."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with redirect_stderr(io.StringIO()):
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")
             yield
     finally:
         logging.disable(before)

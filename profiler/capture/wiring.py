@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from profiler.capture.autograd_functions import CustomFunction
 from profiler.capture.inplace import aliased_arguments, written_arguments, written_state
+from profiler.capture.opaque_modules import ModuleCall
 from profiler.capture.trace import Trace
 
 _PRODUCTS = {
@@ -136,6 +137,14 @@ def may_draw(node: Node) -> bool:
         is_marked = torch.Tag.nondeterministic_seeded in node.target.tags
         return not is_of_torch or (is_marked and not _drops_nothing(node, node.target))
     return isinstance(node.target, HigherOrderOperator | CustomFunction)
+
+
+def depends_on_values(node: Node) -> bool:
+    """Whether the work of an operation depends on values: groups or sizes by data, or control flow that was not traced."""
+    if isinstance(node.target, CustomFunction):
+        return isinstance(node.target.function, ModuleCall)
+    tensors = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
+    return "grouped_mm" in operation_name(node) or any(type(n) is not int for x in tensors for n in x.shape)
 
 
 def _drops_nothing(node: Node, operation: OpOverload) -> bool:

@@ -388,5 +388,5 @@ def _measured_size(
         whole=None,
         overhead_s=sum(x.overhead_s for x in corrections) / len(corrections),
         loss_reduction=None,
-        notes=tuple(dict.fromkeys(notes)),
+        notes=tuple(dict.fromkeys((*subject.chain.notes, *notes))),
     )

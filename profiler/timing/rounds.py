@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from gplan.core import Timing
-from profiler.backward.rematerialize import recomputed
+from profiler.backward.rematerialize import buffers_as, recomputed
 from profiler.backward.split_backward import first_half
 from profiler.capture.chain import Tensors, detached, wants_gradient
 from profiler.timing.bench import Bench, Composed, backward
@@ -221,8 +220,20 @@ class TimingRounds:
             loss = self._clock.time(samples("whole/forward"), self._bench.whole)
             if loss.requires_grad:
                 self._clock.time(samples("whole/backward"), loss.backward)
-        stage = self._bench.stage
-        self._stage_round(samples, "recomputed", lambda *tensors: recomputed(stage, tensors, again=nullcontext))
+        self._stage_round(samples, "recomputed", self._recomputed_stage)
+
+    def _recomputed_stage(self, *tensors: Tensor) -> Tensors:
+        before = [x.detach().clone() for x in self._written]
+        return recomputed(self._bench.stage, tensors, again=partial(buffers_as, self._written, before))
+
+    @cached_property
+    def _written(self) -> list[Tensor]:
+        """The buffers that a forward writes into."""
+        versions = [(x, x._version) for x in self._bench.stage.buffers()]
+        if versions:
+            with torch.no_grad():
+                self._bench.stage(*self._bench.inputs)
+        return [x for x, version in versions if x._version != version]
 
     def _add_excesses(self, added: RoundSamples) -> None:
         """The sum of the layers in this round, its excess over the one stage, and the added time of recompute."""

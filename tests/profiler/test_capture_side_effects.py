@@ -118,7 +118,6 @@ def test_constants_in_the_output() -> None:
     assert output == {"rows": 4, "cache": None, "name": "a"}
 
 
-@pytest.mark.filterwarnings("ignore:The tensor attribute .* was assigned during export")
 def test_capture_restores_attributes() -> None:
     class Remembers(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

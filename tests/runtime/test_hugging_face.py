@@ -155,6 +155,41 @@ def test_unseen_padding_is_masked() -> None:
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
 
 
+SMALLEST = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "max_position_embeddings": SEQUENCE_LENGTH, "use_cache": False,
+}  # fmt: skip
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+EXPERTS = {
+    "Mixtral": {"num_key_value_heads": 1, "num_local_experts": 4},
+    "DeepseekV3": {
+        **LATENT, "num_key_value_heads": 2, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 2,
+        "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+    },
+    "GptOss": {"num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "Qwen3Moe": {"num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_mixture_of_experts(name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(**{**SMALLEST, **EXPERTS[name]})
+    torch.manual_seed(0)
+    batch = {key: padded()[key] for key in ("input_ids", "labels")}
+    file = language_model(lambda: transformers.AutoModelForCausalLM.from_config(config), batch)
+    plan = plan_for(file, num_devices=2)
+    assert any("depends on routing" in note for note in plan.notes)
+    plain = copy.deepcopy(file.model)
+    pipe = pipeline_for(file, plan)
+    pipe.step(batch)
+    call(plain, batch).loss.backward()
+    gradients = {x: y.grad for x, y in plain.named_parameters() if y.grad is not None}
+    largest = max(float(x.abs().max()) for x in gradients.values())
+    found = {x: y.grad for x, y in pipe.named_parameters() if y.grad is not None}
+    assert found.keys() == gradients.keys()
+    assert all(float((x - gradients[key]).abs().max()) <= 1e-5 * largest for key, x in found.items())
+
+
 def test_key_value_cache_refused() -> None:
     model = transformers.LlamaForCausalLM(llama().config)
     model.config.use_cache = True

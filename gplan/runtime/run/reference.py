@@ -1,14 +1,15 @@
 """Loss and gradients of the plain model for one mini-batch, which a pipeline must reproduce.
 
-A model with batch norm runs micro-batch by micro-batch here too, as its statistics are those of a micro-batch; any
-other model runs on the whole mini-batch.
+A model whose loss depends on how the mini-batch is divided runs micro-batch by micro-batch here too: batch norm has the
+statistics of a micro-batch, a router's auxiliary loss is one of a micro-batch, and a router's bias that the forward
+changes routes the next micro-batch. Any other model runs on the whole mini-batch.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +43,8 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
 
     Raises UsageError for a model that draws random numbers, as no other run can match its gradients.
     """
-    by_microbatch = any(isinstance(module, _BatchNorm) for module in file.model.modules())
-    order = range(plan.num_replicas * plan.num_microbatches if by_microbatch else 1)
+    reason = _why_by_microbatch(file, plan, inputs, target)
+    order = range(plan.num_replicas * plan.num_microbatches if reason else 1)
     with model_state_restored(file.model):
         torch.manual_seed(1)
         loss = accumulate_gradients(file, plan, inputs, target, order)
@@ -60,8 +61,23 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
             "--check compares with the plain model and needs dropout off, such as --set dropout=0 where the file has that "
             "setting"
         )
-    how = "micro-batch by micro-batch (batch norm)" if by_microbatch else "the mini-batch in one piece"
+    how = f"micro-batch by micro-batch ({reason})" if reason else "the mini-batch in one piece"
     return Reference(loss=loss, gradients=gradients, how=how, tolerance=tolerance)
+
+
+def _why_by_microbatch(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> str | None:
+    """Why the loss depends on how the mini-batch is divided; None where it does not."""
+    if any(isinstance(module, _BatchNorm) for module in file.model.modules()):
+        return "batch norm"
+    losses: list[Tensor] = []
+    for num_parts in (1, plan.num_replicas * plan.num_microbatches):
+        with model_state_restored(file.model), torch.no_grad():
+            torch.manual_seed(1)
+            losses.append(torch.stack(list(_losses(file, plan, inputs, target, range(num_parts)))).sum())
+    whole, divided = (float(x) for x in losses)
+    rounding = _ROUNDINGS * torch.finfo(losses[0].dtype).eps
+    is_same = abs(divided - whole) <= rounding * abs(whole)
+    return None if is_same else f"whose losses combine to {divided:.6g}, where that of the whole is {whole:.6g}"
 
 
 def as_dense(gradient: Tensor) -> Tensor:
@@ -102,13 +118,18 @@ def gradient_check(reference: Reference, errors: Mapping[str, float], loss: floa
 
 def accumulate_gradients(file: ModelFile, plan: Plan, inputs: Any, target: Any, order: Sequence[int]) -> float:
     """Accumulate the gradients of the parts of a mini-batch, in this order; return its loss."""
-    scale = 1.0 / len(order) if plan.loss_reduction == "mean" else 1.0
-    num_rows, size = plan.batch_size, plan.batch_size // len(order)
     total = 0.0
-    for part in order:
-        rows = slice(part * size, (part + 1) * size)
-        args, kwargs = call_arguments(take_rows(inputs, rows, num_rows))
-        loss = file.loss(file.model(*args, **kwargs), take_rows(target, rows, num_rows)) * scale
+    for loss in _losses(file, plan, inputs, target, order):
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     return total
+
+
+def _losses(file: ModelFile, plan: Plan, inputs: Any, target: Any, order: Sequence[int]) -> Iterator[Tensor]:
+    """The share of each part of a mini-batch in its loss."""
+    scale = 1.0 / len(order) if plan.loss_reduction == "mean" else 1.0
+    num_rows, size = plan.batch_size, plan.batch_size // len(order)
+    for part in order:
+        rows = slice(part * size, (part + 1) * size)
+        args, kwargs = call_arguments(take_rows(inputs, rows, num_rows))
+        yield file.loss(file.model(*args, **kwargs), take_rows(target, rows, num_rows)) * scale

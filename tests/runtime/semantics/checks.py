@@ -43,7 +43,8 @@ def profile_of(subject: Subject) -> Profile:
     )
     with torch.random.fork_rng():
         model = subject.build()
-    return measure_profile(model_in_memory(model, loss=subject.loss, batches=batches), options)
+    file = model_in_memory(model, loss=subject.loss, batches=batches, loss_reduction=subject.loss_reduction)
+    return measure_profile(file, options)
 
 
 def plan_of(

@@ -22,6 +22,7 @@ class Subject:
     inputs: Callable[[torch.Generator, int], Any]  # of a number of samples
     targets: Callable[[torch.Generator, int], Any]
     loss: Callable[[Any, Any], Tensor]
+    loss_reduction: str | None = None  # as a model file states it
 
     def batch(self, num_samples: int, *, seed: int = 0) -> tuple[Any, Any]:
         """Inputs and targets, the same for the same seed."""

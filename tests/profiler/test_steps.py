@@ -1,0 +1,135 @@
+"""Ways to trace a model are tried in steps: mixtures of experts are captured and train as the plain model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from gplan.core.errors import ModelError
+from profiler.capture.capture import capture
+from profiler.capture.chain import routing_notes
+from profiler.model.lazy_build import build_without_weights, to_fake_tensors
+from tests.profiler.experts import CALLED, MODELS, Looped, Routed, tokens
+from tests.profiler.training import assert_trained_alike, gradients, total, train_in_stages
+
+ROWS = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_mixture_of_experts_trains_in_stages(kind: str) -> None:
+    torch.manual_seed(0)
+    model, plain = MODELS[kind](), MODELS[kind]()
+    plain.load_state_dict(model.state_dict())
+    chain = capture(model, tokens(4))
+    assert chain.names == ("embedding", "blocks.0", "blocks.1", "blocks.2", "head")
+    assert (
+        chain.notes == () if kind not in CALLED else f"every {CALLED[kind].__name__} called as it is" in chain.notes[0]
+    )
+    assert any("blocks.0, blocks.1, blocks.2 depends on routing" in x for x in routing_notes(chain)) == (
+        kind != "dense"
+    )
+    for seed in (0, 1):  # other tokens take other ways
+        train_in_stages(chain, range(1, len(chain)), (tokens(4, seed=seed),))
+        total(plain(tokens(4, seed=seed))).backward()  # type: ignore[no-untyped-call]
+        assert_trained_alike(gradients(model), gradients(plain))
+    assert all(torch.equal(x, plain.get_buffer(name)) for name, x in model.named_buffers())
+
+
+@pytest.mark.parametrize("kind", ["dense", "grouped", "grouped, auxiliary loss"])
+def test_mixture_of_experts_without_weights(kind: str) -> None:
+    model = build_without_weights(MODELS[kind], what="it")
+    to_fake_tensors(model)
+    assert len(capture(model, tokens(4))) == 5
+
+
+def test_looped_experts_need_values() -> None:
+    model = build_without_weights(MODELS["looped"], what="it")
+    to_fake_tensors(model)
+    with pytest.raises(
+        ModelError, match=r"if token\.numel\(\) > 0:.*torch\.where or torch\.cond, or define the model as"
+    ):
+        capture(model, tokens(4))
+
+
+def test_control_flow_of_the_model_itself_is_refused_with_its_line() -> None:
+    class Stops(Routed):
+        def forward(self, tokens: Tensor) -> Any:
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                if x.mean() > 100:
+                    break
+                x = block(x)
+            return self.head(x)
+
+    with pytest.raises(ModelError, match=r"if x\.mean\(\) > 100:.*torch\.where or torch\.cond, or define the model as"):
+        capture(Stops(Looped), tokens(4))
+
+
+class ForExport(nn.Module):
+    """Calls code that cannot be traced, and other code for torch.export."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.first, self.last, self.scale = nn.Linear(4, 4), nn.Linear(4, 4), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if torch.compiler.is_exporting():
+            return self.last(x * self.scale)  # type: ignore[no-any-return]
+        return self.last(2.0 * x if x.sum() > -1e9 else x)  # type: ignore[no-any-return]
+
+
+def test_code_for_export_is_taken_where_it_computes_the_same() -> None:
+    chain = capture(model := ForExport(2.0), ROWS)
+    assert torch.allclose(chain.stage(0, len(chain))(ROWS)[0], model(ROWS))
+    assert "traced as libraries run it for torch.export; else: GuardOnDataDependentSymNode" in chain.notes[0]
+    with pytest.raises(ModelError, match=r"if x\.sum\(\) > -1e9"):
+        capture(ForExport(3.0), ROWS)
+
+
+def test_module_that_reads_another_ones_parameters_is_not_called_as_it_is() -> None:
+    model = MODELS["looped"]()
+    routed: Any = model.blocks[0].routed
+    routed.__dict__["head"] = model.head.weight
+
+    def choose(x: Tensor) -> tuple[Tensor, Tensor]:
+        return Looped.choose(routed, x + routed.head[0])
+
+    routed.choose = choose
+    with pytest.raises(ModelError, match=r"if token\.numel\(\) > 0"):
+        capture(model, tokens(4))
+
+
+def test_capture_leaves_a_called_module_as_it_was() -> None:
+    model = MODELS["balanced"]()
+    before = copy.deepcopy(model.state_dict())
+    attributes = [set(vars(module)) for module in model.modules()]
+    capture(model, tokens(4))
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert [set(vars(module)) for module in model.modules()] == attributes
+
+
+LAYOUTS = {
+    "rows of a": ((8, 16), (4, 30, 16), True),
+    "columns of b": ((4, 8, 16), (32, 16), True),
+    "inner size": ((12, 8), (8, 20), False),
+    "batches": ((4, 8, 16), (4, 30, 16), True),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fake_grouped_product_is_like_the_real_one(layout: str) -> None:
+    one, other, is_turned = LAYOUTS[layout]
+    a, b = torch.randn(one), torch.randn(other).mT if is_turned else torch.randn(other)
+    ends = None if len(one) == len(other) == 3 else torch.tensor([2, 4, 6, 8], dtype=torch.int32)
+    real = F.grouped_mm(a, b, offs=ends)
+    with FakeTensorMode() as mode:
+        fakes = [None if x is None else mode.from_tensor(x) for x in (a, b, ends)]
+        fake = F.grouped_mm(fakes[0], fakes[1], offs=fakes[2])  # type: ignore[arg-type]
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
