@@ -18,7 +18,9 @@ from statistics import geometric_mean
 from gplan.core.checks import check_not_negative, check_positive
 from gplan.core.units import seconds_text
 
-_ONE_PHASE = 1.15  # the largest ratio of slowdowns within a phase
+ONE_PHASE = 1.15
+"""The largest ratio of slowdowns within a phase."""
+
 _MOST_CHANGE = 2.0  # of the slowdown within a profile, before a warning
 
 
@@ -120,16 +122,21 @@ class HostSpeed:
         return speed_phases([(x.start_s, x.end_s, self.slowdown(x.times)) for x in self.windows])
 
     @property
+    def change(self) -> float:
+        """The largest ratio of the slowdowns of two phases; 1 if no windows are known."""
+        slowdowns = [slowdown for _, _, slowdown in self.phases]
+        return max(slowdowns) / min(slowdowns) if slowdowns else 1.0
+
+    @property
     def doubts(self) -> tuple[str, ...]:
         """A warning if the speed changed by more than a factor of 2, with the phases."""
-        slowdowns = [slowdown for _, _, slowdown in self.phases]
-        if not slowdowns or max(slowdowns) <= _MOST_CHANGE * min(slowdowns):
+        if self.change <= _MOST_CHANGE:
             return ()
         phases = ", ".join(
             f"{1 / x:.2f} from {seconds_text(start)} to {seconds_text(end)}" for start, end, x in self.phases
         )
         return (
-            f"the speed of this host changed by a factor of {max(slowdowns) / min(slowdowns):.1f} while the profile was "
+            f"the speed of this host changed by a factor of {self.change:.1f} while the profile was "
             f"measured: {phases} (1 is the median); times are brought to the median speed, and are less certain than "
             "those of a steady host",
         )
@@ -156,7 +163,7 @@ def speed_phases(windows: Sequence[tuple[float, float, float]]) -> tuple[tuple[f
     phases: list[list[tuple[float, float, float]]] = []
     for window in windows:
         found = [slowdown for _, _, slowdown in (*phases[-1], window)] if phases else []
-        if found and max(found) <= _ONE_PHASE * min(found):
+        if found and max(found) <= ONE_PHASE * min(found):
             phases[-1].append(window)
         else:
             phases.append([window])

@@ -21,7 +21,7 @@ class Timing:
     low_s: float
     high_s: float
     num_samples: int
-    num_refused: int = 0  # samples discarded because other work used the processor
+    num_refused: int = 0  # samples discarded because the thread lost its core
     origin: Origin = "measured"
 
     def __post_init__(self) -> None:

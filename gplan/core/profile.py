@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from gplan.core.checks import Granularity, LossReduction, Origin, check_amounts, check_not_empty, check_positive
 from gplan.core.host_load import HostLoad
-from gplan.core.host_speed import HostSpeed
+from gplan.core.host_speed import ONE_PHASE, HostSpeed
 from gplan.core.layer_cost import LayerCost, StepCost, Timing, WholeModel, check_rising_sizes, microbatch_sizes_of
 from gplan.core.machine import Device, EngineCost, Link
 from gplan.core.units import percent_text
@@ -206,21 +206,26 @@ class Profile:
                     )
         if not found:
             return changed
-        load = self.host_load
-        if load is None:
-            reason = (
-                "profile again, and if the difference stays, this model's layers do not add up when measured one by one"
-            )
-        elif load.is_evidence:
-            reason = f"other work used this host meanwhile ({load.text}): profile again when it is idle"
-        else:
-            reason = (
-                f"there is no sign of other work on this host ({load.text}), so this model's layers do not add up when "
-                "measured one by one; notes name the neighbouring layers that disagree most"
-            )
         return (
             *changed,
-            f"do not rely on these times: the sum of the layers differs from the whole model ({', '.join(found)}); {reason}",
+            f"do not rely on these times: the sum of the layers differs from the whole model ({', '.join(found)}); "
+            f"{self._disagreement_reason}",
+        )
+
+    @property
+    def _disagreement_reason(self) -> str:
+        """Whether the host can be at fault where layers and whole model disagree, with the evidence."""
+        if self.host_load is None:
+            return (
+                "profile again, and if the difference stays, this model's layers do not add up when measured one by one"
+            )
+        change = self.host_speed.change if self.host_speed is not None else 1.0
+        figures = f"{self.host_load.text}, its speed changed by a factor of {change:.2f}"
+        if self.host_load.is_evidence or change > ONE_PHASE:
+            return f"this host was not quiet meanwhile ({figures}): profile again when it is"
+        return (
+            f"there is no sign of other work on this host ({figures}), so this model's layers do not add up when measured "
+            "one by one; notes name the neighbouring layers that disagree most"
         )
 
     @property
@@ -253,7 +258,7 @@ class Profile:
 
     @property
     def num_refused(self) -> int:
-        """Number of samples discarded because other work used the processor."""
+        """Number of samples discarded because the thread lost its core."""
         return sum(t.num_refused for t in self._layer_timings())
 
     def reordered(self, order: Sequence[int]) -> Profile:

@@ -16,8 +16,8 @@ class Contender:
     label: str
     run: Run  # of the round with the step nearest to the mean; its plan is the executed one
     steps_s: tuple[float, ...]  # the measured step of each round until a failure
-    num_refused: int = 0  # runs discarded as disturbed by other work, and repeated
-    num_disturbed: int = 0  # disturbed runs kept because no repetitions were left
+    num_refused: int = 0  # runs in which the processes lost their cores too often, and that were repeated
+    num_disturbed: int = 0  # such runs that were kept, because no repetitions were left
     slowdowns: tuple[float, ...] = ()  # of the host in each round, over the profile; (): unknown
 
     def __post_init__(self) -> None:

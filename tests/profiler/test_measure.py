@@ -366,7 +366,7 @@ def test_layers_that_do_not_add_up_are_timed_in_pairs(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("load", "words"),
     [
-        (HostLoad(wait_share=0.3), "other work used this host meanwhile (30.0 % of the time waiting for a core"),
+        (HostLoad(wait_share=0.3), "this host was not quiet meanwhile (30.0 % of the time waiting for a core"),
         (HostLoad(), "there is no sign of other work"),
         (None, "profile again, and if the difference stays"),
     ],
