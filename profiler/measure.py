@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 
-from gplan.core import Device, EngineCost, Granularity, Link, LossReduction, Profile, StepCost
+from gplan.core import Device, EngineCost, Granularity, Link, LossReduction, Profile
 from gplan.core.errors import ModelError, UsageError
 from profiler.capture.chain import model_state_restored, routing_notes
 from profiler.host.host_info import core_shares, device_share, gpu_state, max_neighbours, processor, software_versions
@@ -129,7 +129,9 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         before = read_load()
         sampled, too_large = _sample_sizes(file, options, setup, progress)
         progress("measuring the optimizer's step", 1.0)
-        step = sample_step(file, clock, device=options.device, shares=shares, read_yardstick=yardstick.read_if_due)
+        step, step_notes = sample_step(
+            file, clock, device=options.device, shares=shares, read_yardstick=yardstick.read_if_due
+        )
     load = load_between(before, read_load())
     work = [x for name, x in journal.named_samples() if is_work_alone(name)]
     speeds = SpeedHistory(yardstick.parts, work)
@@ -145,7 +147,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         shared_weights=shared,
         loss=tuple(x.loss for x in measured) if file.has_loss else (),
         loss_reduction=first.loss_reduction or reduction,
-        step=StepCost.none() if step is None else step.measured(speeds.at_one_speed),
+        step=step(speeds.at_one_speed),
         link=link,
         overhead_s=sum(x.overhead_s for x in measured) / len(measured),
         whole_model=tuple(x.whole for x in measured if x.whole is not None),
@@ -159,7 +161,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
                     *journal.notes,
                     *notes,
                     *(x for y in measured for x in y.notes),
-                    *(step.notes if step is not None else ()),
+                    *step_notes,
                     *too_large,
                 )
             )

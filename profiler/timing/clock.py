@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -94,6 +94,10 @@ class Samples:
     def is_launch_bound(self) -> bool:
         """Whether the GPU waits for its host: launches take as long as the work."""
         return bool(self.launch_s) and median_s(self.launch_s) >= _LAUNCH_BOUND_SHARE * median_s(self.clean_s)
+
+
+AtOneSpeed: TypeAlias = Callable[[Samples], Samples]
+"""Brings samples to one speed of the host; it is known when everything is sampled."""
 
 
 class Clock(Protocol):

@@ -40,7 +40,7 @@ from profiler.timing.bench import (
     rehearse,
     split_backward_obstacle,
 )
-from profiler.timing.clock import Clock, Samples
+from profiler.timing.clock import AtOneSpeed, Clock, Samples
 from profiler.timing.journal import Journal, Progress, part
 from profiler.timing.neighbours import contention, neighbours
 from profiler.timing.rounds import NO_CORRECTIONS, Corrections, TimingRounds, corrections_of, net
@@ -76,9 +76,6 @@ class MeasuredSize:
     loss_reduction: LossReduction | None  # found from the outputs of a model that cannot be run
     notes: tuple[str, ...]
 
-
-AtOneSpeed: TypeAlias = Callable[[Samples], Samples]
-"""Brings samples to one speed of the host; it is known when everything is sampled."""
 
 SampledSize: TypeAlias = Callable[[AtOneSpeed], MeasuredSize]
 

@@ -8,7 +8,8 @@ before each sample, because after a whole backward pass no gradient is in a core
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from gplan.core.errors import ModelError
 from profiler.memory.allocations import now_ns, optimizer_state_bytes, traced_allocations
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
-from profiler.timing.clock import Clock, Samples
+from profiler.timing.clock import AtOneSpeed, Clock, Samples
 from profiler.timing.neighbours import Neighbours, contention, neighbours
 
 _STEPS = 8
@@ -66,29 +67,8 @@ class _Steps:
             copy.grad = torch.full_like(copy, 1e-3)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledStep:
-    """The samples of the optimizer's step on some of the parameters, and how its costs follow from them."""
-
-    alone: Samples
-    beside: Samples
-    zeroing: Samples
-    cost: StepCost  # but for the times
-    num_copies: int
-    num_trained: int
-    by_bytes: float  # of all trained parameters over those of the copies
-    notes: tuple[str, ...]
-
-    def measured(self, at_one_speed: Callable[[Samples], Samples] = lambda samples: samples) -> StepCost:
-        """The costs of the step of all parameters."""
-        alone, beside, zeroing = map(at_one_speed, (self.alone, self.beside, self.zeroing))
-        cost = replace(
-            self.cost,
-            optimizer=alone.timing(),
-            zero_grad=zeroing.timing(),
-            contention=contention([(alone, beside)]),
-        )
-        return cost.grown(self.by_bytes, num_tensors=self.num_copies, num_all=self.num_trained)
+SampledStep: TypeAlias = Callable[[AtOneSpeed], StepCost]
+"""The costs of the optimizer's step, once the speed of the host is known."""
 
 
 def sample_step(
@@ -98,11 +78,11 @@ def sample_step(
     device: str = "cpu",
     shares: Sequence[set[int]] = (),
     read_yardstick: Callable[[], object] = lambda: None,
-) -> SampledStep | None:
-    """Sample the optimizer's step, alone and beside one process on each of `shares` (sets of cores); None without one."""
+) -> tuple[SampledStep, tuple[str, ...]]:
+    """Sample the optimizer's step, alone and beside one process on each of `shares` (sets of cores); also notes."""
     trained = [x for x in file.model.parameters() if x.requires_grad]
     if not file.has("optimizer") or not trained:
-        return None
+        return lambda _: StepCost.none(), ()
     copies = [_copy(x, device) for x in _some(trained)]
     steps = _steps(file, copies, clock, device)
     alone, beside, zeroing = Samples(), Samples(), Samples()
@@ -114,22 +94,22 @@ def sample_step(
                 steps.once_among(others, beside)
         clock.flush()
     tensor_s, notes = _tensor_s(file, copies, clock, device)
-    return SampledStep(
-        alone=alone,
-        beside=beside,
-        zeroing=zeroing,
-        cost=replace(
-            StepCost.none(),
+    state_bytes, workspace_bytes = optimizer_state_bytes(steps.optimizer), _workspace_bytes(steps, device)
+    by_bytes = sum(x.nbytes for x in trained) / sum(x.nbytes for x in copies)
+
+    def measured(at_one_speed: AtOneSpeed) -> StepCost:
+        cost = StepCost(
+            optimizer=at_one_speed(alone).timing(),
+            zero_grad=at_one_speed(zeroing).timing(),
             optimizer_name=type(steps.optimizer).__name__,
-            state_bytes=optimizer_state_bytes(steps.optimizer),
-            workspace_bytes=_workspace_bytes(steps, device),
+            state_bytes=state_bytes,
+            workspace_bytes=workspace_bytes,
+            contention=contention([(at_one_speed(alone), at_one_speed(beside))]),
             tensor_s=tensor_s,
-        ),
-        num_copies=len(copies),
-        num_trained=len(trained),
-        by_bytes=sum(x.nbytes for x in trained) / sum(x.nbytes for x in copies),
-        notes=notes,
-    )
+        )
+        return cost.grown(by_bytes, num_tensors=len(copies), num_all=len(trained))
+
+    return measured, notes
 
 
 def _steps(file: ModelFile, copies: Sequence[nn.Parameter], clock: Clock, device: str) -> _Steps:
