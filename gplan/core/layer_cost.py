@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from gplan.core.checks import OperationKind, Origin, check_amounts, check_positive
+from gplan.core.checks import OperationKind, Origin, check_amounts, check_factor, check_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,13 +163,16 @@ class StepCost:
     zero_grad: Timing
     optimizer_name: str
     state_bytes: int
-    workspace_bytes: int
+    workspace_bytes: int  # of temporary memory that is proportional to the trained bytes
+    largest_workspace: float = 0.0  # temporary memory beside it, as a multiple of the largest trained tensor
     contention: float = 1.0  # slow-down while other processes on the host do the same
     tensor_s: float = 0.0  # part of both for each trained tensor; the rest is proportional to bytes
 
     def __post_init__(self) -> None:
         check_amounts(self)
         check_positive(self, "contention")
+        if self.largest_workspace:
+            check_factor(self, "largest_workspace")
 
     def corrected(self, factor: float) -> StepCost:
         """The costs with times multiplied by a factor."""

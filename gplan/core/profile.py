@@ -73,6 +73,7 @@ class Layer:
     costs: tuple[LayerCost, ...]  # by rising micro-batch size
     same_as: int | None = None  # the layer of equal structure that was measured instead; None: measured itself
     num_trained: int = 0  # number of trained parameter tensors
+    largest_trained_bytes: int = 0  # of the largest one
 
     def __post_init__(self) -> None:
         check_amounts(self)
@@ -99,6 +100,11 @@ class SharedWeight:
     def num_trained(self) -> int:
         """Number of trained tensors: 1, or 0 if it is frozen."""
         return 1 if self.gradient_bytes else 0
+
+    @property
+    def largest_trained_bytes(self) -> int:
+        """Its bytes, or 0 if it is frozen."""
+        return self.gradient_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +188,7 @@ class Profile:
         for cost in (*(x.costs[index] for x in self.layers), *([self.loss[index]] if self.loss else [])):
             stashed += cost.stash_bytes
             peak = max(peak, stashed + cost.workspace_bytes)
-        return peak
+        return peak + sum(x.gradient_bytes for x in self.shared_weights)  # which wait to be added up
 
     def one_stage_s(self, index: int) -> tuple[float, float]:
         """Seconds of forward and of backward of the whole model as one stage, at the size with this index."""

@@ -321,7 +321,7 @@ class Costs:
             backward_workspace=self.workspaces.above_stash("backward", first, end),
             recompute_workspace=self.workspaces.alone(first, end),
             recomputing_workspace=self.workspaces.above_recomputed_stash(first, end, held.recomputed_stash),
-            optimizer_workspace=np.rint(trained * self.profile.step.workspace_bytes).astype(np.int64),
+            optimizer_workspace=self._optimizer_workspace(first, end),
             buffer=self.num_microbatches * held.received,
         )
 
@@ -340,6 +340,21 @@ class Costs:
             here = used[end] - used[first]
             total += np.where((here > 0) & (here < used[-1]), num_bytes, 0)
         return total
+
+    def _optimizer_workspace(self, first: Ints, end: Ints) -> Ints:
+        """[E]: temporary bytes of the update: by the trained bytes of stages, and by their largest trained tensor."""
+        step = self.profile.step
+        num_bytes = self.trained_share(first, end) * step.workspace_bytes
+        if step.largest_workspace:
+            num_bytes = num_bytes + step.largest_workspace * self._largest_trained_bytes(first, end)
+        return np.rint(num_bytes).astype(np.int64)
+
+    def _largest_trained_bytes(self, first: Ints, end: Ints) -> Ints:
+        own = np.array([x.largest_trained_bytes for x in self.profile.layers], dtype=np.int64)
+        largest = self.downsets.running_peaks(first, end, kept=np.zeros_like(own), own=own)
+        for users, num_bytes in self._held_sums["largest_trained_bytes"][1]:
+            largest = np.maximum(largest, np.where(users[end] > users[first], num_bytes, 0))
+        return largest
 
     def waiting_bytes(self, first: Ints, end: Ints) -> Ints:
         """[E]: bytes of the gradients of shared weights that a stage uses twice or more.
@@ -461,7 +476,7 @@ class Costs:
                 self.downsets.sums(np.array([getattr(x, field) for x in self.profile.layers], dtype=np.int64)),
                 [(used, getattr(x, field)) for used, x in zip(users, self.profile.shared_weights, strict=True)],
             )
-            for field in ("weight_bytes", "gradient_bytes", "num_trained")
+            for field in ("weight_bytes", "gradient_bytes", "num_trained", "largest_trained_bytes")
         }
 
     def _users(self, layers: tuple[int, ...]) -> Ints:

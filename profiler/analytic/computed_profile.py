@@ -209,13 +209,14 @@ def computed_step(file: ModelFile, hardware: Hardware) -> StepCost:
     as_list = hardware.kind == "cuda"
     alike = Counter((tuple(x.shape), x.dtype) for x in trained)
     steps = [(count, _step(file, shape, dtype, as_list=as_list)) for (shape, dtype), count in alike.items()]
-    workspaces = [(count if as_list else 1) * step.workspace_bytes for count, step in steps]
+    largest = max((step for _, step in steps), key=lambda step: step.num_bytes)
     return StepCost(
         optimizer=_timing(hardware, [(count, step.work) for count, step in steps], as_list=as_list),
         zero_grad=_timing(hardware, [(count, step.zero_grad_work) for count, step in steps], as_list=as_list),
         optimizer_name=steps[0][1].name,
         state_bytes=sum(count * step.state_bytes for count, step in steps),
-        workspace_bytes=sum(workspaces) if as_list else max(workspaces),
+        workspace_bytes=sum(count * step.workspace_bytes for count, step in steps) if as_list else 0,
+        largest_workspace=0.0 if as_list else largest.workspace_bytes / largest.num_bytes,
     )
 
 
@@ -224,6 +225,7 @@ class _Step:
     """The second step of an optimizer with one parameter; the first one creates its state."""
 
     name: str
+    num_bytes: int  # of the parameter
     state_bytes: int
     workspace_bytes: int
     work: tuple[Work, ...]
@@ -250,6 +252,7 @@ def _step(file: ModelFile, shape: tuple[int, ...], dtype: torch.dtype, *, as_lis
             ) from error
         return _Step(
             name=type(optimizer).__name__,
+            num_bytes=parameter.nbytes,
             state_bytes=optimizer_state_bytes(optimizer),
             workspace_bytes=recorder.trace().peak_bytes(0, end),
             work=total_work(counter.between(0, end)),

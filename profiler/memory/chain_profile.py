@@ -43,6 +43,7 @@ def layers_with_weights(
                 costs=tuple(_placed(of_size[index], index, places) for of_size in costs),
                 same_as=None if sources[index] == index else sources[index],
                 num_trained=sum(x.requires_grad for x in own),
+                largest_trained_bytes=max((x.nbytes for x in own if x.requires_grad), default=0),
             )
         )
     return tuple(layers), _shared_weights(chain.model, users)

@@ -94,7 +94,8 @@ def sample_step(
                 steps.once_among(others, beside)
         clock.flush()
     tensor_s, notes = _tensor_s(file, copies, clock, device)
-    state_bytes, workspace_bytes = optimizer_state_bytes(steps.optimizer), _workspace_bytes(steps, device)
+    state_bytes = optimizer_state_bytes(steps.optimizer)
+    workspace_bytes, largest_workspace = _workspaces(file, steps, clock, device)
     by_bytes = sum(x.nbytes for x in trained) / sum(x.nbytes for x in copies)
 
     def measured(at_one_speed: AtOneSpeed) -> StepCost:
@@ -104,6 +105,7 @@ def sample_step(
             optimizer_name=type(steps.optimizer).__name__,
             state_bytes=state_bytes,
             workspace_bytes=workspace_bytes,
+            largest_workspace=largest_workspace,
             contention=contention([(at_one_speed(alone), at_one_speed(beside))]),
             tensor_s=tensor_s,
         )
@@ -164,6 +166,28 @@ def _copy(parameter: nn.Parameter, device: str) -> nn.Parameter:
     with torch.no_grad():
         made = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         return nn.Parameter(made.normal_(0.0, 0.02))
+
+
+_LEAST_MULTIPLE = 1e-3  # of the largest tensor; less is a scalar or two
+
+
+def _workspaces(file: ModelFile, steps: _Steps, clock: Clock, device: str) -> tuple[int, float]:
+    """Temporary bytes by the bytes of all, and as a multiple of the largest tensor.
+
+    Optimizers that update all tensors at once need the first, those that update them one by one the second. Both are
+    known from a step of all and one of the largest alone.
+    """
+    sizes, all_bytes = [x.nbytes for x in steps.copies], _workspace_bytes(steps, device)
+    largest = max(steps.copies, key=lambda x: x.nbytes)
+    if len(sizes) == 1:
+        return 0, all_bytes / largest.nbytes
+    try:
+        largest_bytes = _workspace_bytes(_steps(file, [largest], clock, device), device)
+    except Exception:  # the author's optimizer may raise anything for a single tensor
+        return all_bytes, 0.0
+    by_bytes = max(0.0, (all_bytes - largest_bytes) / (sum(sizes) - largest.nbytes))
+    multiple = largest_bytes / largest.nbytes - by_bytes
+    return round(by_bytes * sum(sizes)), multiple if multiple > _LEAST_MULTIPLE else 0.0
 
 
 def _workspace_bytes(steps: _Steps, device: str) -> int:

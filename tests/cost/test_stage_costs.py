@@ -261,6 +261,16 @@ def test_tensors_take_no_more_than_the_whole_update() -> None:
     assert [Costs(profile, 1, 4).stage_cost(i, i + 1).optimizer_s for i in (0, 1)] == pytest.approx([1.5, 1.5])
 
 
+def test_the_update_works_in_multiples_of_the_largest_tensor() -> None:
+    shared = SharedWeight(name="w", layers=(0, 2), num_parameters=25, weight_bytes=100, gradient_bytes=100)
+    profile = make_profile([1, 1, 1, 1], weight_bytes=[100, 60, 100, 40], shared_weights=(shared,))
+    layers = [replace(x, largest_trained_bytes=y) for x, y in zip(profile.layers, (30, 60, 30, 40), strict=True)]
+    step = replace(profile.step, workspace_bytes=40, largest_workspace=2.0)
+    costs = Costs(replace(profile, layers=tuple(layers), step=step), 1, 4)
+    found = {x: costs.one_stage_bytes(*x).optimizer_workspace for x in ((0, 1), (1, 2), (3, 4), (0, 4))}
+    assert found == {(0, 1): 200 + 20, (1, 2): 120 + 6, (3, 4): 80 + 4, (0, 4): 200 + 40}
+
+
 def test_gradients_of_a_weight_used_twice_wait_on_the_stage() -> None:
     shared = SharedWeight(name="w", layers=(0, 2), num_parameters=25, weight_bytes=100, gradient_bytes=100)
     costs = Costs(make_profile([1, 1, 1, 1], shared_weights=(shared,)), 1, 4)

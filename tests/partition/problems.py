@@ -162,7 +162,11 @@ def profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Profile:
         shared_weights=draw(shared_weights(num_layers)),
     )
     layers = zip(profile.layers, numbers(6), numbers(6), numbers(9), strict=True)
-    profile = replace(profile, layers=tuple(_in_halves(*layer) for layer in layers))
+    profile = replace(
+        profile,
+        layers=tuple(replace(_in_halves(*x), largest_trained_bytes=x[0].gradient_bytes // 2) for x in layers),
+        step=replace(profile.step, largest_workspace=draw(st.sampled_from([0.0, 1.0, 2.0]))),
+    )
     if draw(st.booleans()):
         profile = replace(
             profile, layers=tuple(_with_waiting(draw, x, i, num_layers) for i, x in enumerate(profile.layers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,6 +31,17 @@ def test_adam_state_per_parameter() -> None:
         "Adam",
         True,
         True,
+    )
+
+
+@pytest.mark.parametrize(("is_list", "expected"), [(False, (0, 2.0)), (True, (52_000, 0.0))])
+def test_workspace_of_one_tensor_or_of_all(is_list: bool, expected: tuple[int, float]) -> None:
+    """Adam makes two tensors like the one it updates, or one like each where it updates them as a list."""
+    model = nn.ModuleList(nn.Linear(100, n, bias=False) for n in (100, 20, 10))
+    found, _ = measured_step(model_in_memory(model, optimizer=partial(torch.optim.Adam, foreach=is_list)), CpuClock())
+    by_bytes, largest = expected
+    assert (found.workspace_bytes / 52_000, found.largest_workspace) == pytest.approx(
+        (by_bytes / 52_000, largest), abs=0.01
     )
 
 

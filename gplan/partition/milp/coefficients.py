@@ -63,6 +63,18 @@ class ParameterBytes:
         """Trained tensors on stage k."""
         return self._held(k, "num_trained")
 
+    def largest_trained_bytes(self, k: int) -> Expression:
+        """Bytes of the largest trained tensor on stage k, one row for each size that may be."""
+        if not self._profile.step.largest_workspace:
+            return 0.0
+        sizes = [(self._choices.is_on(v, k), x.largest_trained_bytes) for v, x in enumerate(self._profile.layers)]
+        sizes += [
+            (held, x.gradient_bytes) for x, held in zip(self._profile.shared_weights, self._shared_on(k), strict=True)
+        ]
+        most = max((size for _, size in sizes), default=0) or 1
+        rows = [weighted([(size / most, is_on)]) for is_on, size in sizes if size]
+        return weighted([(most, self._program.at_least(f"largest_{k}", rows, high=1))])
+
     def is_any_trained(self, k: int) -> Expression:
         """Whether anything on stage k is trained."""
         own = [self._choices.is_on(v, k) for v, layer in enumerate(self._profile.layers) if layer.gradient_bytes]

@@ -57,7 +57,12 @@ class MemoryRows:
             recomputed_stash=held.recomputed_stash,
             pending=held.pending,
             sent=held.sent,
-            optimizer_workspace=weighted([(step.workspace_bytes, share)]),
+            optimizer_workspace=weighted(
+                [
+                    (step.workspace_bytes, share),
+                    (step.largest_workspace, self.weights.largest_trained_bytes(k)),
+                ]
+            ),
             buffer=weighted([(costs.num_microbatches, held.received)]),
             **{name: self._workspace(k, name, limit_bytes) if name in used else 0.0 for name in _WORKSPACES},
         )
