@@ -427,6 +427,9 @@ class Run:
     origin: Origin = "measured"
     host_speed: tuple[StepSpeed, ...] = ()  # in windows of steps; one rank per process, in the order of ranks
     host_load: HostLoad | None = None  # evidence of other work during the timed steps; None: not measured
+    core_stretch: tuple[
+        float, ...
+    ] = ()  # by device: its actions with proven waits for a core, over those without; (): 1
 
     def __post_init__(self) -> None:
         num_peaks, num_devices = len(self.peak_bytes), self.plan.num_devices
@@ -444,6 +447,10 @@ class Run:
             raise ValueError(f"num_counted is {self.num_counted}; there are only {len(self.step_s)} steps with warm-up")
         if self.step_timelines and len(self.step_timelines) != self.num_counted:
             raise ValueError(f"there are {len(self.step_timelines)} step_timelines; num_counted is {self.num_counted}")
+        if self.core_stretch and (len(self.core_stretch) != num_devices or min(self.core_stretch) < 1):
+            raise ValueError(
+                f"core_stretch is {self.core_stretch}; expected 1 or more for each of {num_devices} devices"
+            )
         if len({len(x.ranks) for x in self.host_speed}) > 1:
             raise ValueError("host_speed has windows of different numbers of ranks; expected one number")
         if self.losses and len(self.losses) != len(self.step_s):
@@ -467,15 +474,17 @@ class Run:
 
     @property
     def device_slowdowns(self) -> tuple[float, ...]:
-        """By device, how many times as long work took as in the profile, by the yardstick; () if that is unknown.
+        """By device, how many times as long work took as in the profile; () if that is unknown.
 
-        A device's is the mean of its replicas; one process that runs all devices has one for all.
+        By the yardstick, which is read while the process has its core, times the proven waits for a core. A device's is
+        the mean of its replicas; one process that runs all devices has one for all.
         """
         reference, num = self.plan.host_speed, self.plan.num_devices
         ranks = reference.rank_slowdowns(self.timed_speed) if reference is not None else ()
-        if len(ranks) <= 1:
-            return ranks * num
-        return tuple(geometric_mean(ranks[device::num]) for device in range(num))
+        if not ranks:
+            return ()
+        by_device = ranks * num if len(ranks) == 1 else [geometric_mean(ranks[device::num]) for device in range(num)]
+        return tuple(x * stretch for x, stretch in zip(by_device, self.core_stretch or (1.0,) * num, strict=True))
 
     @property
     def slowdown(self) -> float | None:

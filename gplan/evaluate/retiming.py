@@ -66,8 +66,8 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
 
 
 def _speed_of_run(profile: Profile, run: Run) -> HostSpeed | None:
-    """The speed that the run's times belong to; None where the yardstick was not read in both."""
-    times = mean_times(run.timed_speed)
+    """The speed that the run's times belong to; None where the yardstick was not read in both, or cores were missing."""
+    times = None if run.core_stretch else mean_times(run.timed_speed)
     return (
         None
         if profile.host_speed is None or times is None

@@ -109,6 +109,16 @@ def test_what_the_host_does_not_explain_stays_with_the_model() -> None:
     assert compare(run).row(STEP_TIME).equal_speed_error == pytest.approx(1.25 / 1.5 - 1)
 
 
+def test_waits_for_cores_count_as_the_hosts() -> None:
+    plan = usual_plan()
+    run = slow_run(plan, 2.0, 1.0)
+    waited = replace(with_speed(run, 1.0, 1.0), core_stretch=(2.0, 1.0))
+    assert waited.device_slowdowns == pytest.approx((2.0, 1.0))
+    assert compare(waited).row(STEP_TIME).equal_speed_error == pytest.approx(0.0, abs=1e-9)
+    assert "waits for cores made actions up to 2.00 times as long" in printed(run_view(waited))
+    assert retime_profile(profiled(), run=waited).host_speed is None
+
+
 def test_without_a_yardstick_there_is_one_error() -> None:
     plan = usual_plan()
     run = measured_run(plan, times(simulate(plan), 1.5))

@@ -21,7 +21,8 @@ ACTION_S = 0.1
 def run_of(plan: Plan, *, num_steps: int, num_clean: int, load: HostLoad | None = None) -> Run:
     """A run whose last steps are undisturbed; in the others the processor was available half of the time."""
     steps = [step_of(plan, busy=1.0 if num_steps - i <= num_clean else 0.5) for i in range(num_steps)]
-    return virtual_run(plan, steps, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=num_steps), load=load)
+    loads = [] if load is None else [load]
+    return virtual_run(plan, steps, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=num_steps), loads=loads)
 
 
 def step_of(plan: Plan, *, busy: float = 1.0, action_s: float = ACTION_S) -> StepRecord:
@@ -60,6 +61,18 @@ def test_steps_are_disturbed_only_with_evidence(load: HostLoad, words: str) -> N
     run = run_of(scheduled_plan("gpipe"), num_steps=8, num_clean=2, load=load)
     assert words in run.steps_text and run.host_load == load
     assert any(words in x for x in run.notes)
+
+
+@pytest.mark.parametrize(
+    ("wait_share", "is_proven"),
+    [(0.0, False), (0.9, True), (0.1, True)],  # no evidence; more than the actions lost; less
+)
+def test_actions_are_stretched_by_proven_waits(wait_share: float, is_proven: bool) -> None:
+    plan, load = scheduled_plan("gpipe"), HostLoad(wait_share=wait_share)
+    run = run_of(plan, num_steps=8, num_clean=0, load=load)  # on their cores for half of the time
+    step_s, busy_s = run.step_s[0], 0.5 * ACTION_S * len(dependency_order(schedule_of(plan)))
+    expected = () if not is_proven else (1.0 + min(busy_s, wait_share * step_s) / busy_s,) * 2
+    assert run.core_stretch == pytest.approx(expected)
 
 
 def test_speed_of_the_host_in_windows_of_steps() -> None:

@@ -25,6 +25,7 @@ from gplan.reporting.text.attribution import OTHER_ORDER, attribution_text
 from gplan.reporting.text.fitted_table import FittedTable, Line, columns, note_lines
 
 EQUAL_SPEED = "at equal host speed"
+_LEAST_STRETCH = 1.005
 _COARSE_TOLERANCE = 0.05
 _MICROBATCH_QUANTITIES = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 
@@ -62,9 +63,11 @@ def host_speed_lines(run: Run) -> Iterator[str]:
         return
     row = compare(run).row(STEP_TIME)
     error, equal = (error_text(x, row.unit) for x in (row.error, row.equal_speed_error))
+    stretch = max(run.core_stretch, default=1.0)
+    waits = f", and waits for cores made actions up to {stretch:.2f} times as long" if stretch > _LEAST_STRETCH else ""
     yield (
-        f"the host ran {speeds[0]:.2f} to {speeds[1]:.2f} times as fast as in the profile: the step's error is {error}, and "
-        f"{equal} at equal host speed"
+        f"the host ran {speeds[0]:.2f} to {speeds[1]:.2f} times as fast as in the profile{waits}: the step's error is "
+        f"{error}, and {equal} at equal host speed"
     )
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from gplan.core import GradientCheck, HostLoad, Plan, Run
 from gplan.core.errors import GplanError, ModelError, RunError, UsageError
-from gplan.core.host_load import largest_load
 from gplan.core.units import counted
 from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.model_source import ModelSource
@@ -230,13 +229,13 @@ class _TrainingLoop:
         plan, options = self._plan, self._remaining
         if self._pipe.ranks is None:
             check = self._verdict([self._errors], steps[0].loss)
-            run = virtual_run(plan, steps, peak_bytes=self._peak_bytes, check=check, options=options, load=load)
+            run = virtual_run(plan, steps, peak_bytes=self._peak_bytes, check=check, options=options, loads=[load])
         else:
             gathered: list[Any] = [None] * self._num_ranks
             dist.all_gather_object(gathered, (steps, self._peak_bytes[0], self._errors, load))
             ranks, peaks, errors, loads = zip(*gathered, strict=True)
             check = self._verdict(errors, steps[0].loss)
-            run = torch_run(plan, ranks, peak_bytes=peaks, check=check, options=options, load=largest_load(loads))
+            run = torch_run(plan, ranks, peak_bytes=peaks, check=check, options=options, loads=loads)
         return replace(run, notes=(*self._notes, *run.notes))
 
     def _verdict(self, errors: Sequence[Mapping[str, float]], loss: float) -> GradientCheck | None:

@@ -28,7 +28,7 @@ from gplan.core import (
     Timeline,
     YardstickTimes,
 )
-from gplan.core.host_load import interruption_text
+from gplan.core.host_load import interruption_text, largest_load
 from gplan.core.schedule import Piece
 from gplan.core.units import counted
 from gplan.evaluate.compare import stale_prediction_notes
@@ -50,7 +50,7 @@ def torch_run(
     peak_bytes: Sequence[int],
     check: GradientCheck | None,
     options: RunOptions,
-    load: HostLoad | None = None,
+    loads: Sequence[HostLoad] = (),
 ) -> Run:
     """Return the run of one process per device; `ranks[r][i]` is step i on rank r.
 
@@ -69,7 +69,8 @@ def torch_run(
         notes=_notes_on_cores(plan),
         options=options,
         speeds=[[x.yardstick for x in step] for step in steps],
-        load=None if _notes_on_cores(plan) else load,  # then the ranks wait for each other
+        own_actions=[[step[device].actions for step in steps] for device in range(plan.num_devices)],
+        loads=() if _notes_on_cores(plan) else loads,  # then the ranks wait for each other
     )
 
 
@@ -80,7 +81,7 @@ def virtual_run(
     peak_bytes: Sequence[int],
     check: GradientCheck | None,
     options: RunOptions,
-    load: HostLoad | None = None,
+    loads: Sequence[HostLoad] = (),
 ) -> Run:
     """Return the run of the virtual engine: measured durations, laid out on the plan's devices and links."""
     per_step = [_durations(step.actions) for step in steps]
@@ -100,7 +101,8 @@ def virtual_run(
         notes=(),
         options=options,
         speeds=[[x.yardstick] for x in steps],
-        load=load,
+        own_actions=[[step.actions for step in steps]] * plan.num_devices,
+        loads=loads,
     )
 
 
@@ -117,9 +119,14 @@ def _run(
     notes: tuple[str, ...],
     options: RunOptions,
     speeds: Sequence[Sequence[YardstickTimes | None]],
-    load: HostLoad | None,
+    own_actions: Sequence[Sequence[Sequence[ActionTiming]]],
+    loads: Sequence[HostLoad],
 ) -> Run:
-    """`actions` and `speeds` are those of each step, on all ranks; `mean_timeline` averages over steps."""
+    """`actions` and `speeds` are those of each step, on all ranks; `mean_timeline` averages over steps.
+
+    `own_actions` are those of each step by device, `loads` those of the ranks.
+    """
+    load = largest_load(loads)
     chosen, num_disturbed = _counted(actions, options)
     notes = (*_notes_on_steps(len(step_s), len(chosen), num_disturbed, options, load), *notes)
     return Run(
@@ -139,7 +146,26 @@ def _run(
         notes=(*notes, *notes_on_machine(plan), *stale_prediction_notes(plan)),
         host_speed=tuple(_speed_windows(speeds, options.num_warmup_steps)),
         host_load=load,
+        core_stretch=_core_stretch(own_actions, loads, step_s, chosen),
     )
+
+
+def _core_stretch(
+    own_actions: Sequence[Sequence[Sequence[ActionTiming]]],
+    loads: Sequence[HostLoad],
+    step_s: Sequence[float],
+    chosen: Sequence[int],
+) -> tuple[float, ...]:
+    """By device the stretch of its actions by waits for a core, as far as the system proves them; () without evidence."""
+    if not any(x.is_evidence for x in loads):
+        return ()
+    timed_s, found = sum(step_s[i] for i in chosen), []
+    for device, steps in enumerate(own_actions):
+        actions = [x for i in chosen for x in steps[i]]
+        busy_s, waited_s = sum(x.busy_s for x in actions), loads[device % len(loads)].wait_share * timed_s
+        off_core_s = max(0.0, sum(x.end_s - x.start_s for x in actions) - busy_s)
+        found.append(1.0 + min(off_core_s, waited_s) / busy_s if busy_s else 1.0)
+    return tuple(found)
 
 
 def _speed_windows(speeds: Sequence[Sequence[YardstickTimes | None]], num_warmup_steps: int) -> Iterator[StepSpeed]:
