@@ -169,8 +169,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         plan_notes=routing_notes(first.chain),
         granularity=options.granularity,
         values=values,
-        host_speed=speeds.host_speed,
-        host_load=load,
+        host_speed=None if speeds.host_speed is None else replace(speeds.host_speed, load=load),
     )
 
 

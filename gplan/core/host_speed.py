@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 
 from gplan.core.checks import check_not_negative, check_positive
+from gplan.core.host_load import HostLoad
 from gplan.core.units import seconds_text
 
 ONE_PHASE = 1.15
@@ -82,6 +83,7 @@ class HostSpeed:
     reference: YardstickTimes
     exponents: SpeedExponents
     windows: tuple[SpeedWindow, ...] = ()  # left out of plans
+    load: HostLoad | None = None  # evidence of other work while layers were timed; None: not measured
 
     def slowdown(self, times: YardstickTimes) -> float:
         """How many times as long work takes at these times of the yardstick as at the reference.

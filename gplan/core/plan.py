@@ -476,15 +476,22 @@ class Run:
     def device_slowdowns(self) -> tuple[float, ...]:
         """By device, how many times as long work took as in the profile; () if that is unknown.
 
-        By the yardstick, which is read while the process has its core, times the proven waits for a core. A device's is
-        the mean of its replicas; one process that runs all devices has one for all.
+        By the yardstick, which is read while the process has its core, times the proven waits for a core where the
+        profile had none. A device's is the mean of its replicas; one process that runs all devices has one for all.
         """
         reference, num = self.plan.host_speed, self.plan.num_devices
         ranks = reference.rank_slowdowns(self.timed_speed) if reference is not None else ()
         if not ranks:
             return ()
         by_device = ranks * num if len(ranks) == 1 else [geometric_mean(ranks[device::num]) for device in range(num)]
-        return tuple(x * stretch for x, stretch in zip(by_device, self.core_stretch or (1.0,) * num, strict=True))
+        stretches = self.core_stretch if self.counts_waits else ()
+        return tuple(x * stretch for x, stretch in zip(by_device, stretches or (1.0,) * num, strict=True))
+
+    @property
+    def counts_waits(self) -> bool:
+        """Whether waits for a core lengthened the run but not the profile, whose own times may have them otherwise."""
+        load = self.plan.host_speed.load if self.plan.host_speed is not None else None
+        return bool(self.core_stretch) and load is not None and not load.is_evidence
 
     @property
     def slowdown(self) -> float | None:

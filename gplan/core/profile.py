@@ -144,7 +144,6 @@ class Profile:
     values: tuple[Value, ...] = ()  # what layers pass to each other; none: each layer feeds the next
     engine: EngineCost | None = None  # None: not measured, assumed to be zero
     host_speed: HostSpeed | None = None  # that the times belong to; None: not measured
-    host_load: HostLoad | None = None  # evidence of other work while layers were timed; None: not measured
 
     def __post_init__(self) -> None:
         check_not_empty("layers", self.layers)
@@ -195,6 +194,11 @@ class Profile:
         costs = [*(layer.costs[index] for layer in self.layers), *self.loss[index : index + 1]]
         forward_s, backward_s = (sum(x.forward.median_s for x in costs), sum(x.backward.median_s for x in costs))
         return self.overhead_s + forward_s, self.overhead_s + backward_s
+
+    @property
+    def host_load(self) -> HostLoad | None:
+        """Evidence of other work while layers were timed; None: not measured."""
+        return self.host_speed.load if self.host_speed is not None else None
 
     @property
     def doubts(self) -> tuple[str, ...]:

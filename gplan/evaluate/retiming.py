@@ -71,7 +71,7 @@ def _speed_of_run(profile: Profile, run: Run) -> HostSpeed | None:
     return (
         None
         if profile.host_speed is None or times is None
-        else replace(profile.host_speed, reference=times, windows=())
+        else replace(profile.host_speed, reference=times, windows=(), load=run.host_load)
     )
 
 

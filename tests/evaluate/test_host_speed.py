@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from gplan.core import (
+    HostLoad,
     HostSpeed,
     Plan,
     Profile,
@@ -26,6 +27,8 @@ from gplan.evaluate.profile_difference import profile_difference
 from gplan.evaluate.retiming import retime_profile
 from gplan.evaluate.verify import verify
 from gplan.files import json_files
+from gplan.reporting.page.html import comparison
+from gplan.reporting.summary_tables import run_facts, step_rows
 from gplan.reporting.text.profile_difference import difference_view
 from gplan.reporting.text.run import run_view
 from gplan.simulation.simulator import schedule_of, simulate, timeline_of
@@ -34,6 +37,7 @@ from tests.evaluate.hosts import measured_run, times, usual_plan, usual_profile
 SPEED = HostSpeed(
     reference=YardstickTimes(compute_s=1e-3, memory_s=2e-3, interpreter_s=5e-4),
     exponents=SpeedExponents(compute=0.5, memory=0.3, interpreter=0.2),
+    load=HostLoad(),
 )
 
 
@@ -117,6 +121,8 @@ def test_waits_for_cores_count_as_the_hosts() -> None:
     assert compare(waited).row(STEP_TIME).equal_speed_error == pytest.approx(0.0, abs=1e-9)
     assert "waits for cores made actions up to 2.00 times as long" in printed(run_view(waited))
     assert retime_profile(profiled(), run=waited).host_speed is None
+    busy = replace(SPEED, load=HostLoad(wait_share=0.4))
+    assert replace(waited, plan=replace(waited.plan, host_speed=busy)).device_slowdowns == pytest.approx((1.0, 1.0))
 
 
 def test_without_a_yardstick_there_is_one_error() -> None:
@@ -200,3 +206,10 @@ def test_a_retimed_profile_has_the_speed_of_the_run() -> None:
     assert newer.host_speed is not None
     assert newer.host_speed.reference.compute_s == pytest.approx(1.25e-3)
     assert retime_profile(profile, run=measured_run(plan, times(simulate(plan), 1.5))).host_speed is None
+
+
+def test_the_page_has_both_errors() -> None:
+    slow, plain = slow_run(usual_plan(), 1.25, 1.25), measured_run(usual_plan(), simulate(usual_plan()))
+    assert {len(x) for x in step_rows(slow)} == {5} and {len(x) for x in step_rows(plain)} == {4}
+    assert "at equal host speed" in comparison(slow) and "at equal host speed" not in comparison(plain)
+    assert any("as fast as in the profile" in value for _, value in run_facts(slow))

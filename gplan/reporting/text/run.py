@@ -63,7 +63,7 @@ def host_speed_lines(run: Run) -> Iterator[str]:
         return
     row = compare(run).row(STEP_TIME)
     error, equal = (error_text(x, row.unit) for x in (row.error, row.equal_speed_error))
-    stretch = max(run.core_stretch, default=1.0)
+    stretch = max(run.core_stretch, default=1.0) if run.counts_waits else 1.0
     waits = f", and waits for cores made actions up to {stretch:.2f} times as long" if stretch > _LEAST_STRETCH else ""
     yield (
         f"the host ran {speeds[0]:.2f} to {speeds[1]:.2f} times as fast as in the profile{waits}: the step's error is "
