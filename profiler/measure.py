@@ -141,7 +141,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
     first, values = measured[0], values_of([x.crossings for x in measured])
     layers, shared = layers_with_weights(first.chain, first.sources, [x.layers for x in measured])
     return Profile(
-        model=file.identity(first.chain.digest()),
+        model=file.identity(first.chain),
         device=_device(options),
         layers=layers,
         shared_weights=shared,

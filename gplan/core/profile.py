@@ -115,6 +115,7 @@ class ModelId:
     settings: tuple[tuple[str, str], ...]
     digest: str
     in_memory: bool = False  # passed as an object, so there is no file to load it from
+    traced: str = ""  # the way of profiler/capture/steps.py that was proven; "": as it is run
     inputs: str = (
         ""  # what it is called with, such as "4,32:int64" (see profiler/model/model_reference.py); "": not expressible
     )

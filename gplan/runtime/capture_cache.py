@@ -143,7 +143,13 @@ class CaptureCache:
 
     def _captured(self, inputs: Any, training: bool) -> CapturedModel:
         with self.training_mode(training=training):
-            chain = capture(self.model, inputs, granularity=self.plan.granularity, training=training)
+            chain = capture(
+                self.model,
+                inputs,
+                granularity=self.plan.granularity,
+                training=training,
+                traced=self.plan.model.traced,
+            )
         chain, starts = _in_plan_order(chain, self.plan, self._name, is_like_plan=training)
         return CapturedModel(chain, starts, _layer_info(chain, self.plan.layer_names))
 

@@ -74,7 +74,7 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
     first, values = sizes[0], values_of([x.crossings for x in sizes])
     layers, shared = layers_with_weights(first.chain, first.sources, [x.layers for x in sizes])
     return Profile(
-        model=file.identity(first.chain.digest()),
+        model=file.identity(first.chain),
         device=hardware.device(),
         layers=layers,
         shared_weights=shared,

@@ -36,13 +36,21 @@ from profiler.capture.trace import Trace
 from profiler.capture.wiring import depends_on_values, may_draw
 
 
-def capture(model: nn.Module, inputs: object, *, granularity: Granularity = "layer", training: bool = True) -> Chain:
+def capture(
+    model: nn.Module,
+    inputs: object,
+    *,
+    granularity: Granularity = "layer",
+    training: bool = True,
+    traced: str | None = None,
+) -> Chain:
     """The layers of `model`, put in training or evaluation mode, for inputs of one micro-batch.
 
     A model already in training mode is left as it is, because its author may have put parts in evaluation mode.
     `inputs` is a tensor, a tuple (several arguments) or a dict (by name); the chain is valid for these shapes only. With
-    granularity "op" a layer is one main operation with the light ones around it, also of an nn.Sequential. Raises
-    ModelError, with the author's line, where capture is impossible; UsageError for another granularity.
+    granularity "op" a layer is one main operation with the light ones around it, also of an nn.Sequential. `traced` is how
+    a profile traced the model (profiler/capture/steps.py). Raises ModelError, with the author's line, where capture is
+    impossible; UsageError for another granularity.
     """
     if granularity not in get_args(Granularity):
         raise UsageError(
@@ -54,7 +62,7 @@ def capture(model: nn.Module, inputs: object, *, granularity: Granularity = "lay
     if is_sequence and granularity == "layer":
         return SequentialChain(model, inputs)  # type: ignore[arg-type]
     try:
-        return exported(model, inputs, granularity=granularity)
+        return exported(model, inputs, granularity=granularity, traced=traced)
     except ModelError as error:
         if not is_sequence:
             raise
@@ -113,14 +121,16 @@ def _shortened(order: Sequence[int]) -> str:
     return ", ".join([*shown, "..."] if len(order) > len(shown) else shown)
 
 
-def exported(model: nn.Module, inputs: object, *, granularity: Granularity = "layer") -> Chain:
+def exported(
+    model: nn.Module, inputs: object, *, granularity: Granularity = "layer", traced: str | None = None
+) -> Chain:
     """The layers of a model in training mode by torch.export; raises ModelError, with the author's line."""
 
-    def cut(traced: Trace) -> ExportedChain:
-        return _cut(model, traced, granularity)
+    def cut(trace: Trace) -> ExportedChain:
+        return _cut(model, trace, granularity)
 
     with cumulative_momentum_one(model):
-        return captured_in_steps(model, inputs, cut)
+        return captured_in_steps(model, inputs, cut, traced=traced)
 
 
 def _cut(model: nn.Module, traced: Trace, granularity: Granularity) -> ExportedChain:

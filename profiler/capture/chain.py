@@ -70,6 +70,7 @@ class Chain(ABC):
         self.model = model
         self.names = tuple(names)
         self.kinds = tuple(kinds)
+        self.traced = ""  # the way that was taken, if it is not the first
         self.notes: tuple[str, ...] = ()  # on how the model was captured, for readers of a profile
 
     def __len__(self) -> int:

@@ -56,7 +56,7 @@ class _Value:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _ConstantCall:
     """A call on real tensors that depends on constants alone."""
 
     function: Callable[..., Any]
@@ -128,7 +128,7 @@ class _Constants(TorchFunctionMode):
         if unit is not None and origins != {unit.path}:
             raise self._recorder.refuse(unit.group)
 
-    def _constant_call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> _Call | None:
+    def _constant_call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> _ConstantCall | None:
         """The call on real tensors, or None if it may depend on anything but constants."""
         if function in _UNCOUNTED or _is_transforming():
             return None
@@ -146,7 +146,7 @@ class _Constants(TorchFunctionMode):
         real_args, real_kwargs = pytree.tree_unflatten(
             [x.real if (x := values.get(id(leaf))) else leaf for leaf in leaves], structure
         )
-        return _Call(function, real_args, real_kwargs, fakes, origins)
+        return _ConstantCall(function, real_args, real_kwargs, fakes, origins)
 
     def _stand_in(self, tensor: Any, function: Callable[..., Any]) -> Any:
         """A real tensor in place of an argument of which only shape, dtype and device are read."""
@@ -165,7 +165,7 @@ class _Constants(TorchFunctionMode):
         unit = self._recorder.running
         return frozenset([unit.path if unit is not None else None])
 
-    def _follow(self, call: _Call, output: Any) -> bool:
+    def _follow(self, call: _ConstantCall, output: Any) -> bool:
         """Repeat a call on the real tensors; returns whether the values of its results are known."""
         fakes = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
         is_of_use = fakes or call.function is Tensor.__setitem__
@@ -181,7 +181,7 @@ class _Constants(TorchFunctionMode):
             self._values[fake] = _Value(real, _num_writes(fake), call.origins)
         return True
 
-    def _written(self, call: _Call) -> list[tuple[Tensor, Tensor]]:
+    def _written(self, call: _ConstantCall) -> list[tuple[Tensor, Tensor]]:
         """The arguments with known values that a call wrote into."""
         values = [(fake, self._values.get(fake)) for fake in call.fakes]
         return [(fake, x.real) for fake, x in values if x is not None and x.num_writes != _num_writes(fake)]

@@ -66,7 +66,7 @@ def _in_memory_of_its_own(made: Any, given: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedCall:
+class ModuleRecord:
     """What one call of a module did in a plain run."""
 
     call: ModuleCall
@@ -75,16 +75,16 @@ class RecordedCall:
     writes: tuple[int, ...]  # indices of the tensors that it writes into, among its state and arguments
 
 
-RecordedCalls = Mapping[str, Sequence[RecordedCall]]
+ModuleRecords = Mapping[str, Sequence[ModuleRecord]]
 """The calls of modules in their order, by the path of the module."""
 
 
-def recorded_calls(model: nn.Module, run: Callable[[], object], classes: Collection[type]) -> RecordedCalls:
+def recorded_calls(model: nn.Module, run: Callable[[], object], classes: Collection[type]) -> ModuleRecords:
     """The outermost calls of the modules of some classes while `run` calls the model.
 
     Raises ModelError for a module that cannot be one operation.
     """
-    found: dict[str, list[RecordedCall]] = {}
+    found: dict[str, list[ModuleRecord]] = {}
     paths = _paths(model, classes)
     running: list[str] = []
 
@@ -112,7 +112,7 @@ def _paths(model: nn.Module, classes: Collection[type]) -> dict[int, str]:
 
 def _recorded(
     model: nn.Module, path: str, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, RecordedCall]:
+) -> tuple[Any, ModuleRecord]:
     module = model.get_submodule(path)
     who = f"layer {path} ({type(module).__name__})"
     if any(isinstance(x, nn.Module) and getattr(x, "running_mean", None) is not None for x in module.modules()):
@@ -121,7 +121,7 @@ def _recorded(
     _, tensors = _flat(state, args, kwargs)
     before, writes_before = _plain_tensors(module), [x._version for x in tensors]
     others = {storage_key(x) for x in (*model.parameters(), *model.buffers())} - {*map(storage_key, state.values())}
-    with _Reads(others) as reads:
+    with _ParameterReads(others) as reads:
         output = run()
     if reads.has_foreign or any(_state(module).get(name) is not x for name, x in state.items()):
         raise ModelError(f"{who} reads parameters of other modules, or assigns a new tensor to one of its own")
@@ -131,7 +131,7 @@ def _recorded(
     form, results = Form.of_leaves(*pytree.tree_flatten(_in_memory_of_its_own(made, tensors)))
     call = ModuleCall(module_key(module), tuple(state), attributes, module)
     writes = tuple(i for i, x in enumerate(tensors) if x._version != writes_before[i])
-    return output, RecordedCall(call, form, tuple(_on_meta(x) for x in results), writes)
+    return output, ModuleRecord(call, form, tuple(_on_meta(x) for x in results), writes)
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
@@ -159,7 +159,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
-class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ParameterReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Detects operations that read one of some storages."""
 
     def __init__(self, storages: Collection[object]) -> None:
@@ -173,7 +173,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def opaque_modules(model: nn.Module, recorded: RecordedCalls, found: list[CustomFunction]) -> Iterator[None]:
+def opaque_modules(model: nn.Module, recorded: ModuleRecords, found: list[CustomFunction]) -> Iterator[None]:
     """Inside, the recorded calls of a trace of the model are single operations, which are appended to `found`."""
     paths = {id(model.get_submodule(path).__dict__): path for path in recorded}
     calls = {path: iter(x) for path, x in recorded.items()}

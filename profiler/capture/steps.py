@@ -5,8 +5,9 @@
 3. Both again without the values of constants, where the code read some.
 4. With the modules whose control flow depends on values called as they are (profiler/capture/opaque_modules.py).
 
-The first way needs no proof, and neither does a model without weights, which has no values to compare. Every other way is
-proven: outputs, gradients and buffers after one pass of the layers, each a stage of its own, equal those of the model.
+The first way needs no proof. Every other way is proven: outputs, gradients and buffers after one pass of the layers, each
+a stage of its own, equal those of the model. A model without weights has no values to compare: a profile takes the first
+way that works and says so, and a run takes the way of the profile or builds the whole model.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from gplan.core.errors import ModelError
 from profiler.capture.authored_layers import attributes_restored
 from profiler.capture.chain import Chain, Tensors, call_arguments, flat_tensors, model_state_restored
 from profiler.capture.constants import Answers
-from profiler.capture.opaque_modules import RecordedCalls, recorded_calls
+from profiler.capture.opaque_modules import ModuleRecords, recorded_calls
 from profiler.capture.trace import Trace, UntraceableError, Way, trace
 from profiler.model.error_location import describe, root_cause
 from profiler.model.lazy_build import fake_mode_of
@@ -34,10 +35,12 @@ _MOST_EPSILONS = 1000  # of the dtype, by which results of two orders of the sam
 _LARGEST_TOLERANCE = 0.05
 
 
-def captured_in_steps(model: nn.Module, inputs: object, cut: Callable[[Trace], Chain]) -> Chain:
+def captured_in_steps(
+    model: nn.Module, inputs: object, cut: Callable[[Trace], Chain], *, traced: str | None = None
+) -> Chain:
     """The layers that `cut` makes of the first trace that works; its notes say which it is and why.
 
-    Raises the error of the first way where all fail, and that of any way that finds code which no way may capture.
+    `traced` is the way that a profile took, which needs no proof; None: there is no profile yet. Raises the error of the first way where all fail, and that of any way that finds code which no way may capture.
     """
     first_error: UntraceableError | None = None
     expected: Results | None = None
@@ -54,11 +57,27 @@ def captured_in_steps(model: nn.Module, inputs: object, cut: Callable[[Trace], C
             continue
         if first_error is None:
             return chain
-        if expected is None or expected.equals(_results_of(model, partial(_output_by_layers, chain, inputs))):
-            chain.notes = (f"the model was traced {way.way}; else: {describe(root_cause(first_error))}",)
+        if _is_right(model, inputs, chain, expected, is_known=traced == str(way.way), may_be_unproven=traced is None):
+            proof = "" if expected is not None else ", which is not proven, as the model has no weights here"
+            chain.traced = str(way.way)
+            chain.notes = (f"the model was traced {way.way}{proof}; else: {describe(root_cause(first_error))}",)
             return chain
     assert first_error is not None
     raise first_error
+
+
+def _is_right(
+    model: nn.Module,
+    inputs: object,
+    chain: Chain,
+    expected: Results | None,
+    *,
+    is_known: bool,
+    may_be_unproven: bool,
+) -> bool:
+    if is_known or expected is None:
+        return is_known or may_be_unproven
+    return expected.equals(_results_of(model, partial(_output_by_layers, chain, inputs)))
 
 
 @dataclass(slots=True)
@@ -92,7 +111,7 @@ def _ways(model: nn.Module, inputs: object) -> Iterator[_Attempt]:
         error = attempt.error
 
 
-def _recorded(model: nn.Module, inputs: object, classes: list[type]) -> RecordedCalls:
+def _recorded(model: nn.Module, inputs: object, classes: list[type]) -> ModuleRecords:
     args, kwargs = call_arguments(inputs)
     with model_state_restored(model), attributes_restored(model):
         return recorded_calls(model, lambda: model(*args, **kwargs), classes)

@@ -32,7 +32,7 @@ from profiler.capture.chain import call_arguments, model_state_restored
 from profiler.capture.constants import Answers, known_constants
 from profiler.capture.expand import StateTensor, expanded
 from profiler.capture.inplace import writers
-from profiler.capture.opaque_modules import RecordedCalls, opaque_modules
+from profiler.capture.opaque_modules import ModuleRecords, opaque_modules
 from profiler.capture.repeated_blocks import RepeatRecorder, UncertainRepeatError, repeated_units
 from profiler.model.error_location import author_line
 
@@ -69,7 +69,7 @@ class Way:
 
     as_run: bool = True  # libraries take the path of a plain run, not that for torch.export
     knows_constants: bool = True
-    recorded: RecordedCalls = field(default_factory=dict)  # of modules whose calls are single operations
+    recorded: ModuleRecords = field(default_factory=dict)  # of modules whose calls are single operations
 
     def __str__(self) -> str:
         """The end of "the model was traced ..."."""
@@ -86,7 +86,7 @@ def trace(model: nn.Module, inputs: object, way: Way, answers: Answers) -> Trace
     Raises ModelError, with the author's line, for a model that cannot be traced or that writes into parameters.
     """
     args, kwargs = call_arguments(inputs)
-    call = _Call(model, args, kwargs, way, answers)
+    call = _ModelCall(model, args, kwargs, way, answers)
     found = _trace_repeats_once(call) or _trace_all(call)
     _check_outputs(model, found)
     _check_parameters(found)
@@ -94,7 +94,7 @@ def trace(model: nn.Module, inputs: object, way: Way, answers: Answers) -> Trace
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _ModelCall:
     """The model and its arguments, and how it is traced."""
 
     model: nn.Module
@@ -104,7 +104,7 @@ class _Call:
     answers: Answers
 
 
-def _trace_repeats_once(call: _Call) -> Trace | None:
+def _trace_repeats_once(call: _ModelCall) -> Trace | None:
     units, excluded, seen = repeated_units(call.model), set[Hashable](), set[str]()
     for _ in range(_MOST_ATTEMPTS):
         recorder = RepeatRecorder(call.model, [unit for unit in units if unit.group not in excluded], seen)
@@ -120,7 +120,7 @@ def _trace_repeats_once(call: _Call) -> Trace | None:
     return None
 
 
-def _trace_all(call: _Call) -> Trace:
+def _trace_all(call: _ModelCall) -> Trace:
     recorder = RepeatRecorder(call.model, [], set())
     try:
         found = _attempt(call, recorder)
@@ -139,7 +139,7 @@ def _as_if_run() -> AbstractContextManager[None]:
     return replaced(torch.compiler, is_exporting=lambda: False, is_compiling=lambda: False)
 
 
-def _attempt(call: _Call, recorder: RepeatRecorder) -> Trace:
+def _attempt(call: _ModelCall, recorder: RepeatRecorder) -> Trace:
     way = call.way
     constants = known_constants(recorder, call.answers) if way.knows_constants else nullcontext()
     opaque = opaque_modules(call.model, way.recorded, recorder.functions)
@@ -249,7 +249,7 @@ def parameter_changed(path: str, parameter: str) -> str:
     )
 
 
-def _untraceable(call: _Call, error: Exception) -> ModelError:
+def _untraceable(call: _ModelCall, error: Exception) -> ModelError:
     """The error for a model that torch.export rejects with `error`."""
     model = call.model
     if isinstance(error, ModelError):

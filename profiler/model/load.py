@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from gplan.core import LossReduction, ModelId
 from gplan.core.errors import ModelError, UsageError
 from gplan.core.units import counted
+from profiler.capture.chain import Chain
 from profiler.capture.sequence import as_sequential
 from profiler.model.error_location import describe, is_out_of_memory
 from profiler.model.lazy_build import (
@@ -92,11 +93,18 @@ class ModelFile:
             return next(self.batches(batch_size))[0]
         raise self._missing("example_inputs", ", or describe the inputs with --input-shape 8,3,224,224")
 
-    def identity(self, digest: str) -> ModelId:
-        """The model's identity in a profile; `digest` is that of its layers and parameters."""
+    def identity(self, chain: Chain) -> ModelId:
+        """The model's identity in a profile, with the digest of its layers and parameters."""
         with random_state_kept():
             inputs = describe_inputs(self.example_inputs(1))
-        return ModelId(name=self.name, settings=self.settings, digest=digest, in_memory=self.in_memory, inputs=inputs)
+        return ModelId(
+            name=self.name,
+            settings=self.settings,
+            digest=chain.digest(),
+            in_memory=self.in_memory,
+            traced=chain.traced,
+            inputs=inputs,
+        )
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """The loss of one micro-batch, checked to be a scalar tensor."""

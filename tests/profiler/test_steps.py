@@ -93,6 +93,16 @@ def test_code_for_export_is_taken_where_it_computes_the_same() -> None:
         capture(ForExport(3.0), ROWS)
 
 
+def test_way_without_proof_is_taken_by_a_profile_or_because_of_one() -> None:
+    model = build_without_weights(lambda: ForExport(2.0), what="it")
+    to_fake_tensors(model)
+    chain = capture(model, ROWS)
+    assert "not proven, as the model has no weights" in chain.notes[0]
+    assert len(capture(model, ROWS, traced=chain.traced)) == len(chain)
+    with pytest.raises(ModelError, match=r"if x\.sum\(\) > -1e9"):
+        capture(model, ROWS, traced="")
+
+
 def test_module_that_reads_another_ones_parameters_is_not_called_as_it_is() -> None:
     model = MODELS["looped"]()
     routed: Any = model.blocks[0].routed
