@@ -11,9 +11,8 @@ samples, and brings these to the reference, the median speed of the profile.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import geometric_mean
 
 from gplan.core.checks import check_not_negative, check_positive
 from gplan.core.host_load import HostLoad
@@ -22,6 +21,7 @@ from gplan.core.units import seconds_text
 ONE_PHASE = 1.15
 """The largest ratio of slowdowns within a phase."""
 
+_MOST_EXPONENT = 2.0
 _MOST_CHANGE = 2.0  # of the slowdown within a profile, before a warning
 
 
@@ -47,6 +47,8 @@ class SpeedExponents:
 
     def __post_init__(self) -> None:
         check_not_negative(self, "compute", "memory", "interpreter")
+        if (most := max(self.compute, self.memory, self.interpreter)) > _MOST_EXPONENT:
+            raise ValueError(f"an exponent is {most!r}; expected at most {_MOST_EXPONENT:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,15 +146,17 @@ class HostSpeed:
         )
 
 
-def mean_times(steps: Sequence[StepSpeed]) -> YardstickTimes | None:
-    """The geometric mean of the readings of all ranks and windows of a run; None without any."""
-    found = [x for window in steps for x in window.ranks if x is not None]
+def average_times(
+    times: Iterable[YardstickTimes | None], average: Callable[[Iterable[float]], float]
+) -> YardstickTimes | None:
+    """The average of each part, such as by statistics.median; None without any reading."""
+    found = [x for x in times if x is not None]
     if not found:
         return None
     return YardstickTimes(
-        compute_s=geometric_mean(x.compute_s for x in found),
-        memory_s=geometric_mean(x.memory_s for x in found),
-        interpreter_s=geometric_mean(x.interpreter_s for x in found),
+        compute_s=average(x.compute_s for x in found),
+        memory_s=average(x.memory_s for x in found),
+        interpreter_s=average(x.interpreter_s for x in found),
     )
 
 

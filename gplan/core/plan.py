@@ -406,6 +406,9 @@ class GradientCheck:
         return max(self.max_relative_error, loss_error) <= self.tolerance
 
 
+_MOST_STRETCH = 1e6
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """What was measured when a plan was executed."""
@@ -447,14 +450,24 @@ class Run:
             raise ValueError(f"num_counted is {self.num_counted}; there are only {len(self.step_s)} steps with warm-up")
         if self.step_timelines and len(self.step_timelines) != self.num_counted:
             raise ValueError(f"there are {len(self.step_timelines)} step_timelines; num_counted is {self.num_counted}")
-        if self.core_stretch and (len(self.core_stretch) != num_devices or min(self.core_stretch) < 1):
+        self._check_host()
+        if self.losses and len(self.losses) != len(self.step_s):
+            raise ValueError(f"there are {len(self.losses)} losses and {len(self.step_s)} step times; expected as many")
+
+    def _check_host(self) -> None:
+        num_devices = self.plan.num_devices
+        if self.core_stretch and not (
+            len(self.core_stretch) == num_devices and all(1 <= x <= _MOST_STRETCH for x in self.core_stretch)
+        ):
             raise ValueError(
-                f"core_stretch is {self.core_stretch}; expected 1 or more for each of {num_devices} devices"
+                f"core_stretch is {self.core_stretch}; expected 1 to {_MOST_STRETCH:g} for each of {num_devices} devices"
+            )
+        for num_ranks in {len(x.ranks) for x in self.host_speed} - {1, num_devices * self.plan.num_replicas}:
+            raise ValueError(
+                f"host_speed has {num_ranks} ranks; expected 1 or {num_devices * self.plan.num_replicas}, one per process"
             )
         if len({len(x.ranks) for x in self.host_speed}) > 1:
             raise ValueError("host_speed has windows of different numbers of ranks; expected one number")
-        if self.losses and len(self.losses) != len(self.step_s):
-            raise ValueError(f"there are {len(self.losses)} losses and {len(self.step_s)} step times; expected as many")
 
     @property
     def steps_text(self) -> str:

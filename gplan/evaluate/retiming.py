@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from statistics import geometric_mean
 
 from gplan.core import (
     BACKWARD_KINDS,
@@ -29,7 +30,7 @@ from gplan.core import (
     is_recomputed,
 )
 from gplan.core.errors import FileError
-from gplan.core.host_speed import mean_times
+from gplan.core.host_speed import average_times
 from gplan.evaluate.calibration import rescale_whole_model
 from gplan.evaluate.replanning import profile_in_plan_order, reprice, why_not_replannable
 
@@ -67,7 +68,11 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
 
 def _speed_of_run(profile: Profile, run: Run) -> HostSpeed | None:
     """The speed that the run's times belong to; None where the yardstick was not read in both, or cores were missing."""
-    times = None if run.core_stretch else mean_times(run.timed_speed)
+    times = (
+        None
+        if run.core_stretch
+        else average_times((x for window in run.timed_speed for x in window.ranks), geometric_mean)
+    )
     return (
         None
         if profile.host_speed is None or times is None

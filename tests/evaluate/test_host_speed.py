@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -213,3 +214,21 @@ def test_the_page_has_both_errors() -> None:
     assert {len(x) for x in step_rows(slow)} == {5} and {len(x) for x in step_rows(plain)} == {4}
     assert "at equal host speed" in comparison(slow) and "at equal host speed" not in comparison(plain)
     assert any("as fast as in the profile" in value for _, value in run_facts(slow))
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"core_stretch": (1.0,)}, "core_stretch"),
+        ({"core_stretch": (1.0, 0.5)}, "core_stretch"),
+        ({"host_speed": (StepSpeed(first_step=0, end_step=1, ranks=(None,) * 3),)}, "host_speed has 3 ranks"),
+    ],
+)
+def test_runs_that_contradict_their_plan_are_refused(changed: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        replace(slow_run(usual_plan(), 1.0, 1.0), **changed)
+
+
+def test_exponents_are_bounded() -> None:
+    with pytest.raises(ValueError, match="an exponent is 30"):
+        SpeedExponents(compute=30.0)

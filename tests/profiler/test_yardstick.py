@@ -174,3 +174,26 @@ def test_phases_join_windows_of_one_speed() -> None:
 )  # fmt: skip
 def test_names_that_exponents_are_fitted_to(name: str, is_work: bool) -> None:
     assert is_work_alone(name) == is_work
+
+
+def test_between_steps_a_reading_is_returned_when_due() -> None:
+    clock = PaperClock()
+    parts = dict.fromkeys(PARTS, (lambda: None, 3))
+    yardstick = Yardstick(clock, lambda _: Samples(), parts, share=0.01, now=lambda: clock.now_s)
+    assert yardstick.times_if_due() == YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
+    assert yardstick.times_if_due() is None
+    clock.now_s += 0.298  # with the 3 ms of the reading nearly a hundred times as long
+    assert yardstick.times_if_due() is not None
+
+
+class BusyClock(PaperClock):
+    """Every piece of work is interrupted."""
+
+    def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
+        samples.add(1.0, 0.1)
+        return work(*args)
+
+
+def test_an_interrupted_reading_is_dropped() -> None:
+    parts = dict.fromkeys(PARTS, (lambda: None, 3))
+    assert Yardstick(BusyClock(), lambda _: Samples(), parts).times_if_due() is None

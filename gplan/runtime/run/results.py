@@ -29,6 +29,7 @@ from gplan.core import (
     YardstickTimes,
 )
 from gplan.core.host_load import interruption_text, largest_load
+from gplan.core.host_speed import average_times
 from gplan.core.schedule import Piece
 from gplan.core.units import counted
 from gplan.evaluate.compare import stale_prediction_notes
@@ -174,20 +175,9 @@ def _speed_windows(speeds: Sequence[Sequence[YardstickTimes | None]], num_warmup
     size = max(1, math.ceil(len(timed) / _NUM_SPEED_WINDOWS))
     for first in timed[::size]:
         end = min(first + size, len(speeds))
-        ranks = tuple(_median_reading(rank) for rank in zip(*speeds[first:end], strict=True))
+        ranks = tuple(average_times(rank, median) for rank in zip(*speeds[first:end], strict=True))
         if any(ranks):
             yield StepSpeed(first_step=first, end_step=end, ranks=ranks)
-
-
-def _median_reading(readings: Sequence[YardstickTimes | None]) -> YardstickTimes | None:
-    found = [x for x in readings if x is not None]
-    if not found:
-        return None
-    return YardstickTimes(
-        compute_s=median(x.compute_s for x in found),
-        memory_s=median(x.memory_s for x in found),
-        interpreter_s=median(x.interpreter_s for x in found),
-    )
 
 
 def _notes_on_steps(
