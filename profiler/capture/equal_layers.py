@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from profiler.capture.chain import TensorSpec
 from profiler.capture.expand import StateTensor
+from profiler.capture.opaque_modules import fresh
 from profiler.capture.trace import Trace
 
 _MOST_NUMBERS = 64  # elements of a constant that is compared by value
@@ -68,11 +69,13 @@ def gradient_flags(
         if node not in values:
             if node not in traced.state:
                 return traced.attribute(str(node.target))
-            values[node] = _fake(node.meta["val"], traced.state[node].tensor.requires_grad)
+            values[node] = fresh(node.meta["val"], requires_grad=traced.state[node].tensor.requires_grad)
         return values[node]
 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
-        values.update({node: _fake(node.meta["val"], flag) for node, flag in zip(before, flags, strict=True)})
+        values.update(
+            {node: fresh(node.meta["val"], requires_grad=flag) for node, flag in zip(before, flags, strict=True)}
+        )
         for node in nodes:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
             try:
@@ -80,17 +83,8 @@ def gradient_flags(
             except RuntimeError:
                 given = pytree.tree_leaves((args, kwargs))
                 needed = any(isinstance(x, Tensor) and x.requires_grad for x in given)
-                values[node] = pytree.tree_map(lambda x, flag=needed: _fake(x, flag), node.meta["val"])
+                values[node] = pytree.tree_map(lambda x, flag=needed: fresh(x, requires_grad=flag), node.meta["val"])
     return tuple(values[node].requires_grad for node in after)
-
-
-def _fake(value: Any, requires_grad: bool) -> Any:
-    """A fake tensor like a value of the trace; not a leaf, so that operations may write into it."""
-    if not isinstance(value, Tensor):
-        return value
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-    differentiable = value.dtype.is_floating_point or value.dtype.is_complex
-    return made.requires_grad_().clone() if requires_grad and differentiable else made
 
 
 def _shape_key(node: Node) -> Hashable:

@@ -26,6 +26,7 @@ from profiler.capture.authored_layers import OF_EVERY_MODULE, module_key, replac
 from profiler.capture.autograd_functions import CustomFunction, add_to_graph, untraced
 from profiler.capture.value_forms import Form
 from profiler.memory.allocations import storage_key
+from profiler.model.materialise import on_meta
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ def _recorded(
     form, results = Form.of_leaves(*pytree.tree_flatten(_in_memory_of_its_own(made, tensors)))
     call = ModuleCall(module_key(module), tuple(state), attributes, module)
     writes = tuple(i for i, x in enumerate(tensors) if x._version != writes_before[i])
-    return output, ModuleRecord(call, form, tuple(_on_meta(x) for x in results), writes)
+    return output, ModuleRecord(call, form, tuple(on_meta(x).requires_grad_(x.requires_grad) for x in results), writes)
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
@@ -152,11 +153,6 @@ def _plain_tensors(module: nn.Module) -> dict[tuple[str, str], Tensor]:
 def _flat(state: Mapping[str, Tensor], args: Any, kwargs: Any) -> tuple[Form, tuple[Tensor, ...]]:
     """The form and the tensors of a call's arguments: those of ModuleCall, which has none by name."""
     return Form.of_leaves(*pytree.tree_flatten((([*state.values()], args, kwargs), {})))
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return made.requires_grad_(tensor.requires_grad)
 
 
 class _ParameterReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -187,7 +183,7 @@ def opaque_modules(model: nn.Module, recorded: ModuleRecords, found: list[Custom
         record = next(calls[path])
         arguments, tensors = _flat(_state(module), args, kwargs)
         with untraced():
-            made = [_like(x, tensors[0].device) for x in record.results]
+            made = [fresh(x, requires_grad=x.requires_grad, device=tensors[0].device) for x in record.results]
         add_to_graph(CustomFunction(record.call, arguments, record.writes, ()), tensors, made, mode.tracer, found)
         output, attributes = record.form.value(made)
         for (inner, name), value in zip(record.call.attributes, attributes, strict=True):
@@ -198,7 +194,10 @@ def opaque_modules(model: nn.Module, recorded: ModuleRecords, found: list[Custom
         yield
 
 
-def _like(result: Tensor, device: torch.device) -> Tensor:
-    """A tensor with the specs of a result; no leaf, so that operations may write into it."""
-    made = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=device)
-    return made.requires_grad_().clone() if result.requires_grad else made
+def fresh(value: Any, *, requires_grad: bool, device: torch.device | None = None) -> Any:
+    """A tensor like another one, for a trace; not a leaf, so that operations may write into it."""
+    if not isinstance(value, Tensor):
+        return value
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    differentiable = value.dtype.is_floating_point or value.dtype.is_complex
+    return made.requires_grad_().clone() if requires_grad and differentiable else made

@@ -292,14 +292,9 @@ class RepeatRecorder:
         self._model, self._seen = model, seen
         self._by_dict = {id(unit.module.__dict__): unit for unit in units}
         self._called = set[str]()
-        self._running: Unit | None = None
+        self.running: Unit | None = None  # whose first call is being traced
         self._inside = False  # the model's forward is running
         self._around: AbstractContextManager[object] = nullcontext()
-
-    @property
-    def running(self) -> Unit | None:
-        """The unit whose first call is being traced."""
-        return self._running
 
     @contextmanager
     def recording(self, around: AbstractContextManager[object]) -> Iterator[None]:
@@ -325,7 +320,7 @@ class RepeatRecorder:
         if not self._inside:
             return
         self.failed = True
-        if self._running is not None and self._running.path == path:
+        if self.running is not None and self.running.path == path:
             self.revealed.add(path)
         raise UncertainRepeatError(f"the state of {path} is read")
 
@@ -333,7 +328,7 @@ class RepeatRecorder:
         if module.__dict__ is self._model.__dict__ and not self._inside:
             return self._whole(lambda: plain(module, *args, **kwargs))
         unit = self._by_dict.get(id(module.__dict__))
-        if unit is None or self._running is not None:
+        if unit is None or self.running is not None:
             return plain(module, *args, **kwargs)
         if unit.path in self._called:
             raise self.refuse(unit.group)
@@ -369,11 +364,11 @@ class RepeatRecorder:
         index = len(self.firsts)
         inputs = tensors_of(leaves)
         torch.ops.gplan.mark(inputs, index)
-        self._running = unit
+        self.running = unit
         try:
             output = call()
         finally:
-            self._running = None
+            self.running = None
         first = first_call(index, unit, inputs, output)
         if first is None or module_key(unit.module) != unit.group[0]:
             raise self.refuse(unit.group)

@@ -57,27 +57,19 @@ def captured_in_steps(
             continue
         if first_error is None:
             return chain
-        if _is_right(model, inputs, chain, expected, is_known=traced == str(way.way), may_be_unproven=traced is None):
+        if traced == str(way.way):
+            is_right = True
+        elif expected is None:
+            is_right = traced is None
+        else:
+            is_right = expected.equals(_results_of(model, partial(_output_by_layers, chain, inputs)))
+        if is_right:
             proof = "" if expected is not None else ", which is not proven, as the model has no weights here"
             chain.traced = str(way.way)
             chain.notes = (f"the model was traced {way.way}{proof}; else: {describe(root_cause(first_error))}",)
             return chain
     assert first_error is not None
     raise first_error
-
-
-def _is_right(
-    model: nn.Module,
-    inputs: object,
-    chain: Chain,
-    expected: Results | None,
-    *,
-    is_known: bool,
-    may_be_unproven: bool,
-) -> bool:
-    if is_known or expected is None:
-        return is_known or may_be_unproven
-    return expected.equals(_results_of(model, partial(_output_by_layers, chain, inputs)))
 
 
 @dataclass(slots=True)

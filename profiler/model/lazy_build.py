@@ -383,7 +383,11 @@ def to_fake_tensors(model: nn.Module) -> tuple[str, ...]:
     with mode:
         for module in model.modules():
             for registry in (module._parameters, module._buffers):
-                _replace_by_fakes(cast(dict[str, Tensor | None], registry), fakes)
+                for name, tensor in registry.items():
+                    if tensor is not None and tensor.is_meta:
+                        if tensor not in fakes:
+                            fakes[tensor] = _fake(tensor)
+                        cast(dict[str, Tensor | None], registry)[name] = fakes[tensor]
     return tuple(lost)
 
 
@@ -393,15 +397,6 @@ def lost_values_note(names: Sequence[str]) -> tuple[str, ...]:
         return ()
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (f"built without its weights, the model has ones or zeros where its code computed {shown}",)
-
-
-def _replace_by_fakes(registry: dict[str, Tensor | None], fakes: MutableMapping[Tensor, Tensor]) -> None:
-    """Replace the meta tensors in a module's dict; called under the mode of the fakes."""
-    for name, tensor in registry.items():
-        if tensor is not None and tensor.is_meta:
-            if tensor not in fakes:
-                fakes[tensor] = _fake(tensor)
-            registry[name] = fakes[tensor]
 
 
 def _fake(tensor: Tensor) -> Tensor:

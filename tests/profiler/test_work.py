@@ -147,3 +147,11 @@ def test_the_dtype_is_that_of_most_flops_of_products() -> None:
     a, b = torch.randn(8, 8), torch.randn(4, 4)
     assert product_dtype(operations(lambda: (a.bfloat16() @ a.bfloat16(), b @ b))) == "bfloat16"
     assert product_dtype(operations(lambda: a + a)) == "float32"
+
+
+def test_grouped_product_counts_every_token_once() -> None:
+    a, b = torch.randn(8, 16, requires_grad=True), torch.randn(4, 16, 12, requires_grad=True)
+    ends = torch.tensor([1, 4, 4, 8], dtype=torch.int32)
+    forward = counted(lambda: F.grouped_mm(a, b, offs=ends))["matmul"]
+    assert forward.num_flops == 2 * 8 * 16 * 12
+    assert backward_of(F.grouped_mm(a, b, offs=ends) ** 2)["matmul"].num_flops == 2 * forward.num_flops
