@@ -264,8 +264,16 @@ def plain_profile() -> Json:
     return profile_of(3, sizes=[1], is_rich=False)
 
 
+YARDSTICK = {"compute_s": 1e-3, "memory_s": 5e-4, "interpreter_s": 2e-4}
+HOST_SPEED = {
+    "reference": YARDSTICK, "exponents": {"compute": 0.5, "memory": 0.3, "interpreter": 0.2},
+    "windows": [{"start_s": 0.0, "end_s": 1.0, "times": YARDSTICK, "num_readings": 9}],
+    "load": {"steal_share": 0.0, "wait_share": 0.001},
+}  # fmt: skip
+
+
 def rich_profile() -> Json:
-    """Two sizes, tied weights, a loss, an engine's costs, measured links, the model in one piece."""
+    """Two sizes, tied weights, a loss, an engine's costs, measured links, the model in one piece, a yardstick."""
     link = {
         "latency_s": 1e-5, "bytes_per_s": 1e9, "origin": "measured",
         "points": [{"num_bytes": 100, "seconds": 1e-5}, {"num_bytes": 10**6, "seconds": 1e-3}],
@@ -278,7 +286,7 @@ def rich_profile() -> Json:
     content = profile_of(
         4, sizes=[1, 4], is_rich=True, shared_weights=[tied], link=link, whole_model=whole, num_neighbours=1, notes=["a note"],
         loss=[layer_cost(0, size, is_rich=False) for size in (1, 4)], plan_notes=["another note"],
-        engine={"action_s": 1e-4, "step_s": 1e-3, "sending": link},
+        engine={"action_s": 1e-4, "step_s": 1e-3, "sending": link}, host_speed=HOST_SPEED,
     )  # fmt: skip
     content["layers"][2]["same_as"] = 1
     return content
@@ -329,6 +337,8 @@ def run_of(folder: Path, content: Json) -> Json:
         "timeline": {**timeline, "origin": "measured"}, "peak_bytes": [10**6] * plan.num_devices, "check": check,
         "created": "2000-01-01T00:00:00+00:00", "versions": [["torch", "2"]], "notes": ["a note"],
         "step_timelines": [timeline] * 2 if plan.schedule == "gpipe" else [],
+        "host_speed": [{"first_step": x, "end_step": x + 1, "ranks": [YARDSTICK]} for x in (1, 2)],
+        "host_load": {"steal_share": 0.0, "wait_share": 0.2}, "core_stretch": [1.2] * plan.num_devices,
     }  # fmt: skip
 
 
@@ -345,7 +355,7 @@ def calibration_of(profile: Json) -> Json:
         "link": 0.8,
         "action_s": 1e-5,
         "learned_from": ["plan"],
-        "held_out": [{"label": "rival", "measured_s": 0.1, "before_s": 0.09, "after_s": 0.1}],
+        "held_out": [{"label": "rival", "measured_s": 0.1, "before_s": 0.09, "after_s": 0.1, "slowdown": 1.1}],
         "created": "2000-01-01T00:00:00+00:00",
     }
 

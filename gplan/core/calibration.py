@@ -61,10 +61,10 @@ class HeldOut:
         return self.after_s / self.measured_s - 1.0
 
     @property
-    def equal_speed_errors(self) -> tuple[float, float]:
-        """Both errors with the measured step brought to the speed of the profile, where that is known."""
+    def equal_speed_ratios(self) -> tuple[float, float]:
+        """Both predictions over the measured step, brought to the speed of the profile where that is known."""
         measured_s = self.measured_s / (self.slowdown or 1.0)
-        return self.before_s / measured_s - 1.0, self.after_s / measured_s - 1.0
+        return self.before_s / measured_s, self.after_s / measured_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Calibration:
     def helps(self) -> bool:
         """Whether held-out plans are predicted better with it, by the squared error of logarithms at equal speed."""
         before, after = (
-            math.fsum(math.log1p(errors[i]) ** 2 for errors in (x.equal_speed_errors for x in self.held_out))
+            math.fsum(math.log(ratios[i]) ** 2 for ratios in (x.equal_speed_ratios for x in self.held_out))
             for i in range(2)
         )
         return after < before

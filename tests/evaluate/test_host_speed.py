@@ -181,7 +181,7 @@ def test_a_calibration_does_not_learn_the_hosts_speed() -> None:
     assert [x.forward for x in learned.kinds] == pytest.approx([1.0] * len(learned.kinds), abs=1e-6)
     for check in learned.held_out:
         assert check.error_after == pytest.approx(-0.2, abs=1e-6)
-        assert check.equal_speed_errors == pytest.approx((0.0, 0.0), abs=1e-6)
+        assert check.equal_speed_ratios == pytest.approx((1.0, 1.0), abs=1e-6)
 
 
 def test_two_profiles_are_compared_at_equal_speed() -> None:

@@ -60,7 +60,7 @@ def _checks(held_out: tuple[HeldOut, ...], *, is_helpful: bool) -> Iterator[Rend
     )
     for check in held_out:
         if check.slowdown is not None:
-            before, after = (error_text(x, "seconds") for x in check.equal_speed_errors)
+            before, after = (error_text(x - 1.0, "seconds") for x in check.equal_speed_ratios)
             yield Text(f"{EQUAL_SPEED}: {check.label} {before} without, {after} with")
     if not is_helpful:
         yield Text("on average it does not help, so `gplan balance` uses it only if it is named", style="yellow")
