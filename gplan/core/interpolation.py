@@ -13,7 +13,7 @@ _NUMBERS = (
     "stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "output_bytes", "output_gradient_bytes",
     "output_unsaved_bytes", "pending_bytes",
 )  # fmt: skip
-_TIMINGS = ("forward", "backward", "recompute", "first_backward", "input_gradient", "weight_gradient")
+_TIMINGS = ("forward", "backward", "recompute", "last_recompute", "first_backward", "input_gradient", "weight_gradient")
 
 
 def cost_at(costs: tuple[LayerCost, ...], microbatch_size: int) -> LayerCost:

@@ -97,6 +97,7 @@ class LayerCost:
     output_gradient_bytes: int  # of their gradients
     output_unsaved_bytes: int  # of those that no layer keeps for its backward pass
     recompute: Timing | None = None  # added to the backward by recomputing the layer; None: as forward
+    last_recompute: Timing | None = None  # the same where it is the last layer recomputed together; None: as recompute
     first_backward: Timing | None = (
         None  # for the first micro-batch of a step, which allocates gradients; None: as backward
     )
@@ -144,10 +145,20 @@ class LayerCost:
             forward=self.forward.corrected(forward),
             backward=self.backward.corrected(backward),
             recompute=(self.recompute or self.forward).corrected(recompute),
+            last_recompute=self.last_recompute and self.last_recompute.corrected(recompute),
             first_backward=of_backward(self.first_backward),
             input_gradient=of_backward(self.input_gradient),
             weight_gradient=of_backward(self.weight_gradient),
         )
+
+    @property
+    def recompute_s(self) -> tuple[float, float]:
+        """Seconds added by recomputing the layer: before other layers, and as the last one recomputed together.
+
+        A recompute ends at the last tensor that is saved for the backward.
+        """
+        before_others = self.recompute or self.forward
+        return before_others.median_s, min(before_others.median_s, (self.last_recompute or before_others).median_s)
 
     @property
     def workspace_bytes(self) -> int:

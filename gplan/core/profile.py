@@ -185,10 +185,11 @@ class Profile:
     def one_stage_bytes(self, index: int) -> int:
         """Peak memory above the weights of a forward and backward of the whole model, at the size with this index."""
         stashed, peak = 0, 0
-        for cost in (*(x.costs[index] for x in self.layers), *([self.loss[index]] if self.loss else [])):
+        for layer, cost in enumerate([*(x.costs[index] for x in self.layers), *self.loss[index : index + 1]]):
+            waiting = sum(x.gradient_bytes for x in self.shared_weights if layer < x.layers[-1])  # to be added up
             stashed += cost.stash_bytes
-            peak = max(peak, stashed + cost.workspace_bytes)
-        return peak + sum(x.gradient_bytes for x in self.shared_weights)  # which wait to be added up
+            peak = max(peak, stashed + cost.workspace_bytes + waiting)
+        return peak
 
     def one_stage_s(self, index: int) -> tuple[float, float]:
         """Seconds of forward and of backward of the whole model as one stage, at the size with this index."""

@@ -183,7 +183,24 @@ class Costs:
 
     def recompute_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: seconds that recomputing whole stages adds; the loss is not recomputed."""
+        seconds = self.full_recompute_s(first, end)
+        if not self.unfinished_s.any():
+            return seconds
+        return np.maximum(seconds - self.unfinished_s[self.downsets.last_layers(first, end)], 0.0)
+
+    def full_recompute_s(self, first: Ints, end: Ints) -> Floats:
+        """[E]: the same where other layers followed."""
         return _between(self._recompute_sums, first, end)
+
+    def least_recompute_s(self, first: Ints, end: Ints) -> Floats:
+        """[E]: below which the sum of `recompute_s` is not, however layers are divided among stages."""
+        return _between(self._least_recompute_sums, first, end)
+
+    @cached_property
+    def unfinished_s(self) -> Floats:
+        """[L]: seconds that a recompute leaves out where it ends with this layer, at the last tensor that is saved."""
+        seconds = ((x.recompute_s, self._contention_factor(x.contention)) for x in self.layer_costs)
+        return np.array([(before_others - last) * factor for (before_others, last), factor in seconds])
 
     def optimizer_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: seconds of zero_grad and optimizer step for the weights of stages."""
@@ -208,7 +225,7 @@ class Costs:
     def layer_recompute_s(self) -> Floats:
         """[L]: seconds that recomputing each layer by itself adds."""
         return np.array([
-            (x.recompute or x.forward).median_s * self._contention_factor(x.contention) for x in self.layer_costs
+            x.recompute_s[1] * self._contention_factor(x.contention) for x in self.layer_costs
         ])  # fmt: skip
 
     @property
@@ -416,7 +433,11 @@ class Costs:
 
     @cached_property
     def _recompute_sums(self) -> Floats:
-        return self._sums(lambda cost: (cost.recompute or cost.forward).median_s, with_loss=False)
+        return self._sums(lambda cost: cost.recompute_s[0], with_loss=False)
+
+    @cached_property
+    def _least_recompute_sums(self) -> Floats:
+        return self._sums(lambda cost: cost.recompute_s[1], with_loss=False)
 
     @cached_property
     def _trained_total_bytes(self) -> int:

@@ -61,6 +61,10 @@ class Prefixes:
         """[P]: the sum of values[:i]."""
         return np.concatenate([np.zeros(1, dtype=values.dtype), np.cumsum(values)])
 
+    def last_layers(self, first: Ints, end: Ints) -> Ints:
+        """[E]: the last layer of stages."""
+        return end - 1
+
     def layers(self, first: int, end: int) -> tuple[int, ...]:
         """first, ..., end - 1."""
         return tuple(range(first, end))
@@ -173,6 +177,12 @@ class GraphDownSets:
         for layer, value in enumerate(values):
             totals += np.where(self.members[:, layer], value, np.zeros_like(value))
         return totals
+
+    def last_layers(self, first: Ints, end: Ints) -> Ints:
+        """[E]: the last layer of stages, which run their layers by rising number."""
+        return self.running_peaks(
+            first, end, kept=np.zeros(self.num_layers, dtype=np.int64), own=np.arange(self.num_layers)
+        )
 
     def layers(self, first: int, end: int) -> tuple[int, ...]:
         """The layers before `end` and not before `first`, rising."""

@@ -73,16 +73,16 @@ class StrategyBounds:
 
     @property
     def whole_recompute_s(self) -> float:
-        """Seconds of recomputing the whole model for a micro-batch."""
+        """Seconds of recomputing the whole model for a micro-batch, at least."""
         everything = np.array([0]), np.array([self.problem.costs.num_positions - 1])
-        return float(self.problem.costs.recompute_s(*everything)[0])
+        return float(self.problem.costs.least_recompute_s(*everything)[0])
 
     @cached_property
     def _sums_s(self) -> Floats:
         """[P]: compute of the layers before each position."""
         costs, sums = self.problem.costs, compute_sums_s(self.problem)
         every = np.arange(costs.num_positions)
-        return sums + costs.recompute_s(np.zeros_like(every), every) if self._again_s else sums
+        return sums + costs.least_recompute_s(np.zeros_like(every), every) if self._again_s else sums
 
     @property
     def _overhead_s(self) -> float:

@@ -144,6 +144,7 @@ def _cost(analysis: LayerAnalysis, halves: HalvesAnalysis | None, size: int, har
     return LayerCost(
         microbatch_size=size,
         forward=computed(analysis.forward_work),
+        last_recompute=computed(analysis.last_recompute_work),
         backward=backward,
         input_gradient=first_half,
         weight_gradient=second_half if halves else None,

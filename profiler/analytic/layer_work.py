@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gplan.core import Work
 from gplan.core.errors import ModelError
 from profiler.analytic.work import Operation, WorkCounter, product_dtype, total_work
+from profiler.backward.rematerialize import noting_saves
 from profiler.capture.chain import Tensors
 from profiler.memory.allocations import StorageRecorder, storage_key
 from profiler.memory.layer_memory import (
@@ -91,6 +93,7 @@ class LayerAnalysis:
     """Work and memory of one layer, or of the loss, for one micro-batch."""
 
     forward_work: tuple[Work, ...]
+    last_recompute_work: tuple[Work, ...]  # of a recompute that ends with the layer, at the last tensor that is saved
     backward_work: tuple[Work, ...]
     memory: LayerBytes
     dtype: str  # of its products
@@ -125,14 +128,23 @@ def analyse(
     """
     tied = tied_uses(layers)
     with _on_fake_tensors(layers, inputs, tied) as fake:
-        passage = pass_through(fake.calls, fake.inputs, loss, now=fake.recorder.now, address_of=storage_key)
+        now, ends = fake.recorder.now, dict[int, int]()  # by layer: when it saved its last tensor
+
+        def note(layer: int) -> None:
+            ends[layer] = now()
+
+        calls = [noting_saves(call, partial(note, i)) for i, call in enumerate(fake.calls)]
+        passage = pass_through(calls, fake.inputs, loss, now=fake.recorder.now, address_of=storage_key)
     found = []
     memories = with_sums(layer_bytes(fake.recorder.trace(), passage), tied)
-    for forward, backward, memory in zip(passage.forwards, passage.backwards, memories, strict=True):
+    for layer, (forward, backward, memory) in enumerate(
+        zip(passage.forwards, passage.backwards, memories, strict=True)
+    ):
         before, after = fake.counter.between(*forward), fake.counter.between(*backward)
         found.append(
             LayerAnalysis(
                 forward_work=total_work(before),
+                last_recompute_work=total_work(fake.counter.between(forward[0], ends.get(layer, forward[0]))),
                 backward_work=total_work(after),
                 memory=memory,
                 dtype=product_dtype((*before, *after)),

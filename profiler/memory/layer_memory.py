@@ -219,7 +219,7 @@ def measure_bytes(
 ) -> tuple[LayerBytes, ...]:
     """The memory of each layer, and last of the loss. Gradient buffers must already be allocated."""
     tied = tied_uses(layers)
-    calls = [_with_copies(layer, [x.parameter for x in tied if x.layer == i]) for i, layer in enumerate(layers)]
+    calls = layers_apart(layers, tied)
     with traced_allocations(device) as trace:
         passage = pass_through(
             calls, inputs, loss, now=now_ns, address_of=lambda tensor: tensor.untyped_storage().data_ptr()
@@ -249,6 +249,11 @@ def tied_uses(layers: Sequence[nn.Module]) -> tuple[TiedUse, ...]:
                 found.append(TiedUse(layer, last[id(parameter)], parameter))
             last[id(parameter)] = layer
     return tuple(found)
+
+
+def layers_apart(layers: Sequence[nn.Module], tied: Sequence[TiedUse]) -> list[Callable[..., Tensors]]:
+    """The layers, the later users of a parameter with a copy."""
+    return [_with_copies(layer, [x.parameter for x in tied if x.layer == i]) for i, layer in enumerate(layers)]
 
 
 def _with_copies(layer: nn.Module, tied: Sequence[nn.Parameter]) -> Callable[..., Tensors]:

@@ -6,10 +6,12 @@ a time: its weights are created, measured and freed; memory is followed on fake 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
+from statistics import median
 from typing import Any, TypeAlias
 
 import torch
@@ -21,6 +23,7 @@ from gplan.core.host_load import HostLoad, interruption_text
 from gplan.core.profile import MOST_DISAGREEMENT
 from gplan.core.units import seconds_text
 from profiler.analytic.layer_work import LayerAnalysis, analyse, analyse_halves
+from profiler.backward.rematerialize import share_run_again
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, Tensors, flat_tensors
 from profiler.host.host_info import garbage_collector_frozen
@@ -124,14 +127,14 @@ def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> Sam
     if _are_split(bench.keys, subject.samples(setup.journal, bench.name)):
         pending = measure_pending(bench.layers, bench.inputs, bench.loss, device=setup.device)
         memories = tuple(replace(x, pending_bytes=y) for x, y in zip(memories, pending, strict=True))
-    analyses = _analysed(bench)
+    analyses, shares = _analysed(bench), _shares_run_again(bench, setup.device)
     whole_bytes = None if bench.whole is None else _whole_model_bytes(bench.whole, setup.device)
 
     def measured(at_one_speed: AtOneSpeed) -> MeasuredSize:
         samples = subject.samples(setup.journal, bench.name, at_one_speed)
-        corrections = corrections_of(bench, samples)
+        corrections = corrections_of(bench, samples, shares[bench.keys[-1]])
         costs = [
-            _layer_cost(samples, key, subject.microbatch_size, found, memory, analysis)
+            _layer_cost(samples, key, subject.microbatch_size, found, memory, analysis, shares.get(key, 1.0))
             for key, found, memory, analysis in zip(
                 (*bench.keys, "loss"),
                 (*[corrections] * len(bench.keys), NO_CORRECTIONS),
@@ -168,6 +171,29 @@ def _analysed(bench: Bench) -> Sequence[LayerAnalysis | None]:
         return [None] * (1 + len(bench.layers))
 
 
+_SHARE_RUNS = 3
+
+
+def _shares_run_again(bench: Bench, device: str) -> dict[str, float]:
+    """By key: the share of a layer's forward that a recompute runs again where it ends with the layer."""
+
+    def now() -> float:
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    found: dict[str, list[float]] = {key: [] for key in bench.keys}
+
+    def run(place: int, leaves: Tensors) -> Tensors:
+        share, outputs = share_run_again(bench.layers[place], leaves, now=now)
+        found[bench.keys[place]].append(share)
+        return outputs
+
+    for _ in range(_SHARE_RUNS):
+        bench.forward(run)
+    return {key: median(shares) for key, shares in found.items()}
+
+
 def _whole_model_bytes(run: Callable[[], Tensor], device: str) -> tuple[int, int]:
     """Allocated and reserved memory of one more forward and backward of the whole model."""
     if device != "cpu":
@@ -186,12 +212,13 @@ def _sample_alone(subject: _Subject, setup: Setup, progress: Progress) -> Sample
     loss_bench = bench_of_loss(subject.file, chain, outputs, subject.target)
     analyses = analyse(list(stages.values()), subject.tensors, loss_bench.loss)
     notes = _sampled(loss_bench, subject, setup, part(progress, 0, 1 + len(stages)))
-    benches: dict[str, Bench] = {}
+    benches, shares = dict[str, Bench](), {"loss": 1.0}
     for place, (layer, stage) in enumerate(stages.items(), start=1):
         if subject.keys[layer] not in benches:
             bench = _bench_alone(subject, layer, stage, device=setup.device)
             with materialised(stage, model=subject.file.model, seed=0, device=setup.device):
                 notes += _sampled(bench, subject, setup, part(progress, place, 1 + len(stages)))
+                shares |= _shares_run_again(bench, setup.device)
             benches[bench.name] = bench
             stage.zero_grad()
     pending = _pending_alone(list(stages.values()), subject.tensors, loss_bench.loss)
@@ -202,9 +229,9 @@ def _sample_alone(subject: _Subject, setup: Setup, progress: Progress) -> Sample
         def samples(key: str) -> Callable[[str], Samples]:
             return subject.samples(setup.journal, key, at_one_speed)
 
-        corrections = {key: corrections_of(bench, samples(key)) for key, bench in benches.items()}
+        corrections = {key: corrections_of(bench, samples(key), shares[key]) for key, bench in benches.items()}
         costs = [
-            _layer_cost(samples(key), key, size, corrections.get(key, NO_CORRECTIONS), memory, analysis)
+            _layer_cost(samples(key), key, size, corrections.get(key, NO_CORRECTIONS), memory, analysis, shares[key])
             for key, memory, analysis in zip((*subject.keys.values(), "loss"), memories, analyses, strict=True)
         ]
         found = _measured_size(subject, costs, memories, list(corrections.values()), notes)
@@ -333,6 +360,7 @@ def _layer_cost(
     corrections: Corrections,
     memory: LayerBytes,
     analysis: LayerAnalysis | None,
+    share_run_again: float,
 ) -> LayerCost:
     """The costs of one layer, by its samples and the corrections."""
 
@@ -352,6 +380,7 @@ def _layer_cost(
         forward=forward,
         backward=backward("backward", corrections.backward_cut_s) or Timing.exactly(0.0, origin="measured"),
         recompute=None if factor is None else forward.times(factor),
+        last_recompute=None if factor is None else forward.times(factor * share_run_again),
         first_backward=backward("first backward", corrections.backward_cut_s),
         input_gradient=first_half,
         weight_gradient=second_half,

@@ -56,8 +56,8 @@ NO_CORRECTIONS = Corrections()
 """Of the loss, which is no part of a stage."""
 
 
-def corrections_of(bench: Bench, samples: Callable[[str], Samples]) -> Corrections:
-    """The corrections by the samples of a bench."""
+def corrections_of(bench: Bench, samples: Callable[[str], Samples], share_run_again: float = 1.0) -> Corrections:
+    """The corrections by the samples of a bench; a recompute runs this share of its last layer again."""
 
     def seconds(*names: str) -> float:
         return sum(samples(name).timing().median_s for name in names)
@@ -70,8 +70,9 @@ def corrections_of(bench: Bench, samples: Callable[[str], Samples]) -> Correctio
     plain_s, again_s = (seconds(f"{name}/forward", f"{name}/backward") for name in ("stage", "recomputed"))
     differences = samples("excess/recomputed").clean_s or [again_s - plain_s]  # none where every round was disturbed
     forward_s, weights_s = seconds("stage/forward"), seconds("stage/weight gradient")
+    rerun_s = forward_s - (1 - share_run_again) * seconds(f"{bench.keys[-1]}/forward") if bench.keys else 0.0
     return Corrections(
-        recompute_factor=max(0.0, median_s(differences)) / forward_s if forward_s else 1.0,
+        recompute_factor=max(0.0, median_s(differences)) / rerun_s if rerun_s > 0.1 * forward_s else 1.0,
         forward_cut_s=cuts["forward"],
         backward_cut_s=cuts["backward"],
         input_gradient_cut_s=cuts["input gradient"],

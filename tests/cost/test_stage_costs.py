@@ -261,6 +261,18 @@ def test_tensors_take_no_more_than_the_whole_update() -> None:
     assert [Costs(profile, 1, 4).stage_cost(i, i + 1).optimizer_s for i in (0, 1)] == pytest.approx([1.5, 1.5])
 
 
+def test_a_recompute_ends_at_the_last_saved_tensor() -> None:
+    """The head saves nothing but its input: it is not run again where it is the last layer of its stage."""
+    profile = make_profile([4, 4, 10, 2])
+    head = replace(profile.layers[2].costs[0], recompute=Timing.exactly(12.0), last_recompute=Timing.exactly(0.5))
+    layers = [replace(x, costs=(head,)) if i == 2 else x for i, x in enumerate(profile.layers)]
+    costs = Costs(replace(profile, layers=tuple(layers)), 1, 4)
+    first, end = np.array([(0, 2), (0, 3), (2, 3), (2, 4), (0, 4)]).T
+    assert costs.recompute_s(first, end).tolist() == [8.0, 8.5, 0.5, 14.0, 22.0]
+    assert costs.layer_recompute_s.tolist() == [4.0, 4.0, 0.5, 2.0]
+    assert float(costs.least_recompute_s(np.array([0]), np.array([4]))[0]) == 10.5
+
+
 def test_the_update_works_in_multiples_of_the_largest_tensor() -> None:
     shared = SharedWeight(name="w", layers=(0, 2), num_parameters=25, weight_bytes=100, gradient_bytes=100)
     profile = make_profile([1, 1, 1, 1], weight_bytes=[100, 60, 100, 40], shared_weights=(shared,))

@@ -5,9 +5,10 @@ Times and sizes are small integers and counts of micro-batches powers of two, so
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -161,6 +162,8 @@ def profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Profile:
         engine=draw(st.sampled_from([None, SLOW_ENGINE])),
         shared_weights=draw(shared_weights(num_layers)),
     )
+    if draw(st.booleans()):  # a recompute ends before the end of its last layer
+        profile = with_costs_by_layer(profile, [{"last_recompute": Timing.exactly(x)} for x in numbers(9)])
     layers = zip(profile.layers, numbers(6), numbers(6), numbers(9), strict=True)
     profile = replace(
         profile,
@@ -172,6 +175,14 @@ def profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Profile:
             profile, layers=tuple(_with_waiting(draw, x, i, num_layers) for i, x in enumerate(profile.layers))
         )
     return replace(profile, loss=(_loss(draw),)) if draw(st.booleans()) else profile
+
+
+def with_costs_by_layer(profile: Profile, changes: Sequence[Mapping[str, Any]]) -> Profile:
+    """The profile with other fields in each layer's costs."""
+    layers = zip(profile.layers, changes, strict=True)
+    return replace(
+        profile, layers=tuple(replace(x, costs=tuple(replace(cost, **of) for cost in x.costs)) for x, of in layers)
+    )
 
 
 def in_halves(profile: Profile) -> Profile:

@@ -28,7 +28,16 @@ from profiler.memory.allocations import (
     storage_key,
     traced_allocations,
 )
-from profiler.memory.layer_memory import LayerBytes, allocate_gradients, layer_bytes, measure_bytes, pass_through
+from profiler.memory.layer_memory import (
+    LayerBytes,
+    allocate_gradients,
+    layer_bytes,
+    layers_apart,
+    measure_bytes,
+    pass_through,
+    tied_uses,
+    with_sums,
+)
 from profiler.model.load import load_model_file
 
 KIB = 1024
@@ -136,9 +145,11 @@ OF_CONVOLUTIONS = {"resnet.py", "unet.py"}
 
 
 def recorded(layers: list[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]) -> tuple[LayerBytes, ...]:
+    tied = tied_uses(layers)
+    calls = layers_apart(layers, tied)
     with StorageRecorder() as recorder:
-        passage = pass_through(layers, inputs, loss, now=recorder.now, address_of=storage_key)
-    return layer_bytes(recorder.trace(), passage)
+        passage = pass_through(calls, inputs, loss, now=recorder.now, address_of=storage_key)
+    return with_sums(layer_bytes(recorder.trace(), passage), tied)
 
 
 def test_births_and_deaths_are_those_of_the_storages() -> None:

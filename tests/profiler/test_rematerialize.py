@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from profiler.backward.rematerialize import recomputed
+from profiler.backward.rematerialize import recomputed, share_run_again
 from profiler.capture.chain import Tensors
 from profiler.memory.allocations import now_ns, traced_allocations
 
@@ -338,3 +338,15 @@ def test_write_after_use_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match=r"shape \(8, 64\) that the backward needs was written in place"):
         again(net, rows()).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def test_share_of_a_forward_that_is_run_again() -> None:
+    """A second run ends where the last tensor is saved: before the product of the head, whose input is saved."""
+    ticks = iter(range(100))
+    head = nn.Linear(4, 1000)
+    share, (logits,) = share_run_again(
+        lambda x: (head(torch.tanh(x)),), (torch.ones(2, 4, requires_grad=True),), now=lambda: next(ticks)
+    )
+    assert logits.shape == (2, 1000)
+    assert 0 < share < 1
+    assert share_run_again(lambda x: (x + 1,), (torch.ones(2, requires_grad=True),), now=lambda: next(ticks))[0] == 0

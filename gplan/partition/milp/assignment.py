@@ -23,6 +23,7 @@ class StageAssignment:
     def __init__(self, program: LinearProgram, graph: LayerGraph, *, num_stages: int) -> None:
         self.graph, self.num_stages = graph, num_stages
         self._program = program
+        self._reached: dict[tuple[int, int], Expression] = {}
         self._open = {
             (v, k): program.variable(f"y_{v}_{k}", is_binary=True)
             for k in range(num_stages - 1)
@@ -70,6 +71,30 @@ class StageAssignment:
             if value
             for term in ((value, self.up_to(v, k)), (-value, self.up_to(v + 1, k)))
         )
+
+    def of_last(self, k: int, values: Sequence[float]) -> Expression:
+        """Of values[L] the one of the last layer of stage k, by number."""
+        if k == self.num_stages - 1 and self.graph.is_chain:
+            return values[-1]
+        if self.graph.is_chain:
+            return self.at_cut(k, values)
+        return weighted(
+            term
+            for v, value in enumerate(values)
+            if value
+            for term in ((value, self._reaches(v, k)), (-value, self._reaches(v + 1, k)))
+        )
+
+    def _reaches(self, v: int, k: int) -> Expression:
+        """z[v, k]: whether stage k has layer v or a later one, by x[v, k] <= z[v, k] <= x[v, k] + z[v+1, k]."""
+        if v == self.graph.num_layers:
+            return 0
+        if (v, k) not in self._reached:
+            here, later = self.is_on(v, k), self._reaches(v + 1, k)
+            reached = self._program.at_least(f"z_{v}_{k}", [here, later], high=1)
+            self._program.require(total([here, later]), at_least=reached)
+            self._reached[v, k] = reached
+        return self._reached[v, k]
 
     def values_for(self, stages: Sequence[Sequence[int]]) -> dict[Expression, int]:
         """The values of the variables for these stages."""

@@ -46,10 +46,12 @@ def pass_terms(
         return weighted([(1.0, of_layers), (overhead_s * scale, 1), (at_end, 1), (1.0 / speed, sending)])
 
     back = cuts.gradient_sending(k - 1)
+    unfinished = (costs.unfinished_s * scale).tolist()
+    recompute_s = seconds("full_recompute_s", overhead_s=0.0)
     return PassTerms(
         forward_s=seconds("forward_s", cuts.activation_sending(k)),
         backward_s=seconds("backward_s", back),
-        recompute_s=seconds("recompute_s", overhead_s=0.0),
+        recompute_s=weighted([(1.0, recompute_s), (-1.0, choices.of_last(k, unfinished))]),
         input_gradient_s=seconds("input_gradient_s", back) if costs.has_halves else None,
         weight_gradient_s=seconds("weight_gradient_s") if costs.has_halves else None,
     )
