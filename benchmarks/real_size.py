@@ -1,0 +1,210 @@
+"""Predicted against measured at the size that people train: models of 86 to 241 million parameters, K = 2, 4 and 8.
+
+    python benchmarks/real_size.py                                  some hours on 2 idle cores; goes on where it stopped
+    python benchmarks/real_size.py --models gpt2 llama --k 2        only some of it
+    python benchmarks/real_size.py --table                          the tables of what is there, without running
+
+Each model of benchmarks/real_size_models.py, and ResNet-50, is profiled once per optimizer at micro-batch size 1; the
+profile is kept beside the rows while the suite runs. Its layers' sum is compared with the whole model. Then every
+setting is planned and run: K = 2 on two processes (torch engine), K = 4 and 8 in one (virtual engine), gpipe and 1f1b,
+recompute never and always. Rows are written when a run ends, so an interrupt loses at most one. Errors are as they
+came: raw, and at equal host speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+
+import gplan
+from gplan.core import Profile, Run
+from gplan.core.units import percent_text, seconds_text
+from gplan.evaluate.compare import compare
+
+ROOT = Path(__file__).parent.parent
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        name: ("benchmarks/real_size_models.py", {"name": name})
+        for name in ("gpt2", "bert", "llama", "t5", "vit", "moe", "whisper")
+    },
+    "resnet50": ("examples/resnet.py", {"depth": 50, "width": 64, "image_size": 224, "num_classes": 1000}),
+}
+OPTIMIZERS = ("adamw", "sgd")
+KEY = ["model", "optimizer", "engine", "num_devices", "schedule", "recompute"]
+LAYERS = ["", 0, "", ""]  # in place of engine, devices, schedule and recompute: the layers' sum against the whole model
+
+
+@dataclass(frozen=True, slots=True)
+class RealSizeRun:
+    """One run of the suite."""
+
+    model: str
+    optimizer: str
+    engine: Literal["torch", "virtual"]
+    num_devices: int
+    schedule: str
+    recompute: str
+
+
+def main() -> None:
+    """Run what is not there yet, then write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--optimizers", nargs="*", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    parser.add_argument("--k", nargs="*", type=int, choices=(2, 4, 8), default=[2, 4, 8])
+    parser.add_argument("--schedules", nargs="*", default=["gpipe", "1f1b"])
+    parser.add_argument("--recompute", nargs="*", default=["never", "always"])
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8, help="of each run")
+    parser.add_argument("--table", action="store_true", help="write the tables only")
+    parser.add_argument("--output", type=Path, default=ROOT / "reports" / "real-size")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / "rows.csv"
+    rows = pd.read_csv(path, keep_default_na=False) if path.exists() else pd.DataFrame()
+    pairs = [x for x in product(options.models, options.optimizers) if x != ("resnet50", "adamw")]  # its own is SGD
+    for model, optimizer in () if options.table else pairs:
+        for found in _measured(model, optimizer, rows, options):
+            rows = pd.concat([rows, pd.DataFrame(found)], ignore_index=True)
+            rows.to_csv(path, index=False)
+    (options.output / "README.md").write_text(as_text(pd.read_csv(path)))
+    print((options.output / "README.md").read_text())
+
+
+def _measured(
+    model: str, optimizer: str, rows: pd.DataFrame, options: argparse.Namespace
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows of each run that is not there yet, and first those of the layers' sum."""
+    runs = product(sorted(options.k), options.schedules, options.recompute)
+    wanted = [RealSizeRun(model, optimizer, "torch" if k == 2 else "virtual", k, *rest) for k, *rest in runs]
+    missing = [x for x in wanted if not is_there(rows, x)]
+    if not missing:
+        return
+    path, start_s = options.output / f"{model}.{optimizer}.profile.json", time.perf_counter()
+    if path.exists():
+        profile = gplan.load(path)
+        assert isinstance(profile, Profile)
+    else:
+        profile = _profiled(model, optimizer)
+        gplan.save(profile, path)
+        yield _layer_rows(model, optimizer, profile, time.perf_counter() - start_s)
+    for each in missing:
+        yield list(_run_rows(each, profile, options))
+
+
+def is_there(rows: pd.DataFrame, run: RealSizeRun) -> bool:
+    """Whether the rows of a run are there."""
+    return not rows.empty and bool((rows[KEY].astype(str) == [str(getattr(run, x)) for x in KEY]).all(axis=1).any())
+
+
+def _profiled(model: str, optimizer: str) -> Profile:
+    file, settings = MODELS[model]
+    if file.startswith("benchmarks"):
+        settings = {**settings, "optimizer_name": optimizer}
+    print(f"{model}, {optimizer}: profile", flush=True)
+    return gplan.profile(str(ROOT / file), settings=settings, microbatch_sizes=[1])
+
+
+def _layer_rows(model: str, optimizer: str, profile: Profile, seconds: float) -> list[dict[str, Any]]:
+    """The layers' sum against the whole model."""
+    place = dict(zip(KEY, [model, optimizer, *LAYERS], strict=True)) | {"stage": ""}
+    whole = profile.whole_model[0]
+    forward_s, backward_s = profile.one_stage_s(0)
+    pairs = {
+        "layers forward": (forward_s, whole.forward.median_s),
+        "layers backward": (backward_s, whole.backward.median_s),
+        "layers peak memory": (profile.one_stage_bytes(0), whole.allocated_bytes),
+    }
+    rows = [
+        {**place, "quantity": name, "predicted": one, "measured": other, "error": one / other - 1}
+        for name, (one, other) in pairs.items()
+    ]
+    return [*rows, {**place, "quantity": "profile seconds", "measured": seconds}]
+
+
+def _run_rows(each: RealSizeRun, profile: Profile, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    plan = gplan.balance(
+        profile,
+        num_devices=each.num_devices,
+        num_microbatches=options.microbatches,
+        schedule=each.schedule,
+        recompute=each.recompute,
+    )
+    run: Run = gplan.run(plan, engine=each.engine, num_steps=options.steps)
+    for row in compare(run).rows:
+        yield {
+            **{name: getattr(each, name) for name in KEY},
+            "stage": "" if row.stage is None else row.stage,
+            "quantity": row.quantity,
+            "predicted": row.predicted,
+            "measured": row.measured,
+            "error": row.error,
+            "equal_speed_error": row.equal_speed_error,
+        }
+    step = compare(run).row("step time")
+    print(*(getattr(each, x) for x in KEY), percent_text(step.error or 0.0, signed=True), flush=True)
+
+
+def as_text(rows: pd.DataFrame) -> str:
+    """The report: the layers' sums, then one line a run."""
+    lines = [
+        "# Predicted against measured at the size that people train",
+        "",
+        "Made by `python benchmarks/real_size.py`, which goes on where it was; every figure of every run is in "
+        "[rows.csv](rows.csv). Micro-batch size 1, tokens over the whole vocabulary, float32, two cores. Errors are "
+        "predicted over measured, less 1: first as they came, then at equal host speed.",
+        "",
+        "## The layers' sum against the whole model",
+        "",
+        "| model | optimizer | forward | backward | peak memory | profile |",
+        "|---|---|---|---|---|---|",
+        *(_layer_line(key, part) for key, part in rows[rows.num_devices == 0].groupby(KEY[:2], sort=False)),
+        "",
+        "## Runs",
+        "",
+        "Worst over the stages for forward, backward, optimizer and peak memory.",
+        "",
+        "| model | optimizer | engine | K | schedule | recompute | step | error | at equal speed | bubble, points | "
+        "forward | backward | optimizer | peak memory |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        *(_run_line(key, part) for key, part in rows[rows.num_devices > 0].groupby(KEY, sort=False)),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _layer_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
+    by_name = part.set_index("quantity")
+    errors = [percent_text(by_name.error[f"layers {x}"], signed=True) for x in ("forward", "backward", "peak memory")]
+    return f"| {' | '.join(map(str, key))} | {' | '.join(errors)} | {by_name.measured['profile seconds']:.0f} s |"
+
+
+def _run_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
+    step = part[part.quantity == "step time"].iloc[0]
+    bubble = part[part.quantity == "bubble"].iloc[0]
+
+    def worst(name: str) -> str:
+        errors = part[part.quantity == name].error.dropna()
+        return percent_text(max(errors, key=abs), signed=True) if len(errors) else ""
+
+    equal = "" if pd.isna(step.equal_speed_error) else percent_text(step.equal_speed_error, signed=True)
+    cells = [
+        *map(str, key),
+        seconds_text(step.measured),
+        percent_text(step.error, signed=True),
+        equal,
+        f"{100 * (bubble.predicted - bubble.measured):+.1f}",
+        *map(worst, ("forward per micro-batch", "backward per micro-batch", "optimizer per step", "peak memory")),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()
