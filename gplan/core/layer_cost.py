@@ -152,13 +152,14 @@ class LayerCost:
         )
 
     @property
-    def recompute_s(self) -> tuple[float, float]:
-        """Seconds added by recomputing the layer: before other layers, and as the last one recomputed together.
+    def recompute_s(self) -> float:
+        """Seconds that recomputing the layer adds to its backward where other layers follow."""
+        return (self.recompute or self.forward).median_s
 
-        A recompute ends at the last tensor that is saved for the backward.
-        """
-        before_others = self.recompute or self.forward
-        return before_others.median_s, min(before_others.median_s, (self.last_recompute or before_others).median_s)
+    @property
+    def last_recompute_s(self) -> float:
+        """The same where it is the last layer recomputed together: a recompute ends at the last saved tensor."""
+        return min(self.recompute_s, (self.last_recompute or self.recompute or self.forward).median_s)
 
     @property
     def workspace_bytes(self) -> int:

@@ -118,7 +118,7 @@ class StageCost:
         check_amounts(self)
 
     def contended(self, by: Contention) -> StageCost:
-        """The same work beside the other devices of the host: the one place where contention is applied to a stage."""
+        """The same work beside the other devices of the host: contention applied to a stage of a plan."""
         first_s, second_s = self.input_gradient_s, self.weight_gradient_s
         return replace(
             self,

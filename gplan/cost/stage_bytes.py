@@ -29,7 +29,7 @@ class MicrobatchTerms(Generic[Term]):
     output_unsaved: Term | int = 0  # the part of the output that no layer keeps
     pass_through: Term | int = 0  # the part of the output that was received: it lies in the receive buffers
     passing_unsaved: Term | int = 0  # the part of that which no layer keeps
-    passing_sent: Term | int = 0  # `passing` where the next stage is on another device, else 0
+    passing_sent: Term | int = 0  # `pass_through` where the next stage is on another device, else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

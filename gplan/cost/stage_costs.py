@@ -56,8 +56,12 @@ def contention_factor(contention: float, num_others: int, *, num_measured: int) 
     >>> [contention_factor(1.3, n, num_measured=measured) for n, measured in ((1, 2), (5, 2), (5, 0))]
     [1.15, 1.3, 1.0]
     """
-    share = min(1.0, num_others / num_measured) if num_measured else 0.0
-    return 1.0 + (contention - 1.0) * share
+    return 1.0 + (contention - 1.0) * contention_share(num_others, num_measured=num_measured)
+
+
+def contention_share(num_others: int, *, num_measured: int) -> float:
+    """The share of the measured contention that `num_others` devices cause; 0 where none was measured."""
+    return min(1.0, num_others / num_measured) if num_measured else 0.0
 
 
 def _share_of_first_s(cost: LayerCost, num_microbatches: int) -> float:
@@ -189,7 +193,7 @@ class Costs:
         return np.maximum(seconds - self.unfinished_s[self.downsets.last_layers(first, end)], 0.0)
 
     def full_recompute_s(self, first: Ints, end: Ints) -> Floats:
-        """[E]: the same where other layers followed."""
+        """[E]: seconds of recomputing all layers of stages to their ends; a recompute leaves out `unfinished_s`."""
         return _between(self._recompute_sums, first, end)
 
     def least_recompute_s(self, first: Ints, end: Ints) -> Floats:
@@ -199,8 +203,9 @@ class Costs:
     @cached_property
     def unfinished_s(self) -> Floats:
         """[L]: seconds that a recompute leaves out where it ends with this layer, at the last tensor that is saved."""
-        seconds = ((x.recompute_s, self._contention_factor(x.contention)) for x in self.layer_costs)
-        return np.array([(before_others - last) * factor for (before_others, last), factor in seconds])
+        return np.array([
+            (x.recompute_s - x.last_recompute_s) * self._contention_factor(x.contention) for x in self.layer_costs
+        ])  # fmt: skip
 
     def optimizer_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: seconds of zero_grad and optimizer step for the weights of stages."""
@@ -225,7 +230,7 @@ class Costs:
     def layer_recompute_s(self) -> Floats:
         """[L]: seconds that recomputing each layer by itself adds."""
         return np.array([
-            x.recompute_s[1] * self._contention_factor(x.contention) for x in self.layer_costs
+            x.last_recompute_s * self._contention_factor(x.contention) for x in self.layer_costs
         ])  # fmt: skip
 
     @property
@@ -433,11 +438,11 @@ class Costs:
 
     @cached_property
     def _recompute_sums(self) -> Floats:
-        return self._sums(lambda cost: cost.recompute_s[0], with_loss=False)
+        return self._sums(lambda cost: cost.recompute_s, with_loss=False)
 
     @cached_property
     def _least_recompute_sums(self) -> Floats:
-        return self._sums(lambda cost: cost.recompute_s[1], with_loss=False)
+        return self._sums(lambda cost: cost.last_recompute_s, with_loss=False)
 
     @cached_property
     def _trained_total_bytes(self) -> int:

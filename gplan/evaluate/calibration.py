@@ -41,6 +41,7 @@ from gplan.core import (
 from gplan.core.errors import FileError, UsageError
 from gplan.core.machine import FREE_LINK
 from gplan.core.units import counted, percent_text
+from gplan.cost.stage_costs import contention_share
 from gplan.evaluate.attribution import MeasuredTimes, equal_speed_factor
 from gplan.evaluate.replanning import reprice, why_not_replannable, with_link_times
 from gplan.simulation.simulator import simulate
@@ -106,7 +107,7 @@ def calibrated(profile: Profile, calibration: Calibration) -> Profile:
             f"{profile.created} on {profile.device.name}; calibrate again with `gplan verify --calibrate`"
         )
     factors = {x.kind: (x.forward, x.backward) for x in calibration.kinds}
-    share = contention_share(profile, calibration.num_devices)
+    share = contention_share(calibration.num_devices - 1, num_measured=profile.num_neighbours)
 
     def corrected_cost(cost: LayerCost, kind: str) -> LayerCost:
         forward, backward = factors.get(kind, (1.0, 1.0))
@@ -143,11 +144,6 @@ def calibration_note(calibration: Calibration) -> str:
         f"{learned}; on {others} the largest error of the step was "
         f"{percent_text(before)} without and {percent_text(after)} with it"
     )
-
-
-def contention_share(profile: Profile, num_devices: int) -> float:
-    """The share of the profile's contention that so many devices cause; 0 where the profile has none."""
-    return min(1.0, (num_devices - 1) / profile.num_neighbours) if profile.num_neighbours else 0.0
 
 
 def _corrected_engine(engine: EngineCost | None, action_s: float) -> EngineCost | None:
@@ -274,7 +270,7 @@ def _fit(verification: Verification, profile: Profile) -> Calibration:
     forwards = [sample for run in runs for sample in run.forwards()]
     backwards = [sample for run in runs for sample in run.backwards()]
     has_neighbours, num_devices = engine != "virtual", verification.chosen.plan.num_devices
-    has_contention = has_neighbours and contention_share(profile, num_devices) > 0
+    has_contention = has_neighbours and contention_share(num_devices - 1, num_measured=profile.num_neighbours) > 0
     contention = common_factor([*forwards, *backwards]) if has_contention else 1.0
     forward, backward = own_factors(forwards), own_factors(backwards)
     kinds = (KindDrift(kind=x, forward=forward[x] / contention, backward=backward[x] / contention) for x in forward)

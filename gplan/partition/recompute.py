@@ -7,7 +7,7 @@ inputs from before the stage, which are in the receive buffers. While a recomput
 t_v = stash_v + max(forward, backward workspace), so the workspaces of the stage are at least the largest t_v. A stage
 that recomputes nothing is as with "never".
 
-For each bound on t_v this is a knapsack, solved by Pareto fronts (`Front`): exact, unless a front exceeds
+For each bound on t_v this is a knapsack, solved by Pareto fronts (`ParetoFront`): exact, unless a front exceeds
 `MOST_LABELS`; `RecomputeSelector.inflation` then bounds the error.
 """
 

@@ -66,7 +66,7 @@ def _ways(problem: Problem, stage: Stage) -> Iterator[tuple[float, int]]:
     """Seconds added and peak of every subset of the stage's layers."""
     layers = range(stage.first_layer, stage.end_layer)
     for chosen in chain.from_iterable(combinations(layers, n) for n in range(len(layers) + 1)):
-        seconds = sum(x.recompute_s[1] for x in (problem.costs.layer_costs[v] for v in chosen))
+        seconds = sum(x.last_recompute_s for x in (problem.costs.layer_costs[v] for v in chosen))
         yield seconds, _peak_bytes(problem, stage, set(chosen)) if chosen else stage.memory.peak_bytes
 
 
