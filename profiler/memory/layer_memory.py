@@ -167,7 +167,7 @@ class LayerGradients:
         made = [x for x in after if x.grad_fn is not None and id(x) not in places]
         for x in made:
             x.register_hook(lambda gradient: self.made.append(arrival(gradient)))  # type: ignore[no-untyped-call]
-        readers = _readers([x.grad_fn for x in made], ends={x.grad_fn for x in before})
+        readers = _readers([x.grad_fn for x in made], ends={x.grad_fn for x in before if x.grad_fn is not None})
         for x in before:
             users = readers.get((x.grad_fn, x.output_nr), ()) if id(x) in places and id(x) not in found else ()
             if len(users) == 1:  # the gradients of several are added up

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -91,6 +93,41 @@ def test_gradients_that_are_views(last: type[nn.Module], expected: list[int]) ->
     first, middle = found[0].crossing[0], found[1].crossing[1]
     assert [first.viewed_bytes, middle.viewed_bytes] == expected
     assert found[2].crossing[0].viewed_bytes == 0
+
+
+class GivesEveryGradient(torch.autograd.Function):
+    """Returns the gradient that it received for both inputs, whether they require one or not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return x * mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return 2 * gradient, gradient
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensors:
+        return (GivesEveryGradient.apply(x, mask),)  # type: ignore[no-untyped-call]
+
+
+class WithMask(First):
+    def forward(self, x: Tensor) -> Tensors:
+        return self.layer(x), torch.ones(ROWS, WIDTH)
+
+
+class PassesMask(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensors:
+        return 2 * x, mask
+
+
+def test_tensor_without_a_gradient_has_no_viewed_bytes() -> None:
+    layers = nn.ModuleList([WithMask(), PassesMask(), Masked()])
+    allocate_gradients(layers)
+    found = measure_bytes(list(layers), (torch.randn(ROWS, WIDTH),), lambda tensors: tensors[0].pow(2).mean())
+    mask = found[0].crossing[1]
+    assert (mask.gradient_bytes, mask.viewed_bytes) == (0, 0)
 
 
 class Tied(nn.Module):
