@@ -70,7 +70,7 @@ def torch_run(
         notes=_notes_on_cores(plan),
         options=options,
         speeds=[[x.yardstick for x in step] for step in steps],
-        own_actions=[[step[device].actions for step in steps] for device in range(plan.num_devices)],
+        own_steps=ranks[: plan.num_devices],
         loads=() if _notes_on_cores(plan) else loads,  # then the ranks wait for each other
     )
 
@@ -102,7 +102,7 @@ def virtual_run(
         notes=(),
         options=options,
         speeds=[[x.yardstick] for x in steps],
-        own_actions=[[step.actions for step in steps]] * plan.num_devices,
+        own_steps=[steps] * plan.num_devices,
         loads=loads,
     )
 
@@ -120,12 +120,12 @@ def _run(
     notes: tuple[str, ...],
     options: RunOptions,
     speeds: Sequence[Sequence[YardstickTimes | None]],
-    own_actions: Sequence[Sequence[Sequence[ActionTiming]]],
+    own_steps: Sequence[Sequence[StepRecord]],
     loads: Sequence[HostLoad],
 ) -> Run:
     """`actions` and `speeds` are those of each step, on all ranks; `mean_timeline` averages over steps.
 
-    `own_actions` are those of each step by device, `loads` those of the ranks.
+    `own_steps` are by device those of its process, `loads` those of the ranks.
     """
     load = largest_load(loads)
     chosen, num_disturbed = _counted(actions, options)
@@ -147,23 +147,25 @@ def _run(
         notes=(*notes, *notes_on_machine(plan), *stale_prediction_notes(plan)),
         host_speed=tuple(_speed_windows(speeds, options.num_warmup_steps)),
         host_load=load,
-        core_stretch=_core_stretch(own_actions, loads, step_s, chosen),
+        core_stretch=_core_stretch(own_steps, loads, chosen),
     )
 
 
 def _core_stretch(
-    own_actions: Sequence[Sequence[Sequence[ActionTiming]]],
-    loads: Sequence[HostLoad],
-    step_s: Sequence[float],
-    chosen: Sequence[int],
+    own_steps: Sequence[Sequence[StepRecord]], loads: Sequence[HostLoad], chosen: Sequence[int]
 ) -> tuple[float, ...]:
-    """By device the stretch of its actions by waits for a core, as far as the system proves them; () without evidence."""
+    """By device the stretch of its actions by waits for a core, as far as the system proves them; () without evidence.
+
+    Waits are a share of the seconds of the device's process, in which the virtual engine runs all devices.
+    """
     if not any(x.is_evidence for x in loads):
         return ()
-    timed_s, found = sum(step_s[i] for i in chosen), []
-    for device, steps in enumerate(own_actions):
-        actions = [x for i in chosen for x in steps[i]]
-        busy_s, waited_s = sum(x.busy_s for x in actions), loads[device % len(loads)].wait_share * timed_s
+    found = []
+    for device, steps in enumerate(own_steps):
+        counted_steps = [steps[i] for i in chosen]
+        actions = [x for step in counted_steps for x in step.actions]
+        waited_s = loads[device % len(loads)].wait_share * sum(x.end_s - x.start_s for x in counted_steps)
+        busy_s = sum(x.busy_s for x in actions)
         off_core_s = max(0.0, sum(x.end_s - x.start_s for x in actions) - busy_s)
         found.append(1.0 + min(off_core_s, waited_s) / busy_s if busy_s else 1.0)
     return tuple(found)
