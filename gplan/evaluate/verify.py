@@ -98,7 +98,7 @@ def _notes(rounds: RoundResults, *, is_crowded: bool) -> Iterator[str]:
     if num_disturbed := sum(x.num_disturbed for x in rounds.contenders):
         yield (
             f"{counted(num_disturbed, 'run')} counted although more than half of the steps were "
-            f"{interruption_text(largest_load(rounds.loads))}: no more were repeated; verify again when the machine is quiet"
+            f"{interruption_text(largest_load(rounds.disturbed_loads))}: no more were repeated; verify again when the machine is quiet"
         )
 
 
@@ -110,11 +110,7 @@ class RoundResults:
     left_out: tuple[LeftOut, ...]
     is_interrupted: bool = False
     failure: str = ""  # of the first plan, where that ended the rounds
-
-    @property
-    def loads(self) -> list[HostLoad]:
-        """Of the runs that were kept for each plan."""
-        return [x.run.host_load for x in self.contenders if x.run.host_load is not None]
+    disturbed_loads: tuple[HostLoad, ...] = ()  # of the disturbed runs that counted
 
 
 def run_rounds(
@@ -139,7 +135,11 @@ def run_rounds(
         failure = str(error)
     contenders = tuple(turns.contenders())
     return RoundResults(
-        contenders=contenders, left_out=tuple(turns.left_out), is_interrupted=is_interrupted, failure=failure
+        contenders=contenders,
+        left_out=tuple(turns.left_out),
+        is_interrupted=is_interrupted,
+        failure=failure,
+        disturbed_loads=tuple(turns.disturbed_loads()),
     )
 
 
@@ -176,12 +176,22 @@ class _Turns:
 
     def contenders(self) -> Iterator[Contender]:
         """Every plan with its complete rounds, at least the first; a failed one with the rounds that it has."""
-        num_rounds = max(1, min(len(x.runs) for x in self.records if not x.has_failed))
         for record in self.records:
             if record.runs:
-                yield self._contender(record, num_rounds)
+                yield self._contender(record)
             elif not record.has_failed:
                 self.left_out.append(LeftOut(label=record.rival.label, reason="interrupted before its first run"))
+
+    def disturbed_loads(self) -> Iterator[HostLoad]:
+        """The loads of the disturbed runs in complete rounds."""
+        for run in (run for record in self.records for run in record.runs[: self._num_complete]):
+            if is_disturbed(run) and run.host_load is not None:
+                yield run.host_load
+
+    @property
+    def _num_complete(self) -> int:
+        """Rounds that every plan has, at least the first."""
+        return max(1, min(len(x.runs) for x in self.records if not x.has_failed))
 
     def _take_turn(self, record: _Record, number: int) -> None:
         try:
@@ -205,8 +215,8 @@ class _Turns:
         self._progress(f"round {number + 1} of {self._num_rounds}: {record.rival.label}{remark}", min(1.0, share))
         return self._runner(record.rival.plan)
 
-    def _contender(self, record: _Record, num_rounds: int) -> Contender:
-        runs = record.runs[:num_rounds]
+    def _contender(self, record: _Record) -> Contender:
+        runs = record.runs[: self._num_complete]
         steps_s = tuple(run.timeline.step_s for run in runs)
         slowdowns = tuple(x for run in runs if (x := equal_speed_factor(run)) is not None)
         return Contender(

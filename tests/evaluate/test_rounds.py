@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from gplan.core import Plan
+from gplan.core import HostLoad, Plan, Run
 from gplan.core.errors import RunError
 from gplan.evaluate.rivals import Rival, rivals_of
 from gplan.evaluate.verify import RoundResults, is_disturbed, run_rounds
@@ -64,6 +66,18 @@ def test_repeats_are_limited() -> None:
     assert len(host.calls) == 9 + 3
     assert sum(x.num_refused for x in found.contenders) == 3
     assert [x.num_disturbed for x in found.contenders] == [3, 3, 3]
+
+
+def test_evidence_is_that_of_disturbed_runs() -> None:
+    host = MadeHost(disturbed=range(3, 100))  # the second and third round
+
+    def loaded(plan: Plan) -> Run:
+        run = host(plan)
+        return replace(run, host_load=HostLoad(wait_share=0.5 if run.num_disturbed else 0.0))
+
+    found = run_rounds(three(), loaded, num_rounds=3, progress=lambda _text, _share: None)
+    assert [x.run.num_disturbed for x in found.contenders] == [0, 0, 0]  # the runs that are kept
+    assert found.disturbed_loads == (HostLoad(wait_share=0.5),) * 6
 
 
 def test_no_repeats() -> None:
