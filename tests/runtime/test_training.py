@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import gplan
-from gplan.core import ActionKind, Constraints, Plan, Run
+from gplan.core import ActionKind, Constraints, Plan, Run, YardstickTimes
 from gplan.core.errors import FileError, ModelError, RunError, UsageError
 from gplan.runtime.run.loop import BatchStream
 from gplan.runtime.run.reference import Reference, gradient_check, gradient_errors, plain_reference
@@ -123,6 +123,16 @@ def test_concatenated_skip_copies_its_gradient() -> None:
     plan = plan_for(file, num_devices=3, schedule="1f1b", constraints=constraints)
     run = run_virtually(file, plan, RunOptions(num_steps=STEPS))
     assert plan.stages[1].memory.peak_bytes == pytest.approx(run.peak_bytes[1], rel=0.005)
+
+
+def test_yardstick_is_read_in_timed_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reading in the warm-up would only put off those that count."""
+    readings = [YardstickTimes(compute_s=x, memory_s=x, interpreter_s=x) for x in (1e-3, 2e-3)]
+    left = iter(readings)
+    monkeypatch.setattr("gplan.runtime.run.loop.Yardstick.times_if_due", lambda _: next(left))
+    file, options = small_example("transformer_lm"), RunOptions(num_steps=5)
+    run = run_virtually(file, plan_for(file, num_devices=2), options)
+    assert [(x.first_step, x.ranks) for x in run.host_speed] == [(3, (readings[0],)), (4, (readings[1],))]
 
 
 def test_tied_embedding_over_two_processes() -> None:

@@ -147,7 +147,7 @@ class _TrainingLoop:
         is_measured = index - self.first_step == self._remaining.memory_step
         with self._locating_errors():
             inputs, target = self._data.take()
-            times = self._yardstick.times_if_due() if index % self._num_ranks == self._pipe.rank else None
+            times = self._yardstick.times_if_due() if self._has_turn(index) else None
             step = (self._measured_step if is_measured else self._timed_step)(inputs, target)
             if self._scheduler is not None:
                 self._scheduler.step()
@@ -159,6 +159,11 @@ class _TrainingLoop:
         if self._options.is_saved_after(index + 1):
             self._save()
         return replace(step, yardstick=times)
+
+    def _has_turn(self, index: int) -> bool:
+        """Whether this rank may read the yardstick before a step; never in the warm-up, which does not count."""
+        is_timed = index - self.first_step >= self._remaining.num_warmup_steps
+        return is_timed and index % self._num_ranks == self._pipe.rank
 
     @property
     def _num_ranks(self) -> int:
