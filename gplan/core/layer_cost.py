@@ -98,9 +98,7 @@ class LayerCost:
     output_unsaved_bytes: int  # of those that no layer keeps for its backward pass
     recompute: Timing | None = None  # added to the backward by recomputing the layer; None: as forward
     last_recompute: Timing | None = None  # the same where it is the last layer recomputed together; None: as recompute
-    first_backward: Timing | None = (
-        None  # for the first micro-batch of a step, which allocates gradients; None: as backward
-    )
+    first_backward: Timing | None = None  # of the first micro-batch, which allocates gradients; None: as backward
     input_gradient: Timing | None = None  # first half of a split backward; None: there is none, or it is unknown
     weight_gradient: Timing | None = None  # second half, or all of it if there is no first; None: unknown
     pending_bytes: int = 0  # kept between the halves of a split backward, above the stash

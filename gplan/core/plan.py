@@ -310,9 +310,7 @@ class Plan:
     shares_host: bool = True  # whether its devices compute beside each other, with the stages' contention
     num_replicas: int = 1  # data-parallel pipelines, each with its share of the batch
     frontier: tuple[Alternative, ...] = ()  # of a search: by rising step time and falling peak memory, with this plan
-    rivals: tuple[
-        Alternative, ...
-    ] = ()  # to compare the plan with, such as the best one without the user's constraints
+    rivals: tuple[Alternative, ...] = ()  # to compare it with, such as the best one without the user's constraints
     host_speed: HostSpeed | None = None  # that the costs belong to, by the profile; None: unknown, or another machine
 
     def __post_init__(self) -> None:
@@ -430,9 +428,7 @@ class Run:
     origin: Origin = "measured"
     host_speed: tuple[StepSpeed, ...] = ()  # in windows of steps; one rank per process, in the order of ranks
     host_load: HostLoad | None = None  # evidence of other work during the timed steps; None: not measured
-    core_stretch: tuple[
-        float, ...
-    ] = ()  # by device: its actions with proven waits for a core, over those without; (): 1
+    core_stretch: tuple[float, ...] = ()  # by device: its actions with proven waits for a core over those without
 
     def __post_init__(self) -> None:
         num_peaks, num_devices = len(self.peak_bytes), self.plan.num_devices

@@ -115,10 +115,8 @@ class ModelId:
     settings: tuple[tuple[str, str], ...]
     digest: str
     in_memory: bool = False  # passed as an object, so there is no file to load it from
-    traced: str = ""  # the way of profiler/capture/steps.py that was proven; "": as it is run
-    inputs: str = (
-        ""  # what it is called with, such as "4,32:int64" (see profiler/model/model_reference.py); "": not expressible
-    )
+    traced: str = ""  # the way of tracing that the profile took (profiler/capture/steps.py); "": as it is run
+    inputs: str = ""  # as profiler/model/model_reference.py describes them, such as "4,32:int64"; "": not expressible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -219,8 +219,7 @@ def _moment(action: str, held: _Held, workspace: str = "") -> Moment:
 
 
 def _latest(way: Iterable[Moment]) -> list[Moment]:
-    """Of the moments that differ in nothing but how many micro-batches are done the latest, which holds most;
-    in time."""
+    """Of the moments that differ only in how many micro-batches are done, the latest, which holds most; in their order."""
     latest: dict[tuple[int, ...], Moment] = {}
     for x in way:
         kept = x.num_stashes, x.num_checkpoints, x.num_recomputing, x.num_pending

@@ -7,8 +7,8 @@ simulator does; each change of its length is one part. Last comes waiting that n
     |---------------------------------------------------- measured ---------------------------------------------------------|
 
 The host's part is known where a yardstick was read in the profile and in the run: all times are first brought to the
-speed that each device had in the run, so that the other parts are errors of the model of costs. A timeline shows a transfer only where a device waited for it, and an engine gap only where it did not; the others stay
-as predicted.
+speed that each device had in the run, so that the other parts are errors of the model of costs. A timeline shows a
+transfer only where a device waited for it, and an engine gap only where it did not; the others stay as predicted.
 """
 
 from __future__ import annotations

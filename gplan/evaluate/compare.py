@@ -168,7 +168,10 @@ def _row(
     slowdown: float | None = None,
 ) -> ComparisonRow:
     predicted, measured = values
-    at_speed = None if slowdown is None else predicted * slowdown if unit == "seconds" else predicted / slowdown
+    equal_speed_error = None
+    if slowdown is not None:
+        at_speed = predicted * slowdown if unit == "seconds" else predicted / slowdown  # of seconds or of a rate
+        equal_speed_error = prediction_error(at_speed, measured, unit)
     return ComparisonRow(
         quantity=quantity,
         device=device,
@@ -177,5 +180,5 @@ def _row(
         measured=measured,
         unit=unit,
         error=prediction_error(predicted, measured, unit),
-        equal_speed_error=None if at_speed is None else prediction_error(at_speed, measured, unit),
+        equal_speed_error=equal_speed_error,
     )

@@ -68,16 +68,10 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
 
 def _speed_of_run(profile: Profile, run: Run) -> HostSpeed | None:
     """The speed that the run's times belong to; None where the yardstick was not read in both, or cores were missing."""
-    times = (
-        None
-        if run.core_stretch
-        else average_times((x for window in run.timed_speed for x in window.ranks), geometric_mean)
-    )
-    return (
-        None
-        if profile.host_speed is None or times is None
-        else replace(profile.host_speed, reference=times, windows=(), load=run.host_load)
-    )
+    if profile.host_speed is None or run.core_stretch:
+        return None
+    times = average_times((x for window in run.timed_speed for x in window.ranks), geometric_mean)
+    return None if times is None else replace(profile.host_speed, reference=times, windows=(), load=run.host_load)
 
 
 def _predicted(profile: Profile, plan: Plan) -> Plan:

@@ -38,9 +38,10 @@ _LARGEST_TOLERANCE = 0.05
 def captured_in_steps(
     model: nn.Module, inputs: object, cut: Callable[[Trace], Chain], *, traced: str | None = None
 ) -> Chain:
-    """The layers that `cut` makes of the first trace that works; its notes say which it is and why.
+    """The layers that `cut` makes of the first trace that works, with a note on which it is and why.
 
-    `traced` is the way that a profile took, which needs no proof; None: there is no profile yet. Raises the error of the first way where all fail, and that of any way that finds code which no way may capture.
+    `traced` is the way that a profile took, which needs no proof; None: there is no profile yet. Raises the error of the
+    first way where all fail, and that of any way that finds code which no way may capture.
     """
     first_error: UntraceableError | None = None
     expected: Results | None = None

@@ -49,6 +49,7 @@ from profiler.timing.neighbours import contention, neighbours
 from profiler.timing.rounds import NO_CORRECTIONS, Corrections, TimingRounds, corrections_of, net
 
 _NUM_PAIRS_NAMED = 3
+_SHARE_RUNS = 3  # whose median is the share of a forward that is run again
 _TIMES_IN_A_ROW = 3  # how often a layer measured alone follows itself, where it can
 
 
@@ -134,8 +135,8 @@ def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> Sam
         samples = subject.samples(setup.journal, bench.name, at_one_speed)
         corrections = corrections_of(bench, samples, shares[bench.keys[-1]])
         costs = [
-            _layer_cost(samples, key, subject.microbatch_size, found, memory, analysis, shares.get(key, 1.0))
-            for key, found, memory, analysis in zip(
+            _layer_cost(samples, key, subject.microbatch_size, correction, memory, analysis, shares.get(key, 1.0))
+            for key, correction, memory, analysis in zip(
                 (*bench.keys, "loss"),
                 (*[corrections] * len(bench.keys), NO_CORRECTIONS),
                 memories,
@@ -169,9 +170,6 @@ def _analysed(bench: Bench) -> Sequence[LayerAnalysis | None]:
         return analyse(bench.layers, bench.inputs, bench.loss)
     except ModelError:
         return [None] * (1 + len(bench.layers))
-
-
-_SHARE_RUNS = 3
 
 
 def _shares_run_again(bench: Bench, device: str) -> dict[str, float]:

@@ -25,6 +25,8 @@ from profiler.timing.bench import Bench, Composed, backward
 from profiler.timing.clock import Clock, Samples, median_s
 from profiler.timing.neighbours import Neighbours
 
+_LEAST_RERUN = 0.1  # share of the stage's forward that is run again, below which the factor of recompute is 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrections:
@@ -72,7 +74,7 @@ def corrections_of(bench: Bench, samples: Callable[[str], Samples], share_run_ag
     forward_s, weights_s = seconds("stage/forward"), seconds("stage/weight gradient")
     rerun_s = forward_s - (1 - share_run_again) * seconds(f"{bench.keys[-1]}/forward") if bench.keys else 0.0
     return Corrections(
-        recompute_factor=max(0.0, median_s(differences)) / rerun_s if rerun_s > 0.1 * forward_s else 1.0,
+        recompute_factor=max(0.0, median_s(differences)) / rerun_s if rerun_s > _LEAST_RERUN * forward_s else 1.0,
         forward_cut_s=cuts["forward"],
         backward_cut_s=cuts["backward"],
         input_gradient_cut_s=cuts["input gradient"],

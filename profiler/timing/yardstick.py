@@ -125,7 +125,7 @@ def _repeat(work: Callable[[], object], count: int) -> None:
 
 
 def is_work_alone(name: str) -> bool:
-    """Whether samples of this name are of a layer or of the loss by itself, with no neighbours."""
+    """Whether samples of this name are times of work with no neighbours: of a layer, the loss, a stage or the model."""
     return name.endswith(("/forward", "/backward")) and not any(x in name for x in ("together/", "excess/"))
 
 
@@ -218,7 +218,8 @@ def fit_exponents(parts: Floats, work: Floats) -> tuple[float, ...]:
 def _nonnegative_ridge(rows: Floats, target: Floats, *, pull: float) -> Floats:
     """The weights of 0 or more with the least squared error plus `pull` times their squared distance from equal ones.
 
-    Exact: the optimum is that of one of the seven sets of weights that are not 0.
+    Exact: the optimum is that of one of the seven sets of weights that are not 0. Equal ones if all sets give negative
+    weights.
     """
     num = rows.shape[1]
     best, best_cost = np.full(num, 1 / num), np.inf

@@ -120,7 +120,7 @@ class LayerSeconds:
         return replace(self.problem.costs, given_downsets=None)
 
     def of(self, name: str) -> tuple[Floats, float]:
-        """[L] and the loss: what the method of `Costs` with this name says, without the stage's overhead."""
+        """[L] and the loss: the seconds by the method of `Costs` with this name, without the stage's overhead."""
         places, everything = np.arange(self.costs.num_layers), (np.array([0]), np.array([self.costs.num_layers]))
         whole, of_layers = getattr(self.costs, name), getattr(self._without_loss, name)
         return of_layers(places, places + 1), float(whole(*everything)[0] - of_layers(*everything)[0])

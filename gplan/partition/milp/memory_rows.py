@@ -101,8 +101,10 @@ class MemoryRows:
         return self._above_stash(k, f"{name}_bytes", limit_bytes)
 
     def _above_recomputed_stash(self, k: int, limit_bytes: int) -> Expression:
-        """The most that stage k holds above `_again` in a backward that recomputes: in its layers, or before in the
-        loss."""
+        """The most that stage k holds above `recomputed_stash` in a backward that recomputes.
+
+        In its layers, or before that in the loss.
+        """
         costs, fields = self.figures.costs, ("forward_workspace_bytes", "backward_workspace_bytes")
         rows = [self._above_layers(k, field, limit_bytes, prefix="again_") for field in fields]
         if costs.loss and k == self.figures.problem.num_stages - 1:
