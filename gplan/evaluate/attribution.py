@@ -187,13 +187,32 @@ class Attribution:
         return self.measured_s - self.predicted_s
 
 
+def times_at_run_speed(run: Run) -> StepTimes:
+    """The predicted times at the speed that each device had in the run, where that is known.
+
+    The virtual engine takes transfers and its own cost as planned, whatever the speed.
+    """
+    plan, times = run.plan, predicted_times(run.plan)
+    if not run.device_slowdowns:
+        return times
+    slowed = at_speed(times, plan, run.device_slowdowns)
+    if run.engine != "virtual":
+        return slowed
+    updates_s = map(simulate(plan).update_s, range(plan.num_devices))
+    tails = (
+        tail_s + (slowdown - 1.0) * update_s
+        for tail_s, slowdown, update_s in zip(times.tails, run.device_slowdowns, updates_s, strict=True)
+    )
+    return replace(slowed, gaps=times.gaps, transfers=times.transfers, tails=tuple(tails))
+
+
 def equal_speed_factor(run: Run) -> float | None:
     """How many times as long the predicted step is at the speed that the host had in the run; None if unknown."""
     if not run.device_slowdowns:
         return None
-    program, times = whole_program(schedule_of(run.plan), run.plan.recompute), predicted_times(run.plan)
-    before_s = layout_step_s(program, times)
-    return layout_step_s(program, at_speed(times, run.plan, run.device_slowdowns)) / before_s if before_s else None
+    program = whole_program(schedule_of(run.plan), run.plan.recompute)
+    before_s = layout_step_s(program, predicted_times(run.plan))
+    return layout_step_s(program, times_at_run_speed(run)) / before_s if before_s else None
 
 
 def attribute_error(run: Run) -> Attribution:
@@ -204,10 +223,9 @@ def attribute_error(run: Run) -> Attribution:
     """
     plan, timeline = run.plan, run.timeline
     measured = MeasuredTimes(plan, timeline)
-    predicted, host_parts = measured.predicted, list[ErrorPart]()
-    if slowdowns := run.device_slowdowns:
-        before_s, predicted = layout_step_s(measured.program, predicted), at_speed(predicted, plan, slowdowns)
-        drift_s = layout_step_s(measured.program, predicted) - before_s
+    predicted, host_parts = times_at_run_speed(run), list[ErrorPart]()
+    if run.device_slowdowns:
+        drift_s = layout_step_s(measured.program, predicted) - layout_step_s(measured.program, measured.predicted)
         host_parts.append(ErrorPart(cause=ErrorCause.HOST_SPEED, stage=None, seconds=drift_s))
     means = timeline.mean_durations(plan.recompute)
     changes: dict[ErrorCause, dict[str, object]] = {

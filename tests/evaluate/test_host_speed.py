@@ -13,6 +13,7 @@ from rich.console import Console
 from gplan.core import (
     HostLoad,
     HostSpeed,
+    Link,
     Plan,
     Profile,
     Run,
@@ -34,6 +35,7 @@ from gplan.reporting.text.profile_difference import difference_view
 from gplan.reporting.text.run import run_view
 from gplan.simulation.simulator import schedule_of, simulate, timeline_of
 from tests.evaluate.hosts import measured_run, times, usual_plan, usual_profile
+from tests.made import make_profile
 
 SPEED = HostSpeed(
     reference=YardstickTimes(compute_s=1e-3, memory_s=2e-3, interpreter_s=5e-4),
@@ -61,7 +63,7 @@ def with_speed(run: Run, *factors: float) -> Run:
 
 
 def slow_run(plan: Plan, *factors: float) -> Run:
-    """A run whose devices, with the transfers that they send, are exactly as slow as the yardstick says."""
+    """A run whose devices are exactly as slow as the yardstick says."""
     return with_speed(measured_run(plan, slow_timeline(plan, factors)), *factors)
 
 
@@ -98,6 +100,17 @@ def test_host_drift_is_one_part_and_the_model_another(factors: tuple[float, floa
     parts = {(x.cause, x.stage): x.seconds for x in found.parts if abs(x.seconds) > 1e-9 * found.measured_s}
     assert set(parts) == {(ErrorCause.HOST_SPEED, None)}
     assert math.fsum(parts.values()) == pytest.approx(found.error_s)
+    assert compare(run).row(STEP_TIME).equal_speed_error == pytest.approx(0.0, abs=1e-9)
+
+
+def test_virtual_transfers_are_no_slower_on_a_slow_host() -> None:
+    link, factors = Link(latency_s=2.0, bytes_per_s=8.0), (1.4, 1.1)
+    profile = make_profile([3.0, 5.0, 4.0, 6.0], output_bytes=8, link=link, optimizer_s=2.0, weight_bytes=4)
+    plan = usual_plan(profile, microbatch_size=1)
+    assert max(predicted_times(plan).transfers.values()) == 3.0
+    run = with_speed(measured_run(plan, slow_timeline(plan, factors), engine="virtual"), *factors)
+    parts = {x.cause for x in attribute_error(run).parts if abs(x.seconds) > 1e-9 * run.timeline.step_s}
+    assert parts == {ErrorCause.HOST_SPEED}
     assert compare(run).row(STEP_TIME).equal_speed_error == pytest.approx(0.0, abs=1e-9)
 
 
