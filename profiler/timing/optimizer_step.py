@@ -93,7 +93,7 @@ def sample_step(
             if shares:
                 steps.once_among(others, beside)
         clock.flush()
-    tensor_s, notes = _tensor_s(file, copies, clock, device)
+    tensor_s, notes = _sample_tensors(file, copies, clock, device)
     state_bytes = optimizer_state_bytes(steps.optimizer)
     workspace_bytes, largest_workspace = _workspaces(file, steps, clock, device)
     by_bytes = sum(x.nbytes for x in trained) / sum(x.nbytes for x in copies)
@@ -107,7 +107,7 @@ def sample_step(
             workspace_bytes=workspace_bytes,
             largest_workspace=largest_workspace,
             contention=contention([(at_one_speed(alone), at_one_speed(beside))]),
-            tensor_s=tensor_s,
+            tensor_s=tensor_s(at_one_speed),
         )
         return cost.grown(by_bytes, num_tensors=len(copies), num_all=len(trained))
 
@@ -123,31 +123,41 @@ def _steps(file: ModelFile, copies: Sequence[nn.Parameter], clock: Clock, device
     return steps
 
 
-def _tensor_s(
+def _sample_tensors(
     file: ModelFile, copies: Sequence[nn.Parameter], clock: Clock, device: str
-) -> tuple[float, tuple[str, ...]]:
+) -> tuple[Callable[[AtOneSpeed], float], tuple[str, ...]]:
     """Seconds of both per tensor, by tensors of one element; 0 and a note for an optimizer that rejects those.
 
     The fixed cost, by an update of a single tensor, is subtracted.
     """
     tiny = [nn.Parameter(torch.zeros([1] * x.dim(), dtype=x.dtype, device=device)) for x in copies]
     if len(tiny) < 2:
-        return 0.0, ()
+        return lambda _: 0.0, ()
     try:
-        one_s, all_s = (_update_s(file, some, clock, device) for some in (tiny[:1], tiny))
+        one, every = (_update_samples(file, some, clock, device) for some in (tiny[:1], tiny))
     except Exception as error:  # the author's optimizer may raise anything
         cause = describe(error.__cause__ or error)
-        return 0.0, (f"update times are divided by bytes alone, as the optimizer rejects small tensors: {cause}",)
-    return max(0.0, all_s - one_s) / (len(tiny) - 1), ()
+        return lambda _: 0.0, (
+            f"update times are divided by bytes alone, as the optimizer rejects small tensors: {cause}",
+        )
+
+    def tensor_s(at_one_speed: AtOneSpeed) -> float:
+        one_s, all_s = (sum(at_one_speed(x).timing().median_s for x in update) for update in (one, every))
+        return max(0.0, all_s - one_s) / (len(tiny) - 1)
+
+    return tensor_s, ()
 
 
-def _update_s(file: ModelFile, parameters: Sequence[nn.Parameter], clock: Clock, device: str) -> float:
+def _update_samples(
+    file: ModelFile, parameters: Sequence[nn.Parameter], clock: Clock, device: str
+) -> tuple[Samples, Samples]:
+    """The samples of the step and of zero_grad."""
     step, zeroing = Samples(), Samples()
     steps = _steps(file, parameters, clock, device)
     for _ in range(_STEPS):
         steps.once(step, zeroing)
     clock.flush()
-    return step.timing().median_s + zeroing.timing().median_s
+    return step, zeroing
 
 
 def _some(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

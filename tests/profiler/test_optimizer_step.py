@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -106,6 +107,14 @@ def test_tensors_and_bytes_take_their_own_times(monkeypatch: pytest.MonkeyPatch,
     bytes_s = 4 * 100 + 5 * (1 if most_copied > 2**20 else 2)  # what is taken once grows with them
     assert found.optimizer.median_s == pytest.approx(bytes_s + 4 * 2)
     assert not notes
+
+
+def test_all_times_are_brought_to_one_speed() -> None:
+    model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(4)))
+    sampled, _ = sample_step(model_in_memory(model, optimizer=torch.optim.Adam), Counting())
+    usual, slow = sampled(lambda x: x), sampled(lambda x: x.divided(lambda at_s: np.full(len(at_s), 2.0)))
+    assert usual.tensor_s > 0
+    assert (slow.tensor_s, slow.update_s) == pytest.approx((usual.tensor_s / 2, usual.update_s / 2))
 
 
 def test_optimizer_that_rejects_small_tensors() -> None:
