@@ -246,8 +246,8 @@ def verify(
 
     `profile` is the one that the plan was made from. Every plan is run once a round for `num_steps` steps, as
     `gplan.run` does with the same model, engine and functions; a model in memory is trained by all of them. Runs that
-    lost their cores too often are repeated, once for each plan at most. An interrupt, or a failure of the plan itself after
-    the first round, ends it with the rounds so far.
+    lost their cores too often are repeated, once for each plan at most. An interrupt, or a failure of the plan itself
+    after the first round, ends it with the rounds so far.
 
     Raises FileError where plan and profile do not belong together, and what `gplan.run` raises for the plan itself in
     the first round; a rival that cannot be run is left out and named.

@@ -1,10 +1,10 @@
 """How good a plan's prediction is: the plan and its rivals run in turns, and the plan ranked among them.
 
 Every second round runs the plans in the opposite order, so a steady drift of the host cancels in the mean of the
-logarithms over two rounds. A run whose processes lost their cores in more than half of the steps is repeated, once and at most
-as often as there are plans; disturbed runs after that are kept and noted. A rival that fails is not run again and keeps
-its rounds. An interrupt, or a failure of the plan itself, ends the measurement with the complete rounds so far. The
-caller provides the function that runs a plan.
+logarithms over two rounds. A run whose processes lost their cores in more than half of the steps is repeated, once and
+at most as often as there are plans; disturbed runs after that are kept and noted. A rival that fails is not run again
+and keeps its rounds. An interrupt, or a failure of the plan itself, ends the measurement with the complete rounds so
+far. The caller provides the function that runs a plan.
 """
 
 from __future__ import annotations

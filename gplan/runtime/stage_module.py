@@ -2,9 +2,9 @@
 
 A stage is one segment that is recomputed as a whole or not at all. With recompute "selected" each layer named in the
 plan is a segment that always recomputes, and the layers between keep their stash. A recomputed forward
-(`profiler/backward/rematerialize.py`) keeps only its inputs; the second run draws the same random numbers and
-finds the buffers that it writes to as the first run did. The module holds the stage's parameters; what it runs is set for every pass, as
-another batch size, evaluation and autocast each need their own capture.
+(`profiler/backward/rematerialize.py`) keeps only its inputs; the second run draws the same random numbers and finds the
+buffers that it writes to as the first run did. The module holds the stage's parameters; what it runs is set for every
+pass, as another batch size, evaluation and autocast each need their own capture.
 """
 
 from __future__ import annotations

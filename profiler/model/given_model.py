@@ -41,9 +41,7 @@ class GivenModel:
     settings: Mapping[str, SettingValue] = field(default_factory=dict)  # of a file
     input_shapes: str | None = None
     seed: int = 0
-    functions: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # what a file would define beside the model; None: not given
+    functions: Mapping[str, Any] = field(default_factory=dict)  # by name, as a file would define them; None: not given
 
     def __post_init__(self) -> None:
         if isinstance(self.model, str):
