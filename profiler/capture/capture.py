@@ -31,8 +31,8 @@ from profiler.capture.grouping import (
 from profiler.capture.inplace import rewrite_in_place, written_state
 from profiler.capture.running_norms import RunningNorm, cumulative_momentum_one, graph_calls, running_norms
 from profiler.capture.sequence import SequentialChain
-from profiler.capture.steps import captured_in_steps
 from profiler.capture.trace import Trace
+from profiler.capture.tracing_ways import captured_in_steps
 from profiler.capture.wiring import depends_on_values, may_draw
 
 
@@ -49,7 +49,7 @@ def capture(
     A model already in training mode is left as it is, because its author may have put parts in evaluation mode.
     `inputs` is a tensor, a tuple (several arguments) or a dict (by name); the chain is valid for these shapes only. With
     granularity "op" a layer is one main operation with the light ones around it, also of an nn.Sequential. `traced` is how
-    a profile traced the model (profiler/capture/steps.py). Raises ModelError, with the author's line, where capture is
+    a profile traced the model (profiler/capture/tracing_ways.py). Raises ModelError, with the author's line, where capture is
     impossible; UsageError for another granularity.
     """
     if granularity not in get_args(Granularity):

@@ -3,7 +3,7 @@
 Repeated blocks are traced once (profiler/capture/repeated_blocks.py) and copied (profiler/capture/expand.py). An attempt
 that fails names the blocks to trace in full, and the last attempt traces all. Constants may keep their values during the
 trace (profiler/capture/constants.py), and modules may be single operations of it (profiler/capture/opaque_modules.py);
-profiler/capture/steps.py chooses. Errors name the user's line.
+profiler/capture/tracing_ways.py chooses. Errors name the user's line.
 """
 
 from __future__ import annotations
