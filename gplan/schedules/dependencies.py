@@ -70,8 +70,20 @@ class ExecutionOrder:
 def execution_order(schedule: Schedule) -> ExecutionOrder:
     """The actions of a schedule in an order that respects all dependencies; O(actions).
 
-    Devices take turns; each one proceeds until it has to wait. Raises OrderError if devices wait for each other forever.
+    Devices take turns; each one proceeds until it has to wait. Raises OrderError if devices wait for each other forever,
+    or for an action of a stage or micro-batch that the schedule does not have.
     """
+    try:
+        return _execution_order(schedule)
+    except (IndexError, KeyError):
+        last = schedule.num_stages - 1, schedule.num_microbatches - 1
+        known = (x for order in schedule.orders for x in order if x.stage > last[0] or x.microbatch > last[1])
+        raise OrderError(
+            f"{schedule.name} has action {next(known)}; expected stages 0 to {last[0]} and micro-batches 0 to {last[1]}"
+        ) from None
+
+
+def _execution_order(schedule: Schedule) -> ExecutionOrder:
     actions, devices, dependencies = list[Action](), list[int](), list[int]()
     num_done = [0] * schedule.num_devices
     outputs, awaited = _output_positions(schedule)

@@ -123,3 +123,11 @@ def can_start(action: str, done: set[str], last: int) -> bool:
     if letter == "W":
         return f"{stage}I{m}" in done
     return f"{stage}F{m}" in done and (stage == last or bool({f"{stage + 1}B{m}", f"{stage + 1}I{m}"} & done))
+
+
+@pytest.mark.parametrize("action", ["0F3", "5F0"])
+def test_an_action_that_the_schedule_does_not_have_is_named(action: str) -> None:
+    orders = tuple(map(tuple, orders_of(f"0F0 {action} 0B0")))
+    schedule = Schedule(name="made", num_stages=1, num_microbatches=1, orders=orders)
+    with pytest.raises(OrderError, match=f"made has action {action}; expected stages 0 to 0 and micro-batches 0 to 0"):
+        execution_order(schedule)
