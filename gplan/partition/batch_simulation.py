@@ -35,9 +35,14 @@ class WindowEnds:
     optimizer_s: Floats  # the last optimizer of its stages
 
 
+def num_at_once(problem: Problem) -> int:
+    """How many pipelines to simulate at once, so that their times fit in little memory."""
+    return max(256, _CHUNK_FLOATS // (problem.num_stages * problem.num_microbatches))
+
+
 def steps_s(problem: Problem, candidates: Sequence[Candidates], paths: Ints) -> Floats:
     """[N]: the simulated step of each of N partitions, given which candidate each stage takes, [N, S]."""
-    size = max(256, _CHUNK_FLOATS // (problem.num_stages * problem.num_microbatches))
+    size = num_at_once(problem)
     windows = (window_times(candidates, paths[i : i + size]) for i in range(0, len(paths), size))
     found = [simulate_window(problem, x, first_stage=0, delay=Delay()).optimizer_s for x in windows]
     return np.concatenate(found or [np.zeros(0)])

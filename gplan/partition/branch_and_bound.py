@@ -19,6 +19,7 @@ from typing import Protocol, Self
 import numpy as np
 
 from gplan.graph.down_sets import Bools, Floats, Ints
+from gplan.partition.batch_simulation import num_at_once
 from gplan.partition.candidates import Candidates
 from gplan.partition.dp import rows_from
 from gplan.partition.local_search import polish
@@ -30,7 +31,7 @@ _SLACK = 1e-9  # share by which a bound may be off
 _FIRST_WIDTH = 64
 _WIDER = 8  # times, from sweep to sweep
 _NUM_LEAVES = 256  # complete prefixes that are simulated to choose among
-_CHUNK_FLOATS = 4_000_000  # arrival times held at once while nodes are simulated
+_MOST_AT_ONCE = 16384  # nodes grown at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +169,7 @@ def _children(
     parents, children = _pairs(some, nodes.last_end)
     worthy = through_s[children] < incumbent.worth
     parents, children = parents[worthy], children[worthy]
-    chunk = max(256, min(16384, _CHUNK_FLOATS // (bounds.problem.num_stages * bounds.problem.num_microbatches)))
+    chunk = min(_MOST_AT_ONCE, num_at_once(bounds.problem))
     for start in range(0, len(parents), chunk):
         if time.perf_counter() > deadline_s:
             return
