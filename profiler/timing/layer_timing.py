@@ -129,6 +129,8 @@ def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> Sam
         pending = measure_pending(bench.layers, bench.inputs, bench.loss, device=setup.device)
         memories = tuple(replace(x, pending_bytes=y) for x, y in zip(memories, pending, strict=True))
     analyses, shares = _analysed(bench), _shares_run_again(bench, setup.device)
+    if analyses[-1] is None:
+        notes += ("operations are not counted, as control flow depends on the values of tensors",)
     whole_bytes = None if bench.whole is None else _whole_model_bytes(bench.whole, setup.device)
 
     def measured(at_one_speed: AtOneSpeed) -> MeasuredSize:

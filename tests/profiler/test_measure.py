@@ -253,6 +253,17 @@ def test_disturbed_layers_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
         assert any(f"nearly all samples of 0, 1, 2, the loss were {words}" in note for note in notes), notes
 
 
+def test_uncounted_operations_are_noted() -> None:
+    class Chooses(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x if x.sum() > 0 else x
+
+    model = nn.Sequential(nn.Linear(8, 4), Chooses())
+    found = measure_profile(in_memory(model, lambda n: torch.randn(n, 8), classes), OPTIONS)
+    assert all(not x.costs[0].forward_work for x in found.layers)
+    assert "operations are not counted, as control flow depends on the values of tensors" in found.notes
+
+
 def test_halves_and_pending_bytes_of_a_profile(profile: Profile) -> None:
     first, sigmoid, last = (layer.costs[0] for layer in profile.layers)
     assert first.input_gradient is None and first.weight_gradient is not None  # all of it
