@@ -174,6 +174,8 @@ class Timeline:
         if (len(devices), min(devices), max(devices)) != (self.num_devices, 0, self.num_devices - 1):
             raise ValueError(f"spans name devices {sorted(devices)}; expected 0 to {self.num_devices - 1}")
         check_positive(self, "num_microbatches")
+        if (last := max(span.action.microbatch for span in self.spans)) >= self.num_microbatches:
+            raise ValueError(f"spans name micro-batch {last}; expected 0 to {self.num_microbatches - 1}")
         ends = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
         for name, kinds in (("forward", (ActionKind.FORWARD,)), ("backward", ends)):
             without = devices - {span.device for span in self.spans if span.action.kind in kinds}

@@ -6,6 +6,8 @@ device 1  .   1F0 1F1 1I0 1I1 1W0 1W1
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gplan.core import BACKWARD_KINDS, Action, ActionKind, Span, Timeline, Transfer
@@ -52,3 +54,8 @@ def test_mean_durations_keep_recomputed_backwards_apart(recompute: str, expected
     means = TIMELINE.mean_durations(recompute)  # type: ignore[arg-type]
     assert tuple(means[Action(0, ActionKind.BACKWARD, m)] for m in range(2)) == expected
     assert {means[Action(1, ActionKind.WEIGHT_GRADIENT, m)] for m in range(2)} == {1.0}
+
+
+def test_micro_batch_beyond_the_last() -> None:
+    with pytest.raises(ValueError, match="spans name micro-batch 1; expected 0 to 0"):
+        replace(TIMELINE, num_microbatches=1)
