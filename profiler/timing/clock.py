@@ -111,6 +111,9 @@ class Clock(Protocol):
     def warmup_rounds(self) -> int:
         """Repetitions of the work before the first sample counts."""
 
+    def begin(self) -> Callable[[Samples], None]:
+        """Start timing; the returned function ends it, and the samples get the duration by the next flush."""
+
     def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
         """Run and return `work(*args)`; its duration is in `samples` after the next flush at the latest."""
 
@@ -124,12 +127,21 @@ class CpuClock:
     warmup_s: ClassVar[float] = 0.0
     warmup_rounds: ClassVar[int] = 0  # a first run without a fault is enough
 
+    def begin(self) -> Callable[[Samples], None]:
+        """Start a sample; the returned function ends it and adds its duration."""
+        busy_s, wall_s = time.thread_time(), time.perf_counter()
+
+        def end(samples: Samples) -> None:
+            seconds = time.perf_counter() - wall_s
+            samples.add(seconds, time.thread_time() - busy_s)
+
+        return end
+
     def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
         """Run and return `work(*args)`, and add its duration."""
-        busy_s, wall_s = time.thread_time(), time.perf_counter()
+        end = self.begin()
         result = work(*args)
-        wall_s = time.perf_counter() - wall_s
-        samples.add(wall_s, time.thread_time() - busy_s)
+        end(samples)
         return result
 
     def flush(self) -> None:
@@ -169,15 +181,24 @@ class CudaClock:
         self._make_event, self._synchronize = make_event, synchronize
         self._pending: list[tuple[Samples, DeviceEvent, DeviceEvent, float, float]] = []
 
+    def begin(self) -> Callable[[Samples], None]:
+        """Put the first event on the stream; the returned function puts the second there."""
+        first, last = self._make_event(), self._make_event()
+        first.record()
+        watch = time.perf_counter()
+
+        def end(samples: Samples) -> None:
+            launch_s = time.perf_counter() - watch
+            last.record()
+            self._pending.append((samples, first, last, launch_s, time.time()))
+
+        return end
+
     def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
         """Launch and return `work(*args)` between two events; the duration is known after `flush`."""
-        start, end = self._make_event(), self._make_event()
-        start.record()
-        watch = time.perf_counter()
+        end = self.begin()
         result = work(*args)
-        launch_s = time.perf_counter() - watch
-        end.record()
-        self._pending.append((samples, start, end, launch_s, time.time()))
+        end(samples)
         return result
 
     def flush(self) -> None:

@@ -9,7 +9,8 @@ layer on its own into its time within a stage.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -44,7 +45,7 @@ class Corrections:
     measured for the one stage; stages with more layers than the bench take slightly longer than predicted.
     """
 
-    recompute_factor: float | None = None  # the added time of recompute, over a forward
+    recompute_factor: float | None = None  # the second run of a recompute, over the part of a forward that it repeats
     forward_cut_s: float = 0.0
     backward_cut_s: float = 0.0
     input_gradient_cut_s: float = 0.0  # of the first half of a split backward
@@ -69,12 +70,10 @@ def corrections_of(bench: Bench, samples: Callable[[str], Samples], share_run_ag
     for name, keys in (("forward", bench.keys), ("backward", bench.keys), ("input gradient", halved)):
         excesses[name] = lower_bound_s(samples(f"excess/{name}"))
         cuts[name] = even_cut_s([samples(f"{key}/{name}").timing().low_s / 2 for key in keys], excesses[name])
-    plain_s, again_s = (seconds(f"{name}/forward", f"{name}/backward") for name in ("stage", "recomputed"))
-    differences = samples("excess/recomputed").clean_s or [again_s - plain_s]  # none where every round was disturbed
     forward_s, weights_s = seconds("stage/forward"), seconds("stage/weight gradient")
     rerun_s = forward_s - (1 - share_run_again) * seconds(f"{bench.keys[-1]}/forward") if bench.keys else 0.0
     return Corrections(
-        recompute_factor=max(0.0, median_s(differences)) / rerun_s if rerun_s > _LEAST_RERUN * forward_s else 1.0,
+        recompute_factor=_ratio(seconds("recomputed/again"), rerun_s) if rerun_s > _LEAST_RERUN * forward_s else 1.0,
         forward_cut_s=cuts["forward"],
         backward_cut_s=cuts["backward"],
         input_gradient_cut_s=cuts["input gradient"],
@@ -227,7 +226,15 @@ class TimingRounds:
 
     def _recomputed_stage(self, *tensors: Tensor) -> Tensors:
         before = [x.detach().clone() for x in self._written]
-        return recomputed(self._bench.stage, tensors, again=partial(buffers_as, self._written, before))
+        return recomputed(self._bench.stage, tensors, again=partial(self._timed_again, before))
+
+    @contextmanager
+    def _timed_again(self, written: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, the second run, with what the first one found in the buffers."""
+        with buffers_as(self._written, written):
+            end = self._clock.begin()
+            yield
+            end(self._samples("recomputed/again"))
 
     @cached_property
     def _written(self) -> list[Tensor]:
@@ -239,13 +246,11 @@ class TimingRounds:
         return [x for x, version in versions if x._version != version]
 
     def _add_excesses(self, added: RoundSamples) -> None:
-        """The sum of the layers in this round, its excess over the one stage, and the added time of recompute."""
+        """The sum of the layers in this round, and its excess over the one stage."""
         for name in ("forward", "backward", "input gradient"):
             layers_s = added.seconds(*(f"{key}/{name}" for key in dict.fromkeys(self._bench.keys)))
             self._add_difference(f"together/{name}", layers_s, 0.0)
             self._add_difference(f"excess/{name}", layers_s, added.seconds(f"stage/{name}"))
-        recomputed_s = added.seconds("recomputed/forward", "recomputed/backward")
-        self._add_difference("excess/recomputed", recomputed_s, added.seconds("stage/forward", "stage/backward"))
 
     def _add_difference(self, name: str, more_s: float | None, less_s: float | None) -> None:
         if more_s is not None and less_s is not None:
