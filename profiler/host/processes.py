@@ -165,7 +165,7 @@ class JobSupervisor:
                 self._read_lines(0.0)
                 return
             self._discount_absence()
-            self._check_stopped()
+            self._check_suspended()
             self._check_silence()
 
     def end(self) -> str:
@@ -235,7 +235,7 @@ class JobSupervisor:
             self._stopped_since_s.clear()
         self._polled_s = now_s
 
-    def _check_stopped(self) -> None:
+    def _check_suspended(self) -> None:
         now_s = time.monotonic()
         stopped_now = [member.rank for member in self._members if member.stopped_by() is not None]
         self._stopped_since_s = {rank: self._stopped_since_s.get(rank, now_s) for rank in stopped_now}
