@@ -201,7 +201,7 @@ def _run_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
         percent_text(step.error, signed=True),
         equal,
         f"{100 * (bubble.predicted - bubble.measured):+.1f}",
-        *map(worst, ("forward per micro-batch", "backward per micro-batch", "optimizer per step", "peak memory")),
+        *map(worst, ("forward", "backward", "optimizer", "peak memory")),
     ]
     return f"| {' | '.join(cells)} |"
 
