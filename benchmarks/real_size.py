@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -24,9 +24,9 @@ from typing import Any, Literal
 import pandas as pd
 
 import gplan
-from gplan.core import Profile, Run
+from gplan.core import Profile
 from gplan.core.units import percent_text, seconds_text
-from gplan.evaluate.compare import compare
+from gplan.evaluate.compare import BACKWARD, BUBBLE, FORWARD, OPTIMIZER, PEAK_MEMORY, STEP_TIME, compare
 
 ROOT = Path(__file__).parent.parent
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,7 +37,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet50": ("examples/resnet.py", {"depth": 50, "width": 64, "image_size": 224, "num_classes": 1000}),
 }
 OPTIMIZERS = ("adamw", "sgd")
-KEY = ["model", "optimizer", "engine", "num_devices", "schedule", "recompute"]
 LAYERS = ["", 0, "", ""]  # in place of engine, devices, schedule and recompute: the layers' sum against the whole model
 
 
@@ -51,6 +50,9 @@ class RealSizeRun:
     num_devices: int
     schedule: str
     recompute: str
+
+
+KEY = [x.name for x in fields(RealSizeRun)]
 
 
 def main() -> None:
@@ -101,7 +103,7 @@ def _measured(
 
 def is_there(rows: pd.DataFrame, run: RealSizeRun) -> bool:
     """Whether the rows of a run are there."""
-    return not rows.empty and bool((rows[KEY].astype(str) == [str(getattr(run, x)) for x in KEY]).all(axis=1).any())
+    return not rows.empty and bool((rows[KEY].astype(str) == [str(x) for x in asdict(run).values()]).all(axis=1).any())
 
 
 def _profiled(model: str, optimizer: str) -> Profile:
@@ -137,10 +139,10 @@ def _run_rows(each: RealSizeRun, profile: Profile, options: argparse.Namespace) 
         schedule=each.schedule,
         recompute=each.recompute,
     )
-    run: Run = gplan.run(plan, engine=each.engine, num_steps=options.steps)
-    for row in compare(run).rows:
+    comparison = compare(gplan.run(plan, engine=each.engine, num_steps=options.steps))
+    for row in comparison.rows:
         yield {
-            **{name: getattr(each, name) for name in KEY},
+            **asdict(each),
             "stage": "" if row.stage is None else row.stage,
             "quantity": row.quantity,
             "predicted": row.predicted,
@@ -148,8 +150,8 @@ def _run_rows(each: RealSizeRun, profile: Profile, options: argparse.Namespace) 
             "error": row.error,
             "equal_speed_error": row.equal_speed_error,
         }
-    step = compare(run).row("step time")
-    print(*(getattr(each, x) for x in KEY), percent_text(step.error or 0.0, signed=True), flush=True)
+    step = comparison.row(STEP_TIME)
+    print(*asdict(each).values(), percent_text(step.error or 0.0, signed=True), flush=True)
 
 
 def as_text(rows: pd.DataFrame) -> str:
@@ -187,8 +189,8 @@ def _layer_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
 
 
 def _run_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
-    step = part[part.quantity == "step time"].iloc[0]
-    bubble = part[part.quantity == "bubble"].iloc[0]
+    step = part[part.quantity == STEP_TIME].iloc[0]
+    bubble = part[part.quantity == BUBBLE].iloc[0]
 
     def worst(name: str) -> str:
         errors = part[part.quantity == name].error.dropna()
@@ -201,7 +203,7 @@ def _run_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
         percent_text(step.error, signed=True),
         equal,
         f"{100 * (bubble.predicted - bubble.measured):+.1f}",
-        *map(worst, ("forward", "backward", "optimizer", "peak memory")),
+        *map(worst, (FORWARD, BACKWARD, OPTIMIZER, PEAK_MEMORY)),
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -6,7 +6,7 @@ is counted once, in the stash of the layer that produced it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -83,6 +83,14 @@ class Leftover:
         check_positive(self, "num_later")
 
 
+def leftovers_of(pairs: Iterable[tuple[int, int]]) -> tuple[Leftover, ...]:
+    """Leftovers by (num_later, num_bytes); those of the same layer are added up."""
+    found: dict[int, int] = {}
+    for num_later, num_bytes in pairs:
+        found[num_later] = found.get(num_later, 0) + num_bytes
+    return tuple(Leftover(num_later=num_later, num_bytes=num_bytes) for num_later, num_bytes in found.items())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
     """Costs of one layer for a micro-batch of `microbatch_size` samples, and the tensors alive at the cut after it."""
@@ -113,12 +121,8 @@ class LayerCost:
 
     def renumbered(self, distance: Callable[[int], int]) -> LayerCost:
         """The costs with leftovers at distance `distance(num_later)`; those of layers that now come earlier are dropped."""
-        leftovers: dict[int, int] = {}
-        for x in self.leftovers:
-            num_later = distance(x.num_later)
-            leftovers[num_later] = leftovers.get(num_later, 0) + x.num_bytes
-        left = ((num_later, num_bytes) for num_later, num_bytes in leftovers.items() if num_later > 0)
-        return replace(self, leftovers=tuple(Leftover(num_later=i, num_bytes=x) for i, x in left))
+        pairs = ((distance(x.num_later), x.num_bytes) for x in self.leftovers)
+        return replace(self, leftovers=leftovers_of((num_later, x) for num_later, x in pairs if num_later > 0))
 
     @property
     def timings(self) -> dict[str, Timing]:

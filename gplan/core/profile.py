@@ -101,11 +101,6 @@ class SharedWeight:
         """Number of trained tensors: 1, or 0 if it is frozen."""
         return 1 if self.gradient_bytes else 0
 
-    @property
-    def largest_trained_bytes(self) -> int:
-        """Its bytes, or 0 if it is frozen."""
-        return self.gradient_bytes
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelId:

@@ -374,7 +374,7 @@ class Costs:
     def _largest_trained_bytes(self, first: Ints, end: Ints) -> Ints:
         own = np.array([x.largest_trained_bytes for x in self.profile.layers], dtype=np.int64)
         largest = self.downsets.running_peaks(first, end, kept=np.zeros_like(own), own=own)
-        for users, num_bytes in self._held_sums["largest_trained_bytes"][1]:
+        for users, num_bytes in self._held_sums["gradient_bytes"][1]:
             largest = np.maximum(largest, np.where(users[end] > users[first], num_bytes, 0))
         return largest
 
@@ -502,7 +502,7 @@ class Costs:
                 self.downsets.sums(np.array([getattr(x, field) for x in self.profile.layers], dtype=np.int64)),
                 [(used, getattr(x, field)) for used, x in zip(users, self.profile.shared_weights, strict=True)],
             )
-            for field in ("weight_bytes", "gradient_bytes", "num_trained", "largest_trained_bytes")
+            for field in ("weight_bytes", "gradient_bytes", "num_trained")
         }
 
     def _users(self, layers: tuple[int, ...]) -> Ints:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby
 
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from gplan.core import RecomputeMode, is_recomputed
 from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.random_streams import RandomStreams
-from profiler.backward.rematerialize import buffers_as, recomputed
+from profiler.backward.rematerialize import recomputed
 from profiler.capture.chain import AtLayer, Chain, Tensors
 from profiler.capture.inplace import aliased_arguments, written_arguments
 
@@ -133,8 +133,7 @@ class RecomputeSegment(nn.Module):
     def recomputed(self, *tensors: Tensor) -> Tensors:
         """The same, but the forward runs again during the backward."""
         read = tuple(x for x, is_read in zip(tensors, self._reads, strict=True) if is_read)
-        before = [x.detach().clone() for x in self._written]  # a router's bias, say, must route the same way again
-        made = iter(recomputed(self._run, read, again=partial(buffers_as, self._written, before)))
+        made = iter(recomputed(self._run, read, written=self._written))
         passing = (x for x, is_passing in zip(tensors, self._passes, strict=True) if is_passing)
         return tuple(next(made if is_made else passing) for is_made in self._makes)
 

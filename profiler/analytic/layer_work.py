@@ -33,6 +33,7 @@ from profiler.memory.layer_memory import (
     pass_in_halves,
     pass_through,
     pending_bytes,
+    tied_by_layer,
     tied_uses,
     with_sums,
 )
@@ -183,9 +184,7 @@ def _on_fake_tensors(layers: Sequence[nn.Module], inputs: Tensors, tied: Sequenc
     stand_ins = StandIns(mode)
     try:
         with mode:
-            calls = [
-                stand_ins.call(layer, [x.parameter for x in tied if x.layer == i]) for i, layer in enumerate(layers)
-            ]
+            calls = [stand_ins.call(*x) for x in zip(layers, tied_by_layer(layers, tied), strict=True)]
             parameters = [tuple(map(stand_ins.of, layer.parameters())) for layer in layers]
             entering = tuple(stand_ins.of(x) for x in inputs)
             with StorageRecorder() as recorder, WorkCounter(recorder.now) as counter, StandInMode(mode):

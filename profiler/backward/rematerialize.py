@@ -9,14 +9,14 @@ the last saved tensor; later operations are not run again.
     second half        unpack b               already there; the slot is released with its operation
 
 Uses `torch.autograd.graph.saved_tensors_hooks`, as torch's checkpoint does, which would run again in every call of
-autograd. The caller restores random state and buffers.
+autograd. The caller restores random state.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -29,15 +29,20 @@ Again = Callable[[], AbstractContextManager[None]]
 """Returns the context manager around the second run."""
 
 
-def recomputed(run: Callable[..., Tensors], inputs: Tensors, *, again: Again) -> Tensors:
+def recomputed(
+    run: Callable[..., Tensors], inputs: Tensors, *, again: Again = nullcontext, written: Sequence[Tensor] = ()
+) -> Tensors:
     """`run(*inputs)`, saving only the inputs for the backward; the second run is inside `again()`.
+
+    It finds in `written`, the buffers that a run writes to, what the first one found: a router's bias, say, must route
+    the same way again.
 
     The backward raises RuntimeError if the second run saves other tensors (number, shape, dtype, device) than the first,
     or if the inputs were written into in between.
     """
     if not torch.is_grad_enabled():
         return run(*inputs)
-    call = _Call(run, inputs, again)
+    call = _Call(run, inputs, again, written)
     with saved_tensors_hooks(call.pack, call.unpack):
         outputs = run(*inputs)
     call.is_over = True
@@ -45,7 +50,7 @@ def recomputed(run: Callable[..., Tensors], inputs: Tensors, *, again: Again) ->
 
 
 @contextmanager
-def buffers_as(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+def _buffers_as(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
     """Inside, some buffers have these values, past autograd, which may have saved them; afterwards their present ones."""
     present = [x.detach().clone() for x in buffers]
     try:
@@ -99,10 +104,11 @@ class _Enough(Exception):
 class _Call:
     """The two runs of one call."""
 
-    def __init__(self, run: Callable[..., Tensors], inputs: Tensors, again: Again) -> None:
+    def __init__(self, run: Callable[..., Tensors], inputs: Tensors, again: Again, written: Sequence[Tensor]) -> None:
         self.is_over = False  # the first run; a function that takes gradients itself unpacks before
         self._run, self._again = run, again
         self._inputs = inputs
+        self._written, self._values = written, [x.detach().clone() for x in written]
         self._versions = [x._version for x in inputs]
         self._autocast = _autocast()
         self._slots: list[weakref.ref[_Slot]] = []
@@ -133,7 +139,7 @@ class _Call:
                 "the input of a recomputed layer was written into between its forward and its backward; expected that "
                 "later layers work on copies"
             )
-        with torch.enable_grad(), _under(self._autocast), self._again():
+        with torch.enable_grad(), _under(self._autocast), _buffers_as(self._written, self._values), self._again():
             num_kept = self._fill()
         if num_kept < len(self._slots):
             raise _differs(f"saves {num_kept} tensors", f"it saved {len(self._slots)} at first")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from gplan.core import Leftover
+from gplan.core.layer_cost import leftovers_of
 from profiler.backward.split_backward import SecondHalf, first_half
 from profiler.capture.chain import Tensors, detached, wants_gradient
 from profiler.memory.allocations import AllocationTrace, now_ns, traced_allocations
@@ -253,7 +254,14 @@ def tied_uses(layers: Sequence[nn.Module]) -> tuple[TiedUse, ...]:
 
 def layers_apart(layers: Sequence[nn.Module], tied: Sequence[TiedUse]) -> list[Callable[..., Tensors]]:
     """The layers, the later users of a parameter with a copy."""
-    return [_with_copies(layer, [x.parameter for x in tied if x.layer == i]) for i, layer in enumerate(layers)]
+    return [
+        _with_copies(layer, parameters) for layer, parameters in zip(layers, tied_by_layer(layers, tied), strict=True)
+    ]
+
+
+def tied_by_layer(layers: Sequence[nn.Module], tied: Sequence[TiedUse]) -> list[list[nn.Parameter]]:
+    """For each layer its parameters that earlier layers use too."""
+    return [[x.parameter for x in tied if x.layer == i] for i in range(len(layers))]
 
 
 def _with_copies(layer: nn.Module, tied: Sequence[nn.Parameter]) -> Callable[..., Tensors]:
@@ -273,12 +281,11 @@ def with_sums(layers: Sequence[LayerBytes], tied: Sequence[TiedUse]) -> tuple[La
     found = list(layers)
     for use in tied:
         before, num_bytes = found[use.previous], use.parameter.nbytes
-        left = {x.num_later: x.num_bytes for x in before.leftovers}
-        left[use.layer - use.previous] = left.get(use.layer - use.previous, 0) + num_bytes
+        left = ((x.num_later, x.num_bytes) for x in before.leftovers)
         found[use.previous] = replace(
             before,
             backward_workspace_bytes=before.backward_workspace_bytes + num_bytes,
-            leftovers=tuple(Leftover(num_later=x, num_bytes=left[x]) for x in sorted(left)),
+            leftovers=leftovers_of([*left, (use.layer - use.previous, num_bytes)]),
         )
     return tuple(found)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gplan.core import Timing
-from profiler.backward.rematerialize import buffers_as, recomputed
+from profiler.backward.rematerialize import recomputed
 from profiler.backward.split_backward import first_half
 from profiler.capture.chain import Tensors, detached, wants_gradient
 from profiler.timing.bench import Bench, Composed, backward
@@ -225,16 +225,14 @@ class TimingRounds:
         self._stage_round(samples, "recomputed", self._recomputed_stage)
 
     def _recomputed_stage(self, *tensors: Tensor) -> Tensors:
-        before = [x.detach().clone() for x in self._written]
-        return recomputed(self._bench.stage, tensors, again=partial(self._timed_again, before))
+        return recomputed(self._bench.stage, tensors, again=self._timed_again, written=self._written)
 
     @contextmanager
-    def _timed_again(self, written: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the second run, with what the first one found in the buffers."""
-        with buffers_as(self._written, written):
-            end = self._clock.begin()
-            yield
-            end(self._samples("recomputed/again"))
+    def _timed_again(self) -> Iterator[None]:
+        """Inside, the second run is timed."""
+        end = self._clock.begin()
+        yield
+        end(self._samples("recomputed/again"))
 
     @cached_property
     def _written(self) -> list[Tensor]:

@@ -340,6 +340,21 @@ def test_write_after_use_is_refused() -> None:
         again(net, rows()).sum().backward()  # type: ignore[no-untyped-call]
 
 
+def test_a_second_run_ends_when_the_last_tensor_is_saved() -> None:
+    """By a clock that stands still but for the work: three parts until the last tensor is saved, and one after it."""
+    now_s = 0.0
+
+    def run(x: Tensor) -> Tensors:
+        nonlocal now_s
+        now_s += 3.0
+        kept = torch.tanh(x)
+        now_s += 1.0
+        return (kept + 1,)
+
+    share, _ = share_run_again(run, (torch.ones(2, requires_grad=True),), now=lambda: now_s)
+    assert share == 0.75
+
+
 def test_share_of_a_forward_that_is_run_again() -> None:
     """A second run ends where the last tensor is saved: before the product of the head, whose input is saved."""
     ticks = iter(range(100))
