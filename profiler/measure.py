@@ -26,7 +26,7 @@ from profiler.host.host_info import core_shares, device_share, gpu_state, max_ne
 from profiler.host.host_load import load_between, read_load
 from profiler.host.links import check_measurable, measure_link
 from profiler.memory.chain_profile import layers_with_weights, values_of
-from profiler.model.data import check_microbatch_sizes, find_loss_reduction
+from profiler.model.data import call_model, check_microbatch_sizes, find_loss_reduction, sample_batch
 from profiler.model.error_location import is_out_of_memory
 from profiler.model.load import ModelFile
 from profiler.timing.clock import Clock, CpuClock, CudaClock
@@ -130,7 +130,12 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         sampled, too_large = _sample_sizes(file, options, setup, progress)
         progress("measuring the optimizer's step", 1.0)
         step, step_notes = sample_step(
-            file, clock, device=options.device, shares=shares, read_yardstick=yardstick.read_if_due
+            file,
+            clock,
+            device=options.device,
+            shares=shares,
+            work_beside=_training_pass(file, options),
+            read_yardstick=yardstick.read_if_due,
         )
     load = load_between(before, read_load())
     work = [x for name, x in journal.named_samples() if is_work_alone(name)]
@@ -194,6 +199,14 @@ def _sample_sizes(
                 raise
             return sampled, (f"micro-batch sizes from {size} up were left out: {error}",)
     return sampled, ()
+
+
+def _training_pass(file: ModelFile, options: ProfileOptions) -> Callable[[], object] | None:
+    """Forward and backward of a micro-batch; None without weights in memory or without a loss."""
+    if file.is_lazy or not file.has_loss:
+        return None
+    inputs, target = sample_batch(file, options.microbatch_sizes[0], device=options.device)
+    return lambda: torch.autograd.backward(file.loss(call_model(file, inputs), target))
 
 
 def _check_device(device: str) -> None:

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 
 INTERRUPTED = 130
 """The exit code that shells use for a program ended by Ctrl-C."""
@@ -38,18 +39,35 @@ def _interrupts_in_finalizers_repeated() -> Iterator[None]:
     usual = sys.unraisablehook
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
-        if unraisable.exc_type is not KeyboardInterrupt:
+        if unraisable.exc_type is KeyboardInterrupt:
+            _resend_interrupt()
+        else:
             usual(unraisable)
-            return
-        import threading
-
-        main_thread = threading.main_thread().ident
-        timer = threading.Timer(_RESEND_DELAY_S, signal.pthread_kill, [main_thread, signal.SIGINT])
-        timer.daemon = True
-        timer.start()
 
     sys.unraisablehook = hook
     try:
         yield
     finally:
         sys.unraisablehook = usual
+
+
+def _resend_interrupt() -> None:
+    """Send the signal to the main thread until its handler runs: one that comes just before a wait does not end it."""
+    import threading
+
+    handler, handled = signal.getsignal(signal.SIGINT), threading.Event()
+    if not callable(handler):
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        handled.set()
+        signal.signal(signal.SIGINT, handler)
+        handler(number, frame)
+
+    def resend() -> None:
+        while not handled.wait(_RESEND_DELAY_S):
+            signal.pthread_kill(main_thread, signal.SIGINT)
+
+    main_thread = threading.main_thread().ident or 0
+    signal.signal(signal.SIGINT, handle)
+    threading.Thread(target=resend, daemon=True).start()

@@ -56,9 +56,10 @@ def parse_gpu_state(text: str) -> tuple[tuple[str, str], ...]:
 
 
 MOST_NEIGHBOURS = 7
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-_KEPT_BELOW_BYTES = 32 * 2**20
-_GIVEN_BACK_FROM_BYTES = 2**20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of glibc's mallopt
+_NEVER = -1
+_USUAL_MMAP_MAX = 65536
+_RETURNED_FROM_BYTES = 2**20
 
 
 def software_versions() -> tuple[tuple[str, str], ...]:
@@ -110,11 +111,12 @@ def garbage_collector_frozen() -> Iterator[None]:
 def keep_freed_memory() -> None:
     """Let the C library keep freed memory instead of returning it to the system, for the life of this process.
 
-    Returned pages fault when they are used again, depending on the layout of the heap, so that forward passes differ by
-    10 % and more between processes. Blocks of 32 MiB and more are always returned. No effect without mallopt.
+    Returned pages fault when they are used again. This made the update of a 134 million parameter model 1.7 times as
+    long, and more in the middle of other work: its temporary tensors are as large as the vocabulary's table, and glibc
+    maps blocks of 32 MiB and more anew each time unless it may not map blocks at all. No effect without mallopt.
     """
-    _mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-    _mallopt(_M_MMAP_THRESHOLD, _KEPT_BELOW_BYTES)
+    _mallopt(_M_TRIM_THRESHOLD, _NEVER)
+    _mallopt(_M_MMAP_MAX, 0)
 
 
 def return_large_blocks() -> None:
@@ -123,12 +125,13 @@ def return_large_blocks() -> None:
     For hosts with little memory: glibc before 2.38 does not always reuse aligned blocks, so that the process can take
     twice the memory of its tensors. The page faults cost time.
     """
-    _mallopt(_M_MMAP_THRESHOLD, _GIVEN_BACK_FROM_BYTES)
+    _mallopt(_M_MMAP_MAX, _USUAL_MMAP_MAX)
+    _mallopt(_M_MMAP_THRESHOLD, _RETURNED_FROM_BYTES)
 
 
 @contextmanager
 def large_blocks_returned() -> Iterator[None]:
-    """Inside, freed blocks of 1 MiB and more return to the system; afterwards only blocks of 32 MiB and more do.
+    """Inside, freed blocks of 1 MiB and more return to the system; afterwards freed memory is kept.
 
     This prevents fragmentation where large temporary tensors alternate with small ones that stay.
     """
@@ -136,7 +139,7 @@ def large_blocks_returned() -> Iterator[None]:
     try:
         yield
     finally:
-        _mallopt(_M_MMAP_THRESHOLD, _KEPT_BELOW_BYTES)
+        keep_freed_memory()
 
 
 def _mallopt(option: int, value: int) -> None:

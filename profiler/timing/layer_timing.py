@@ -45,7 +45,7 @@ from profiler.timing.bench import (
 )
 from profiler.timing.clock import AtOneSpeed, Clock, Samples
 from profiler.timing.journal import Journal, Progress, part
-from profiler.timing.neighbours import contention, neighbours
+from profiler.timing.neighbours import NEIGHBOUR_FAILED, contention, neighbours
 from profiler.timing.rounds import NO_CORRECTIONS, Corrections, TimingRounds, corrections_of, net
 
 _NUM_PAIRS_NAMED = 3
@@ -291,7 +291,7 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
         if not _adds_up(bench, samples):
             rounds.sample_pairs()
         if beside is not None and not beside.are_alive:
-            notes += ("a neighbour process failed: the measured contention is too low",)
+            notes += (NEIGHBOUR_FAILED,)
     notes = (*notes, *_notes_on_samples(bench, samples, load), *_notes_on_pairs(bench, samples))
     setup.journal.keep(done, notes)
     setup.journal.save()

@@ -17,6 +17,7 @@ from torch import nn
 
 from profiler.timing.clock import Samples
 
+NEIGHBOUR_FAILED = "a neighbour process failed: the measured contention is too low"
 _PR_SET_PDEATHSIG = 1
 
 

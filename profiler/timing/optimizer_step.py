@@ -20,7 +20,7 @@ from profiler.memory.allocations import now_ns, optimizer_state_bytes, traced_al
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
 from profiler.timing.clock import AtOneSpeed, Clock, Samples
-from profiler.timing.neighbours import Neighbours, contention, neighbours
+from profiler.timing.neighbours import NEIGHBOUR_FAILED, Neighbours, contention, neighbours
 
 _STEPS = 8
 _WARMUP = 2
@@ -77,23 +77,29 @@ def sample_step(
     *,
     device: str = "cpu",
     shares: Sequence[set[int]] = (),
+    work_beside: Callable[[], object] | None = None,
     read_yardstick: Callable[[], object] = lambda: None,
 ) -> tuple[SampledStep, tuple[str, ...]]:
-    """Sample the optimizer's step, alone and beside one process on each of `shares` (sets of cores); also notes."""
+    """Sample the optimizer's step, alone and beside one process on each of `shares` (sets of cores); also notes.
+
+    The processes repeat `work_beside`, by default the same step. In a pipeline it is the backward pass of other stages.
+    """
     trained = [x for x in file.model.parameters() if x.requires_grad]
     if not file.has("optimizer") or not trained:
         return lambda _: StepCost.none(), ()
     copies = [_copy(x, device) for x in _some(trained)]
     steps = _steps(file, copies, clock, device)
     alone, beside, zeroing = Samples(), Samples(), Samples()
-    with neighbours(shares, steps.unsampled, copies) as others:
+    work, parameters = (work_beside, trained) if work_beside else (steps.unsampled, copies)
+    with neighbours(shares, work, parameters) as others:
         for _ in range(_STEPS):
             read_yardstick()
             steps.once(alone, zeroing)
             if shares:
                 steps.once_among(others, beside)
         clock.flush()
-    tensor_s, notes = _sample_tensors(file, copies, clock, device)
+        notes = () if others.are_alive else (NEIGHBOUR_FAILED,)
+    tensor_s, tensor_notes = _sample_tensors(file, copies, clock, device)
     state_bytes = optimizer_state_bytes(steps.optimizer)
     workspace_bytes, largest_workspace = _workspaces(file, steps, clock, device)
     by_bytes = sum(x.nbytes for x in trained) / sum(x.nbytes for x in copies)
@@ -111,7 +117,7 @@ def sample_step(
         )
         return cost.grown(by_bytes, num_tensors=len(copies), num_all=len(trained))
 
-    return measured, notes
+    return measured, (*notes, *tensor_notes)
 
 
 def _steps(file: ModelFile, copies: Sequence[nn.Parameter], clock: Clock, device: str) -> _Steps:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, combinations
+from itertools import chain, combinations, cycle
 from typing import TypeAlias
 
 import numpy as np
@@ -31,10 +31,12 @@ SAMPLES = "yardstick/"
 
 _LEAST_READING_S = 1e-3  # on a GPU the host only launches it
 _LEAST_READINGS = 5
-_NUM_AROUND = 9  # readings whose median is the speed of a moment
+NUM_AROUND = 9
+"""Readings whose median is the speed of a moment."""
 _WINDOW_S = 1.0  # the shortest window
 _MOST_WINDOWS = 40  # in which exponents are fitted
 _NUM_STORED = 20  # windows in a profile
+_STREAMED_FLOATS = 2**24  # 64 MiB, more than the caches hold that a core shares
 _LEAST_WINDOWS = 8
 _LEAST_NOISE = 0.01  # standard deviation of a window's logarithms
 _NUM_REFITS = 3
@@ -47,15 +49,20 @@ Part: TypeAlias = tuple[Callable[[], object], int]
 
 
 def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
-    """The parts on a device: 192 x 192 products, sums of 4 MiB, a loop; on a GPU larger ones, and small launches.
+    """The parts on a device: 192 x 192 products, sums over 4 MiB of memory, a loop; on a GPU larger, and small launches.
 
-    They allocate nothing and draw no random numbers.
+    The sums go on through 64 MiB, so that what they read has left the caches, whatever ran in between. They allocate
+    nothing and draw no random numbers.
     """
     on_gpu = device != "cpu"
     width, num_floats = (2048, 2**23) if on_gpu else (192, 2**20)
     left, right, product = (torch.ones(width, width, device=device) for _ in range(3))
-    total, addend = (torch.zeros(num_floats, device=device) for _ in range(2))
+    addends = cycle(torch.zeros(_STREAMED_FLOATS // num_floats, num_floats, device=device).unbind())
+    total = torch.zeros(num_floats, device=device)
     small = torch.zeros(1, device=device)
+
+    def add_next() -> None:
+        total.add_(next(addends))
 
     def loop() -> None:
         number = 0
@@ -64,7 +71,7 @@ def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
 
     return {
         "compute": (partial(torch.mm, left, right, out=product), 1 if on_gpu else 4),
-        "memory": (partial(total.add_, addend), 1 if on_gpu else 3),
+        "memory": (add_next, 1 if on_gpu else 3),
         "interpreter": (partial(small.add_, 1), 32) if on_gpu else (loop, 4),
     }
 
@@ -84,6 +91,8 @@ class Yardstick:
         self._clock, self._samples, self._parts, self._share, self._now = clock, samples, parts, share, now
         for work, _ in parts.values():  # a library chooses its kernels
             work()
+        self.reading_s = _LEAST_READING_S
+        """How long the last reading took."""
         self._due_s = now()
 
     @property
@@ -93,21 +102,16 @@ class Yardstick:
 
     def read_if_due(self) -> None:
         """Time every part once, unless that would take more than its share of the time since the last reading."""
-        if self._is_due:
+        if self._now() >= self._due_s:
             self._read(self.parts)
 
-    def times_if_due(self) -> YardstickTimes | None:
-        """As `read_if_due`, and the times; waits for the device. None if it was not due or was interrupted."""
-        if not self._is_due:
-            return None
+    def times(self, num_readings: int) -> YardstickTimes | None:
+        """Read it now, this often; the median times. Waits for the device. None if all were interrupted."""
         parts = [Samples() for _ in PARTS]
-        self._read(parts)
+        for _ in range(num_readings):
+            self._read(parts)
         self._clock.flush()
         return median_times(parts) if all(x.clean_s for x in parts) else None
-
-    @property
-    def _is_due(self) -> bool:
-        return self._now() >= self._due_s
 
     def _read(self, parts: Sequence[Samples]) -> None:
         start_s = self._now()
@@ -116,7 +120,8 @@ class Yardstick:
             work()  # unsampled: caches are the same whatever ran before
             self._clock.time(samples, _repeat, work, count)
         end_s = self._now()
-        self._due_s = end_s + max(_LEAST_READING_S, end_s - start_s) * (1 / self._share - 1)
+        self.reading_s = max(_LEAST_READING_S, end_s - start_s)
+        self._due_s = end_s + self.reading_s * (1 / self._share - 1)
 
 
 def _repeat(work: Callable[[], object], count: int) -> None:
@@ -249,7 +254,7 @@ def _stored_windows(parts: Sequence[Samples], start_s: float, window_s: float) -
 
 def _nearest_median(at_s: Floats, values: Floats, moments_s: Floats) -> Floats:
     """For each moment the median of the nearest values in time."""
-    num = min(_NUM_AROUND, len(at_s))
+    num = min(NUM_AROUND, len(at_s))
     first = np.clip(np.searchsorted(at_s, moments_s) - num // 2, 0, len(at_s) - num)
     medians: Floats = np.median(values[first[:, None] + np.arange(num)], axis=1)
     return medians

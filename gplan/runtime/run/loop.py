@@ -29,6 +29,7 @@ from gplan.runtime.pipeline import Pipeline, own_device
 from gplan.runtime.run.reference import Reference, as_dense, gradient_check, gradient_errors, plain_reference
 from gplan.runtime.run.results import torch_run, virtual_run
 from gplan.runtime.run.run_options import ReportStep, RunOptions, StepRecord
+from gplan.runtime.run.speed_readings import SpeedReadings
 from gplan.runtime.stage_module import StageModule
 from gplan.runtime.virtual_engine import VirtualEngine
 from profiler.host.failure import explain_lost_connection
@@ -40,8 +41,6 @@ from profiler.model.error_location import describe, root_cause
 from profiler.model.lazy_build import random_state, random_state_kept
 from profiler.model.load import Batch, ModelFile
 from profiler.model.memory_budget import available_bytes
-from profiler.timing.clock import CpuClock, CudaClock, Samples
-from profiler.timing.yardstick import MOST_SHARE, Yardstick, yardstick_parts
 
 
 class BatchStream:
@@ -137,9 +136,15 @@ class _TrainingLoop:
         self._notes: tuple[str, ...] = ()  # of the run
         if options.resume is not None:
             self._resume(options.resume)
-        self._yardstick = self._make_yardstick()
         self.first_step = self._pipe.num_steps
         self._remaining = replace(options, num_steps=options.num_steps - self.first_step)
+        self._speed_readings = SpeedReadings(
+            self._pipe.device,
+            rank=self._pipe.rank,
+            num_ranks=self._num_ranks,
+            first_step=self.first_step + self._remaining.num_warmup_steps,  # warm-up steps do not count
+        )
+        self._last_step_s = 0.0
 
     def step(self, index: int, report: ReportStep) -> StepRecord:
         """Run one step; in the last warm-up step memory is measured."""
@@ -147,8 +152,10 @@ class _TrainingLoop:
         is_measured = index - self.first_step == self._remaining.memory_step
         with self._locating_errors():
             inputs, target = self._data.take()
-            times = self._yardstick.times_if_due() if self._has_turn(index) else None
+            with self._heartbeat.waiting("ranks"):
+                times = self._speed_readings.before_step(index, last_step_s=self._last_step_s)
             step = (self._measured_step if is_measured else self._timed_step)(inputs, target)
+            self._last_step_s = step.end_s - step.start_s
             if self._scheduler is not None:
                 self._scheduler.step()
         if not math.isfinite(step.loss):
@@ -160,21 +167,9 @@ class _TrainingLoop:
             self._save()
         return replace(step, yardstick=times)
 
-    def _has_turn(self, index: int) -> bool:
-        """Whether this rank may read the yardstick before a step; never in the warm-up, which does not count."""
-        is_timed = index - self.first_step >= self._remaining.num_warmup_steps
-        return is_timed and index % self._num_ranks == self._pipe.rank
-
     @property
     def _num_ranks(self) -> int:
         return 1 if self._pipe.ranks is None else dist.get_world_size()
-
-    def _make_yardstick(self) -> Yardstick:
-        """Ranks read it in turns, one between two steps, so that none slows down another's reading."""
-        device = self._pipe.device
-        clock = CpuClock() if device.type == "cpu" else CudaClock()
-        parts = yardstick_parts(str(device))
-        return Yardstick(clock, lambda _: Samples(), parts, share=MOST_SHARE / self._num_ranks)
 
     @contextmanager
     def _locating_errors(self) -> Iterator[None]:

@@ -1,0 +1,48 @@
+"""When the ranks of a run read the yardstick: alone, in turns, before some steps."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from gplan.core import YardstickTimes
+from profiler.timing.clock import CpuClock, CudaClock, Samples
+from profiler.timing.yardstick import MOST_SHARE, NUM_AROUND, Yardstick, yardstick_parts
+
+
+class SpeedReadings:
+    """Reads the yardstick as a profile does: while no other rank works.
+
+    All ranks come to a reading, one of them reads, and the barrier before the step makes the others wait for it. The
+    slowest rank's step and reading decide how many readings one stop has and which step has the next stop, so that they
+    take at most MOST_SHARE of the time.
+    """
+
+    def __init__(self, device: torch.device, *, rank: int, num_ranks: int, first_step: int) -> None:
+        self._device, self._rank, self._num_ranks = device, rank, num_ranks
+        clock = CpuClock() if device.type == "cpu" else CudaClock()
+        self._yardstick = Yardstick(clock, lambda _: Samples(), yardstick_parts(str(device)))
+        self._next_step, self._num_stops = first_step, 0
+
+    def before_step(self, index: int, *, last_step_s: float) -> YardstickTimes | None:
+        """This rank's reading before a step, if it has one; `last_step_s` is how long the step before took."""
+        if index < self._next_step:
+            return None
+        reading_s, step_s = self._slowest(self._yardstick.reading_s, last_step_s)
+        num_readings = min(max(1, int(step_s * MOST_SHARE / reading_s)), NUM_AROUND)
+        num_steps = num_readings * reading_s / MOST_SHARE / step_s if step_s > 0 else 1.0
+        self._next_step = index + max(1, math.ceil(num_steps))
+        has_turn = self._num_stops % self._num_ranks == self._rank
+        self._num_stops += 1
+        return self._yardstick.times(num_readings) if has_turn else None
+
+    def _slowest(self, *seconds: float) -> list[float]:
+        """The largest over the ranks; all of them have come when it returns."""
+        if self._num_ranks == 1:
+            return list(seconds)
+        values = torch.tensor(seconds, device=self._device, dtype=torch.float64)
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        largest: list[float] = values.tolist()
+        return largest
