@@ -29,6 +29,7 @@ from gplan.core.units import percent_text, seconds_text
 from gplan.evaluate.compare import BACKWARD, BUBBLE, FORWARD, OPTIMIZER, PEAK_MEMORY, STEP_TIME, compare
 
 ROOT = Path(__file__).parent.parent
+OUTPUT = ROOT / "reports" / "real-size"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         name: ("benchmarks/real_size_models.py", {"name": name})
@@ -66,7 +67,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=8, help="of each run")
     parser.add_argument("--table", action="store_true", help="write the tables only")
-    parser.add_argument("--output", type=Path, default=ROOT / "reports" / "real-size")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "rows.csv"
@@ -89,13 +90,10 @@ def _measured(
     missing = [x for x in wanted if not is_there(rows, x)]
     if not missing:
         return
-    path, start_s = options.output / f"{model}.{optimizer}.profile.json", time.perf_counter()
-    if path.exists():
-        profile = gplan.load(path)
-        assert isinstance(profile, Profile)
-    else:
-        profile = _profiled(model, optimizer)
-        gplan.save(profile, path)
+    start_s = time.perf_counter()
+    is_new = not profile_path(model, optimizer, options.output).exists()
+    profile = profile_of(model, optimizer, options.output)
+    if is_new:
         yield _layer_rows(model, optimizer, profile, time.perf_counter() - start_s)
     for each in missing:
         yield list(_run_rows(each, profile, options))
@@ -106,12 +104,25 @@ def is_there(rows: pd.DataFrame, run: RealSizeRun) -> bool:
     return not rows.empty and bool((rows[KEY].astype(str) == [str(x) for x in asdict(run).values()]).all(axis=1).any())
 
 
-def _profiled(model: str, optimizer: str) -> Profile:
+def profile_path(model: str, optimizer: str, folder: Path) -> Path:
+    """Where a model's profile is kept while the suite runs."""
+    return folder / f"{model}.{optimizer}.profile.json"
+
+
+def profile_of(model: str, optimizer: str = "adamw", folder: Path = OUTPUT) -> Profile:
+    """The profile of a model at micro-batch size 1; measured where it is not in the folder."""
+    path = profile_path(model, optimizer, folder)
+    if path.exists():
+        found = gplan.load(path)
+        assert isinstance(found, Profile)
+        return found
     file, settings = MODELS[model]
     if file.startswith("benchmarks"):
         settings = {**settings, "optimizer_name": optimizer}
     print(f"{model}, {optimizer}: profile", flush=True)
-    return gplan.profile(str(ROOT / file), settings=settings, microbatch_sizes=[1])
+    found = gplan.profile(str(ROOT / file), settings=settings, microbatch_sizes=[1])
+    gplan.save(found, path)
+    return found
 
 
 def _layer_rows(model: str, optimizer: str, profile: Profile, seconds: float) -> list[dict[str, Any]]:

@@ -1,8 +1,11 @@
 """Is the chosen cut the best one? Every cut into K = 2 stages of four examples, run on two processes.
 
-    python benchmarks/regret.py            about 15 minutes on 2 idle cores; writes reports/regret/
+    python benchmarks/regret.py                about 15 minutes on 2 idle cores; writes reports/regret/
+    python benchmarks/regret.py --real-size    GPT-2, Llama and T5 of 124 to 223 million parameters, with and without
+                                               recompute: the chosen cut and the two to either side; about 40 minutes;
+                                               writes reports/regret/real-size/
 
-Each model is profiled once; then all its cuts run in turns, the second round in reverse order, so that drift of the
+Each model is profiled once; then its cuts run in turns, the second round in reverse order, so that drift of the
 host hits all alike. A cut's time is the smaller of its two rounds' median steps, as disturbances only ever add. Regret:
 the chosen cut's time over the best one's, less 1; the two rounds of the same cut say how much of that is noise.
 """
@@ -10,11 +13,13 @@ the chosen cut's time over the best one's, less 1; the two rounds of the same cu
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import pandas as pd
 from matplotlib.figure import Figure
+from real_size import profile_of
 
 import gplan
 from gplan.core import Constraints, Plan, Profile
@@ -22,38 +27,87 @@ from gplan.core.units import percent_text, seconds_text
 from gplan.evaluate.verify import rank_correlation
 
 ROOT = Path(__file__).parent.parent
-MODELS = ("transformer_lm", "gpt2_hf", "resnet", "unet")
 NUM_MICROBATCHES, MICROBATCH_SIZE = 8, 4
+NUM_BESIDE = 2  # layers to either side of the chosen cut, at real size
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model and how it recomputes."""
+
+    model: str
+    recompute: str = "never"
+    is_real_size: bool = False
+
+    @property
+    def name(self) -> str:
+        """In tables and charts."""
+        return self.model if not self.is_real_size else f"{self.model}, recompute {self.recompute}"
+
+    def profile(self) -> Profile:
+        """Measured now, or that of the real-size suite."""
+        if self.is_real_size:
+            return profile_of(self.model)
+        return gplan.profile(str(ROOT / "examples" / f"{self.model}.py"), microbatch_sizes=[MICROBATCH_SIZE])
+
+    def planned(self, profile: Profile, cut_after: str | None = None) -> Plan:
+        """The best plan, or that with the given cut."""
+        return gplan.balance(
+            profile,
+            num_devices=2,
+            num_microbatches=NUM_MICROBATCHES,
+            recompute=self.recompute,
+            constraints=Constraints() if cut_after is None else Constraints(cut_after=(cut_after,)),
+        )
+
+    def cuts(self, profile: Profile, chosen: Plan) -> list[str]:
+        """The layers to cut after: all, or those around the chosen one."""
+        names = [layer.name for layer in profile.layers[:-1]]
+        if not self.is_real_size:
+            return names
+        at = names.index(chosen.stages[0].layer_names[-1])
+        return names[max(0, at - NUM_BESIDE) : at + NUM_BESIDE + 1]
+
+
+EXAMPLES = tuple(Case(x) for x in ("transformer_lm", "gpt2_hf", "resnet", "unet"))
+REAL_SIZE = tuple(Case(x, recompute, True) for x in ("gpt2", "llama", "t5") for recompute in ("never", "always"))
 
 
 def main() -> None:
-    """Run every cut of every model, then write the table and the chart."""
+    """Run the cuts of every case, then write the table and the chart."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=MODELS)
+    parser.add_argument("--models", nargs="*", help="only these")
+    parser.add_argument("--real-size", action="store_true", help="models of real size, cuts around the chosen one")
     parser.add_argument("--steps", type=int, default=10, help="of each run")
-    parser.add_argument("--output", type=Path, default=ROOT / "reports" / "regret")
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    tables = [measured(model, options.steps) for model in options.models]
-    table = pd.concat(tables, ignore_index=True)
-    options.output.mkdir(parents=True, exist_ok=True)
-    table.to_csv(options.output / "regret.csv", index=False)
-    draw(tables).savefig(options.output / "regret.png", dpi=150)
-    (options.output / "README.md").write_text(as_text(tables, options.steps))
-    print((options.output / "README.md").read_text())
+    cases = [x for x in (REAL_SIZE if options.real_size else EXAMPLES) if x.model in (options.models or [x.model])]
+    folder = options.output or ROOT / "reports" / "regret" / ("real-size" if options.real_size else "")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "regret.csv"
+    table = pd.read_csv(path) if options.real_size and path.exists() else pd.DataFrame({"model": []})
+    for case in cases:  # at real size a case that is there is not run again
+        if case.name not in set(table["model"]):
+            table = pd.concat([table, measured(case, options.steps)], ignore_index=True)
+            table.to_csv(path, index=False)
+    tables = [part.reset_index(drop=True) for _, part in table.groupby("model", sort=False)]
+    draw(tables).savefig(folder / "regret.png", dpi=150)
+    (folder / "README.md").write_text(as_text(tables, options))
+    print((folder / "README.md").read_text())
 
 
-def measured(model: str, num_steps: int) -> pd.DataFrame:
+def measured(case: Case, num_steps: int) -> pd.DataFrame:
     """One row for each cut of a model."""
-    profile = gplan.profile(str(ROOT / "examples" / f"{model}.py"), microbatch_sizes=[MICROBATCH_SIZE])
-    chosen = planned(profile, Constraints())
-    plans = [planned(profile, Constraints(cut_after=(layer.name,))) for layer in profile.layers[:-1]]
+    profile = case.profile()
+    chosen = case.planned(profile)
+    plans = [case.planned(profile, cut) for cut in case.cuts(profile, chosen)]
     rounds = [[gplan.run(plan, num_steps=num_steps) for plan in turn] for turn in (plans, plans[::-1])]
     rows = []
     for plan, one, other in zip(plans, rounds[0], rounds[1][::-1], strict=True):
         steps_s = one.timeline.step_s, other.timeline.step_s
         rows.append(
             {
-                "model": model,
+                "model": case.name,
                 "cut_after": plan.stages[0].layer_names[-1],
                 "is_chosen": plan.cuts == chosen.cuts,
                 "predicted_s": plan.prediction.step_s,
@@ -67,14 +121,13 @@ def measured(model: str, num_steps: int) -> pd.DataFrame:
             }
         )
         print(
-            model, rows[-1]["cut_after"], seconds_text(plan.prediction.step_s), *map(seconds_text, steps_s), flush=True
+            case.name,
+            rows[-1]["cut_after"],
+            seconds_text(plan.prediction.step_s),
+            *map(seconds_text, steps_s),
+            flush=True,
         )
     return pd.DataFrame(rows)
-
-
-def planned(profile: Profile, constraints: Constraints) -> Plan:
-    """The best plan that grants the constraints."""
-    return gplan.balance(profile, num_devices=2, num_microbatches=NUM_MICROBATCHES, constraints=constraints)
 
 
 def draw(tables: list[pd.DataFrame]) -> Figure:
@@ -93,7 +146,7 @@ def draw(tables: list[pd.DataFrame]) -> Figure:
     return figure
 
 
-def as_text(tables: list[pd.DataFrame], num_steps: int) -> str:
+def as_text(tables: list[pd.DataFrame], options: argparse.Namespace) -> str:
     """The regret of each model's chosen cut, and how it was measured."""
     first = tables[0].iloc[0]
     head = "| model | cuts | chosen: after | measured | best measured: after | measured | regret | two rounds apart | rank correlation |"
@@ -108,12 +161,13 @@ def as_text(tables: list[pd.DataFrame], num_steps: int) -> str:
         )
     return "\n".join(
         [
-            "# Every cut of four models, measured\n",
-            f"`python benchmarks/regret.py`: K = 2 on two processes, GPipe, M = {NUM_MICROBATCHES} micro-batches of "
-            f"{MICROBATCH_SIZE}, two rounds of {num_steps} steps for each cut, the second in reverse order; all cuts are in "
-            f"regret.csv. {first.device}; torch {first.torch}; {first.created}. Regret is the chosen cut's measured step "
-            "over the best measured one's, less 1; *two rounds apart* is the median over the cuts of what the same cut's "
-            "two rounds differ by.\n",
+            f"# {'Cuts around the chosen one at real size' if options.real_size else 'Every cut of four models'}, measured\n",
+            f"`python benchmarks/regret.py{' --real-size' if options.real_size else ''}`: K = 2 on two processes, GPipe, "
+            f"M = {NUM_MICROBATCHES} micro-batches of {1 if options.real_size else MICROBATCH_SIZE}, two rounds of "
+            f"{options.steps} steps for each cut, the second in reverse order; all cuts are in regret.csv. "
+            f"{first.device}; torch {first.torch}; {first.created}. Regret is the chosen cut's measured step over the "
+            "best measured one's, less 1; *two rounds apart* is the median over the cuts of what the same cut's two "
+            "rounds differ by.\n",
             *lines,
             "\n![every cut](regret.png)\n",
         ]
