@@ -27,6 +27,7 @@ import gplan
 from gplan.core import Profile
 from gplan.core.units import percent_text, seconds_text
 from gplan.evaluate.compare import BACKWARD, BUBBLE, FORWARD, OPTIMIZER, PEAK_MEMORY, STEP_TIME, compare
+from gplan.files.json_files import write_bytes
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / "reports" / "real-size"
@@ -76,7 +77,7 @@ def main() -> None:
     for model, optimizer in () if options.table else pairs:
         for found in _measured(model, optimizer, rows, options):
             rows = pd.concat([rows, pd.DataFrame(found)], ignore_index=True)
-            rows.to_csv(path, index=False)
+            write_bytes(path, rows.to_csv(index=False).encode())
     (options.output / "README.md").write_text(as_text(pd.read_csv(path)))
     print((options.output / "README.md").read_text())
 

@@ -31,7 +31,7 @@ from profiler.model.error_location import is_out_of_memory
 from profiler.model.load import ModelFile
 from profiler.timing.clock import Clock, CpuClock, CudaClock
 from profiler.timing.journal import Journal, Progress, part, silent
-from profiler.timing.layer_timing import SampledSize, Setup, sample_size
+from profiler.timing.layer_timing import SampledSize, Setup, mean_of_known, sample_size
 from profiler.timing.optimizer_step import sample_step
 from profiler.timing.yardstick import SpeedHistory, Yardstick, is_work_alone, yardstick_parts
 
@@ -175,6 +175,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         granularity=options.granularity,
         values=values,
         host_speed=None if speeds.host_speed is None else replace(speeds.host_speed, load=load),
+        common_variance=mean_of_known(x.common_variance for x in measured),
     )
 
 

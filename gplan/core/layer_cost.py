@@ -12,6 +12,8 @@ from itertools import pairwise
 
 from gplan.core.checks import OperationKind, Origin, check_amounts, check_factor, check_positive
 
+_QUARTILES_APART = 1.35  # of a normal distribution, in standard deviations
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
@@ -28,6 +30,11 @@ class Timing:
         check_amounts(self)
         if not self.low_s <= self.median_s <= self.high_s:
             raise ValueError(f"median_s is {self.median_s!r}; expected {self.low_s!r} <= median_s <= {self.high_s!r}")
+
+    @property
+    def deviation_s(self) -> float:
+        """The standard deviation of a sample, by the quartiles."""
+        return (self.high_s - self.low_s) / _QUARTILES_APART
 
     def less(self, seconds: float) -> Timing:
         """This duration less a fixed part, at least 0."""

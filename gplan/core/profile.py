@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gplan.core.checks import Granularity, LossReduction, Origin, check_amounts, check_not_empty, check_positive
+from gplan.core.checks import (
+    Granularity,
+    LossReduction,
+    Origin,
+    check_amounts,
+    check_not_empty,
+    check_positive,
+    check_share,
+)
 from gplan.core.host_load import HostLoad
 from gplan.core.host_speed import ONE_PHASE, HostSpeed
 from gplan.core.layer_cost import LayerCost, StepCost, Timing, WholeModel, check_rising_sizes, microbatch_sizes_of
@@ -138,10 +146,13 @@ class Profile:
     values: tuple[Value, ...] = ()  # what layers pass to each other; none: each layer feeds the next
     engine: EngineCost | None = None  # None: not measured, assumed to be zero
     host_speed: HostSpeed | None = None  # that the times belong to; None: not measured
+    common_variance: float | None = None  # share of the layers' variance that a round has in common; None: not measured
 
     def __post_init__(self) -> None:
         check_not_empty("layers", self.layers)
         check_amounts(self)
+        if self.common_variance is not None:
+            check_share(self, "common_variance")
         names = [layer.name for layer in self.layers]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gplan.core import LayerCost, Link, Profile, StageCost
+from gplan.core import LayerCost, Link, Profile, StageCost, Timing
 from gplan.core.interpolation import cost_at
 from gplan.core.plan import Contention, StageBytes
 from gplan.cost.stage_bytes import MicrobatchTerms, microbatch_bytes
@@ -41,13 +41,19 @@ def mean_weight_gradient_s(cost: LayerCost, num_microbatches: int) -> float:
 
 
 def first_half_s(cost: LayerCost) -> float:
-    """Seconds of the first half of a split backward.
+    """Seconds of the first half of a split backward."""
+    timing = first_half(cost)
+    return timing.median_s if timing is not None else 0.0
+
+
+def first_half(cost: LayerCost) -> Timing | None:
+    """The first half of a split backward; None where there is none.
 
     What has only a second half is before all weights; what has neither, as the loss, has no weights.
     """
     if cost.input_gradient is None and cost.weight_gradient is not None:
-        return 0.0
-    return (cost.input_gradient or cost.backward).median_s
+        return None
+    return cost.input_gradient or cost.backward
 
 
 def contention_factor(contention: float, num_others: int, *, num_measured: int) -> float:

@@ -121,7 +121,7 @@ class Difference:
 
 
 _Z = 1.96
-_MEDIAN_ERROR = 1.25 / 1.35  # standard error of a median, in interquartile ranges over sqrt(n)
+_MEDIAN_ERROR = 1.25  # standard error of a median, in standard deviations over sqrt(n)
 _DRIFT = 0.05
 _OVERHEAD_SHARE = 0.5
 _ROUNDING = 1e-9
@@ -147,7 +147,7 @@ def estimate(timing: Timing) -> Estimate:
     >>> round(estimate(Timing(median_s=10.0, low_s=9.0, high_s=11.7, num_samples=25)).error_s, 6)
     0.5
     """
-    error_s = _MEDIAN_ERROR * (timing.high_s - timing.low_s) / math.sqrt(max(1, timing.num_samples))
+    error_s = _MEDIAN_ERROR * timing.deviation_s / math.sqrt(max(1, timing.num_samples))
     return Estimate(seconds=timing.median_s, error_s=error_s, is_measured=timing.origin == "measured")
 
 

@@ -202,8 +202,12 @@ def check_runnable(plan: Plan) -> None:
         )
 
 
-def check_fits_here(plan: Plan) -> None:
-    """Raise UsageError if this host lacks the memory for all stages together."""
+def check_fits_here(plan: Plan, *, num_checking: int = 0) -> None:
+    """Raise UsageError if this host lacks the memory for all stages together.
+
+    `num_checking` processes compare their gradients with the plain model's: before the stages exist, each runs the whole
+    model twice, by default on the whole mini-batch; the gradients of the first time stay beside the stages.
+    """
     needed = plan.num_replicas * sum(stage.memory.peak_bytes for stage in plan.stages)
     available = available_bytes()
     if needed > available:
@@ -211,6 +215,17 @@ def check_fits_here(plan: Plan) -> None:
         raise UsageError(
             f"the plan's {stages} need {bytes_text(needed)} together, this host has {bytes_text(available)} left: run it on "
             "more hosts with torchrun, or balance with smaller micro-batches or --recompute always"
+        )
+    parts = [stage.parts for stage in plan.stages if stage.parts is not None]
+    gradients = sum(x.gradient for x in parts)
+    stashes = plan.num_replicas * plan.num_microbatches * sum(x.stash for x in parts)
+    plain = num_checking * (sum(x.weight for x in parts) + 2 * gradients + stashes)
+    with_check = max(plain, needed + num_checking * gradients)
+    if num_checking and with_check > available:
+        raise UsageError(
+            f"--check needs {bytes_text(with_check)}, as {counted(num_checking, 'process')} "
+            f"{'runs' if num_checking == 1 else 'run'} the plain model beside the stages; this host has "
+            f"{bytes_text(available)} left: run without --check, or check a plan with fewer micro-batches"
         )
 
 

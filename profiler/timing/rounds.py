@@ -26,6 +26,7 @@ from profiler.timing.bench import Bench, Composed, backward
 from profiler.timing.clock import Clock, Samples, median_s
 from profiler.timing.neighbours import Neighbours
 
+_LEAST_SUMS = 5  # rounds for a variance
 _LEAST_RERUN = 0.1  # share of the stage's forward that is run again, below which the factor of recompute is 1
 
 
@@ -116,6 +117,20 @@ def even_cut_s(most_s: Sequence[float], total_s: float) -> float:
 def net(timing: Timing, cut_off_s: float) -> Timing:
     """A layer's time less the cut cost, at least half of its lower quartile."""
     return timing.less(min(cut_off_s, timing.low_s / 2))
+
+
+def common_variance(bench: Bench, samples: Callable[[str], Samples]) -> float | None:
+    """The share of the layers' variance that a round has in common: by how much the variance of their sum in a round is
+    above that of independent layers, as a share of what it would be if all varied alike; None if it is not known."""
+    more = most = 0.0
+    for name in ("forward", "backward"):
+        deviations = [samples(f"{key}/{name}").timing().deviation_s for key in bench.keys]
+        together = samples(f"together/{name}").timing()
+        if together.num_samples >= _LEAST_SUMS:
+            alone = sum(x**2 for x in deviations)
+            more += together.deviation_s**2 - alone
+            most += sum(deviations) ** 2 - alone
+    return min(1.0, max(0.0, more / most)) if most > 0 else None
 
 
 _LEAST_ROUNDS = 10

@@ -50,6 +50,13 @@ def test_plans_and_runs_of_every_schedule_are_loaded_again(schedule: str, tmp_pa
         assert gplan.load(tmp_path / "value.json") == value
 
 
+def test_a_profile_from_before_it_knew_what_a_round_has_in_common_is_loaded(profile_file: Path) -> None:
+    content = json.loads(profile_file.read_text())
+    assert content.pop("common_variance") is None
+    profile_file.write_text(json.dumps(content))
+    assert gplan.load(profile_file) == make_profile([1.0, 2.0, 3.0])
+
+
 def test_a_plan_from_before_there_were_chunks_and_halves_is_loaded(tmp_path: Path) -> None:
     plan = gplan.balance(make_profile([1.0, 2.0, 3.0]), num_devices=2, num_microbatches=4)
     json_files.save(plan, tmp_path / "plan.json")
@@ -154,6 +161,10 @@ def damage_version(content: dict[str, Any]) -> None:
     content["format"] = "gplan.profile/99"
 
 
+def damage_share(content: dict[str, Any]) -> None:
+    content["common_variance"] = 1.5
+
+
 def damage_empty(content: dict[str, Any]) -> None:
     content["layers"] = []
 
@@ -172,6 +183,7 @@ def damage_empty(content: dict[str, Any]) -> None:
         (damage_leftovers, r"has bytes left over by a layer after the last of 3"),
         (damage_order, r"micro-batch sizes are \(1, 1\); expected rising sizes"),
         (damage_version, r"format 'gplan.profile/99'; expected 'gplan.profile/2'"),
+        (damage_share, r"common_variance is 1.5; expected a share from 0 to 1"),
         (damage_empty, r"layers is empty"),
     ],
 )

@@ -16,7 +16,7 @@ from gplan.cli import main
 from gplan.core import Device, Link, Machine, MachineDevice, Plan
 from gplan.core.errors import FileError, GplanError, UsageError
 from gplan.runtime.run.run_options import RunOptions
-from gplan.runtime.validation import check_runnable, notes_on_machine
+from gplan.runtime.validation import check_fits_here, check_runnable, notes_on_machine
 from tests.made import FREE_LINK, make_profile
 from tests.runtime.plans import plan_for, recomputing, run_virtually, small_example
 
@@ -59,6 +59,24 @@ def test_unrunnable_plans_refused(
     monkeypatch.setattr("profiler.model.load.load_model_file", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(kind, match=text):
         gplan.run(plan, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("engine", "needed"), [("torch", 2 * (16 + 2 * 16 + 4 * 40)), ("virtual", 16 + 2 * 16 + 4 * 40)]
+)
+def test_check_says_before_it_starts_that_the_plain_model_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, engine: Any, needed: int
+) -> None:
+    """Four layers of 4 bytes of weights and gradients, which keep 10 bytes for each of four micro-batches."""
+    plan = gplan.balance(
+        make_profile([1.0] * 4, weight_bytes=4, stash_bytes=10), num_devices=2, num_microbatches=4, schedule="1f1b"
+    )
+    monkeypatch.setattr("gplan.runtime.validation.available_bytes", lambda: needed - 1)
+    with pytest.raises(UsageError, match=rf"--check needs {needed} B, .* has {needed - 1} B left: run without --check"):
+        gplan.run(plan, model="model.py", engine=engine, check=True)
+    check_fits_here(plan)
+    monkeypatch.setattr("gplan.runtime.validation.available_bytes", lambda: needed)
+    check_fits_here(plan, num_checking=2 if engine == "torch" else 1)
 
 
 @pytest.mark.parametrize("engine", ["torch", "virtual"])

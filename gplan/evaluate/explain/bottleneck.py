@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from gplan.core import IdleCause, Plan, Stage
-from gplan.evaluate.explain.batch_layout import steps_s
 from gplan.evaluate.explain.explanation import Binding, Bottleneck, CutCost, LayerShare
+from gplan.simulation.batch_layout import lay_out_steps
 from gplan.simulation.bubble import idle_by_device
 from gplan.simulation.simulator import simulate
 
@@ -69,7 +69,7 @@ def exposed_cuts(plan: Plan) -> tuple[tuple[CutCost, ...], float]:
     charged = np.ones((num_cuts + 2, num_cuts))  # row n: without cut n; then with all cuts; then without any
     np.fill_diagonal(charged, 0.0)
     charged[num_cuts + 1] = 0.0
-    steps = steps_s(plan, num_steps=num_cuts + 2, charged=lambda cut: charged[:, cut])
+    steps = lay_out_steps(plan, num_steps=num_cuts + 2, charged=lambda cut: charged[:, cut]).step_s
     gains = np.maximum(steps[num_cuts] - steps, 0.0).tolist()
     cuts = tuple(
         CutCost(

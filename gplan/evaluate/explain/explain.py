@@ -13,10 +13,10 @@ from gplan.core import Plan, Profile, Stage
 from gplan.core.errors import NoPlanError
 from gplan.core.interpolation import cost_at
 from gplan.cost.stage_seconds import occupied
+from gplan.cost.stage_spread import stage_spreads
 from gplan.evaluate.compare import samples_per_s
 from gplan.evaluate.explain.bottleneck import find_bottleneck
 from gplan.evaluate.explain.explanation import BaselineOutcome, Explanation, Option, Sensitivities
-from gplan.evaluate.explain.jitter import step_spread
 from gplan.evaluate.explain.options import evaluate_options, memory_gain_s
 from gplan.evaluate.explain.sensitivity import MOST_FACTOR, layer_sensitivities
 from gplan.evaluate.replanning import (
@@ -32,6 +32,7 @@ from gplan.evaluate.rivals import THIS_PLAN
 from gplan.partition.baselines import RULES
 from gplan.partition.plan_evaluation import compute_s
 from gplan.partition.problem import Problem, device_sums
+from gplan.simulation.jitter import step_spread
 from gplan.simulation.simulator import simulate
 
 OPTIONS_S, SENSITIVITIES_S = 20.0, 10.0
@@ -75,7 +76,7 @@ def explain(
         options=options,
         sensitivities=sensitivities,
         rules=() if why_not else tuple(baseline_outcomes(plan, ordered)),
-        spread=step_spread(plan, ordered),
+        spread=step_spread(plan, stage_spreads(plan, ordered)),
         notes=() if why_not else other_times_notes(plan, ordered),
     )
 

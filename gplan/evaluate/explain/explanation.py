@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from gplan.evaluate.replanning import PlanSettings
+from gplan.simulation.jitter import StepSpread
 
 Binding: TypeAlias = Literal["compute", "memory", "cut", "filling", "optimizer"]
 """What limits the step: one device's compute, memory, the transfers over the cuts, filling and draining the pipeline,
@@ -124,16 +125,6 @@ class BaselineOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """Quantiles of the step with every time drawn from its quartiles in the profile."""
-
-    median_s: float  # p50
-    p95_s: float
-    num_draws: int  # 0: no time of the profile varies
-    seed: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """A plan and the reasons for it."""
 
@@ -146,5 +137,5 @@ class Explanation:
     options: tuple[Option, ...]
     sensitivities: Sensitivities
     rules: tuple[BaselineOutcome, ...]  # the plan itself first
-    spread: Spread
+    spread: StepSpread
     notes: tuple[str, ...] = ()

@@ -8,7 +8,15 @@ from html import escape
 from gplan.core.units import bytes_text, percent_text, seconds_text
 from gplan.evaluate.explain.explanation import Explanation, Option
 from gplan.reporting.page.html import table
-from gplan.reporting.text.explanation import change_text, headline, holder_text, option_text, rate_text, step_parts
+from gplan.reporting.text.explanation import (
+    change_text,
+    headline,
+    holder_text,
+    option_text,
+    rate_text,
+    spread_text,
+    step_parts,
+)
 
 
 def sentences(explanation: Explanation) -> str:
@@ -87,10 +95,4 @@ def _rule_rows(explanation: Explanation) -> Iterator[tuple[str, ...]]:
 
 
 def _spread(explanation: Explanation) -> str:
-    spread = explanation.spread
-    if not spread.num_draws:
-        return ""
-    return (
-        f"<p>The step varies: p50 {seconds_text(spread.median_s)}, p95 {seconds_text(spread.p95_s)}, over {spread.num_draws} "
-        "simulated steps with layer times drawn from the profile's quartiles.</p>"
-    )
+    return f"<p>{escape(spread_text(explanation).capitalize())}.</p>" if explanation.spread.num_draws else ""

@@ -220,7 +220,7 @@ def explanation_view(explanation: Explanation) -> RenderableType:
         *_sensitivity_views(explanation),
         *_rule_views(explanation),
         Text(),
-        Text(_spread_text(explanation)),
+        Text(spread_text(explanation)),
         *note_lines(explanation.notes),
     )
 
@@ -368,19 +368,19 @@ def _rule_line(rule: BaselineOutcome, this_plan: BaselineOutcome, setting: PlanS
     return Line(cells=cells, shorter=(rule.rule.partition(",")[0],), style="" if rule.fits else "red")
 
 
-def _spread_text(explanation: Explanation) -> str:
+def spread_text(explanation: Explanation) -> str:
+    """p50, p95 and the mean of the step, and its bubble, where actions vary as in the profile."""
     spread, step_s = explanation.spread, explanation.step_s
     if not spread.num_draws:
         return (
             f"step time p50 and p95: both are the predicted {seconds_text(step_s)}, as no time in the profile has a spread "
             "(computed and given times have none)"
         )
-    is_later = explanation.setting.num_devices > 1 and spread.median_s > step_s
-    why = "; the prediction uses means and does not model jitter, which makes devices wait" if is_later else ""
     return (
-        f"step time p50 {seconds_text(spread.median_s)}, p95 {seconds_text(spread.p95_s)} (predicted: "
-        f"{seconds_text(step_s)}), over {spread.num_draws} simulated steps with layer times drawn from the profile's "
-        f"quartiles{why}"
+        f"step time p50 {seconds_text(spread.median_s)}, p95 {seconds_text(spread.p95_s)}, on average "
+        f"{seconds_text(spread.expected_s)} ({change_text(spread.expected_s, step_s)}) with a bubble of "
+        f"{percent_text(spread.bubble)}: {spread.num_draws} simulated steps whose actions vary as the profile's samples did; "
+        "the prediction takes the mean of each"
     )
 
 

@@ -71,7 +71,8 @@ def run_plan(
         list_checkpoints(Path(options.resume))  # raises before any process starts
     _check_nothing_is_replaced(options)
     if not is_torchrun():
-        check_fits_here(plan)
+        num_processes = plan.num_devices * plan.num_replicas if engine == "torch" else 1
+        check_fits_here(plan, num_checking=num_processes if options.check else 0)
     if isinstance(model, str):
         check_nothing_beside(model, functions)
     if engine == "torch" and not is_torchrun():

@@ -8,7 +8,7 @@ charged it is the simulator's, to the last bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,27 +16,34 @@ from numpy.typing import NDArray
 from gplan.core import Action, ActionKind, Plan
 from gplan.cost.stage_seconds import occupied
 from gplan.simulation.kernel import NONE, Entry, action_times, whole_program
-from gplan.simulation.simulator import schedule_of
+from gplan.simulation.simulator import gap_s, schedule_of
 
 Floats: TypeAlias = NDArray[np.float64]
 Amount: TypeAlias = Floats | float
 """One number for all steps, or one for each."""
 
 
-def steps_s(
+class Steps(NamedTuple):
+    """The seconds of each step, and of its micro-batch loop, which ends with the last backward."""
+
+    step_s: Floats
+    loop_s: Floats
+
+
+def lay_out_steps(
     plan: Plan,
     *,
     num_steps: int,
     added_s: Callable[[Action], Amount] = lambda _: 0.0,
     charged: Callable[[int], Amount] = lambda _: 1.0,
-) -> Floats:
-    """[num_steps]: seconds of each step, in O(K M) operations on arrays, K being the stages.
+) -> Steps:
+    """Arrays [num_steps], in O(K M) operations on arrays, K being the stages.
 
     `added_s` of an action is what it takes beyond the plan's time, or below it where negative; `charged` of a stage is
     what share of the plan's time the transfers over the cut after it take.
     """
-    schedule, zero = schedule_of(plan), np.zeros(num_steps)
-    program, times = whole_program(schedule, plan.recompute), [occupied(x) for x in plan.stage_costs]
+    schedule, zero, costs = schedule_of(plan), np.zeros(num_steps), plan.stage_costs
+    program, times = whole_program(schedule, plan.recompute), [occupied(x) for x in costs]
     usual_s, hops_s = program.durations_s(times), program.hops_s(times)
 
     def lasting_s(usual: float, action: Action) -> Floats:
@@ -54,13 +61,14 @@ def steps_s(
         [hop_s(x) for x in program.entries],
         zero=zero,
     )
-    free = [zero] * schedule.num_devices
-    for entry, (_, free_s) in zip(program.entries, rows, strict=True):
-        free[entry.device] = free_s
+    free, ends = [zero] * schedule.num_devices, [zero] * schedule.num_devices
+    last = set(program.last)
+    for i, (_, free_s) in enumerate(rows):
+        if i in last:
+            device, action = program.entries[i].device, program.actions[i]
+            free[device], ends[device] = free_s, free_s - gap_s(action, costs[action.stage])
     for i in range(schedule.num_devices):
         for stage in schedule.stages_of(i):
-            cost = plan.stage_costs[stage]
-            update_s = lasting_s(cost.optimizer_s, Action(stage, ActionKind.OPTIMIZER, 0))
-            free[i] = free[i] + (update_s + cost.before_update_s)
-    ends: Floats = np.maximum.reduce(free)
-    return ends
+            update_s = lasting_s(costs[stage].optimizer_s, Action(stage, ActionKind.OPTIMIZER, 0))
+            free[i] = free[i] + (update_s + costs[stage].before_update_s)
+    return Steps(step_s=np.maximum.reduce(free), loop_s=np.maximum.reduce(ends))
