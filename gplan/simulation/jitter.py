@@ -78,8 +78,9 @@ def normal_draws(num_rows: int, num_draws: int) -> Floats:
 @lru_cache(maxsize=4)
 def _quantiles(num_draws: int) -> Floats:
     middles = np.array([NormalDist().inv_cdf((i + 0.5) / num_draws) for i in range(num_draws)])
-    found: Floats = (middles - middles[::-1]) / 2  # symmetric to the last bit
-    return found / found.std()
+    symmetric = (middles - middles[::-1]) / 2  # to the last bit
+    found: Floats = symmetric / symmetric.std()
+    return found
 
 
 def _variances(cost: StageCost, spread: StageSpread) -> StageSeconds[float]:
