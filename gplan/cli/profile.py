@@ -38,7 +38,7 @@ Examples:
               help="With --device meta: a measured profile that corrects the hardware's efficiencies.")  # fmt: skip
 @click.option("--threads", default=1, show_default=True, help="CPU cores of one pipeline device.")
 @click.option("--contention", type=int, metavar="N",
-              help="Processes that do the same work at the same time.  [default: one on every other core; on a GPU none]")  # fmt: skip
+              help="Processes that do the same work at the same time.  [default: one on every other core, at most 7; on a GPU none]")  # fmt: skip
 @click.option(
     "--link", metavar="RATE,LATENCY", help="The link between devices, such as 25GB/s,5us.  [default: measured]"
 )
