@@ -15,6 +15,7 @@ from gplan.evaluate.calibration import calibrate, calibrated
 from gplan.evaluate.verify import NUM_ROUNDS, NUM_STEPS
 from gplan.evaluate.verify import verify as verify_by
 from gplan.files import json_files
+from gplan.interop.planning import import_plan
 from gplan.partition.balance import balance
 from gplan.simulation.simulator import simulate
 from gplan.strategy_search.search import search
@@ -33,6 +34,7 @@ __all__ = [
     "balance",
     "calibrate",
     "calibrated",
+    "import_plan",
     "import_trace",
     "load",
     "pipeline",

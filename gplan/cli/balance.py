@@ -13,6 +13,7 @@ from gplan.cli.arguments import (
     PATH,
     PLAN_FILE,
     PROFILE_FILE,
+    RECEIVERS,
     SCHEDULE_HELP,
     calibrated_profile,
     output_option,
@@ -35,7 +36,8 @@ Examples:
   gplan balance --k 4 --cut-after blocks.5 --keep-together blocks.0..blocks.2 --pin head=3
   gplan balance --k 8 --machine cluster.toml
   gplan balance --devices 64 --memory 80GiB --microbatches auto --schedule auto --recompute auto
-  gplan balance --k 8 --batch-size 256 --microbatches auto --recompute selected"""
+  gplan balance --k 8 --batch-size 256 --microbatches auto --recompute selected
+  gplan balance --k 8 --schedule interleaved-1f1b:2 --for megatron"""
 
 
 def _count(_context: click.Context, _parameter: click.Parameter, text: str | None) -> int | str | None:
@@ -60,7 +62,9 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
 )
 @click.option("--microbatch-size", type=int, help="Samples per micro-batch.  [default: the largest profiled]")
 @click.option("--batch-size", type=int, help="Samples per step over all replicas, instead of --microbatch-size.")
-@click.option("--schedule", default="gpipe", show_default=True, metavar="NAME|FILE|auto", help=SCHEDULE_HELP)
+@click.option(
+    "--schedule", metavar="NAME|FILE|auto", help=f"{SCHEDULE_HELP}  [default: gpipe; with --for the receiver's]"
+)
 @click.option("--recompute", default="never", show_default=True,
               type=click.Choice(["never", "always", "except-last", "selected", "auto"]),
               help="Which activations to recompute in the backward instead of keeping them: none, those of whole stages "
@@ -79,6 +83,8 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
               "partition.")  # fmt: skip
 @click.option("--keep-together", multiple=True, metavar="A..B", help="Keep the layers from A to B on one stage.")
 @click.option("--pin", multiple=True, metavar="LAYER=STAGE", help="Put a layer on a stage, counted from 0.")
+@click.option("--for", "receiver", type=click.Choice(RECEIVERS),
+              help="The best plan that this trainer can run, beside the best one without its rules.")  # fmt: skip
 @click.option("--calibration", metavar="FILE|none",
               help="A calibration written by `gplan verify --calibrate`.  [default: the file beside the profile, if it was "
                    "learned for it]")  # fmt: skip
@@ -86,9 +92,9 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
 @json_option
 def balance(
     profile: Path, num_devices: Any, devices: int | None, microbatches: Any, microbatch_size: int | None,
-    batch_size: int | None, schedule: str, recompute: Any, memory: str | None, minimize: Any, solver: Any, time_limit: float | None,
+    batch_size: int | None, schedule: str | None, recompute: Any, memory: str | None, minimize: Any, solver: Any, time_limit: float | None,
     machine: Path | None, cut_after: tuple[str, ...], keep_together: tuple[str, ...], pin: tuple[str, ...],
-    calibration: str | None, output: Path,
+    receiver: str | None, calibration: str | None, output: Path,
     as_json: bool,
 ) -> None:  # fmt: skip
     from dataclasses import replace
@@ -99,9 +105,12 @@ def balance(
     from gplan.core.units import parse_bytes
     from gplan.files import json_files
     from gplan.files.machine_file import load_machine
+    from gplan.interop.planning import ForReceiver
     from gplan.reporting.text.plan import plan_view
 
     measured = json_files.load(Profile, profile)
+    rules = ForReceiver.of(receiver, measured) if receiver is not None else None
+    schedule = schedule or (rules.default_schedule if rules is not None else "gpipe")
     if schedule != "auto":
         schedule = schedule_named(schedule)
         num_devices, microbatches = schedule_counts(schedule, num_devices, microbatches)
@@ -115,10 +124,14 @@ def balance(
         "memory_bytes": parse_bytes(memory) if memory is not None else None,
         "constraints": _constraints(cut_after, keep_together, pin),
     }
+    if rules is not None:
+        common["constraints"] = rules.with_constraints(common["constraints"])
     if time_limit is not None:
         common["time_limit_s"] = time_limit
     if devices is not None or "auto" in (num_devices, microbatches, schedule, recompute):
         _check_searchable(machine, minimize, solver)
+        if rules is not None:
+            common["allows"] = rules.allows
         with progress_bar() as progress:
             result = api.search(
                 known,
@@ -132,6 +145,8 @@ def balance(
             )
     else:
         num_microbatches = 4 * num_devices if microbatches is None else microbatches
+        if rules is not None:
+            rules.check(schedule, num_devices=num_devices, num_microbatches=num_microbatches, recompute=recompute)
         result = api.balance(
             known,
             num_devices=num_devices,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gplan.cli.arguments import PATH, PLAN_FILE, PROFILE_FILE
+from gplan.cli.arguments import PATH, PLAN_FILE, PROFILE_FILE, RECEIVERS
 from gplan.cli.output import json_option, print_result
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ _EXAMPLES = """
 Examples:
   gplan export --to torchgpipe
   gplan export --to megatron > arguments.sh
-  gplan export plan.json --to torchtitan --output pipeline.toml"""
+  gplan export plan.json --to torchtitan --output pipeline_plan.py"""
 
-_FORMATS = ["torchtitan", "megatron", "deepspeed", "torchgpipe", "pytorch", "csv", "json"]
+_FORMATS = [*RECEIVERS, "csv", "json"]
 
 
 @click.command(help="Write a plan in the format of another trainer, or say why it cannot run the plan.\n" + _EXAMPLES)
@@ -35,11 +35,20 @@ _FORMATS = ["torchtitan", "megatron", "deepspeed", "torchgpipe", "pytorch", "csv
 @json_option
 def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, as_json: bool) -> None:
     from gplan.core import Plan
+    from gplan.core.errors import UsageError
     from gplan.files import json_files
     from gplan.interop.export.exporters import export as export_plan
+    from gplan.interop.planning import nearest_plan_text
 
     chosen = json_files.load(Plan, plan)
-    made = export_plan(chosen, to=to, profile=_profile_of(chosen, profile_file))
+    profile = _profile_of(chosen, profile_file)
+    try:
+        made = export_plan(chosen, to=to, profile=profile)
+    except UsageError as error:
+        nearest = nearest_plan_text(chosen, profile, receiver=to) if profile is not None else ""
+        if not nearest:
+            raise
+        raise UsageError(f"{error}; {nearest}") from error
     if output is not None:
         json_files.write_bytes(output, made.text.encode())
     text = made.text.removesuffix("\n") if output is None else f"wrote {output}"

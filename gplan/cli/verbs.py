@@ -25,6 +25,8 @@ VERBS = {
     "show": ("FILE", "print any of these files as tables"),
     "diff": ("OLD NEW", "what became slower or faster between two profiles"),
     "export": ("--to FORMAT", "write the plan in the format of another trainer"),
+    "layout": ("CONFIG --pp N", "from a published model's sizes to a trainer's layout"),
+    "import-plan": ("LAYOUT", "price another trainer's layout beside the best one"),
     "import-trace": ("TRACE...", "measure a pipeline by its torch.profiler traces"),
 }
 """Each verb's usual arguments, and in a few words what it does and which file it writes."""

@@ -45,10 +45,11 @@ class Constraints:
     cut_after: tuple[str, ...] = ()  # a cut lies between all layers up to this one and the rest
     keep_together: tuple[tuple[str, str], ...] = ()  # (first, last): all layers from first to last are on one stage
     pins: tuple[Pin, ...] = ()
+    profile_order: bool = False  # stages are ranges of the profile's order, also where the model has branches
 
     def __bool__(self) -> bool:
         """Whether there is any constraint."""
-        return bool(self.cut_after or self.keep_together or self.pins)
+        return bool(self.cut_after or self.keep_together or self.pins or self.profile_order)
 
 
 Bytes = TypeVar("Bytes", int, NDArray[np.int64])

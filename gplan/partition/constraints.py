@@ -89,4 +89,5 @@ def combined(constraints: Sequence[Constraints]) -> Constraints:
         cut_after=tuple(x for each in constraints for x in each.cut_after),
         keep_together=tuple(x for each in constraints for x in each.keep_together),
         pins=tuple(x for each in constraints for x in each.pins),
+        profile_order=any(each.profile_order for each in constraints),
     )

@@ -30,13 +30,13 @@ MOST_DOWN_SETS = 200_000
 _MILP_S = 60.0
 
 
-def where_to_cut(profile: Profile) -> DownSets | None:
-    """The down-sets of a model with branches; None for a chain, whose layers can only lie in the profile's order.
+def where_to_cut(profile: Profile, *, in_order: bool = False) -> DownSets | None:
+    """The down-sets of a model with branches; None for a chain, or with `in_order`: the layers lie in the profile's order.
 
     Raises TooManyDownSets.
     """
     graph = LayerGraph(len(profile.layers), profile.precedence)
-    if graph.is_chain:
+    if graph.is_chain or in_order:
         return None
     found = down_sets(graph, most=MOST_DOWN_SETS)
     if found is None:
@@ -72,7 +72,7 @@ def with_down_sets(problem: Problem) -> Problem:
     """The same problem with the down-sets of its profile, where it has branches."""
     if problem.costs.given_downsets is not None:
         return problem
-    found = where_to_cut(problem.costs.profile)
+    found = where_to_cut(problem.costs.profile, in_order=problem.constraints.profile_order)
     return problem if found is None else replace(problem, costs=replace(problem.costs, given_downsets=found))
 
 

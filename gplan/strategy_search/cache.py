@@ -177,7 +177,7 @@ class SolveCache:
 
     def _recompute_modes(self, strategy: Strategy, memory_bytes: int | None) -> Iterator[RecomputeMode]:
         """The modes that may fit; "selected" is never worse than "never"."""
-        modes = self.space.recompute
+        modes = tuple(mode for mode in self.space.recompute if self.space.allows(strategy, mode))
         if why_not_selected(strategy.schedule):
             modes = tuple(mode for mode in modes if mode != "selected")
         for mode in modes:

@@ -27,7 +27,7 @@ from gplan.partition.validation import why_not_selected
 from gplan.schedules.registry import num_stages_of, schedule_info
 from gplan.strategy_search.best_first import Found, best_plan_within
 from gplan.strategy_search.cache import SolveCache
-from gplan.strategy_search.space import SearchRequest, Space, search_space
+from gplan.strategy_search.space import Allows, SearchRequest, Space, any_strategy, search_space
 
 TIME_LIMIT_S = 18.0
 _ROUNDING = 1e-12
@@ -52,6 +52,7 @@ def search(
     microbatch_size: int | None = None,
     memory_bytes: int | None = None,
     constraints: Constraints | None = None,
+    allows: Allows = any_strategy,
     time_limit_s: float = TIME_LIMIT_S,
     progress: Callable[[str, float], None] = lambda _text, _share: None,
 ) -> Plan:
@@ -60,6 +61,7 @@ def search(
     "auto" is searched, other values are as for `balance`. `most_devices` limits the devices of all replicas together;
     without it, "auto" maximises samples per second and device. By default the batch is that of the plan made without a
     search, and the memory that of the profile's device. Micro-batches have profiled sizes where the batch can be cut so.
+    `allows` says which strategies and recompute modes "auto" may choose, such as those that a trainer can run.
     An interrupt or the time limit ends the search with the best plan so far and a note; `Plan.proof` covers all strategies.
 
     Raises UsageError for an impossible request, NoPlanError where nothing fits or nothing was found in time.
@@ -77,12 +79,13 @@ def search(
         most_devices=most_devices,
         batch_size=batch_size,
         microbatch_size=microbatch_size,
+        allows=allows,
     )
     constraints = constraints or Constraints()
     _check_constraints(constraints, profile, request)
     space = _with_pins(search_space(profile, request), constraints)
     memory_bytes = profile.device.memory_bytes if memory_bytes is None else memory_bytes
-    downsets, notes = _down_sets(profile)
+    downsets, notes = _down_sets(profile, constraints)
     cache = SolveCache(profile=profile, space=space, constraints=constraints, downsets=downsets, progress=progress)
     until_s = started_s + _SHARE_OF_BEST * time_limit_s
     found = best_plan_within(cache, memory_bytes, deadline_s=until_s, share=(0.0, _SHARE_OF_BEST))
@@ -124,9 +127,9 @@ def _with_pins(space: Space, constraints: Constraints) -> Space:
     return replace(space, strategies=kept, notes=(*space.notes, note))
 
 
-def _down_sets(profile: Profile) -> tuple[DownSets | None, tuple[str, ...]]:
+def _down_sets(profile: Profile, constraints: Constraints) -> tuple[DownSets | None, tuple[str, ...]]:
     try:
-        return where_to_cut(profile), ()
+        return where_to_cut(profile, in_order=constraints.profile_order), ()
     except TooManyDownSets:
         note = "with this many branches the search keeps the layers in the profile's order; others may be better"
         return Prefixes(len(profile.layers)), (note,)

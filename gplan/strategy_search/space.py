@@ -7,7 +7,7 @@ where possible and else in sizes between them, whose costs are interpolated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast
 
@@ -42,19 +42,6 @@ AUTO_RECOMPUTE: tuple[RecomputeMode, ...] = ("never", "selected", "except-last",
 _MICROBATCHES_PER_DEVICE = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchRequest:
-    """The arguments of a search: given values, and "auto" for those to be found."""
-
-    num_devices: int | Auto  # K, the devices of a pipeline
-    num_microbatches: int | Auto | None  # None: those of a custom order, four a device, or "auto" where the devices are
-    schedule: str
-    recompute: str
-    most_devices: int | None  # of all replicas together; None: no replicas
-    batch_size: int | None  # None: that of the plan that would be made without a search
-    microbatch_size: int | None  # None: any
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Strategy:
     """One way to run the model, except for the recompute mode."""
@@ -76,6 +63,28 @@ class Strategy:
         return self.num_devices * self.num_replicas
 
 
+Allows: TypeAlias = Callable[[Strategy, RecomputeMode], bool]
+
+
+def any_strategy(_strategy: Strategy, _recompute: RecomputeMode) -> bool:
+    """What a search may choose where nothing is ruled out."""
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchRequest:
+    """The arguments of a search: given values, and "auto" for those to be found."""
+
+    num_devices: int | Auto  # K, the devices of a pipeline
+    num_microbatches: int | Auto | None  # None: those of a custom order, four a device, or "auto" where the devices are
+    schedule: str
+    recompute: str
+    most_devices: int | None  # of all replicas together; None: no replicas
+    batch_size: int | None  # None: that of the plan that would be made without a search
+    microbatch_size: int | None  # None: any
+    allows: Allows = any_strategy
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
     """All strategies and recompute modes of a search, and notes for the result."""
@@ -84,6 +93,7 @@ class Space:
     recompute: tuple[RecomputeMode, ...]
     per_device: bool  # maximise samples per second and device, instead of minimising the step
     notes: tuple[str, ...]
+    allows: Allows = any_strategy
 
 
 def search_space(profile: Profile, request: SearchRequest) -> Space:
@@ -97,12 +107,17 @@ def search_space(profile: Profile, request: SearchRequest) -> Space:
             f"the batch is {batch_size} samples, as in the plan that is made without a search; --batch-size sets it"
         )
     schedules, left_out = _schedules(profile, request, device_counts)
+    recompute = AUTO_RECOMPUTE if request.recompute == "auto" else (cast(RecomputeMode, request.recompute),)
     strategies = tuple(
-        Strategy(num_devices=k, num_replicas=r, num_microbatches=m, microbatch_size=size, schedule=name)
+        strategy
         for k in device_counts
         for r, m, size in _batch_cuts(profile, request, k, batch_size)
         for name in schedules[k]
         if m <= (schedule_info(name).num_microbatches or m)
+        for strategy in [
+            Strategy(num_devices=k, num_replicas=r, num_microbatches=m, microbatch_size=size, schedule=name)
+        ]
+        if any(request.allows(strategy, mode) for mode in recompute)
     )
     if not strategies:
         raise UsageError(_no_setting_text(profile, request, device_counts, batch_size))
@@ -113,8 +128,10 @@ def search_space(profile: Profile, request: SearchRequest) -> Space:
             "--devices N asks for the shortest step on N devices"
         )
     notes += left_out
-    recompute = AUTO_RECOMPUTE if request.recompute == "auto" else (cast(RecomputeMode, request.recompute),)
-    return Space(strategies=strategies, recompute=recompute, per_device=per_device, notes=tuple(notes))
+    possible = tuple(mode for mode in recompute if any(request.allows(x, mode) for x in strategies))
+    return Space(
+        strategies=strategies, recompute=possible, per_device=per_device, notes=tuple(notes), allows=request.allows
+    )
 
 
 def check_request(profile: Profile, request: SearchRequest) -> None:

@@ -90,14 +90,14 @@ def test_a_value_skips_where_it_crosses_a_cut_and_its_maker_is_not_the_layer_bef
 
 
 def test_a_format_that_is_not_known_names_those_that_are() -> None:
-    with pytest.raises(UsageError, match="'nemo' is not known; expected one of torchtitan, megatron, deepspeed"):
+    with pytest.raises(UsageError, match="'nemo' is not known; expected one of torchtitan, megatron, verl"):
         export(planned(["a"]), to="nemo")
 
 
 # Real models: what each format makes of the names that capture gives
 
 FIT = {
-    "transformer_lm": {"torchtitan", "megatron", "deepspeed", "torchgpipe", "pytorch"},
+    "transformer_lm": {"torchtitan", "megatron", "verl", "deepspeed", "torchgpipe", "pytorch", "vllm", "sglang"},
     "resnet": {"torchtitan", "deepspeed", "torchgpipe", "pytorch"},
     "unet": {"torchtitan", "deepspeed", "torchgpipe", "pytorch"},
 }
@@ -161,9 +161,9 @@ def test_json_expresses_every_plan() -> None:
 # What devices of several stages are to each format
 
 CHUNKED = {
-    "interleaved-1f1b:2": {"torchtitan", "megatron", "pytorch"},
-    "looped-bfs:2": {"torchtitan", "pytorch"},
-    "zb-v": {"torchtitan"},
+    "interleaved-1f1b:2": {"torchtitan", "megatron", "verl", "automodel", "pytorch"},
+    "looped-bfs:2": {"torchtitan", "automodel", "pytorch"},
+    "zb-v": {"torchtitan", "automodel"},
 }
 
 
@@ -179,7 +179,7 @@ def test_several_stages_on_a_device_go_where_they_can_be_run(schedule: str) -> N
     assert found == CHUNKED[schedule]
 
 
-@pytest.mark.parametrize("to", ["deepspeed", "torchgpipe"])
+@pytest.mark.parametrize("to", ["deepspeed", "torchgpipe", "vllm", "sglang"])
 def test_a_receiver_with_one_stage_on_a_device_says_so(to: str) -> None:
     plan = cut(transformer(5), [2, 3, 5], schedule="interleaved-1f1b:2")
     with pytest.raises(
@@ -244,9 +244,9 @@ def test_the_text_alone_is_printed_and_the_notes_go_beside_it(
 
 
 def test_output_writes_the_text_to_a_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gplan_exits("export", "gplan.plan.json", "--to", "torchtitan", "--output", "to/pipeline.toml") == 0
-    assert Path("to/pipeline.toml").read_text() == export(cut(transformer(2), [2]), to="torchtitan").text
-    assert capsys.readouterr().out == "wrote to/pipeline.toml\n"
+    assert gplan_exits("export", "gplan.plan.json", "--to", "torchtitan", "--output", "to/planned.py") == 0
+    assert Path("to/planned.py").read_text() == export(cut(transformer(2), [2]), to="torchtitan").text
+    assert capsys.readouterr().out == "wrote to/planned.py\n"
 
 
 def test_json_holds_format_text_and_notes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

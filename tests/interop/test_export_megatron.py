@@ -168,8 +168,8 @@ REFUSALS = [
     (cut(["embed", "layers.0", "mix", "layers.1", "head"], [2]), "other layers stand between the blocks layers.0 and"),
     (cut(["layers.0", "layers.1", "head"], [1]), "no layer stands before the blocks"),
     (cut(["embed", "layers.0", "layers.1"], [1]), "no layer stands after the blocks"),
-    (cut(["embed", "drop", "layers.0", "head"], [1]), "cuts before drop, within the embeddings; Megatron-LM's E cannot"),
-    (cut(["embed", "layers.0", "norm", "head"], [3]), "cuts before head, within the head; Megatron-LM's L cannot"),
+    (cut(["embed", "drop", "layers.0", "head"], [1]), "cuts before drop, within the embeddings; Megatron-LM cannot cut them"),
+    (cut(["embed", "layers.0", "norm", "head"], [3]), "cuts before head, within the head; Megatron-LM cannot cut it"),
     (cut(transformer(2), [2], schedule="gpipe"), "schedule gpipe; Megatron-LM can express 1f1b or interleaved-1f1b"),
     (cut(transformer(5), [2, 3, 5], schedule="zb-v"), "schedule zb-v; Megatron-LM can express 1f1b or interleaved-1f1b"),
     (cut(transformer(5), [3], schedule="zb-h1"), "schedule zb-h1; Megatron-LM can express 1f1b or interleaved-1f1b"),
@@ -191,15 +191,51 @@ def test_what_the_layout_has_no_words_for_is_refused(plan: Plan, told: str) -> N
     assert told in str(caught.value)
 
 
+WITH_PREDICTION = ["embed", *(f"layers.{i}" for i in range(6)), "mtp.0", "norm", "head"]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "layout"),
+    [
+        ([2, 5, 7], "Et|t*3|tt|mL"),
+        ([3, 5, 8], "Ett|tt|ttm|L"),
+        ([1, 7, 8], "E|t*6|m|L"),
+    ],
+)
+def test_multi_token_prediction_has_a_letter_of_its_own(cuts: list[int], layout: str) -> None:
+    found = arguments(cut(WITH_PREDICTION, cuts))
+    assert (found["--pipeline-model-parallel-layout"], found["--mtp-num-layers"]) == (layout, "1")
+
+
+def test_multi_token_prediction_is_on_the_last_stage_of_a_rank_other_than_the_first() -> None:
+    interleaved = cut(WITH_PREDICTION, [2, 7, 8], schedule="interleaved-1f1b:2")
+    with pytest.raises(UsageError, match=r"multi-token prediction is on stage 2, which is on rank 0"):
+        export(interleaved, to="megatron")
+    early = cut(WITH_PREDICTION, [7, 8, 9], schedule="interleaved-1f1b:2")
+    with pytest.raises(UsageError, match="cuts before head, within the head"):
+        export(early, to="megatron")
+
+
+def test_a_hybrid_model_has_a_pattern_instead_of_a_layout() -> None:
+    plan = cut(transformer(6), [3, 5])
+    kinds = ["Embedding", "MambaMixer", "SelfAttention", "MLP", "MambaMixer", "MoELayer", "Mamba2", "Norm", "Linear"]
+    plain = profiled(plan.layer_names)
+    layers = tuple(replace(layer, kind=kind) for layer, kind in zip(plain.layers, kinds, strict=True))
+    found = arguments(plan, replace(plain, layers=layers))
+    assert found["--hybrid-layer-pattern"] == "M*|-M|EM"
+    assert not {"--num-layers", "--pipeline-model-parallel-layout"} & set(found)
+
+
 def test_the_profile_shows_blocks_that_differ_share_or_skip() -> None:
     plan = cut(transformer(3), [2])
     plain = profiled(plan.layer_names)
     wide = replace(plain.layers[2], num_parameters=7)
     differ = replace(plain, layers=(*plain.layers[:2], wide, *plain.layers[3:]))
+    notes = export(plan, to="megatron", profile=differ).notes
+    assert any("blocks of several kinds (Layer of 0 parameters, Layer of 7 parameters)" in x for x in notes)
     chain = tuple(value(i, i + 1) for i in range(5))
     skips = replace(plain, values=(*chain, value(1, 3)))
     for profile, told in (
-        (differ, "the blocks differ: Layer of 0 parameters and Layer of 7 parameters"),
         (skips, "the output of layers.0 is read beyond the next layer"),
         (replace(plain, shared_weights=(shared(1, 3),)), "tied.weight is shared by blocks"),
     ):

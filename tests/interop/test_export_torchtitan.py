@@ -1,9 +1,11 @@
-"""torchtitan's configuration, read as TOML and applied to a model the way its documentation splits one."""
+"""torchtitan's configuration, amended by the exported module and applied to a model the way its documentation splits one."""
 
 from __future__ import annotations
 
 import copy
-import tomllib
+import sys
+from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,19 +13,60 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gplan.core import Plan
+from gplan.core import Plan, ValueCost
 from gplan.core.errors import UsageError
 from gplan.interop.export.exporters import export
 from tests.interop.planned import cut, cuts_of, planned, profiled, shared, transformer, value
 
 
-def settings(plan: Plan) -> dict[str, Any]:
-    return tomllib.loads(export(plan, to="torchtitan").text)
+@dataclass
+class Parallelism:
+    """Of torchtitan's ParallelismConfig: what a plan decides."""
+
+    pipeline_parallel_degree: int = 1
+    pipeline_parallel_schedule: str = "1F1B"
+    pipeline_parallel_schedule_csv: str | None = ""
+    pipeline_parallel_microbatch_size: int = 1
+    module_fqns_per_model_part: list[list[str]] | None = None
+
+
+@dataclass
+class Training:
+    """Of torchtitan's TrainingConfig."""
+
+    local_batch_size: int = 8
+    disable_cuda_graphs: bool = False
+
+
+@dataclass
+class Config:
+    """Of torchtitan's Trainer.Config."""
+
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    training: Training = field(default_factory=Training)
+    activation_checkpoint: Any = "selective"
+
+
+def planned_config(plan: Plan) -> Config:
+    """What the exported module makes of a configuration."""
+    trainer, checkpoints = ModuleType("torchtitan.trainer"), ModuleType("torchtitan.distributed.activation_checkpoint")
+    trainer.Trainer = type("Trainer", (), {"Config": Config})  # type: ignore[attr-defined]
+    checkpoints.FullAC = type("FullAC", (), {"Config": lambda: "full"})  # type: ignore[attr-defined]
+    names: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (trainer, checkpoints):
+            patch.setitem(sys.modules, module.__name__, module)
+        for package in ("torchtitan", "torchtitan.distributed"):
+            patch.setitem(sys.modules, package, ModuleType(package))
+        exec(compile(export(plan, to="torchtitan").text, "exported", "exec"), names)
+    made = names["planned"](Config())
+    assert isinstance(made, Config)
+    assert made.training.disable_cuda_graphs  # torchtitan refuses a pipeline with them
+    return made
 
 
 def parts_of(plan: Plan) -> list[list[str]]:
-    parts: list[list[str]] = settings(plan)["parallelism"]["module_fqns_per_model_part"]
-    return parts
+    return planned_config(plan).parallelism.module_fqns_per_model_part or []
 
 
 def model_of(num_blocks: int) -> nn.Module:
@@ -69,15 +112,15 @@ def test_the_documented_example_is_written_as_documented() -> None:
 
 def test_chunks_are_as_many_parts_on_fewer_ranks() -> None:
     plan = cut(transformer(5), [2, 3, 5], schedule="interleaved-1f1b:2")
-    found = settings(plan)["parallelism"]
-    assert (found["pipeline_parallel_degree"], found["pipeline_parallel_schedule"]) == (2, "Interleaved1F1B")
+    found = planned_config(plan).parallelism
+    assert (found.pipeline_parallel_degree, found.pipeline_parallel_schedule) == (2, "Interleaved1F1B")
     assert [len(part) for part in parts_of(plan)] == [2, 1, 2, 3]
-    assert "pipeline_parallel_schedule_csv" not in found
+    assert not found.pipeline_parallel_schedule_csv
 
 
 def test_the_stages_of_zb_v_go_there_and_back() -> None:
-    found = settings(cut(transformer(5), [2, 3, 5], schedule="zb-v"))["parallelism"]
-    assert found["pipeline_parallel_schedule"] == "ZBVZeroBubble"
+    found = planned_config(cut(transformer(5), [2, 3, 5], schedule="zb-v")).parallelism
+    assert found.pipeline_parallel_schedule == "ZBVZeroBubble"
 
 
 UNNAMED = [
@@ -94,23 +137,23 @@ UNNAMED = [
 
 @pytest.mark.parametrize(("plan", "placement"), UNNAMED)
 def test_an_order_without_a_name_is_a_file_and_the_name_places_the_stages(plan: Plan, placement: str) -> None:
-    found = settings(plan)["parallelism"]
-    assert found["pipeline_parallel_schedule_csv"] == "gplan.schedule.csv"
-    assert found["pipeline_parallel_schedule"] == placement
+    found = planned_config(plan).parallelism
+    assert found.pipeline_parallel_schedule_csv == "gplan.schedule.csv"
+    assert found.pipeline_parallel_schedule == placement
     assert any("gplan export --to csv --output gplan.schedule.csv" in x for x in export(plan, to="torchtitan").notes)
 
 
 def test_the_local_batch_is_all_micro_batches() -> None:
-    found = settings(cut(transformer(2), [2]))
-    assert found["parallelism"]["pipeline_parallel_degree"] == 2
-    assert found["parallelism"]["pipeline_parallel_microbatch_size"] == 2
-    assert found["training"] == {"local_batch_size": 16}
+    found = planned_config(cut(transformer(2), [2]))
+    assert found.parallelism.pipeline_parallel_degree == 2
+    assert found.parallelism.pipeline_parallel_microbatch_size == 2
+    assert found.training.local_batch_size == 16
 
 
-@pytest.mark.parametrize(("recompute", "mode"), [("never", "none"), ("always", "full")])
-def test_recompute_is_the_mode_of_activation_checkpointing(recompute: str, mode: str) -> None:
+@pytest.mark.parametrize(("recompute", "mode"), [("never", None), ("always", "full")])
+def test_recompute_is_the_mode_of_activation_checkpointing(recompute: str, mode: str | None) -> None:
     plan = cut(transformer(2), [2], recompute=recompute)
-    assert settings(plan)["activation_checkpoint"] == {"mode": mode}
+    assert planned_config(plan).activation_checkpoint == mode
     notes = export(plan, to="torchtitan").notes
     assert any("block by block" in note for note in notes) == (recompute == "always")
 
@@ -121,7 +164,7 @@ def test_a_module_called_twice_on_one_stage_is_named_once_and_joined_layers_apar
 
 UNEVEN = "custom:0F0 2F0 2B0 0B0 / 1F0 1B0"
 REFUSALS = [
-    (planned(["stem", "relu"], ["mix", "relu#2"]), "relu is called on stages 0 and 1"),
+    (planned(["stem", "relu"], ["mix", "relu#2"]), "relu is called on several stages"),
     (planned(["transformer.wte", "transformer.h.0"], ["lm_head"]), "transformer.h.0 is too deep in the model"),
     (planned(["0"], ["1"]), "layer 0 is a child of an nn.Sequential"),
     (cut(transformer(2), [2], num_replicas=2), "the plan runs 2 replicas; torchtitan runs one pipeline"),
@@ -133,7 +176,7 @@ REFUSALS = [
     ),
     (
         cut(transformer(4), [2, 4], schedule=UNEVEN, num_microbatches=1),
-        "custom order has stages on devices 0, 1, 0; torchtitan",
+        "the plan has stages on devices 0, 1, 0 (custom order)",
     ),
     (cut(transformer(2), [2], granularity="op"), "torchtitan cuts between modules"),
 ]
@@ -151,11 +194,25 @@ def test_what_a_stage_does_not_get_from_its_neighbour_is_refused() -> None:
     chain = (value(None, 0), value(0, 1), value(1, 2), value(2, 3))
     for values, told in (
         ((value(0, 1, 2), *chain[2:]), "the output of a skips layers"),
-        ((*chain, value(None, 2)), "the output of the model's input skips layers"),
+        ((*chain, value(None, 2)), "the model's input skips layers"),
     ):
         with pytest.raises(UsageError, match=told):
             export(plan, to="torchtitan", profile=profiled("abc", values=values))
     export(plan, to="torchtitan", profile=profiled("abc", values=chain))
+
+
+def test_a_hugging_face_model_has_the_names_of_the_transformers_backend() -> None:
+    names = ["model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
+    mask, rotary = value(0, 2, 3), value(1, 2, 3)
+    plan, profile = cut(names, [3]), profiled(names, values=(value(0, 2), value(2, 3), value(3, 4), mask, rotary))
+    found = export(plan, to="torchtitan", profile=profile)
+    assert (
+        '["tok_embeddings", "layers.0", "rotary_emb"],\n    ["layers.1", "norm", "lm_head", "rotary_emb"]' in found.text
+    )
+    assert any("transformers_modeling_backend" in x for x in found.notes)
+    hidden = replace(mask, costs=(ValueCost(microbatch_size=2, num_bytes=4, gradient_bytes=4),))
+    with pytest.raises(UsageError, match=r"the output of model\.embed_tokens skips layers"):
+        export(plan, to="torchtitan", profile=replace(profile, values=(hidden,)))
 
 
 def test_a_weight_may_be_shared_within_a_stage_only() -> None:

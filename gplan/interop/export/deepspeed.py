@@ -12,8 +12,7 @@ from __future__ import annotations
 from gplan.core import Plan, Profile
 from gplan.interop.export import requirements
 from gplan.interop.export.requirements import Export
-
-_RECEIVER = "DeepSpeed"
+from gplan.interop.receivers import check_plan
 
 
 def to_deepspeed(plan: Plan, profile: Profile | None) -> Export:
@@ -21,10 +20,7 @@ def to_deepspeed(plan: Plan, profile: Profile | None) -> Export:
 
     Raises UsageError if the layers are not a sequence of modules, or DeepSpeed cannot run the schedule.
     """
-    requirements.check_order(plan, profile, receiver=_RECEIVER)
-    requirements.check_layers_are_modules(plan, receiver=_RECEIVER)
-    requirements.check_single_modules(plan, receiver=_RECEIVER)
-    requirements.schedule_name(plan, {"1f1b": "1F1B"}, receiver=_RECEIVER)
+    check_plan("deepspeed", plan, profile)
     comments = "\n".join(requirements.stage_comments(plan, what="stage"))
     text = f"""from deepspeed.pipe import PipelineModule
 
@@ -51,8 +47,7 @@ CONFIG = {{
 
 def _interval(plan: Plan) -> int:
     """The number of layers of the largest stage, so that each stage is recomputed as a whole."""
-    mode = requirements.recompute_name(plan, {"never": "none", "always": "whole"}, receiver=_RECEIVER)
-    return 0 if mode == "none" else max(requirements.balance(plan))
+    return 0 if plan.recompute == "never" else max(requirements.balance(plan))
 
 
 def _notes(plan: Plan, profile: Profile | None) -> tuple[str, ...]:

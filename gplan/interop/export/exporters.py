@@ -13,12 +13,15 @@ from typing import TypeAlias
 
 from gplan.core import Plan, Profile, Stage
 from gplan.core.errors import UsageError
+from gplan.interop.export.automodel import to_automodel
 from gplan.interop.export.deepspeed import to_deepspeed
-from gplan.interop.export.megatron import to_megatron
+from gplan.interop.export.inference import to_inference
+from gplan.interop.export.megatron import to_megatron, to_verl
 from gplan.interop.export.requirements import Export
 from gplan.interop.export.torch_pipelining import to_csv, to_pytorch
 from gplan.interop.export.torchgpipe import to_torchgpipe
 from gplan.interop.export.torchtitan import to_torchtitan
+from gplan.interop.receivers import RECEIVERS
 
 
 def to_json(plan: Plan, profile: Profile | None) -> Export:
@@ -58,9 +61,13 @@ Exporter: TypeAlias = Callable[[Plan, Profile | None], Export]
 FORMATS: dict[str, Exporter] = {
     "torchtitan": to_torchtitan,
     "megatron": to_megatron,
+    "verl": to_verl,
+    "automodel": to_automodel,
     "deepspeed": to_deepspeed,
     "torchgpipe": to_torchgpipe,
     "pytorch": to_pytorch,
+    "vllm": to_inference("vllm"),
+    "sglang": to_inference("sglang"),
     "csv": to_csv,
     "json": to_json,
 }
@@ -79,7 +86,7 @@ def export(plan: Plan, *, to: str, profile: Profile | None = None) -> Export:
 def _common_notes(plan: Plan, profile: Profile | None, to: str) -> tuple[str, ...]:
     if to in _OF_ANY_PLAN:
         return ()
-    notes = []
+    notes = [f"checked with {RECEIVERS[to].checked_with}: {RECEIVERS[to].how}"]
     places = [plan.stages_of(device)[0].machine_device for device in range(plan.num_devices)]
     names = [x.name for x in places if x is not None]
     if names:

@@ -12,14 +12,13 @@ of ZBVZeroBubble raises).
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
 
 from gplan.core import Plan, Profile
 from gplan.core.errors import UsageError
 from gplan.interop.export import requirements
 from gplan.interop.export.requirements import Export
+from gplan.interop.receivers import check_plan, modules_of, plain_schedule
 from gplan.schedules.registry import schedule_info
 from gplan.simulation.simulator import schedule_of
 
@@ -87,20 +86,10 @@ def torch_schedule(plan: Plan) -> TorchSchedule:
     return TorchSchedule(name=name, notes=tuple(notes))
 
 
-def check_recomputes_once(plan: Plan, *, receiver: str) -> None:
-    """Raise UsageError for recomputing with a split backward."""
-    if plan.recompute != "never" and schedule_info(plan.schedule).splits_backward:
-        title = schedule_info(plan.schedule).title
-        raise UsageError(
-            f"the plan recomputes and {title} splits the backward; {receiver} would recompute several times per micro-batch, "
-            "the plan once; plan again with --recompute never, or with another --schedule"
-        )
-
-
 def _name_of(plan: Plan) -> str:
     num_devices, num_microbatches = plan.num_devices, plan.num_microbatches
     is_in_rounds = num_microbatches % max(1, num_microbatches // num_devices) == 0
-    match requirements.plain_schedule(plan).partition(":")[0]:
+    match plain_schedule(plan.schedule).partition(":")[0]:
         case "gpipe":
             return "GPipe"
         case "1f1b" if num_microbatches >= num_devices:
@@ -116,25 +105,18 @@ def _name_of(plan: Plan) -> str:
     return ""
 
 
-_RECEIVER = "torch.distributed.pipelining"
-
-
 def to_pytorch(plan: Plan, profile: Profile | None) -> Export:
     """Python: `split_spec`, the `STAGES` of every rank, and `make_schedule`, which takes the result of `pipeline()`.
 
     Raises UsageError unless every stage begins with the only call of a module, and `pipeline()` and its schedules can
     run the plan.
     """
-    requirements.check_order(plan, profile, receiver=_RECEIVER)
-    requirements.check_layers_are_modules(plan, receiver=_RECEIVER)
-    requirements.check_one_pipeline(plan, receiver=_RECEIVER)
-    requirements.check_whole_weights(plan, profile, receiver=_RECEIVER)
-    requirements.recompute_name(plan, {"never": "none"}, receiver=_RECEIVER)
+    check_plan("pytorch", plan, profile)
     schedule = torch_schedule(plan)
-    _check_apart(plan)
     if not schedule.is_single:
         _check_neighbours(plan, profile, schedule)
-    points = "".join(f"    {requirements.quoted([x])[1:-1]}: SplitPoint.BEGINNING,\n" for x in _beginnings(plan))
+    beginnings = [modules_of(stage.layer_names[0])[0] for stage in plan.stages[1:]]
+    points = "".join(f"    {requirements.quoted([x])[1:-1]}: SplitPoint.BEGINNING,\n" for x in beginnings)
     comments = "\n".join(requirements.stage_comments(plan, what="stage"))
     text = f"""{_imports(schedule)}
 
@@ -174,16 +156,6 @@ def _made(plan: Plan, schedule: TorchSchedule) -> str:
     return f'    schedule = {call}\n    schedule._load_csv("{CSV_FILE}")\n    return schedule\n'
 
 
-def _check_apart(plan: Plan) -> None:
-    """Raise UsageError if consecutive stages are on one device."""
-    for stage, (device, following) in enumerate(pairwise(plan.devices)):
-        if device == following:
-            raise UsageError(
-                f"stages {stage} and {stage + 1} are neighbours on device {device} ({schedule_info(plan.schedule).title}); the stages that "
-                "torch's pipeline() makes cannot send to a stage of the same rank; plan again with another --schedule"
-            )
-
-
 def _check_neighbours(plan: Plan, profile: Profile | None, schedule: TorchSchedule) -> None:
     """Raise UsageError if a value is used beyond the next stage."""
     home = {i: stage.index for stage in plan.stages for i in range(stage.first_layer, stage.end_layer)}
@@ -195,16 +167,3 @@ def _check_neighbours(plan: Plan, profile: Profile | None, schedule: TorchSchedu
                 f"the output of {name} is read on stage {max(readers)}, beyond the next; torch's {schedule.class_name} "
                 "sends to the next stage only; keep its readers near it (--keep-together), or plan with --schedule gpipe or 1f1b"
             )
-
-
-def _beginnings(plan: Plan) -> tuple[str, ...]:
-    """The first module of each stage except the first stage."""
-    calls = Counter(module for layer in plan.layer_names for module in requirements.modules_of(layer))
-    beginnings = tuple(requirements.modules_of(stage.layer_names[0])[0] for stage in plan.stages[1:])
-    for module in beginnings:
-        if calls[module] > 1:
-            raise UsageError(
-                f"a stage begins with a call of {module}, which is called {calls[module]} times; a split point splits at "
-                "every call; move the cut with --cut-after or --keep-together, or use a module for each call"
-            )
-    return beginnings

@@ -9,12 +9,9 @@ partition on a device.
 from __future__ import annotations
 
 from gplan.core import Plan, Profile
-from gplan.core.errors import UsageError
 from gplan.interop.export import requirements
 from gplan.interop.export.requirements import Export
-
-_RECEIVER = "torchgpipe"
-_CHECKPOINTS = {"never": "never", "always": "always", "except-last": "except_last"}
+from gplan.interop.receivers import RECEIVERS, check_plan
 
 
 def to_torchgpipe(plan: Plan, profile: Profile | None) -> Export:
@@ -22,17 +19,8 @@ def to_torchgpipe(plan: Plan, profile: Profile | None) -> Export:
 
     Raises UsageError if the layers cannot be the children of a Sequential, or torchgpipe cannot run the schedule.
     """
-    requirements.check_order(plan, profile, receiver=_RECEIVER)
-    requirements.check_layers_are_modules(plan, receiver=_RECEIVER)
-    requirements.check_single_modules(plan, receiver=_RECEIVER)
-    requirements.check_one_pipeline(plan, receiver=_RECEIVER)
-    requirements.schedule_name(plan, {"gpipe": "GPipe"}, receiver=_RECEIVER)
-    if profile is not None and profile.shared_weights:
-        raise UsageError(
-            f"{profile.shared_weights[0].name} is used by several layers; torchgpipe refuses a parameter in two children; "
-            "untie it, or use another format"
-        )
-    checkpoint = requirements.recompute_name(plan, _CHECKPOINTS, receiver=_RECEIVER)
+    check_plan("torchgpipe", plan, profile)
+    checkpoint = RECEIVERS["torchgpipe"].recompute[plan.recompute]
     comments = "\n".join(requirements.stage_comments(plan, what="partition"))
     text = f"""from torchgpipe import GPipe
 

@@ -1,119 +1,97 @@
-"""To torchtitan: the modules of every pipeline stage and the settings beside them, as a part of its TOML configuration.
+"""To torchtitan: a Python module that amends a `Trainer.Config` by the plan: modules of every stage, schedule, recompute.
 
-Relies on pytorch/torchtitan: torchtitan/config/job_config.py (`Parallelism.module_fqns_per_model_part`, one list of
-fully qualified names per stage; `pipeline_parallel_degree`, `pipeline_parallel_schedule`, a name that torch knows, or
+Relies on pytorch/torchtitan 0.3.0: torchtitan/config/configs.py (`ParallelismConfig.module_fqns_per_model_part`, one list
+of fully qualified names per stage; `pipeline_parallel_degree`; `pipeline_parallel_schedule`, a name that torch knows, or
 `pipeline_parallel_schedule_csv`, a file with an order; `pipeline_parallel_microbatch_size`, which divides
-`training.local_batch_size`; `activation_checkpoint.mode`) and torchtitan/distributed/pipeline_parallel.py
-(`pipeline_module_split`: keeps children of the model and entries of a child that is a ModuleList or ModuleDict, "does
-not support nested" ones; the others become None; stage s goes to rank s mod K, or, where the schedule is named
-ZBVZeroBubble, there and back; `build_pipeline_schedule`: a file overrules the name but for that). Weights that stages
-share are refused by torchtitan/models, plain replicas beside a pipeline by their `parallelize` functions.
+`training.local_batch_size`), torchtitan/trainer.py (a pipeline needs `training.disable_cuda_graphs`;
+`activation_checkpoint`) and torchtitan/distributed/pipeline_parallel.py (`_split_module` keeps children of the model and
+entries of a child that is a ModuleList or ModuleDict, not of nested ones; the others become None; stage s goes to rank s
+mod K, or, where the schedule is named ZBVZeroBubble, there and back; `_build_pipeline_schedule`: a file overrules the name
+but for that). Hugging Face models run by experiments/transformers_modeling_backend, whose splitter calls their modules
+tok_embeddings, layers.3, norm, lm_head, and wants rotary_emb in every part. Weights that stages share are refused by
+torchtitan/models, plain replicas beside a pipeline by their `parallelize` functions.
 """
 
 from __future__ import annotations
 
-from gplan.core import Plan, Profile
-from gplan.core.errors import UsageError
-from gplan.interop.export import requirements
-from gplan.interop.export.requirements import Export
-from gplan.interop.export.torch_pipelining import CSV_FILE, TorchSchedule, check_recomputes_once, torch_schedule
-from gplan.schedules.registry import schedule_info
+from collections.abc import Callable
 
-_RECEIVER = "torchtitan"
+from gplan.core import Plan, Profile
+from gplan.interop.export.requirements import Export, quoted
+from gplan.interop.export.torch_pipelining import CSV_FILE, TorchSchedule, torch_schedule
+from gplan.interop.receivers import RECEIVERS, check_plan, child_name, modules_of
+
 _LOOP, _THERE_AND_BACK = "PipelineScheduleMulti", "ZBVZeroBubble"  # where stages are, for an order in a file
-_MODES = {"never": "none", "always": "full"}
-_DEEPEST = 2  # names in a path: a child of the model, or an entry of a child
+ROTARY = "rotary_emb"
 
 
 def to_torchtitan(plan: Plan, profile: Profile | None) -> Export:
-    """The tables `parallelism`, `training` and `activation_checkpoint`, as far as the plan decides them.
+    """A module with `planned(config)`, which returns a configuration with what the plan decides.
 
     Raises UsageError for what torchtitan cannot split or run.
     """
-    requirements.check_order(plan, profile, receiver=_RECEIVER)
-    requirements.check_layers_are_modules(plan, receiver=_RECEIVER)
-    requirements.check_one_pipeline(plan, receiver=_RECEIVER)
-    requirements.check_whole_weights(plan, profile, receiver=_RECEIVER)
-    _check_no_skips(plan, profile)
-    check_recomputes_once(plan, receiver=_RECEIVER)
+    check_plan("torchtitan", plan, profile)
     schedule = torch_schedule(plan)
-    parts = ",\n".join(f"    {requirements.quoted(names)}" for names in _parts(plan))
-    text = f"""[parallelism]
-pipeline_parallel_degree = {plan.num_devices}
-{_schedule_lines(plan, schedule)}
-pipeline_parallel_microbatch_size = {plan.microbatch_size}
-module_fqns_per_model_part = [
-{parts},
-]
+    lists = "".join(f"    {quoted(names)},\n" for names in stage_modules(plan, child_name))
+    recompute = RECEIVERS["torchtitan"].recompute[plan.recompute]
+    imports = "from torchtitan.distributed.activation_checkpoint import FullAC\n" if plan.recompute == "always" else ""
+    text = f'''from dataclasses import replace
 
-[training]
-local_batch_size = {plan.num_microbatches * plan.microbatch_size}
+{imports}from torchtitan.trainer import Trainer
 
-[activation_checkpoint]
-mode = "{requirements.recompute_name(plan, _MODES, receiver=_RECEIVER)}"
-"""
+MODULES = [
+{lists}]
+
+
+def planned(config: Trainer.Config) -> Trainer.Config:
+    """The configuration with the pipeline of the plan."""
+    return replace(
+        config,
+        parallelism=replace(
+            config.parallelism,
+            pipeline_parallel_degree={plan.num_devices},
+            {_schedule_lines(plan, schedule)}
+            pipeline_parallel_microbatch_size={plan.microbatch_size},
+            module_fqns_per_model_part=MODULES,
+        ),
+        training=replace(config.training, local_batch_size={plan.num_microbatches * plan.microbatch_size}, disable_cuda_graphs=True),
+        activation_checkpoint={recompute},
+    )
+'''
     return Export(format="torchtitan", text=text, notes=_notes(plan) + schedule.notes)
 
 
 def _schedule_lines(plan: Plan, schedule: TorchSchedule) -> str:
     """The schedule by its name, or its order in a file with the name that puts the stages where they belong."""
     if schedule.name:
-        return f'pipeline_parallel_schedule = "{schedule.name}"'
-    num_devices, num_stages = plan.num_devices, plan.num_stages
-    loop = tuple(stage % num_devices for stage in range(num_stages))
-    there_and_back = (*range(num_devices), *reversed(range(num_devices)))
-    if plan.devices not in (loop, there_and_back) or num_stages % num_devices:
-        raise UsageError(
-            f"{schedule_info(plan.schedule).title} has stages on devices {', '.join(map(str, plan.devices))}; torchtitan puts as many on "
-            "each, stage s on rank s mod K, or two on each there and back; plan again with another --schedule"
-        )
-    name = _LOOP if plan.devices == loop else _THERE_AND_BACK
-    return f'pipeline_parallel_schedule = "{name}"\npipeline_parallel_schedule_csv = "{CSV_FILE}"'
+        return f'pipeline_parallel_schedule="{schedule.name}",'
+    name = schedule_for_file(plan)
+    return f'pipeline_parallel_schedule="{name}",\n            pipeline_parallel_schedule_csv="{CSV_FILE}",'
 
 
-def _parts(plan: Plan) -> list[list[str]]:
-    """The modules of every stage, each on one stage only."""
-    home: dict[str, int] = {}
-    for stage in plan.stages:
-        for module in (x for layer in stage.layer_names for x in requirements.modules_of(layer)):
-            _check_path(module)
-            if home.setdefault(module, stage.index) != stage.index:
-                raise UsageError(
-                    f"{module} is called on stages {home[module]} and {stage.index}; torchtitan puts a module on one stage; "
-                    "keep its calls together with --keep-together, or use a module for each call"
-                )
-    return [[module for module in home if home[module] == stage.index] for stage in plan.stages]
+def schedule_for_file(plan: Plan) -> str:
+    """The name of a schedule that has its stages where those of an order in a file are."""
+    is_loop = all(device == stage % plan.num_devices for stage, device in enumerate(plan.devices))
+    return _LOOP if is_loop else _THERE_AND_BACK
 
 
-def _check_path(module: str) -> None:
-    if module.isdigit():
-        raise UsageError(
-            f"layer {module} is a child of an nn.Sequential; torchtitan takes modules away and leaves None, which a Sequential "
-            "cannot pass over; give gplan a module whose forward can"
-        )
-    if len(module.split(".")) > _DEEPEST:
-        raise UsageError(
-            f"{module} is too deep in the model; torchtitan splits a model at its children, such as norm, and at the entries "
-            "of a child that is a list, such as layers.3; move the layers up to the model"
-        )
-
-
-def _check_no_skips(plan: Plan, profile: Profile | None) -> None:
-    makers = requirements.skipping_values(plan, profile)
-    if makers:
-        raise UsageError(
-            f"the output of {makers[0]} skips layers across a cut; a stage of torchtitan gets only what the layer before it "
-            "returns; keep its readers with it (--keep-together), or let each layer make it anew"
-        )
+def stage_modules(plan: Plan, name: Callable[[str], str] = str) -> list[list[str]]:
+    """The modules of every stage, renamed, each once; rotary positions, which have no weights, on every stage."""
+    found = [
+        list(dict.fromkeys(name(module) for layer in stage.layer_names for module in modules_of(layer)))
+        for stage in plan.stages
+    ]
+    everywhere = [x for x in dict.fromkeys(x for names in found for x in names) if x.split(".")[-1] == ROTARY]
+    return [[x for x in names if x not in everywhere] + everywhere for names in found]
 
 
 def _notes(plan: Plan) -> tuple[str, ...]:
     notes = [
-        "the model's forward must pass over children that are None, and its lists of layers be a ModuleDict or ModuleList, "
-        "as in torchtitan's own models",
-        "versions that are configured in Python have the same names in ParallelismConfig; the latest say "
-        f"pipeline_parallel_module_fqns_per_model_part and num_pp_microbatches = {plan.num_microbatches}",
+        "pass the Trainer.Config of your model to planned(); torchtitan's own models and its transformers backend can be split",
+        f"later heads say pipeline_parallel_module_fqns_per_model_part and num_pp_microbatches = {plan.num_microbatches}",
     ]
+    if any(x.split(".")[-1] == ROTARY for x in plan.layer_names):
+        notes.append("the names are those of experiments/transformers_modeling_backend, for Hugging Face models")
     if plan.recompute == "always":
         notes.append("torchtitan recomputes block by block, the plan stage by stage: time and memory will differ")
     return tuple(notes)

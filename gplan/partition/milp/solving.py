@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import seconds_text
@@ -36,9 +37,10 @@ class Formulation:
         self.least_s = least_load_s(problem) * (problem.num_microbatches if problem.minimize == "step-time" else 1)
         self.unit_s = self.least_s / _SCALE or 1.0
         self.program = LinearProgram()
+        in_order = pairwise(range(problem.num_layers)) if problem.constraints.profile_order else ()
         self.choices = StageAssignment(
             self.program,
-            LayerGraph(problem.num_layers, profile.precedence),
+            LayerGraph(problem.num_layers, (*profile.precedence, *in_order)),
             num_stages=problem.num_stages,
         )
         weights = ParameterBytes(self.program, self.choices, profile)

@@ -1,0 +1,1 @@
+"""Exports proven by the receivers' own code."""

@@ -1,0 +1,230 @@
+"""Prove exports by the receivers' own code, and compare published layouts with gplan's; writes reports/receivers.
+
+    pip install 'gplan[receivers]'                          what installs without a GPU
+    python benchmarks/receivers/check.py                    10,000 random plans for each receiver that is installed
+    python benchmarks/receivers/check.py --plans 100 --only megatron deepspeed
+    python benchmarks/receivers/check.py --no-layouts       leaves the published layouts out
+
+Each random plan is exported, taken apart by the receiver's own parser or splitter, and compared with the plan stage by
+stage; and read back by gplan. Receivers that run on a CPU train three steps, compared with the plain model's losses.
+A receiver that is not installed, or whose import fails, is in the table with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from gplan.core import Plan, Profile
+from gplan.interop.export.exporters import export
+from gplan.interop.export.megatron import layout_of
+from gplan.interop.layouts import read_layout
+from gplan.interop.planning import best_for_receiver
+from gplan.interop.receivers import RECEIVERS, decoder_of
+from profiler.analytic.decoder_config import Widths, decoder_profile
+from profiler.analytic.hardware import load_hardware
+from receivers import own_code
+from receivers.published_layouts import PUBLISHED, Published
+from receivers.random_plans import random_plans
+
+REPORT = Path(__file__).parents[2] / "reports" / "receivers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What was found for one receiver."""
+
+    receiver: str
+    version: str  # of its package; "": not installed
+    num_plans: int  # that its own code had as the plan has them
+    num_read_back: int  # by gplan
+    run: str  # what was trained
+    problem: str  # why its own code was not used, or what it found otherwise
+
+
+def checked(receiver: str, num_plans: int) -> Checked:
+    """Round trips and runs of one receiver."""
+    version, reader = own_code.installed(receiver), own_code.READERS.get(receiver)
+    problem, num_equal, num_back = "", 0, 0
+    for plan in random_plans(receiver, num_plans):
+        num_back += _is_read_back(receiver, plan)
+        if problem or reader is None or version is None:
+            continue
+        try:
+            found = reader(plan)
+        except (Exception, AssertionError) as error:
+            problem = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+            continue
+        if found != [list(x.layer_names) for x in plan.stages]:
+            problem = f"other stages than the plan's: {export(plan, to=receiver).text.splitlines()[0]}"
+        num_equal += not problem
+    if version is None:
+        problem = "not installed" if receiver in own_code.PACKAGES else "several hundred MB, not installed"
+    return Checked(
+        receiver=receiver,
+        version=f"{own_code.PACKAGES.get(receiver, '')} {version}" if version else "",
+        num_plans=num_equal,
+        num_read_back=num_back,
+        run=_run(receiver) if version else "",
+        problem=problem,
+    )
+
+
+def _is_read_back(receiver: str, plan: Plan) -> bool:
+    profile = _profile(len(plan.layer_names))
+    names = (replace(x, name=name) for x, name in zip(profile.layers, plan.layer_names, strict=True))
+    layout = read_layout(export(plan, to=receiver).text, replace(profile, layers=tuple(names)), receiver=receiver)
+    return layout.cuts == plan.cuts
+
+
+@cache
+def _profile(num_layers: int) -> Profile:
+    settings = {"num_hidden_layers": num_layers - 2}
+    return decoder_profile("llama3-8b", load_hardware("h100"), widths=Widths(), settings=settings)
+
+
+def _run(receiver: str) -> str:
+    """Three steps by a receiver that runs on a CPU, beside the plain model."""
+    from receivers import two_processes
+
+    runs: dict[str, Callable[[], tuple[list[float], list[float]]]] = {
+        "pytorch": lambda: two_processes.run_on_two_processes("pytorch"),
+        "torchtitan": lambda: two_processes.run_on_two_processes("torchtitan"),
+        "torchgpipe": two_processes.run_torchgpipe,
+    }
+    if receiver not in runs:
+        return ""
+    where = "one process" if receiver == "torchgpipe" else "two gloo processes"
+    try:
+        found, plain = runs[receiver]()
+    except Exception as error:
+        return f"failed: {str(error).strip().splitlines()[-1][:160]}"
+    worst = max(abs(a / b - 1) for a, b in zip(found, plain, strict=True))
+    return f"3 steps on {where}; losses differ from the plain model's by {worst:.1g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A published layout beside gplan's."""
+
+    model: str
+    source: str
+    num_devices: int
+    num_chunks: int
+    layout: str
+    own_layout: str
+    step_s: float
+    own_step_s: float
+    bound_s: float
+    peak_gib: float
+    own_peak_gib: float
+
+
+def compared(published: Published, *, time_limit_s: float) -> Compared:
+    """Both layouts priced on the same profile."""
+    plan = published.priced(time_limit_s=time_limit_s)
+    chunks = plan.num_stages // plan.num_devices
+    best = best_for_receiver(
+        published.profile,
+        receiver="megatron",
+        num_devices=published.num_devices,
+        num_chunks=chunks,
+        num_microbatches=published.num_microbatches,
+        memory_bytes=10**15,
+        time_limit_s=time_limit_s,
+    )
+    return Compared(
+        model=published.model,
+        source=published.source,
+        num_devices=published.num_devices,
+        num_chunks=chunks,
+        layout=published.layout,
+        own_layout=layout_of(best, decoder_of(best.layer_names, "Megatron-LM")),
+        step_s=plan.prediction.step_s,
+        own_step_s=best.prediction.step_s,
+        bound_s=best.proof.lower_bound_s,
+        peak_gib=plan.peak_bytes / 2**30,
+        own_peak_gib=best.peak_bytes / 2**30,
+    )
+
+
+def report(found: list[Checked], layouts: list[Compared], num_plans: int) -> str:
+    """The page of reports/receivers."""
+    lines = [
+        "# Exports, proven by the receivers' own code",
+        "",
+        "Made by `python benchmarks/receivers/check.py`; nothing here needs a GPU. Random plans have up to 60 blocks, 8 devices and",
+        "4 stages a device, every schedule and recompute mode of the receiver, and cuts wherever it can cut.",
+        "",
+        f"| receiver | package | by what | equal plans of {num_plans:,} | read back by gplan | run |",
+        "|---|---|---|---|---|---|",
+    ]
+    for x in found:
+        rules = RECEIVERS[x.receiver]
+        equal = f"{x.num_plans:,}" if not x.problem else f"{x.num_plans:,} ({x.problem})"
+        if not x.problem and x.receiver not in own_code.READERS:
+            equal = "no parser of its own"
+        lines.append(
+            f"| {rules.title} | {x.version or '-'} | {rules.how} | {equal} | {x.num_read_back:,} | {x.run or '-'} |"
+        )
+    if layouts:
+        lines += ["", "## Published layouts", "", *_layout_lines(layouts)]
+    return "\n".join(lines) + "\n"
+
+
+def _layout_lines(layouts: list[Compared]) -> list[str]:
+    lines = [
+        "Each layout and gplan's for the same model, widths, schedule and micro-batches, priced by gplan's cost model on the same",
+        "computed profile. Collectives within layers and memory limits are left out, so only differences count. `gplan layout` makes",
+        "the one, `gplan import-plan` prices the other.",
+        "",
+        "| model | PP x VPP | published | gplan | step | gplan's step | longer | largest peak, GiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for x in layouts:
+        lines.append(
+            f"| {x.model} | {x.num_devices} x {x.num_chunks} | `{x.layout}` | `{x.own_layout}` | {x.step_s:.3f} s | {x.own_step_s:.3f} s "
+            f"| {x.step_s / x.own_step_s - 1:.1%} | {x.peak_gib:.1f}, {x.own_peak_gib:.1f} |".replace(
+                "|)", "\\|)"
+            ).replace("|`", "|`")
+        )
+    lines += ["", "Sources, in this order:", ""]
+    return lines + [f"{i}. {x.source}" for i, x in enumerate(layouts, 1)]
+
+
+def main() -> None:
+    """Check, compare, write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plans", type=int, default=10_000)
+    parser.add_argument("--only", nargs="*", default=[*RECEIVERS], choices=[*RECEIVERS])
+    parser.add_argument("--no-layouts", action="store_true")
+    parser.add_argument("--time-limit", type=float, default=20.0)
+    parser.add_argument("--output", type=Path, default=REPORT)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    found, layouts = [], []
+    with own_code.quiet():
+        for receiver in options.only:
+            started_s = time.perf_counter()
+            found.append(checked(receiver, options.plans))
+            print(f"{receiver}: {found[-1]} in {time.perf_counter() - started_s:.1f} s", flush=True)
+    for published in () if options.no_layouts else PUBLISHED:
+        layouts.append(compared(published, time_limit_s=options.time_limit))
+        print(layouts[-1], flush=True)
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "README.md").write_text(report(found, layouts, options.plans))
+    figures = {"receivers": [asdict(x) for x in found], "layouts": [asdict(x) for x in layouts]}
+    (options.output / "receivers.json").write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Random plans that a receiver can run: layers by its names, any allowed cuts, schedules, chunks and recompute modes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import gplan
+from gplan.core import Plan, Stage
+from gplan.interop.receivers import RECEIVERS, Settings, indivisible, settings_problem
+from gplan.schedules.registry import make_schedule, num_stages_of
+from profiler.analytic.decoder_config import Widths, decoder_profile
+from profiler.analytic.hardware import load_hardware
+
+_SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v")
+_MOST_BLOCKS, _MOST_DEVICES, _MOST_CHUNKS = 60, 8, 4
+
+
+def random_plans(receiver: str, count: int, *, seed: int = 0) -> Iterator[Plan]:
+    """So many plans, different ones for each seed."""
+    random_source = random.Random(f"{receiver} {seed}")
+    while count:
+        plan = _random_plan(receiver, random_source)
+        if plan is not None:
+            count -= 1
+            yield plan
+
+
+def layer_names(receiver: str, num_blocks: int, *, num_predictions: int = 0) -> tuple[str, ...]:
+    """The layers of a language model as the receiver's own models have them."""
+    before, path = ("model.", "model.layers") if receiver == "automodel" else ("", "layers")
+    first = f"{before}embed_tokens" if before else "tok_embeddings"
+    blocks = [f"{path}.{i}" for i in range(num_blocks)]
+    return (first, *blocks, *(f"mtp.{i}" for i in range(num_predictions)), f"{before}norm", "lm_head")
+
+
+def _random_plan(receiver: str, random_source: random.Random) -> Plan | None:
+    """One plan, None where the draw is not one that the receiver can run."""
+    rules, draw = RECEIVERS[receiver], random_source
+    schedule = draw.choice([x for x in _SCHEDULES if rules.schedules is None or x in rules.schedules])
+    if schedule in ("interleaved-1f1b", "looped-bfs"):
+        schedule += f":{draw.randint(1, _MOST_CHUNKS)}"
+    num_devices = draw.randint(1, _MOST_DEVICES)
+    settings = Settings(
+        schedule=schedule,
+        num_devices=num_devices,
+        num_microbatches=draw.choice([num_devices, 2 * num_devices, draw.randint(1, 3 * num_devices)]),
+        recompute=draw.choice([*rules.recompute]),
+    )
+    has_prediction = rules.cuts == "decoder" and draw.random() < 0.3
+    names = layer_names(receiver, draw.randint(1, _MOST_BLOCKS), num_predictions=int(has_prediction))
+    kept = indivisible(receiver, names, None)
+    free = [x for x in range(1, len(names)) if not any(y.first < x <= y.last for y in kept)]
+    num_cuts = settings.num_stages - 1
+    if num_cuts > len(free) or settings_problem(receiver, settings) or (settings.recompute == "selected"):
+        return None
+    plan = plan_of(names, sorted(draw.sample(free, num_cuts)), settings)
+    return None if has_prediction and not _takes_prediction(plan) else plan
+
+
+def _takes_prediction(plan: Plan) -> bool:
+    """Whether multi-token prediction is on the last stage of a rank other than the first."""
+    stage = next(x for x in plan.stages if any(name.startswith("mtp.") for name in x.layer_names))
+    return stage.on_device > 0 and plan.num_stages - stage.index <= plan.num_devices
+
+
+@cache
+def _template() -> Plan:
+    profile = decoder_profile("llama3-8b", load_hardware("h100"), widths=Widths(data=8))
+    return gplan.balance(profile, num_devices=1, num_microbatches=1, memory_bytes=10**15)
+
+
+def plan_of(names: tuple[str, ...], cuts: list[int], settings: Settings) -> Plan:
+    """A plan of these layers cut at these places, with costs of no interest."""
+    plan, bounds = _template(), [0, *cuts, len(names)]
+    assert len(bounds) == num_stages_of(settings.schedule, settings.num_devices) + 1
+    devices = make_schedule(
+        settings.schedule, num_devices=settings.num_devices, num_microbatches=settings.num_microbatches
+    ).devices
+    stages = tuple(
+        Stage(
+            index=i, first_layer=first, end_layer=end, layer_names=names[first:end], device=devices[i],
+            cost=plan.stages[0].cost, memory=plan.stages[0].memory,
+            layer_forward_s=(1.0,) * (end - first), layer_backward_s=(2.0,) * (end - first),
+        )
+        for i, (first, end) in enumerate(pairwise(bounds))
+    )  # fmt: skip
+    return replace(
+        plan,
+        stages=stages,
+        schedule=settings.schedule,
+        num_microbatches=settings.num_microbatches,
+        recompute=settings.recompute,
+    )

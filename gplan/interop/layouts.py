@@ -1,0 +1,247 @@
+"""Layouts of other trainers read back: the text that a receiver takes, to the cuts of a profile.
+
+A layout is what the receiver itself reads (Megatron's string, torchtitan's and Automodel's lists, DeepSpeed's boundaries,
+the counts of vLLM, SGLang and torchgpipe, split points of torch), alone or within the file that holds it: an export of
+gplan, a shell script with the arguments, a Python module with the literal.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from gplan.core import Profile
+from gplan.core.errors import UsageError
+from gplan.interop.export.torchtitan import ROTARY
+from gplan.interop.receivers import RECEIVERS, Decoder, check_granularity, child_name, decoder_of, modules_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A partition of a profile as a receiver has it."""
+
+    receiver: str
+    cuts: tuple[int, ...]  # the first layer of each stage but stage 0
+    num_devices: int | None  # K, where the text says it
+
+    @property
+    def num_stages(self) -> int:
+        """On all devices together."""
+        return len(self.cuts) + 1
+
+
+def read_layout(text: str, profile: Profile, *, receiver: str) -> Layout:
+    """The layout in a text, for the layers of a profile.
+
+    Raises UsageError for a text that holds none, a count that is not the model's, or layers that the receiver does not
+    take, with the place and what was expected.
+    """
+    if receiver not in _READERS:
+        raise UsageError(f"layouts of {receiver!r} cannot be read; expected one of {', '.join(_READERS)}")
+    names = tuple(layer.name for layer in profile.layers)
+    check_granularity(profile.granularity, names[0], RECEIVERS[receiver].title)
+    ends = _READERS[receiver](text, names)
+    for stage, (first, end) in enumerate(zip((0, *ends[:-1]), ends, strict=True)):
+        if first >= end:
+            raise UsageError(f"stage {stage} of the layout is empty; a stage of gplan has at least one layer")
+    return Layout(receiver=receiver, cuts=tuple(ends[:-1]), num_devices=_pipeline_size(text))
+
+
+def _pipeline_size(text: str) -> int | None:
+    """The number of pipeline ranks, where a file says it beside the layout."""
+    found = re.search(
+        r"pipeline_(?:model_)?parallel_(?:size|degree)[=\s]+(\d+)|num_stages\W+(\d+)", text.replace("-", "_")
+    )
+    return int(found[1] or found[2]) if found else None
+
+
+def _ends(counts: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate(counts))
+
+
+# Megatron-LM and verl
+
+_LAYOUT = re.compile(r"layout[=\s]*[\"'\\]*([EtmL|()*,\d]+)")
+_LETTERS = {"E": "embedding", "t": "transformer layer", "m": "multi-token prediction", "L": "loss"}
+
+
+def stage_letters(layout: str) -> tuple[str, ...]:
+    """The letters of every stage of Megatron's layout, repetitions written out.
+
+    >>> stage_letters("Et*3|(tt|)*2,m|L")
+    ('Ettt', 'tt', 'tt', 'm', 'L')
+    """
+    plain = layout.replace(",", "").replace(" ", "")
+    for pattern in (r"\(([^()]*)\)\*(\d+)", r"([A-Za-z|])\*(\d+)"):
+        plain = re.sub(pattern, lambda x: x[1] * int(x[2]), plain)
+    for place, letter in enumerate(plain):
+        if letter not in {*_LETTERS, "|"}:
+            known = ", ".join(f"{x} ({word})" for x, word in _LETTERS.items())
+            raise UsageError(
+                f"{letter!r} at place {place} of the layout written out, {plain[max(0, place - 8) : place + 8]!r}, is no layer; expected "
+                f"{known}, | between stages, x*n or (x|)*n"
+            )
+    return tuple(plain.split("|"))
+
+
+def _megatron(text: str, names: Sequence[str]) -> tuple[int, ...]:
+    found = _LAYOUT.search(text)
+    stages = stage_letters(found[1] if found else text.strip().strip("\"'"))
+    decoder = decoder_of(names, RECEIVERS["megatron"].title)
+    letters = "".join(stages)
+    _check_count(letters, "t", len(decoder.blocks))
+    _check_count(letters, "m", len(decoder.prediction))
+    expected = "E" + "t" * len(decoder.blocks) + "m" * len(decoder.prediction) + "L"
+    if letters != expected:
+        place = next(i for i, pair in enumerate(zip(f"{letters} ", f"{expected} ", strict=False)) if pair[0] != pair[1])
+        raise UsageError(
+            f"layer {place} of the layout is {letters[place : place + 1] or 'missing'!r}; expected {expected[place : place + 1] or 'its end'!r}: one E "
+            "first, every t, every m, one L last"
+        )
+    num_layers = {"E": len(decoder.embeddings), "t": 1, "m": 1, "L": len(decoder.head)}
+    return _ends([sum(num_layers[letter] for letter in stage) for stage in stages])
+
+
+def _check_count(letters: str, letter: str, expected: int) -> None:
+    found = letters.count(letter)
+    if found != expected:
+        hint = f"; add {letter * (expected - found)}" if 0 < expected - found < 5 else ""
+        raise UsageError(f"the layout has {found} {letter} ({_LETTERS[letter]}); the profile has {expected}{hint}")
+
+
+# Lists of modules: torchtitan and Automodel
+
+
+def _module_lists(receiver: str, rename: Callable[[str], str]) -> Callable[[str, Sequence[str]], tuple[int, ...]]:
+    def reader(text: str, names: Sequence[str]) -> tuple[int, ...]:
+        title = RECEIVERS[receiver].title
+        lists = _literal(
+            text, ("MODULES", "module_fqns_per_model_part", "pipeline_parallel_module_fqns_per_model_part")
+        )
+        if not isinstance(lists, list) or not all(isinstance(x, list) for x in lists):
+            raise UsageError(f"expected a list of lists of modules, one for each stage, as {title} takes")
+        stage_of: dict[str, int] = {}
+        for stage, modules in enumerate(lists):
+            for module in map(rename, modules):
+                if module.split(".")[-1] != ROTARY:
+                    if module in stage_of:
+                        raise UsageError(f"{module} is on stages {stage_of[module]} and {stage}; expected one stage")
+                    stage_of[module] = stage
+        homes = list[int]()
+        for name in names:
+            modules = [x for x in map(rename, modules_of(name)) if x.split(".")[-1] != ROTARY]
+            stages = {stage_of.pop(x, -1) for x in modules} or {homes[-1] if homes else 0}
+            if len(stages) > 1 or -1 in stages:
+                raise UsageError(
+                    f"{name} is on no stage of the layout, or on several; every layer of the profile belongs to one"
+                )
+            homes += stages
+        if stage_of:
+            raise UsageError(
+                f"the layout has a module {next(iter(stage_of))}, which the profile has not; is it of this model?"
+            )
+        for i, (home, following) in enumerate(pairwise(homes)):
+            if following < home:
+                raise UsageError(
+                    f"{names[i + 1]} is on stage {following}, the layer before it on stage {home}; expected the model's order"
+                )
+        return tuple(sum(home <= stage for home in homes) for stage in range(len(lists)))
+
+    return reader
+
+
+# Numbers: DeepSpeed, torchgpipe, vLLM and SGLang
+
+
+def _deepspeed(text: str, names: Sequence[str]) -> tuple[int, ...]:
+    parts = _numbers(text, ("PARTS", "parts"))
+    if not parts or parts[0] != 0 or parts[-1] != len(names):
+        raise UsageError(
+            f"the boundaries are {parts}; expected rising numbers from 0 to {len(names)}, as the profile has {len(names)} layers"
+        )
+    return tuple(parts[1:])
+
+
+def _torchgpipe(text: str, names: Sequence[str]) -> tuple[int, ...]:
+    counts = _numbers(text, ("balance",))
+    if sum(counts) != len(names):
+        raise UsageError(f"the counts add up to {sum(counts)}; the profile has {len(names)} layers")
+    return _ends(counts)
+
+
+def _inference(text: str, names: Sequence[str]) -> tuple[int, ...]:
+    counts = _numbers(text.rpartition("=")[2], ())
+    decoder: Decoder = decoder_of(names, "the receiver")
+    num_blocks = len(decoder.blocks)
+    if sum(counts) != num_blocks:
+        raise UsageError(f"the counts add up to {sum(counts)}; the profile has {num_blocks} blocks")
+    ends = [decoder.blocks.start + x for x in _ends(counts)]
+    return (*ends[:-1], len(names))
+
+
+def _pytorch(text: str, names: Sequence[str]) -> tuple[int, ...]:
+    points = re.findall(r"[\"']([^\"']+)[\"']\s*:\s*SplitPoint\.BEGINNING", text)
+    firsts = [modules_of(name)[0] for name in names]
+    for point in points:
+        if point not in firsts:
+            raise UsageError(f"split point {point} is no layer of the profile; expected a module such as {firsts[-1]}")
+    return (*(firsts.index(point) for point in points), len(names))
+
+
+def _numbers(text: str, keys: Sequence[str]) -> list[int]:
+    """A list of whole numbers, as a literal or with commas between them."""
+    plain = text.strip().strip("\"'")
+    if re.fullmatch(r"\d+(\s*,\s*\d+)*", plain):
+        return [int(x) for x in plain.split(",")]
+    found = _literal(text, keys)
+    if not isinstance(found, list | tuple) or not all(type(x) is int for x in found):
+        raise UsageError(f"found {str(found)[:60]}; expected whole numbers, such as 16,16")
+    return list(found)
+
+
+def _literal(text: str, keys: Sequence[str]) -> object:
+    """The literal that a text is, or that a Python module assigns to one of these names or passes by it."""
+    try:
+        tree = ast.parse(text.strip())
+    except SyntaxError as error:
+        raise UsageError(
+            f"line {error.lineno} of the layout is no Python: {error.msg}; expected a literal or a module"
+        ) from error
+    body = tree.body[0] if len(tree.body) == 1 else None
+    found = (
+        [body.value] if isinstance(body, ast.Expr) and not isinstance(body.value, ast.Call) else [*_values(tree, keys)]
+    )
+    for value in found:
+        try:
+            return ast.literal_eval(value)
+        except ValueError:
+            continue
+    named = f", alone or named {' or '.join(keys)}" if keys else " such as 16,16"
+    raise UsageError(f"{text.strip()[:40]!r} holds no layout; expected a literal{named}")
+
+
+def _values(tree: ast.AST, keys: Sequence[str]) -> Iterator[ast.expr]:
+    """What is assigned to one of these names, or passed by it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword | ast.Assign):
+            targets = (
+                [node.arg] if isinstance(node, ast.keyword) else [x.id for x in node.targets if isinstance(x, ast.Name)]
+            )
+            if any(x in keys for x in targets):
+                yield node.value
+
+
+_READERS: dict[str, Callable[[str, Sequence[str]], tuple[int, ...]]] = {
+    "megatron": _megatron,
+    "verl": _megatron,
+    "torchtitan": _module_lists("torchtitan", child_name),
+    "automodel": _module_lists("automodel", str),
+    "deepspeed": _deepspeed,
+    "torchgpipe": _torchgpipe,
+    "pytorch": _pytorch,
+    "vllm": _inference,
+    "sglang": _inference,
+}

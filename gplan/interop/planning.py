@@ -1,0 +1,214 @@
+"""Plans under the rules of another trainer: the best one that it can run, the nearest to a plan that it cannot, and its
+own layout priced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gplan.core import Alternative, Constraints, Plan, Profile, RecomputeMode
+from gplan.core.errors import NoPlanError, UsageError
+from gplan.core.units import percent_text, seconds_text
+from gplan.interop.layouts import Layout, read_layout
+from gplan.interop.receivers import Settings, constraints_for, receiver_named, settings_problem
+from gplan.partition.balance import alternative_of, balance
+from gplan.partition.constraints import combined
+from gplan.schedules.registry import num_stages_of
+from gplan.strategy_search.space import Allows, Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForReceiver:
+    """The rules of a receiver as arguments of a search."""
+
+    name: str
+    constraints: Constraints
+
+    @classmethod
+    def of(cls, name: str, profile: Profile) -> ForReceiver:
+        """The rules for a profile; raises UsageError for a model that the receiver cannot take."""
+        return cls(name=name, constraints=constraints_for(name, profile))
+
+    @property
+    def allows(self) -> Allows:
+        """Which strategies a search may choose."""
+
+        def allows(strategy: Strategy, recompute: RecomputeMode) -> bool:
+            return not settings_problem(
+                self.name,
+                Settings(
+                    schedule=strategy.schedule,
+                    num_devices=strategy.num_devices,
+                    num_microbatches=strategy.num_microbatches,
+                    recompute=recompute,
+                    num_replicas=strategy.num_replicas,
+                ),
+            )
+
+        return allows
+
+    @property
+    def default_schedule(self) -> str:
+        """The schedule where none is named."""
+        return receiver_named(self.name).default_schedule
+
+    def check(self, schedule: str, *, num_devices: int, num_microbatches: int, recompute: str) -> None:
+        """Raise UsageError for settings that the receiver cannot run."""
+        counts = {"num_devices": num_devices, "num_microbatches": num_microbatches}
+        if problem := settings_problem(self.name, Settings(schedule=schedule, recompute=recompute, **counts)):
+            raise UsageError(f"the plan {problem}")
+
+    def with_constraints(self, constraints: Constraints) -> Constraints:
+        """The user's constraints and the receiver's."""
+        return combined([constraints, self.constraints])
+
+
+def best_for_receiver(
+    profile: Profile, *, receiver: str, num_devices: int, num_chunks: int = 1, num_microbatches: int, **options: Any
+) -> Plan:
+    """The best plan that a receiver can run with so many stages on each device; `options` are those of `gplan.balance`.
+
+    Raises UsageError for a model or settings that the receiver cannot take, NoPlanError where nothing fits the memory.
+    """
+    rules = ForReceiver.of(receiver, profile)
+    schedule = rules.default_schedule if num_chunks == 1 else f"interleaved-1f1b:{num_chunks}"
+    common: dict[str, Any] = {"num_devices": num_devices, "num_microbatches": num_microbatches, **options}
+    rules.check(
+        schedule,
+        num_devices=num_devices,
+        num_microbatches=num_microbatches,
+        recompute=options.get("recompute", "never"),
+    )
+    return balance(profile, schedule=schedule, constraints=rules.constraints, **common)
+
+
+def nearest_plan(plan: Plan, profile: Profile, *, receiver: str, time_limit_s: float = 5.0) -> Plan:
+    """The best plan that a receiver can run with a plan's devices, micro-batches and memory; its settings where possible.
+
+    Raises GplanError where there is none.
+    """
+    rules, found = ForReceiver.of(receiver, profile), receiver_named(receiver)
+    settings = Settings.of(plan)
+    recompute = plan.recompute if plan.recompute in found.recompute else next(iter(found.recompute))
+    chunks = settings.num_stages // settings.num_devices
+    chunked = [f"interleaved-1f1b:{chunks}"] if chunks > 1 else []
+    schedules = [plan.schedule, *chunked, found.default_schedule]
+    tried = [
+        replace(settings, schedule=schedule, recompute=mode, num_replicas=1)
+        for schedule in schedules
+        for mode in (recompute, "never")
+    ]
+    chosen = next((x for x in tried if not settings_problem(receiver, x)), None)
+    if chosen is None:
+        raise UsageError(f"the plan {settings_problem(receiver, tried[-1])}")
+    return balance(
+        profile,
+        num_devices=chosen.num_devices,
+        num_microbatches=chosen.num_microbatches,
+        microbatch_size=plan.microbatch_size,
+        schedule=chosen.schedule,
+        recompute=chosen.recompute,
+        memory_bytes=plan.memory_limit_bytes,
+        minimize=plan.minimize,
+        constraints=rules.constraints,
+        time_limit_s=time_limit_s,
+    )
+
+
+def nearest_plan_text(plan: Plan, profile: Profile, *, receiver: str) -> str:
+    """A sentence on the nearest plan that the receiver can run, what it costs, and the command for it.
+
+    "" where the receiver cannot take the model at all, or the profile is not the plan's.
+    """
+    if {layer.name for layer in profile.layers} != set(plan.layer_names):
+        return ""
+    try:
+        nearest = nearest_plan(plan, profile, receiver=receiver)
+    except UsageError:
+        return ""
+    except NoPlanError as error:
+        return f"with as many devices and micro-batches it can run none: {error}"
+    change = nearest.prediction.step_s / plan.prediction.step_s - 1
+    cuts = ", ".join(nearest.layer_names[x] for x in nearest.cuts)
+    return (
+        f"the nearest plan that it can run begins its stages at {cuts} and takes {seconds_text(nearest.prediction.step_s)} a step, this "
+        f"one {seconds_text(plan.prediction.step_s)} ({change:+.1%}): gplan balance --for {receiver} --k {nearest.num_devices} "
+        f"--microbatches {nearest.num_microbatches} --schedule {nearest.schedule} --recompute {nearest.recompute}"
+    )
+
+
+def import_plan(
+    layout: str,
+    profile: Profile,
+    *,
+    receiver: str,
+    num_devices: int | None = None,
+    num_microbatches: int | None = None,
+    schedule: str | None = None,
+    **options: Any,
+) -> Plan:
+    """The plan that a trainer's layout is, with the best one that the trainer can run beside it in `Plan.rivals`.
+
+    `layout` is the text that the trainer reads, or that of a file which holds it (`gplan.interop.layouts`). The number of
+    devices is by default what the text says, else one for each stage, with four micro-batches for each; the schedule is
+    the receiver's, interleaved where devices have several stages. `options` are those of `gplan.balance`.
+
+    Raises UsageError for a layout that does not fit the profile, NoPlanError for one that does not fit the memory.
+    """
+    rules = ForReceiver.of(receiver, profile)
+    found = read_layout(layout, profile, receiver=receiver)
+    num_devices = num_devices or found.num_devices or found.num_stages
+    num_microbatches = num_microbatches or 4 * num_devices
+    schedule = schedule or _schedule(found, num_devices)
+    if (num_stages := num_stages_of(schedule, num_devices)) != found.num_stages:
+        raise UsageError(
+            f"the layout has {found.num_stages} stages; {schedule} on {num_devices} devices has {num_stages}; give another --k or "
+            "--schedule"
+        )
+    counts = {"num_devices": num_devices, "num_microbatches": num_microbatches}
+    rules.check(schedule, recompute=options.get("recompute", "never"), **counts)
+    common = {**counts, "schedule": schedule, **options}
+    names = [layer.name for layer in profile.layers]
+    _check_rules(rules, names, found.cuts)
+    given = Constraints(
+        cut_after=tuple(names[x - 1] for x in found.cuts), profile_order=rules.constraints.profile_order
+    )
+    plan = balance(profile, constraints=given, **common)
+    best = balance(profile, constraints=rules.constraints, **common)
+    rivals = (alternative_of(best, label=f"best for {receiver_named(receiver).title}"), *_free(best))
+    notes = (*plan.notes, comparison_text(plan, best))
+    return replace(plan, rivals=rivals, notes=notes)
+
+
+def _free(best: Plan) -> Sequence[Alternative]:
+    """The best plan without the receiver's rules, where they cost something."""
+    return [x for x in best.rivals if x.step_s < best.prediction.step_s * (1 - 1e-9)]
+
+
+def comparison_text(plan: Plan, best: Plan) -> str:
+    """The layout beside the best one, in a sentence."""
+    ratio = plan.prediction.step_s / best.prediction.step_s - 1
+    peak = plan.peak_bytes / best.peak_bytes - 1 if best.peak_bytes else 0.0
+    if plan.cuts == best.cuts or ratio < 1e-9:
+        return "the layout is as good as the best one"
+    sign = "+" if peak >= 0 else "-"
+    return f"the layout takes {percent_text(ratio)} longer than the best one; its largest peak is {sign}{percent_text(abs(peak))}"
+
+
+def _schedule(layout: Layout, num_devices: int) -> str:
+    chunks, rest = divmod(layout.num_stages, num_devices)
+    if rest:
+        raise UsageError(
+            f"the layout has {layout.num_stages} stages, which {num_devices} devices cannot share equally; give --k"
+        )
+    return receiver_named(layout.receiver).default_schedule if chunks == 1 else f"interleaved-1f1b:{chunks}"
+
+
+def _check_rules(rules: ForReceiver, names: Sequence[str], cuts: Sequence[int]) -> None:
+    for first, last in rules.constraints.keep_together:
+        for cut in cuts:
+            if names.index(first) < cut <= names.index(last):
+                raise UsageError(
+                    f"the layout cuts before {names[cut]}; {rules.name} keeps {first} to {last} on one stage"
+                )

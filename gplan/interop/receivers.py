@@ -1,0 +1,537 @@
+"""What other trainers can run: one table, used by exports, by planning for a receiver, by layouts read back and by the docs.
+
+A receiver restricts how a plan is run (schedule, recompute, micro-batches, replicas: `settings_problem`) and where a
+model may be cut (`indivisible`: ranges of layers that stay on one stage). A plan for a receiver is searched under both;
+an export of any plan is checked by both. Where weights and values are is known from the profile only; without it, those
+rules are not checked. Sources of each receiver's rules are in its module of `interop/export`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from gplan.core import Constraints, Plan, Profile, Value
+from gplan.core.errors import UsageError
+from gplan.graph.layer_graph import LayerGraph
+from gplan.schedules.registry import make_schedule, num_stages_of, schedule_info
+
+MODEL_INPUT = "the model's input"
+
+Cuts = Literal["calls", "items", "children", "names", "decoder", "blocks"]
+"""Where a receiver cuts: before calls of modules; between the items of a sequence of modules; between children of the model
+and entries of a child that is a list; between modules of a language model by their names; between its embeddings, blocks,
+multi-token prediction and head; between its blocks only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receiver:
+    """What a trainer can run. Names of schedules and recompute modes are gplan's, beside the receiver's own."""
+
+    title: str
+    checked_with: str  # the version that `benchmarks/receivers` checked exports with
+    how: str  # in which way
+    cuts: Cuts
+    schedules: Mapping[str, str] | None  # the first is the default; None: any order of actions
+    recompute: Mapping[str, str]
+    max_chunks: int | None = None  # stages of a device; None: any number
+    replicas: bool = True  # whether it runs data-parallel pipelines
+    tied: Literal["summed", "one stage", "refused"] = "summed"  # a parameter of several layers
+    skips: Literal["sent", "remade"] = "sent"  # a value that passes over a stage; remade: masks and positions only
+
+    @property
+    def default_schedule(self) -> str:
+        """The schedule of a plan for it where none is named."""
+        return "1f1b" if self.schedules is None else next(iter(self.schedules))
+
+
+_MEGATRON = Receiver(
+    title="Megatron-LM",
+    checked_with="megatron-core 0.16.1",
+    how="parsed and validated by PipelineParallelLayerLayout",
+    cuts="decoder",
+    schedules={"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B"},
+    recompute={"never": "", "always": "full"},
+    skips="remade",
+)
+
+
+def _inference(title: str, checked_with: str, how: str) -> Receiver:
+    """One stage on each device; what the schedule and recompute of training are does not matter."""
+    return Receiver(
+        title=title,
+        checked_with=checked_with,
+        how=how,
+        cuts="blocks",
+        schedules=None,
+        recompute=dict.fromkeys(("never", "always", "except-last", "selected"), ""),
+        max_chunks=1,
+        skips="remade",
+    )
+
+
+RECEIVERS: dict[str, Receiver] = {
+    "torchtitan": Receiver(
+        title="torchtitan",
+        checked_with="torchtitan 0.3.0",
+        how="split by _split_module, and by the splitter of its transformers backend",
+        cuts="children",
+        schedules=None,
+        recompute={"never": "None", "always": "FullAC.Config()"},
+        replicas=False,
+        tied="one stage",
+        skips="remade",
+    ),
+    "megatron": _MEGATRON,
+    "verl": Receiver(
+        title="verl",
+        checked_with="megatron-core 0.16.1 (verl 0.9.1 was read)",
+        how="parsed by PipelineParallelLayerLayout, to which verl hands the string",
+        cuts=_MEGATRON.cuts,
+        schedules=_MEGATRON.schedules,
+        recompute=_MEGATRON.recompute,
+        skips=_MEGATRON.skips,
+    ),
+    "automodel": Receiver(
+        title="NeMo Automodel",
+        checked_with="nemo-automodel 0.7.0",
+        how="split by split_model_into_stages",
+        cuts="names",
+        schedules=None,
+        recompute={"never": ""},
+        tied="one stage",
+        skips="remade",
+    ),
+    "deepspeed": Receiver(
+        title="DeepSpeed",
+        checked_with="deepspeed 0.19.8",
+        how="built by PipelineModule",
+        cuts="items",
+        schedules={"1f1b": "1F1B"},
+        recompute={"never": "none", "always": "whole"},
+        max_chunks=1,
+    ),
+    "torchgpipe": Receiver(
+        title="torchgpipe",
+        checked_with="torchgpipe 0.0.5",
+        how="run",
+        cuts="items",
+        schedules={"gpipe": "GPipe"},
+        recompute={"never": "never", "always": "always", "except-last": "except_last"},
+        max_chunks=1,
+        replicas=False,
+        tied="refused",
+    ),
+    "pytorch": Receiver(
+        title="torch.distributed.pipelining",
+        checked_with="torch 2.13.0",
+        how="split by pipeline() and run on two processes",
+        cuts="calls",
+        schedules=None,
+        recompute={"never": "none"},
+        replicas=False,
+        tied="one stage",
+    ),
+    "vllm": _inference(
+        "vLLM",
+        "sglang 0.5.23",
+        "parsed by SGLang's get_pp_indices, which comes from vLLM; vLLM itself was not installed",
+    ),
+    "sglang": _inference("SGLang", "sglang 0.5.23", "parsed by get_pp_indices"),
+}
+
+
+def receiver_named(name: str) -> Receiver:
+    """The receiver of that name; raises UsageError for an unknown one."""
+    if name not in RECEIVERS:
+        raise UsageError(f"receiver {name!r} is not known; expected one of {', '.join(RECEIVERS)}")
+    return RECEIVERS[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a pipeline is run, apart from its partition."""
+
+    schedule: str
+    num_devices: int
+    num_microbatches: int
+    recompute: str = "never"
+    num_replicas: int = 1
+
+    @classmethod
+    def of(cls, plan: Plan) -> Settings:
+        """Those of a plan."""
+        return cls(
+            schedule=plan.schedule,
+            num_devices=plan.num_devices,
+            num_microbatches=plan.num_microbatches,
+            recompute=plan.recompute,
+            num_replicas=plan.num_replicas,
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """On all devices of a replica together."""
+        return num_stages_of(self.schedule, self.num_devices)
+
+
+_OF_ONE_CHUNK = {"interleaved-1f1b:1": "1f1b", "looped-bfs:1": "gpipe"}
+
+
+def plain_schedule(schedule: str) -> str:
+    """The common name of a schedule; with one chunk per device that of the schedule without chunks."""
+    title = schedule_info(schedule).title
+    return _OF_ONE_CHUNK.get(title, title)
+
+
+def settings_problem(name: str, settings: Settings) -> str:
+    """Why a receiver cannot run a pipeline so, with what to do, as the rest of a sentence on the plan; "" if it can."""
+    return next(_settings_problems(receiver_named(name), name, settings), "")
+
+
+def _settings_problems(receiver: Receiver, name: str, settings: Settings) -> Iterator[str]:
+    title, num_devices, num_stages = receiver.title, settings.num_devices, settings.num_stages
+    schedule = plain_schedule(settings.schedule)
+    if settings.num_replicas > 1 and not receiver.replicas:
+        yield (f"runs {settings.num_replicas} replicas; {title} runs one pipeline; plan with --k {num_devices} alone")
+    stages = f"{num_stages} stages on {num_devices} devices ({schedule})"
+    choice = f"plan again with --schedule {' or '.join(receiver.schedules or ('1f1b', 'gpipe'))}"
+    if receiver.max_chunks == 1 and num_stages > num_devices:
+        yield f"has {stages}; {title} holds one stage per device; {choice}"
+    if receiver.schedules is not None and plain_schedule(settings.schedule).partition(":")[0] not in receiver.schedules:
+        yield f"has schedule {schedule}; {title} can express {' or '.join(receiver.schedules)}; {choice}"
+    if settings.recompute not in receiver.recompute:
+        modes = " or ".join(receiver.recompute)
+        yield f"has recompute {settings.recompute}; {title} can express {modes}; plan again with --recompute {modes}"
+    if settings.recompute != "never" and schedule_info(settings.schedule).splits_backward:
+        yield (
+            f"recomputes and {schedule} splits the backward; {title} would recompute several times per micro-batch, the plan "
+            "once; plan again with --recompute never, or with another --schedule"
+        )
+    yield from _ORDER_PROBLEMS.get(name, lambda _: ())(settings)
+
+
+def _megatron_order(settings: Settings) -> Iterator[str]:
+    """1F1B, or interleaved 1F1B with M a multiple of K."""
+    num_devices, num_microbatches = settings.num_devices, settings.num_microbatches
+    if settings.num_stages == num_devices:
+        return
+    if num_devices == 1:
+        yield f"has {settings.num_stages} stages on one device; Megatron-LM interleaves on 2 devices or more; plan again with --schedule 1f1b"
+    if num_microbatches % num_devices:
+        yield (
+            f"interleaves {num_microbatches} micro-batches on {num_devices} devices; Megatron-LM does so in groups of "
+            f"{num_devices}; plan again with another --microbatches, or with --schedule 1f1b"
+        )
+
+
+def _places(settings: Settings) -> tuple[int, ...]:
+    counts = {"num_devices": settings.num_devices, "num_microbatches": settings.num_microbatches}
+    return make_schedule(settings.schedule, **counts).devices
+
+
+def _titan_order(settings: Settings) -> Iterator[str]:
+    """As many stages on each rank, stage s on rank s mod K, or two on each there and back."""
+    num_devices, places = settings.num_devices, _places(settings)
+    loop = tuple(stage % num_devices for stage in range(settings.num_stages))
+    there_and_back = (*range(num_devices), *reversed(range(num_devices)))
+    if places not in (loop, there_and_back) or settings.num_stages % num_devices:
+        yield (
+            f"has stages on devices {', '.join(map(str, places))} ({plain_schedule(settings.schedule)}); expected as many on "
+            "each, stage s on rank s mod K, or two on each there and back; plan again with another --schedule"
+        )
+
+
+def _torch_order(settings: Settings) -> Iterator[str]:
+    """No consecutive stages on one device."""
+    for stage, (device, following) in enumerate(pairwise(_places(settings))):
+        if device == following:
+            yield (
+                f"cannot be sent on: stages {stage} and {stage + 1} are neighbours on device {device} "
+                f"({plain_schedule(settings.schedule)}), and the stages that torch's pipeline() makes cannot send to a stage of the same "
+                "rank; plan again with another --schedule"
+            )
+
+
+_ORDER_PROBLEMS: dict[str, Callable[[Settings], Iterator[str]]] = {
+    "megatron": _megatron_order,
+    "verl": _megatron_order,
+    "torchtitan": _titan_order,
+    "automodel": _titan_order,
+    "pytorch": _torch_order,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """Where the layers of a language model are: embeddings, one list of blocks, multi-token prediction, head."""
+
+    blocks: range
+    prediction: range  # empty if the model has none
+    num_layers: int
+
+    @property
+    def embeddings(self) -> range:
+        """The layers before the blocks."""
+        return range(self.blocks.start)
+
+    @property
+    def head(self) -> range:
+        """The layers after all blocks."""
+        return range(self.prediction.stop, self.num_layers)
+
+    def counts(self, first: int, end: int) -> tuple[int, int]:
+        """The blocks and the multi-token prediction layers among layers first to end - 1."""
+        found = (len(range(max(first, x.start), min(end, x.stop))) for x in (self.blocks, self.prediction))
+        return next(found), next(found)
+
+
+_ENTRY = re.compile(r"(.+)\.(\d+)")  # of a list of modules
+_PREDICTION = re.compile(r"(?:.*\.)?mtp(?:_\w+)?(?:\..*)?|.*\.mtp_?\d*")  # mtp.0, model.mtp_layers.1
+
+
+def decoder_of(names: Sequence[str], title: str) -> Decoder:
+    """The parts of a language model by the names of its layers; raises UsageError for other models."""
+    found = [i for i, name in enumerate(names) if _PREDICTION.fullmatch(name)]
+    entries = [
+        (i, match[1], int(match[2]))
+        for i, name in enumerate(names)
+        if i not in found and (match := _ENTRY.fullmatch(name))
+    ]
+    lists = list(dict.fromkeys(name for _, name, _ in entries))
+    if len(lists) != 1:
+        blocks_text = f"blocks in {len(lists)} lists ({', '.join(lists)})" if lists else "no blocks such as layers.0"
+        raise _not_a_decoder(f"the model has {blocks_text}", title)
+    blocks = range(entries[0][0], entries[-1][0] + 1)
+    if [number for _, _, number in entries] != list(range(len(blocks))):
+        raise _not_a_decoder(f"other layers stand between the blocks {names[blocks[0]]} and {names[blocks[-1]]}", title)
+    prediction = range(found[0], found[-1] + 1) if found else range(blocks.stop, blocks.stop)
+    if len(prediction) != len(found) or prediction.start != blocks.stop:
+        raise _not_a_decoder(f"{names[found[0]]} does not follow the blocks at once", title)
+    decoder = Decoder(blocks=blocks, prediction=prediction, num_layers=len(names))
+    if not decoder.embeddings or not decoder.head:
+        raise _not_a_decoder(f"no layer stands {'after' if decoder.embeddings else 'before'} the blocks", title)
+    return decoder
+
+
+def _not_a_decoder(found: str, title: str) -> UsageError:
+    return UsageError(f"{found}; {title} takes embeddings, then one list of blocks, then a head; use another format")
+
+
+def modules_of(layer: str) -> tuple[str, ...]:
+    """The modules of a layer: several if they could not be separated; "#2" marks a second call.
+
+    >>> modules_of("blocks.3"), modules_of("relu#2"), modules_of("stem..blocks.0")
+    (('blocks.3',), ('relu',), ('stem', 'blocks.0'))
+    """
+    return tuple(name.partition("#")[0] for name in layer.split(".."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Indivisible:
+    """Layers first to last that a receiver cannot cut apart, and why, as the end of "the plan cuts before X, "."""
+
+    first: int
+    last: int
+    why: str
+
+
+def indivisible(name: str, names: Sequence[str], profile: Profile | None) -> tuple[Indivisible, ...]:
+    """What a receiver cannot cut apart in a model of these layers; raises UsageError for a model that it cannot take."""
+    return tuple(x for x in _indivisible(receiver_named(name), names, profile) if x.first < x.last)
+
+
+def _indivisible(receiver: Receiver, names: Sequence[str], profile: Profile | None) -> Iterator[Indivisible]:
+    title = receiver.title
+    decoder = decoder_of(names, title) if receiver.cuts in ("names", "decoder", "blocks") else None
+    if decoder is not None and receiver.cuts != "names":
+        _check_blocks(decoder, profile, title)
+        near, first, last = int(receiver.cuts == "blocks"), decoder.blocks.start, decoder.prediction.stop
+        yield Indivisible(first=0, last=first - 1 + near, why=f"within the embeddings; {title} cannot cut them")
+        yield Indivisible(first=last - near, last=len(names) - 1, why=f"within the head; {title} cannot cut it")
+        if decoder.prediction:
+            first, last = decoder.prediction.start - near, decoder.prediction.stop - 1
+            yield Indivisible(
+                first=first, last=last, why=f"within multi-token prediction; {title} holds its layers on one stage"
+            )
+        return  # every stage makes masks and positions itself, and sums the gradients of tied embeddings
+    _check_names(receiver, names)
+    if receiver.tied == "one stage":
+        yield from _tied(profile, title)
+    if receiver.cuts == "calls":
+        yield from _beginnings(names)
+    if receiver.cuts in ("children", "names"):
+        yield from _calls(names, title)
+        yield from _skipping(receiver, names, profile)
+
+
+def _check_names(receiver: Receiver, names: Sequence[str]) -> None:
+    """Raise UsageError for layers that are no items of a sequence, or no children of the model or entries of one."""
+    for layer in names:
+        if receiver.cuts == "items" and modules_of(layer) != (layer,):
+            found = "several modules that cannot be cut apart" if ".." in layer else "a second call of a module"
+            raise UsageError(
+                f"layer {layer} is {found}; {receiver.title} takes a sequence of modules; write the model as an nn.Sequential, "
+                "profile that and plan again"
+            )
+        for module in modules_of(layer) if receiver.cuts == "children" else ():
+            _check_child(child_name(module))
+        if receiver.cuts == "names" and (match := _ENTRY.fullmatch(layer)) and match[1].split(".")[-1] != "layers":
+            raise UsageError(
+                f"the blocks are {layer} and so on; {receiver.title} takes Hugging Face models whose blocks are in a list named "
+                "layers, such as model.layers.3; use another format"
+            )
+
+
+def child_name(module: str) -> str:
+    """The name of a module of a Hugging Face model in torchtitan's transformers backend; others as they are.
+
+    >>> child_name("model.layers.3"), child_name("model.embed_tokens"), child_name("norm")
+    ('layers.3', 'tok_embeddings', 'norm')
+    """
+    return {"embed_tokens": "tok_embeddings"}.get(short := module.removeprefix("model."), short)
+
+
+def _check_child(module: str) -> None:
+    if module.isdigit():
+        raise UsageError(
+            f"layer {module} is a child of an nn.Sequential; torchtitan takes modules away and leaves None, which a Sequential "
+            "cannot pass over; give gplan a module whose forward can"
+        )
+    if module.count(".") > 1:
+        raise UsageError(
+            f"{module} is too deep in the model; torchtitan splits a model at its children, such as norm, and at the entries "
+            "of a child that is a list, such as layers.3; move the layers up to the model"
+        )
+
+
+def _check_blocks(decoder: Decoder, profile: Profile | None, title: str) -> None:
+    """Raise UsageError unless the output of each block goes to the next layer only, and no two share a weight."""
+    if profile is None:
+        return
+    for value in profile.values:
+        maker = -1 if value.producer is None else value.producer
+        if maker in decoder.blocks and value.consumers[-1] > maker + 1:
+            raise _not_a_decoder(f"the output of {profile.layers[maker].name} is read beyond the next layer", title)
+    for shared in profile.shared_weights:
+        if any(layer in decoder.blocks for layer in shared.layers):
+            raise _not_a_decoder(f"{shared.name} is shared by blocks", title)
+
+
+def _tied(profile: Profile | None, title: str) -> Iterator[Indivisible]:
+    for shared in () if profile is None else profile.shared_weights:
+        why = f"and {shared.name} is used on several stages; {title} does not sum its gradients: untie it, or use it on one stage"
+        yield Indivisible(first=min(shared.layers), last=max(shared.layers), why=why)
+
+
+def _beginnings(names: Sequence[str]) -> Iterator[Indivisible]:
+    """No stage begins with a module that is called several times: a split point splits at every call."""
+    calls = Counter(module for layer in names for module in modules_of(layer))
+    for i, layer in enumerate(names[1:], 1):
+        module = modules_of(layer)[0]
+        if calls[module] > 1:
+            why = f"a stage that begins with a call of {module}, which is called {calls[module]} times; a split point splits at every call"
+            yield Indivisible(first=i - 1, last=i, why=why)
+
+
+def _calls(names: Sequence[str], title: str) -> Iterator[Indivisible]:
+    """A module that is called several times is on one stage."""
+    first: dict[str, int] = {}
+    for i, layer in enumerate(names):
+        for module in modules_of(layer):
+            if first.setdefault(module, i) != i:
+                why = f"and {module} is called on several stages; {title} puts a module on one stage: use a module for each call"
+                yield Indivisible(first=first[module], last=i, why=why)
+
+
+def _skipping(receiver: Receiver, names: Sequence[str], profile: Profile | None) -> Iterator[Indivisible]:
+    """From after the maker of a value to its last reader, unless each stage makes it again."""
+    for value in () if profile is None else profile.values:
+        maker, last = -1 if value.producer is None else value.producer, min(value.consumers[-1], len(names) - 1)
+        if is_remade(names, value):
+            continue
+        made_by = MODEL_INPUT if maker < 0 else f"the output of {names[maker]}"
+        why = (
+            f"and {made_by} skips layers there; a stage of {receiver.title} gets only what the layer before it returns"
+        )
+        yield Indivisible(first=maker + 1, last=last, why=why)
+
+
+def is_remade(names: Sequence[str], value: Value) -> bool:
+    """Whether every stage of a language model makes a value itself: masks and positions, which come from the embeddings
+    and have no gradient."""
+    entries = (i for i, name in enumerate(names) if _ENTRY.fullmatch(name))
+    is_early = value.producer is not None and value.producer < next(entries, 0)
+    return is_early and not any(cost.gradient_bytes for cost in value.costs)
+
+
+def constraints_for(name: str, profile: Profile) -> Constraints:
+    """What a receiver asks of the partition of a profile; raises UsageError for a model that it cannot take."""
+    check_granularity(profile.granularity, profile.layers[0].name, receiver_named(name).title)
+    names = [layer.name for layer in profile.layers]
+    check_weights(name, profile)
+    kept = dict.fromkeys((x.first, x.last) for x in indivisible(name, names, profile))
+    inner = {x for x in kept if any(x != y and y[0] <= x[0] and x[1] <= y[1] for y in kept)}
+    return Constraints(
+        keep_together=tuple((names[first], names[last]) for first, last in kept if (first, last) not in inner),
+        profile_order=not LayerGraph(len(names), profile.precedence).is_chain,
+    )
+
+
+def check_granularity(granularity: str, layer: str, title: str) -> None:
+    """Raise UsageError for layers that are single operations."""
+    if granularity != "layer":
+        raise UsageError(
+            f"the plan cuts between operations, such as {layer}; {title} cuts between modules; profile with --granularity layer "
+            "and plan again"
+        )
+
+
+def check_weights(name: str, profile: Profile | None) -> None:
+    """Raise UsageError for tied weights where the receiver takes none."""
+    receiver = receiver_named(name)
+    if receiver.tied == "refused" and profile is not None and profile.shared_weights:
+        raise UsageError(
+            f"{profile.shared_weights[0].name} is used by several layers; {receiver.title} refuses a parameter in two children; "
+            "untie it, or use another format"
+        )
+
+
+def check_plan(name: str, plan: Plan, profile: Profile | None) -> None:
+    """Raise UsageError for a plan that a receiver cannot run, with the reason and what to do."""
+    title = receiver_named(name).title
+    check_order(plan, profile, title)
+    check_granularity(plan.granularity, plan.layer_names[0], title)
+    names = plan.layer_names
+    kept = indivisible(name, names, profile)
+    check_weights(name, profile)
+    if problem := settings_problem(name, Settings.of(plan)):
+        raise UsageError(f"the plan {problem}")
+    for cut in plan.cuts:
+        for x in kept:
+            if x.first < cut <= x.last:
+                raise UsageError(
+                    f"the plan cuts before {names[cut]}, {x.why}; plan again with --for {name}, or with --keep-together "
+                    f"{names[x.first]}..{names[x.last]}"
+                )
+
+
+def check_order(plan: Plan, profile: Profile | None, title: str) -> None:
+    """Raise UsageError unless the stages follow the profile's order, in which the model runs its layers."""
+    names = tuple(layer.name for layer in profile.layers) if profile is not None else plan.layer_names
+    strange = sorted(set(names) ^ set(plan.layer_names))
+    if strange:
+        owner = "the plan" if strange[0] in plan.layer_names else "the profile"
+        raise UsageError(
+            f"only {owner} has a layer {strange[0]}; expected the profile that the plan was made from; give it with --profile"
+        )
+    for found, expected in zip(plan.layer_names, names, strict=True):
+        if found != expected:
+            raise UsageError(
+                f"the plan puts {found} where the model runs {expected}; {title} runs the layers in the model's own order; "
+                "export to json, or keep the branches together with --keep-together and plan again"
+            )

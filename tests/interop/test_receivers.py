@@ -1,0 +1,314 @@
+"""The table of receivers: its rules in a search, in exports and in layouts read back; their own code where it is installed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from receivers import own_code
+from receivers.random_plans import random_plans
+
+import gplan
+from gplan.cli import main
+from gplan.cli.arguments import RECEIVERS as CHOICES
+from gplan.core import Constraints, Plan, Profile, RecomputeMode
+from gplan.core.errors import NoPlanError, UsageError
+from gplan.interop.export.exporters import FORMATS, export
+from gplan.interop.layouts import read_layout, stage_letters
+from gplan.interop.planning import ForReceiver, import_plan, nearest_plan, nearest_plan_text
+from gplan.interop.receivers import RECEIVERS, Settings, constraints_for, settings_problem
+from gplan.schedules.registry import SCHEDULES
+from profiler.analytic.decoder_config import Widths, decoder_profile
+from profiler.analytic.hardware import load_hardware
+from tests.interop.planned import profiled, shared, transformer, value
+from tests.made import make_profile
+
+
+def named_profile(plan: Plan) -> Profile:
+    return profiled(plan.layer_names)
+
+
+def language_model(num_blocks: int = 10, *, head_s: float = 4.0, path: str = "layers") -> Profile:
+    """Embedding, equal blocks, norm and a head that takes longer than a block."""
+    names = transformer(num_blocks, path=path)
+    made = make_profile([0.5, *[1.0] * num_blocks, 0.25, head_s], microbatch_sizes=(1,))
+    return replace(made, layers=tuple(replace(x, name=name) for x, name in zip(made.layers, names, strict=True)))
+
+
+# The table
+
+
+def test_every_receiver_has_an_exporter_and_is_a_choice_of_the_command_line() -> None:
+    assert tuple(RECEIVERS) == CHOICES
+    assert {*FORMATS} - {*RECEIVERS} == {"csv", "json"}
+    for receiver in RECEIVERS.values():
+        assert set(receiver.schedules or ()) <= set(SCHEDULES)
+        assert set(receiver.recompute) <= set(get_args(RecomputeMode))
+        assert "never" in receiver.recompute
+
+
+@pytest.mark.parametrize("receiver", RECEIVERS)
+def test_random_plans_are_exported_and_read_back(receiver: str) -> None:
+    for plan in random_plans(receiver, 60, seed=1):
+        text = export(plan, to=receiver).text
+        found = read_layout(text, named_profile(plan), receiver=receiver)
+        assert found.cuts == plan.cuts, text
+        assert found.num_devices in (None, plan.num_devices)
+
+
+@pytest.mark.parametrize("receiver", own_code.READERS)
+def test_the_receivers_own_code_has_the_stages_of_the_plan(receiver: str) -> None:
+    if own_code.installed(receiver) is None:
+        pytest.skip(f"{own_code.PACKAGES[receiver]} is not installed; pip install 'gplan[receivers]'")
+    with own_code.quiet():
+        for plan in random_plans(receiver, 20, seed=2):
+            assert own_code.READERS[receiver](plan) == [list(x.layer_names) for x in plan.stages]
+
+
+# Planning for a receiver
+
+
+@pytest.mark.parametrize("receiver", RECEIVERS)
+@pytest.mark.parametrize(("num_devices", "num_blocks", "head_s"), [(2, 4, 0.1), (3, 5, 8.0), (4, 7, 3.0)])
+def test_what_is_planned_for_a_receiver_can_be_exported(
+    receiver: str, num_devices: int, num_blocks: int, head_s: float
+) -> None:
+    path = "model.layers" if receiver == "automodel" else "layers"
+    profile, rules = language_model(num_blocks, head_s=head_s, path=path), RECEIVERS[receiver]
+    plan = gplan.balance(
+        profile,
+        num_devices=num_devices,
+        num_microbatches=2 * num_devices,
+        schedule=rules.default_schedule,
+        constraints=constraints_for(receiver, profile),
+    )
+    assert read_layout(export(plan, to=receiver, profile=profile).text, profile, receiver=receiver).cuts == plan.cuts
+
+
+def test_the_rules_cost_what_the_plan_says_beside_the_free_optimum() -> None:
+    profile = language_model(6, head_s=6.0)
+    plan = gplan.balance(
+        profile, num_devices=4, num_microbatches=8, schedule="1f1b", constraints=constraints_for("vllm", profile)
+    )
+    free = gplan.balance(profile, num_devices=4, num_microbatches=8, schedule="1f1b")
+    assert plan.rivals[0].step_s == free.prediction.step_s < plan.prediction.step_s
+    assert plan.stages[-1].layer_names == ("layers.5", "norm", "output")  # no stage without a block
+
+
+def test_an_order_of_branches_is_kept() -> None:
+    names = ["embed", "a", "b", "head"]
+    branches = (value(0, 1), value(0, 2), value(1, 3), value(2, 3))
+    profile = replace(make_profile([1.0, 3.0, 1.0, 1.0], microbatch_sizes=(2,)), values=branches)
+    profile = replace(profile, layers=tuple(replace(x, name=n) for x, n in zip(profile.layers, names, strict=True)))
+    for solver in ("dp", "milp"):
+        plan = gplan.balance(
+            profile, num_devices=2, num_microbatches=4, solver=solver, constraints=Constraints(profile_order=True)
+        )
+        assert plan.layer_names == tuple(names)
+    assert constraints_for("deepspeed", profile).profile_order
+    assert not constraints_for("deepspeed", language_model()).profile_order
+
+
+def test_a_search_chooses_what_the_receiver_can_run() -> None:
+    profile = language_model(8)
+    for receiver in ("megatron", "torchgpipe"):
+        rules = ForReceiver.of(receiver, profile)
+        plan = gplan.search(
+            profile, num_devices=2, num_microbatches="auto", batch_size=8, allows=rules.allows, constraints=rules.constraints,
+            time_limit_s=1.0,
+        )  # fmt: skip
+        assert not settings_problem(receiver, Settings.of(plan))
+        export(plan, to=receiver, profile=profile)
+
+
+@pytest.mark.parametrize(
+    ("receiver", "settings", "told"),
+    [
+        ("megatron", Settings(schedule="gpipe", num_devices=2, num_microbatches=4), "schedule gpipe"),
+        ("megatron", Settings(schedule="interleaved-1f1b:2", num_devices=4, num_microbatches=6), "in groups of 4"),
+        ("deepspeed", Settings(schedule="interleaved-1f1b:2", num_devices=2, num_microbatches=4), "one stage per device"),
+        ("torchtitan", Settings(schedule="zb-h1", num_devices=2, num_microbatches=4, recompute="always"), "splits the backward"),
+        ("pytorch", Settings(schedule="zb-v", num_devices=2, num_microbatches=4), "neighbours on device 1"),
+        ("torchgpipe", Settings(schedule="gpipe", num_devices=2, num_microbatches=4, num_replicas=2), "runs one pipeline"),
+        ("automodel", Settings(schedule="1f1b", num_devices=2, num_microbatches=4, recompute="always"), "recompute always"),
+    ],
+)  # fmt: skip
+def test_settings_that_a_receiver_has_not_are_named(receiver: str, settings: Settings, told: str) -> None:
+    assert told in settings_problem(receiver, settings)
+
+
+@pytest.mark.parametrize(
+    ("receiver", "profile", "told"),
+    [
+        ("vllm", profiled(["stem", "fc"]), "no blocks such as layers.0"),
+        ("automodel", profiled(["wte", "h.0", "h.1", "head"]), "in a list named layers"),
+        ("torchtitan", profiled(["a.b.c", "d"]), "a.b.c is too deep"),
+        ("torchgpipe", profiled("abc", shared_weights=(shared(0, 2),)), "untie it"),
+        ("megatron", replace(profiled(transformer(2)), granularity="op"), "--granularity layer"),
+    ],
+)
+def test_models_that_a_receiver_cannot_take_are_refused(receiver: str, profile: Profile, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        constraints_for(receiver, profile)
+
+
+# The nearest plan to one that is refused
+
+
+def test_a_refused_plan_comes_with_the_nearest_one_and_what_it_costs() -> None:
+    profile = language_model(6)
+    plan = gplan.balance(profile, num_devices=3, num_microbatches=6, schedule="gpipe")
+    nearest = nearest_plan(plan, profile, receiver="megatron")
+    export(nearest, to="megatron", profile=profile)
+    assert (nearest.num_devices, nearest.num_microbatches, nearest.schedule) == (3, 6, "1f1b")
+    text = nearest_plan_text(plan, profile, receiver="megatron")
+    assert "gplan balance --for megatron --k 3 --microbatches 6 --schedule 1f1b --recompute never" in text
+    assert nearest_plan_text(plan, profiled("xyz"), receiver="megatron") == ""
+    assert nearest_plan_text(plan, profile, receiver="automodel") != ""
+
+
+# Layouts read back
+
+
+def test_letters_are_written_out() -> None:
+    assert stage_letters("Et*3|(tt|)*29,m|L") == ("Ettt", *["tt"] * 29, "m", "L")
+    assert stage_letters("Et*2|(tt|)*2t|mL") == ("Ett", "tt", "tt", "t", "mL")
+
+
+READ = [
+    ("megatron", "Ett|t|tL"),
+    ("megatron", "--num-layers 4 --pipeline-model-parallel-size 3 --pipeline-model-parallel-layout 'Ett|t|tL' \\\n--bf16"),
+    ("torchtitan", '[["tok_embeddings", "layers.0", "layers.1"], ["layers.2"], ["layers.3", "norm", "output"]]'),
+    ("torchtitan", 'p = P(module_fqns_per_model_part=[["tok_embeddings", "layers.0", "layers.1"], ["layers.2"], ["layers.3", "norm", "output"]])'),
+    ("deepspeed", "[0, 3, 4, 7]"),
+    ("deepspeed", "PARTS = [0, 3, 4, 7]\n"),
+    ("torchgpipe", "3,1,3"),
+    ("vllm", "2,1,1"),
+    ("sglang", "export SGLANG_PP_LAYER_PARTITION=2,1,1\n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("receiver", "text"), READ)
+def test_layouts_are_read_from_texts_and_files(receiver: str, text: str) -> None:
+    assert read_layout(text, language_model(4), receiver=receiver).cuts == (3, 4)
+
+
+WRONG = [
+    ("megatron", "Ett|t|L", "the layout has 3 t (transformer layer); the profile has 4; add t"),
+    ("megatron", "Ett|x|ttL", "'x' at place 4 of the layout written out"),
+    ("megatron", "ttE|t|tL", "layer 0 of the layout is 't'; expected 'E'"),
+    ("megatron", "Ett||ttL", "stage 1 of the layout is empty"),
+    ("megatron", "Ett|tm|tL", "1 m (multi-token prediction); the profile has 0"),
+    ("torchtitan", '[["tok_embeddings", "layers.0"]]', "layers.1 is on no stage"),
+    ("torchtitan", '[["tok_embeddings", "layers.0"], ["layers.0"]]', "layers.0 is on stages 0 and 1"),
+    ("torchtitan", "[[", "is no Python"),
+    ("torchtitan", "modules = 3\nx = 4", "holds no layout"),
+    ("deepspeed", "[0, 3, 8]", "expected rising numbers from 0 to 7"),
+    ("deepspeed", "[0, 4, 3, 7]", "stage 1 of the layout is empty"),
+    ("torchgpipe", "3,3", "the counts add up to 6; the profile has 7 layers"),
+    ("vllm", "2,1", "the counts add up to 3; the profile has 4 blocks"),
+    ("vllm", "two", "'two' holds no layout; expected a literal such as 16,16"),
+    ("deepspeed", "['a']", "expected whole numbers"),
+    ("pytorch", '{"nothing": SplitPoint.BEGINNING}', "split point nothing is no layer"),
+]
+
+
+@pytest.mark.parametrize(("receiver", "text", "told"), WRONG)
+def test_a_layout_that_is_wrong_is_named_with_the_place(receiver: str, text: str, told: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_layout(text, language_model(4), receiver=receiver)
+    assert told in str(caught.value)
+
+
+def test_a_layout_is_priced_beside_the_best_one() -> None:
+    profile = language_model(8)
+    plan = import_plan("Ett|tt|tt|ttL", profile, receiver="megatron", num_microbatches=8)
+    assert [x.num_layers for x in plan.stages] == [3, 2, 2, 4]
+    best = plan.rivals[0]
+    assert best.label == "best for Megatron-LM"
+    assert best.step_s < plan.prediction.step_s
+    assert any("longer than the best one" in x for x in plan.notes)
+    again = import_plan(export(gplan.balance(
+        profile, num_devices=4, num_microbatches=8, schedule="1f1b", constraints=constraints_for("megatron", profile)
+    ), to="megatron").text, profile, receiver="megatron", num_microbatches=8)  # fmt: skip
+    assert "the layout is as good as the best one" in again.notes
+
+
+def test_a_layout_of_several_stages_a_device_is_interleaved() -> None:
+    profile = language_model(8)
+    plan = import_plan("Ett|tt|tt|ttL", profile, receiver="megatron", num_devices=2, num_microbatches=8)
+    assert (plan.num_devices, plan.schedule) == (2, "interleaved-1f1b:2")
+    with pytest.raises(UsageError, match="4 stages, which 3 devices cannot share equally"):
+        import_plan("Ett|tt|tt|ttL", profile, receiver="megatron", num_devices=3)
+    with pytest.raises(UsageError, match="vllm keeps"):
+        import_plan("0,4,4", profile, receiver="vllm")
+
+
+def test_a_layout_that_does_not_fit_the_memory_is_refused() -> None:
+    profile = decoder_profile("llama3-8b", load_hardware("h100"), widths=Widths())
+    layout = "E" + "t" * 20 + "|" + "t" * 4 + "|" + "t" * 4 + "|" + "t" * 4 + "L"
+    with pytest.raises(NoPlanError):
+        import_plan(layout, profile, receiver="megatron", num_microbatches=8)
+
+
+# The verbs
+
+
+def gplan_exits(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    return int(caught.value.code or 0)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with a profile."""
+    monkeypatch.chdir(tmp_path)
+    gplan.save(language_model(8), "gplan.profile.json")
+    return tmp_path
+
+
+def test_balance_for_a_receiver(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gplan_exits("balance", "--k", "3", "--for", "megatron") == 0
+    assert "1f1b" in capsys.readouterr().out
+    assert gplan_exits("export", "--to", "megatron") == 0
+    assert "--pipeline-model-parallel-layout" in capsys.readouterr().out
+    assert gplan_exits("balance", "--k", "3", "--for", "megatron", "--schedule", "gpipe") == 2
+    assert "Megatron-LM can express 1f1b or interleaved-1f1b" in capsys.readouterr().err
+    assert gplan_exits("balance", "--k", "2", "--for", "torchgpipe", "--microbatches", "auto", "--time-limit", "1") == 0
+    assert "gpipe" in capsys.readouterr().out
+
+
+def test_export_of_a_refused_plan_names_the_nearest(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gplan_exits("balance", "--k", "3") == 0
+    assert gplan_exits("export", "--to", "megatron") == 2
+    told = capsys.readouterr().err
+    assert "schedule gpipe; Megatron-LM can express" in told
+    assert "the nearest plan that it can run begins its stages at" in told
+
+
+def test_import_plan_prices_a_layout_or_a_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gplan_exits("import-plan", "Et*3|t*3|ttL", "--from", "megatron", "--microbatches", "6") == 0
+    shown = capsys.readouterr().out
+    assert "best for Megatron-LM" in shown
+    Path("counts.txt").write_text("3,3,2\n")
+    assert gplan_exits("import-plan", "counts.txt", "--from", "vllm") == 0
+    assert gplan_exits("import-plan", "3,3", "--from", "vllm") == 2
+    assert "the counts add up to 6; the profile has 8 blocks" in capsys.readouterr().err
+
+
+def test_layout_of_a_known_model_in_one_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--pp", "4", "--tensor", "8", "--data", "8", "--microbatches", "8"]
+    assert gplan_exits("layout", "llama3-70b", *arguments) == 0
+    captured = capsys.readouterr()
+    assert "--num-layers 80" in captured.out
+    assert "wrote gplan.profile.json and gplan.plan.json" in captured.err
+    layout = own_code.arguments(captured.out)["--pipeline-model-parallel-layout"]
+    assert gplan_exits("import-plan", layout, "--from", "megatron", "--microbatches", "8") == 0
+    assert "as good as the best one" in capsys.readouterr().out
+    assert gplan_exits("layout", "gpt-9", *arguments) == 2
+    assert "no model is named gpt-9; expected llama3-8b" in capsys.readouterr().err
+    assert gplan_exits("layout", "llama3-8b", "--pp", "2", "--set", "layers=3") == 2
+    assert "a decoder has no layers" in capsys.readouterr().err
