@@ -184,18 +184,18 @@ def report(found: list[Checked], layouts: list[Compared], num_plans: int) -> str
 def _layout_lines(layouts: list[Compared]) -> list[str]:
     lines = [
         "Each layout and gplan's for the same model, widths, schedule and micro-batches, priced by gplan's cost model on the same",
-        "computed profile. Collectives within layers and memory limits are left out, so only differences count. `gplan layout` makes",
-        "the one, `gplan import-plan` prices the other.",
+        "computed profile. Collectives within layers and memory limits are left out, so only differences count; the gap is how far",
+        "below a plan could lie. `gplan layout` makes the one, `gplan import-plan` prices the other.",
         "",
-        "| model | PP x VPP | published | gplan | step | gplan's step | longer | largest peak, GiB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | model | PP x VPP | published | gplan | step | gplan's step (gap) | longer | largest peak, GiB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for x in layouts:
+    for i, x in enumerate(layouts, 1):
+        published, own = (layout.replace("|", "\\|") for layout in (x.layout, x.own_layout))
         lines.append(
-            f"| {x.model} | {x.num_devices} x {x.num_chunks} | `{x.layout}` | `{x.own_layout}` | {x.step_s:.3f} s | {x.own_step_s:.3f} s "
-            f"| {x.step_s / x.own_step_s - 1:.1%} | {x.peak_gib:.1f}, {x.own_peak_gib:.1f} |".replace(
-                "|)", "\\|)"
-            ).replace("|`", "|`")
+            f"| {i} | {x.model} | {x.num_devices} x {x.num_chunks} | `{published}` | `{own}` | {x.step_s:.3f} s "
+            f"| {x.own_step_s:.3f} s ({1 - x.bound_s / x.own_step_s:.1%}) | {x.step_s / x.own_step_s - 1:.1%} "
+            f"| {x.peak_gib:.1f}, {x.own_peak_gib:.1f} |"
         )
     lines += ["", "Sources, in this order:", ""]
     return lines + [f"{i}. {x.source}" for i, x in enumerate(layouts, 1)]
@@ -205,10 +205,11 @@ def main() -> None:
     """Check, compare, write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", type=int, default=10_000)
-    parser.add_argument("--only", nargs="*", default=[*RECEIVERS], choices=[*RECEIVERS])
+    parser.add_argument("--only", nargs="*", default=[*RECEIVERS], metavar="RECEIVER")
     parser.add_argument("--no-layouts", action="store_true")
     parser.add_argument("--time-limit", type=float, default=20.0)
     parser.add_argument("--output", type=Path, default=REPORT)
+    parser.add_argument("--merge", type=Path, nargs="*", default=[], help="receivers.json files whose rows are kept")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     found, layouts = [], []
@@ -220,6 +221,11 @@ def main() -> None:
     for published in () if options.no_layouts else PUBLISHED:
         layouts.append(compared(published, time_limit_s=options.time_limit))
         print(layouts[-1], flush=True)
+    for path in options.merge:
+        before = json.loads(path.read_text())
+        found += [Checked(**x) for x in before["receivers"] if x["receiver"] not in {y.receiver for y in found}]
+        layouts = layouts or [Compared(**x) for x in before["layouts"]]
+    found.sort(key=lambda x: [*RECEIVERS].index(x.receiver))
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "README.md").write_text(report(found, layouts, options.plans))
     figures = {"receivers": [asdict(x) for x in found], "layouts": [asdict(x) for x in layouts]}
