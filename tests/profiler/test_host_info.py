@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from profiler.host import host_info
 from profiler.host.host_info import garbage_collector_frozen, gpu_state, parse_gpu_state
 
 ONE = "NVIDIA H100 80GB HBM3, 550.54.15, 1980 MHz, 2619 MHz, 700.00 W, 34\n"
@@ -59,6 +60,14 @@ def test_a_host_without_gpus_has_no_state(tmp_path: Path, monkeypatch: pytest.Mo
     assert gpu_state() == ()
 
 
+@pytest.fixture
+def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector as it is outside of these tests: see conftest.py."""
+    monkeypatch.setattr(host_info, "gc", gc)
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 def test_garbage_collector_frozen() -> None:
     with garbage_collector_frozen():
         assert gc.get_freeze_count() > 0
@@ -69,6 +78,7 @@ def test_garbage_collector_frozen() -> None:
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_after_an_error_old_objects_are_looked_at_again() -> None:
     with pytest.raises(KeyboardInterrupt), garbage_collector_frozen():
         raise KeyboardInterrupt
