@@ -11,7 +11,7 @@ from gplan.core.profile import ValueCost
 
 _NUMBERS = (
     "stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "output_bytes", "output_gradient_bytes",
-    "output_unsaved_bytes", "pending_bytes",
+    "output_unsaved_bytes", "output_saved_later_bytes", "pending_bytes",
 )  # fmt: skip
 _TIMINGS = ("forward", "backward", "recompute", "last_recompute", "first_backward", "input_gradient", "weight_gradient")
 

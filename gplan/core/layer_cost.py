@@ -111,6 +111,7 @@ class LayerCost:
     output_bytes: int  # distinct tensors alive across the cut after this layer
     output_gradient_bytes: int  # of their gradients
     output_unsaved_bytes: int  # of those that no layer keeps for its backward pass
+    output_saved_later_bytes: int = 0  # of those that later layers keep and those before the cut do not
     recompute: Timing | None = None  # added to the backward by recomputing the layer; None: as forward
     last_recompute: Timing | None = None  # the same where it is the last layer recomputed together; None: as recompute
     first_backward: Timing | None = None  # of the first micro-batch, which allocates gradients; None: as backward

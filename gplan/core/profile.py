@@ -29,6 +29,7 @@ class ValueCost:
     num_bytes: int
     gradient_bytes: int = 0  # of its gradient, which crosses the same cuts
     unsaved_bytes: int = 0  # part of num_bytes that no layer keeps for its backward pass
+    saved_later_bytes: int = 0  # part of num_bytes that its consumers keep and its producer does not
     viewed_bytes: int = 0  # part of gradient_bytes that is a view of the gradient of what the last consumer makes
 
     def __post_init__(self) -> None:

@@ -3,14 +3,49 @@
 The terms may be numbers, arrays with an entry for each candidate stage, or expressions of a linear program: the parts
 are sums of them. So the evaluator, the bounds that add up layers and cuts, and the mixed-integer program share the
 formulas.
+
+How long the engine holds what it sends and receives depends on the version of torch (`TransferMemory`).
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 Term = TypeVar("Term")
+
+LAST_PREALLOCATING = (2, 13)
+"""The last version of torch whose pipelining allocates receive buffers for all micro-batches and keeps what it sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferMemory:
+    """How long torch's pipelining holds what stages send and receive."""
+
+    most_buffers: int | None = None  # receive buffers at a time, in micro-batches; None: all of the step
+    keeps_sent: bool = True  # outputs and gradients that were sent, until the step ends
+
+    def num_buffers(self, num_microbatches: int) -> int:
+        """Micro-batches for which there are receive buffers."""
+        return num_microbatches if self.most_buffers is None else min(num_microbatches, self.most_buffers)
+
+
+PREALLOCATED = TransferMemory()
+JUST_IN_TIME = TransferMemory(most_buffers=3, keeps_sent=False)
+"""A buffer is allocated when its receive is posted, up to two actions ahead (`runtime/torch_engine.py`), and belongs to
+the stage's forward after that; outputs are released when they were sent."""
+
+
+def transfer_memory(torch_version: str) -> TransferMemory:
+    """The rule of a version of torch, "" if it is not known.
+
+    >>> transfer_memory("2.13.1+cpu") is PREALLOCATED, transfer_memory("2.14.0a0+git1") is JUST_IN_TIME
+    (True, True)
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", torch_version)
+    is_later = numbers is not None and (int(numbers[1]), int(numbers[2])) > LAST_PREALLOCATING
+    return JUST_IN_TIME if is_later else PREALLOCATED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +62,7 @@ class MicrobatchTerms(Generic[Term]):
     output: Term | int = 0  # what crosses the cut after; after the last stage, the model's outputs that are kept
     output_before_loss: Term | int = 0  # the same, but 0 on the last stage: the loss's backward comes first there
     output_unsaved: Term | int = 0  # the part of the output that no layer keeps
+    output_saved_later: Term | int = 0  # the part of the layers' stash that is output and that only later stages keep
     pass_through: Term | int = 0  # the part of the output that was received: it lies in the receive buffers
     passing_unsaved: Term | int = 0  # the part of that which no layer keeps
     passing_sent: Term | int = 0  # `pass_through` where the next stage is on another device, else 0
@@ -44,13 +80,22 @@ class MicrobatchBytes(Generic[Term]):
     received: Term  # receive buffers
 
 
-def microbatch_bytes(terms: MicrobatchTerms[Term]) -> MicrobatchBytes[Any]:
+def microbatch_bytes(terms: MicrobatchTerms[Term], transfers: TransferMemory = PREALLOCATED) -> MicrobatchBytes[Any]:
     """What a stage holds for one micro-batch."""
     x: MicrobatchTerms[Any] = terms
+    if not transfers.keeps_sent:
+        return MicrobatchBytes(
+            stash=x.layers_stash + x.received_activation - x.pass_through + x.loss_stash,
+            checkpoint=x.received_activation - x.pass_through + x.loss_stash,
+            recomputed_stash=x.layers_stash - x.output_saved_later + x.received_activation - x.pass_through,
+            pending=x.layers_pending,
+            sent=0 * x.sent_activation,
+            received=x.received_activation + x.received_gradient,
+        )
     return MicrobatchBytes(
         stash=x.layers_stash + x.output_unsaved - x.passing_unsaved + x.loss_stash,
         checkpoint=x.output - x.pass_through + x.loss_stash,
-        recomputed_stash=x.layers_stash + x.output_before_loss - x.pass_through,
+        recomputed_stash=x.layers_stash - x.output_saved_later + x.output_before_loss - x.pass_through,
         pending=x.layers_pending + x.sent_gradient,
         sent=x.sent_activation - x.passing_sent + x.sent_gradient,
         received=x.received_activation + x.received_gradient,

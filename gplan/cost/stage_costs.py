@@ -19,10 +19,10 @@ import numpy as np
 from gplan.core import LayerCost, Link, Profile, StageCost, Timing
 from gplan.core.interpolation import cost_at
 from gplan.core.plan import Contention, StageBytes
-from gplan.cost.stage_bytes import MicrobatchTerms, microbatch_bytes
+from gplan.cost.stage_bytes import MicrobatchTerms, TransferMemory, microbatch_bytes, transfer_memory
 from gplan.cost.workspaces import Workspaces
-from gplan.graph.boundary import Crossing, PassThrough, crossing_of
-from gplan.graph.down_sets import DownSets, Floats, Ints, Prefixes
+from gplan.graph.boundary import Crossing, PassThrough, crossing_of, saved_outputs
+from gplan.graph.down_sets import DownSets, Floats, Ints, Output, Prefixes, Waiting
 
 
 def mean_backward_s(cost: LayerCost, num_microbatches: int) -> float:
@@ -263,6 +263,16 @@ class Costs:
         return factor * tensor_s, factor * bytes_s
 
     @cached_property
+    def transfers(self) -> TransferMemory:
+        """How long the engine holds what is sent and received, by the version of torch that the profile was made with."""
+        return transfer_memory(dict(self.profile.versions).get("torch", ""))
+
+    @property
+    def num_buffers(self) -> int:
+        """Micro-batches for which a stage has receive buffers."""
+        return self.transfers.num_buffers(self.num_microbatches)
+
+    @cached_property
     def crossing(self) -> Crossing:
         """What crosses the cut at each position; nothing at both ends."""
         return crossing_of(self.profile, self.layer_costs, self.downsets, self.microbatch_size)
@@ -270,7 +280,12 @@ class Costs:
     @cached_property
     def pass_through(self) -> PassThrough:
         """What only passes stages."""
-        return PassThrough(profile=self.profile, downsets=self.downsets, microbatch_size=self.microbatch_size)
+        return PassThrough(
+            profile=self.profile,
+            downsets=self.downsets,
+            microbatch_size=self.microbatch_size,
+            saved_later=self.saved_outputs(only_later=True),
+        )
 
     @cached_property
     def workspaces(self) -> Workspaces:
@@ -280,7 +295,9 @@ class Costs:
             loss=self.loss,
             downsets=self.downsets,
             pass_through=self.pass_through,
-            waiting_bytes=self.waiting_bytes,
+            held_outputs=self.held_outputs,
+            saved_later=self.saved_outputs(only_later=True),
+            waiting=self.waiting,
             kept_output_bytes=int(self.crossing.kept_bytes[-1]),
         )
 
@@ -331,10 +348,12 @@ class Costs:
                 output=crossing.kept_bytes[end],
                 output_before_loss=np.where(is_last, 0, crossing.kept_bytes[end]),
                 output_unsaved=crossing.unsaved_bytes[end],
+                output_saved_later=crossing.saved_later_bytes[end] - self.pass_through.saved_later_bytes(first, end),
                 pass_through=pass_through,
                 passing_unsaved=passing_unsaved,
                 passing_sent=pass_through * boundaries.after,
-            )
+            ),
+            self.transfers,
         )
         return StageBytes(
             weight=self.weight_bytes(first, end),
@@ -350,7 +369,7 @@ class Costs:
             recompute_workspace=self.workspaces.alone(first, end),
             recomputing_workspace=self.workspaces.above_recomputed_stash(first, end, held.recomputed_stash),
             optimizer_workspace=self._optimizer_workspace(first, end),
-            buffer=self.num_microbatches * held.received,
+            buffer=self.num_buffers * held.received,
         )
 
     def weight_bytes(self, first: Ints, end: Ints) -> Ints:
@@ -384,15 +403,26 @@ class Costs:
             largest = np.maximum(largest, np.where(users[end] > users[first], num_bytes, 0))
         return largest
 
-    def waiting_bytes(self, first: Ints, end: Ints) -> Ints:
-        """[E]: bytes of the gradients of shared weights that a stage uses twice or more.
+    def saved_outputs(self, *, only_later: bool) -> list[Output]:
+        """The part of the layers' stash that is output: all of it, or what only its readers keep."""
+        return saved_outputs(self.profile, self.layer_costs, self.microbatch_size, only_later=only_later)
 
-        The gradient of the later use waits in the backward until the earlier one has come.
+    @cached_property
+    def held_outputs(self) -> list[Output]:
+        """The part of the layers' stash that the engine holds through a backward: outputs, unless it releases them."""
+        return self.saved_outputs(only_later=False) if self.transfers.keeps_sent else []
+
+    @cached_property
+    def waiting(self) -> list[Waiting]:
+        """The layers that share trained weights and the bytes of their gradients.
+
+        On a stage, the gradient of a later use waits in the backward until the first use's is added to it.
         """
-        total = np.zeros(len(first), dtype=np.int64)
-        for used, num_bytes in self._held_sums["gradient_bytes"][1]:
-            total += np.where(used[end] - used[first] > 1, num_bytes, 0)
-        return total
+        found: dict[tuple[int, ...], int] = {}
+        for x in self.profile.shared_weights:
+            users = tuple(sorted(set(x.layers)))
+            found[users] = found.get(users, 0) + x.gradient_bytes
+        return [x for x in found.items() if x[1]]
 
     def trained_share(self, first: Ints, end: Ints) -> Floats:
         """[E]: which share of the model's trained bytes stages hold."""

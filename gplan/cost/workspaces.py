@@ -1,12 +1,13 @@
 """What stages hold for a moment while their layers run, above what stays.
 
 What the profile's layers find of the backward of later ones (`Leftover`) is not there where those are on later stages:
-what comes from there lies in receive buffers, and what was sent is not freed yet.
+what comes from there lies in receive buffers, and what was sent is not freed yet. Nor is it freed in the backward of the
+stage's own layers, as it is in the profile: the engine holds the outputs until the backward is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -15,7 +16,7 @@ import numpy as np
 
 from gplan.core import LayerCost
 from gplan.graph.boundary import PassThrough
-from gplan.graph.down_sets import Bools, DownSets, Ints, Made
+from gplan.graph.down_sets import Bools, DownSets, Ints, Made, Output, Waiting
 
 Direction = Literal["forward", "backward"]
 
@@ -28,26 +29,34 @@ class Workspaces:
     loss: LayerCost | None
     downsets: DownSets
     pass_through: PassThrough
-    waiting_bytes: Callable[[Ints, Ints], Ints]  # of stages: gradients that wait through a backward to be added up
+    held_outputs: Sequence[Output]  # that the engine holds through a backward, as part of the stash
+    saved_later: Sequence[Output]  # that only the readers keep: the reader here is the first one
+    waiting: Sequence[Waiting]  # gradients of shared weights, each until the first user's is added to it
     kept_output_bytes: int  # of the model's outputs, that the last layers or the loss keep
 
-    def of_layers(self, direction: Direction, first: Ints, end: Ints, *, kept: Ints) -> Ints:
+    def of_layers(
+        self, direction: Direction, first: Ints, end: Ints, *, kept: Ints, outputs: Sequence[Output] = ()
+    ) -> Ints:
         """[E]: the most while a layer runs, above what all of them leave behind, kept[L]; without the loss.
 
-        With the gradients that only pass and those that wait, which a backward holds all through.
+        With the gradients that only pass, which a backward holds all through; `outputs` are the part of kept[L] that is
+        there while any of the layers runs, if it is sent.
         """
         own = self._bytes(direction)
         if direction == "forward":
-            return self.downsets.running_peaks(first, end, kept=kept, own=own)
-        peaks = self.downsets.running_peaks(first, end, kept=kept, own=own, leftovers=self._leftovers)
-        return peaks + self.pass_through.gradient_bytes(first, end) + self.waiting_bytes(first, end)
+            return self.downsets.running_peaks(first, end, kept=kept, own=own, outputs=outputs)
+        peaks = self.downsets.running_peaks(
+            first, end, kept=kept, own=own, leftovers=self._leftovers, outputs=outputs, waiting=self.waiting
+        )
+        return peaks + self.pass_through.gradient_bytes(first, end)
 
     def above_stash(self, direction: Direction, first: Ints, end: Ints) -> Ints:
         """[E]: the most while a layer or the loss runs, above the stash of all layers.
 
         While a layer runs, forward or backward, the stash of the layers after it is not there (yet, or any more).
         """
-        peaks = self.of_layers(direction, first, end, kept=self._stashes)
+        outputs = self.held_outputs if direction == "backward" else ()
+        peaks = self.of_layers(direction, first, end, kept=self._stashes, outputs=outputs)
         if self.loss:
             at_loss = np.maximum(peaks - self.loss.stash_bytes, _workspace(self.loss, direction))
             peaks = np.where(self._has_loss(end), at_loss, peaks)
@@ -58,11 +67,11 @@ class Workspaces:
         """[E]: the most above `again` in a whole backward that recomputes.
 
         The backward of the loss comes before the layers run again. It leaves the gradient of the model's outputs, which
-        counts when the last layer's backward runs.
+        counts when the last layer's backward runs. Outputs that only later stages keep are not made again.
         """
         forward, backward = (
-            self.of_layers("forward", first, end, kept=self._stashes),
-            self.of_layers("backward", first, end, kept=self._stashes),
+            self.of_layers("forward", first, end, kept=self._stashes, outputs=self.saved_later),
+            self.of_layers("backward", first, end, kept=self._stashes, outputs=self.saved_later),
         )
         peaks = np.maximum(forward, backward)
         if self.loss:

@@ -10,7 +10,7 @@ import numpy as np
 
 from gplan.core import LayerCost, Profile, Value, ValueCost
 from gplan.core.interpolation import value_cost_at
-from gplan.graph.down_sets import Bools, DownSets, Ints, Way
+from gplan.graph.down_sets import Bools, DownSets, Ints, Output, Way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,7 @@ class Crossing:
     activation_bytes: Ints
     gradient_bytes: Ints
     unsaved_bytes: Ints  # of the activations, what no layer keeps; nothing at both ends
+    saved_later_bytes: Ints  # of the activations, what only layers behind the cut keep; nothing at both ends
     kept_bytes: Ints  # the activations; at the last position the model's outputs that the last layers or the loss keep
 
 
@@ -27,34 +28,42 @@ def crossing_of(
     profile: Profile, layer_costs: Sequence[LayerCost], downsets: DownSets, microbatch_size: int
 ) -> Crossing:
     """What crosses the cut at every position: from the values of a profile, or without any from its layers."""
+    later = np.zeros(downsets.size, dtype=np.int64)
+    for way, num_bytes in saved_outputs(profile, layer_costs, microbatch_size, only_later=True):
+        later += num_bytes * _crosses(way, downsets)
     if profile.values:
-        return _of_values(profile, downsets, microbatch_size)
+        return _of_values(profile, downsets, microbatch_size, later)
     outputs, gradients, unsaved = (
         np.array([0, *(getattr(x, field) for x in layer_costs)], dtype=np.int64)
         for field in ("output_bytes", "output_gradient_bytes", "output_unsaved_bytes")
     )
-    return _ended(outputs, gradients, unsaved)
+    return _ended(outputs, gradients, unsaved, later)
 
 
 def is_crossing(value: Value, downsets: DownSets) -> Bools:
     """[P]: whether the value has its producer on one side of the cut and any of its consumers on the other."""
-    made = np.ones(downsets.size, dtype=np.bool_) if value.producer is None else downsets.contain(value.producer)
-    readers = [downsets.contain(x) for x in value.consumers if x < downsets.num_layers]
-    is_last_output = len(readers) < len(value.consumers)
+    return _crosses((value.producer, value.consumers), downsets)
+
+
+def _crosses(way: Way, downsets: DownSets) -> Bools:
+    producer, consumers = way
+    made = np.ones(downsets.size, dtype=np.bool_) if producer is None else downsets.contain(producer)
+    readers = [downsets.contain(x) for x in consumers if x < downsets.num_layers]
+    is_last_output = len(readers) < len(consumers)
     return made if is_last_output else made & ~np.logical_and.reduce(readers)
 
 
-def _of_values(profile: Profile, downsets: DownSets, microbatch_size: int) -> Crossing:
+def _of_values(profile: Profile, downsets: DownSets, microbatch_size: int, later: Ints) -> Crossing:
     activations, gradients, unsaved = (np.zeros(downsets.size, dtype=np.int64) for _ in range(3))
     for value in profile.values:
         cost, crosses = value_cost_at(value.costs, microbatch_size), is_crossing(value, downsets)
         activations += crosses * cost.num_bytes
         gradients += crosses * cost.gradient_bytes
         unsaved += crosses * cost.unsaved_bytes
-    return _ended(activations, gradients, unsaved)
+    return _ended(activations, gradients, unsaved, later)
 
 
-def _ended(activations: Ints, gradients: Ints, unsaved: Ints) -> Crossing:
+def _ended(activations: Ints, gradients: Ints, unsaved: Ints, later: Ints) -> Crossing:
     """Nothing crosses before the first layer and after the last."""
     inside = np.ones(len(activations), dtype=np.int64)
     inside[[0, -1]] = 0
@@ -62,8 +71,32 @@ def _ended(activations: Ints, gradients: Ints, unsaved: Ints) -> Crossing:
         activation_bytes=activations * inside,
         gradient_bytes=gradients * inside,
         unsaved_bytes=unsaved * inside,
+        saved_later_bytes=later * inside,
         kept_bytes=np.concatenate([[0], activations[1:-1], np.maximum(0, activations[-1:] - unsaved[-1:])]),
     )
+
+
+def saved_outputs(
+    profile: Profile, layer_costs: Sequence[LayerCost], microbatch_size: int, *, only_later: bool
+) -> list[Output]:
+    """The part of the stash of each layer that its outputs are, by value.
+
+    With `only_later` the part that the layer itself does not keep, up to the value's first reader: in a stage that ends
+    before it, a recompute does not make it again.
+    """
+    room = [x.stash_bytes for x in layer_costs]
+    found: list[Output] = []
+    for value in values_of(profile):
+        if value.producer is None:
+            continue
+        cost = value_cost_at(value.costs, microbatch_size)
+        saved = min(room[value.producer], cost.num_bytes - cost.unsaved_bytes)
+        room[value.producer] -= saved
+        if only_later:
+            found.append(((value.producer, value.consumers[:1]), min(saved, cost.saved_later_bytes)))
+        else:
+            found.append(((value.producer, value.consumers), saved))
+    return [x for x in found if x[1]]
 
 
 def values_of(profile: Profile) -> tuple[Value, ...]:
@@ -82,6 +115,7 @@ def _handed_on(cost: LayerCost) -> ValueCost:
         num_bytes=cost.output_bytes,
         gradient_bytes=cost.output_gradient_bytes,
         unsaved_bytes=cost.output_unsaved_bytes,
+        saved_later_bytes=cost.output_saved_later_bytes,
     )
 
 
@@ -97,12 +131,17 @@ class PassThrough:
     profile: Profile
     downsets: DownSets
     microbatch_size: int
+    saved_later: Sequence[Output]
 
     def activation_bytes(self, first: Ints, end: Ints) -> tuple[Ints, Ints]:
         """[E] each: bytes of a micro-batch's activations that cross both cuts, all of them and those that no layer keeps."""
         every, unsaved = self._activations
         is_inside = self._is_inside(first, end)
         return is_inside * every(first, end), is_inside * unsaved(first, end)
+
+    def saved_later_bytes(self, first: Ints, end: Ints) -> Ints:
+        """[E]: of the activations that cross both cuts, those that only layers behind the stage keep."""
+        return self._is_inside(first, end) * self._saved_later(first, end)
 
     def gradient_bytes(self, first: Ints, end: Ints) -> Ints:
         """[E]: bytes of the gradients that autograd copies from the receive buffer to send them back."""
@@ -135,6 +174,11 @@ class PassThrough:
     @cached_property
     def _gradients(self) -> Callable[[Ints, Ints], Ints]:
         return self.downsets.pass_through(*self.gradient_ways, is_unread=True)
+
+    @cached_property
+    def _saved_later(self) -> Callable[[Ints, Ints], Ints]:
+        sizes = np.array([num_bytes for _, num_bytes in self.saved_later], dtype=np.int64)
+        return self.downsets.pass_through([way for way, _ in self.saved_later], sizes, is_unread=False)
 
     @cached_property
     def _activations(self) -> tuple[Callable[[Ints, Ints], Ints], Callable[[Ints, Ints], Ints]]:

@@ -30,6 +30,12 @@ Made = tuple[int, int, int]
 Way = tuple[int | None, tuple[int, ...]]
 """The producer of a value (None: an input of the model) and its consumers, rising (L: the model's output)."""
 
+Output = tuple[Way, int]
+"""A value that a layer makes, and its bytes."""
+
+Waiting = tuple[tuple[int, ...], int]
+"""The layers that use a weight, rising, and the bytes of its gradient."""
+
 
 @dataclass(frozen=True)
 class Prefixes:
@@ -73,26 +79,62 @@ class Prefixes:
         """[E]: whether the stage has a layer."""
         return first < end
 
-    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints, leftovers: Sequence[Made] = ()) -> Ints:
+    def running_peaks(
+        self,
+        first: Ints,
+        end: Ints,
+        *,
+        kept: Ints,
+        own: Ints,
+        leftovers: Sequence[Made] = (),
+        outputs: Sequence[Output] = (),
+        waiting: Sequence[Waiting] = (),
+    ) -> Ints:
         """[E]: the peak memory while the layers of a stage run in order, less what they keep at the end.
 
         Each layer v keeps kept[v] and needs max(0, own[v] - leftovers) more while it runs; its `leftovers` of layers
-        that do not lie before the end are subtracted. O(L log L) and O(1) for each stage, with leftovers O(L) for each
-        end.
+        that do not lie before the end are subtracted. `outputs` are the part of kept[v] that is there all the time if a
+        consumer does not lie before the end. A gradient that is `waiting` is there from the stage's first use of its
+        weight to before the last.
+
+        O(L log L) and O(1) for each stage. O(L) for each end if there are leftovers, waiting gradients, or outputs that
+        are not read by the next layer.
         """
         totals = np.cumsum(kept)
-        if not leftovers:
-            return _largest_between(totals + own, first, end) - totals[end - 1]
-        layer, maker, num_bytes = np.array(leftovers, dtype=np.int64).T
+        if (
+            not leftovers
+            and not waiting
+            and all(read == (made + 1,) for (made, read), _ in outputs if made is not None)
+        ):
+            peaks = _largest_between(totals + own, first, end)
+            if outputs:
+                of_last = self._outputs_at(outputs)[end]
+                before_last = _largest_between(totals + own, first, np.maximum(end - 1, first + 1)) + of_last
+                peaks = np.where(end - first > 1, np.maximum(before_last, (totals + own)[end - 1]), peaks)
+            return peaks - totals[end - 1]
+        layer, maker, num_bytes = np.array(leftovers, dtype=np.int64).reshape(-1, 3).T
+        spans = [(made, read[-1], size) for (made, read), size in outputs]
+        producer, reader, output_bytes = np.array(spans, dtype=np.int64).reshape(-1, 3).T
         peaks, order = np.empty(len(end), dtype=np.int64), np.argsort(end, kind="stable")
         for some in np.split(order, np.flatnonzero(np.diff(end[order])) + 1) if len(end) else ():
             last = int(end[some[0]])
-            needed = own[:last].copy()
-            absent = (layer < last) & (maker >= last) & (last < self.num_layers)
-            np.subtract.at(needed, layer[absent], num_bytes[absent])
-            held = totals[:last] + np.maximum(needed, 0)
-            peaks[some] = np.maximum.accumulate(held[::-1])[::-1][first[some]] - totals[last - 1]
+            needed, freed = own[:last].copy(), kept[:last].copy()
+            if last < self.num_layers:
+                absent, held_on = (layer < last) & (maker >= last), (producer < last) & (reader >= last)
+                np.subtract.at(needed, layer[absent], num_bytes[absent])
+                np.subtract.at(freed, producer[held_on], output_bytes[held_on])
+            levels = np.cumsum(freed)
+            peaks[some] = _suffix_peaks(levels + np.maximum(needed, 0), first[some], waiting) - levels[-1]
         return peaks
+
+    def _outputs_at(self, outputs: Sequence[Output]) -> Ints:
+        """[P]: bytes of the outputs of the layer before each position; 0 at both ends."""
+        found = np.zeros(self.size, dtype=np.int64)
+        for (made, _), size in outputs:
+            if made is not None:
+                found[made + 1] += size
+        found[-1] = 0
+        return found
 
     def pass_through(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
         """A function of stages (first, end) to [E]: the sum of sizes[W] of values made before and read after a stage.
@@ -112,6 +154,22 @@ class Prefixes:
         np.add.at(table, (made_at + 1, last_at), long[:, 2])
         table = table.cumsum(axis=0)[:, ::-1].cumsum(axis=1)[:, ::-1]
         return lambda first, end: table[np.searchsorted(made, first), np.searchsorted(last, end)]
+
+
+def _suffix_peaks(held: Ints, first: Ints, waiting: Sequence[Waiting]) -> Ints:
+    """[E]: the largest of held[first:], with the gradients that wait; stages with the same next users are alike."""
+    users_here = ([x for x in users if x < len(held)] for users, _ in waiting)
+    spans = [(users, num_bytes) for users, (_, num_bytes) in zip(users_here, waiting, strict=True) if len(users) > 1]
+    starts = sorted({user for users, _ in spans for user in users[:-1]})
+    peaks, number = np.empty(len(first), dtype=np.int64), np.searchsorted(starts, first)
+    for i in np.unique(number):
+        levels = held.copy()
+        for users, num_bytes in spans if i < len(starts) else ():
+            start = next((x for x in users if x >= starts[i]), users[-1])
+            levels[start : users[-1]] += num_bytes
+        here = number == i
+        peaks[here] = np.maximum.accumulate(levels[::-1])[::-1][first[here]]
+    return peaks
 
 
 def _largest_between(values: Ints, first: Ints, end: Ints) -> Ints:
@@ -195,28 +253,61 @@ class GraphDownSets:
             inside = inside & (word[first] & ~word[end] == 0)
         return inside
 
-    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints, leftovers: Sequence[Made] = ()) -> Ints:
+    def running_peaks(
+        self,
+        first: Ints,
+        end: Ints,
+        *,
+        kept: Ints,
+        own: Ints,
+        leftovers: Sequence[Made] = (),
+        outputs: Sequence[Output] = (),
+        waiting: Sequence[Waiting] = (),
+    ) -> Ints:
         """[E]: as of `Prefixes`, a stage's layers running by rising number; O(L) for each stage."""
         peaks, by_layer = np.empty(len(first), dtype=np.int64), dict[int, list[tuple[int, int]]]()
+        by_producer = dict[int | None, list[tuple[Bools, int]]]()
         for layer, maker, num_bytes in leftovers:
             by_layer.setdefault(layer, []).append((maker, num_bytes))
+        for (made, read), num_bytes in outputs:
+            by_producer.setdefault(made, []).append((self._unread(read), num_bytes))
         for start in range(0, len(first), _STAGES_AT_ONCE):
             chunk = slice(start, start + _STAGES_AT_ONCE)
-            peaks[chunk] = self._peaks(first[chunk], end[chunk], kept, own, by_layer)
+            peaks[chunk] = self._peaks(first[chunk], end[chunk], kept, own, by_layer, by_producer, waiting)
         return peaks
 
     def _peaks(
-        self, first: Ints, end: Ints, kept: Ints, own: Ints, leftovers: Mapping[int, Sequence[tuple[int, int]]]
+        self,
+        first: Ints,
+        end: Ints,
+        kept: Ints,
+        own: Ints,
+        leftovers: Mapping[int, Sequence[tuple[int, int]]],
+        outputs: Mapping[int | None, Sequence[tuple[Bools, int]]],
+        waiting: Sequence[Waiting],
     ) -> Ints:
         running = np.zeros(len(first), dtype=np.int64)
         largest = np.full(len(first), np.iinfo(np.int64).min)
+        uses = [sum(self._inside(x, first, end).astype(np.int64) for x in users) for users, _ in waiting]
+        seen = [np.zeros(len(first), dtype=np.int64) for _ in waiting]
         for layer in range(self.num_layers):
-            before = self.members[:, layer]
-            inside = before[end] & ~before[first]
+            inside = self._inside(layer, first, end)
             running += inside * kept[layer]
+            for unread, num_bytes in outputs.get(layer, ()):
+                running -= inside * unread[end] * num_bytes
             needed = own[layer] - sum(x * self._lacks(end, maker) for maker, x in leftovers.get(layer, ()))
-            np.maximum(largest, running + np.maximum(needed, 0), out=largest, where=inside)
+            needed = np.maximum(needed, 0)
+            for i, (users, num_bytes) in enumerate(waiting):
+                seen[i] += inside * (layer in users)
+                needed = needed + num_bytes * ((seen[i] > 0) & (seen[i] < uses[i]))
+            np.maximum(largest, running + needed, out=largest, where=inside)
         return largest - running
+
+    def _inside(self, layer: int, first: Ints, end: Ints) -> Bools:
+        """[E]: whether stages have the layer."""
+        before = self.members[:, layer]
+        inside: Bools = before[end] & ~before[first]
+        return inside
 
     def _lacks(self, end: Ints, layer: int) -> Bools:
         """[E]: whether the layer, or the loss after all layers, does not lie before a position."""

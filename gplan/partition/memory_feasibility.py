@@ -329,6 +329,7 @@ def _at_cuts(problem: Problem, stage: int, held: dict[str, int], most_passing: t
         output=crossing.kept_bytes,
         output_before_loss=crossing.kept_bytes * is_inside,
         output_unsaved=crossing.unsaved_bytes,
+        output_saved_later=crossing.saved_later_bytes,
         pass_through=pass_through,
         passing_unsaved=passing_unsaved,
         passing_sent=pass_through * boundaries.after,
@@ -338,8 +339,8 @@ def _at_cuts(problem: Problem, stage: int, held: dict[str, int], most_passing: t
 
 def _held_bytes(costs: Costs, counts: dict[str, int], terms: MicrobatchTerms[Ints]) -> Ints:
     """[P]: what a stage holds of these terms, by how many of each part it holds."""
-    parts = microbatch_bytes(terms)
-    found: Ints = counts["buffer"] * costs.num_microbatches * parts.received
+    parts = microbatch_bytes(terms, costs.transfers)
+    found: Ints = counts["buffer"] * costs.num_buffers * parts.received
     for name in ("stash", "checkpoint", "recomputed_stash", "pending", "sent"):
         found = found + counts[name] * getattr(parts, name)
     return found

@@ -3,18 +3,20 @@
 The K devices exist only on the clock: measured durations are laid out by the simulator's rules with the plan's
 links. Gradients and action times are real. As in the torch engine, each stage keeps receive buffers for all
 micro-batches, and what crosses to another device is copied into them; between stages of one device the tensor itself
-is passed on.
+is passed on. Each device has its own gradient of a tied weight, as every rank has; the weight itself is one tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gplan.core import Action, ActionKind
 from gplan.runtime.capture_cache import CapturedModel
+from gplan.runtime.gradient_sync import add_gradients
 from gplan.runtime.recorder import ActionRecorder
 from gplan.runtime.stage_module import StageModule
 from gplan.runtime.torch_engine import EnginePass
@@ -34,6 +36,7 @@ class VirtualEngine:
         self.recorder = ActionRecorder()
         self.action_starts_ns: list[tuple[int, int]] = []  # (time_ns, device) of the current step
         self._modules, self._device = modules, device
+        self._tied = DeviceGradients()
         self._flows: dict[tuple[CapturedModel, bool, int], _PassState] = {}
 
     def run(self, work: EnginePass) -> list[Tensor]:
@@ -48,13 +51,23 @@ class VirtualEngine:
             self._flows[key] = _PassState(work, self._device, begin_on)
         flow = self._flows[key]
         flow.begin(work)
-        for action in dependency_order(work.schedule):
-            begin_on(action.stage)
-            module = self._modules[action.stage]
-            module.enter_action(action.microbatch)
-            with self.recorder.note(action):
-                flow.execute(action, module)
+        with self._tied.apart(self._shared_between(devices) if work.trains else ()):
+            for action in dependency_order(work.schedule):
+                begin_on(action.stage)
+                self._tied.enter(devices[action.stage])
+                module = self._modules[action.stage]
+                module.enter_action(action.microbatch)
+                with self.recorder.note(action):
+                    flow.execute(action, module)
         return flow.end()
+
+    def _shared_between(self, devices: Sequence[int]) -> list[nn.Parameter]:
+        """The trained parameters that stages on several devices use."""
+        users: dict[nn.Parameter, set[int]] = {}
+        for module in self._modules:
+            for parameter in module.parameters():
+                users.setdefault(parameter, set()).add(devices[module.index])
+        return [x for x, found in users.items() if len(found) > 1 and x.requires_grad]
 
     def forget(self, old: Collection[CapturedModel]) -> None:
         """Drop the buffers of captures that are no longer used."""
@@ -63,6 +76,48 @@ class VirtualEngine:
     def buffers(self, stage: int) -> list[Tensor]:
         """Return the receive buffers of one stage."""
         return [x for flow in self._flows.values() for x in flow.buffers(stage)]
+
+
+class DeviceGradients:
+    """A gradient of its own for each device that uses a tied weight; their sum is the weight's gradient after the pass.
+
+    The devices' own gradients are kept until the next pass, as each rank keeps its own until its update.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: Sequence[nn.Parameter] = ()
+        self._by_device: dict[int, list[Tensor | None]] = {}
+        self._device: int | None = None
+
+    @contextmanager
+    def apart(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Inside, `enter` changes devices; at the end gradients are summed, with those of earlier passes."""
+        before = [x.grad for x in parameters]
+        self._parameters, self._by_device, self._device = parameters, {}, None
+        self._set([None] * len(parameters))
+        try:
+            yield
+        finally:
+            self._leave()
+            for place, (parameter, gradient) in enumerate(zip(parameters, before, strict=True)):
+                for own in self._by_device.values():
+                    gradient = add_gradients(gradient, own[place])
+                parameter.grad = gradient
+
+    def enter(self, device: int) -> None:
+        """The following backwards are this device's."""
+        if self._parameters and device != self._device:
+            self._leave()
+            self._device = device
+            self._set(self._by_device.get(device, [None] * len(self._parameters)))
+
+    def _leave(self) -> None:
+        if self._device is not None:
+            self._by_device[self._device] = [x.grad for x in self._parameters]
+
+    def _set(self, gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 class _PassState:

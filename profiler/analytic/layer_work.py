@@ -80,10 +80,11 @@ class StandIns:
             self._found[id(tensor)] = tensor, fake
         return self._found[id(tensor)][1]
 
-    def call(self, layer: nn.Module, tied: Sequence[nn.Parameter] = ()) -> Callable[..., Tensors]:
+    def call(self, layer: nn.Module, tied: Sequence[TiedUse] = ()) -> Callable[..., Tensors]:
         """The layer with stand-ins for its parameters and buffers, with others than before for those that are tied."""
-        for parameter in tied:
-            self._found.pop(id(parameter), None)
+        for use in tied:
+            self._found.pop(id(use.parameter), None)
+            use.watch(self.of(use.parameter))
         tensors = (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))
         state = {name: self.of(tensor) for name, tensor in tensors}
         return lambda *tensors: functional_call(layer, state, tensors, tie_weights=False)
@@ -130,14 +131,17 @@ def analyse(
     tied = tied_uses(layers)
     with _on_fake_tensors(layers, inputs, tied) as fake:
         now, ends = fake.recorder.now, dict[int, int]()  # by layer: when it saved its last tensor
+        saved = [set[int]() for _ in layers]
 
-        def note(layer: int) -> None:
+        def note(layer: int, tensor: Tensor) -> None:
             ends[layer] = now()
+            saved[layer].add(storage_key(tensor))
 
         calls = [noting_saves(call, partial(note, i)) for i, call in enumerate(fake.calls)]
         passage = pass_through(calls, fake.inputs, loss, now=fake.recorder.now, address_of=storage_key)
     found = []
-    memories = with_sums(layer_bytes(fake.recorder.trace(), passage), tied)
+    saved_by_maker = [[x.address in own for x in some] for some, own in zip(passage.crossings, saved, strict=True)]
+    memories = with_sums(layer_bytes(fake.recorder.trace(), passage, saved_by_maker), tied)
     for layer, (forward, backward, memory) in enumerate(
         zip(passage.forwards, passage.backwards, memories, strict=True)
     ):

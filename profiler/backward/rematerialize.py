@@ -68,16 +68,16 @@ def share_run_again(run: Callable[..., Tensors], inputs: Tensors, *, now: Callab
     Also returns the outputs.
     """
     start, saved = now(), list[float]()
-    outputs = noting_saves(run, lambda: saved.append(now()))(*inputs)
+    outputs = noting_saves(run, lambda _: saved.append(now()))(*inputs)
     end = now()
     return (saved[-1] - start) / (end - start) if saved and end > start else 0.0, outputs
 
 
-def noting_saves(run: Callable[..., Tensors], note: Callable[[], object]) -> Callable[..., Tensors]:
-    """The same function; `note` is called whenever a tensor is saved for the backward."""
+def noting_saves(run: Callable[..., Tensors], note: Callable[[Tensor], object]) -> Callable[..., Tensors]:
+    """The same function; `note` is called with every tensor that is saved for the backward."""
 
     def pack(tensor: Tensor) -> Tensor:
-        note()
+        note(tensor)
         return tensor
 
     def noted(*inputs: Tensor) -> Tensors:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.func import functional_call
 
 from gplan.core import Leftover
 from gplan.core.layer_cost import leftovers_of
+from profiler.backward.rematerialize import noting_saves
 from profiler.backward.split_backward import SecondHalf, first_half
 from profiler.capture.chain import Tensors, detached, wants_gradient
 from profiler.memory.allocations import AllocationTrace, now_ns, traced_allocations
@@ -85,6 +87,7 @@ class TensorBytes:
     num_bytes: int
     gradient_bytes: int
     unsaved_bytes: int  # num_bytes if no layer keeps it for its backward, else 0
+    saved_later_bytes: int = 0  # num_bytes if later layers keep it and the one that made it does not, else 0
     viewed_bytes: int = 0  # gradient_bytes if the gradient is a view of that of what the last reader makes, else 0
 
     def __add__(self, other: TensorBytes) -> TensorBytes:
@@ -120,6 +123,7 @@ class LayerBytes:
             "output_bytes": self.output.num_bytes,
             "output_gradient_bytes": self.output.gradient_bytes,
             "output_unsaved_bytes": self.output.unsaved_bytes,
+            "output_saved_later_bytes": self.output.saved_later_bytes,
             **{name: getattr(self, name) for name in names},
         }
 
@@ -221,27 +225,41 @@ def measure_bytes(
     """The memory of each layer, and last of the loss. Gradient buffers must already be allocated."""
     tied = tied_uses(layers)
     calls = layers_apart(layers, tied)
+    saved_by_maker = outputs_saved_by_maker(calls, inputs)
     with traced_allocations(device) as trace:
-        passage = pass_through(
-            calls, inputs, loss, now=now_ns, address_of=lambda tensor: tensor.untyped_storage().data_ptr()
-        )
-    return with_sums(layer_bytes(trace, passage), tied)
+        passage = pass_through(calls, inputs, loss, now=now_ns, address_of=_address)
+    return with_sums(layer_bytes(trace, passage, saved_by_maker), tied)
 
 
-@dataclass(frozen=True, slots=True)
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@dataclass(slots=True)
 class TiedUse:
     """A layer that uses a trained parameter of an earlier layer."""
 
     layer: int
     previous: int  # the last layer before it that uses the parameter
     parameter: nn.Parameter
+    is_shared: bool = (
+        False  # whether its gradient, as it comes, shares its storage, so that nothing is added to it in place
+    )
+
+    def watch(self, leaf: Tensor) -> None:
+        """Set `is_shared` when the gradient of this leaf, which takes the parameter's place, comes."""
+
+        def note(gradient: Tensor) -> None:
+            self.is_shared = gradient._is_view()
+
+        leaf.register_hook(note)  # type: ignore[no-untyped-call]
 
 
 def tied_uses(layers: Sequence[nn.Module]) -> tuple[TiedUse, ...]:
     """Where parameters of earlier layers are used again.
 
     The passage gives such a layer a copy: users on different stages have gradients of their own. What users on the same
-    stage share is added by `with_sums` and by the cost model (`Costs.waiting_bytes`).
+    stage share is added by `with_sums` and by the cost model (`Costs.waiting`).
     """
     found, last = [], dict[int, int]()
     for layer, module in enumerate(layers):
@@ -253,41 +271,70 @@ def tied_uses(layers: Sequence[nn.Module]) -> tuple[TiedUse, ...]:
 
 
 def layers_apart(layers: Sequence[nn.Module], tied: Sequence[TiedUse]) -> list[Callable[..., Tensors]]:
-    """The layers, the later users of a parameter with a copy."""
-    return [
-        _with_copies(layer, parameters) for layer, parameters in zip(layers, tied_by_layer(layers, tied), strict=True)
-    ]
+    """The layers, the later users of a parameter with a copy, whose gradients are watched."""
+    return [_with_copies(layer, uses) for layer, uses in zip(layers, tied_by_layer(layers, tied), strict=True)]
 
 
-def tied_by_layer(layers: Sequence[nn.Module], tied: Sequence[TiedUse]) -> list[list[nn.Parameter]]:
-    """For each layer its parameters that earlier layers use too."""
-    return [[x.parameter for x in tied if x.layer == i] for i in range(len(layers))]
+def tied_by_layer(layers: Sequence[nn.Module], tied: Sequence[TiedUse]) -> list[list[TiedUse]]:
+    """For each layer its uses of parameters that earlier layers use too."""
+    return [[x for x in tied if x.layer == i] for i in range(len(layers))]
 
 
-def _with_copies(layer: nn.Module, tied: Sequence[nn.Parameter]) -> Callable[..., Tensors]:
+def _with_copies(layer: nn.Module, tied: Sequence[TiedUse]) -> Callable[..., Tensors]:
     """The layer with leaves and gradients of its own in the place of tied parameters."""
     if not tied:
         return layer
-    copies = {id(x): x.detach().requires_grad_() for x in tied}
-    for copy in copies.values():
+    copies = {id(x.parameter): x.parameter.detach().requires_grad_() for x in tied}
+    for use in tied:
+        copy = copies[id(use.parameter)]
         copy.grad = torch.zeros_like(copy)
+        use.watch(copy)
     named = layer.named_parameters(remove_duplicate=False)
     state = {name: copies[id(x)] for name, x in named if id(x) in copies}
     return lambda *tensors: functional_call(layer, state, tensors, tie_weights=False)
 
 
 def with_sums(layers: Sequence[LayerBytes], tied: Sequence[TiedUse]) -> tuple[LayerBytes, ...]:
-    """The layers with the sums of gradients that autograd makes where users of a parameter are on the same stage."""
+    """The layers with the sums of gradients that autograd makes where users of a parameter are on the same stage.
+
+    A user adds its gradient to that of the next user in place, unless the latter shares its storage with another
+    tensor: then the sum is a third tensor, and users before it add to that one in place.
+    """
     found = list(layers)
-    for use in tied:
-        before, num_bytes = found[use.previous], use.parameter.nbytes
-        left = ((x.num_later, x.num_bytes) for x in before.leftovers)
-        found[use.previous] = replace(
-            before,
-            backward_workspace_bytes=before.backward_workspace_bytes + num_bytes,
-            leftovers=leftovers_of([*left, (use.layer - use.previous, num_bytes)]),
-        )
+    for use in (x for x in tied if x.is_shared):
+        num_bytes = use.parameter.nbytes
+        found[use.previous] = _with_leftover(found[use.previous], use.layer - use.previous, num_bytes)
+        for other in tied:
+            if other.parameter is use.parameter and other.previous == use.layer:
+                found[use.previous] = _with_leftover(found[use.previous], other.layer - use.previous, -num_bytes)
     return tuple(found)
+
+
+def _with_leftover(layer: LayerBytes, num_later: int, num_bytes: int) -> LayerBytes:
+    left = ((x.num_later, x.num_bytes) for x in layer.leftovers)
+    return replace(
+        layer,
+        backward_workspace_bytes=layer.backward_workspace_bytes + num_bytes,
+        leftovers=leftovers_of([*left, (num_later, num_bytes)]),
+    )
+
+
+def outputs_saved_by_maker(layers: Sequence[Callable[..., Tensors]], inputs: Tensors) -> list[list[bool]]:
+    """For each layer and each of its outputs, whether the layer itself saves it for its backward.
+
+    One forward, each layer in a graph of its own.
+    """
+    tensors, found = inputs, list[list[bool]]()
+    for layer in layers:
+        saved: list[int] = []
+        outputs = noting_saves(layer, partial(_note_address, saved))(*detached(tensors))
+        found.append([_address(x) in saved for x in outputs])
+        tensors = detached(outputs)
+    return found
+
+
+def _note_address(addresses: list[int], tensor: Tensor) -> None:
+    addresses.append(_address(tensor))
 
 
 def pass_through(
@@ -345,8 +392,13 @@ def backward_windows(starts: Sequence[Sequence[int]], end: int) -> tuple[Window,
     return tuple(found)
 
 
-def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, ...]:
-    """The memory of each layer, and last of the loss, from the trace of a passage."""
+def layer_bytes(
+    trace: AllocationTrace, passage: Passage, saved_by_maker: Sequence[Sequence[bool]]
+) -> tuple[LayerBytes, ...]:
+    """The memory of each layer, and last of the loss, from the trace of a passage.
+
+    `saved_by_maker` says of each layer's outputs whether the layer itself saves them.
+    """
     forward_end = passage.backwards[-1][0]
     below, found = 0, []
     later = LaterLayers(trace, passage.forwards, passage.backwards)
@@ -362,7 +414,12 @@ def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, .
                 backward_workspace_bytes=backward_bytes,
                 leftovers=leftovers,
                 crossing=tuple(
-                    _tensor_bytes(x, trace.is_kept(x.address, forward[1], forward_end), is_viewed=(layer, i) in viewed)
+                    _tensor_bytes(
+                        x,
+                        is_kept=trace.is_kept(x.address, forward[1], forward_end),
+                        is_own=saved_by_maker[layer][i],
+                        is_viewed=(layer, i) in viewed,
+                    )
                     for i, x in enumerate(crossing)
                 ),
             )
@@ -370,11 +427,12 @@ def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, .
     return tuple(found)
 
 
-def _tensor_bytes(tensor: CrossingTensor, is_kept: bool, *, is_viewed: bool) -> TensorBytes:
+def _tensor_bytes(tensor: CrossingTensor, *, is_kept: bool, is_own: bool, is_viewed: bool) -> TensorBytes:
     return TensorBytes(
         num_bytes=tensor.num_bytes,
         gradient_bytes=tensor.num_bytes if tensor.wants_gradient else 0,
         unsaved_bytes=0 if is_kept else tensor.num_bytes,
+        saved_later_bytes=tensor.num_bytes if is_kept and not is_own else 0,
         viewed_bytes=tensor.num_bytes if is_viewed else 0,
     )
 

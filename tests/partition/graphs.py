@@ -153,13 +153,14 @@ def _value(draw: st.DrawFn, producer: int | None, num_layers: int) -> Value:
 
 def _value_cost(draw: st.DrawFn) -> ValueCost:
     num_bytes = draw(st.integers(0, 4))
-    gradient_bytes = draw(st.sampled_from([0, num_bytes]))
+    gradient_bytes, unsaved_bytes = draw(st.sampled_from([0, num_bytes])), draw(st.integers(0, num_bytes))
     return ValueCost(
         microbatch_size=1,
         num_bytes=num_bytes,
         gradient_bytes=gradient_bytes,
         viewed_bytes=draw(st.integers(0, gradient_bytes)),
-        unsaved_bytes=draw(st.integers(0, num_bytes)),
+        unsaved_bytes=unsaved_bytes,
+        saved_later_bytes=draw(st.integers(0, num_bytes - unsaved_bytes)),
     )
 
 

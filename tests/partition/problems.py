@@ -164,6 +164,7 @@ def profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Profile:
     )
     if draw(st.booleans()):  # a recompute ends before the end of its last layer
         profile = with_costs_by_layer(profile, [{"last_recompute": Timing.exactly(x)} for x in numbers(9)])
+        profile = with_costs_by_layer(profile, [{"output_saved_later_bytes": x} for x in numbers(4)])
     layers = zip(profile.layers, numbers(6), numbers(6), numbers(9), strict=True)
     profile = replace(
         profile,
@@ -174,6 +175,7 @@ def profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Profile:
         profile = replace(
             profile, layers=tuple(_with_waiting(draw, x, i, num_layers) for i, x in enumerate(profile.layers))
         )
+    profile = replace(profile, versions=draw(st.sampled_from([(), (("torch", "2.13.0"),), (("torch", "2.14.0"),)])))
     return replace(profile, loss=(_loss(draw),)) if draw(st.booleans()) else profile
 
 

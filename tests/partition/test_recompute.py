@@ -40,7 +40,8 @@ def selecting(draw: st.DrawFn, *, minimize: Sequence[str], max_layers: int = 5) 
     )
     profile = problem.costs.profile
     unsaved = draw(st.lists(st.integers(0, 4), min_size=len(profile.layers), max_size=len(profile.layers)))
-    problem = replace(problem, costs=replace(problem.costs, profile=_with_unsaved(profile, unsaved)))
+    profile = replace(_with_unsaved(profile, unsaved), versions=())  # outputs stay until the backward
+    problem = replace(problem, costs=replace(problem.costs, profile=profile))
     every = [
         peak for cuts in all_cuts(problem) for stage in _stages(problem, cuts) for _, peak in _ways(problem, stage)
     ]
@@ -76,12 +77,11 @@ def _peak_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
     at_loss = loss if stage.end_layer == costs.num_layers else None
     layers = range(stage.first_layer, stage.end_layer)
     running = max(costs.layer_costs[v].stash_bytes + costs.layer_costs[v].workspace_bytes for v in chosen)
-    waiting = _waiting_bytes(problem, stage)
     forward, backward = (
         max([need(v) for v in layers] + ([getattr(at_loss, name)] if at_loss else []))
         for name, need in (
             ("forward_workspace_bytes", lambda v: costs.layer_costs[v].forward_workspace_bytes),
-            ("backward_workspace_bytes", lambda v: _backward_bytes(costs, v, stage.end_layer) + waiting),
+            ("backward_workspace_bytes", lambda v: _backward_bytes(costs, v, stage)),
         )
     )
     kept = _kept_bytes(problem, stage, chosen) + (at_loss.stash_bytes if at_loss else 0)
@@ -99,18 +99,13 @@ def _peak_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
     return max(moment_bytes(moment, parts) for moment in peak_moments_of(problem, stage.index).selecting)
 
 
-def _backward_bytes(costs: Costs, layer: int, end: int) -> int:
-    """A layer's workspace without what layers behind its stage did before."""
-    cost = costs.layer_costs[layer]
+def _backward_bytes(costs: Costs, layer: int, stage: Stage) -> int:
+    """A layer's workspace without what layers behind its stage did before, with the gradients that wait meanwhile."""
+    cost, end = costs.layer_costs[layer], stage.end_layer
     beyond = [x for x in cost.leftovers if layer + x.num_later >= end and end < costs.num_layers]
-    return max(0, cost.backward_workspace_bytes - sum(x.num_bytes for x in beyond))
-
-
-def _waiting_bytes(problem: Problem, stage: Stage) -> int:
-    """The gradients of weights that several layers of the stage use."""
-    layers = {*range(stage.first_layer, stage.end_layer)}
-    shared = problem.costs.profile.shared_weights
-    return sum(x.gradient_bytes for x in shared if len(layers & {*x.layers}) > 1)
+    users = [(x.gradient_bytes, {*range(stage.first_layer, end)} & {*x.layers}) for x in costs.profile.shared_weights]
+    waiting = sum(num_bytes for num_bytes, used in users if used and min(used) <= layer < max(used))
+    return max(0, cost.backward_workspace_bytes - sum(x.num_bytes for x in beyond)) + waiting
 
 
 def _kept_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from profiler.analytic.layer_work import analyse
 from profiler.backward.split_backward import SecondHalf, first_half
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, Tensors, detached, flat_tensors
@@ -155,6 +156,42 @@ def test_gradients_of_tied_layers_are_measured_apart() -> None:
     assert left(middle, 1) < 0.02 * table_bytes
     logits_bytes = 2 * 4 * num_tokens * 4
     assert head.backward_workspace_bytes == pytest.approx(table_bytes + logits_bytes, rel=0.02)
+
+
+class TiedThrice(nn.Module):
+    """A table that two embeddings and the head use, as in an encoder with a decoder."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self.table, self.other = nn.Embedding(num_tokens, WIDTH), nn.Embedding(num_tokens, WIDTH)
+        self.head = nn.Linear(WIDTH, num_tokens, bias=False)
+        self.other.weight = self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.table(tokens) + self.other(tokens))
+        return out
+
+
+@pytest.mark.parametrize("follow", [measure_bytes, lambda *x: [y.memory for y in analyse(*x)]])
+def test_sum_of_tied_gradients_is_a_tensor_of_its_own_only_where_the_first_is_a_view(follow: Any) -> None:
+    num_tokens = 10_000
+    table_bytes = num_tokens * WIDTH * 4
+    chain, layers, tensors = captured(TiedThrice(num_tokens), torch.randint(num_tokens, (2, 4)))
+    found = follow(layers, tensors, lambda x: x[0].sum())
+    names = [x.partition(".")[0] for x in chain.names]
+    table, other, head = (names.index(x) for x in ("table", "other", "head"))
+    assert left(found[table], other - table) == pytest.approx(0, abs=0.02 * table_bytes)
+    assert left(found[other], head - other) == pytest.approx(table_bytes, rel=0.02)
+    assert left(found[table], head - table) == pytest.approx(0, abs=0.02 * table_bytes)
+
+
+def test_outputs_that_only_later_layers_save() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.MaxPool1d(2), nn.Linear(4, 4), nn.Sigmoid())
+    _, layers, tensors = captured(model, torch.randn(3, 8))
+    linear, relu, pool, last, sigmoid, _ = measure_bytes(layers, tensors, lambda x: x[0].sum())
+    assert [x.output.saved_later_bytes for x in (linear, relu, pool, last, sigmoid)] == [0, 0, 3 * 4 * 4, 0, 0]
+    analysed = [x.memory.output for x in analyse(layers, tensors, lambda x: x[0].sum())]
+    assert analysed[:-1] == [x.output for x in (linear, relu, pool, last, sigmoid)]
 
 
 def test_workspace_without_later_readers() -> None:

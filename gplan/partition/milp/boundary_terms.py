@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 
 from gplan.core import Link, Value, ValueCost
 from gplan.core.interpolation import value_cost_at
 from gplan.cost.stage_costs import Costs
 from gplan.graph.boundary import values_of
-from gplan.graph.down_sets import Way
+from gplan.graph.down_sets import Output, Way
 from gplan.graph.layer_graph import LayerGraph, is_connected
 from gplan.partition.milp.assignment import StageAssignment
 from gplan.partition.milp.program import Expression, LinearProgram, total, weighted
@@ -334,3 +334,76 @@ class PassThroughTerms:
             for reader in readers
         ]  # fmt: skip
         return self._program.at_least(f"returns_{way}_{k}", rows, high=1)
+
+
+class OutputTerms:
+    """Outputs of a stage's layers that later stages read, as the part of the layers' stash that they are.
+
+    For each value and each stage k a variable says that the value leaves the stage, a row for each reader r,
+        e >= x[producer, k] - y[r, k]
+    and one that a recompute makes it again, as its first reader is on the stage too:
+        n >= x[producer, k] + y[r, k] - 1
+    In a chain, a value that the next layer reads leaves where the cut is right behind its producer.
+    """
+
+    def __init__(self, program: LinearProgram, costs: Costs, choices: StageAssignment) -> None:
+        self._program, self._costs, self._choices = program, costs, choices
+        self._leaves, self._remade = cache(self._add_leaves), cache(self._add_remade)
+
+    def left_by(self, v: int, k: int, *, only_later: bool) -> Expression:
+        """Bytes of the outputs of layer v that leave stage k; with `only_later` of those that only later stages keep."""
+        if k == self._choices.num_stages - 1:
+            return 0.0
+        outputs = self._saved_later if only_later else self._saved
+        return weighted((float(num_bytes), self._leaves(way, k)) for way, num_bytes in outputs.get(v, ()))
+
+    def saved_later_bytes(self, k: int) -> Expression:
+        """Bytes that leave stage k and that only later stages keep: a recompute does not make them again."""
+        if k == self._choices.num_stages - 1:
+            return 0.0
+        every = [(v, way, float(num_bytes)) for v, some in self._saved_later.items() for way, num_bytes in some]
+        return weighted(
+            term
+            for v, way, num_bytes in every
+            for term in ((num_bytes, self._choices.is_on(v, k)), (-num_bytes, self._remade(way, k)))
+        )
+
+    @cached_property
+    def _saved(self) -> dict[int, list[Output]]:
+        return _by_producer(self._costs.held_outputs)
+
+    @cached_property
+    def _saved_later(self) -> dict[int, list[Output]]:
+        return _by_producer(self._costs.saved_outputs(only_later=True))
+
+    def _add_leaves(self, way: Way, k: int) -> Expression:
+        (producer, readers), y = way, self._choices.up_to
+        assert producer is not None
+        if self._is_read_next(way):
+            return weighted([(1.0, y(producer, k)), (-1.0, y(readers[0], k))])
+        rows = [weighted([(1.0, self._choices.is_on(producer, k)), (-1.0, y(x, k))]) for x in readers]
+        return self._program.at_least(f"leaves_{self._name(way)}_{k}", rows, high=1)
+
+    def _add_remade(self, way: Way, k: int) -> Expression:
+        (producer, readers), is_on = way, self._choices.is_on
+        assert producer is not None
+        if self._is_read_next(way):
+            return weighted([(1.0, is_on(producer, k)), (-1.0, self._leaves(way, k))])
+        row = weighted([(1.0, is_on(producer, k)), (1.0, self._choices.up_to(readers[0], k)), (-1.0, 1.0)])
+        return self._program.at_least(f"remade_{self._name(way)}_{k}", [row], high=1)
+
+    def _is_read_next(self, way: Way) -> bool:
+        producer, readers = way
+        return self._choices.graph.is_chain and producer is not None and readers == (producer + 1,)
+
+    def _name(self, way: Way) -> str:
+        producer, readers = way
+        return "_".join(map(str, (producer, *readers)))
+
+
+def _by_producer(outputs: list[Output]) -> dict[int, list[Output]]:
+    found: dict[int, list[Output]] = {}
+    for (producer, readers), num_bytes in outputs:
+        if producer is not None:
+            found.setdefault(producer, []).append(((producer, readers), num_bytes))
+    return found

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
 
 import numpy as np
 
 from gplan.core import Profile
 from gplan.cost.stage_costs import Costs
-from gplan.graph.down_sets import Floats
+from gplan.graph.down_sets import Floats, Waiting
 from gplan.partition.milp.assignment import StageAssignment
 from gplan.partition.milp.program import Expression, LinearProgram, weighted
 from gplan.partition.problem import Problem
@@ -19,11 +19,13 @@ from gplan.partition.problem import Problem
 class ParameterBytes:
     """Weights and gradients of every stage; a shared weight counts once where any of its users is (0 <= u <= 1)."""
 
-    def __init__(self, program: LinearProgram, choices: StageAssignment, profile: Profile) -> None:
-        self._program, self._choices, self._profile = program, choices, profile
+    def __init__(
+        self, program: LinearProgram, choices: StageAssignment, profile: Profile, waiting: Sequence[Waiting]
+    ) -> None:
+        self._program, self._choices, self._profile, self._waiting = program, choices, profile, waiting
         self._shared: dict[int, list[Expression]] = {}
         self._tied: dict[int, list[Expression]] = {}
-        self._waiting: dict[int, Expression] = {}
+        self._waits_between: dict[tuple[tuple[int, ...], int, int], Expression] = {}
 
     def weight_bytes(self, k: int) -> Expression:
         """Bytes of parameters and buffers on stage k."""
@@ -38,16 +40,32 @@ class ParameterBytes:
         pairs = zip(self._profile.shared_weights, self._tied_on(k), strict=True)
         return weighted((weight.gradient_bytes, is_tied) for weight, is_tied in pairs)
 
-    def waiting_bytes(self, k: int) -> Expression:
-        """Bytes of the gradients of shared weights that stage k uses twice or more: w >= x[i, k] + x[j, k] - 1."""
-        if k not in self._waiting:
-            on, pairs = self._choices.is_on, []
-            for i, weight in enumerate(self._profile.shared_weights):
-                users = combinations(sorted(set(weight.layers)), 2)
-                rows = [weighted([(1.0, on(v, k)), (1.0, on(w, k)), (-1.0, 1.0)]) for v, w in users]
-                pairs.append((weight.gradient_bytes, self._program.at_least(f"w_{i}_{k}", rows, high=1)))
-            self._waiting[k] = weighted(pairs)
-        return self._waiting[k]
+    def waiting_bytes(self, v: int, k: int) -> Expression:
+        """Bytes of gradients of shared weights that wait while layer v of stage k runs backward; 0 or less if it is elsewhere.
+
+        A gradient waits between two layers that use the weight. With a and b whether any user up to v and any user
+        behind v is on stage k, w >= a + b - 1 says that it waits.
+        """
+        is_on = self._choices.is_on(v, k)
+        return weighted(
+            term
+            for users, num_bytes in self._waiting
+            if users[0] <= v < users[-1]
+            for term in ((num_bytes, self._waits(users, v, k)), (num_bytes, is_on), (-num_bytes, 1.0))
+        )
+
+    def _waits(self, users: tuple[int, ...], v: int, k: int) -> Expression:
+        num_before = sum(x <= v for x in users)
+        key = users, num_before, k
+        if key not in self._waits_between:
+            name = f"{'_'.join(map(str, users))}_{num_before}_{k}"
+            before, behind = (
+                self._program.at_least(f"{side}_{name}", [self._choices.is_on(x, k) for x in some], high=1)
+                for side, some in (("before", users[:num_before]), ("behind", users[num_before:]))
+            )
+            row = weighted([(1.0, before), (1.0, behind), (-1.0, 1.0)])
+            self._waits_between[key] = self._program.at_least(f"waits_{name}", [row], high=1)
+        return self._waits_between[key]
 
     def is_any_tied(self, k: int) -> Expression:
         """Whether stage k holds any such gradient."""

@@ -9,7 +9,7 @@ from gplan.core import StageBytes
 from gplan.cost.stage_bytes import MicrobatchBytes, MicrobatchTerms, microbatch_bytes
 from gplan.partition.device_memory import PARTS, counts_of
 from gplan.partition.milp.assignment import StageAssignment
-from gplan.partition.milp.boundary_terms import BoundaryTerms, PassThroughTerms
+from gplan.partition.milp.boundary_terms import BoundaryTerms, OutputTerms, PassThroughTerms
 from gplan.partition.milp.coefficients import LayerSeconds, ParameterBytes
 from gplan.partition.milp.program import Expression, LinearProgram, total, weighted
 
@@ -25,6 +25,7 @@ class MemoryRows:
     cuts: BoundaryTerms
     weights: ParameterBytes
     pass_through: PassThroughTerms
+    outputs: OutputTerms
     figures: LayerSeconds
 
     def add(self) -> None:
@@ -63,7 +64,7 @@ class MemoryRows:
                     (step.largest_workspace, self.weights.largest_trained_bytes(k)),
                 ]
             ),
-            buffer=weighted([(costs.num_microbatches, held.received)]),
+            buffer=weighted([(costs.num_buffers, held.received)]),
             **{name: self._workspace(k, name, limit_bytes) if name in used else 0.0 for name in _WORKSPACES},
         )
 
@@ -87,10 +88,12 @@ class MemoryRows:
                 output=cuts.kept_bytes(k),
                 output_before_loss=0 if is_last else cuts.kept_bytes(k),
                 output_unsaved=cuts.unsaved_bytes(k),
+                output_saved_later=self.outputs.saved_later_bytes(k),
                 pass_through=pass_through,
                 passing_unsaved=self.pass_through.unsaved_bytes(k),
                 passing_sent=pass_through if self.figures.problem.boundaries(k).after else 0,
-            )
+            ),
+            costs.transfers,
         )
 
     def _workspace(self, k: int, name: str, limit_bytes: int) -> Expression:
@@ -123,17 +126,21 @@ class MemoryRows:
         """The most that stage k holds while a layer runs, above the stash of all of them, in limits.
 
         Layer by layer, each at least what was held before without the layer's own stash, and the layer's workspace.
+        What leaves the stage is there all the time: in a recompute, with `prefix`, beside what is made again.
         """
+        is_backward = field == "backward_workspace_bytes"
         held: Expression = 0.0
         for v, cost in enumerate(self.figures.costs.layer_costs):
             is_on = self.choices.is_on(v, k)
-            after = weighted([(1.0, held), (-cost.stash_bytes / limit_bytes, is_on)])
+            left = self.outputs.left_by(v, k, only_later=bool(prefix)) if prefix or is_backward else 0.0
+            after = weighted([(1.0, held), (-cost.stash_bytes / limit_bytes, is_on), (1.0 / limit_bytes, left)])
             own = weighted([(getattr(cost, field) / limit_bytes, is_on), *self._absent(v, k, field, limit_bytes)])
-            held = self.program.at_least(f"{prefix}{field}_{v}_{k}", [after, own])
-        if field != "backward_workspace_bytes":
+            waiting = weighted([(1.0 / limit_bytes, self.weights.waiting_bytes(v, k))]) if is_backward else 0.0
+            rows = [after, own] if isinstance(waiting, float) else [after, total([own, waiting]), waiting]
+            held = self.program.at_least(f"{prefix}{field}_{v}_{k}", rows)
+        if not is_backward:
             return held
-        copied, waiting = self.pass_through.gradient_bytes(k), self.weights.waiting_bytes(k)
-        return weighted([(1.0, held), (1.0 / limit_bytes, copied), (1.0 / limit_bytes, waiting)])
+        return weighted([(1.0, held), (1.0 / limit_bytes, self.pass_through.gradient_bytes(k))])
 
     def _absent(self, v: int, k: int, field: str, limit_bytes: int) -> Iterator[tuple[float, Expression]]:
         """What layer v's backward has less, where it is on stage k, as later stages have the layers that make it."""

@@ -16,7 +16,13 @@ from gplan.core.units import seconds_text
 from gplan.graph.layer_graph import LayerGraph
 from gplan.partition.candidates import TooManyCandidates
 from gplan.partition.milp.assignment import StageAssignment, add_constraints, are_satisfied
-from gplan.partition.milp.boundary_terms import BoundaryTerms, ChainBoundaryTerms, GraphBoundaryTerms, PassThroughTerms
+from gplan.partition.milp.boundary_terms import (
+    BoundaryTerms,
+    ChainBoundaryTerms,
+    GraphBoundaryTerms,
+    OutputTerms,
+    PassThroughTerms,
+)
 from gplan.partition.milp.coefficients import LayerSeconds, ParameterBytes
 from gplan.partition.milp.memory_rows import MemoryRows
 from gplan.partition.milp.objective import StepTimeRows, add_loads
@@ -43,7 +49,7 @@ class Formulation:
             LayerGraph(problem.num_layers, (*profile.precedence, *in_order)),
             num_stages=problem.num_stages,
         )
-        weights = ParameterBytes(self.program, self.choices, profile)
+        weights = ParameterBytes(self.program, self.choices, profile, figures.costs.waiting)
         kind = ChainBoundaryTerms if self.choices.graph.is_chain else GraphBoundaryTerms
         cuts: BoundaryTerms = kind(self.program, problem, figures.costs, self.choices, self.unit_s)
         self.program.require(self.program.goal, at_least=self.least_s / self.unit_s)
@@ -52,7 +58,8 @@ class Formulation:
         else:
             add_loads(self.program, self.choices, cuts, figures=figures, unit_s=self.unit_s)
         pass_through = PassThroughTerms(self.program, problem, figures.costs, self.choices)
-        MemoryRows(self.program, self.choices, cuts, weights, pass_through, figures).add()
+        outputs = OutputTerms(self.program, figures.costs, self.choices)
+        MemoryRows(self.program, self.choices, cuts, weights, pass_through, outputs, figures).add()
         add_constraints(self.program, self.choices, profile=profile, constraints=problem.constraints)
 
 

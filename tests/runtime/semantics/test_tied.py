@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import gplan
 from gplan.core import ActionKind
+from gplan.runtime.virtual_engine import DeviceGradients
 from tests.runtime.ranks import on_ranks
 from tests.runtime.semantics.checks import (
     assert_same,
@@ -102,6 +103,17 @@ def test_frozen_tied_weight() -> None:
     assert "embedding.weight" not in expected
     for parts in both_engines(2, script).values():
         assert_same(merged(parts), expected)
+
+
+def test_each_virtual_device_has_its_own_gradient() -> None:
+    weight, gradients = nn.Parameter(torch.ones(3)), DeviceGradients()
+    weight.grad = torch.full((3,), 100.0)
+    with gradients.apart([weight]):
+        for device, factor in ((0, 1.0), (1, 10.0), (0, 1.0)):
+            gradients.enter(device)
+            (factor * weight).sum().backward()  # type: ignore[no-untyped-call]
+        assert weight.grad.tolist() == [2.0] * 3
+    assert weight.grad.tolist() == [112.0] * 3
 
 
 def test_waiting_is_not_part_of_update() -> None:

@@ -1,0 +1,78 @@
+"""What stages hold while their layers run backward, against a story of each layer in turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gplan.core import Profile, Value, ValueCost
+from gplan.cost.stage_costs import Costs
+from tests.graphs import Graph
+from tests.made import make_profile
+from tests.partition.graphs import graph_profiles
+from tests.partition.problems import profiles, with_costs_by_layer
+
+
+def told(costs: Costs, before: set[int], end: set[int]) -> int:
+    """The most that the stage with the layers `end - before` holds above its stash, without the loss."""
+    num_layers, stage, peak = costs.num_layers, end - before, 0
+    behind = set() if len(end) == num_layers else {*range(num_layers + 1)} - end
+    for v in stage:
+        cost = costs.layer_costs[v]
+        absent = sum(x.num_bytes for x in cost.leftovers if v + x.num_later in behind)
+        held = max(0, cost.backward_workspace_bytes - absent)
+        held -= sum(costs.layer_costs[u].stash_bytes for u in stage if u > v)
+        for (producer, readers), num_bytes in costs.held_outputs:
+            held += num_bytes * (producer in stage and producer > v and bool(behind & {*readers}))
+        for shared in costs.profile.shared_weights:
+            used = stage & {*shared.layers}
+            held += shared.gradient_bytes * bool(used and min(used) <= v < max(used))
+        peak = max(peak, held)
+    return peak
+
+
+@settings(deadline=None)
+@given(st.one_of(graph_profiles(max_layers=6), profiles(max_layers=6)))
+def test_a_backward_holds_what_is_left_at_every_layer(profile: Profile) -> None:
+    profile, num_layers = replace(profile, loss=()), len(profile.layers)
+    for downsets in (None, Graph(num_layers, [*profile.precedence]).positions):
+        costs = Costs(profile, 1, 4, 1, downsets)
+        before = [{v for v in range(num_layers) if costs.downsets.contain(v)[i]} for i in range(costs.num_positions)]
+        stages = [(i, j) for i in range(len(before)) for j in range(len(before)) if before[i] < before[j]]
+        first, end = np.array(stages).T
+        passing = costs.pass_through.gradient_bytes(first, end)
+        found = costs.workspaces.above_stash("backward", first, end)
+        for i, stage in enumerate(stages):
+            if not passing[i]:
+                assert found[i] == told(costs, *(before[x] for x in stage))
+
+
+def test_outputs_that_were_sent_stay_while_earlier_layers_run() -> None:
+    """The last layer's own backward does not free its output, as the engine still holds it."""
+    profile = make_profile([1, 1, 1], stash_bytes=[10, 30, 40], output_bytes=[0, 20, 0], workspace_bytes=[50, 0, 0])
+    costs = Costs(profile, 1, 4)
+    found = {x: costs.one_stage_bytes(*x).backward_workspace for x in ((0, 1), (0, 2), (0, 3))}
+    assert found == {(0, 1): 50, (0, 2): 50 - 30 + 20, (0, 3): 0}
+
+
+def test_a_skip_that_was_sent_stays_while_layers_before_its_own_run() -> None:
+    sizes = {"microbatch_size": 1, "num_bytes": 20}
+    values = tuple(
+        Value(producer=i, consumers=(j,), costs=(ValueCost(**sizes),))
+        for i, j in ((0, 1), (1, 2), (1, 4), (2, 3), (3, 4))
+    )
+    profile = make_profile([1] * 5, stash_bytes=40, workspace_bytes=[100, 0, 100, 0, 0])
+    costs = Costs(replace(profile, values=values), 1, 4)
+    found = {x: costs.one_stage_bytes(*x).backward_workspace for x in ((0, 2), (0, 3), (2, 4), (0, 5))}
+    assert found == {(0, 2): 100, (0, 3): 100, (2, 4): 100 - 40 + 20, (0, 5): 20}
+
+
+@pytest.mark.parametrize(("saved_later", "expected"), [(0, 70), (20, 50)])
+def test_a_recompute_makes_no_output_that_only_the_next_stage_keeps(saved_later: int, expected: int) -> None:
+    profile = make_profile([1, 1, 1], stash_bytes=[10, 40, 0], output_bytes=[0, 20, 0])
+    profile = with_costs_by_layer(profile, [{"output_saved_later_bytes": saved_later}] * 3)
+    assert Costs(profile, 1, 4).one_stage_bytes(0, 2).recomputed_stash == expected
