@@ -429,12 +429,17 @@ class Run:
     origin: Origin = "measured"
     host_speed: tuple[StepSpeed, ...] = ()  # in windows of steps; one rank per process, in the order of ranks
     host_load: HostLoad | None = None  # evidence of other work during the timed steps; None: not measured
+    reserved_bytes: tuple[int, ...] = ()  # per device, the peak of what a GPU's allocator reserved; (): not known
     core_stretch: tuple[float, ...] = ()  # by device: its actions with proven waits for a core over those without
 
     def __post_init__(self) -> None:
         num_peaks, num_devices = len(self.peak_bytes), self.plan.num_devices
         if num_peaks != num_devices:
             raise ValueError(f"peak_bytes has {num_peaks} entries; the plan has {num_devices} devices")
+        if self.reserved_bytes and (len(self.reserved_bytes) != num_devices or min(self.reserved_bytes) < 0):
+            raise ValueError(
+                f"reserved_bytes is {self.reserved_bytes}; expected 0 or more for each of {num_devices} devices, or nothing"
+            )
         check_not_negative(self, "num_warmup_steps", "num_disturbed")
         check_positive(self, "num_counted")
         ran, planned = (

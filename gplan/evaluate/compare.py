@@ -7,7 +7,7 @@ where the prediction is too high.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from gplan.core import Action, ActionKind, IdleCause, Plan, Run, Timeline
@@ -37,6 +37,7 @@ class ComparisonRow:
     unit: UnitKind
     error: float | None  # see `prediction_error`
     equal_speed_error: float | None = None  # the same at the host's speed in the run; None: unknown, or see `error`
+    reserved: float | None = None  # of peak memory: bytes that the GPU's allocator reserved for it; None: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +156,8 @@ def _device_rows(run: Run, predicted: Timeline) -> Iterator[ComparisonRow]:
         updates = (x.update_s(device) for x in timelines)
         yield _row(OPTIMIZER, updates, "seconds", device=device, stage=only, slowdown=slowdown)
         if peak_bytes := run.peak_bytes[device]:
-            yield _row(PEAK_MEMORY, (plan.device_peak_bytes[device], peak_bytes), "bytes", device=device, stage=only)
+            row = _row(PEAK_MEMORY, (plan.device_peak_bytes[device], peak_bytes), "bytes", device=device, stage=only)
+            yield replace(row, reserved=run.reserved_bytes[device]) if run.reserved_bytes else row
 
 
 def _row(

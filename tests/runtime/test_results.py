@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 
 from gplan.core import Action, ActionKind, HostLoad, HostSpeed, IdleCause, Plan, Run, SpeedExponents, YardstickTimes
+from gplan.evaluate.compare import PEAK_MEMORY, compare
+from gplan.reporting.text.run import reserved_lines
 from gplan.runtime.recorder import ActionTiming
 from gplan.runtime.run.results import torch_run, virtual_run
 from gplan.runtime.run.run_options import RunOptions, StepRecord
@@ -159,3 +161,19 @@ def test_timeline_is_mean_of_middle_steps() -> None:
     alone = [step_of(plan, action_s=x) for x, _ in [*warm_up, *counted]]
     virtual = virtual_run(plan, alone, peak_bytes=[1, 1], check=None, options=options)
     assert virtual.timeline.loop_spans[0].duration_s == pytest.approx((1.0 + 1.5 + 2.0) / 3)
+
+
+@pytest.mark.parametrize(("reserved", "expected"), [((7, 3, 5, 9), (7, 9)), ((0, 0, 0, 0), ()), ((), ())])
+def test_reserved_memory_is_that_of_the_largest_replica_where_it_is_known(
+    reserved: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    plan = scheduled_plan("gpipe")
+    plan = replace(plan, num_replicas=2)
+    ranks = ranks_of(plan, [(1.0, 0.0)] * 3) * 2
+    run = torch_run(
+        plan, ranks, peak_bytes=[1, 2, 2, 1], reserved_bytes=reserved, check=None, options=RunOptions(num_steps=3)
+    )
+    assert (run.peak_bytes, run.reserved_bytes) == ((2, 2), expected)
+    row = compare(run).row(PEAK_MEMORY, device=1)
+    assert row.reserved == (expected[1] if expected else None)
+    assert any("reserved" in x for x in reserved_lines(run)) == bool(expected)

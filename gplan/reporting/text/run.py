@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gplan.core import Run
-from gplan.core.units import error_text, quantity_text
+from gplan.core.units import bytes_text, error_text, quantity_text
 from gplan.evaluate.attribution import attribute_error
 from gplan.evaluate.compare import (
     BACKWARD,
@@ -36,6 +36,7 @@ def run_view(run: Run) -> RenderableType:
     return Group(
         comparison_table(run),
         Text(OTHER_ORDER if order_difference(run.plan, run.timeline) else attribution_text(attribute_error(run))),
+        *(Text(x) for x in reserved_lines(run)),
         *(Text(x) for x in host_speed_lines(run)),
         Text(f"{losses}measured over {run.steps_text}"),
         *_check_lines(run),
@@ -55,6 +56,14 @@ def comparison_table(run: Run) -> FittedTable:
         lines=tuple(_line(row, has_chunks, has_speed) for row in rows),
         below="idle time is of all devices together",
     )
+
+
+def reserved_lines(run: Run) -> Iterator[str]:
+    """What the allocators of GPUs reserved beside what they handed out; nothing where that is not known."""
+    if run.reserved_bytes:
+        pairs = zip(run.reserved_bytes, run.peak_bytes, strict=True)
+        texts = (f"device {i} {bytes_text(x)} for {bytes_text(y)}" for i, (x, y) in enumerate(pairs))
+        yield f"memory that the allocator reserved for the measured peak: {', '.join(texts)}"
 
 
 def host_speed_lines(run: Run) -> Iterator[str]:

@@ -132,6 +132,7 @@ class _TrainingLoop:
         self._scheduler = file.scheduler(self._optimizer)
         self._devices = self._pipe.runner.stages_by_device
         self._peak_bytes = [0] * len(self._devices)
+        self._reserved_bytes = 0  # by a GPU's allocator
         self._errors: dict[str, float] = {}
         self._notes: tuple[str, ...] = ()  # of the run
         if options.resume is not None:
@@ -232,10 +233,12 @@ class _TrainingLoop:
             run = virtual_run(plan, steps, peak_bytes=self._peak_bytes, check=check, options=options, loads=[load])
         else:
             gathered: list[Any] = [None] * self._num_ranks
-            dist.all_gather_object(gathered, (steps, self._peak_bytes[0], self._errors, load))
-            ranks, peaks, errors, loads = zip(*gathered, strict=True)
+            dist.all_gather_object(gathered, (steps, self._peak_bytes[0], self._reserved_bytes, self._errors, load))
+            ranks, peaks, reserved, errors, loads = zip(*gathered, strict=True)
             check = self._verdict(errors, steps[0].loss)
-            run = torch_run(plan, ranks, peak_bytes=peaks, check=check, options=options, loads=loads)
+            run = torch_run(
+                plan, ranks, peak_bytes=peaks, reserved_bytes=reserved, check=check, options=options, loads=loads
+            )
         return replace(run, notes=(*self._notes, *run.notes))
 
     def _verdict(self, errors: Sequence[Mapping[str, float]], loss: float) -> GradientCheck | None:
@@ -253,6 +256,7 @@ class _TrainingLoop:
             _device_peaks(trace, engine.action_starts_ns) if isinstance(engine, VirtualEngine) else [trace.peak_bytes()]
         )
         self._peak_bytes = [x + y for x, y in zip(held, peaks, strict=True)]
+        self._reserved_bytes = trace.peak_reserved_bytes
         return step
 
     def _timed_step(self, inputs: Any, target: Any) -> StepRecord:

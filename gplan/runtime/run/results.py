@@ -49,16 +49,19 @@ def torch_run(
     ranks: Sequence[Sequence[StepRecord]],
     *,
     peak_bytes: Sequence[int],
+    reserved_bytes: Sequence[int] = (),
     check: GradientCheck | None,
     options: RunOptions,
     loads: Sequence[HostLoad] = (),
 ) -> Run:
     """Return the run of one process per device; `ranks[r][i]` is step i on rank r.
 
-    The timeline is that of the first replica; a device's peak is the largest of its replicas.
+    The timeline is that of the first replica; a device's peak is the largest of its replicas, and so is what its
+    allocator reserved, 0 where it does not tell.
     """
     steps = list(zip(*ranks, strict=True))
-    return _run(
+    largest = [max(reserved_bytes[device :: plan.num_devices], default=0) for device in range(plan.num_devices)]
+    run = _run(
         plan,
         engine="torch",
         losses=[step[0].loss for step in steps],
@@ -73,6 +76,7 @@ def torch_run(
         own_steps=ranks[: plan.num_devices],
         loads=() if _notes_on_cores(plan) else loads,  # then the ranks wait for each other
     )
+    return replace(run, reserved_bytes=tuple(largest)) if any(largest) else run
 
 
 def virtual_run(
