@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 from gplan.core import Plan
 from gplan.interop.export.exporters import export
+from gplan.interop.receivers import child_name
 
 Stages = list[list[str]]
 
@@ -125,8 +126,29 @@ def torchtitan(plan: Plan) -> Stages:
             rank, parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule, len(parts)
         )
         assert sorted(found) == [x.index for x in plan.stages_of(rank)], "torchtitan puts stages elsewhere"
-    model = _titan_model(plan.layer_names)
-    return [_owners(_split_module(model, part)) for part in parts]
+    is_hugging_face = plan.layer_names[0].startswith("model.")
+    names = tuple(map(child_name, plan.layer_names))
+    model = _titan_model(names)
+    split = _split_by_backend(model, parts) if is_hugging_face else [_owners(_split_module(model, x)) for x in parts]
+    original = dict(zip(names, plan.layer_names, strict=True))
+    return [[original[name] for name in stage] for stage in split]
+
+
+def _split_by_backend(model: Any, parts: Stages) -> Stages:
+    """The splitter of torchtitan's transformers backend, which leaves an identity where a module is taken away."""
+    from torchtitan.experiments.transformers_modeling_backend import pipeline
+
+    found = list[list[str]]()
+
+    def stage(module: Any, *_arguments: Any, **_options: Any) -> Any:
+        assert isinstance(module.rotary_emb, type(model.rotary_emb)), "a stage has no rotary positions"
+        found.append(_owners(module))
+        return SimpleNamespace(submod=module)
+
+    with patch.object(pipeline, "PipelineStage", stage):
+        mesh = SimpleNamespace(get_local_rank=lambda: 0, size=lambda: 1, get_group=lambda _: None)
+        pipeline.pipeline_module_split(model, mesh, "Interleaved1F1B", "cpu", parts)
+    return found
 
 
 @cache
@@ -153,6 +175,7 @@ def _titan_model(names: tuple[str, ...]) -> Any:
             getattr(model, parent)[entry] = nn.Linear(1, 1, bias=False)
         else:
             setattr(model, name, nn.Linear(1, 1, bias=False))
+    model.rotary_emb = nn.Dropout(0.0)  # stands for what every stage of a Hugging Face model has
     return model
 
 

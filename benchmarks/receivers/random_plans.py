@@ -29,9 +29,9 @@ def random_plans(receiver: str, count: int, *, seed: int = 0) -> Iterator[Plan]:
             yield plan
 
 
-def layer_names(receiver: str, num_blocks: int, *, num_predictions: int = 0) -> tuple[str, ...]:
-    """The layers of a language model as the receiver's own models have them."""
-    before, path = ("model.", "model.layers") if receiver == "automodel" else ("", "layers")
+def layer_names(num_blocks: int, *, is_hugging_face: bool = False, num_predictions: int = 0) -> tuple[str, ...]:
+    """The layers of a language model as torchtitan's models have them, or those of Hugging Face."""
+    before, path = ("model.", "model.layers") if is_hugging_face else ("", "layers")
     first = f"{before}embed_tokens" if before else "tok_embeddings"
     blocks = [f"{path}.{i}" for i in range(num_blocks)]
     return (first, *blocks, *(f"mtp.{i}" for i in range(num_predictions)), f"{before}norm", "lm_head")
@@ -51,7 +51,9 @@ def _random_plan(receiver: str, random_source: random.Random) -> Plan | None:
         recompute=draw.choice([*rules.recompute]),
     )
     has_prediction = rules.cuts == "decoder" and draw.random() < 0.3
-    names = layer_names(receiver, draw.randint(1, _MOST_BLOCKS), num_predictions=int(has_prediction))
+    is_hugging_face = receiver == "automodel" or (receiver == "torchtitan" and draw.random() < 0.5)
+    num_blocks = draw.randint(1, _MOST_BLOCKS)
+    names = layer_names(num_blocks, is_hugging_face=is_hugging_face, num_predictions=int(has_prediction))
     kept = indivisible(receiver, names, None)
     free = [x for x in range(1, len(names)) if not any(y.first < x <= y.last for y in kept)]
     num_cuts = settings.num_stages - 1

@@ -58,10 +58,13 @@ def layout(
     sequence_length: int, microbatches: int | None, microbatch_size: int, recompute: str, memory: str | None,
     settings: tuple[str, ...], time_limit: float | None, profile_file: Path, output: Path, as_json: bool,
 ) -> None:  # fmt: skip
+    from dataclasses import replace
+
     from gplan.core.units import parse_bytes
     from gplan.files import json_files
     from gplan.interop.export.exporters import export
     from gplan.interop.planning import best_for_receiver
+    from gplan.interop.receivers import RECEIVERS as RECEIVER_RULES
     from profiler.analytic.decoder_config import Widths, decoder_profile, parse_settings
     from profiler.analytic.hardware import load_hardware
 
@@ -83,7 +86,8 @@ def layout(
         memory_bytes=parse_bytes(memory) if memory is not None else None,
         time_limit_s=time_limit,
     )
-    made = export(plan, to=receiver, profile=profile)
+    has_replicas = RECEIVER_RULES[receiver].replicas
+    made = export(replace(plan, num_replicas=data if has_replicas else 1), to=receiver, profile=profile)
     json_files.save(profile, profile_file)
     json_files.save(plan, output)
     print_result(made, lambda: made.text.removesuffix("\n"), as_json=as_json)

@@ -177,8 +177,9 @@ def import_plan(
     plan = balance(profile, constraints=given, **common)
     best = balance(profile, constraints=rules.constraints, **common)
     rivals = (alternative_of(best, label=f"best for {receiver_named(receiver).title}"), *_free(best))
-    notes = (*plan.notes, comparison_text(plan, best))
-    return replace(plan, rivals=rivals, notes=notes)
+    bound_s = min(best.proof.lower_bound_s, plan.proof.objective_s)
+    proof = replace(plan.proof, solver="the layout given", lower_bound_s=bound_s)
+    return replace(plan, rivals=rivals, proof=proof, notes=(*plan.notes, comparison_text(plan, best)))
 
 
 def _free(best: Plan) -> Sequence[Alternative]:

@@ -78,7 +78,7 @@ RECEIVERS: dict[str, Receiver] = {
     "torchtitan": Receiver(
         title="torchtitan",
         checked_with="torchtitan 0.3.0",
-        how="split by _split_module, and by the splitter of its transformers backend",
+        how="split by _split_module and by the splitter of its transformers backend, and trained",
         cuts="children",
         schedules=None,
         recompute={"never": "None", "always": "FullAC.Config()"},
@@ -109,7 +109,7 @@ RECEIVERS: dict[str, Receiver] = {
     "deepspeed": Receiver(
         title="DeepSpeed",
         checked_with="deepspeed 0.19.8",
-        how="built by PipelineModule",
+        how="divided by the bounds of PipelineModule, rank by rank without processes",
         cuts="items",
         schedules={"1f1b": "1F1B"},
         recompute={"never": "none", "always": "whole"},
@@ -118,7 +118,7 @@ RECEIVERS: dict[str, Receiver] = {
     "torchgpipe": Receiver(
         title="torchgpipe",
         checked_with="torchgpipe 0.0.5",
-        how="run",
+        how="split and trained",
         cuts="items",
         schedules={"gpipe": "GPipe"},
         recompute={"never": "never", "always": "always", "except-last": "except_last"},
@@ -129,7 +129,7 @@ RECEIVERS: dict[str, Receiver] = {
     "pytorch": Receiver(
         title="torch.distributed.pipelining",
         checked_with="torch 2.13.0",
-        how="split by pipeline() and run on two processes",
+        how="split by pipeline() and trained on two processes",
         cuts="calls",
         schedules=None,
         recompute={"never": "none"},

@@ -19,9 +19,7 @@ def to_automodel(plan: Plan, profile: Profile | None) -> Export:
     """Python: `PIPELINE`, a PipelineConfig; raises UsageError for what Automodel cannot split or run."""
     check_plan("automodel", plan, profile)
     schedule = torch_schedule(plan)
-    stages = stage_modules(plan)
-    rotary = f"{_prefix(plan)}{ROTARY}"
-    stages = [names if rotary in names else [*names, rotary] for names in stages]
+    stages = stage_modules(plan, everywhere=f"{_prefix(plan)}{ROTARY}")
     lists = "".join(f"        {quoted(names)},\n" for names in stages)
     order = f'    pp_schedule="{schedule.name or schedule_for_file(plan)}",\n'
     order += "" if schedule.name else f'    pp_schedule_csv="{CSV_FILE}",\n'

@@ -154,8 +154,8 @@ def _notes(plan: Plan, profile: Profile | None, decoder: Decoder) -> tuple[str, 
     names, head = plan.layer_names, decoder.head
     notes = [
         f"E stands for {', '.join(names[: decoder.blocks.start])}; L for {', '.join(names[head.start :])} and the loss",
-        f"{plan.num_microbatches} micro-batches follow from the batch sizes with {plan.num_replicas * plan.num_devices} ranks, "
-        f"data-parallel size {plan.num_replicas} and tensor-parallel size 1",
+        f"{plan.num_microbatches} micro-batches follow from the batch sizes with data-parallel size {plan.num_replicas}; a pipeline has "
+        f"{plan.num_devices} ranks, times the tensor-parallel size",
         "Megatron-LM calls this argument experimental",
     ]
     kinds = () if profile is None else dict.fromkeys(_kind(profile, i) for i in decoder.blocks)

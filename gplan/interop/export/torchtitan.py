@@ -23,6 +23,7 @@ from gplan.interop.receivers import RECEIVERS, check_plan, child_name, modules_o
 
 _LOOP, _THERE_AND_BACK = "PipelineScheduleMulti", "ZBVZeroBubble"  # where stages are, for an order in a file
 ROTARY = "rotary_emb"
+"""The module of rotary positions in Hugging Face models, which every stage has."""
 
 
 def to_torchtitan(plan: Plan, profile: Profile | None) -> Export:
@@ -32,7 +33,8 @@ def to_torchtitan(plan: Plan, profile: Profile | None) -> Export:
     """
     check_plan("torchtitan", plan, profile)
     schedule = torch_schedule(plan)
-    lists = "".join(f"    {quoted(names)},\n" for names in stage_modules(plan, child_name))
+    stages = stage_modules(plan, child_name, everywhere=ROTARY if _is_hugging_face(plan) else "")
+    lists = "".join(f"    {quoted(names)},\n" for names in stages)
     recompute = RECEIVERS["torchtitan"].recompute[plan.recompute]
     imports = "from torchtitan.distributed.activation_checkpoint import FullAC\n" if plan.recompute == "always" else ""
     text = f'''from dataclasses import replace
@@ -75,14 +77,17 @@ def schedule_for_file(plan: Plan) -> str:
     return _LOOP if is_loop else _THERE_AND_BACK
 
 
-def stage_modules(plan: Plan, name: Callable[[str], str] = str) -> list[list[str]]:
-    """The modules of every stage, renamed, each once; rotary positions, which have no weights, on every stage."""
-    found = [
-        list(dict.fromkeys(name(module) for layer in stage.layer_names for module in modules_of(layer)))
-        for stage in plan.stages
-    ]
-    everywhere = [x for x in dict.fromkeys(x for names in found for x in names) if x.split(".")[-1] == ROTARY]
-    return [[x for x in names if x not in everywhere] + everywhere for names in found]
+def stage_modules(plan: Plan, name: Callable[[str], str] = str, *, everywhere: str = "") -> list[list[str]]:
+    """The modules of every stage, renamed, each once; `everywhere` is one without weights that every stage has."""
+    stages = []
+    for stage in plan.stages:
+        modules = dict.fromkeys(name(module) for layer in stage.layer_names for module in modules_of(layer))
+        stages.append([x for x in modules if x != everywhere] + ([everywhere] if everywhere else []))
+    return stages
+
+
+def _is_hugging_face(plan: Plan) -> bool:
+    return any(x.startswith("model.layers.") for x in plan.layer_names)
 
 
 def _notes(plan: Plan) -> tuple[str, ...]:
@@ -90,7 +95,7 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         "pass the Trainer.Config of your model to planned(); torchtitan's own models and its transformers backend can be split",
         f"later heads say pipeline_parallel_module_fqns_per_model_part and num_pp_microbatches = {plan.num_microbatches}",
     ]
-    if any(x.split(".")[-1] == ROTARY for x in plan.layer_names):
+    if _is_hugging_face(plan):
         notes.append("the names are those of experiments/transformers_modeling_backend, for Hugging Face models")
     if plan.recompute == "always":
         notes.append("torchtitan recomputes block by block, the plan stage by stage: time and memory will differ")
