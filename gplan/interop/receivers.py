@@ -109,7 +109,7 @@ RECEIVERS: dict[str, Receiver] = {
     "deepspeed": Receiver(
         title="DeepSpeed",
         checked_with="deepspeed 0.19.8",
-        how="divided by the bounds of PipelineModule, rank by rank without processes",
+        how="divided by the bounds of PipelineModule, rank by rank, no processes started",
         cuts="items",
         schedules={"1f1b": "1F1B"},
         recompute={"never": "none", "always": "whole"},
