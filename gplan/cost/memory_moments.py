@@ -182,6 +182,21 @@ def replay(
         yield action, [*(_moment(name, at_work, x) for x in workspaces), _moment(name, after)]
 
 
+class Change(NamedTuple):
+    """What an action changes of what its stage holds, [stashes, checkpoints, pending, done, recomputing] each."""
+
+    at_work: tuple[int, ...]  # while it runs
+    workspaces: tuple[str, ...]  # the fields of `StageBytes` in which it works, one after the other
+    after: tuple[int, ...]  # from its end on
+
+
+@lru_cache(maxsize=256)
+def change_of(kind: ActionKind, *, is_first: bool, again: bool) -> Change:
+    """The change by an action of the first stage or of another one, whose micro-batch is recomputed or not."""
+    at_work, workspaces, after = _held_during(Action(0 if is_first else 1, kind, 0), _Held(), again)
+    return Change(at_work, workspaces, after)
+
+
 def _held_during(action: Action, now: _Held, again: bool) -> tuple[_Held, tuple[str, ...], _Held]:
     """What is held during an action, in which workspaces it works, what is held after it.
 

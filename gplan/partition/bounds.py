@@ -11,13 +11,13 @@ smallest-maximum programs over (stage, position) extend the bound to every prefi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 
-from gplan.core import is_recomputed
+from gplan.core import Link, is_recomputed
 from gplan.cost.stage_seconds import StageSeconds
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import Delay, simulate_window
@@ -242,15 +242,33 @@ def _least_before_s(problem: Problem) -> tuple[Floats, Floats]:
     forward_s, back_s = np.zeros(num_stages), np.zeros(num_stages)
     if costs.given_downsets is None:
         forward_s, back_s = (of(np.zeros_like(fewest), fewest) for of in (costs.forward_s, costs.backward_s))
-    sent = [(problem.activation_s(s), problem.gradient_s(s)) for s in range(num_stages - 1)]
-    there_s, again_s = (
-        np.cumsum([0.0, *(float(both[way][1:-1].min(initial=np.inf)) for both in sent)]) for way in range(2)
-    )
+    there_s, again_s = least_hops_s(problem)
     overheads_s = fewest * costs.overhead_s
     start_s = (forward_s + overheads_s) / fastest + there_s
     if any(problem.split_shares):
         return start_s, np.zeros(num_stages)
     return start_s, (back_s + overheads_s) / fastest + again_s
+
+
+def least_hops_s(problem: Problem) -> tuple[Floats, Floats]:
+    """[S] each: what the transfers over the cuts before each stage take at least, on the way forward and back."""
+    there_s, again_s = np.cumsum([(0.0, 0.0), *_least_over_cuts(problem, lambda *ways: ways)], axis=0).T
+    return there_s, again_s
+
+
+def _least_over_cuts(
+    problem: Problem, figures_of: Callable[[Floats, Floats], tuple[Floats, ...]]
+) -> list[tuple[float, ...]]:
+    """[S-1]: the least, wherever a cut is, of figures of both transfers over it."""
+    known: dict[tuple[Link, bool], tuple[float, ...]] = {}
+    found = []
+    for s in range(problem.num_stages - 1):
+        kind = problem.link_after(s), problem.boundaries(s).after
+        if kind not in known:
+            figures = figures_of(problem.activation_s(s), problem.gradient_s(s))
+            known[kind] = tuple(float(x[1:-1].min(initial=np.inf)) for x in figures)
+        found.append(known[kind])
+    return found
 
 
 def through_all_s(problem: Problem) -> float:
@@ -280,5 +298,4 @@ def _hidden(problem: Problem, stage: int) -> float:
 
 def least_transfers_s(problem: Problem) -> Floats:
     """[S-1]: the least that both transfers over each cut take, wherever it is."""
-    both = [problem.activation_s(s) + problem.gradient_s(s) for s in range(problem.num_stages - 1)]
-    return np.array([float(x[1:-1].min(initial=np.inf)) for x in both])
+    return np.array([least for (least,) in _least_over_cuts(problem, lambda there_s, back_s: (there_s + back_s,))])

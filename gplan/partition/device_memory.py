@@ -8,15 +8,15 @@ between two others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
 
-from gplan.core import RecomputeMode, StageBytes
-from gplan.cost.memory_moments import Moment, device_moments
+from gplan.core import Action, RecomputeMode, StageBytes, is_recomputed
+from gplan.cost.memory_moments import Moment, change_of
 from gplan.cost.stage_costs import Costs, DeviceBoundaries
-from gplan.graph.down_sets import Bools, Ints
+from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.pareto import undominated
 from gplan.partition.problem import Problem
 from gplan.schedules.registry import make_schedule
@@ -56,19 +56,61 @@ def counts_of(problem: Problem, device: int) -> Ints:
     return _counts(problem.schedule, problem.num_devices, problem.num_microbatches, device, problem.recompute)
 
 
-@lru_cache(maxsize=256)
+def fullest_counts(problem: Problem, device: int, contents: Sequence[Floats]) -> Ints:
+    """[moments, stages, parts]: those of the moments at which a device holds most with some parts, [stages, parts] each."""
+    order, stages = problem.made_schedule.orders[device], problem.stages_by_device[device]
+    rows = np.concatenate(list(_rows(order, stages, problem.num_microbatches, problem.recompute)))
+    held = rows.reshape(len(rows), -1) @ np.array(contents).reshape(len(contents), -1).T
+    found: Ints = rows[np.unique(held.argmax(axis=0))]
+    return found
+
+
+@lru_cache(maxsize=4096)
 def _counts(schedule: str, num_devices: int, num_microbatches: int, device: int, recompute: RecomputeMode) -> Ints:
     made = make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
-    nothing = StageBytes(**dict.fromkeys(PARTS, 0))
-    parts = dict.fromkeys(made.stages_of(device), nothing)
-    moments = [x.moments for x in device_moments(made, device, parts, recompute=recompute)]
-    every = {
-        id(x): x for by_stage in moments for x in by_stage.values()
-    }  # of most moments a device has one that is new
-    counts = {key: counts_at(moment) for key, moment in every.items()}
-    rows = [[count for x in by_stage.values() for count in counts[id(x)]] for by_stage in moments]
-    ends = _line_ends(np.unique(np.array(rows, dtype=np.int64), axis=0))
-    return ends[undominated(-ends)].reshape(-1, len(parts), len(PARTS))
+    rows = np.concatenate(list(_rows(made.orders[device], made.stages_of(device), num_microbatches, recompute)))
+    rows = rows.reshape(len(rows), -1)
+    varying = np.flatnonzero(rows.max(axis=0) > rows.min(axis=0))
+    corners = _line_ends(np.unique(rows[:, varying], axis=0))
+    found = np.tile(rows[0], (len(corners), 1))
+    found[:, varying] = corners
+    return found[undominated(-corners)].reshape(-1, len(made.stages_of(device)), len(PARTS))
+
+
+def _rows(
+    order: Sequence[Action], stages: Sequence[int], num_microbatches: int, recompute: RecomputeMode
+) -> Iterator[Ints]:
+    """[moments, stages, parts]: what a device holds during each action, after each action, and when all is updated."""
+    again = [is_recomputed(x.microbatch, num_microbatches=num_microbatches, recompute=recompute) for x in order]
+    changes = [change_of(x.kind, is_first=x.stage == 0, again=y) for x, y in zip(order, again, strict=True)]
+    own, every = np.searchsorted(stages, [x.stage for x in order]), np.arange(len(order))
+    after = np.zeros((len(order) + 1, len(stages), len(_HELD)), dtype=np.int64)
+    after[every + 1, own] = np.array([x.after for x in changes])
+    after = np.cumsum(after, axis=0)
+    yield _parts_of(after)
+    for workspace in sorted({name for x in changes for name in x.workspaces}):
+        there = np.flatnonzero([workspace in x.workspaces for x in changes])
+        held = after[there]
+        held[np.arange(len(there)), own[there]] += np.array([changes[i].at_work for i in there])
+        rows = _parts_of(held)
+        rows[np.arange(len(there)), own[there], PARTS.index(workspace)] = 1
+        yield rows
+    update = _parts_of(np.zeros((1, len(stages), len(_HELD)), dtype=np.int64))
+    update[:, :, [PARTS.index("gradient"), PARTS.index("optimizer_workspace")]] = 1
+    yield update
+
+
+_HELD = ("stash", "checkpoint", "pending", "sent", "recomputed_stash")
+"""The parts of which a stage holds some, in the order of `Change`."""
+
+
+def _parts_of(held: Ints) -> Ints:
+    """[..., parts], given how many of `_HELD` stages hold."""
+    found = np.zeros((*held.shape[:-1], len(PARTS)), dtype=np.int64)
+    found[..., [PARTS.index(name) for name in ("weight", "optimizer", "buffer")]] = 1
+    found[..., [PARTS.index(name) for name in _HELD]] = held
+    found[..., PARTS.index("gradient")] = held[..., _HELD.index("sent")] > 0
+    return found
 
 
 def counts_at(moment: Moment) -> list[int]:
@@ -91,16 +133,17 @@ def _line_ends(rows: Ints) -> Ints:
     """The rows, each there once and sorted, without those halfway between two others, as far as these are common steps
     away."""
     steps, counts = np.unique(np.diff(rows, axis=0), axis=0, return_counts=True)
-    is_between = np.zeros(len(rows), dtype=np.bool_)
-    for step in steps[np.argsort(-counts, kind="stable")[:_NUM_STEPS]]:
-        is_between |= _are_among(rows - step, rows) & _are_among(rows + step, rows)
-    return rows[~is_between]
-
-
-def _are_among(some: Ints, rows: Ints) -> Bools:
-    """Whether each of some rows is one of the others."""
     factors = np.random.default_rng(0).integers(1, 2**31, rows.shape[1])  # they tell rows apart, but for coincidences
-    keys, order = some @ factors, np.argsort(rows @ factors)
-    places = np.searchsorted((rows @ factors)[order], keys).clip(max=len(rows) - 1)
-    among: Bools = (rows[order[places]] == some).all(axis=1)
-    return among
+    keys = rows @ factors
+    order = np.argsort(keys)
+    ordered, is_between = keys[order], np.zeros(len(rows), dtype=np.bool_)
+
+    def are_among(offset: Ints) -> Bools:
+        """Whether each row is one of the others after such a step."""
+        places = np.searchsorted(ordered, keys + offset @ factors).clip(max=len(rows) - 1)
+        among: Bools = (rows[order[places]] == rows + offset).all(axis=1)
+        return among
+
+    for step in steps[np.argsort(-counts, kind="stable")[:_NUM_STEPS]]:
+        is_between |= are_among(step) & are_among(-step)
+    return rows[~is_between]

@@ -285,7 +285,7 @@ def least_mean_peak(problem: Problem) -> float:
     Workspaces are left out.
     """
     costs = problem.costs
-    layers, pass_through = bytes_before(costs), _most_passing(costs)
+    layers, pass_through = bytes_before(costs), most_passing(costs)
     value = np.where(np.arange(costs.num_positions) == 0, 0.0, np.inf)
     for stage, count in enumerate(_mean_counts(problem)):
         held = dict(zip(PARTS, count.tolist(), strict=True))
@@ -314,10 +314,10 @@ def _mean_counts(problem: Problem) -> Ints:
     return counts
 
 
-def _at_cuts(problem: Problem, stage: int, held: dict[str, int], most_passing: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
+def _at_cuts(problem: Problem, stage: int, held: dict[str, int], passing: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
     """[P] each: what a stage holds of what crosses the cut before it, and of what crosses that after it, at least."""
     costs, boundaries, crossing = problem.costs, problem.boundaries(stage), problem.costs.crossing
-    pass_through, passing_unsaved = (x * boundaries.before for x in most_passing)
+    pass_through, passing_unsaved = (x * boundaries.before for x in passing)
     before = MicrobatchTerms(
         received_activation=costs.activation_bytes * boundaries.before,
         sent_gradient=costs.gradient_bytes * boundaries.before,
@@ -346,7 +346,7 @@ def _held_bytes(costs: Costs, counts: dict[str, int], terms: MicrobatchTerms[Int
     return found
 
 
-def _most_passing(costs: Costs) -> tuple[Ints, Ints]:
+def most_passing(costs: Costs) -> tuple[Ints, Ints]:
     """[P] each: the most of what crosses a cut that may have crossed the one before it too: stages of one layer's."""
     first, end, _ = costs.downsets.covers
     most = np.zeros((2, costs.num_positions), dtype=np.int64)

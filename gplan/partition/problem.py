@@ -21,7 +21,7 @@ from gplan.cost.stage_costs import Costs, DeviceBoundaries, StagePlace
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.recompute import PeakMoments, RecomputeSelector
 from gplan.schedules.custom import is_custom_order
-from gplan.schedules.registry import make_schedule, schedule_info
+from gplan.schedules.registry import make_schedule, schedule_info, stage_devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Problem:
         """The device of each stage; that of a schedule by rule is the same for all M."""
         if is_custom_order(self.schedule):
             return self.made_schedule.devices
-        return make_schedule(self.schedule, num_devices=self.num_devices, num_microbatches=1).devices
+        return stage_devices(self.schedule, num_devices=self.num_devices)
 
     @property
     def has_chunks(self) -> bool:

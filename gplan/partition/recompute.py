@@ -13,6 +13,7 @@ For each bound on t_v this is a knapsack, solved by Pareto fronts (`ParetoFront`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +26,7 @@ from gplan.core.plan import StageBytes
 from gplan.cost.memory_moments import Moment, moment_bytes, peak_of
 from gplan.cost.stage_costs import Costs
 from gplan.graph.boundary import values_of
-from gplan.graph.down_sets import Floats, Ints
+from gplan.graph.down_sets import Bools, Floats, Ints
 
 MOST_LABELS = 512
 """The longest front; in longer ones, choices with nearly equal seconds are merged."""
@@ -152,6 +153,42 @@ class RecomputeSelector:
         peaks: Ints = np.minimum.reduce(self._least_peaks(first, end, self.costs.parts(first, end), peak_moments))
         return peaks
 
+    def emptied_parts(self, first: Ints, end: Ints, parts: StageBytes[Ints]) -> StageBytes[Ints]:
+        """The parts of stages that recompute layers with the least workspace, with nothing kept of them."""
+        base = self._single_layer_workspaces(first, end, parts)
+        return _recomputing(base, min(self._levels, default=0), kept_bytes=np.zeros_like(parts.stash))
+
+    def least_saved_bytes(
+        self, emptied: StageBytes[Ints], stash: Ints, peak_moments: PeakMoments, *, limit_bytes: int
+    ) -> Ints:
+        """[E]: the bytes that stages with a stash must save at least so that they fit, given their `emptied_parts`."""
+        return _saved_bytes(emptied, stash, peak_moments, limit_bytes)
+
+    def least_seconds(self, first: Ints, end: Ints, need_bytes: Ints) -> Floats:
+        """[E]: below which recompute that saves so many bytes does not come; infinite where stages cannot save them.
+
+        Layers that repeat, or else the long ones, are taken whole; all others are taken first, and take no time.
+        """
+        saved, seconds = np.maximum(np.array(self._saved_at_most), 0), np.array(self._seconds)
+        repeated = self._repeated & (saved > 0)
+        free, most = (np.concatenate([[0], np.cumsum(np.where(x, saved, 0))]) for x in (~repeated, repeated))
+        need = np.maximum(need_bytes - (free[end] - free[first]), 0)
+        if not repeated.any():
+            return np.where(need > 0, np.inf, 0.0)
+        one_bytes, one_s = int(saved[repeated].max()), float(seconds[repeated].min())
+        per_byte = float((seconds[repeated] / saved[repeated]).min())
+        least = np.maximum(-(-need // one_bytes) * one_s, need * per_byte)
+        return np.where(need > most[end] - most[first], np.inf, least)
+
+    @cached_property
+    def _repeated(self) -> Bools:
+        """[L]: whether a layer saves and takes what another one does; where none does, whether it takes long."""
+        pairs = list(zip(self._saved_at_most, self._seconds, strict=True))
+        counts = Counter(pairs)
+        found = np.array([counts[x] > 1 for x in pairs])
+        seconds = np.array(self._seconds)
+        return found if found.any() else seconds >= 0.5 * seconds.max(initial=0.0)
+
     @property
     def inflation(self) -> float:
         """The largest factor by which a computed backward may exceed the optimal one; 1: exact."""
@@ -229,18 +266,8 @@ class RecomputeSelector:
 
     def _needs(self, base: StageBytes[Ints], stash: Ints, peak_moments: PeakMoments, limit_bytes: int) -> list[Ints]:
         """For each level, [E]: the bytes to save so that a stage fits."""
-        needs = []
-        for level_bytes in self._levels:
-            empty = _recomputing(base, level_bytes, kept_bytes=np.zeros_like(stash))
-            need = np.zeros_like(stash)
-            for moment in peak_moments.selecting:
-                available = limit_bytes - moment_bytes(moment, empty)
-                num_kept = moment.num_checkpoints + moment.num_recomputing
-                if num_kept:
-                    need = np.maximum(need, stash - available // num_kept)
-                need = np.where(available < 0, _IMPOSSIBLE, need)
-            needs.append(need)
-        return needs
+        emptied = (_recomputing(base, level_bytes, kept_bytes=np.zeros_like(stash)) for level_bytes in self._levels)
+        return [_saved_bytes(empty, stash, peak_moments, limit_bytes) for empty in emptied]
 
     def _cheapest(self, first: int, end: int, needs: Sequence[int]) -> tuple[int | None, int]:
         """The level and index of its front with the least seconds; None as the level if nothing fits."""
@@ -298,6 +325,18 @@ class RecomputeSelector:
             one, other = np.array([first]), np.array([end])
             whole_s = float(self.costs.backward_s(one, other)[0]) + recompute_s
             self._inflations.append(whole_s / (whole_s - error_s))
+
+
+def _saved_bytes(emptied: StageBytes[Ints], stash: Ints, peak_moments: PeakMoments, limit_bytes: int) -> Ints:
+    """[E]: the bytes of their stash that stages must save so that they fit, given their parts with nothing kept."""
+    need = np.zeros_like(stash)
+    for moment in peak_moments.selecting:
+        available = limit_bytes - moment_bytes(moment, emptied)
+        num_kept = moment.num_checkpoints + moment.num_recomputing
+        if num_kept:
+            need = np.maximum(need, stash - available // num_kept)
+        need = np.where(available < 0, _IMPOSSIBLE, need)
+    return need
 
 
 def _recomputing(base: StageBytes[Ints], running_bytes: int, *, kept_bytes: Ints) -> StageBytes[Ints]:

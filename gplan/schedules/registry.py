@@ -100,6 +100,16 @@ def num_stages_of(name: str, num_devices: int) -> int:
     return schedule_info(name).num_chunks * num_devices
 
 
+def stage_devices(name: str, *, num_devices: int) -> tuple[int, ...]:
+    """The device of each stage under a schedule by rule, as in its orders.
+
+    >>> stage_devices("zb-v", num_devices=2), stage_devices("interleaved-1f1b:2", num_devices=2)
+    ((0, 1, 1, 0), (0, 1, 0, 1))
+    """
+    turned = (*range(num_devices), *reversed(range(num_devices)))
+    return turned if name == "zb-v" else (*range(num_devices),) * schedule_info(name).num_chunks
+
+
 @lru_cache(maxsize=64)
 def make_schedule(name: str, *, num_devices: int, num_microbatches: int) -> Schedule:
     """The schedule of that name for K devices and M micro-batches.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from gplan.core import Plan
 from gplan.core.units import counted, seconds_text
 from gplan.schedules.registry import schedule_info
+from gplan.strategy_search.bounds import MOST_EFFORT
 from gplan.strategy_search.cache import ONE_SOLVE_S, OpenStrategy, SolveCache, StrategyResult
 from gplan.strategy_search.space import SIMPLEST, Strategy
 
@@ -78,6 +79,9 @@ class _BestFirstSearch:
             by_bound = num_solved % 2 == 1
             simple = [x for x in self.open if x.strategy.schedule in SIMPLEST] if self.best is None else []
             node = min(simple or self.open, key=lambda x: x.bound if by_bound else x.estimate)  # of ties the simplest
+            if node.effort < MOST_EFFORT:
+                self.open[self.open.index(node)] = self.cache.sharpened(node, self.memory_bytes)
+                continue
             num_solved += self.best is not None
             self._report(node)
             self._expand(node)
@@ -162,7 +166,8 @@ class _BestFirstSearch:
         return sum(1 + num_modes if x.recompute is None else 1 for x in self.open)
 
     def _record(self, node: OpenStrategy, outcome: StrategyResult, *, is_finished: bool) -> None:
-        self.solved[node] = outcome
+        least = min(node.bound, self.cache.cost(outcome.plan))
+        self.solved[node] = outcome = replace(outcome, bound=max(outcome.bound, least))
         if is_finished:
             self.finished.add(node)
         if self.cache.cost(outcome.plan) < self._cutoff:

@@ -13,8 +13,8 @@ The largest t is at least that of the best partition by compute alone.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -22,8 +22,13 @@ import numpy as np
 from gplan.core import Link
 from gplan.graph.down_sets import Floats
 from gplan.partition.bounds import least_transfers_s, shared_step_s, through_all_s
+from gplan.partition.chain_bounds import ChainBounds, ChainStages
+from gplan.partition.device_bounds import DeviceBounds
 from gplan.partition.problem import Problem, compute_sums_s
 from gplan.schedules.in_flight import NUM_WARMUP
+
+MOST_EFFORT = 2
+"""Of the bounds of a strategy within a memory."""
 
 _SLACK = 1e-9
 _HALVINGS = 50
@@ -34,6 +39,46 @@ class StrategyBounds:
     """Bounds over all partitions of a problem on equal devices, without their memory limit."""
 
     problem: Problem
+    stages: ChainStages | None = None  # of the problem's costs, where they are shared by several bounds
+
+    def within_s(self, memory_bytes: int | None, *, effort: int = MOST_EFFORT) -> float:
+        """A lower bound of the simulated step of plans that fit a memory; infinite where none fits.
+
+        With less effort it is weaker: 0 is the closed form, 1 looks at single stages, or at the load of devices with
+        several, 2 at all that such devices do and hold.
+        """
+        found = float("inf") if memory_bytes is not None and self.exceeds_memory(memory_bytes) else self.step_s
+        problem = replace(self.problem, memory_bytes=memory_bytes)
+        if effort == 0 or found == float("inf"):
+            return found
+        if memory_bytes is not None and not self.holds_all(memory_bytes):
+            return float("inf")
+        stages = self._stages
+        devices = DeviceBounds(problem, stages.alike)
+        if ChainBounds.apply_to(problem):
+            return max(found, self._known(memory_bytes, 1, lambda: ChainBounds(problem, stages).step_s))
+        if not DeviceBounds.apply_to(problem) or problem.recompute == "selected":
+            return found
+        quick_or_whole = (lambda: devices.quick_s) if effort == 1 else lambda: devices.step_s
+        return max(found, self._known(memory_bytes, effort, quick_or_whole))
+
+    def holds_all(self, memory_bytes: int) -> bool:
+        """Whether devices may hold all layers when the last backward is done, however they are recomputed."""
+        problem = replace(self.problem, memory_bytes=memory_bytes)
+        return not DeviceBounds.apply_to(problem) or DeviceBounds(problem, self._stages.alike).holds_all
+
+    @cached_property
+    def _stages(self) -> ChainStages:
+        return self.stages or ChainStages(self.problem.costs)
+
+    def _known(self, memory_bytes: int | None, effort: int, bound_s: Callable[[], float]) -> float:
+        if (memory_bytes, effort) not in self._within_s:
+            self._within_s[memory_bytes, effort] = bound_s()
+        return self._within_s[memory_bytes, effort]
+
+    @cached_property
+    def _within_s(self) -> dict[tuple[int | None, int], float]:
+        return {}
 
     @cached_property
     def step_s(self) -> float:

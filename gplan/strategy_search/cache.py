@@ -16,6 +16,7 @@ from gplan.core import Constraints, Plan, Profile, RecomputeMode
 from gplan.core.errors import NoPlanError
 from gplan.cost.stage_costs import Costs
 from gplan.graph.down_sets import DownSets
+from gplan.partition.chain_bounds import ChainStages
 from gplan.partition.plan_evaluation import fits_memory, goal_s, price
 from gplan.partition.problem import Problem, Solution, nothing_recomputed, without_memory
 from gplan.partition.solve import solve
@@ -42,6 +43,7 @@ class OpenStrategy:
     recompute: RecomputeMode | None  # None: not solved without a memory limit yet
     bound: float
     estimate: float
+    effort: int = 0  # that went into the bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,7 @@ class SolveCache:
     _unlimited_outcomes: dict[Strategy, StrategyResult] = field(default_factory=dict)
     _limited: dict[tuple[Strategy, RecomputeMode], list[StrategyResult]] = field(default_factory=dict)
     _costs: dict[tuple[int, int, int], Costs] = field(default_factory=dict)
+    _stages: dict[int, ChainStages] = field(default_factory=dict)  # by the identity of the costs that `_costs` holds
     _bounds: dict[tuple[Strategy, RecomputeMode], StrategyBounds] = field(default_factory=dict)
     _action_s: float = _FIRST_ACTION_S
 
@@ -107,7 +110,7 @@ class SolveCache:
             return [], reusable or self._solve_limited(strategy, node.recompute, memory_bytes, time_limit_s)
         unlimited = self.problem(strategy, self.space.recompute[0], memory_bytes)
         bound = node.bound
-        if memory_bytes is None or not self.bounds(strategy, "never").exceeds_memory(memory_bytes):
+        if memory_bytes is None or self.bounds(strategy, "never").within_s(memory_bytes) < INFINITY:
             if strategy not in self._unlimited:
                 self._unlimited[strategy] = self._solve(without_memory(unlimited), strategy, time_limit_s)
             solution = self._unlimited[strategy]
@@ -120,6 +123,21 @@ class SolveCache:
             bound = max(bound, solution.lower_bound_s * self.weight(strategy.total_devices))
         nodes = [self._open(strategy, mode, memory_bytes) for mode in self._recompute_modes(strategy, memory_bytes)]
         return [replace(x, bound=max(x.bound, bound), estimate=max(x.estimate, bound)) for x in nodes], _NO_RESULT
+
+    def sharpened(self, node: OpenStrategy, memory_bytes: int | None) -> OpenStrategy:
+        """The strategy with a bound of more effort; that of every way to recompute, where none was chosen yet."""
+        effort, strategy = node.effort + 1, node.strategy
+        modes = [node.recompute or self.space.recompute[0]]
+        if node.recompute is None and memory_bytes is not None:
+            modes = [*self._recompute_modes(strategy, memory_bytes)]
+        bounds, least_s = [self.bounds(strategy, x) for x in modes], INFINITY
+        if memory_bytes is not None and bounds and not bounds[0].holds_all(memory_bytes):
+            bounds = []
+        for each in sorted(bounds, key=lambda x: x.step_s):
+            if each.step_s < least_s:
+                least_s = min(least_s, each.within_s(memory_bytes, effort=effort))
+        bound = max(node.bound, least_s * self.weight(strategy.total_devices))
+        return replace(node, bound=bound, estimate=max(node.estimate, bound), effort=effort)
 
     def solve_again(self, node: OpenStrategy, memory_bytes: int | None, *, time_limit_s: float) -> StrategyResult:
         """The outcome of a solved strategy after more time."""
@@ -148,12 +166,15 @@ class SolveCache:
         """The closed-form bounds of a strategy."""
         key = (strategy, recompute)
         if key not in self._bounds:
-            self._bounds[key] = StrategyBounds(self.problem(strategy, recompute, None))
+            problem = self.problem(strategy, recompute, None)
+            stages = self._stages.setdefault(id(problem.costs), ChainStages(problem.costs))
+            self._bounds[key] = StrategyBounds(problem, stages)
         return self._bounds[key]
 
     def problem(self, strategy: Strategy, recompute: RecomputeMode, memory_bytes: int | None) -> Problem:
         """The partition problem of a strategy."""
-        key = strategy.microbatch_size, strategy.num_microbatches, strategy.num_devices
+        num_beside = strategy.num_devices if self.profile.num_neighbours else 1  # that costs depend on
+        key = strategy.microbatch_size, strategy.num_microbatches, num_beside
         if key not in self._costs:
             self._costs[key] = Costs(self.profile, *key, self.downsets)
         return Problem(

@@ -177,11 +177,13 @@ def _closest(cache: SolveCache, memory_bytes: int) -> tuple[Problem, int]:
         single or cache.space.strategies, key=lambda x: (x.schedule == "gpipe", x.num_stages * x.num_microbatches)
     )
     modes = sorted(cache.space.recompute, key=lambda mode: mode not in ("selected", "always"))
-    modes = [x for x in modes if x != "selected" or not why_not_selected(every[0].schedule)]
+    modes = [x for x in modes if x != "selected" or not all(why_not_selected(y.schedule) for y in every)]
     tried: list[tuple[Problem, int]] = []
     for strategy, mode in product(every[:: max(1, len(every) // _NUM_TRIED)], modes[:2]):
         if tried and time.perf_counter() > deadline_s:
             break
+        if mode == "selected" and why_not_selected(strategy.schedule):
+            continue
         problem = cache.problem(strategy, mode, memory_bytes)
         tried.append((problem, tightest_device(problem).peak_bytes))
     return min(tried, key=lambda pair: pair[1])

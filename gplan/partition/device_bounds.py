@@ -1,0 +1,487 @@
+"""The least step of devices that hold several stages each, where most layers of a chain are alike: bounds over counts.
+
+Layers that are alike make partitions that differ only in how many of them each stage holds. What a device takes and
+holds is then a sum over its stages of tables by that number, so all ways to fill one device can be listed, whatever the
+others hold:
+    memory    at each moment of its order (`device_memory.py`), the parts of its stages
+    seconds   of each path that comes to one of its actions from before, goes along its order, and leaves from another
+              one for what follows; on the way through other stages the fewest layers count that can be there
+A device can hold so many of the layers within a step T and its memory; a T for which these do not add up to all of them
+is too short. Of layers that differ a little the least figures count, so the bound holds for any chain; it is good where
+most of the time is in layers that are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+from math import comb
+from typing import TypeAlias
+
+import numpy as np
+
+from gplan.core import Action, ActionKind
+from gplan.cost.stage_bytes import MicrobatchTerms, microbatch_bytes
+from gplan.cost.stage_costs import Costs, DeviceBoundaries
+from gplan.cost.stage_seconds import ActionKey, StageSeconds, action_s
+from gplan.graph.down_sets import Floats, Ints
+from gplan.partition.bounds import least_hops_s
+from gplan.partition.device_memory import PARTS, fullest_counts
+from gplan.partition.dp import INFINITY
+from gplan.partition.memory_feasibility import most_passing
+from gplan.partition.problem import Problem, recomputed_share
+from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
+from gplan.schedules.in_flight import chunk_warmup
+
+_MOST_WAYS = 40_000  # to fill a device that are listed
+_LEAST_ALIKE = 8  # layers from which the bounds are worth their time
+_SLACK = 1e-9
+
+SecondsOf: TypeAlias = Callable[[Ints, Ints], Floats]
+"""Seconds of stages, given where they begin and end."""
+
+
+@dataclass(frozen=True)
+class AlikeLayers:
+    """Layers of a chain that are alike, without the first and the last: those whose least compute makes up the most."""
+
+    costs: Costs
+
+    @cached_property
+    def index(self) -> Ints:
+        """[N]: which layers these are, rising."""
+        compute = self.costs.layer_compute_s[1:-1]
+        if not len(compute):
+            return np.zeros(0, dtype=np.int64)
+        order = np.argsort(-compute, kind="stable")
+        worth = compute[order] * np.arange(1, len(order) + 1)
+        return np.sort(order[: int(worth.argmax()) + 1]) + 1
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @cached_property
+    def passing(self) -> tuple[Ints, Ints]:
+        """[P] each: the most that may only pass the stage before a cut."""
+        return most_passing(self.costs)
+
+    @cached_property
+    def layer_parts(self) -> Floats:
+        """[parts, L]: what single layers add to the memory of their stage."""
+        costs, layers = self.costs, self.costs.profile.layers
+        gradient = np.array([x.gradient_bytes for x in layers], dtype=np.float64)
+        stash = np.array([x.stash_bytes for x in costs.layer_costs])
+        known = {
+            "weight": np.array([x.weight_bytes for x in layers]),
+            "gradient": gradient,
+            "optimizer": gradient * costs.profile.step.state_bytes / (costs.profile.trained_bytes or 1),
+            "stash": stash,
+            "recomputed_stash": stash,
+            "pending": np.array([x.pending_bytes for x in costs.layer_costs]),
+        }
+        return np.array([known.get(name, 0 * gradient) for name in PARTS])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceWays:
+    """Ways to fill a device: how many of the layers each of its stages has, and what the step takes at least."""
+
+    counts: Ints  # [W, stages]
+    seconds: Floats  # [W]; infinite where they do not fit
+
+    def least_by_total(self, most: int) -> Floats:
+        """[most + 1]: the least seconds with so many layers on the device, or more."""
+        least = np.full(most + 1, INFINITY)
+        np.minimum.at(least, self.counts.sum(axis=1), self.seconds)
+        found: Floats = np.minimum.accumulate(least[::-1])[::-1]
+        return found
+
+
+@dataclass(frozen=True)
+class DeviceBounds:
+    """Bounds over the partitions of a chain on equal devices, each of which holds one stage or several.
+
+    Layers are not selected for recompute: with mode "selected" only `holds_all` is meant.
+    """
+
+    problem: Problem
+    given_alike: AlikeLayers | None = None  # of the problem's costs, where they are shared by several bounds
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether the devices can hold all layers when the last backward is done, whatever is recomputed; O(S)."""
+        problem = self.problem
+        lasting = np.array([{"sent": problem.num_microbatches, **_LASTING}.get(name, 0) for name in PARTS])
+        each, total = float(lasting @ self._alike_parts), 0
+        for stages in problem.stages_by_device:
+            limit = problem.memory_of(stages[0])
+            if limit is None or not each:
+                return True
+            free = limit - sum(float(lasting @ self._parts(stage)) for stage in stages)
+            if free < 0:
+                return False
+            total += int(free // each)
+        return total >= len(self._alike)
+
+    @staticmethod
+    def apply_to(problem: Problem) -> bool:
+        """Whether there are bounds for such a problem."""
+        costs = problem.costs
+        is_chain = costs.given_downsets is None and not problem.machine_devices and not problem.links
+        is_even = len({len(stages) for stages in problem.stages_by_device}) == 1
+        return is_chain and is_even and len(AlikeLayers(costs)) >= _LEAST_ALIKE
+
+    @cached_property
+    def quick_s(self) -> float:
+        """A weaker bound, by the loads of devices and two moments of each: when all is done, and before all backwards."""
+        problem, numbers = self.problem, np.arange(len(self._alike) + 1)
+        costs, num, split = problem.costs, problem.num_microbatches, any(problem.split_shares)
+        if not len(self._alike):
+            return 0.0
+        compute = costs.layer_least_compute_s if split else costs.layer_compute_s
+        compute = compute + recomputed_share(problem) * self._layer_seconds["recompute_s"]
+        alike_s, last_s = float(compute[self._alike.index].min()), float(compute[-1])
+        update_s = float(self._optimizer_s[self._alike.index].min())
+        tables = []
+        for device, stages in enumerate(problem.stages_by_device):
+            ends_s = float(compute[0]) * (0 in stages) + last_s * (problem.num_stages - 1 in stages)
+            load_s = alike_s * numbers + ends_s + 2 * len(stages) * costs.overhead_s
+            after_s = np.maximum(update_s * numbers, self._back_before_s[stages[0]])
+            seconds = self._forward_before_s[stages[0]] + num * load_s + after_s
+            limit = problem.memory_of(stages[0])
+            if limit is not None:
+                held = self._quick_moments(device)
+                fixed, each = (np.einsum("mki,ki->km", held, x) for x in self._own_parts(device))
+                least = (fixed.sum(axis=0)[:, None] + each.min(axis=0)[:, None] * numbers).max(axis=0)
+                seconds = np.where(least <= limit, seconds, INFINITY)
+            tables.append(seconds)
+        return _least_covering(tables, len(self._alike)) * (1 - _SLACK)
+
+    def _quick_moments(self, device: int) -> Ints:
+        """[moments, stages, parts]: when all backwards are done; without recompute also before the first one."""
+        problem, num = self.problem, self.problem.num_microbatches
+        there = {**_LASTING, "gradient": 0}
+        found = [[{**_LASTING, "sent": num}] * self._num_own]
+        warmup = chunk_warmup(problem.schedule, num_devices=problem.num_devices, num_microbatches=num, device=device)
+        if problem.recompute == "never" and warmup is not None:
+            found.append([{**there, "stash": count} for count in warmup])
+        return np.array([[[x.get(name, 0) for name in PARTS] for x in moment] for moment in found])
+
+    @cached_property
+    def step_s(self) -> float:
+        """A lower bound of the step of every partition that fits the memory; infinite where none fits."""
+        num_alike, num_devices = len(self._alike), self.problem.num_devices
+        most = min(num_alike, -(-num_alike // num_devices) + 1)
+        while num_alike and comb(most + self._num_own, self._num_own) <= _MOST_WAYS:
+            tables = [ways.least_by_total(most) for ways in self.ways(most)]
+            beyond_s = self._beyond_s(tables, most)
+            found = min(_least_covering(tables, num_alike), beyond_s)
+            if found < beyond_s or beyond_s == INFINITY:
+                return found * (1 - _SLACK)
+            most = min(num_alike, most + max(1, most // 4))
+        return 0.0
+
+    def best_counts(self) -> Ints | None:
+        """[S]: how many of the layers each stage has where the bound is least, each at least one; None where none fits."""
+        num_alike, num_devices = len(self._alike), self.problem.num_devices
+        most = min(num_alike, -(-num_alike // num_devices) + 2)
+        if comb(most, self._num_own) > _MOST_WAYS or num_alike < self.problem.num_stages:
+            return None
+        ways = self.ways(most, fewest=1)
+        tables = [x.least_by_total(most) for x in ways]
+        within_s = _least_covering(tables, num_alike)
+        if within_s == INFINITY:
+            return None
+        totals = np.array([np.searchsorted(table, within_s, side="right") - 1 for table in tables])
+        while totals.sum() > num_alike:
+            longest_s = [table[n] if n > self._num_own else 0.0 for n, table in zip(totals, tables, strict=True)]
+            totals[int(np.argmax(longest_s))] -= 1
+        counts = np.zeros(self.problem.num_stages, dtype=np.int64)
+        for total, own, stages in zip(totals, ways, self.problem.stages_by_device, strict=True):
+            there = np.flatnonzero((own.counts.sum(axis=1) == total) & (own.seconds <= within_s))
+            unevenness = (own.counts[there] ** 2).sum(axis=1)
+            counts[list(stages)] = own.counts[there[np.lexsort((own.seconds[there], unevenness))[0]]]
+        return counts
+
+    def ends_of_counts(self, counts: Ints) -> Ints:
+        """[S]: where stages end that have so many of the layers, the others beside those that come after them."""
+        ends = self._alike.index[np.cumsum(counts) - 1] + 1
+        ends[-1] = self.problem.costs.num_layers
+        return ends
+
+    def ways(self, most: int, *, fewest: int = 0) -> list[DeviceWays]:
+        """For each device all ways to fill it with at most so many of the layers, each stage with at least `fewest`."""
+        counts = _compositions(most, self._num_own, fewest)
+        return [self._ways(device, counts, most) for device in range(self.problem.num_devices)]
+
+    def _ways(self, device: int, counts: Ints, most: int) -> DeviceWays:
+        stages = self.problem.stages_by_device[device]
+        seconds = _summed(self._path_tables(device, most), counts).max(axis=0)
+        limit, numbers = self.problem.memory_of(stages[0]), np.arange(most + 1)
+        if limit is not None:
+            held = self._moments(device)
+            fixed, each = (np.einsum("mki,ki->km", held, x) for x in self._own_parts(device))
+            tables = [one[:, None] + other[:, None] * numbers for one, other in zip(fixed, each, strict=True)]
+            seconds = np.where(_summed(tables, counts).max(axis=0) <= limit, seconds, INFINITY)
+        return DeviceWays(counts=counts, seconds=seconds)
+
+    def _moments(self, device: int) -> Ints:
+        """[moments, stages, parts]: at some of which the device holds most, wherever more of its layers are."""
+        fixed, each = self._own_parts(device)
+        share = len(self._alike) / self.problem.num_stages
+        uneven = 1 + 2 * np.eye(self._num_own)
+        counts = share * np.vstack([np.ones(self._num_own), self._num_own * uneven / uneven.sum(axis=1, keepdims=True)])
+        return fullest_counts(self.problem, device, [fixed + x[:, None] * each for x in counts])
+
+    def _own_parts(self, device: int) -> tuple[Floats, Floats]:
+        """[stages, parts] each: what the memory of a device's stages is made of without alike layers, and for each one."""
+        stages = self.problem.stages_by_device[device]
+        return np.array([self._parts(stage) for stage in stages]), np.tile(self._alike_parts, (len(stages), 1))
+
+    def _beyond_s(self, tables: Sequence[Floats], most: int) -> float:
+        """What the step takes at least where a device has more of the layers than that."""
+        return INFINITY if most == len(self._alike) else min(float(table[-1]) for table in tables)
+
+    @cached_property
+    def _alike(self) -> AlikeLayers:
+        return self.given_alike or AlikeLayers(self.problem.costs)
+
+    @property
+    def _num_own(self) -> int:
+        return len(self.problem.stages_by_device[0])
+
+    def _path_tables(self, device: int, most: int) -> list[Floats]:
+        """For each stage of a device, [paths, most + 1]: what it adds to each path with so many of the layers."""
+        problem, stages = self.problem, self.problem.stages_by_device[device]
+        order = problem.made_schedule.orders[device]
+        keys, kinds = _keys(problem, order)
+        before = np.concatenate([np.zeros((1, len(keys))), np.cumsum(np.eye(len(keys))[kinds], axis=0)])
+        heads, tails = list[tuple[int, float]](), [(len(order), 0.0)]
+        last = {(x.stage, x.kind): i for i, x in enumerate(order)}
+        first = {(x.stage, x.kind): i for i, x in reversed([*enumerate(order)])}
+        for (stage, kind), i in first.items():
+            if kind is ActionKind.FORWARD:
+                heads.append((i, self._forward_before_s[stage]))
+            elif kind in INPUT_GRADIENT_KINDS:
+                heads.append((i, self._forward_all_s + self._back_after_s[stage]))
+        for (stage, kind), i in last.items():
+            if kind is ActionKind.FORWARD:
+                tails.append((i + 1, self._forward_after_s[stage] + self._back_all_s))
+            elif kind in INPUT_GRADIENT_KINDS:
+                tails.append((i + 1, self._back_before_s[stage]))
+        pairs = [(one, other) for one, other in product(heads, tails) if one[0] < other[0]]
+        counts = np.array([before[other[0]] - before[one[0]] for one, other in pairs])
+        is_end = np.array([other is tails[0] for _, other in pairs])  # where the updates follow
+        times = {stage: self._times(stage, most) for stage in stages}
+        tables = []
+        for stage in stages:
+            table = is_end[:, None] * times[stage].optimizer_s
+            for i, key in enumerate(keys):
+                if key.stage == stage:
+                    table = table + counts[:, i : i + 1] * action_s(key, times[stage])
+            tables.append(table)
+        tables[0] = tables[0] + np.array([one[1] + other[1] for one, other in pairs])[:, None]
+        return tables
+
+    def _times(self, stage: int, most: int) -> StageSeconds[Floats]:
+        """[most + 1]: the least seconds of a stage with so many of the layers."""
+        overhead_s, numbers, nothing = self.problem.costs.overhead_s, np.arange(most + 1), np.zeros(most + 1)
+        is_first, is_last = stage == 0, stage == self.problem.num_stages - 1
+        found = {
+            name: x[self._alike.index].min() * numbers
+            + x[0] * is_first
+            + x[-1] * is_last
+            + overhead_s * (name not in _ONCE)
+            for name, x in self._layer_seconds.items()
+        }
+        return StageSeconds(**found, activation_s=nothing, gradient_s=nothing)
+
+    @cached_property
+    def _layer_seconds(self) -> dict[str, Floats]:
+        """[L] each: seconds of single layers, by the names of `StageSeconds`."""
+        costs, every = self.problem.costs, np.arange(self.problem.costs.num_layers)
+        found = {
+            "forward_s": costs.forward_s(every, every + 1),
+            "backward_s": costs.backward_s(every, every + 1),
+            "recompute_s": costs.least_recompute_s(every, every + 1),
+            "optimizer_s": self._optimizer_s,
+        }
+        if any(self.problem.split_shares):
+            found["input_gradient_s"] = costs.input_gradient_s(every, every + 1)
+            found["weight_gradient_s"] = costs.weight_gradient_s(every, every + 1)
+        return found
+
+    @property
+    def _optimizer_s(self) -> Floats:
+        """[L]: seconds of the update of the weights that only one layer has."""
+        costs, layers = self.problem.costs, self.problem.costs.profile.layers
+        shares = np.array([x.gradient_bytes for x in layers]) / (costs.profile.trained_bytes or 1)
+        return shares * costs.optimizer_bytes_s + costs.tensor_s * np.array([x.num_trained for x in layers])
+
+    def _parts(self, stage: int) -> Floats:
+        """[parts]: the least of what the memory of a stage is made of, without its alike layers."""
+        is_first, is_last = stage == 0, stage == self.problem.num_stages - 1
+        place = is_first, is_last, self.problem.boundaries(stage)
+        if place not in self._known_parts:
+            ends = self._alike.layer_parts[:, 0] * is_first + self._alike.layer_parts[:, -1] * is_last
+            self._known_parts[place] = ends + self._edges(stage)
+        return self._known_parts[place]
+
+    @cached_property
+    def _known_parts(self) -> dict[tuple[bool, bool, DeviceBoundaries], Floats]:
+        return {}
+
+    @cached_property
+    def _alike_parts(self) -> Floats:
+        """[parts]: the least that one of the alike layers adds to the memory of its stage."""
+        least: Floats = self._alike.layer_parts[:, self._alike.index].min(axis=1)
+        return least
+
+    def _edges(self, stage: int) -> Floats:
+        """[parts]: what a stage holds of what crosses its cuts, at least, and of the loss; less what is rounded."""
+        problem, costs = self.problem, self.problem.costs
+        boundaries, is_last = problem.boundaries(stage), stage == problem.num_stages - 1
+        after = slice(-1, None) if is_last else slice(1, -1)
+        before = problem.boundaries(stage).before and stage > 0
+        crossing, passing = costs.crossing, self._alike.passing
+        activation, gradient = (x[1:-1].min() * before for x in (crossing.activation_bytes, crossing.gradient_bytes))
+        passed, passed_unsaved = (x[after] * boundaries.before for x in passing)
+        held = microbatch_bytes(
+            MicrobatchTerms(
+                loss_stash=costs.loss.stash_bytes if costs.loss and is_last else 0,
+                received_activation=activation,
+                sent_gradient=gradient,
+                sent_activation=crossing.activation_bytes[after] * boundaries.after,
+                received_gradient=crossing.gradient_bytes[after] * boundaries.after,
+                output=crossing.kept_bytes[after],
+                output_before_loss=0 * crossing.kept_bytes[after] if is_last else crossing.kept_bytes[after],
+                output_unsaved=crossing.unsaved_bytes[after],
+                output_saved_later=crossing.saved_later_bytes[after],
+                pass_through=passed,
+                passing_unsaved=passed_unsaved,
+                passing_sent=passed * boundaries.after,
+            ),
+            costs.transfers,
+        )
+        found = {name: int(np.min(getattr(held, name))) for name in _BY_MICROBATCH}
+        found["pending"] += costs.loss.pending_bytes if costs.loss and is_last else 0
+        found |= {"buffer": costs.num_buffers * int(np.min(held.received)), "optimizer": -1}
+        return np.array([found.get(name, 0) for name in PARTS], dtype=np.float64)
+
+    @cached_property
+    def _forward_before_s(self) -> Floats:
+        """[S]: what a forward takes at least to come to each stage."""
+        return self._of_first(self.problem.costs.forward_s) + least_hops_s(self.problem)[0]
+
+    @cached_property
+    def _back_before_s(self) -> Floats:
+        """[S]: what gradients take at least from each stage to the end of the first; nothing where halves may be left."""
+        if any(self.problem.split_shares):
+            return np.zeros(self.problem.num_stages)
+        return self._of_first(self.problem.costs.backward_s) + least_hops_s(self.problem)[1]
+
+    @cached_property
+    def _forward_after_s(self) -> Floats:
+        """[S]: what a forward takes at least from the end of each stage to that of the last."""
+        hops_s = least_hops_s(self.problem)[0]
+        seconds: Floats = self._of_last(self.problem.costs.forward_s) + hops_s[-1] - hops_s
+        return seconds
+
+    @cached_property
+    def _back_after_s(self) -> Floats:
+        """[S]: what gradients take at least from the end of the last forward to each stage."""
+        hops_s, costs = least_hops_s(self.problem)[1], self.problem.costs
+        back_s = costs.least_first_half_s if any(self.problem.split_shares) else costs.backward_s
+        again_s = self._of_last(costs.least_recompute_s, overhead=False) if self._is_again else 0.0
+        seconds: Floats = self._of_last(back_s) + again_s + hops_s[-1] - hops_s
+        return seconds
+
+    @property
+    def _is_again(self) -> bool:
+        return self.problem.recompute == "always"
+
+    @property
+    def _forward_all_s(self) -> float:
+        """The way of a forward through all stages."""
+        everything = np.array([0]), np.array([self.problem.costs.num_positions - 1])
+        overheads_s = self.problem.num_stages * self.problem.costs.overhead_s
+        return float(self.problem.costs.forward_s(*everything)[0] + least_hops_s(self.problem)[0][-1]) + overheads_s
+
+    @property
+    def _back_all_s(self) -> float:
+        """The way of gradients through all stages, at least."""
+        costs, everything = self.problem.costs, (np.array([0]), np.array([self.problem.costs.num_positions - 1]))
+        hops_s = float(least_hops_s(self.problem)[1][-1])
+        if any(self.problem.split_shares):
+            overheads_s = (self.problem.num_stages - 1) * costs.overhead_s
+            return float(costs.least_first_half_s(*everything)[0]) + overheads_s + hops_s
+        again_s = float(costs.least_recompute_s(*everything)[0]) if self._is_again else 0.0
+        return float(costs.backward_s(*everything)[0]) + again_s + self.problem.num_stages * costs.overhead_s + hops_s
+
+    def _of_first(self, seconds_of: SecondsOf) -> Floats:
+        """[S]: of as many layers at the beginning as there are stages before, with their overheads."""
+        fewest = np.arange(self.problem.num_stages)
+        found: Floats = seconds_of(np.zeros_like(fewest), fewest) + fewest * self.problem.costs.overhead_s
+        return found
+
+    def _of_last(self, seconds_of: SecondsOf, *, overhead: bool = True) -> Floats:
+        """[S]: of as many layers at the end as there are stages after, with their overheads."""
+        size, fewest = self.problem.costs.num_positions, np.arange(self.problem.num_stages)[::-1]
+        seconds = seconds_of(size - 1 - fewest, np.full_like(fewest, size - 1))
+        found: Floats = seconds + overhead * fewest * self.problem.costs.overhead_s
+        return found
+
+
+_LASTING = dict.fromkeys(("weight", "gradient", "optimizer", "buffer"), 1)
+_BY_MICROBATCH = ("stash", "checkpoint", "recomputed_stash", "pending", "sent")
+_ONCE = ("recompute_s", "optimizer_s")  # of `StageSeconds`, without the overhead of an action
+
+
+def _keys(problem: Problem, order: Sequence[Action]) -> tuple[list[ActionKey], Ints]:
+    """What the durations of an order's actions depend on, and which of them each action has."""
+    index: dict[ActionKey, int] = {}
+    kinds = [
+        index.setdefault(
+            ActionKey.of(x, num_microbatches=problem.num_microbatches, recompute=problem.recompute), len(index)
+        )
+        for x in order
+    ]
+    return list(index), np.array(kinds)
+
+
+def _summed(tables: Sequence[Floats], counts: Ints) -> Floats:
+    """[rows, W]: the sum over the stages of what each adds with its count."""
+    total = np.zeros((len(tables[0]), len(counts)))
+    for i, table in enumerate(tables):
+        total += table[:, counts[:, i]]
+    return total
+
+
+@lru_cache(maxsize=16)
+def _compositions(most: int, num_stages: int, fewest: int) -> Ints:
+    """[W, stages]: all counts of stages of at least `fewest` each, at most `most` together."""
+    found = np.arange(fewest, most + 1)[:, None]
+    for _ in range(num_stages - 1):
+        left = np.arange(fewest, most + 1)
+        longer = np.column_stack([np.repeat(found, len(left), axis=0), np.tile(left, len(found))])
+        found = longer[longer.sum(axis=1) <= most]
+    return found
+
+
+def _least_covering(tables: Sequence[Floats], num_layers: int) -> float:
+    """The least T within which devices hold so many layers together, given the least seconds of each by its number."""
+    values = np.unique(np.concatenate(tables))
+    values = values[np.isfinite(values)]
+
+    def enough(seconds: float) -> bool:
+        return sum(int(np.searchsorted(table, seconds, side="right")) - 1 for table in tables) >= num_layers
+
+    if not len(values) or min(int(np.isfinite(table).sum()) for table in tables) == 0 or not enough(values[-1]):
+        return INFINITY
+    low, high = 0, len(values) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(values[middle]) else (middle + 1, high)
+    return float(values[low])
