@@ -17,6 +17,8 @@ from profiler.analytic.hardware import load_hardware
 
 _SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v")
 _MOST_BLOCKS, _MOST_DEVICES, _MOST_CHUNKS = 60, 8, 4
+_FEWER_BLOCKS, _FEWER_DEVICES = 16, 4
+_COPYING = ("torchtitan", "automodel")  # they copy the whole model for every stage
 
 
 def random_plans(receiver: str, count: int, *, seed: int = 0) -> Iterator[Plan]:
@@ -43,7 +45,8 @@ def _random_plan(receiver: str, random_source: random.Random) -> Plan | None:
     schedule = draw.choice([x for x in _SCHEDULES if rules.schedules is None or x in rules.schedules])
     if schedule in ("interleaved-1f1b", "looped-bfs"):
         schedule += f":{draw.randint(1, _MOST_CHUNKS)}"
-    num_devices = draw.randint(1, _MOST_DEVICES)
+    is_copied = receiver in _COPYING
+    num_devices = draw.randint(1, _FEWER_DEVICES if is_copied else _MOST_DEVICES)
     settings = Settings(
         schedule=schedule,
         num_devices=num_devices,
@@ -52,7 +55,7 @@ def _random_plan(receiver: str, random_source: random.Random) -> Plan | None:
     )
     has_prediction = rules.cuts == "decoder" and draw.random() < 0.3
     is_hugging_face = receiver == "automodel" or (receiver == "torchtitan" and draw.random() < 0.5)
-    num_blocks = draw.randint(1, _MOST_BLOCKS)
+    num_blocks = draw.randint(1, _FEWER_BLOCKS if is_copied else _MOST_BLOCKS)
     names = layer_names(num_blocks, is_hugging_face=is_hugging_face, num_predictions=int(has_prediction))
     kept = indivisible(receiver, names, None)
     free = [x for x in range(1, len(names)) if not any(y.first < x <= y.last for y in kept)]

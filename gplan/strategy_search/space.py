@@ -108,19 +108,21 @@ def search_space(profile: Profile, request: SearchRequest) -> Space:
         )
     schedules, left_out = _schedules(profile, request, device_counts)
     recompute = AUTO_RECOMPUTE if request.recompute == "auto" else (cast(RecomputeMode, request.recompute),)
-    strategies = tuple(
-        strategy
+    every = tuple(
+        Strategy(num_devices=k, num_replicas=r, num_microbatches=m, microbatch_size=size, schedule=name)
         for k in device_counts
         for r, m, size in _batch_cuts(profile, request, k, batch_size)
         for name in schedules[k]
         if m <= (schedule_info(name).num_microbatches or m)
-        for strategy in [
-            Strategy(num_devices=k, num_replicas=r, num_microbatches=m, microbatch_size=size, schedule=name)
-        ]
-        if any(request.allows(strategy, mode) for mode in recompute)
     )
-    if not strategies:
+    if not every:
         raise UsageError(_no_setting_text(profile, request, device_counts, batch_size))
+    strategies = tuple(x for x in every if any(request.allows(x, mode) for mode in recompute))
+    if not strategies:
+        raise UsageError(
+            f"none of {counted(len(every), 'setting')} is allowed with schedule {request.schedule} and recompute {request.recompute}; leave "
+            "more open: --schedule auto, --recompute auto, --k auto or --microbatches auto"
+        )
     per_device = request.num_devices == "auto" and request.most_devices is None
     if per_device:
         notes.append(

@@ -121,6 +121,8 @@ def test_a_search_chooses_what_the_receiver_can_run() -> None:
         )  # fmt: skip
         assert not settings_problem(receiver, Settings.of(plan))
         export(plan, to=receiver, profile=profile)
+    with pytest.raises(UsageError, match="is allowed with schedule looped-bfs:2 and recompute auto"):
+        gplan.search(profile, num_devices=2, schedule="looped-bfs:2", allows=ForReceiver.of("megatron", profile).allows)
 
 
 @pytest.mark.parametrize(
