@@ -87,7 +87,7 @@ def main() -> None:
     for model in () if options.table else options.models:
         for row in missing_rows(model, rows, options.output):
             print(", ".join(f"{key} {value}" for key, value in row.items() if value != ""), flush=True)
-            rows = pd.concat([rows, pd.DataFrame([row])], ignore_index=True).fillna("")
+            rows = pd.concat([rows.astype(object), pd.DataFrame([row], dtype=object)], ignore_index=True).fillna("")
             rows.to_csv(path, index=False)
     (options.output / "README.md").write_text(as_text(pd.read_csv(path, keep_default_na=False)))
 

@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from gplan.core import Link, is_recomputed
+from gplan.core import is_recomputed
 from gplan.cost.stage_seconds import StageSeconds
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import Delay, simulate_window
@@ -260,10 +260,10 @@ def _least_over_cuts(
     problem: Problem, figures_of: Callable[[Floats, Floats], tuple[Floats, ...]]
 ) -> list[tuple[float, ...]]:
     """[S-1]: the least, wherever a cut is, of figures of both transfers over it."""
-    known: dict[tuple[Link, bool], tuple[float, ...]] = {}
-    found = []
+    known: dict[tuple[int, bool], tuple[float, ...]] = {}
+    found, devices = [], problem.devices
     for s in range(problem.num_stages - 1):
-        kind = problem.link_after(s), problem.boundaries(s).after
+        kind = id(problem.link_after(s)), devices[s] != devices[s + 1]
         if kind not in known:
             figures = figures_of(problem.activation_s(s), problem.gradient_s(s))
             known[kind] = tuple(float(x[1:-1].min(initial=np.inf)) for x in figures)

@@ -63,6 +63,11 @@ class ChainStages:
         return _rows(self._every_emptied_part, _index(first, end))
 
     @cached_property
+    def whole(self) -> StageBytes[Ints]:
+        """What the memory of a stage with all layers is made of, [1]."""
+        return self.costs.parts(np.array([0]), np.array([self.costs.num_positions - 1]))
+
+    @cached_property
     def alike(self) -> AlikeLayers:
         """The layers that most of the time is in."""
         return AlikeLayers(self.costs)

@@ -63,6 +63,17 @@ class AlikeLayers:
         return len(self.index)
 
     @cached_property
+    def cuts(self) -> Ints:
+        """Where the chain can be cut."""
+        return np.arange(1, self.costs.num_positions - 1)
+
+    @cached_property
+    def usual_cuts(self) -> Ints:
+        """Those of them that are between two of the layers; all where none is."""
+        found = self.cuts[np.isin(self.cuts - 1, self.index) & np.isin(self.cuts, self.index)]
+        return found if len(found) else self.cuts
+
+    @cached_property
     def passing(self) -> tuple[Ints, Ints]:
         """[P] each: the most that may only pass the stage before a cut."""
         return most_passing(self.costs)
@@ -111,19 +122,29 @@ class DeviceBounds:
 
     @property
     def holds_all(self) -> bool:
-        """Whether the devices can hold all layers when the last backward is done, whatever is recomputed; O(S)."""
+        """Whether the devices can hold all layers when the last backward is done, whatever is recomputed; O(S).
+
+        Little may cross a cut that is not between two of the alike layers. There are few of these, and each is a cut of
+        two devices, so only so many devices can have one.
+        """
         problem = self.problem
         lasting = np.array([{"sent": problem.num_microbatches, **_LASTING}.get(name, 0) for name in PARTS])
-        each, total = float(lasting @ self._alike_parts), 0
+        each, totals = float(lasting @ self._alike_parts), list[tuple[int, int]]()
         for stages in problem.stages_by_device:
             limit = problem.memory_of(stages[0])
             if limit is None or not each:
                 return True
-            free = limit - sum(float(lasting @ self._parts(stage)) for stage in stages)
+            free, usually_free = (
+                limit - sum(float(lasting @ self._parts(stage, usual=usual)) for stage in stages)
+                for usual in (False, True)
+            )
             if free < 0:
                 return False
-            total += int(free // each)
-        return total >= len(self._alike)
+            totals.append((max(0, int(usually_free // each)), int(free // each)))
+        num_unusual = problem.costs.num_positions - 2 - len(self._alike.usual_cuts)
+        gains = sorted((most - usually for usually, most in totals), reverse=True)
+        most_held = sum(usually for usually, _ in totals) + sum(gains[: 2 * num_unusual])
+        return most_held >= len(self._alike)
 
     @staticmethod
     def apply_to(problem: Problem) -> bool:
@@ -320,17 +341,17 @@ class DeviceBounds:
         shares = np.array([x.gradient_bytes for x in layers]) / (costs.profile.trained_bytes or 1)
         return shares * costs.optimizer_bytes_s + costs.tensor_s * np.array([x.num_trained for x in layers])
 
-    def _parts(self, stage: int) -> Floats:
-        """[parts]: the least of what the memory of a stage is made of, without its alike layers."""
+    def _parts(self, stage: int, *, usual: bool = False) -> Floats:
+        """[parts]: the least of what the memory of a stage is made of, without its alike layers; between usual cuts."""
         is_first, is_last = stage == 0, stage == self.problem.num_stages - 1
-        place = is_first, is_last, self.problem.boundaries(stage)
+        place = is_first, is_last, self.problem.boundaries(stage), usual
         if place not in self._known_parts:
             ends = self._alike.layer_parts[:, 0] * is_first + self._alike.layer_parts[:, -1] * is_last
-            self._known_parts[place] = ends + self._edges(stage)
+            self._known_parts[place] = ends + self._edges(stage, self._alike.usual_cuts if usual else self._alike.cuts)
         return self._known_parts[place]
 
     @cached_property
-    def _known_parts(self) -> dict[tuple[bool, bool, DeviceBoundaries], Floats]:
+    def _known_parts(self) -> dict[tuple[bool, bool, DeviceBoundaries, bool], Floats]:
         return {}
 
     @cached_property
@@ -339,14 +360,14 @@ class DeviceBounds:
         least: Floats = self._alike.layer_parts[:, self._alike.index].min(axis=1)
         return least
 
-    def _edges(self, stage: int) -> Floats:
-        """[parts]: what a stage holds of what crosses its cuts, at least, and of the loss; less what is rounded."""
+    def _edges(self, stage: int, cuts: Ints) -> Floats:
+        """[parts]: between some cuts, what a stage holds of what crosses its cuts, at least, and of the loss; less what is rounded."""
         problem, costs = self.problem, self.problem.costs
         boundaries, is_last = problem.boundaries(stage), stage == problem.num_stages - 1
-        after = slice(-1, None) if is_last else slice(1, -1)
+        after = np.array([costs.num_positions - 1]) if is_last else cuts
         before = problem.boundaries(stage).before and stage > 0
         crossing, passing = costs.crossing, self._alike.passing
-        activation, gradient = (x[1:-1].min() * before for x in (crossing.activation_bytes, crossing.gradient_bytes))
+        activation, gradient = (x[cuts].min() * before for x in (crossing.activation_bytes, crossing.gradient_bytes))
         passed, passed_unsaved = (x[after] * boundaries.before for x in passing)
         held = microbatch_bytes(
             MicrobatchTerms(

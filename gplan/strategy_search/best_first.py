@@ -80,7 +80,7 @@ class _BestFirstSearch:
             simple = [x for x in self.open if x.strategy.schedule in SIMPLEST] if self.best is None else []
             node = min(simple or self.open, key=lambda x: x.bound if by_bound else x.estimate)  # of ties the simplest
             if node.effort < MOST_EFFORT:
-                self.open[self.open.index(node)] = self.cache.sharpened(node, self.memory_bytes)
+                self.open[self.open.index(node)] = self.cache.sharpened(node, self.memory_bytes, enough=self._cutoff)
                 continue
             num_solved += self.best is not None
             self._report(node)

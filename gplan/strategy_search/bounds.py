@@ -19,8 +19,8 @@ from functools import cached_property
 
 import numpy as np
 
-from gplan.core import Link
-from gplan.graph.down_sets import Floats
+from gplan.core import Link, StageBytes
+from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.bounds import least_transfers_s, shared_step_s, through_all_s
 from gplan.partition.chain_bounds import ChainBounds, ChainStages
 from gplan.partition.device_bounds import DeviceBounds
@@ -67,6 +67,11 @@ class StrategyBounds:
         problem = replace(self.problem, memory_bytes=memory_bytes)
         return not DeviceBounds.apply_to(problem) or DeviceBounds(problem, self._stages.alike).holds_all
 
+    @property
+    def whole_parts(self) -> StageBytes[Ints]:
+        """What the memory of a stage with all layers is made of, [1]."""
+        return self._stages.whole
+
     @cached_property
     def _stages(self) -> ChainStages:
         return self.stages or ChainStages(self.problem.costs)
@@ -89,12 +94,14 @@ class StrategyBounds:
             bounds.append(through_s + (self._num - 1) * self.largest_s)
         elif self.problem.schedule in NUM_WARMUP:
             bounds += [self._beside_s(through_s), self._one_by_one_s(through_s)]
+        elif not self.problem.has_chunks:
+            bounds.append(self._num * self.largest_s)
         return max(bounds) * (1 - _SLACK)
 
     def exceeds_memory(self, memory_bytes: int) -> bool:
         """Whether all stages together hold more than all devices have, after the last backward or forward."""
         problem, costs = self.problem, self.problem.costs
-        whole = costs.parts(np.array([0]), np.array([costs.num_positions - 1]))
+        whole = self.whole_parts
         num_sent = sum(problem.boundaries(stage).after for stage in range(problem.num_stages - 1))
         received, sent_back = (
             num_sent * self._num * int(crossing[1:-1].min(initial=np.iinfo(np.int64).max)) if num_sent else 0

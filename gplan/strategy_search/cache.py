@@ -124,8 +124,11 @@ class SolveCache:
         nodes = [self._open(strategy, mode, memory_bytes) for mode in self._recompute_modes(strategy, memory_bytes)]
         return [replace(x, bound=max(x.bound, bound), estimate=max(x.estimate, bound)) for x in nodes], _NO_RESULT
 
-    def sharpened(self, node: OpenStrategy, memory_bytes: int | None) -> OpenStrategy:
-        """The strategy with a bound of more effort; that of every way to recompute, where none was chosen yet."""
+    def sharpened(self, node: OpenStrategy, memory_bytes: int | None, *, enough: float = INFINITY) -> OpenStrategy:
+        """The strategy with a bound of more effort; that of every way to recompute, where none was chosen yet.
+
+        Effort goes only into ways whose bounds are below `enough`.
+        """
         effort, strategy = node.effort + 1, node.strategy
         modes = [node.recompute or self.space.recompute[0]]
         if node.recompute is None and memory_bytes is not None:
@@ -133,10 +136,12 @@ class SolveCache:
         bounds, least_s = [self.bounds(strategy, x) for x in modes], INFINITY
         if memory_bytes is not None and bounds and not bounds[0].holds_all(memory_bytes):
             bounds = []
+        weight = self.weight(strategy.total_devices)
         for each in sorted(bounds, key=lambda x: x.step_s):
             if each.step_s < least_s:
-                least_s = min(least_s, each.within_s(memory_bytes, effort=effort))
-        bound = max(node.bound, least_s * self.weight(strategy.total_devices))
+                is_enough = each.step_s * weight >= enough
+                least_s = min(least_s, each.step_s if is_enough else each.within_s(memory_bytes, effort=effort))
+        bound = max(node.bound, least_s * weight)
         return replace(node, bound=bound, estimate=max(node.estimate, bound), effort=effort)
 
     def solve_again(self, node: OpenStrategy, memory_bytes: int | None, *, time_limit_s: float) -> StrategyResult:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from gplan.partition.problem import Problem
 from gplan.partition.validation import why_not_selected
 from gplan.schedules.in_flight import max_in_flight
 from gplan.schedules.registry import schedule_info
@@ -24,24 +23,25 @@ def estimated_step_s(bounds: StrategyBounds, *, memory_bytes: int | None) -> flo
     num_devices, num_chunks = problem.num_devices, problem.num_stages / problem.num_devices
     waits = (num_devices - 1) / num_chunks * _SHARE_OF_WAITS.get(problem.schedule, 1.0)
     again_s = 0.0 if problem.recompute == "always" else bounds.whole_recompute_s  # else it is in `through_s`
-    through_s = bounds.through_s + _recomputed_share(problem, memory_bytes) * again_s
+    through_s = bounds.through_s + _recomputed_share(bounds, memory_bytes) * again_s
     balanced_s = max(through_s / num_devices, bounds.largest_s if num_chunks == 1 else 0.0)
     loop_s = (problem.num_microbatches + waits) * balanced_s + bounds.transfers_s / num_chunks
     return max(loop_s + bounds.tail_s / num_devices, bounds.step_s)
 
 
-def _recomputed_share(problem: Problem, memory_bytes: int | None) -> float:
+def _recomputed_share(bounds: StrategyBounds, memory_bytes: int | None) -> float:
     """The share of the recompute that is needed."""
+    problem = bounds.problem
     if problem.recompute == "except-last":
         return 1 - 1 / problem.num_microbatches
-    missing = 0.0 if memory_bytes is None else _missing_share(problem, memory_bytes)
+    missing = 0.0 if memory_bytes is None else _missing_share(bounds, memory_bytes)
     return 1.0 if missing and why_not_selected(problem.schedule) else missing
 
 
-def _missing_share(problem: Problem, memory_bytes: int) -> float:
+def _missing_share(bounds: StrategyBounds, memory_bytes: int) -> float:
     """The share of the activations that exceeds the memory of the fullest device, with equal stages."""
+    problem, whole = bounds.problem, bounds.whole_parts
     num_stages, num_devices, num_microbatches = problem.num_stages, problem.num_devices, problem.num_microbatches
-    whole = problem.costs.parts(np.array([0]), np.array([problem.costs.num_positions - 1]))
     num_chunks = schedule_info(problem.schedule).num_chunks
     num_in_flight = max_in_flight(
         problem.schedule, num_devices=num_devices, num_microbatches=num_microbatches, num_chunks=num_chunks
