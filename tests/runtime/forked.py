@@ -1,7 +1,7 @@
-"""Runs of the torch engine in processes forked from the test's, which saves seconds of imports per process.
+"""Processes forked from the test's in place of new Pythons, which saves seconds of imports per process.
 
-Sessions, pipes, signals and exit codes are as in a run; each fork runs its module as `__main__`. Tests of the
-command line start real processes.
+Sessions, pipes, signals and exit codes are as in new ones; each fork runs its module as `__main__`, and may fork on.
+Tests of the command line start real processes.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import faulthandler
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -28,17 +31,22 @@ def run_forked(
     reference: str, plan: Plan, options: RunOptions, *, settings: Mapping[str, SettingValue] | None = None
 ) -> Run:
     """Run a plan with the torch engine in forked processes."""
-    with patch("profiler.host.processes.subprocess.Popen", ForkedProcess):
+    with forking():
         return run_local_processes(reference, dict(settings or {}), plan, options, report=lambda _step, _loss: None)
+
+
+def forking() -> AbstractContextManager[object]:
+    """Inside, jobs fork their processes, and so do the processes that are forked inside."""
+    return patch("subprocess.Popen", ForkedProcess)
 
 
 class ForkedProcess(subprocess.Popen[str]):
     """`python -m MODULE ARGUMENTS` as a fork that runs the module."""
 
-    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], **options: Any) -> None:
-        _program, _m, module, *arguments = command
+    def __init__(self, args: Sequence[str], *, env: Mapping[str, str], **options: Any) -> None:
+        module, *arguments = args[args.index("-m") + 1 :]
         given = {**options, "restore_signals": False}  # a Python of its own would ignore SIGPIPE again
-        super().__init__(command, env=env, preexec_fn=lambda: _become(module, arguments, env), **given)
+        super().__init__(args, env=env, preexec_fn=lambda: _become(module, arguments, env), **given)
 
 
 def _become(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -48,15 +56,23 @@ def _become(module: str, arguments: Sequence[str], environment: Mapping[str, str
         _give_up_files()
         sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))  # noqa: SIM115
         faulthandler.enable(sys.stderr)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
         os.environ.clear()
         os.environ.update(environment)
+        tempfile.tempdir = None  # it is looked up anew
         torch.set_num_threads(1)  # the threads of the parent are not here
-        sys.modules.pop(module, None)  # it is run anew
+        if not hasattr(sys.modules.get(module), "__path__"):
+            sys.modules.pop(module, None)  # it is run anew; of a package, its __main__
         sys.argv = [module, *arguments]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 

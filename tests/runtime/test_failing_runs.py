@@ -9,13 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 import gplan
 from gplan.core import Plan
@@ -23,7 +26,7 @@ from gplan.core.errors import FileError, RunError, UsageError
 from gplan.runtime.checkpoint.folder import locked_directory
 from gplan.runtime.run.run_options import RunOptions
 from profiler.model.load import ModelFile, load_model_file, model_in_memory
-from tests.profiler.test_processes import running
+from tests.runtime.forked import ForkedProcess, forking
 from tests.runtime.plans import pipeline_for, plan_for, run_virtually
 from tests.runtime.ranks import on_ranks
 
@@ -63,32 +66,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Started:
-    """A command-line run in its own folder; its processes are found by their TMPDIR."""
+    """A command-line run, forked, in its own working folder, by which its processes are found."""
 
     def __init__(
         self, folder: Path, place: Path, what: str, *, num_steps: int = 9, by: tuple[str, ...] = ("-m",)
     ) -> None:
+        self._place = place
         self._temporary = place / "tmp"
         self._temporary.mkdir()
         self.checkpoints = place / "checkpoints"
         options = f"run --plan {folder / 'plan.json'} --timeout 20 --save-every 3 --steps {num_steps}".split()
-        self.process = subprocess.Popen(
-            [sys.executable, *by, "gplan", *options, "--checkpoints", self.checkpoints, "--output", place / "run.json"],
-            env={**os.environ, "WHAT": what, "TMPDIR": str(self._temporary)},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            preexec_fn=lambda: signal.signal(
-                signal.SIGINT, signal.default_int_handler
-            ),  # a background shell ignores it
-        )
+        files = ["--checkpoints", str(self.checkpoints), "--output", str(place / "run.json")]
+        with forking():
+            self.process = ForkedProcess(
+                [sys.executable, *by, "gplan", *options, *files],
+                env={**os.environ, "WHAT": what, "TMPDIR": str(self._temporary)},
+                cwd=place,
+                stderr=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                text=True,
+            )
 
     def end(self) -> tuple[int, str]:
         """Exit code and standard error; no process and no temporary folder may be left."""
         _, told = self.process.communicate(timeout=60)
-        assert running(f"TMPDIR={self._temporary}") == []
+        assert self._running() == []
         assert list(self._temporary.glob("gplan-*")) == []
         return self.process.returncode, told
+
+    def _running(self) -> list[Path]:
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/cwd"):
+            with suppress(OSError):  # another user's process, or one that has ended
+                if entry.readlink() == self._place:
+                    found.append(entry)
+        return found
 
     def saved(self) -> list[str]:
         """The names in the checkpoint folder."""
@@ -118,7 +130,8 @@ def test_interrupted_save_leaves_no_parts(folder: Path, tmp_path: Path) -> None:
 
 def test_torchrun_summary_names_cause(folder: Path, tmp_path: Path) -> None:
     by = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
-    code, told = Started(folder, tmp_path, "raise", by=by).end()
+    with patch(f"{subprocess_handler.__name__}.Popen", ForkedProcess):
+        code, told = Started(folder, tmp_path, "raise", by=by).end()
     assert code != 0
     cause = (
         r"rank 1: in step 5, taking a batch: batches in .*model.py failed: ValueError: as told \(.*model.py, line \d+\)"

@@ -9,6 +9,7 @@ from gplan.partition.balance import balance
 from gplan.runtime.overhead import SENT_BYTES, engine_cost_from_steps, measure_engine
 from gplan.simulation.simulator import simulate
 from tests.made import make_profile
+from tests.runtime.forked import forking
 
 ENGINE = EngineCost(action_s=2e-4, sending=Link(latency_s=1e-5, bytes_per_s=1e9), step_s=3e-3)
 
@@ -36,6 +37,7 @@ def test_zero_overhead_recovered() -> None:
 
 
 def test_measured_cost_has_every_size() -> None:
-    found = measure_engine(num_steps=5)
+    with forking():
+        found = measure_engine(num_steps=5)
     assert found.action_s > 0
     assert {point.num_bytes for point in found.sending.points} == set(SENT_BYTES)
