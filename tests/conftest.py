@@ -31,6 +31,18 @@ def collector_left_frozen() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def seeding_keeps_no_stacks() -> Iterator[None]:
+    """Without a GPU, torch keeps the formatted stack of every call of manual_seed, which takes milliseconds here."""
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (torch.cuda, torch.xpu, torch.mtia):
+            if not module.is_available():
+                patch.setattr(module, "traceback", SimpleNamespace(format_stack=list))
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def older_objects_frozen(collector_left_frozen: None) -> None:
     """A full collection, one for every profile and run, skips the objects made before this file: torch and other tests.
