@@ -58,6 +58,7 @@ def test_virtual_engine_equals_plain_model(name: str, schedule: str, recompute: 
     plan = plan_for(file, num_devices=4, schedule=schedule, recompute=recompute)
     run = run_virtually(file, plan, RunOptions(num_steps=STEPS, check=True))
     assert_trained_as_plain(run, name)
+    assert run.peak_bytes == pytest.approx(plan.device_peak_bytes, rel=0.08)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_torch_engine_equals_plain_model(name: str, schedule: str, recompute: st
     assert {span.device for span in run.timeline.spans} == set(range(num_devices))
     kinds = {span.action.kind for span in run.timeline.spans}
     assert kinds == {ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.OPTIMIZER}
-    assert all(peak > stage.memory.weight_bytes for peak, stage in zip(run.peak_bytes, plan.stages, strict=True))
+    assert run.peak_bytes == pytest.approx(plan.device_peak_bytes, rel=0.08)  # small tensors are rounded up
 
 
 def test_peak_memory_of_one_step_run() -> None:
