@@ -187,8 +187,8 @@ _LIMITS = """## What this does not show
 - torchtitan's debug Llama does not train on a CPU: its attention is FlexAttention, which has no backward there ("FlexAttention
   does not support backward on CPU"; other backends are refused for language models). So its own split and schedule functions
   trained a small model with the same names. torchtitan 0.3.0 imports triton without asking for it in its package.
-- DeepSpeed's engine was not started: on a CPU it first compiles a communication library. The exported subclass ran on every
-  rank up to the bounds of its layers.
+- DeepSpeed's engine was not started: its set-up of communication did not return within two minutes on a CPU. The exported
+  subclass ran on every rank up to the bounds of its layers.
 - verl hands its string to Megatron-core, whose parser read it; verl itself was read, not run. vLLM was not installed.
 - Megatron's hybrid patterns with stages are newer than megatron-core 0.16.1, the newest on the package index; they were not
   parsed.

@@ -64,7 +64,11 @@ def test_the_receivers_own_code_has_the_stages_of_the_plan(receiver: str) -> Non
         pytest.skip(f"{own_code.PACKAGES[receiver]} is not installed; pip install 'gplan[receivers]'")
     with own_code.quiet():
         for plan in random_plans(receiver, 20, seed=2):
-            assert own_code.READERS[receiver](plan) == [list(x.layer_names) for x in plan.stages]
+            try:
+                found = own_code.READERS[receiver](plan)
+            except ModuleNotFoundError as error:
+                pytest.skip(f"{own_code.PACKAGES[receiver]} cannot be imported: {error}")
+            assert found == [list(x.layer_names) for x in plan.stages]
 
 
 # Planning for a receiver
