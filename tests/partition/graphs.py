@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from gplan.core import Constraints, Link, LinkPoint, MachineDevice, Pin, Profile, Value, ValueCost
@@ -25,6 +27,9 @@ from tests.made import FREE_LINK
 from tests.partition.problems import ALL_BOUNDARIES, peak_bytes, profiles
 
 Stages = tuple[tuple[int, ...], ...]
+
+MOST_PARTITIONS = 200
+"""Of a random problem: all are priced, and six layers without connections have 1560 into four stages."""
 
 OBJECTIVES = ("step-time", "max-stage")
 
@@ -124,6 +129,7 @@ def graph_problems(
         constraints=_constraints(draw, profile, num_stages) if draw(st.booleans()) else Constraints(),
         num_replicas=draw(st.sampled_from([1, 1, 2])),
     )
+    assume(sum(1 for _ in islice(every_partition(problem), MOST_PARTITIONS + 1)) <= MOST_PARTITIONS)
     return _with_limit(draw, problem) if is_limited or draw(st.booleans()) else problem
 
 
