@@ -44,7 +44,7 @@ class Finalized:
 def exit_code(_):
     try:
         Finalized()
-        time.sleep(300)
+        time.sleep(30)
         return 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
