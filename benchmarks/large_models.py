@@ -193,7 +193,8 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         "Made by `python benchmarks/large_models.py`, which goes on where it was; every figure is in [rows.csv](rows.csv). "
         "The models are those of `benchmarks/large_model_configs.py`: public configurations, bfloat16, AdamW, 4096 tokens "
-        "a sample (T5: 512 and 512), for the h100 of `gplan profile --device meta`. Seconds are processor time.",
+        "a sample (T5: 512 and 512), for the h100 of `gplan profile --device meta`. Seconds are processor time; a search ends after 18 s by the clock, and "
+        "where other work ran beside it, it had a third to a half of them.",
         "",
         "## Profiles",
         "",
@@ -219,11 +220,13 @@ def as_text(rows: pd.DataFrame) -> str:
 
 def _profile_line(row: Any, known: int) -> str:
     if row.outcome != "profile":
-        return f"| {row.model} | {row.outcome} | | | | {row.processor_s} s | {bytes_text(int(row.process_bytes))} |"
-    parameters = int(row.parameters)
+        return (
+            f"| {row.model} | {row.outcome} | | | | {row.processor_s} s | {bytes_text(int(float(row.process_bytes)))} |"
+        )
+    parameters = int(float(row.parameters))
     cells = (
-        row.model, int(row.layers), int(row.followed), f"{parameters:,}", f"{parameters - known:,}",
-        f"{float(row.processor_s):.0f} s", bytes_text(int(row.process_bytes)),
+        row.model, int(float(row.layers)), int(float(row.followed)), f"{parameters:,}", f"{parameters - known:,}",
+        f"{float(row.processor_s):.0f} s", bytes_text(int(float(row.process_bytes))),
     )  # fmt: skip
     return f"| {' | '.join(map(str, cells))} |"
 
@@ -234,9 +237,9 @@ def _plan_line(row: Any) -> str:
         return f"| {row.model} | {row.devices} | {row.memory} | {seconds} | {row.outcome} {'| ' * 9}|"
     cells = (
         row.model, row.devices, row.memory, seconds,
-        f"{int(row.stages)} x {int(row.replicas)}, {int(row.microbatches)}", schedule_info(row.schedule).title,
+        f"{int(float(row.stages))} x {int(float(row.replicas))}, {int(float(row.microbatches))}", schedule_info(row.schedule).title,
         row.recompute, seconds_text(float(row.step_s)), percent_text(float(row.bubble)),
-        bytes_text(int(row.peak_bytes)), row.first_stage, row.last_stage, percent_text(float(row.gap)), row.note,
+        bytes_text(int(float(row.peak_bytes))), row.first_stage, row.last_stage, percent_text(float(row.gap)), row.note,
     )  # fmt: skip
     return f"| {' | '.join(map(str, cells))} |"
 
