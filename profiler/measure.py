@@ -31,7 +31,7 @@ from profiler.model.error_location import is_out_of_memory
 from profiler.model.load import ModelFile
 from profiler.timing.clock import Clock, CpuClock, CudaClock
 from profiler.timing.journal import Journal, Progress, part, silent
-from profiler.timing.layer_timing import SampledSize, Setup, mean_of_known, sample_size
+from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, SampledSize, Setup, mean_of_known, sample_size
 from profiler.timing.optimizer_step import sample_step
 from profiler.timing.yardstick import SpeedHistory, Yardstick, is_work_alone, yardstick_parts
 
@@ -171,12 +171,18 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
                 )
             )
         ),
-        plan_notes=routing_notes(first.chain),
+        plan_notes=routing_notes(first.chain, how=_how_routed(file)),
         granularity=options.granularity,
         values=values,
         host_speed=None if speeds.host_speed is None else replace(speeds.host_speed, load=load),
         common_variance=mean_of_known(x.common_variance for x in measured),
     )
+
+
+def _how_routed(file: ModelFile) -> str:
+    if file.is_lazy or not file.has("batches"):
+        return "it was measured with random values" if file.is_lazy else "it was measured with the example inputs"
+    return f"it is the median over up to {NUM_ROUTED_BATCHES} batches, and its spread includes theirs"
 
 
 def _loss_reduction(file: ModelFile, options: ProfileOptions) -> tuple[LossReduction, tuple[str, ...]]:

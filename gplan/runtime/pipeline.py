@@ -38,9 +38,11 @@ from gplan.runtime.random_streams import RandomStreams, seed_key
 from gplan.runtime.stage_runner import OutputFn, StageRunner, to_device
 from gplan.runtime.stage_state import StageState
 from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_samples
+from profiler.capture.chain import Chain
 from profiler.host.host_info import keep_freed_memory
 from profiler.host.links import deprioritize_connection_threads
 from profiler.model.lazy_build import random_state_kept
+from profiler.model.load import loss_of_output
 from profiler.model.model_reference import SettingValue, describe_inputs, parse_input_shapes, resize_inputs
 
 
@@ -129,6 +131,7 @@ class Pipeline(StageState):
         self._loss, self._is_loss_new = loss, True
         self._usual_inputs = resize_inputs(inputs, plan.microbatch_size)
         source, captures, usual = _captured(source, plan, self._usual_inputs, device)
+        self._loss = self._loss or _own_loss(usual.chain)
         model = source.file.model
         names = stage_state.state_names(model, usual, plan.num_stages)
         if ranks is not None:
@@ -336,6 +339,16 @@ class Pipeline(StageState):
                 dist.all_reduce(total, group=self.ranks.replicas)
         with self.heartbeat.waiting("sums"):
             return self._loss_exchange.exchange(total)
+
+
+def _own_loss(chain: Chain) -> Loss | None:
+    """The loss in the model's output, where it has one."""
+    output = chain.model_output(tuple(x.on_meta() for x in chain.specs(len(chain))))
+    try:
+        loss_of_output(output)
+    except ModelError:
+        return None
+    return loss_of_output
 
 
 def _captured(

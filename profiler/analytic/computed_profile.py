@@ -88,7 +88,7 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
         versions=software_versions(),
         origin="computed",
         notes=(*file.notes, *first.chain.notes, *_notes(file, options)),
-        plan_notes=routing_notes(first.chain),
+        plan_notes=routing_notes(first.chain, how="it was computed from the shapes"),
         granularity=options.granularity,
         values=values,
     )

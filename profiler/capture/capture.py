@@ -8,7 +8,8 @@ objects.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, get_args
 
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from gplan.core import Granularity
 from gplan.core.errors import ModelError, UsageError
+from profiler.capture.authored_layers import replaced
 from profiler.capture.chain import AtLayer, Chain, Route, Tensors, TensorSpec
 from profiler.capture.equal_layers import gradient_flags, layer_form, value_specs
 from profiler.capture.grouping import (
@@ -129,8 +131,19 @@ def exported(
     def cut(trace: Trace) -> ExportedChain:
         return _cut(model, trace, granularity)
 
-    with cumulative_momentum_one(model):
+    with cumulative_momentum_one(model), without_generation_cache(model):
         return captured_in_steps(model, inputs, cut, traced=traced)
+
+
+@contextmanager
+def without_generation_cache(model: nn.Module) -> Iterator[None]:
+    """Inside, models of transformers keep no cache of keys and values, which serves generation and not training."""
+    configs = {id(x): x for module in model.modules() if (x := vars(module).get("config")) is not None}
+    with ExitStack() as stack:
+        for config in configs.values():
+            if getattr(config, "__dict__", {}).get("use_cache") is True:
+                stack.enter_context(replaced(config, use_cache=False))
+        yield
 
 
 def _cut(model: nn.Module, traced: Trace, granularity: Granularity) -> ExportedChain:

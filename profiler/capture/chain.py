@@ -142,8 +142,8 @@ class Chain(ABC):
         return tuple(specs)
 
 
-def routing_notes(chain: Chain) -> tuple[str, ...]:
-    """A note on the layers whose time depends on routing, for a profile and every plan made from it."""
+def routing_notes(chain: Chain, *, how: str) -> tuple[str, ...]:
+    """A note on the layers whose time depends on routing, and how it was found; for a profile and every plan made from it."""
     routed = [name for layer, name in enumerate(chain.names) if chain.is_routed(layer)]
     if not routed:
         return ()
@@ -151,8 +151,7 @@ def routing_notes(chain: Chain) -> tuple[str, ...]:
         ", ".join(routed) if len(routed) <= 3 else f"{routed[0]}, {routed[1]} ... {routed[-1]} ({len(routed)} layers)"
     )
     return (
-        f"the time of {names} depends on routing, that is on which experts the tokens of a batch are sent to: it is that of "
-        "the batch at hand",
+        f"the time of {names} depends on routing, that is on which experts the tokens of a batch are sent to: {how}",
     )
 
 

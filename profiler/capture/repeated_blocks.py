@@ -30,6 +30,7 @@ from profiler.capture.authored_layers import (
     unit_paths,
 )
 from profiler.capture.autograd_functions import CustomFunction, custom_functions
+from profiler.capture.value_forms import without_objects
 from profiler.memory.allocations import storage_key
 
 
@@ -288,6 +289,7 @@ class RepeatRecorder:
         self.reassigned: tuple[str, ...] = ()  # weights that the forward replaced by new tensors
         self.failed = False
         self.functions: list[CustomFunction] = []  # called, in their order
+        self.left_out: tuple[str, ...] = ()  # classes of objects in the output that no stage can pass on
         self.units = units
         self._model, self._seen = model, seen
         self._by_dict = {id(unit.module.__dict__): unit for unit in units}
@@ -358,6 +360,7 @@ class RepeatRecorder:
             self._inside = False
         after = _weights(self._model)
         self.reassigned = tuple(name for name, tensor in before.items() if after.get(name) is not tensor)
+        output, self.left_out = without_objects(output)
         return output
 
     def _traced(self, unit: Unit, call: Callable[[], Any], leaves: Sequence[Any], key: Hashable) -> Any:

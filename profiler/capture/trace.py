@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import logging
-import re
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
@@ -48,6 +47,7 @@ class Trace:
     module: GraphModule  # holds the bodies of no_grad blocks and their like
     structure: pytree.TreeSpec  # of what the model returns
     num_repetitions: int  # calls of blocks that were copied
+    left_out: tuple[str, ...]  # classes of objects in the model's output that no stage can pass on
 
     @property
     def outputs(self) -> list[Any]:
@@ -145,7 +145,7 @@ def _attempt(call: _ModelCall, recorder: RepeatRecorder) -> Trace:
     opaque = opaque_modules(call.model, way.recorded, recorder.functions)
     path = _as_if_run() if way.as_run else nullcontext()
     without_stacks = replaced(torch.fx.config, do_not_emit_stack_traces=True)  # they take longer than the trace itself
-    with opaque, recorder.recording(constants), _without_torch_messages(), path, without_stacks:
+    with opaque, recorder.recording(constants), _without_torch_messages(), path, without_stacks, uncompiled():
         program = torch.export.export(call.model, call.args, call.kwargs, strict=False)
     if recorder.failed or (recorder.units and recorder.reassigned):
         raise UncertainRepeatError("the model went on after a doubt, or replaced its state")
@@ -156,7 +156,15 @@ def _attempt(call: _ModelCall, recorder: RepeatRecorder) -> Trace:
     canonical = {id(tensor): name for name, tensor in own.items()}  # of tied tensors the last name
     state = {node: replace(x, name=canonical.get(id(x.tensor), x.name)) for node, x in found.items()}
     structure = program.call_spec.out_spec  # a slow property
-    return Trace(graph, state, program.graph_module, structure, len(recorder.repetitions))
+    num_repetitions = len(recorder.repetitions)
+    return Trace(graph, state, program.graph_module, structure, num_repetitions, recorder.left_out)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, modules and functions that torch.compile wrapped run as the code that they were made from."""
+    with torch.compiler.set_stance("force_eager"), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+        yield
 
 
 def _erase_assertions(module: GraphModule) -> None:
@@ -203,7 +211,7 @@ def _state_tensors(program: ExportedProgram, own: Mapping[str, Tensor]) -> dict[
 def _check_outputs(model: nn.Module, found: Trace) -> None:
     leaves = found.outputs
     if not any(isinstance(x, Node) for x in leaves):
-        kinds = ", ".join(f"{type(x).__name__} ({x!r:.40})" for x in leaves) or "nothing"
+        kinds = ", ".join([*found.left_out, *(f"{type(x).__name__} ({x!r:.40})" for x in leaves)]) or "nothing"
         raise ModelError(
             f"{type(model).__name__} returns {kinds}; expected at least one tensor: return what the loss needs"
         )
@@ -233,8 +241,6 @@ class UntraceableError(ModelError):
 
 
 _USES_OF_DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
-_UNKNOWN_OUTPUT = re.compile(r"Found <class '([^']+)'> in output")  # in the message of torch.export
-_CACHE = "transformers.cache_utils."  # of keys and values, for generation only; part of the output by default
 _PLAIN = (RuntimeError, TypeError, ValueError, IndexError, KeyError)
 _OF_TRACING = ("data-dependent", "data dependent", "fake", "symbolic", "proxy", "export", "trace", "subclass", "symint")
 _DATA_OF_A_TENSOR = "fake tensor in the exported program constant"  # the message of torch.export for `.data`
@@ -258,15 +264,6 @@ def _untraceable(call: _ModelCall, error: Exception) -> ModelError:
         for name, is_changed in _parameters_whose_data_is_used(model, call.args, call.kwargs):
             path = name.rpartition(".")[0]
             return ModelError(parameter_changed(path, name) if is_changed else _data_used(path, name))
-    output = _UNKNOWN_OUTPUT.match(str(error))
-    if output is not None:
-        advice = "return those of its tensors that the loss needs"
-        if output[1].startswith(_CACHE):
-            advice = "set model.config.use_cache = False, as the cache of keys and values serves generation only"
-        return ModelError(
-            f"{type(model).__name__} returns an object of class {output[1]}; expected tensors, alone or in tuples, lists, "
-            f"dicts or dataclasses registered with torch.utils._pytree: {advice}"
-        )
     where = author_line(error)
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if _is_plain_failure(error):

@@ -5,16 +5,19 @@
 3. Both again without the values of constants, where the code read some.
 4. With the modules whose control flow depends on values called as they are (profiler/capture/opaque_modules.py).
 
-The first way needs no proof. Every other way is proven: outputs, gradients and buffers after one pass of the layers, each
-a stage of its own, equal those of the model. A model without weights has no values to compare: a profile takes the first
-way that works and says so, and a run takes the way of the profile or builds the whole model.
+Every way is proven: outputs, gradients and buffers after one pass of the layers, each a stage of its own, equal those of
+the model. Three cases are not. A run takes the way of its profile, which proved it. A model without weights has no values
+to compare: its profile takes the first way that works and says so if that is not the first of all. And a model that
+draws random numbers may draw them in another order in its layers: then the first way of all is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,12 +30,13 @@ from profiler.capture.authored_layers import attributes_restored
 from profiler.capture.chain import Chain, Tensors, call_arguments, flat_tensors, model_state_restored
 from profiler.capture.constants import Answers
 from profiler.capture.opaque_modules import ModuleRecords, recorded_calls
-from profiler.capture.trace import Trace, UntraceableError, Way, trace
+from profiler.capture.trace import Trace, UntraceableError, Way, trace, uncompiled
 from profiler.model.error_location import describe, root_cause
-from profiler.model.lazy_build import fake_mode_of
+from profiler.model.lazy_build import fake_mode_of, random_state_kept, seed_everything
 
 _MOST_EPSILONS = 1000  # of the dtype, by which results of two orders of the same operations may differ
 _LARGEST_TOLERANCE = 0.05
+_MOST_COMPARED = 2**16  # numbers of a tensor, evenly spaced; of larger ones also the norm
 
 
 def captured_in_steps(
@@ -43,34 +47,57 @@ def captured_in_steps(
     `traced` is the way that a profile took, which needs no proof; None: there is no profile yet. Raises the error of the
     first way where all fail, and that of any way that finds code which no way may capture.
     """
-    first_error: UntraceableError | None = None
-    expected: Results | None = None
-    for way in _ways(model, inputs):
+    first_error: ModelError | None = None
+    plain = _PlainModel(model, inputs)
+    for attempt in _ways(model, inputs):
+        way, is_first = attempt.way, attempt.way == Way()
+        before = _host_random_state()
         try:
-            chain = cut(trace(model, inputs, way.way, way.answers))
+            found = trace(model, inputs, way, attempt.answers)
+            chain = cut(found)
         except UntraceableError as error:
-            way.error = error
-            if first_error is not None:
-                continue
-            first_error = error
-            if fake_mode_of(model) is None and (expected := _plain_results(model, inputs)) is None:
-                break  # the model itself fails
+            attempt.error = error
+            first_error = first_error or error
+            if not plain.runs:
+                break
             continue
-        if first_error is None:
+        if before != _host_random_state() and not plain.has_no_values and plain.draws_outside_torch:
+            raise ModelError(
+                f"{type(model).__name__} draws random numbers with Python or numpy in its forward; a trace would make them "
+                "constants, the same at every step: draw them with torch (torch.rand), or switch this off, as "
+                "apply_spec_augment = False does in the configs of speech models"
+            )
+        chain.traced, chain.notes = "" if is_first else str(way), _notes_on(found, model)
+        if chain.traced == traced:
             return chain
-        if traced == str(way.way):
-            is_right = True
-        elif expected is None:
-            is_right = traced is None
-        else:
-            is_right = expected.equals(_results_of(model, partial(_output_by_layers, chain, inputs)))
-        if is_right:
-            proof = "" if expected is not None else ", which is not proven, as the model has no weights here"
-            chain.traced = str(way.way)
-            chain.notes = (f"the model was traced {way.way}{proof}; else: {describe(root_cause(first_error))}",)
+        is_unproven = plain.has_no_values and traced is None
+        difference = None if is_unproven else plain.difference_from(chain)
+        if difference is None or (is_first and plain.draws):
+            if not is_first:
+                proof = ", which is not proven, as the model has no weights here" if is_unproven else ""
+                reason = describe(root_cause(first_error)) if first_error is not None else "the profile did so"
+                chain.notes += (f"the model was traced {way}{proof}; else: {reason}",)
             return chain
+        attempt.error = ModelError(
+            f"{type(model).__name__} was traced {way}, but its layers do not compute what the model does: {difference}; "
+            "define it as an nn.Sequential or a list of stages, which is cut between its children without tracing"
+        )
+        first_error = first_error or attempt.error
     assert first_error is not None
     raise first_error
+
+
+def _notes_on(found: Trace, model: nn.Module) -> tuple[str, ...]:
+    """Notes on what the layers leave out of the model."""
+    notes = list[str]()
+    if found.left_out:
+        kinds = ", ".join(found.left_out)
+        notes.append(f"objects of class {kinds} in the model's output are left out, as only tensors leave a stage")
+    if any("_orig_mod" in x._modules for x in model.modules()):
+        notes.append(
+            "the model's own torch.compile has no effect on its layers, which run as the code that it was made from"
+        )
+    return tuple(notes)
 
 
 @dataclass(slots=True)
@@ -79,7 +106,7 @@ class _Attempt:
 
     way: Way
     answers: Answers
-    error: UntraceableError | None = None
+    error: ModelError | None = None  # also of one whose layers compute something else
 
 
 def _ways(model: nn.Module, inputs: object) -> Iterator[_Attempt]:
@@ -123,55 +150,141 @@ def _class_at_fault(model: nn.Module, error: BaseException) -> type | None:
     return None if found is None or found is model else type(found)
 
 
+class _PlainModel:
+    """The model itself, called with the inputs of the trace; it is run when its results are first needed."""
+
+    def __init__(self, model: nn.Module, inputs: object) -> None:
+        self._model, self._inputs = model, inputs
+        self.has_no_values = fake_mode_of(model) is not None
+
+    @cached_property
+    def _results(self) -> Results | None:
+        return self._results_with()
+
+    def _results_with(self, *, seed: int = 0, host_seed: int = 0) -> Results | None:
+        def run() -> Any:
+            args, kwargs = call_arguments(_copied(self._inputs))
+            with uncompiled():
+                return self._model(*args, **kwargs)
+
+        try:
+            return _results_of(self._model, run, seed=seed, host_seed=host_seed)
+        except Exception:  # what fails is reported where the model is run for its own sake
+            return None
+
+    def _changes(self, **seeds: int) -> bool:
+        """Whether other seeds give other results; True for a model that cannot be run."""
+        again = None if self._results is None else self._results_with(**seeds)
+        return again is None or self._results is None or self._results.difference_from(again) is not None
+
+    @property
+    def runs(self) -> bool:
+        """Whether the model itself can be run; a model without weights may."""
+        return self.has_no_values or self._results is not None
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether the results depend on random numbers."""
+        return self._changes(seed=1)
+
+    @cached_property
+    def draws_outside_torch(self) -> bool:
+        """Whether the results depend on random numbers of Python or numpy."""
+        return self._changes(host_seed=1)
+
+    def difference_from(self, chain: Chain) -> str | None:
+        """Where the layers compute something else than the model; None: nowhere, or the model itself fails."""
+        if self.has_no_values:
+            return "the model has no weights here"
+        if self._results is None:
+            return None
+        try:
+            return self._results.difference_from(
+                _results_of(self._model, partial(_output_by_layers, chain, self._inputs))
+            )
+        except Exception as error:
+            return f"they fail, {describe(error)}"
+
+
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a forward and a backward compute: outputs, gradients and the buffers afterwards."""
+    """What a forward and a backward compute: outputs, gradients and the buffers afterwards, by their names."""
 
-    tensors: tuple[Tensor | None, ...]
+    tensors: Mapping[str, Excerpt | None]
 
-    def equals(self, other: Results | None) -> bool:
-        """Whether all tensors are the same, up to the order of operations."""
-        return (
-            other is not None
-            and len(self.tensors) == len(other.tensors)
-            and all(_are_close(x, y) for x, y in zip(self.tensors, other.tensors, strict=True))
+    def difference_from(self, other: Results) -> str | None:
+        """The first tensor that differs by more than the order of operations explains."""
+        if self.tensors.keys() != other.tensors.keys():
+            return f"{len(self.tensors)} results became {len(other.tensors)}"
+        pairs = ((name, x, other.tensors[name]) for name, x in self.tensors.items())
+        return next(
+            (f"{name} differs" for name, x, y in pairs if x is not y and (not x or not y or not x.equals(y))), None
         )
 
 
-def _are_close(x: Tensor | None, y: Tensor | None) -> bool:
-    if x is None or y is None:
-        return x is y
-    if x.shape != y.shape or x.dtype != y.dtype:
-        return False
-    if not x.numel() or not (x.is_floating_point() or x.is_complex()):
-        return torch.equal(x, y)
-    tolerance = min(_LARGEST_TOLERANCE, _MOST_EPSILONS * torch.finfo(x.dtype).eps)
-    largest = float(x.abs().max())
-    return bool(torch.allclose(x, y, rtol=tolerance, atol=tolerance * largest, equal_nan=True))
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """Numbers of a tensor, evenly spaced, and its norm; as a large model's gradients are not kept twice."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    numbers: Tensor
+    norm: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Excerpt:
+        """The excerpt of a tensor."""
+        values = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+        values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+        flat = values.reshape(-1)
+        numbers = flat[:: max(1, len(flat) // _MOST_COMPARED)].clone()
+        norm = torch.linalg.vector_norm(flat) if flat.is_floating_point() and len(flat) else flat.new_zeros(())
+        return cls(tuple(tensor.shape), tensor.dtype, numbers, norm)
+
+    def equals(self, other: Excerpt) -> bool:
+        """Whether the tensors are the same up to the order of operations."""
+        if (self.shape, self.dtype) != (other.shape, other.dtype):
+            return False
+        x, y = self.numbers, other.numbers
+        if not x.numel() or not x.is_floating_point():
+            return torch.equal(x, y)
+        tolerance = min(_LARGEST_TOLERANCE, _MOST_EPSILONS * torch.finfo(x.dtype).eps)
+        largest = float(x.nan_to_num(0.0, 0.0, 0.0).abs().max())
+        near = partial(torch.allclose, rtol=tolerance, equal_nan=True)
+        return bool(near(x, y, atol=tolerance * largest) and near(self.norm, other.norm, atol=0.0))
 
 
-def _plain_results(model: nn.Module, inputs: object) -> Results | None:
-    args, kwargs = call_arguments(inputs)
-    return _results_of(model, lambda: model(*args, **kwargs))
+def _copied(inputs: object) -> Any:
+    """The inputs in memory of their own, as a forward may write into them."""
+    return pytree.tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), inputs)
 
 
 def _output_by_layers(chain: Chain, inputs: object) -> Any:
-    tensors: Tensors = flat_tensors(inputs, what="the inputs")
+    tensors: Tensors = flat_tensors(_copied(inputs), what="the inputs")
     for first, end in pairwise(range(len(chain) + 1)):
         tensors = chain.stage(first, end)(*tensors)
     return chain.model_output(tensors)
 
 
-def _results_of(model: nn.Module, run: Callable[[], Any]) -> Results | None:
-    """The results of a run from the same state and seed; None for one that fails."""
-    with model_state_restored(model), attributes_restored(model):
+def _host_random_state() -> tuple[Any, ...]:
+    """The state of the random numbers of Python and numpy."""
+    numpy = sys.modules.get("numpy")
+    _, keys, place, *_ = numpy.random.get_state() if numpy else (None, b"", 0)
+    return random.getstate(), bytes(keys), place
+
+
+def _results_of(model: nn.Module, run: Callable[[], Any], *, seed: int = 0, host_seed: int = 0) -> Results:
+    """The results of a run from the same state."""
+    with random_state_kept(), model_state_restored(model), attributes_restored(model):
+        seed_everything(host_seed)
+        torch.manual_seed(seed)
+        outputs = [x for x in pytree.tree_leaves(run()) if isinstance(x, Tensor)]
+        trained = [x for x in outputs if x.requires_grad]
         torch.manual_seed(0)
-        try:
-            outputs = [x for x in pytree.tree_leaves(run()) if isinstance(x, Tensor)]
-            trained = [x for x in outputs if x.requires_grad]
+        if trained:
             torch.autograd.backward(trained, [torch.randn_like(x) for x in trained])
-        except Exception:
-            return None
-        gradients = [x.grad for x in model.parameters()]
-        buffers = [x.clone() for x in model.buffers()]
-        return Results((*(x.detach() for x in outputs), *gradients, *buffers))
+        found = {f"output {place}": x for place, x in enumerate(outputs, start=1)}
+        gradients = {f"the gradient of {name}": x.grad for name, x in model.named_parameters()}
+        buffers = {f"the buffer {name}": x for name, x in model.named_buffers()}
+        made: dict[str, Tensor | None] = {**found, **gradients, **buffers}
+        return Results({name: None if x is None else Excerpt.of(x) for name, x in made.items()})

@@ -7,9 +7,10 @@ constants are not sent: they are fixed at capture, and every later value is chec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -90,6 +91,33 @@ class Form:
                 first = 1 + self.leaves.index(expected)
                 raise _differs(what, f"has another tensor {where} than as value {first}", "the same one twice")
         return tuple(tensors.values())
+
+
+def without_objects(value: object) -> tuple[Any, tuple[str, ...]]:
+    """The value with None in place of all objects that are neither tensors, constants nor containers; their classes.
+
+    Dataclasses and subclasses of dict that torch.utils._pytree does not know become known containers.
+    """
+    leaves, structure = pytree.tree_flatten(value)
+    unknown = {
+        type(x): x for x in leaves if not isinstance(x, (Tensor, *PLAIN, torch.SymInt, torch.SymFloat, torch.SymBool))
+    }
+    containers = [kind for kind, x in unknown.items() if is_dataclass(x) or isinstance(x, dict)]
+    for kind in containers:
+        _register(kind)
+    if containers:
+        return without_objects(value)
+    kept = [None if type(x) in unknown else x for x in leaves]
+    return pytree.tree_unflatten(kept, structure), tuple(f"{x.__module__}.{x.__qualname__}" for x in unknown)
+
+
+def _register(kind: type) -> None:
+    if is_dataclass(kind):
+        pytree.register_dataclass(kind)
+    else:
+        pytree.register_pytree_node(
+            kind, lambda x: ([*x.values()], [*x]), lambda values, keys: kind(zip(keys, values, strict=True))
+        )
 
 
 def checked_leaves(value: object, *, what: str) -> tuple[list[Any], pytree.TreeSpec]:

@@ -352,6 +352,14 @@ def random_state_kept() -> Iterator[None]:
         restore()
 
 
+def seed_everything(seed: int) -> None:
+    """Seed the random numbers of torch, Python and numpy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+
+
 def random_state() -> Callable[[], None]:
     """A function that restores the current random state of torch, Python and numpy."""
     python_state, torch_state, numpy = random.getstate(), torch.random.get_rng_state(), sys.modules.get("numpy")

@@ -2,13 +2,15 @@
 
 The model of a file is an nn.Module, a list of modules, a class, or a function that returns `model` or
 `(model, inputs)`. A setting is passed to every function of the file with a parameter of that name. `loss_reduction`,
-"mean" or "sum", may state how the loss combines samples.
+"mean" or "sum", may state how the loss combines samples. Batches that are dicts hold the inputs by name, and without a
+`loss` in the file the model computes it: as the models of transformers do, which are called with `labels`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast, get_args
@@ -128,9 +130,15 @@ class ModelFile:
             source, empty = self._call("batches", batch_size, expected=object), True
             for batch in self._guarded(source):
                 empty = False
-                if not (isinstance(batch, tuple | list) and len(batch) == 2):
-                    raise ModelError(f"batches in {self.name} gave a {type(batch).__name__}; expected (inputs, target)")
-                yield batch[0], batch[1]
+                if isinstance(batch, Mapping):
+                    yield dict(batch), batch.get("labels")
+                elif isinstance(batch, tuple | list) and len(batch) == 2:
+                    yield batch[0], batch[1]
+                else:
+                    raise ModelError(
+                        f"batches in {self.name} gave a {type(batch).__name__}; expected (inputs, target), or a dict of inputs "
+                        "for a model that computes its loss itself"
+                    )
             if empty:
                 raise ModelError(f"batches in {self.name} gave nothing; expected (inputs, target) pairs")
 
@@ -233,7 +241,7 @@ def open_model_file(
     module, target = locate(reference)
     functions = {x: f for x in _FUNCTIONS if callable(f := getattr(module, x, None))}
     _check_settings(settings, [target, *functions.values()], reference)
-    bound = {name: _with_settings(function, settings) for name, function in functions.items()}
+    bound = _with_own_loss({name: _with_settings(function, settings) for name, function in functions.items()})
     if input_shapes is not None:
         if "batches" in bound:
             raise UsageError(f"--input-shape {input_shapes}: {reference} defines batches, which have inputs; omit it")
@@ -284,12 +292,38 @@ def model_in_memory(
         name=type(model).__name__,
         model=model,
         settings=(),
-        functions={name: function for name, function in given.items() if function is not None},
+        functions=_with_own_loss({name: function for name, function in given.items() if function is not None}),
         fixed_inputs=None if callable(inputs) else inputs,
         in_memory=True,
         loss_reduction=_checked_reduction(loss_reduction, type(model).__name__),
         notes=lost_values_note(lost),
         lost=lost,
+    )
+
+
+def _with_own_loss(functions: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """The functions of a file; without a loss, that of the model's output if the batches are dicts."""
+    if "loss" not in functions and "batches" in functions:
+        with random_state_kept(), suppress(Exception):  # an error is reported when the batches are needed
+            if isinstance(next(iter(functions["batches"](1))), Mapping):
+                return {**functions, "loss": loss_of_output}
+    return dict(functions)
+
+
+def loss_of_output(output: Any, _target: object = None) -> Tensor:
+    """The loss that a model computed itself: `loss` of its output, or a scalar that comes first in a tuple.
+
+    Raises ModelError for an output without one.
+    """
+    if isinstance(output, tuple | list) and not hasattr(output, "loss"):
+        found = output[0] if output else None
+    else:
+        found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(found, Tensor) and found.dim() == 0:
+        return found
+    raise ModelError(
+        f"the model's output, a {type(output).__name__}, has no scalar `loss`; give the model what it computes the loss from, "
+        "such as labels, among its inputs, or define a loss:\n" + _REMEDIES["loss"]
     )
 
 

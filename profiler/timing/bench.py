@@ -7,7 +7,7 @@ untimed run finds layers that fail and names them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -47,6 +47,7 @@ class Bench:
     inputs: Tensors
     loss: Callable[[Tensors], Tensor]
     whole: Callable[[], Tensor] | None = None  # the loss of the author's own model, where it is run
+    others: tuple[Bench, ...] = ()  # the same layers with other batches, where their time depends on routing
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -101,8 +102,15 @@ def layers_to_measure(chain: Chain) -> tuple[tuple[int, ...], dict[int, str]]:
     return found, {x: str(first.setdefault(structures[x], x)) for x in sorted(set(found))}
 
 
-def bench_of_chain(file: ModelFile, chain: Chain, keys: dict[int, str], inputs: Any, target: Any) -> Bench:
-    """The bench of a model in memory; `keys` are those of the layers to be measured."""
+def bench_of_chain(
+    file: ModelFile,
+    chain: Chain,
+    keys: dict[int, str],
+    inputs: Any,
+    target: Any,
+    others: Iterable[tuple[Any, Any]] = (),
+) -> Bench:
+    """The bench of a model in memory; `keys` are those of the layers to be measured, `others` more batches."""
     kept = tuple(keys)
     layers = {layer: chain.stage(layer, layer + 1) for layer in kept}
 
@@ -122,6 +130,7 @@ def bench_of_chain(file: ModelFile, chain: Chain, keys: dict[int, str], inputs: 
         inputs=flat_tensors(inputs, what="the inputs"),
         loss=loss,
         whole=whole if len(chain) <= _WHOLE_AT_MOST * len(kept) else None,
+        others=tuple(bench_of_chain(file, chain, keys, *batch) for batch in others),
     )
 
 

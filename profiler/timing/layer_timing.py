@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import fmean, median
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from gplan.core import Granularity, LayerCost, LossReduction, Timing, WholeModel
 from gplan.core.errors import ModelError
@@ -25,7 +26,7 @@ from gplan.core.units import seconds_text
 from profiler.analytic.layer_work import LayerAnalysis, analyse, analyse_halves
 from profiler.backward.rematerialize import share_run_again
 from profiler.capture.capture import capture
-from profiler.capture.chain import Chain, Tensors, flat_tensors
+from profiler.capture.chain import Chain, Tensors, TensorSpec, flat_tensors
 from profiler.host.host_info import garbage_collector_frozen
 from profiler.host.host_load import load_between, read_load
 from profiler.memory.allocations import traced_allocations
@@ -50,6 +51,7 @@ from profiler.timing.rounds import NO_CORRECTIONS, Corrections, TimingRounds, co
 
 _NUM_PAIRS_NAMED = 3
 _SHARE_RUNS = 3  # whose median is the share of a forward that is run again
+NUM_ROUTED_BATCHES = 4  # on which the layers of a model with routed ones are measured
 _TIMES_IN_A_ROW = 3  # how often a layer measured alone follows itself, where it can
 
 
@@ -122,7 +124,8 @@ class _Subject:
 
 
 def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> SampledSize:
-    bench = bench_of_chain(subject.file, subject.chain, subject.keys, subject.inputs, subject.target)
+    others = _other_batches(subject, device=setup.device)
+    bench = bench_of_chain(subject.file, subject.chain, subject.keys, subject.inputs, subject.target, others)
     allocate_gradients(subject.file.model)
     notes = _sampled(bench, subject, setup, progress)
     memories = measure_bytes(bench.layers, bench.inputs, bench.loss, device=setup.device)
@@ -161,6 +164,17 @@ def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> Sam
         return replace(found, whole=whole)
 
     return measured
+
+
+def _other_batches(subject: _Subject, *, device: str) -> list[tuple[Any, Any]]:
+    """More batches for layers whose time depends on routing, so that their spread includes that over batches."""
+    file, size = subject.file, subject.microbatch_size
+    if not file.has("batches") or not any(subject.chain.is_routed(layer) for layer in range(len(subject.chain))):
+        return []
+    drawn = islice(file.batches(size), 1, NUM_ROUTED_BATCHES)
+    moved = [pytree.tree_map_only(Tensor, lambda x: x.to(device), batch) for batch in drawn]
+    specs = TensorSpec.of_all(subject.tensors)
+    return [x for x in moved if TensorSpec.of_all(flat_tensors(x[0], what="the inputs")) == specs]
 
 
 def _are_split(keys: Iterable[str], samples: Callable[[str], Samples]) -> bool:

@@ -182,6 +182,7 @@ class TimingRounds:
         read_yardstick: Callable[[], object] = lambda: None,
     ) -> None:
         self._bench, self._clock, self._samples = bench, clock, samples
+        self._benches = (bench, *bench.others)  # of as many batches
         self._read_yardstick = read_yardstick
         self._splits_backward, self._others = splits_backward, others
 
@@ -195,6 +196,7 @@ class TimingRounds:
         for index in range(num_done, _MOST_ROUNDS):
             if index >= _LEAST_ROUNDS and (self._is_settled or time.monotonic() - start_s > budget_s):
                 return
+            self._bench = self._benches[index // 2 % len(self._benches)]  # a pair of rounds measures everything
             added = RoundSamples(self._samples)
             self.layer_round(added, between=self._read_yardstick)
             self._stage_round(added, "stage", self._bench.stage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -97,12 +98,39 @@ def test_output_without_tensor_is_named(output: object, named: str) -> None:
         capture(Returns(nn.Linear(4, 4)), ROWS)
 
 
-def test_unknown_output_class_is_named() -> None:
+def test_objects_in_the_output_are_left_out() -> None:
+    @dataclass
+    class Made:
+        x: Tensor
+        names: dict[str, object]
+
+    class Named(dict[str, object]):
+        pass
+
     class Returns(Around):
         def forward(self, x: Tensor) -> Any:
-            return super().forward(x), object()
+            made = super().forward(x)
+            return Made(made, Named(cache=ModelError(), double=2 * made))
 
-    with pytest.raises(ModelError, match="returns an object of class object; expected tensors"):
+    model = Returns(nn.Linear(4, 4))
+    chain = capture(model, ROWS)
+    output = chain.model_output(chain.stage(0, 3)(ROWS))
+    assert type(output) is Made and type(output.names) is Named and output.names["cache"] is None
+    assert torch.equal(output.x, model(ROWS).x) and torch.equal(output.names["double"], 2 * output.x)  # type: ignore[arg-type]
+    assert chain.notes == (
+        "objects of class gplan.core.errors.ModelError in the model's output are left out, as only tensors leave a stage",
+    )
+
+
+def test_output_of_objects_alone_is_named() -> None:
+    class Returns(Around):
+        def forward(self, x: Tensor) -> Any:
+            super().forward(x)
+            return ModelError()
+
+    with pytest.raises(
+        ModelError, match="returns gplan.core.errors.ModelError, NoneType .None.; expected at least one tensor"
+    ):
         capture(Returns(nn.Linear(4, 4)), ROWS)
 
 

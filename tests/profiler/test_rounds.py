@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -73,6 +75,16 @@ def bench_of(keys: tuple[str, ...], *, inputs_want_gradient: bool = False) -> Be
 def sampled(bench: Bench, book: Bookkeeper, **options: Any) -> set[str]:
     TimingRounds(bench, book, book, **options).sample(10.0, lambda _index, _share: None)
     return set(book.samples)
+
+
+def test_batches_take_turns() -> None:
+    seen: list[float] = []
+    bench = bench_of(("a",))
+    bench.layers[0].register_forward_pre_hook(lambda _, inputs: seen.append(float(inputs[0][0, 0])))
+    others = tuple(replace(bench, inputs=(torch.full((2, 4), number),), whole=None) for number in (2.0, 3.0))
+    sampled(replace(bench, others=others), Bookkeeper())
+    turns = [number for number, _ in groupby(seen)]
+    assert set(seen) == {1.0, 2.0, 3.0} and turns[:4] == [1.0, 2.0, 3.0, 1.0]
 
 
 def test_everything_is_sampled() -> None:

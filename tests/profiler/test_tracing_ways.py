@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def test_mixture_of_experts_trains_in_stages(kind: str) -> None:
     assert (
         chain.notes == () if kind not in CALLED else f"every {CALLED[kind].__name__} called as it is" in chain.notes[0]
     )
-    assert any("blocks.0, blocks.1, blocks.2 depends on routing" in x for x in routing_notes(chain)) == (
+    assert any("blocks.0, blocks.1, blocks.2 depends on routing" in x for x in routing_notes(chain, how="")) == (
         kind != "dense"
     )
     for seed in (0, 1):  # other tokens take other ways
@@ -91,6 +92,56 @@ def test_code_for_export_is_taken_where_it_computes_the_same() -> None:
     assert "traced as libraries run it for torch.export; else: GuardOnDataDependentSymNode" in chain.notes[0]
     with pytest.raises(ModelError, match=r"if x\.sum\(\) > -1e9"):
         capture(ForExport(3.0), ROWS)
+
+
+class Pretending(nn.Module):
+    """Computes something else on the tensors of a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        made: Tensor = self.last(x if type(x) is Tensor else 2.0 * x)
+        return made
+
+
+def test_layers_that_compute_something_else_are_refused() -> None:
+    with pytest.raises(
+        ModelError, match="its layers do not compute what the model does: output 1 differs; define it as"
+    ):
+        capture(Pretending(), ROWS)
+
+
+class Scaled(nn.Module):
+    """Draws a number outside torch, which may have no effect."""
+
+    def __init__(self, effect: float) -> None:
+        super().__init__()
+        self.first, self.last, self.effect = nn.Linear(4, 4), nn.Linear(4, 4), effect
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.last(self.first(x) * (1.0 + self.effect * random.random()))
+        return made
+
+
+def test_numbers_drawn_outside_torch() -> None:
+    assert len(capture(Scaled(0.0), ROWS)) == 2
+    with pytest.raises(ModelError, match=r"Scaled draws random numbers with Python or numpy .*\(torch\.rand\)"):
+        capture(Scaled(0.5), ROWS)
+
+
+def test_experts_without_tokens_train() -> None:
+    model, plain = MODELS["looped"](), MODELS["looped"]()
+    plain.load_state_dict(model.state_dict())
+    chain, same = capture(model, tokens(4)), torch.full((4, 6), 3)  # one token goes to two experts
+    train_in_stages(chain, range(1, len(chain)), (same,))
+    total(plain(same)).backward()  # type: ignore[no-untyped-call]
+    expected = gradients(plain)
+    assert_trained_alike(gradients(model), expected)
+    unused = [name for name, _ in plain.named_parameters() if name not in expected]
+    assert len(unused) == 3 * 2 * 4  # blocks, experts, weights and biases of two layers
 
 
 def test_way_without_proof_is_taken_by_a_profile_or_because_of_one() -> None:

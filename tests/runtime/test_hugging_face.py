@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 import gplan
 from gplan.core import Plan
-from gplan.core.errors import ModelError, UsageError
+from gplan.core.errors import UsageError
 from gplan.runtime.pipeline import Pipeline
+from gplan.runtime.run.run_options import RunOptions
 from profiler.model.load import ModelFile, load_model_file, model_in_memory
 from tests.example_files import EXAMPLES, call
 from tests.example_files import SMALL as SMALL_EXAMPLES
-from tests.runtime.plans import pipeline_for, plan_for
+from tests.runtime.plans import pipeline_for, plan_for, run_virtually
 from tests.runtime.ranks import on_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -190,14 +191,40 @@ def test_mixture_of_experts(name: str) -> None:
     assert all(float((x - gradients[key]).abs().max()) <= 1e-5 * largest for key, x in found.items())
 
 
-def test_key_value_cache_refused() -> None:
-    model = transformers.LlamaForCausalLM(llama().config)
-    model.config.use_cache = True
-    file = language_model(lambda: model, padded())
-    with pytest.raises(
-        ModelError, match=r"class transformers\.cache_utils\.DynamicCache; .*: set model\.config\.use_cache = False"
-    ):
-        plan_for(file, num_devices=2)
+IDIOM = """
+import torch
+import transformers
+
+TOKENS = torch.arange(64).view(8, 8) % 30
+
+config = transformers.LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+)
+torch.manual_seed(0)
+model = transformers.AutoModelForCausalLM.from_config(config)
+model.gradient_checkpointing_enable()
+
+def batches(batch_size):
+    while True:
+        yield transformers.BatchEncoding({"input_ids": TOKENS[:batch_size], "labels": TOKENS[:batch_size]})
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+"""
+
+
+def test_file_without_loss_and_wrapper_code(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(IDIOM)
+    file = load_model_file(str(path))
+    plan = plan_for(file, num_devices=2)
+    run = run_virtually(file, plan, RunOptions(num_steps=1, check=True))
+    assert run.check is not None and run.check.passed and run.check.num_parameters == 21
+    tokens = torch.arange(64).view(8, 8) % 30
+    batch = {"input_ids": tokens, "labels": tokens}
+    again = load_model_file(str(path))
+    pipe = gplan.pipeline(again.model, plan, inputs=batch)
+    assert float(pipe.step(batch)) == pytest.approx(run.losses[0], rel=1e-6)
 
 
 # Weights that were saved

@@ -7,8 +7,6 @@ are warm-up; in one of them every allocation is recorded, which slows it down, s
 from __future__ import annotations
 
 import math
-import random
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -38,7 +35,7 @@ from profiler.host.host_load import load_between, read_load
 from profiler.memory.allocations import AllocationTrace, storage_bytes, traced_allocations
 from profiler.model.data import check_batch, check_target
 from profiler.model.error_location import describe, root_cause
-from profiler.model.lazy_build import random_state, random_state_kept
+from profiler.model.lazy_build import random_state, random_state_kept, seed_everything
 from profiler.model.load import Batch, ModelFile
 from profiler.model.memory_budget import available_bytes
 
@@ -54,7 +51,7 @@ class BatchStream:
         self._file, self._batch_size = file, batch_size
         self._batches = file.batches(batch_size)
         with random_state_kept():
-            _seed_all(seed)
+            seed_everything(seed)
             self._go_on = random_state()
         self._peeked: list[Batch] = []
         self.position = 0  # batches taken so far
@@ -86,13 +83,6 @@ class BatchStream:
         check_batch(inputs, size, what=f"the inputs that batches({size}) of {name} gives")
         check_target(target, size, what=f"the targets that batches({size}) of {name} gives")
         return inputs, target
-
-
-def _seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
 
 
 def train(
