@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 VOCABULARY, LENGTH, NUM_CLASSES = 96, 16, 5
 IMAGE_SIZE = 32
@@ -970,10 +971,7 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for place, layer in enumerate(self.layers):
-            if place % 2:
-                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
-            else:
-                x = torch.tanh(layer(x))
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=False) if place % 2 else layer(x))
         return x
 
 

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import architecture_models as models
@@ -165,7 +166,7 @@ def _examine_into(name: str, engine: str, place: Path) -> None:
         keep(refusal=" ".join(str(error).split()))
     except Exception as error:
         keep(refusal=f"a bug: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-    if found.get("refusal"):
+    if not _is_right(SimpleNamespace(**{"refusal": "", **found})):
         keep(plain=_plain(name))
 
 

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakIdKeyDictionary
 
 from profiler.capture.authored_layers import replaced
+from profiler.capture.input_checks import passed_check
 from profiler.capture.repeated_blocks import RepeatRecorder
 
 MOST_NUMBERS = 2**20  # of a tensor whose value is kept
@@ -109,6 +110,8 @@ class _Constants(TorchFunctionMode):
         if call is not None and function in _QUESTIONS:
             self._asked(call.origins)
             return call.result()
+        if function is Tensor.__bool__ and (passes := passed_check(args[0])) is not None:
+            return passes
         output = function(*args, **kwargs)
         is_followed = call is not None and self._follow(call, output)
         if self._values and not is_followed and _may_write(function, kwargs):

@@ -144,8 +144,9 @@ def _attempt(call: _ModelCall, recorder: RepeatRecorder) -> Trace:
     constants = known_constants(recorder, call.answers) if way.knows_constants else nullcontext()
     opaque = opaque_modules(call.model, way.recorded, recorder.functions)
     path = _as_if_run() if way.as_run else nullcontext()
+    moves = _without_needless_moves()
     without_stacks = replaced(torch.fx.config, do_not_emit_stack_traces=True)  # they take longer than the trace itself
-    with opaque, recorder.recording(constants), _without_torch_messages(), path, without_stacks, uncompiled():
+    with opaque, recorder.recording(constants), _without_torch_messages(), path, moves, without_stacks, uncompiled():
         program = torch.export.export(call.model, call.args, call.kwargs, strict=False)
     if recorder.failed or (recorder.units and recorder.reassigned):
         raise UncertainRepeatError("the model went on after a doubt, or replaced its state")
@@ -158,6 +159,21 @@ def _attempt(call: _ModelCall, recorder: RepeatRecorder) -> Trace:
     structure = program.call_spec.out_spec  # a slow property
     num_repetitions = len(recorder.repetitions)
     return Trace(graph, state, program.graph_module, structure, num_repetitions, recorder.left_out)
+
+
+def _without_needless_moves() -> AbstractContextManager[None]:
+    """Inside, `.to` of a module that is there already does nothing; otherwise it replaces all parameters of a trace."""
+    plain = nn.Module.to
+
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        tensors = [*module.parameters(), *module.buffers()]
+        is_there = all(
+            device in (None, x.device) and (dtype in (None, x.dtype) or not x.is_floating_point()) for x in tensors
+        )
+        return module if is_there and memory_format is None else plain(module, *args, **kwargs)
+
+    return replaced(nn.Module, to=to)
 
 
 @contextmanager

@@ -282,7 +282,7 @@ def _results_of(model: nn.Module, run: Callable[[], Any], *, seed: int = 0, host
         trained = [x for x in outputs if x.requires_grad]
         torch.manual_seed(0)
         if trained:
-            torch.autograd.backward(trained, [torch.randn_like(x) for x in trained])
+            torch.autograd.backward(trained, [torch.randn(x.shape, dtype=x.dtype, device=x.device) for x in trained])
         found = {f"output {place}": x for place, x in enumerate(outputs, start=1)}
         gradients = {f"the gradient of {name}": x.grad for name, x in model.named_parameters()}
         buffers = {f"the buffer {name}": x for name, x in model.named_buffers()}

@@ -65,6 +65,7 @@ def find_loss_reduction(
     batch_size = max(2, batch_size)
     inputs, target = sample_batch(file, batch_size, device=device)
     notes = _data_notes(file, batch_size)
+    versions = [x._version for x in file.model.parameters()]
     file.model.eval()
     try:
         with torch.no_grad():
@@ -84,6 +85,9 @@ def find_loss_reduction(
             return found, notes
     finally:
         file.model.train()
+        if versions != [x._version for x in file.model.parameters()]:
+            with torch.no_grad():  # a model that changes its weights for evaluation changes them back
+                call_model(file, inputs)
 
 
 def find_reduction_of_outputs(file: ModelFile, output: Any, target: Any, batch_size: int) -> LossReduction:

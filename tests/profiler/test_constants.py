@@ -256,7 +256,7 @@ def test_constants_are_not_fake_for_transformers(monkeypatch: pytest.MonkeyPatch
         return 1.0
 
     capture(Decides(ask), ROWS)
-    assert said == [[True, False, True, False]]
+    assert said[0] == [True, False, True, False]  # the trace; then the plain run that it is compared with
     assert module.is_fake_tensor is plain
 
 
@@ -305,3 +305,30 @@ def test_a_model_that_asks_no_constant_is_traced_once(exports: list[object]) -> 
     with pytest.raises(ModelError):
         capture(Decides(UNKNOWN["an input and a constant"]), ROWS)
     assert len(exports) == 5  # blocks once, then in full; both as it is run and as for export
+
+
+class Checking(nn.Module):
+    """Checks the values of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x is None or x.max() >= 1000.0:
+            raise ValueError("too large")
+        assert x.min() > -1000.0
+        made: Tensor = self.last(self.first(x))
+        return made
+
+
+def test_checks_of_values_are_made_in_training() -> None:
+    x = torch.ones(2, 4)
+    chain = capture(model := Checking(), x)
+    stage = chain.stage(0, len(chain))
+    assert len(chain) == 2 and chain.notes == () and torch.equal(stage(x)[0], model(x))
+    for wrong in (2000.0, -2000.0):
+        with pytest.raises(
+            ModelError, match=r"a check of the model fails for this batch: .*test_constants\.py, line \d+"
+        ):
+            stage(wrong * x)
