@@ -2,7 +2,8 @@
 
 torch._grouped_mm (the product of experts' weights with the tokens routed to each) computes float32, bfloat16 and float16
 on a CPU, but its fake kernel refuses all but bfloat16 (torch 2.13), so that no mixture of experts could be traced as it
-runs. The shapes follow the layouts in the documentation of torch.nn.functional.grouped_mm.
+runs. The shapes follow the layouts in the documentation of torch.nn.functional.grouped_mm. torch._ctc_loss, with the
+lengths of its samples as tensors, has no fake kernel at all.
 """
 
 from __future__ import annotations
@@ -31,3 +32,19 @@ def _grouped_mm(
 
 
 torch.library.register_fake("aten::_grouped_mm", _grouped_mm, allow_override=True)
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int = 0,
+    zero_infinity: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Tensors like the losses of the samples, and like the backward's workspace, whose last size depends on the targets."""
+    num_steps, num_samples = log_probs.shape[:2]
+    return log_probs.new_empty([num_samples]), log_probs.new_empty([num_samples, num_steps, 1])
+
+
+torch.library.register_fake("aten::_ctc_loss.Tensor", _ctc_loss, allow_override=True)
