@@ -29,9 +29,11 @@ def _check(value: Tensor, expected: bool, where: str) -> None:
         raise ModelError(f"a check of the model fails for this batch: {where}")
 
 
-@torch.library.register_fake("gplan::check")
 def _fake_check(value: Tensor, expected: bool, where: str) -> None:
     """A trace has no values."""
+
+
+torch.library.register_fake("gplan::check", _fake_check)
 
 
 def passed_check(value: Tensor) -> bool | None:

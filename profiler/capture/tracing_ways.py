@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ from profiler.model.lazy_build import fake_mode_of, random_state_kept, seed_ever
 
 _MOST_EPSILONS = 1000  # of the dtype, by which results of two orders of the same operations may differ
 _LARGEST_TOLERANCE = 0.05
+_SMALLEST_SCALE = 1e-3  # of the largest gradient: one that is zero up to rounding has no scale of its own
+_GRADIENT = "the gradient of "
 _MOST_COMPARED = 2**16  # numbers of a tensor, evenly spaced; of larger ones also the norm
 
 
@@ -216,10 +219,13 @@ class Results:
         """The first tensor that differs by more than the order of operations explains."""
         if self.tensors.keys() != other.tensors.keys():
             return f"{len(self.tensors)} results became {len(other.tensors)}"
-        pairs = ((name, x, other.tensors[name]) for name, x in self.tensors.items())
-        return next(
-            (f"{name} differs" for name, x, y in pairs if x is not y and (not x or not y or not x.equals(y))), None
-        )
+        largest = max((x.largest for name, x in self.tensors.items() if x and name.startswith(_GRADIENT)), default=0.0)
+        for name, x in self.tensors.items():
+            y = other.tensors[name]
+            least = _SMALLEST_SCALE * largest if name.startswith(_GRADIENT) else 0.0
+            if x is not y and (x is None or y is None or not x.equals(y, least=least)):
+                return f"{name} differs"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,17 +247,24 @@ class Excerpt:
         norm = torch.linalg.vector_norm(flat) if flat.is_floating_point() and len(flat) else flat.new_zeros(())
         return cls(tuple(tensor.shape), tensor.dtype, numbers, norm)
 
-    def equals(self, other: Excerpt) -> bool:
-        """Whether the tensors are the same up to the order of operations."""
+    @property
+    def largest(self) -> float:
+        """The largest of its finite numbers."""
+        return float(self.numbers.nan_to_num(0.0, 0.0, 0.0).abs().max()) if self.numbers.numel() else 0.0
+
+    def equals(self, other: Excerpt, *, least: float) -> bool:
+        """Whether the tensors are the same up to the order of operations; numbers below `least` are rounding."""
         if (self.shape, self.dtype) != (other.shape, other.dtype):
             return False
         x, y = self.numbers, other.numbers
         if not x.numel() or not x.is_floating_point():
             return torch.equal(x, y)
         tolerance = min(_LARGEST_TOLERANCE, _MOST_EPSILONS * torch.finfo(x.dtype).eps)
-        largest = float(x.nan_to_num(0.0, 0.0, 0.0).abs().max())
         near = partial(torch.allclose, rtol=tolerance, equal_nan=True)
-        return bool(near(x, y, atol=tolerance * largest) and near(self.norm, other.norm, atol=0.0))
+        least_norm = tolerance * least * prod(self.shape) ** 0.5
+        return bool(
+            near(x, y, atol=tolerance * max(least, self.largest)) and near(self.norm, other.norm, atol=least_norm)
+        )
 
 
 def _copied(inputs: object) -> Any:
@@ -284,7 +297,7 @@ def _results_of(model: nn.Module, run: Callable[[], Any], *, seed: int = 0, host
         if trained:
             torch.autograd.backward(trained, [torch.randn(x.shape, dtype=x.dtype, device=x.device) for x in trained])
         found = {f"output {place}": x for place, x in enumerate(outputs, start=1)}
-        gradients = {f"the gradient of {name}": x.grad for name, x in model.named_parameters()}
+        gradients = {f"{_GRADIENT}{name}": x.grad for name, x in model.named_parameters()}
         buffers = {f"the buffer {name}": x for name, x in model.named_buffers()}
         made: dict[str, Tensor | None] = {**found, **gradients, **buffers}
         return Results({name: None if x is None else Excerpt.of(x) for name, x in made.items()})
