@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError
@@ -74,7 +75,7 @@ def captured_in_steps(
         if chain.traced == traced:
             return chain
         is_unproven = plain.has_no_values and traced is None
-        difference = None if is_unproven else plain.difference_from(chain)
+        difference = None if is_unproven else plain.difference_from(chain, epsilon=_coarsest_epsilon(found))
         if difference is None or (is_first and plain.draws):
             if not is_first:
                 proof = ", which is not proven, as the model has no weights here" if is_unproven else ""
@@ -195,16 +196,15 @@ class _PlainModel:
         """Whether the results depend on random numbers of Python or numpy."""
         return self._changes(host_seed=1)
 
-    def difference_from(self, chain: Chain) -> str | None:
+    def difference_from(self, chain: Chain, *, epsilon: float) -> str | None:
         """Where the layers compute something else than the model; None: nowhere, or the model itself fails."""
         if self.has_no_values:
             return "the model has no weights here"
         if self._results is None:
             return None
         try:
-            return self._results.difference_from(
-                _results_of(self._model, partial(_output_by_layers, chain, self._inputs))
-            )
+            found = _results_of(self._model, partial(_output_by_layers, chain, self._inputs))
+            return self._results.difference_from(found, epsilon=epsilon)
         except Exception as error:
             return f"they fail, {describe(error)}"
 
@@ -215,15 +215,15 @@ class Results:
 
     tensors: Mapping[str, Excerpt | None]
 
-    def difference_from(self, other: Results) -> str | None:
-        """The first tensor that differs by more than the order of operations explains."""
+    def difference_from(self, other: Results, *, epsilon: float = 0.0) -> str | None:
+        """The first tensor that differs by more than the order of operations explains, at this precision or its own."""
         if self.tensors.keys() != other.tensors.keys():
             return f"{len(self.tensors)} results became {len(other.tensors)}"
         largest = max((x.largest for name, x in self.tensors.items() if x and name.startswith(_GRADIENT)), default=0.0)
         for name, x in self.tensors.items():
             y = other.tensors[name]
             least = _SMALLEST_SCALE * largest if name.startswith(_GRADIENT) else 0.0
-            if x is not y and (x is None or y is None or not x.equals(y, least=least)):
+            if x is not y and (x is None or y is None or not x.equals(y, least=least, epsilon=epsilon)):
                 return f"{name} differs"
         return None
 
@@ -252,19 +252,27 @@ class Excerpt:
         """The largest of its finite numbers."""
         return float(self.numbers.nan_to_num(0.0, 0.0, 0.0).abs().max()) if self.numbers.numel() else 0.0
 
-    def equals(self, other: Excerpt, *, least: float) -> bool:
+    def equals(self, other: Excerpt, *, least: float, epsilon: float) -> bool:
         """Whether the tensors are the same up to the order of operations; numbers below `least` are rounding."""
         if (self.shape, self.dtype) != (other.shape, other.dtype):
             return False
         x, y = self.numbers, other.numbers
         if not x.numel() or not x.is_floating_point():
             return torch.equal(x, y)
-        tolerance = min(_LARGEST_TOLERANCE, _MOST_EPSILONS * torch.finfo(x.dtype).eps)
+        tolerance = min(_LARGEST_TOLERANCE, _MOST_EPSILONS * max(epsilon, torch.finfo(x.dtype).eps))
         near = partial(torch.allclose, rtol=tolerance, equal_nan=True)
         least_norm = tolerance * least * prod(self.shape) ** 0.5
         return bool(
             near(x, y, atol=tolerance * max(least, self.largest)) and near(self.norm, other.norm, atol=least_norm)
         )
+
+
+def _coarsest_epsilon(found: Trace) -> float:
+    """That of the coarsest floating-point numbers in a trace, such as those of autocast."""
+    graphs = [found.graph, *(x.graph for x in found.module.modules() if isinstance(x, GraphModule))]
+    values = (x for graph in graphs for node in graph.nodes for x in pytree.tree_leaves(node.meta.get("val")))
+    dtypes = {x.dtype for x in values if isinstance(x, Tensor) and x.is_floating_point()}
+    return max((torch.finfo(x).eps for x in dtypes), default=0.0)
 
 
 def _copied(inputs: object) -> Any:
