@@ -76,15 +76,22 @@ class _BestFirstSearch:
             self.open = [x for x in self.open if x.bound < self._cutoff]
             if not self.open:
                 return
+            rough = [x for x in self.open if x.effort < MOST_EFFORT] if self.best is not None else []
+            if rough:  # bounds take less time than solving, and what they rule out needs no other proof
+                self._sharpen(min(rough, key=lambda x: x.bound))
+                continue
             by_bound = num_solved % 2 == 1
             simple = [x for x in self.open if x.strategy.schedule in SIMPLEST] if self.best is None else []
             node = min(simple or self.open, key=lambda x: x.bound if by_bound else x.estimate)  # of ties the simplest
             if node.effort < MOST_EFFORT:
-                self.open[self.open.index(node)] = self.cache.sharpened(node, self.memory_bytes, enough=self._cutoff)
+                self._sharpen(node)
                 continue
             num_solved += self.best is not None
             self._report(node)
             self._expand(node)
+
+    def _sharpen(self, node: OpenStrategy) -> None:
+        self.open[self.open.index(node)] = self.cache.sharpened(node, self.memory_bytes, enough=self._cutoff)
 
     def break_ties(self) -> None:
         """Among schedules with the same counts and step as the best plan, take less memory, then the simpler one."""
