@@ -87,7 +87,7 @@ def test_requires_grad_distinguishes_repeated_calls() -> None:
 
 def test_a_repeated_block_runs_its_forward_once() -> None:
     model, Block.num_calls = Stack(*many(Block, 40)), 0
-    exported(model, ROWS)
+    exported(model, ROWS, traced="")  # without the proof, which runs the model itself
     assert Block.num_calls == 1
 
 
