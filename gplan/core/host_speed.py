@@ -107,17 +107,13 @@ class HostSpeed:
         return tuple(tuple(self.slowdown(x) for x in window.ranks if x is not None) for window in steps)
 
     def rank_slowdowns(self, steps: Sequence[StepSpeed]) -> tuple[float, ...]:
-        """The slowdown of each rank, the geometric mean over the steps; () unless every rank has a reading."""
+        """The slowdown of each rank over the steps, see `_middle_mean`; () unless every rank has a reading."""
         found = []
         for times in zip(*(x.ranks for x in steps), strict=True):
-            logs = [
-                (math.log(self.slowdown(x)), window.end_step - window.first_step)
-                for x, window in zip(times, steps, strict=True)
-                if x is not None
-            ]
+            logs = [math.log(self.slowdown(x)) for x in times if x is not None]
             if not logs:
                 return ()
-            found.append(math.exp(sum(log * num for log, num in logs) / sum(num for _, num in logs)))
+            found.append(math.exp(_middle_mean(logs)))
         return tuple(found)
 
     @property
@@ -158,6 +154,18 @@ def average_times(
         memory_s=average(x.memory_s for x in found),
         interpreter_s=average(x.interpreter_s for x in found),
     )
+
+
+def _middle_mean(values: Iterable[float]) -> float:
+    """The mean without the lowest and the highest quarter: a reading of a millisecond may hit a short disturbance.
+
+    >>> _middle_mean([1.0, 2.0, 3.0, 4.0, 90.0])
+    3.0
+    """
+    ordered = sorted(values)
+    cut = len(ordered) // 4
+    middle = ordered[cut : len(ordered) - cut]
+    return sum(middle) / len(middle)
 
 
 def speed_phases(windows: Sequence[tuple[float, float, float]]) -> tuple[tuple[float, float, float], ...]:

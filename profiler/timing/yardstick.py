@@ -31,8 +31,7 @@ SAMPLES = "yardstick/"
 
 _LEAST_READING_S = 1e-3  # on a GPU the host only launches it
 _LEAST_READINGS = 5
-NUM_AROUND = 9
-"""Readings whose median is the speed of a moment."""
+_NUM_AROUND = 9  # readings whose median is the speed of a moment
 _WINDOW_S = 1.0  # the shortest window
 _MOST_WINDOWS = 40  # in which exponents are fitted
 _NUM_STORED = 20  # windows in a profile
@@ -105,11 +104,10 @@ class Yardstick:
         if self._now() >= self._due_s:
             self._read(self.parts)
 
-    def times(self, num_readings: int) -> YardstickTimes | None:
-        """Read it now, this often; the median times. Waits for the device. None if all were interrupted."""
+    def times(self) -> YardstickTimes | None:
+        """Read it now. Waits for the device. None if it was interrupted."""
         parts = [Samples() for _ in PARTS]
-        for _ in range(num_readings):
-            self._read(parts)
+        self._read(parts)
         self._clock.flush()
         return median_times(parts) if all(x.clean_s for x in parts) else None
 
@@ -254,7 +252,7 @@ def _stored_windows(parts: Sequence[Samples], start_s: float, window_s: float) -
 
 def _nearest_median(at_s: Floats, values: Floats, moments_s: Floats) -> Floats:
     """For each moment the median of the nearest values in time."""
-    num = min(NUM_AROUND, len(at_s))
+    num = min(_NUM_AROUND, len(at_s))
     first = np.clip(np.searchsorted(at_s, moments_s) - num // 2, 0, len(at_s) - num)
     medians: Floats = np.median(values[first[:, None] + np.arange(num)], axis=1)
     return medians

@@ -130,7 +130,7 @@ def test_yardstick_is_read_in_timed_steps_only(monkeypatch: pytest.MonkeyPatch) 
     """A reading in the warm-up would only put off those that count."""
     readings = [YardstickTimes(compute_s=x, memory_s=x, interpreter_s=x) for x in (1e-3, 2e-3)]
     left = iter(readings)
-    monkeypatch.setattr("gplan.runtime.run.speed_readings.Yardstick.times", lambda _, num_readings: next(left))
+    monkeypatch.setattr("gplan.runtime.run.speed_readings.Yardstick.times", lambda _: next(left))
     monkeypatch.setattr("gplan.runtime.run.speed_readings.MOST_SHARE", 1.0)  # after every step
     file, options = small_example("transformer_lm"), RunOptions(num_steps=5)
     run = run_virtually(file, plan_for(file, num_devices=2), options)

@@ -1,4 +1,4 @@
-"""When the ranks of a run read the yardstick: alone, in turns, before some steps."""
+"""When the ranks of a run read the yardstick: one after the other, before some steps."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import torch.distributed as dist
 
 from gplan.core import YardstickTimes
 from profiler.timing.clock import CpuClock, CudaClock, Samples
-from profiler.timing.yardstick import MOST_SHARE, NUM_AROUND, Yardstick, yardstick_parts
+from profiler.timing.yardstick import MOST_SHARE, Yardstick, yardstick_parts
 
 
 class SpeedReadings:
-    """Reads the yardstick as a profile does: while no other rank works.
+    """Reads the yardstick as a profile does: once at a time, while no other rank works.
 
-    All ranks come to a reading, one of them reads, and the barrier before the step makes the others wait for it. The
-    slowest rank's step and reading decide how many readings one stop has and which step has the next stop, so that they
-    take at most MOST_SHARE of the time.
+    Before some steps all ranks wait for each other and read one after the other. The slowest rank's step and reading
+    decide which step is next, so that readings take at most MOST_SHARE of the time.
     """
 
     def __init__(self, device: torch.device, *, rank: int, num_ranks: int, first_step: int) -> None:
         self._device, self._rank, self._num_ranks = device, rank, num_ranks
         clock = CpuClock() if device.type == "cpu" else CudaClock()
         self._yardstick = Yardstick(clock, lambda _: Samples(), yardstick_parts(str(device)))
-        self._next_step, self._num_stops = first_step, 0
+        self._next_step = first_step
 
     def before_step(self, index: int, *, last_step_s: float) -> YardstickTimes | None:
-        """This rank's reading before a step, if it has one; `last_step_s` is how long the step before took."""
+        """This rank's reading before a step, if there is one; `last_step_s` is how long the step before took."""
         if index < self._next_step:
             return None
-        reading_s, step_s = self._slowest(self._yardstick.reading_s, last_step_s)
-        num_readings = min(max(1, int(step_s * MOST_SHARE / reading_s)), NUM_AROUND)
-        num_steps = num_readings * reading_s / MOST_SHARE / step_s if step_s > 0 else 1.0
+        times = None
+        for rank in range(self._num_ranks):
+            reading_s, step_s = self._slowest(self._yardstick.reading_s, last_step_s)
+            if rank == self._rank:
+                times = self._yardstick.times()
+        num_steps = self._num_ranks * reading_s / MOST_SHARE / step_s if step_s > 0 else 1.0
         self._next_step = index + max(1, math.ceil(num_steps))
-        has_turn = self._num_stops % self._num_ranks == self._rank
-        self._num_stops += 1
-        return self._yardstick.times(num_readings) if has_turn else None
+        return times
 
     def _slowest(self, *seconds: float) -> list[float]:
         """The largest over the ranks; all of them have come when it returns."""
