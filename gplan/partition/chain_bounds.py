@@ -31,7 +31,7 @@ from gplan.partition.dp import INFINITY
 from gplan.partition.plan_evaluation import passes_s
 from gplan.partition.problem import Problem, recomputed_share
 from gplan.partition.recompute import PeakMoments, RecomputeSelector
-from gplan.schedules.in_flight import NUM_WARMUP
+from gplan.schedules.in_flight import NUM_WARMUP, max_in_flight
 
 MOST_POSITIONS = 400
 """Chains with more positions have too many stages to be looked at for every setting."""
@@ -135,7 +135,7 @@ def least_moments(
     elif schedule in NUM_WARMUP:
         in_flight = min(num_microbatches, NUM_WARMUP[schedule](num_devices - stage))
     elif schedule == "zb-h1":
-        in_flight = min(num_microbatches, num_devices)
+        in_flight = max_in_flight(schedule, num_devices=num_devices, num_microbatches=num_microbatches, num_chunks=1)
     else:
         return None
     again, kept = (0, in_flight) if recompute == "never" else (in_flight, 0)  # of the micro-batches in flight

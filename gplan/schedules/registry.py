@@ -28,6 +28,7 @@ class ScheduleRule:
     make: Callable[[int, int, int], list[list[Action]]]
     num_chunks: int | None = 1  # None: any number
     splits_backward: bool = False
+    turns_back: bool = False  # whether a micro-batch's second way is from the last device to the first
 
 
 SCHEDULES: dict[str, ScheduleRule] = {
@@ -37,7 +38,7 @@ SCHEDULES: dict[str, ScheduleRule] = {
     "interleaved-1f1b": ScheduleRule(make=interleaved_1f1b, num_chunks=None),
     "looped-bfs": ScheduleRule(make=looped_bfs, num_chunks=None),
     "zb-h1": ScheduleRule(make=lambda k, m, _: zb_h1(k, m), splits_backward=True),
-    "zb-v": ScheduleRule(make=lambda k, m, _: zb_v(k, m), num_chunks=2, splits_backward=True),
+    "zb-v": ScheduleRule(make=lambda k, m, _: zb_v(k, m), num_chunks=2, splits_backward=True, turns_back=True),
 }
 
 MOST_ACTIONS = 5_000_000
@@ -106,8 +107,9 @@ def stage_devices(name: str, *, num_devices: int) -> tuple[int, ...]:
     >>> stage_devices("zb-v", num_devices=2), stage_devices("interleaved-1f1b:2", num_devices=2)
     ((0, 1, 1, 0), (0, 1, 0, 1))
     """
-    turned = (*range(num_devices), *reversed(range(num_devices)))
-    return turned if name == "zb-v" else (*range(num_devices),) * schedule_info(name).num_chunks
+    if SCHEDULES[name.partition(":")[0]].turns_back:
+        return (*range(num_devices), *reversed(range(num_devices)))
+    return (*range(num_devices),) * schedule_info(name).num_chunks
 
 
 @lru_cache(maxsize=64)

@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections import Counter
 
 from gplan.core import Action, ActionKind
+from gplan.schedules.in_flight import NUM_WARMUP
 from gplan.schedules.one_f_one_b import in_turns
 
 _F, _I, _W = ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
@@ -50,7 +51,7 @@ def zb_h1(num_devices: int, num_microbatches: int) -> list[list[Action]]:
     for stage in range(num_devices):
         forwards, inputs, weights = ([Action(stage, kind, m) for m in range(num_microbatches)] for kind in (_F, _I, _W))
         order = []
-        for action in in_turns(inputs, forwards, num_before=num_devices - stage):
+        for action in in_turns(inputs, forwards, num_before=NUM_WARMUP["1f1b"](num_devices - stage)):
             order.append(action)
             if action.kind is _I and action.microbatch >= stage:
                 order.append(weights[action.microbatch - stage])
