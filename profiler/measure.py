@@ -123,6 +123,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         granularity=options.granularity,
         shares=shares,
         read_yardstick=yardstick.read_if_due,
+        read_beside=yardstick.read_beside,
     )
     with device_share(options.num_threads), _on_device(file, options.device), model_state_restored(file.model):
         reduction, notes = _loss_reduction(file, options)
@@ -139,7 +140,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         )
     load = load_between(before, read_load())
     work = [x for name, x in journal.named_samples() if is_work_alone(name)]
-    speeds = SpeedHistory(yardstick.parts, work)
+    speeds = SpeedHistory(yardstick.parts, work, yardstick.parts_beside)
     measured = [size(speeds.at_one_speed) for size in sampled]
     progress("measuring the link between two processes", 1.0)
     link = options.link or measure_link(device_kind=options.device_kind)

@@ -66,7 +66,10 @@ class SpeedWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpeed:
-    """The yardstick in one window of a run's steps, on each rank alone; None for a rank without a reading."""
+    """The yardstick in one window of a run's steps, read by all ranks at the same time, but memory in turns.
+
+    None for a rank without a reading.
+    """
 
     first_step: int
     end_step: int
@@ -86,16 +89,19 @@ class HostSpeed:
     exponents: SpeedExponents
     windows: tuple[SpeedWindow, ...] = ()  # left out of plans
     load: HostLoad | None = None  # evidence of other work while layers were timed; None: not measured
+    beside: YardstickTimes | None = None  # the reference for devices that read at the same time; None: the same
 
-    def slowdown(self, times: YardstickTimes) -> float:
+    def slowdown(self, times: YardstickTimes, *, num_devices: int = 1) -> float:
         """How many times as long work takes at these times of the yardstick as at the reference.
+
+        `num_devices` read it at the same time.
 
         >>> once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
         >>> twice = YardstickTimes(compute_s=2e-3, memory_s=2e-3, interpreter_s=2e-3)
         >>> round(HostSpeed(reference=once, exponents=SpeedExponents()).slowdown(twice), 6)
         2.0
         """
-        by, of = self.exponents, self.reference
+        by, of = self.exponents, self.reference if num_devices == 1 or self.beside is None else self.beside
         return float(
             (times.compute_s / of.compute_s) ** by.compute
             * (times.memory_s / of.memory_s) ** by.memory
@@ -104,13 +110,17 @@ class HostSpeed:
 
     def slowdowns(self, steps: Sequence[StepSpeed]) -> tuple[tuple[float, ...], ...]:
         """For each window of steps the slowdowns of the ranks that read the yardstick in it."""
-        return tuple(tuple(self.slowdown(x) for x in window.ranks if x is not None) for window in steps)
+        return tuple(
+            tuple(self.slowdown(x, num_devices=len(window.ranks)) for x in window.ranks if x is not None)
+            for window in steps
+        )
 
     def rank_slowdowns(self, steps: Sequence[StepSpeed]) -> tuple[float, ...]:
         """The slowdown of each rank over the steps, see `_middle_mean`; () unless every rank has a reading."""
         found = []
-        for times in zip(*(x.ranks for x in steps), strict=True):
-            logs = [math.log(self.slowdown(x)) for x in times if x is not None]
+        ranks = list(zip(*(x.ranks for x in steps), strict=True))
+        for times in ranks:
+            logs = [math.log(self.slowdown(x, num_devices=len(ranks))) for x in times if x is not None]
             if not logs:
                 return ()
             found.append(math.exp(_middle_mean(logs)))

@@ -46,7 +46,7 @@ from profiler.timing.bench import (
 )
 from profiler.timing.clock import AtOneSpeed, Clock, Samples
 from profiler.timing.journal import Journal, Progress, part
-from profiler.timing.neighbours import NEIGHBOUR_FAILED, contention, neighbours
+from profiler.timing.neighbours import BESIDE_OTHERS, NEIGHBOUR_FAILED, contention, neighbours
 from profiler.timing.rounds import NO_CORRECTIONS, Corrections, TimingRounds, common_variance, corrections_of, net
 
 _NUM_PAIRS_NAMED = 3
@@ -66,6 +66,7 @@ class Setup:
     granularity: Granularity
     shares: tuple[set[int], ...]  # the cores of each neighbour
     read_yardstick: Callable[[], object] = lambda: None
+    read_beside: Callable[[], object] = lambda: None  # the yardstick while neighbours compute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,6 +302,7 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
             splits_backward=not obstacle,
             others=beside,
             read_yardstick=setup.read_yardstick,
+            read_beside=setup.read_beside,
         )
         before = read_load()
         rounds.sample(setup.budget_s, report, num_done=setup.journal.value(f"{done}/rounds") or 0)
@@ -391,7 +393,7 @@ def _layer_cost(
     if first_half and second_half:  # a part of a stage; without a first half it is the whole backward
         second_half = second_half.times(corrections.weight_gradient_factor)
     factor = corrections.recompute_factor
-    pairs = [(samples(f"{key}/{x}"), samples(f"{key}/{x} beside others")) for x in ("forward", "backward")]
+    pairs = [(samples(f"{key}/{x}"), samples(f"{key}/{x}{BESIDE_OTHERS}")) for x in ("forward", "backward")]
     return LayerCost(
         microbatch_size=microbatch_size,
         forward=forward,

@@ -17,6 +17,8 @@ from torch import nn
 
 from profiler.timing.clock import Samples
 
+BESIDE_OTHERS = " beside others"
+"""Suffix of the names of samples while the neighbours compute."""
 NEIGHBOUR_FAILED = "a neighbour process failed: the measured contention is too low"
 _PR_SET_PDEATHSIG = 1
 

@@ -24,7 +24,7 @@ from profiler.backward.split_backward import first_half
 from profiler.capture.chain import Tensors, detached, wants_gradient
 from profiler.timing.bench import Bench, Composed, backward
 from profiler.timing.clock import Clock, Samples, median_s
-from profiler.timing.neighbours import Neighbours
+from profiler.timing.neighbours import BESIDE_OTHERS, Neighbours
 
 _LEAST_SUMS = 5  # rounds for a variance
 _LEAST_RERUN = 0.1  # share of the stage's forward that is run again, below which the factor of recompute is 1
@@ -180,10 +180,11 @@ class TimingRounds:
         splits_backward: bool = True,
         others: Neighbours | None = None,
         read_yardstick: Callable[[], object] = lambda: None,
+        read_beside: Callable[[], object] = lambda: None,
     ) -> None:
         self._bench, self._clock, self._samples = bench, clock, samples
         self._benches = (bench, *bench.others)  # of as many batches
-        self._read_yardstick = read_yardstick
+        self._read_yardstick, self._read_beside = read_yardstick, read_beside
         self._splits_backward, self._others = splits_backward, others
 
     def sample(self, budget_s: float, report: Callable[[int, float], None], *, num_done: int = 0) -> None:
@@ -294,7 +295,8 @@ class TimingRounds:
     def _round_beside_others(self, samples: Callable[[str], Samples]) -> None:
         if self._others is not None:
             with self._others.running():
-                self.layer_round(lambda name: samples(f"{name} beside others"))
+                self.layer_round(lambda name: samples(f"{name}{BESIDE_OTHERS}"))
+                self._read_beside()
                 self._clock.flush()
 
     def _first_round(self) -> None:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from gplan.core.host_speed import HostSpeed, SpeedExponents, SpeedWindow, YardstickTimes
 from profiler.timing.clock import Clock, Samples
+from profiler.timing.neighbours import BESIDE_OTHERS
 
 MOST_SHARE = 0.01
 """The most of the time that readings may take."""
@@ -26,11 +27,14 @@ MOST_SHARE = 0.01
 Floats = NDArray[np.float64]
 
 PARTS = ("compute", "memory", "interpreter")
+BESIDE = ("compute", "interpreter")
+"""The parts that the devices of a run read at the same time. They read memory in turns, as it would slow down itself."""
 SAMPLES = "yardstick/"
 """Prefix of the names of its samples in a journal."""
 
 _LEAST_READING_S = 1e-3  # on a GPU the host only launches it
 _LEAST_READINGS = 5
+_NUM_BESIDE = 3  # readings in a round beside others
 _NUM_AROUND = 9  # readings whose median is the speed of a moment
 _WINDOW_S = 1.0  # the shortest window
 _MOST_WINDOWS = 40  # in which exponents are fitted
@@ -90,8 +94,6 @@ class Yardstick:
         self._clock, self._samples, self._parts, self._share, self._now = clock, samples, parts, share, now
         for work, _ in parts.values():  # a library chooses its kernels
             work()
-        self.reading_s = _LEAST_READING_S
-        """How long the last reading took."""
         self._due_s = now()
 
     @property
@@ -99,27 +101,42 @@ class Yardstick:
         """The samples of each part."""
         return tuple(self._samples(f"{SAMPLES}{name}") for name in PARTS)
 
+    @property
+    def parts_beside(self) -> tuple[Samples, ...]:
+        """The samples of the parts of BESIDE beside other processes."""
+        return tuple(self._samples(f"{SAMPLES}{name}{BESIDE_OTHERS}") for name in BESIDE)
+
     def read_if_due(self) -> None:
         """Time every part once, unless that would take more than its share of the time since the last reading."""
         if self._now() >= self._due_s:
             self._read(self.parts)
 
-    def times(self) -> YardstickTimes | None:
-        """Read it now. Waits for the device. None if it was interrupted."""
-        parts = [Samples() for _ in PARTS]
-        self._read(parts)
+    def read_beside(self) -> None:
+        """Time the parts of BESIDE while other processes compute."""
+        for _ in range(_NUM_BESIDE):
+            for name, samples in zip(BESIDE, self.parts_beside, strict=True):
+                self._time(samples, name)
+
+    def seconds(self, *names: str) -> tuple[float | None, ...]:
+        """Time these parts now. Waits for the device. None for one that was interrupted."""
+        parts = [Samples() for _ in names]
+        for samples, name in zip(parts, names, strict=True):
+            self._time(samples, name)
         self._clock.flush()
-        return median_times(parts) if all(x.clean_s for x in parts) else None
+        return tuple(x.clean_s[0] if x.clean_s else None for x in parts)
 
     def _read(self, parts: Sequence[Samples]) -> None:
         start_s = self._now()
         for samples, name in zip(parts, PARTS, strict=True):
-            work, count = self._parts[name]
-            work()  # unsampled: caches are the same whatever ran before
-            self._clock.time(samples, _repeat, work, count)
+            self._time(samples, name)
         end_s = self._now()
-        self.reading_s = max(_LEAST_READING_S, end_s - start_s)
-        self._due_s = end_s + self.reading_s * (1 / self._share - 1)
+        reading_s = max(_LEAST_READING_S, end_s - start_s)
+        self._due_s = end_s + reading_s * (1 / self._share - 1)
+
+    def _time(self, samples: Samples, name: str) -> None:
+        work, count = self._parts[name]
+        work()  # unsampled: caches are the same whatever ran before
+        self._clock.time(samples, _repeat, work, count)
 
 
 def _repeat(work: Callable[[], object], count: int) -> None:
@@ -146,7 +163,7 @@ class SpeedHistory:
     `work` has the samples of each action. With too few readings the speed counts as steady.
     """
 
-    def __init__(self, parts: Sequence[Samples], work: Iterable[Samples]) -> None:
+    def __init__(self, parts: Sequence[Samples], work: Iterable[Samples], beside: Sequence[Samples] = ()) -> None:
         found = median_times(parts)
         self.host_speed = None if found is None else HostSpeed(reference=found, exponents=SpeedExponents())
         self._is_known = min(len(x.clean_s) for x in parts) >= _LEAST_READINGS
@@ -159,7 +176,9 @@ class SpeedHistory:
         fitted = fit_exponents(*self._windows_of_work(work, start_s, window_s))
         exponents = SpeedExponents(**dict(zip(PARTS, fitted, strict=True)))
         windows = tuple(_stored_windows(parts, start_s, max(_WINDOW_S, (end_s - start_s) / _NUM_STORED)))
-        self.host_speed = HostSpeed(reference=found, exponents=exponents, windows=windows)
+        self.host_speed = HostSpeed(
+            reference=found, exponents=exponents, windows=windows, beside=_times_beside(found, beside)
+        )
 
     def slowdowns(self, at_s: Sequence[float]) -> Floats:
         """The slowdown at each moment: by the medians of the nearest readings of each part."""
@@ -234,6 +253,14 @@ def _nonnegative_ridge(rows: Floats, target: Floats, *, pull: float) -> Floats:
         if weights.min() >= 0 and cost < best_cost:
             best, best_cost = weights, cost
     return best
+
+
+def _times_beside(reference: YardstickTimes, beside: Sequence[Samples]) -> YardstickTimes | None:
+    """The reference with the parts of BESIDE as they were beside other processes; None without samples."""
+    found = dict(zip(BESIDE, (x.timing().median_s for x in beside), strict=False))
+    if not all(found.get(name) for name in BESIDE):
+        return None
+    return YardstickTimes(compute_s=found["compute"], memory_s=reference.memory_s, interpreter_s=found["interpreter"])
 
 
 def _stored_windows(parts: Sequence[Samples], start_s: float, window_s: float) -> Iterable[SpeedWindow]:

@@ -176,13 +176,27 @@ def test_names_that_exponents_are_fitted_to(name: str, is_work: bool) -> None:
     assert is_work_alone(name) == is_work
 
 
-def test_a_reading_asked_for_is_made_at_once() -> None:
+def test_parts_asked_for_are_timed_at_once() -> None:
     clock = PaperClock()
-    parts = dict.fromkeys(PARTS, (lambda: None, 3))
-    yardstick = Yardstick(clock, lambda _: Samples(), parts, share=0.01, now=lambda: clock.now_s)
-    for _ in range(2):
-        assert yardstick.times() == YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
-    assert clock.now_s == pytest.approx(2 * yardstick.reading_s) == pytest.approx(6e-3)
+    yardstick = Yardstick(clock, lambda _: Samples(), dict.fromkeys(PARTS, (lambda: None, 3)), now=lambda: clock.now_s)
+    assert yardstick.seconds("compute", "interpreter") == yardstick.seconds("memory", "memory") == (1e-3, 1e-3)
+    assert clock.now_s == pytest.approx(4e-3)
+
+
+def test_parts_beside_others_are_the_reference_of_devices_that_read_together() -> None:
+    clock, samples = PaperClock(), defaultdict[str, Samples](Samples)
+    yardstick = Yardstick(clock, samples.__getitem__, dict.fromkeys(PARTS, (lambda: None, 3)), now=lambda: clock.now_s)
+    yardstick.read_if_due()
+    for beside in yardstick.parts_beside:
+        beside.add_clean(2e-3, clock.now_s)
+    for _ in range(4):
+        clock.now_s += 1.0
+        yardstick.read_if_due()
+    found = SpeedHistory(yardstick.parts, (), yardstick.parts_beside).host_speed
+    assert found is not None
+    assert found.beside == YardstickTimes(compute_s=2e-3, memory_s=1e-3, interpreter_s=2e-3)
+    assert found.slowdown(found.beside, num_devices=2) == pytest.approx(1.0)
+    assert found.slowdown(found.beside) > 1.5
 
 
 class BusyClock(PaperClock):
@@ -195,4 +209,4 @@ class BusyClock(PaperClock):
 
 def test_an_interrupted_reading_is_dropped() -> None:
     parts = dict.fromkeys(PARTS, (lambda: None, 3))
-    assert Yardstick(BusyClock(), lambda _: Samples(), parts).times() is None
+    assert Yardstick(BusyClock(), lambda _: Samples(), parts).seconds("memory") == (None,)

@@ -128,13 +128,13 @@ def test_concatenated_skip_copies_its_gradient() -> None:
 
 def test_yardstick_is_read_in_timed_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reading in the warm-up would only put off those that count."""
-    readings = [YardstickTimes(compute_s=x, memory_s=x, interpreter_s=x) for x in (1e-3, 2e-3)]
-    left = iter(readings)
-    monkeypatch.setattr("gplan.runtime.run.speed_readings.Yardstick.times", lambda _: next(left))
+    left = iter([(1e-3, 1e-3), (1e-3,), (2e-3, 2e-3), (2e-3,)])
+    monkeypatch.setattr("gplan.runtime.run.speed_readings.Yardstick.seconds", lambda _, *names: next(left))
     monkeypatch.setattr("gplan.runtime.run.speed_readings.MOST_SHARE", 1.0)  # after every step
     file, options = small_example("transformer_lm"), RunOptions(num_steps=5)
     run = run_virtually(file, plan_for(file, num_devices=2), options)
-    assert [(x.first_step, x.ranks) for x in run.host_speed] == [(3, (readings[0],)), (4, (readings[1],))]
+    first, second = (YardstickTimes(compute_s=x, memory_s=x, interpreter_s=x) for x in (1e-3, 2e-3))
+    assert [(x.first_step, x.ranks) for x in run.host_speed] == [(3, (first,)), (4, (second,))]
 
 
 def test_tied_embedding_over_two_processes() -> None:
