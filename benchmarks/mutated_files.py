@@ -266,7 +266,7 @@ def plain_profile() -> Json:
 
 YARDSTICK = {"compute_s": 1e-3, "memory_s": 5e-4, "interpreter_s": 2e-4}
 HOST_SPEED = {
-    "reference": YARDSTICK, "exponents": {"compute": 0.5, "memory": 0.3, "interpreter": 0.2},
+    "reference": YARDSTICK,
     "windows": [{"start_s": 0.0, "end_s": 1.0, "times": YARDSTICK, "num_readings": 9}],
     "load": {"steal_share": 0.0, "wait_share": 0.001},
 }  # fmt: skip

@@ -33,7 +33,7 @@ from profiler.timing.clock import Clock, CpuClock, CudaClock
 from profiler.timing.journal import Journal, Progress, part, silent
 from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, SampledSize, Setup, mean_of_known, sample_size
 from profiler.timing.optimizer_step import sample_step
-from profiler.timing.yardstick import SpeedHistory, Yardstick, is_work_alone, yardstick_parts
+from profiler.timing.yardstick import SpeedHistory, Yardstick, yardstick_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +139,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
             read_yardstick=yardstick.read_if_due,
         )
     load = load_between(before, read_load())
-    work = [x for name, x in journal.named_samples() if is_work_alone(name)]
-    speeds = SpeedHistory(yardstick.parts, work, yardstick.parts_beside)
+    speeds = SpeedHistory(yardstick.parts, yardstick.parts_beside)
     measured = [size(speeds.at_one_speed) for size in sampled]
     progress("measuring the link between two processes", 1.0)
     link = options.link or measure_link(device_kind=options.device_kind)

@@ -12,7 +12,7 @@ from gplan.core.checks import (
     RecomputeMode,
 )
 from gplan.core.host_load import HostLoad
-from gplan.core.host_speed import HostSpeed, SpeedExponents, SpeedWindow, StepSpeed, YardstickTimes
+from gplan.core.host_speed import HostSpeed, SpeedWindow, StepSpeed, YardstickTimes
 from gplan.core.layer_cost import LayerCost, Leftover, StepCost, Timing, WholeModel, Work
 from gplan.core.machine import Device, EngineCost, HostLink, Link, LinkPoint, Machine, MachineDevice
 from gplan.core.plan import (

@@ -51,10 +51,6 @@ class Journal:
         """The samples of this name, to be added to."""
         return self._samples.setdefault(name, Samples())
 
-    def named_samples(self) -> Iterator[tuple[str, Samples]]:
-        """All samples with their names."""
-        yield from self._samples.items()
-
     def value(self, name: str) -> Any:
         """The value of this name as plain JSON values, or None."""
         return self._values.get(name)

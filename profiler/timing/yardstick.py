@@ -1,8 +1,7 @@
 """The yardstick: fixed work of about a millisecond that is timed beside the samples, to know how fast the host was.
 
 Its parts are bound by compute, by memory, and by the interpreter. The speed of a shared host changes between phases of
-some seconds or minutes; layers follow the parts by exponents, which are fitted to windows of the profile by least
-squares (`fit_exponents`). Samples are then divided by the slowdown of their moment (`SpeedHistory`).
+some seconds or minutes. Samples are divided by the slowdown of their moment (`SpeedHistory`).
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, combinations, cycle
+from itertools import cycle
 from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gplan.core.host_speed import HostSpeed, SpeedExponents, SpeedWindow, YardstickTimes
+from gplan.core.host_speed import HostSpeed, SpeedWindow, YardstickTimes
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.neighbours import BESIDE_OTHERS
 
@@ -37,14 +36,8 @@ _LEAST_READINGS = 5
 _NUM_BESIDE = 3  # readings in a round beside others
 _NUM_AROUND = 9  # readings whose median is the speed of a moment
 _WINDOW_S = 1.0  # the shortest window
-_MOST_WINDOWS = 40  # in which exponents are fitted
 _NUM_STORED = 20  # windows in a profile
 _STREAMED_FLOATS = 2**24  # 64 MiB, more than the caches hold that a core shares
-_LEAST_WINDOWS = 8
-_LEAST_NOISE = 0.01  # standard deviation of a window's logarithms
-_NUM_REFITS = 3
-_UNCERTAINTY = 0.3  # standard deviation of an exponent around 1/3, before any is learned
-_SUM = 0.8, 1.2  # bounds of the exponents' sum
 
 
 Part: TypeAlias = tuple[Callable[[], object], int]
@@ -144,11 +137,6 @@ def _repeat(work: Callable[[], object], count: int) -> None:
         work()
 
 
-def is_work_alone(name: str) -> bool:
-    """Whether samples of this name are times of work with no neighbours: of a layer, the loss, a stage or the model."""
-    return name.endswith(("/forward", "/backward")) and not any(x in name for x in ("together/", "excess/"))
-
-
 def median_times(parts: Sequence[Samples]) -> YardstickTimes | None:
     """The median of each part, as of layers; None without readings of all."""
     compute_s, memory_s, interpreter_s = (x.timing().median_s for x in parts)
@@ -158,101 +146,31 @@ def median_times(parts: Sequence[Samples]) -> YardstickTimes | None:
 
 
 class SpeedHistory:
-    """The slowdown of the host at each moment, by readings of the yardstick, and the exponents learned beside them.
+    """The slowdown of the host at each moment, by readings of the yardstick. With too few of them, it is steady."""
 
-    `work` has the samples of each action. With too few readings the speed counts as steady.
-    """
-
-    def __init__(self, parts: Sequence[Samples], work: Iterable[Samples], beside: Sequence[Samples] = ()) -> None:
+    def __init__(self, parts: Sequence[Samples], beside: Sequence[Samples] = ()) -> None:
         found = median_times(parts)
-        self.host_speed = None if found is None else HostSpeed(reference=found, exponents=SpeedExponents())
+        self.host_speed = None if found is None else HostSpeed(reference=found)
         self._is_known = min(len(x.clean_s) for x in parts) >= _LEAST_READINGS
         if found is None or not self._is_known:
             return
         self._at = [np.array(x.clean_at_s) for x in parts]
-        self._logs = [np.log(np.array(x.clean_s) / np.median(x.clean_s)) for x in parts]
+        self._ratios = [np.array(x.clean_s) / np.median(x.clean_s) for x in parts]
         start_s, end_s = min(x.clean_at_s[0] for x in parts), max(x.clean_at_s[-1] for x in parts)
-        window_s = max(_WINDOW_S, (end_s - start_s) / _MOST_WINDOWS)
-        fitted = fit_exponents(*self._windows_of_work(work, start_s, window_s))
-        exponents = SpeedExponents(**dict(zip(PARTS, fitted, strict=True)))
         windows = tuple(_stored_windows(parts, start_s, max(_WINDOW_S, (end_s - start_s) / _NUM_STORED)))
-        self.host_speed = HostSpeed(
-            reference=found, exponents=exponents, windows=windows, beside=_times_beside(found, beside)
-        )
+        self.host_speed = HostSpeed(reference=found, windows=windows, beside=_times_beside(found, beside))
 
     def slowdowns(self, at_s: Sequence[float]) -> Floats:
-        """The slowdown at each moment: by the medians of the nearest readings of each part."""
-        if self.host_speed is None or not self._is_known:
+        """The slowdown at each moment: by the medians of the nearest readings of each part, the median part."""
+        if not self._is_known:
             return np.ones(len(at_s))
-        by = [getattr(self.host_speed.exponents, name) for name in PARTS]
-        nearest = (_nearest_median(at, logs, np.array(at_s)) for at, logs in zip(self._at, self._logs, strict=True))
-        slowdowns: Floats = np.exp(sum(exponent * logs for exponent, logs in zip(by, nearest, strict=True)))
+        nearest = [_nearest_median(at, x, np.array(at_s)) for at, x in zip(self._at, self._ratios, strict=True)]
+        slowdowns: Floats = np.median(nearest, axis=0)
         return slowdowns
 
     def at_one_speed(self, samples: Samples) -> Samples:
         """The samples as they would be at the median speed."""
         return samples.divided(self.slowdowns)
-
-    def _windows_of_work(self, work: Iterable[Samples], start_s: float, window_s: float) -> tuple[Floats, Floats]:
-        """Of each window with both: the logarithms of the parts (a row), and of the work, over their medians."""
-        seconds: dict[int, float] = {}
-        usual_s: dict[int, float] = {}
-        for samples in work:
-            if not (len(samples.clean_s) == len(samples.clean_at_s) >= _LEAST_READINGS):
-                continue
-            median_s = float(np.median(samples.clean_s))
-            for one_s, at_s in zip(samples.clean_s, samples.clean_at_s, strict=True):
-                window = int((at_s - start_s) // window_s)
-                seconds[window] = seconds.get(window, 0.0) + one_s
-                usual_s[window] = usual_s.get(window, 0.0) + median_s
-        rows, found = [], []
-        indices = [((at - start_s) // window_s).astype(int) for at in self._at]
-        for window in sorted(seconds):
-            inside = [logs[index == window] for logs, index in zip(self._logs, indices, strict=True)]
-            if all(map(len, inside)) and seconds[window] > 0 and usual_s[window] > 0:
-                rows.append([float(np.median(x)) for x in inside])
-                found.append(float(np.log(seconds[window] / usual_s[window])))
-        return np.array(rows).reshape(-1, len(PARTS)), np.array(found)
-
-
-def fit_exponents(parts: Floats, work: Floats) -> tuple[float, ...]:
-    """The exponents by which work follows the parts; [n, 3] and [n] logarithms of times over their medians, by window.
-
-    Least squares with exponents of 0 or more, drawn to equal ones as far as the noise of the windows leaves them
-    uncertain; their sum is kept near 1. With few windows they are equal.
-
-    >>> fit_exponents(np.zeros((0, 3)), np.zeros(0))
-    (0.333, 0.333, 0.333)
-    """
-    num_windows, num = parts.shape
-    found = np.full(num, 1 / num)
-    if num_windows < _LEAST_WINDOWS:
-        return tuple(np.round(found, 3).tolist())
-    centred, target = parts - parts.mean(axis=0), work - work.mean()
-    for _ in range(_NUM_REFITS):  # the noise is what the exponents before do not explain
-        noise = float(((target - centred @ found) ** 2).sum() / (num_windows - num))
-        found = _nonnegative_ridge(centred, target, pull=max(_LEAST_NOISE**2, noise) / _UNCERTAINTY**2)
-    total = float(found.sum())
-    scale = min(max(total, _SUM[0]), _SUM[1]) / total if total else 1.0
-    return tuple(np.round(found * scale, 3).tolist())
-
-
-def _nonnegative_ridge(rows: Floats, target: Floats, *, pull: float) -> Floats:
-    """The weights of 0 or more with the least squared error plus `pull` times their squared distance from equal ones.
-
-    Exact: the optimum is that of one of the seven sets of weights that are not 0. Equal ones if all sets give negative
-    weights.
-    """
-    num = rows.shape[1]
-    best, best_cost = np.full(num, 1 / num), np.inf
-    for chosen in chain.from_iterable(combinations(range(num), size) for size in range(1, num + 1)):
-        some, weights = rows[:, chosen], np.zeros(num)
-        gram = some.T @ some + pull * np.eye(len(chosen))
-        weights[list(chosen)] = np.linalg.solve(gram, some.T @ target + pull / num)
-        cost = float(((target - rows @ weights) ** 2).sum() + pull * ((weights - 1 / num) ** 2).sum())
-        if weights.min() >= 0 and cost < best_cost:
-            best, best_cost = weights, cost
-    return best
 
 
 def _times_beside(reference: YardstickTimes, beside: Sequence[Samples]) -> YardstickTimes | None:

@@ -17,7 +17,6 @@ from gplan.core import (
     Plan,
     Profile,
     Run,
-    SpeedExponents,
     StepSpeed,
     Timeline,
     YardstickTimes,
@@ -39,7 +38,6 @@ from tests.made import make_profile
 
 SPEED = HostSpeed(
     reference=YardstickTimes(compute_s=1e-3, memory_s=2e-3, interpreter_s=5e-4),
-    exponents=SpeedExponents(compute=0.5, memory=0.3, interpreter=0.2),
     load=HostLoad(),
 )
 
@@ -240,8 +238,3 @@ def test_the_page_has_both_errors() -> None:
 def test_runs_that_contradict_their_plan_are_refused(changed: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         replace(slow_run(usual_plan(), 1.0, 1.0), **changed)
-
-
-def test_exponents_are_bounded() -> None:
-    with pytest.raises(ValueError, match="an exponent is 30"):
-        SpeedExponents(compute=30.0)

@@ -1,4 +1,4 @@
-"""The yardstick: when it is read, the exponents that fit, and samples brought to one speed. No real times."""
+"""The yardstick: when it is read, and samples brought to one speed. No real times."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from gplan.core import HostSpeed, SpeedExponents, SpeedWindow, YardstickTimes
+from gplan.core import HostSpeed, SpeedWindow, YardstickTimes
 from profiler.timing.clock import CudaClock, Samples
 from profiler.timing.yardstick import (
     PARTS,
     SpeedHistory,
     Yardstick,
-    fit_exponents,
-    is_work_alone,
     median_times,
     yardstick_parts,
 )
@@ -82,28 +78,6 @@ def test_parts_run_and_draw_nothing() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-@pytest.mark.parametrize("true", [(0.5, 0.3, 0.2), (1.0, 0.0, 0.0), (0.0, 0.6, 0.4)])
-def test_exponents_are_found_where_the_speed_varies(true: tuple[float, float, float]) -> None:
-    rng = np.random.default_rng(0)
-    parts = rng.normal(0.0, 0.2, size=(40, 3))
-    found = fit_exponents(parts, parts @ np.array(true) + rng.normal(0.0, 0.005, size=40))
-    assert found == pytest.approx(true, abs=0.03)
-
-
-@given(st.integers(0, 10_000), st.integers(0, 12), st.sampled_from([0.0, 1e-4, 0.1]))
-def test_exponents_are_sane_for_any_windows(seed: int, num: int, scale: float) -> None:
-    rng = np.random.default_rng(seed)
-    found = fit_exponents(rng.normal(0.0, scale, size=(num, 3)), rng.normal(0.0, 0.1, size=num))
-    assert min(found) >= 0
-    assert 0.79 <= sum(found) <= 1.21
-
-
-def test_without_variation_the_parts_weigh_the_same() -> None:
-    rng = np.random.default_rng(0)
-    found = fit_exponents(rng.normal(0.0, 1e-4, size=(20, 3)), rng.normal(0.0, 0.002, size=20))
-    assert found == pytest.approx((1 / 3,) * 3, abs=0.02)
-
-
 def sampled(usual_s: float, at_s: Sequence[float], slowdown: Callable[[float], float]) -> Samples:
     return Samples(clean_s=[usual_s * slowdown(x) for x in at_s], clean_at_s=list(at_s))
 
@@ -115,7 +89,7 @@ def two_phases(at_s: float) -> float:
 def history(slowdown: Callable[[float], float]) -> tuple[SpeedHistory, Samples]:
     parts = [sampled(x, np.arange(0, 100, 0.5).tolist(), slowdown) for x in USUAL_S]
     layer = sampled(0.02, np.arange(0.25, 100, 1.0).tolist(), slowdown)
-    return SpeedHistory(parts, [layer]), layer
+    return SpeedHistory(parts), layer
 
 
 def test_a_profile_over_two_phases_is_brought_to_its_median_speed() -> None:
@@ -138,7 +112,7 @@ def test_a_steady_host_changes_no_sample_and_gives_no_warning() -> None:
 def test_too_few_readings_change_nothing() -> None:
     layer = sampled(0.02, [1.0, 2.0], two_phases)
     for num in (0, 1, 4):
-        speeds = SpeedHistory([sampled(1e-3, list(range(num)), two_phases)] * 3, [layer])
+        speeds = SpeedHistory([sampled(1e-3, list(range(num)), two_phases)] * 3)
         assert (speeds.host_speed is None) == (num == 0)
         assert speeds.at_one_speed(layer) == layer
 
@@ -161,19 +135,9 @@ def test_phases_join_windows_of_one_speed() -> None:
 
     speed = HostSpeed(
         reference=YardstickTimes(compute_s=1.0, memory_s=1.0, interpreter_s=1.0),
-        exponents=SpeedExponents(),
         windows=tuple(window(i, x) for i, x in enumerate([1.0, 1.05, 1.4, 1.4, 1.0])),
     )
     assert [(start, end) for start, end, _ in speed.phases] == [(0, 2), (2, 4), (4, 5)]
-
-
-@pytest.mark.parametrize(
-    ("name", "is_work"),
-    [("4/all/0/forward", True), ("4/all/loss/backward", True), ("4/all/0/forward beside others", False),
-     ("4/all/excess/forward", False), ("yardstick/compute", False)],
-)  # fmt: skip
-def test_names_that_exponents_are_fitted_to(name: str, is_work: bool) -> None:
-    assert is_work_alone(name) == is_work
 
 
 def test_parts_asked_for_are_timed_at_once() -> None:
@@ -192,11 +156,17 @@ def test_parts_beside_others_are_the_reference_of_devices_that_read_together() -
     for _ in range(4):
         clock.now_s += 1.0
         yardstick.read_if_due()
-    found = SpeedHistory(yardstick.parts, (), yardstick.parts_beside).host_speed
+    found = SpeedHistory(yardstick.parts, yardstick.parts_beside).host_speed
     assert found is not None
     assert found.beside == YardstickTimes(compute_s=2e-3, memory_s=1e-3, interpreter_s=2e-3)
     assert found.slowdown(found.beside, num_devices=2) == pytest.approx(1.0)
-    assert found.slowdown(found.beside) > 1.5
+    assert found.slowdown(found.beside) == pytest.approx(2.0)
+
+
+def test_a_disturbance_of_one_part_changes_nothing() -> None:
+    parts = [sampled(x, np.arange(0, 100, 0.5).tolist(), lambda _: 1.0) for x in USUAL_S]
+    parts[2] = sampled(USUAL_S[2], np.arange(0, 100, 0.5).tolist(), two_phases)
+    assert SpeedHistory(parts).slowdowns([10.0, 90.0]).tolist() == [1.0, 1.0]
 
 
 class BusyClock(PaperClock):

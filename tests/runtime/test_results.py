@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.core import Action, ActionKind, HostLoad, HostSpeed, IdleCause, Plan, Run, SpeedExponents, YardstickTimes
+from gplan.core import Action, ActionKind, HostLoad, HostSpeed, IdleCause, Plan, Run, YardstickTimes
 from gplan.evaluate.compare import PEAK_MEMORY, compare
 from gplan.reporting.text.run import reserved_lines
 from gplan.runtime.recorder import ActionTiming
@@ -81,9 +81,7 @@ def test_actions_are_stretched_by_proven_waits(wait_share: float, is_proven: boo
 def test_speed_of_the_host_in_windows_of_steps() -> None:
     once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
     twice = YardstickTimes(compute_s=2e-3, memory_s=2e-3, interpreter_s=2e-3)
-    plan = replace(
-        scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once, exponents=SpeedExponents(), windows=())
-    )
+    plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once))
     ranks = ranks_of(plan, [(0.1, 0.0)] * 43)
     for i in range(43):  # ranks read in turns; the host is half as fast from step 23 on
         ranks[i % 2][i] = replace(ranks[i % 2][i], yardstick=once if i < 23 else twice)
@@ -96,9 +94,7 @@ def test_speed_of_the_host_in_windows_of_steps() -> None:
 
 def test_rank_without_a_reading_leaves_the_speed_unknown() -> None:
     once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
-    plan = replace(
-        scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once, exponents=SpeedExponents(), windows=())
-    )
+    plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once))
     ranks = ranks_of(plan, [(0.1, 0.0)] * 8)
     ranks[0] = [replace(x, yardstick=once) for x in ranks[0]]
     run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=8))

@@ -307,13 +307,10 @@ def _model_lines(profile: Profile) -> Iterator[str]:
 
 
 def _speed_text(speed: HostSpeed) -> str:
-    """The range of the host's speed, and what the model's work is like."""
-    by, phases = speed.exponents, [1 / slowdown for _, _, slowdown in speed.phases]
-    steady = f"{min(phases):.2f} to {max(phases):.2f} times its median; " if phases else ""
-    return (
-        f"speed of the host while it was profiled: {steady}the model follows its compute by {by.compute:.2f}, memory by "
-        f"{by.memory:.2f}, interpreter by {by.interpreter:.2f}"
-    )
+    """The range of the host's speed."""
+    phases = [1 / slowdown for _, _, slowdown in speed.phases]
+    steady = f"{min(phases):.2f} to {max(phases):.2f} times its median" if phases else "measured too seldom to tell"
+    return f"speed of the host while it was profiled: {steady}"
 
 
 def _refused_text(profile: Profile) -> str:
