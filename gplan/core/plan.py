@@ -26,6 +26,7 @@ from gplan.core.checks import (
 from gplan.core.host_load import HostLoad, interruption_text
 from gplan.core.host_speed import HostSpeed, StepSpeed
 from gplan.core.machine import Device, Link, MachineDevice
+from gplan.core.precision import Precision
 from gplan.core.profile import ModelId
 from gplan.core.schedule import Timeline
 
@@ -313,6 +314,7 @@ class Plan:
     frontier: tuple[Alternative, ...] = ()  # of a search: by rising step time and falling peak memory, with this plan
     rivals: tuple[Alternative, ...] = ()  # to compare it with, such as the best one without the user's constraints
     host_speed: HostSpeed | None = None  # that the costs belong to, by the profile; None: unknown, or another machine
+    precision: Precision = field(default_factory=Precision)  # that it trains in, as profiled
 
     def __post_init__(self) -> None:
         check_positive(self, "num_microbatches", "microbatch_size", "num_replicas")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gplan.core.checks import (
     Granularity,
@@ -18,6 +18,7 @@ from gplan.core.host_load import HostLoad
 from gplan.core.host_speed import ONE_PHASE, HostSpeed
 from gplan.core.layer_cost import LayerCost, StepCost, Timing, WholeModel, check_rising_sizes, microbatch_sizes_of
 from gplan.core.machine import Device, EngineCost, Link
+from gplan.core.precision import Precision
 from gplan.core.units import percent_text
 
 
@@ -147,6 +148,7 @@ class Profile:
     values: tuple[Value, ...] = ()  # what layers pass to each other; none: each layer feeds the next
     engine: EngineCost | None = None  # None: not measured, assumed to be zero
     host_speed: HostSpeed | None = None  # that the times belong to; None: not measured
+    precision: Precision = field(default_factory=Precision)  # that it was measured or computed in
     common_variance: float | None = None  # share of the layers' variance that a round has in common; None: not measured
 
     def __post_init__(self) -> None:

@@ -156,6 +156,7 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
         num_replicas=problem.num_replicas,
         constraints=requested.constraints,
         host_speed=_speed_of_costs(requested),
+        precision=profile.precision,
     )
 
 

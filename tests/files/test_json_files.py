@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gplan
-from gplan.core import Plan, Profile, Run
+from gplan.core import Plan, Precision, Profile, Run
 from gplan.core.errors import FileError
 from gplan.files import json_files
 from gplan.simulation.simulator import simulate
@@ -55,6 +56,17 @@ def test_a_profile_from_before_it_knew_what_a_round_has_in_common_is_loaded(prof
     assert content.pop("common_variance") is None
     profile_file.write_text(json.dumps(content))
     assert gplan.load(profile_file) == make_profile([1.0, 2.0, 3.0])
+
+
+def test_a_profile_keeps_its_precision(tmp_path: Path) -> None:
+    profile = replace(make_profile([1.0, 2.0, 3.0]), precision=Precision.named("mixed"))
+    gplan.save(profile, tmp_path / "profile.json")
+    assert gplan.load(tmp_path / "profile.json") == profile
+    content = json.loads((tmp_path / "profile.json").read_text())
+    content["precision"]["gradients"] = None
+    (tmp_path / "profile.json").write_text(json.dumps(content))
+    with pytest.raises(FileError, match="expected one of model, float32, bfloat16, mixed"):
+        gplan.load(tmp_path / "profile.json")
 
 
 def test_a_plan_from_before_there_were_chunks_and_halves_is_loaded(tmp_path: Path) -> None:
