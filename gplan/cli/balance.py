@@ -69,6 +69,9 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
               type=click.Choice(["never", "always", "except-last", "selected", "auto"]),
               help="Which activations to recompute in the backward instead of keeping them: none, those of whole stages "
                    "(also except for the last micro-batch), or of the layers that the planner selects.")  # fmt: skip
+@click.option("--shard", default="none", show_default=True, type=click.Choice(["none", "optimizer", "weights", "auto"]),
+              help="What the replicas of a stage divide among them: nothing, the optimizer's state (ZeRO-1), or weights, "
+                   "gradients and state (FSDP).")  # fmt: skip
 @click.option("--memory", metavar="SIZE", help="Memory of each device, such as 16GiB.  [default: no limit]")
 @click.option("--minimize", default="step-time", show_default=True, type=click.Choice(["step-time", "max-stage"]),
               help="The objective: the simulated step, or the slowest stage with its transfers.")  # fmt: skip
@@ -92,7 +95,7 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
 @json_option
 def balance(
     profile: Path, num_devices: Any, devices: int | None, microbatches: Any, microbatch_size: int | None,
-    batch_size: int | None, schedule: str | None, recompute: Any, memory: str | None, minimize: Any, solver: Any, time_limit: float | None,
+    batch_size: int | None, schedule: str | None, recompute: Any, shard: str, memory: str | None, minimize: Any, solver: Any, time_limit: float | None,
     machine: Path | None, cut_after: tuple[str, ...], keep_together: tuple[str, ...], pin: tuple[str, ...],
     receiver: str | None, calibration: str | None, output: Path,
     as_json: bool,
@@ -121,6 +124,7 @@ def balance(
     common: dict[str, Any] = {
         "schedule": schedule,
         "recompute": recompute,
+        "sharding": shard,
         "memory_bytes": parse_bytes(memory) if memory is not None else None,
         "constraints": _constraints(cut_after, keep_together, pin),
     }
@@ -128,7 +132,7 @@ def balance(
         common["constraints"] = rules.with_constraints(common["constraints"])
     if time_limit is not None:
         common["time_limit_s"] = time_limit
-    if devices is not None or "auto" in (num_devices, microbatches, schedule, recompute):
+    if devices is not None or "auto" in (num_devices, microbatches, schedule, recompute, shard):
         _check_searchable(machine, minimize, solver)
         if rules is not None:
             common["allows"] = rules.allows

@@ -10,6 +10,7 @@ from gplan.core.checks import (
     OperationKind,
     Origin,
     RecomputeMode,
+    Sharding,
 )
 from gplan.core.host_load import HostLoad
 from gplan.core.host_speed import HostSpeed, SpeedWindow, StepSpeed, YardstickTimes

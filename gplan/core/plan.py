@@ -18,6 +18,7 @@ from gplan.core.checks import (
     Objective,
     Origin,
     RecomputeMode,
+    Sharding,
     check_amounts,
     check_not_negative,
     check_positive,
@@ -278,6 +279,7 @@ class Alternative:
     microbatch_size: int
     schedule: str
     recompute: RecomputeMode
+    sharding: Sharding = "none"
     cuts: tuple[int, ...]
     step_s: float
     peak_bytes: int  # of the device with the largest peak
@@ -311,6 +313,7 @@ class Plan:
     constraints: Constraints = field(default_factory=Constraints)  # satisfied by the partition
     shares_host: bool = True  # whether its devices compute beside each other, with the stages' contention
     num_replicas: int = 1  # data-parallel pipelines, each with its share of the batch
+    sharding: Sharding = "none"  # of each stage over the replicas
     frontier: tuple[Alternative, ...] = ()  # of a search: by rising step time and falling peak memory, with this plan
     rivals: tuple[Alternative, ...] = ()  # to compare it with, such as the best one without the user's constraints
     host_speed: HostSpeed | None = None  # that the costs belong to, by the profile; None: unknown, or another machine

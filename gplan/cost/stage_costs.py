@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gplan.core import LayerCost, Link, Profile, StageCost, Timing
+from gplan.core import LayerCost, Link, Profile, Sharding, StageCost, Timing
 from gplan.core.interpolation import cost_at
 from gplan.core.plan import Contention, StageBytes
 from gplan.cost.stage_bytes import MicrobatchTerms, TransferMemory, microbatch_bytes, transfer_memory
@@ -94,7 +94,6 @@ class StagePlace:
     boundaries: DeviceBoundaries = ALL_BOUNDARIES
     speed: float = 1.0  # times the profiled device's
     tied_links: tuple[Link, ...] = ()  # that gradients of tied weights may cross to be summed; the slowest counts
-    num_replicas: int = 1  # that average their gradients, over the profile's link
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,8 @@ class Costs:
     num_microbatches: int
     num_devices: int = 1  # that compute side by side
     given_downsets: DownSets | None = None  # None: the layers stay in the profile's order
+    num_replicas: int = 1  # R, that average their gradients over the profile's link
+    sharding: Sharding = "none"  # over the replicas
 
     @cached_property
     def downsets(self) -> DownSets:
@@ -635,9 +636,9 @@ class StageColumns:
         if place.tied_links:
             tied_bytes = costs.tied_bytes(self.first, self.end)
             seconds = np.maximum.reduce([ring_all_reduce_s(link, tied_bytes, 2) for link in place.tied_links])
-        if place.num_replicas > 1:
+        if costs.num_replicas > 1:
             trained_bytes = costs.trained_bytes(self.first, self.end)
-            seconds = seconds + ring_all_reduce_s(costs.profile.link, trained_bytes, place.num_replicas)
+            seconds = seconds + ring_all_reduce_s(costs.profile.link, trained_bytes, costs.num_replicas)
         return seconds
 
     @property

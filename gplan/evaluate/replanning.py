@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 
-from gplan.core import Constraints, LinkPoint, Objective, Plan, Profile, RecomputeMode
+from gplan.core import Constraints, LinkPoint, Objective, Plan, Profile, RecomputeMode, Sharding
 from gplan.core.errors import FileError, NoPlanError
 from gplan.core.machine import FREE_LINK
 from gplan.core.units import bytes_text, seconds_text
@@ -39,6 +39,7 @@ class PlanSettings:
     minimize: Objective
     memory_bytes: int | None  # of each device; None: no limit
     num_replicas: int = 1
+    sharding: Sharding = "none"
     constraints: Constraints = field(default_factory=Constraints)
 
     @property
@@ -59,6 +60,7 @@ def setting_of(plan: Plan) -> PlanSettings:
         minimize=plan.minimize,
         memory_bytes=plan.memory_limit_bytes,
         num_replicas=plan.num_replicas,
+        sharding=plan.sharding,
         constraints=plan.constraints,
     )
 

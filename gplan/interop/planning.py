@@ -185,7 +185,13 @@ def import_plan(
 def _priced(profile: Profile, constraints: Constraints, options: dict[str, Any]) -> Plan:
     """The plan of constraints that fix the partition, by `balance`'s options without the search for a rival."""
     limit = options.get("memory_bytes")
-    defaults = {"microbatch_size": None, "recompute": "never", "minimize": "step-time", "num_replicas": 1}
+    defaults = {
+        "microbatch_size": None,
+        "recompute": "never",
+        "minimize": "step-time",
+        "num_replicas": 1,
+        "sharding": "none",
+    }
     chosen = {**defaults, **{name: x for name, x in options.items() if name != "time_limit_s"}}
     chosen["memory_bytes"] = profile.device.memory_bytes if limit is None else limit
     return best_plan(problem_of(profile, constraints=constraints, **chosen))

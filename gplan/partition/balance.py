@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from gplan.core import OBJECTIVES, Alternative, Constraints, Machine, Objective, Plan, Profile, RecomputeMode
+from gplan.core import OBJECTIVES, Alternative, Constraints, Machine, Objective, Plan, Profile, RecomputeMode, Sharding
 from gplan.core.errors import UsageError
 from gplan.cost.stage_costs import Costs
 from gplan.partition.constraints import check_constraints
@@ -22,7 +22,7 @@ from gplan.partition.placement import Placed, best_placement
 from gplan.partition.plan_evaluation import price
 from gplan.partition.problem import Problem
 from gplan.partition.solve import SOLVERS, TooManyDownSets, solve, with_down_sets
-from gplan.partition.validation import check_choice, check_counts, check_recompute, check_split_backward
+from gplan.partition.validation import check_choice, check_counts, check_recompute, check_sharding, check_split_backward
 from gplan.schedules.registry import canonical, check_custom_counts, num_stages_of, schedule_info
 
 RECOMPUTE_CHOICES = ("never", "always", "except-last", "selected")
@@ -43,13 +43,15 @@ def balance(
     constraints: Constraints | None = None,
     machine: Machine | None = None,
     num_replicas: int = 1,
+    sharding: str = "none",
 ) -> Plan:
     """The best partition of the profile's layers for a pipeline of `num_devices` devices.
 
     There is one stage for each device and chunk of the schedule, which is named as in `gplan.schedules.registry`. The
     micro-batch size defaults to the largest profiled one, the memory of each device to that of the profiled device. A
     machine also gets its stages placed on its devices. If constraints are given, `Plan.rivals` holds the best plan
-    without them. Each of `num_replicas` pipelines runs `num_microbatches` micro-batches per step.
+    without them. Each of `num_replicas` pipelines runs `num_microbatches` micro-batches per step;
+    `sharding` ("none", "optimizer" or "weights") is what the replicas of a stage divide among them.
 
     `max-stage` is exact, ties included. `step-time`, and `max-stage` if devices hold several stages, are exact unless the
     time runs out (10 s, or `time_limit_s`): then `Plan.proof` has the remaining gap, and a note says so.
@@ -70,6 +72,7 @@ def balance(
         minimize=minimize,
         constraints=constraints or Constraints(),
         num_replicas=num_replicas,
+        sharding=sharding,
     )
     if machine is not None and problem.has_chunks:
         raise UsageError(
@@ -96,6 +99,7 @@ def problem_of(
     minimize: str,
     constraints: Constraints,
     num_replicas: int,
+    sharding: str,
 ) -> Problem:
     """What is to be balanced, with the meaning that `balance` gives these; `memory_bytes` of None is no limit here.
 
@@ -107,10 +111,18 @@ def problem_of(
         profile, schedule, num_devices=num_devices, num_microbatches=num_microbatches, num_replicas=num_replicas
     )
     check_recompute(schedule, recompute)
+    check_sharding(sharding)
     num_stages = num_stages_of(schedule, num_devices)
     check_constraints(constraints, profile, num_stages=num_stages)
     size = profile.microbatch_sizes[-1] if microbatch_size is None else microbatch_size
-    costs = Costs(profile, size, num_microbatches, num_devices)
+    costs = Costs(
+        profile,
+        size,
+        num_microbatches,
+        num_devices,
+        num_replicas=num_replicas,
+        sharding=cast(Sharding, sharding),
+    )
     check_split_backward(schedule, costs)
     return Problem(
         costs=costs,
@@ -120,7 +132,6 @@ def problem_of(
         minimize=cast(Objective, minimize),
         memory_bytes=memory_bytes,
         constraints=constraints,
-        num_replicas=num_replicas,
     )
 
 
@@ -161,6 +172,7 @@ def alternative_of(plan: Plan, *, label: str = "") -> Alternative:
         microbatch_size=plan.microbatch_size,
         schedule=plan.schedule,
         recompute=plan.recompute,
+        sharding=plan.sharding,
         cuts=plan.cuts,
         step_s=plan.prediction.step_s,
         peak_bytes=plan.peak_bytes,

@@ -154,6 +154,7 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
         notes=problem.costs.notes + solution.notes,
         granularity=profile.granularity,
         num_replicas=problem.num_replicas,
+        sharding=problem.costs.sharding,
         constraints=requested.constraints,
         host_speed=_speed_of_costs(requested),
         precision=profile.precision,

@@ -38,7 +38,11 @@ class Problem:
     machine_devices: tuple[MachineDevice, ...] = ()  # the device of each stage; none: all are as the profiled one
     links: tuple[Link, ...] = ()  # from each stage but the last to the next; none: all are the profile's
     constraints: Constraints = field(default_factory=Constraints)
-    num_replicas: int = 1
+
+    @property
+    def num_replicas(self) -> int:
+        """R."""
+        return self.costs.num_replicas
 
     @property
     def num_microbatches(self) -> int:
@@ -154,7 +158,6 @@ class Problem:
                 boundaries=self.boundaries(stage),
                 speed=self.speed(stage),
                 tied_links=self.tied_links,
-                num_replicas=self.num_replicas,
             )
             for stage in range(self.num_stages)
         )

@@ -75,7 +75,7 @@ class SolveCache:
     _unlimited: dict[Strategy, Solution | None] = field(default_factory=dict)
     _unlimited_outcomes: dict[Strategy, StrategyResult] = field(default_factory=dict)
     _limited: dict[tuple[Strategy, RecomputeMode], list[StrategyResult]] = field(default_factory=dict)
-    _costs: dict[tuple[int, int, int], Costs] = field(default_factory=dict)
+    _costs: dict[tuple[int, int, int, int], Costs] = field(default_factory=dict)
     _stages: dict[int, ChainStages] = field(default_factory=dict)  # by the identity of the costs that `_costs` holds
     _bounds: dict[tuple[Strategy, RecomputeMode], StrategyBounds] = field(default_factory=dict)
     _action_s: float = _FIRST_ACTION_S
@@ -179,9 +179,9 @@ class SolveCache:
     def problem(self, strategy: Strategy, recompute: RecomputeMode, memory_bytes: int | None) -> Problem:
         """The partition problem of a strategy."""
         num_beside = strategy.num_devices if self.profile.num_neighbours else 1  # that costs depend on
-        key = strategy.microbatch_size, strategy.num_microbatches, num_beside
+        key = strategy.microbatch_size, strategy.num_microbatches, num_beside, strategy.num_replicas
         if key not in self._costs:
-            self._costs[key] = Costs(self.profile, *key, self.downsets)
+            self._costs[key] = Costs(self.profile, *key[:3], self.downsets, strategy.num_replicas)
         return Problem(
             costs=self._costs[key],
             num_stages=strategy.num_stages,
@@ -190,7 +190,6 @@ class SolveCache:
             minimize="step-time",
             memory_bytes=memory_bytes,
             constraints=self.constraints,
-            num_replicas=strategy.num_replicas,
         )
 
     def _open(self, strategy: Strategy, recompute: RecomputeMode | None, memory_bytes: int | None) -> OpenStrategy:

@@ -19,6 +19,7 @@ from gplan.partition.validation import (
     check_choice,
     check_counts,
     check_recompute,
+    check_sharding,
     check_split_backward,
     why_not_selected,
 )
@@ -82,6 +83,7 @@ class SearchRequest:
     most_devices: int | None  # of all replicas together; None: no replicas
     batch_size: int | None  # None: that of the plan that would be made without a search
     microbatch_size: int | None  # None: any
+    sharding: str = "none"
     allows: Allows = any_strategy
 
 
@@ -153,6 +155,7 @@ def check_request(profile: Profile, request: SearchRequest) -> None:
         schedule, num_microbatches=None if request.num_microbatches == "auto" else request.num_microbatches
     )
     check_recompute(schedule, request.recompute)
+    check_sharding(request.sharding)
     num_devices = (
         request.num_devices if isinstance(request.num_devices, int) else schedule_info(schedule).num_devices or 1
     )

@@ -117,7 +117,13 @@ def graph_problems(
     num_stages = num_stages_of(schedule, num_devices)
     num_microbatches = draw(st.sampled_from([m for m in (1, 2, 4) if m <= (said.num_microbatches or m)]))
     problem = Problem(
-        costs=Costs(profile, 1, num_microbatches, draw(st.sampled_from([1, num_devices]))),
+        costs=Costs(
+            profile,
+            1,
+            num_microbatches,
+            draw(st.sampled_from([1, num_devices])),
+            num_replicas=draw(st.sampled_from([1, 1, 2])),
+        ),
         num_stages=num_stages,
         schedule=schedule,
         recompute=draw(st.sampled_from(["never", "always", "except-last"])),
@@ -127,7 +133,6 @@ def graph_problems(
         if said.num_chunks == 1 and draw(st.booleans())
         else (),
         constraints=_constraints(draw, profile, num_stages) if draw(st.booleans()) else Constraints(),
-        num_replicas=draw(st.sampled_from([1, 1, 2])),
     )
     assume(sum(1 for _ in islice(every_partition(problem), MOST_PARTITIONS + 1)) <= MOST_PARTITIONS)
     return _with_limit(draw, problem) if is_limited or draw(st.booleans()) else problem

@@ -105,7 +105,7 @@ def test_of_chunks_a_tied_weight_is_added_up_unless_the_first_and_the_last_share
 
 def test_replicas_add_up_all_gradients_and_those_of_tied_weights_before() -> None:
     problem = make_problem([1] * 4, num_stages=2, link=SLOW, weight_bytes=[4, 4, 4, 4], **TIED)
-    problem = replace(problem, num_replicas=2)
+    problem = replace(problem, costs=replace(problem.costs, num_replicas=2))
     assert [x.cost.all_reduce_s for x in stages_of(problem, (2,))] == [9 + 2 * (0.5 + (8 + 8) / 2)] * 2
 
 
