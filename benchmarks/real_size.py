@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="*", default=["gpipe", "1f1b"])
     parser.add_argument("--recompute", nargs="*", default=["never", "always"])
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=8, help="of each run")
+    parser.add_argument("--steps", type=int, default=16, help="of each run; memory grows in some of the first ten")
     parser.add_argument("--table", action="store_true", help="write the tables only")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args()

@@ -423,6 +423,7 @@ class Run:
     step_s: tuple[float, ...]  # per step, warm-up steps included
     num_warmup_steps: int
     num_disturbed: int  # steps after the warm-up in which the processes lost their cores
+    num_growing: int = 0  # further steps after the warm-up, left out because a process's memory still grew in them
     num_counted: int  # steps used in the means: the undisturbed ones, or all if those are too few
     timeline: Timeline  # measured: means over the counted steps without the fastest and slowest quarter
     step_timelines: tuple[Timeline, ...] = ()  # one per counted step, if requested
@@ -445,7 +446,7 @@ class Run:
             raise ValueError(
                 f"reserved_bytes is {self.reserved_bytes}; expected 0 or more for each of {num_devices} devices, or nothing"
             )
-        check_not_negative(self, "num_warmup_steps", "num_disturbed")
+        check_not_negative(self, "num_warmup_steps", "num_disturbed", "num_growing")
         check_positive(self, "num_counted")
         ran, planned = (
             (self.timeline.num_devices, self.timeline.num_microbatches),
@@ -453,8 +454,11 @@ class Run:
         )
         if ran != planned:
             raise ValueError(f"the timeline has {ran} devices and micro-batches; the plan has {planned}")
-        if self.num_counted + self.num_warmup_steps > len(self.step_s):
-            raise ValueError(f"num_counted is {self.num_counted}; there are only {len(self.step_s)} steps with warm-up")
+        if self.num_counted + self.num_warmup_steps + self.num_growing > len(self.step_s):
+            raise ValueError(
+                f"num_counted is {self.num_counted}; there are only {len(self.step_s)} steps, with "
+                f"{self.num_warmup_steps + self.num_growing} of warm-up and growing memory"
+            )
         if self.step_timelines and len(self.step_timelines) != self.num_counted:
             raise ValueError(f"there are {len(self.step_timelines)} step_timelines; num_counted is {self.num_counted}")
         self._check_host()
@@ -479,11 +483,12 @@ class Run:
     @property
     def steps_text(self) -> str:
         """The steps behind the measured times, in words."""
-        of_all = f"{self.num_counted} of {len(self.step_s)} steps: {self.num_warmup_steps} to warm up"
+        growing = f", {self.num_growing} left out as memory still grew" if self.num_growing else ""
+        of_all = f"{self.num_counted} of {len(self.step_s)} steps: {self.num_warmup_steps} to warm up{growing}"
         if not self.num_disturbed:
             return f"{of_all}, 0 refused"
         cause = interruption_text(self.host_load)
-        if self.num_counted == len(self.step_s) - self.num_warmup_steps:
+        if self.num_counted == len(self.step_s) - self.num_warmup_steps - self.num_growing:
             return f"{of_all}, {self.num_disturbed} {cause} but counted, as too few were clean"
         return f"{of_all}, {self.num_disturbed} refused as {cause}"
 

@@ -10,6 +10,7 @@ import ctypes
 import gc
 import os
 import platform
+import resource
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -106,6 +107,11 @@ def garbage_collector_frozen() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def page_faults() -> int:
+    """Return how many pages of 4 KiB the system gave to this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def keep_freed_memory() -> None:

@@ -56,6 +56,19 @@ def test_disturbed_steps_noted(num_clean: int, counted: int, is_told: bool) -> N
     assert all(x.startswith("3 of 5 steps were interrupted, and count all the same") for x in told)
 
 
+@pytest.mark.parametrize(("num_growing", "left_out"), [(2, 2), (3, 0)])
+def test_steps_in_which_memory_grows_are_left_out_if_enough_remain(num_growing: int, left_out: int) -> None:
+    plan = scheduled_plan("gpipe")
+    options = RunOptions(num_steps=RunOptions(num_steps=10).num_warmup_steps + 5)
+    steps = [step_of(plan) for _ in range(options.num_steps)]
+    table_pages = 24_000  # of a vocabulary's table of 98 MB
+    for i in range(num_growing):
+        steps[-1 - i] = replace(steps[-1 - i], num_page_faults=table_pages)
+    run = virtual_run(plan, steps, peak_bytes=[1, 1], check=None, options=options)
+    assert (run.num_growing, run.num_counted, run.num_disturbed) == (left_out, 5 - left_out, 0)
+    assert ("2 left out as memory still grew" in run.steps_text) == (left_out == 2)
+
+
 @pytest.mark.parametrize(
     ("load", "words"),
     [(HostLoad(steal_share=0.3), "disturbed by other work (0.0 % of"), (HostLoad(), "interrupted without a sign of")],

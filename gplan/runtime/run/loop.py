@@ -30,7 +30,7 @@ from gplan.runtime.run.speed_readings import SpeedReadings
 from gplan.runtime.stage_module import StageModule
 from gplan.runtime.virtual_engine import VirtualEngine
 from profiler.host.failure import explain_lost_connection
-from profiler.host.host_info import garbage_collector_frozen, return_large_blocks
+from profiler.host.host_info import garbage_collector_frozen, page_faults, return_large_blocks
 from profiler.host.host_load import load_between, read_load
 from profiler.memory.allocations import AllocationTrace, storage_bytes, traced_allocations
 from profiler.model.data import check_batch, check_target
@@ -254,7 +254,7 @@ class _TrainingLoop:
         if pipe.ranks is not None:
             with self._heartbeat.waiting("ranks"):
                 dist.barrier()
-        start_s = time.perf_counter()
+        num_faults, start_s = page_faults(), time.perf_counter()
         loss = pipe.step(inputs, target)
         if pipe.num_steps == 1 and self._reference is not None:
             found = {name: as_dense(x.grad) for name, x in pipe.named_parameters() if x.grad is not None}
@@ -262,7 +262,13 @@ class _TrainingLoop:
         for device, stages in enumerate(self._devices):
             self._update(device, stages)
         actions = pipe.runner.engine.recorder.take()
-        return StepRecord(loss=float(loss), actions=actions, start_s=start_s, end_s=time.perf_counter())
+        return StepRecord(
+            loss=float(loss),
+            actions=actions,
+            start_s=start_s,
+            end_s=time.perf_counter(),
+            num_page_faults=page_faults() - num_faults,
+        )
 
     def _update(self, device: int, stages: Sequence[StageModule]) -> None:
         """Run the optimizer for one device's parameters; the others have no gradients meanwhile."""

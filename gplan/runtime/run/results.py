@@ -42,6 +42,8 @@ from profiler.host.host_info import software_versions
 from profiler.timing.clock import is_undisturbed
 
 _NUM_SPEED_WINDOWS = 20  # of a run, at most
+_PAGE_FAULT_S = 2e-6  # at least; measured 1 to 11 microseconds for a page that is given anew
+_MOST_FAULTS_SHARE = 0.003  # of a step's time
 
 
 def torch_run(
@@ -132,8 +134,11 @@ def _run(
     `own_steps` are by device those of its process, `loads` those of the ranks.
     """
     load = largest_load(loads)
-    chosen, num_disturbed = _counted(actions, options)
-    notes = (*_notes_on_steps(len(step_s), len(chosen), num_disturbed, options, load), *notes)
+    timed = range(options.num_warmup_steps, len(step_s))
+    settled = _enough([i for i in timed if not any(_is_growing(own[i]) for own in own_steps)], timed)
+    clean = [i for i in settled if _is_clean(actions[i])]
+    chosen, num_disturbed = _enough(clean, settled), len(settled) - len(clean)
+    notes = (*_notes_on_steps(settled, len(chosen), num_disturbed, options, load), *notes)
     return Run(
         plan=plan,
         engine=engine,
@@ -142,6 +147,7 @@ def _run(
         num_warmup_steps=options.num_warmup_steps,
         num_counted=len(chosen),
         num_disturbed=num_disturbed,
+        num_growing=len(timed) - len(settled),
         timeline=mean_timeline(_of_middle_length(chosen, step_s)),
         step_timelines=tuple(mean_timeline([i]) for i in chosen) if options.keeps_steps else (),
         peak_bytes=tuple(peak_bytes),
@@ -187,13 +193,13 @@ def _speed_windows(speeds: Sequence[Sequence[YardstickTimes | None]], num_warmup
 
 
 def _notes_on_steps(
-    num_steps: int, num_counted: int, num_disturbed: int, options: RunOptions, load: HostLoad | None
+    settled: Sequence[int], num_counted: int, num_disturbed: int, options: RunOptions, load: HostLoad | None
 ) -> tuple[str, ...]:
     """Note a missing warm-up, and disturbed steps that count."""
     found: list[str] = []
     if not options.num_warmup_steps:
         found.append("too few steps for a warm-up: first-time costs and the reading of memory are in the times")
-    if num_disturbed > num_steps - options.num_warmup_steps - num_counted:
+    if num_disturbed > len(settled) - num_counted:
         found.append(
             f"{num_disturbed} of {counted(num_counted, 'step')} were {interruption_text(load)}, and count all the same, as too few were clean: "
             "times and errors are those of such steps; run again on an idle host, or with more --steps"
@@ -211,11 +217,17 @@ def _notes_on_cores(plan: Plan) -> tuple[str, ...]:
     return (f"{shared}, so the times are not those of as many devices; --engine virtual times the stages apart",)
 
 
-def _counted(steps: Sequence[Sequence[ActionTiming]], options: RunOptions) -> tuple[list[int], int]:
-    """Return the steps that count and the number of disturbed ones; all count if fewer than three are clean."""
-    timed = range(options.num_warmup_steps, len(steps))
-    clean = [i for i in timed if _is_clean(steps[i])]
-    return clean if len(clean) >= 3 else list(timed), len(timed) - len(clean)
+def _enough(steps: Sequence[int], of: Sequence[int]) -> Sequence[int]:
+    """Return the steps, or all of `of` if they are fewer than three."""
+    return steps if len(steps) >= 3 else of
+
+
+def _is_growing(step: StepRecord) -> bool:
+    """Whether the system gave the process so many pages in the step that it took a part of it worth mentioning.
+
+    Tables of large models leave gaps in the allocator's memory: it grows in some of the first ten steps.
+    """
+    return step.num_page_faults * _PAGE_FAULT_S > _MOST_FAULTS_SHARE * (step.end_s - step.start_s)
 
 
 def _of_middle_length(chosen: Sequence[int], step_s: Sequence[float]) -> list[int]:

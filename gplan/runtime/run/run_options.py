@@ -64,6 +64,7 @@ class StepRecord:
     actions: tuple[ActionTiming, ...]  # including optimizers
     start_s: float
     end_s: float
+    num_page_faults: int = 0  # pages that the process was given in the step
     yardstick: YardstickTimes | None = None  # read before the step; None: not due, or another rank's turn
 
 
