@@ -12,7 +12,8 @@ from typing import Any
 
 from gplan.core import Plan, Profile
 from gplan.interop.planning import import_plan
-from profiler.analytic.decoder_config import Widths, decoder_profile
+from profiler.analytic.decoder_config import Widths
+from profiler.analytic.decoder_profile import decoder_profile
 from profiler.analytic.hardware import load_hardware
 
 

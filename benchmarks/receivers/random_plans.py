@@ -12,7 +12,8 @@ import gplan
 from gplan.core import Plan, Stage
 from gplan.interop.receivers import RECEIVERS, Settings, indivisible, settings_problem
 from gplan.schedules.registry import make_schedule, num_stages_of
-from profiler.analytic.decoder_config import Widths, decoder_profile
+from profiler.analytic.decoder_config import Widths
+from profiler.analytic.decoder_profile import decoder_profile
 from profiler.analytic.hardware import load_hardware
 
 _SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v")

@@ -65,7 +65,8 @@ def layout(
     from gplan.interop.export.exporters import export
     from gplan.interop.planning import best_for_receiver
     from gplan.interop.receivers import RECEIVERS as RECEIVER_RULES
-    from profiler.analytic.decoder_config import Widths, decoder_profile, parse_settings
+    from profiler.analytic.decoder_config import Widths, parse_settings
+    from profiler.analytic.decoder_profile import decoder_profile
     from profiler.analytic.hardware import load_hardware
 
     widths = Widths(tensor=tensor, expert=expert, data=data, sequence_length=sequence_length)

@@ -32,8 +32,8 @@ Examples:
 @click.option("--input-shape", metavar="SHAPE", help="Inputs, if the file describes none, such as 8,512:int64.")
 @click.option("--device", default="cpu", show_default=True,
               help="cpu, cuda or cuda:1; meta computes the times for --hardware.")  # fmt: skip
-@click.option("--hardware", metavar="NAME|FILE", help="With --device meta: h100, h200, a100, v100, p100, tpu-v2, tpu-v3, "
-              "cpu, or a TOML file.")  # fmt: skip
+@click.option("--hardware", metavar="NAME|FILE", help="With --device meta: b200, h100, h200, a100, v100, p100, tpu-v2, "
+              "tpu-v3, cpu, a TOML file, or a published efficiency file in JSON.")  # fmt: skip
 @click.option("--calibrate", metavar="PROFILE", type=PATH,
               help="With --device meta: a measured profile that corrects the hardware's efficiencies.")  # fmt: skip
 @click.option("--threads", default=1, show_default=True, help="CPU cores of one pipeline device.")

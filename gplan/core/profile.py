@@ -112,6 +112,10 @@ class SharedWeight:
         return 1 if self.gradient_bytes else 0
 
 
+MEGATRON_LM = "Megatron-LM"
+"""The trainer of a computed profile, by its name among the versions."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelId:
     """The identity of a model: name, settings, and a digest of its layers and parameters."""
@@ -183,6 +187,11 @@ class Profile:
             if any(index + x.num_later > len(self.layers) for cost in layer.costs for x in cost.leftovers):
                 raise ValueError(f"{layer.name} has bytes left over by a layer after the last of {len(self.layers)}")
         self._check_values()
+
+    @property
+    def is_for_megatron(self) -> bool:
+        """Whether it was computed for Megatron-LM, whose pipeline frees what torch's keeps."""
+        return MEGATRON_LM in dict(self.versions)
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:

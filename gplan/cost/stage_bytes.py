@@ -25,6 +25,7 @@ class TransferMemory:
 
     most_buffers: int | None = None  # receive buffers at a time, in micro-batches; None: all of the step
     keeps_sent: bool = True  # outputs and gradients that were sent, until the step ends
+    frees_outputs: bool = False  # whether an output that only later stages keep is freed once it is sent
 
     def num_buffers(self, num_microbatches: int) -> int:
         """Micro-batches for which there are receive buffers."""
@@ -35,6 +36,10 @@ PREALLOCATED = TransferMemory()
 JUST_IN_TIME = TransferMemory(most_buffers=3, keeps_sent=False)
 """A buffer is allocated when its receive is posted, up to two actions ahead (`runtime/torch_engine.py`), and belongs to
 the stage's forward after that; outputs are released when they were sent."""
+
+MEGATRON = TransferMemory(most_buffers=1, keeps_sent=False, frees_outputs=True)
+"""Megatron-LM's: an activation is received when its forward is next, a gradient when its backward is, and the elements
+of an output are freed after it was sent (`deallocate_output_tensor` in pipeline_parallel/schedules.py)."""
 
 
 def transfer_memory(torch_version: str) -> TransferMemory:
@@ -84,13 +89,21 @@ def microbatch_bytes(terms: MicrobatchTerms[Term], transfers: TransferMemory = P
     """What a stage holds for one micro-batch."""
     x: MicrobatchTerms[Any] = terms
     if not transfers.keeps_sent:
+        frees = transfers.frees_outputs
         return MicrobatchBytes(
-            stash=x.layers_stash + x.received_activation - x.pass_through + x.loss_stash,
+            stash=x.layers_stash
+            - (x.output_saved_later if frees else 0)
+            + x.received_activation
+            - x.pass_through
+            + x.loss_stash,
             checkpoint=x.received_activation - x.pass_through + x.loss_stash,
-            recomputed_stash=x.layers_stash - x.output_saved_later + x.received_activation - x.pass_through,
+            recomputed_stash=x.layers_stash
+            - x.output_saved_later
+            + (0 if frees else x.received_activation)
+            - x.pass_through,
             pending=x.layers_pending,
             sent=0 * x.sent_activation,
-            received=x.received_activation + x.received_gradient,
+            received=x.received_gradient + (0 if frees else x.received_activation),
         )
     return MicrobatchBytes(
         stash=x.layers_stash + x.output_unsaved - x.passing_unsaved + x.loss_stash,

@@ -19,7 +19,7 @@ import numpy as np
 from gplan.core import LayerCost, Link, Profile, Sharding, StageCost, Timing
 from gplan.core.interpolation import cost_at
 from gplan.core.plan import Contention, StageBytes
-from gplan.cost.stage_bytes import MicrobatchTerms, TransferMemory, microbatch_bytes, transfer_memory
+from gplan.cost.stage_bytes import MEGATRON, MicrobatchTerms, TransferMemory, microbatch_bytes, transfer_memory
 from gplan.cost.workspaces import Workspaces
 from gplan.graph.boundary import Crossing, PassThrough, crossing_of, saved_outputs
 from gplan.graph.down_sets import DownSets, Floats, Ints, Output, Prefixes, Waiting
@@ -265,8 +265,10 @@ class Costs:
 
     @cached_property
     def transfers(self) -> TransferMemory:
-        """How long the engine holds what is sent and received, by the version of torch that the profile was made with."""
-        return transfer_memory(dict(self.profile.versions).get("torch", ""))
+        """How long the engine holds what is sent and received, by the trainer, or the version of torch, of the profile."""
+        return (
+            MEGATRON if self.profile.is_for_megatron else transfer_memory(dict(self.profile.versions).get("torch", ""))
+        )
 
     @property
     def num_buffers(self) -> int:

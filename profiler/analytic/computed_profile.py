@@ -21,8 +21,14 @@ from gplan.core.errors import ModelError
 from gplan.core.units import percent_text
 from profiler.analytic.hardware import Hardware
 from profiler.analytic.layer_work import HalvesAnalysis, LayerAnalysis, analyse, analyse_halves
-from profiler.analytic.roofline import RooflineCalibration, roofline_seconds
-from profiler.analytic.work import WorkCounter, total_work
+from profiler.analytic.roofline import (
+    Operation,
+    RooflineCalibration,
+    operations_seconds,
+    roofline_seconds,
+    total_work,
+)
+from profiler.analytic.work import WorkCounter
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, model_state_restored, routing_notes
 from profiler.host.host_info import software_versions
@@ -135,21 +141,21 @@ def _halves(bench: Bench) -> Sequence[HalvesAnalysis | None]:
 
 
 def _cost(analysis: LayerAnalysis, halves: HalvesAnalysis | None, size: int, hardware: Hardware) -> LayerCost:
-    def computed(work: Sequence[Work]) -> Timing:
-        return Timing.exactly(roofline_seconds(work, hardware, dtype=analysis.dtype), origin="computed")
+    def computed(operations: Sequence[Operation]) -> Timing:
+        return Timing.exactly(operations_seconds(operations, hardware, dtype=analysis.dtype), origin="computed")
 
-    backward = computed(analysis.backward_work)
-    first_half = computed(halves.input_work) if halves and halves.input_work is not None else None
-    second_half = computed(halves.weight_work) if halves and first_half else backward
+    backward = computed(analysis.backward)
+    first_half = computed(halves.input_half) if halves and halves.input_half is not None else None
+    second_half = computed(halves.weight_half) if halves and first_half else backward
     return LayerCost(
         microbatch_size=size,
-        forward=computed(analysis.forward_work),
-        last_recompute=computed(analysis.last_recompute_work),
+        forward=computed(analysis.forward),
+        last_recompute=computed(analysis.last_recompute),
         backward=backward,
         input_gradient=first_half,
         weight_gradient=second_half if halves else None,
-        forward_work=analysis.forward_work,
-        backward_work=analysis.backward_work,
+        forward_work=total_work(analysis.forward),
+        backward_work=total_work(analysis.backward),
         **{**analysis.memory.fields, "pending_bytes": halves.pending_bytes if halves else 0},
     )
 

@@ -3,12 +3,17 @@
 The built-in table, `hardware.toml`, names a source for every group of figures. The efficiencies are assumptions, which
 profiler/analytic/roofline.py can calibrate with a measured profile. float32 products run as by torch's defaults: matrix
 products on a GPU without TF32, convolutions with it where available; a TPU multiplies in bfloat16.
+
+A device may also have shares by the shape of a product (`shapes`), rates of named kernels (`kernels`), kernels that
+training fuses (`fused`) and a link for collectives. `load_hardware` reads the table, TOML files with the same keys, and
+published efficiency files (profiler/analytic/efficiency_file.py).
 """
 
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -18,6 +23,16 @@ import msgspec
 from gplan.core import Device, Link, OperationKind
 from gplan.core.checks import check_not_negative, check_positive
 from gplan.core.errors import FileError, UsageError
+from profiler.analytic.shapes import AttentionShape, Direction, Layout, MatmulShape, Shape, ShapeTable
+
+FusedKernel: TypeAlias = Literal["attention", "cross-entropy", "normalization", "activation"]
+"""Kernels that training may fuse: attention without the square of scores, cross-entropy in place of the logits, norms,
+and gated activations (SwiGLU, GeGLU). They keep their inputs for the backward, and only inputs and results move."""
+
+FUSED_KERNELS: tuple[FusedKernel, ...] = get_args(FusedKernel)
+
+KernelName: TypeAlias = Literal["cross-entropy", "permute-forward", "permute-backward"]
+"""Kernels whose rates may differ from those of their kind: the fused cross-entropy, and how tokens go to experts."""
 
 HardwareKind: TypeAlias = Literal["cuda", "tpu", "cpu"]
 KINDS: tuple[OperationKind, ...] = get_args(OperationKind)
@@ -25,7 +40,9 @@ PRODUCTS: tuple[OperationKind, ...] = ("matmul", "convolution", "attention")
 """Kinds whose peak depends on the dtype; all others use the peak of float32."""
 
 _LEAST_FLOPS_PER_S = 1e9  # lower numbers are probably in another unit
-_LEAST = {"bytes_per_s": 1e8, "link.bytes_per_s": 1e6, "memory_bytes": 1e6}
+_LEAST_LINK = 1e6
+_MOST_SHARE = 2.0  # a causal attention that counts the whole square may reach twice the peak
+_LEAST = {"bytes_per_s": 1e8, "memory_bytes": 1e6}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +52,11 @@ class Efficiency:
     kind: OperationKind
     flops: float
     bandwidth: float
+    latency_s: float = 0.0  # of each operation, beside the bytes it moves
 
     def __post_init__(self) -> None:
         check_positive(self, "flops", "bandwidth")
+        check_not_negative(self, "latency_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +72,11 @@ class Hardware:
     link: Link
     efficiencies: tuple[Efficiency, ...]  # one for every kind of operation
     sources: tuple[tuple[str, str], ...]  # where the figures come from, by group
+    shapes: ShapeTable = field(default_factory=ShapeTable)  # shares by shape, in place of `efficiencies`
+    kernels: Mapping[KernelName, Efficiency] = field(default_factory=dict)  # in place of those of their kind
+    fused: tuple[FusedKernel, ...] = ()  # that training on this device fuses, unless stated otherwise
+    collectives: Link | None = None  # at the rate of replicas that sum gradients and gather weights; None: `link`
+    all_to_all: Link | None = None  # at the rate of ranks that exchange the tokens of experts; None: `link`
 
     def __post_init__(self) -> None:
         check_positive(self, "bytes_per_s")
@@ -63,9 +87,10 @@ class Hardware:
         if "float32" not in dict(self.flops_per_s):
             raise ValueError(f"flops_per_s is for {[x for x, _ in self.flops_per_s]}; expected float32 among them")
 
-    def efficiency(self, kind: OperationKind) -> Efficiency:
-        """The efficiency of operations of a kind."""
-        return self.efficiencies[KINDS.index(kind)]
+    def efficiency(self, kind: OperationKind, kernel: KernelName | None = None) -> Efficiency:
+        """The efficiency of a kernel where it has one of its own, else of operations of its kind."""
+        own = self.kernels.get(kernel) if kernel else None
+        return own or self.efficiencies[KINDS.index(kind)]
 
     def peak_flops_per_s(self, kind: OperationKind, dtype: str) -> float:
         """The peak for operations of a kind on tensors of a dtype; raises UsageError where the device has none."""
@@ -90,11 +115,56 @@ class Hardware:
 class _Shares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flops: float
     bandwidth: float
+    latency_s: float = 0.0
+
+
+class _MatmulShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    m: int
+    k: int
+    n: int
+    flops: float  # the share
+    groups: int = 1
+    layout: Layout = "TN"
+    accumulate: bool = False
+    dtype: str = "bfloat16"
+    out_dtype: str = "bfloat16"
+
+
+class _AttentionShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    batch: int
+    sequence: int
+    heads: int
+    qk_dim: int
+    v_dim: int
+    flops: float  # the share
+    kv_heads: int = 0  # 0: as heads
+    direction: Direction = "forward"
+    dtype: str = "bfloat16"
+
+
+class _ShapeShares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    matmul: list[_MatmulShare] = []
+    attention: list[_AttentionShare] = []
+
+    def table(self) -> ShapeTable:
+        shares: dict[Shape, float] = {}
+        for x in self.matmul:
+            values = msgspec.structs.asdict(x)
+            share = values.pop("flops")
+            shares[MatmulShape(**values)] = share
+        for y in self.attention:
+            values = msgspec.structs.asdict(y)
+            share = values.pop("flops")
+            shares[AttentionShape(**{**values, "kv_heads": y.kv_heads or y.heads})] = share
+        return ShapeTable(shares)
 
 
 class _LinkFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     latency_s: float
     bytes_per_s: float
+
+    def link(self) -> Link:
+        return Link(latency_s=self.latency_s, bytes_per_s=self.bytes_per_s)
 
 
 class _Sources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,6 +185,11 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     efficiency: dict[OperationKind, _Shares]
     sources: _Sources = _Sources()
     memory_bytes: float | None = None
+    shapes: _ShapeShares = _ShapeShares()
+    kernels: dict[KernelName, _Shares] = {}
+    fused: list[FusedKernel] = []
+    collectives: _LinkFigures | None = None
+    all_to_all: _LinkFigures | None = None
 
 
 def hardware_names() -> tuple[str, ...]:
@@ -123,7 +198,7 @@ def hardware_names() -> tuple[str, ...]:
 
 
 def load_hardware(name_or_path: str) -> Hardware:
-    """A device of the built-in table by its name, or of a TOML file with the same keys at its top level.
+    """A device of the built-in table by its name, of a TOML file with the same keys, or of a published efficiency file.
 
     Raises UsageError for a name that is not in the table, FileError for a file that does not describe a device.
     """
@@ -131,9 +206,14 @@ def load_hardware(name_or_path: str) -> Hardware:
     if name_or_path.lower() in table:
         return _hardware(table[name_or_path.lower()], name=name_or_path.lower(), place="the built-in table")
     path = Path(name_or_path)
+    if path.suffix == ".json":
+        from profiler.analytic.efficiency_file import read_efficiency_file
+
+        return _hardware(read_efficiency_file(path, table), name=path.stem, place=str(path))
     if path.suffix != ".toml":
         raise UsageError(
-            f"no hardware is called {name_or_path}; expected {', '.join(table)}, or a TOML file such as mine.toml"
+            f"no hardware is called {name_or_path}; expected {', '.join(table)}, a TOML file such as mine.toml, or a "
+            "published efficiency file in JSON"
         )
     return _hardware(_parsed(path), name=path.stem, place=str(path))
 
@@ -166,12 +246,26 @@ def _hardware(content: dict[str, Any], *, name: str, place: str) -> Hardware:
         bytes_per_s=entry.bytes_per_s,
         flops_per_s=tuple(entry.flops_per_s.items()),
         launch_s=entry.launch_s,
-        link=Link(latency_s=entry.link.latency_s, bytes_per_s=entry.link.bytes_per_s),
-        efficiencies=tuple(
-            Efficiency(kind=x, flops=entry.efficiency[x].flops, bandwidth=entry.efficiency[x].bandwidth) for x in KINDS
-        ),
+        link=entry.link.link(),
+        efficiencies=tuple(_efficiency(x, entry.efficiency[x]) for x in KINDS),
         sources=tuple(msgspec.structs.asdict(entry.sources).items()),
+        shapes=entry.shapes.table(),
+        kernels={name: _efficiency(_KERNEL_KINDS[name], shares) for name, shares in entry.kernels.items()},
+        fused=tuple(entry.fused),
+        collectives=entry.collectives.link() if entry.collectives else None,
+        all_to_all=entry.all_to_all.link() if entry.all_to_all else None,
     )
+
+
+_KERNEL_KINDS: dict[KernelName, OperationKind] = {
+    "cross-entropy": "reduction",
+    "permute-forward": "indexing",
+    "permute-backward": "indexing",
+}
+
+
+def _efficiency(kind: OperationKind, shares: _Shares) -> Efficiency:
+    return Efficiency(kind=kind, flops=shares.flops, bandwidth=shares.bandwidth, latency_s=shares.latency_s)
 
 
 def _check(entry: _Entry, place: str) -> None:
@@ -184,16 +278,29 @@ def _check(entry: _Entry, place: str) -> None:
     if entry.memory_bytes is None and entry.kind != "cpu":
         raise FileError(f"{place} has no memory_bytes; expected the memory of one device, such as 80e9")
     rates = {f"flops_per_s.{dtype}": value for dtype, value in entry.flops_per_s.items()}
-    rates |= {"bytes_per_s": entry.bytes_per_s, "link.bytes_per_s": entry.link.bytes_per_s}
+    links = {"link": entry.link, "collectives": entry.collectives, "all_to_all": entry.all_to_all}
+    rates |= {"bytes_per_s": entry.bytes_per_s}
+    rates |= {f"{name}.bytes_per_s": link.bytes_per_s for name, link in links.items() if link}
     for key, value in (rates | {"memory_bytes": entry.memory_bytes or _LEAST["memory_bytes"]}).items():
-        least = _LEAST.get(key, _LEAST_FLOPS_PER_S)
+        least = _LEAST_LINK if key.endswith(".bytes_per_s") else _LEAST.get(key, _LEAST_FLOPS_PER_S)
         if not least <= value < float("inf"):
             raise FileError(
                 f"{place}: {key} is {value:g}; expected {least:g} or more: bytes and flops, not GB or Tflop"
             )
-    for key, value in (("launch_s", entry.launch_s), ("link.latency_s", entry.link.latency_s)):
+    latencies = {f"{name}.latency_s": link.latency_s for name, link in links.items() if link}
+    for key, value in ({"launch_s": entry.launch_s} | latencies).items():
         if not 0 <= value < 1:
             raise FileError(f"{place}: {key} is {value:g}; expected seconds from 0 to 1, such as 5e-6")
-    for kind, shares in entry.efficiency.items():
+    for kind, shares in (entry.efficiency | entry.kernels).items():
         if not (0 < shares.flops <= 1 and 0 < shares.bandwidth <= 1):
             raise FileError(f"{place}: efficiency.{kind} is {shares}; expected shares above 0 and at most 1")
+        if not 0 <= shares.latency_s < 1:
+            raise FileError(f"{place}: latency_s of {kind} is {shares.latency_s:g}; expected seconds, such as 5e-6")
+    rows: list[_MatmulShare | _AttentionShare] = [*entry.shapes.matmul, *entry.shapes.attention]
+    for row in rows:
+        sizes = {key: x for key, x in msgspec.structs.asdict(row).items() if type(x) is int and key != "kv_heads"}
+        if min(sizes.values()) < 1 or not 0 < row.flops <= _MOST_SHARE:
+            raise FileError(
+                f"{place}: shapes has {row}; expected sizes of 1 or more and flops, the share of the peak, above 0 and "
+                f"at most {_MOST_SHARE:g}"
+            )

@@ -20,9 +20,9 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gplan.core import Work
 from gplan.core.errors import ModelError
-from profiler.analytic.work import Operation, WorkCounter, product_dtype, total_work
+from profiler.analytic.roofline import Operation
+from profiler.analytic.work import WorkCounter, product_dtype
 from profiler.backward.rematerialize import noting_saves
 from profiler.capture.chain import Tensors
 from profiler.memory.allocations import StorageRecorder, storage_key
@@ -92,21 +92,23 @@ class StandIns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAnalysis:
-    """Work and memory of one layer, or of the loss, for one micro-batch."""
+    """Operations and memory of one layer, or of the loss, for one micro-batch."""
 
-    forward_work: tuple[Work, ...]
-    last_recompute_work: tuple[Work, ...]  # of a recompute that ends with the layer, at the last tensor that is saved
-    backward_work: tuple[Work, ...]
+    forward: tuple[Operation, ...]
+    last_recompute: tuple[Operation, ...]  # of a recompute that ends with the layer, at the last tensor that is saved
+    backward: tuple[Operation, ...]
     memory: LayerBytes
     dtype: str  # of its products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalvesAnalysis:
-    """Work of the two halves of the backward of one layer, or of the loss, and the bytes kept between them."""
+    """Operations of the two halves of the backward of one layer, or of the loss, and the bytes kept between them."""
 
-    input_work: tuple[Work, ...] | None  # None: no input requires a gradient, and the second half is the whole backward
-    weight_work: tuple[Work, ...]
+    input_half: (
+        tuple[Operation, ...] | None
+    )  # None: no input wants a gradient, and the second half is the whole backward
+    weight_half: tuple[Operation, ...]
     pending_bytes: int
 
 
@@ -148,9 +150,9 @@ def analyse(
         before, after = fake.counter.between(*forward), fake.counter.between(*backward)
         found.append(
             LayerAnalysis(
-                forward_work=total_work(before),
-                last_recompute_work=total_work(fake.counter.between(forward[0], ends.get(layer, forward[0]))),
-                backward_work=total_work(after),
+                forward=before,
+                last_recompute=fake.counter.between(forward[0], ends.get(layer, forward[0])),
+                backward=after,
                 memory=memory,
                 dtype=product_dtype((*before, *after)),
             )
@@ -170,8 +172,8 @@ def analyse_halves(
         work[layer] += between(*window)
     return tuple(
         HalvesAnalysis(
-            input_work=total_work(between(*passage.inputs[i - passage.first])) if i >= passage.first else None,
-            weight_work=total_work(work[i]),
+            input_half=between(*passage.inputs[i - passage.first]) if i >= passage.first else None,
+            weight_half=tuple(work[i]),
             pending_bytes=pending[i],
         )
         for i in range(len(pending))

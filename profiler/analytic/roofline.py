@@ -1,14 +1,15 @@
 """Roofline model: counted work to seconds on a device, and calibration of its efficiencies by a measured profile.
 
 Operations of one kind take max(FLOPs / peak, bytes / bandwidth), each times the efficiency of the kind (Williams et al.,
-Roofline, CACM 2009); kinds add up. Each operation costs one launch: added on a CPU; on a GPU or TPU, where launches run
+Roofline, CACM 2009); kinds add up. A product whose shape has a measured share of the peak on the device takes its FLOPs
+at that share instead, and a kernel with rates of its own takes those. Each operation costs one launch: added on a CPU; on a GPU or TPU, where launches run
 ahead, their sum is a lower bound. Left out: caches, overlap of kinds, and small operations that leave a device idle,
 whose mean effect calibration finds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -17,7 +18,8 @@ import numpy.typing as npt
 
 from gplan.core import OperationKind, Profile, StepCost, Work
 from gplan.core.errors import UsageError
-from profiler.analytic.hardware import KINDS, Hardware
+from profiler.analytic.hardware import KINDS, Hardware, KernelName
+from profiler.analytic.shapes import Shape
 
 LEAST_SAMPLES = 8  # forwards and backwards of different layers, for as many figures to be fitted
 _PRIOR = 1e-2  # weight of a given efficiency relative to one measured layer
@@ -29,20 +31,61 @@ _MEASURED_DTYPE = "float32"  # of the products of a measured model
 _Numbers = npt.NDArray[np.float64]
 
 
-def kind_seconds(work: Work, hardware: Hardware, *, dtype: str) -> float:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """Operations of one kind that were counted: one, or some that are alike."""
+
+    work: Work
+    dtype: str = "bfloat16"  # of its first operand
+    shape: Shape | None = None  # of a product
+    kernel: KernelName | None = None  # whose rates count, where the hardware has them
+    time: int = 0  # when it ended, on the counter's clock
+
+
+def total_work(operations: Iterable[Operation]) -> tuple[Work, ...]:
+    """The total work of some operations by kind."""
+    totals: dict[OperationKind, Work] = {}
+    for operation in operations:
+        kind = operation.work.kind
+        totals[kind] = totals[kind] + operation.work if kind in totals else operation.work
+    return tuple(totals[kind] for kind in KINDS if kind in totals)
+
+
+def kind_seconds(work: Work, hardware: Hardware, *, dtype: str, kernel: KernelName | None = None) -> float:
     """Seconds of the operations of one kind without launches; `dtype` is that of the products.
 
     Raises UsageError if the hardware has no flop rate for it.
     """
-    reached = hardware.efficiency(work.kind)
+    reached = hardware.efficiency(work.kind, kernel)
     flops_s = work.num_flops / (hardware.peak_flops_per_s(work.kind, dtype) * reached.flops)
-    return max(flops_s, work.num_bytes / (hardware.bytes_per_s * reached.bandwidth))
+    bytes_s = work.num_bytes / (hardware.bytes_per_s * reached.bandwidth)
+    return max(flops_s, bytes_s) + work.num_operations * reached.latency_s
 
 
 def roofline_seconds(work: Sequence[Work], hardware: Hardware, *, dtype: str) -> float:
     """Seconds of all operations of a layer in one direction, with their launches."""
     device_s = sum(kind_seconds(x, hardware, dtype=dtype) for x in work)
-    launch_s = hardware.launch_s * sum(x.num_operations for x in work)
+    return _with_launches(device_s, sum(x.num_operations for x in work), hardware)
+
+
+def operations_seconds(operations: Sequence[Operation], hardware: Hardware, *, dtype: str) -> float:
+    """As `roofline_seconds`, with shares by shape and rates by kernel where the hardware has them."""
+    own_s, others = 0.0, list[Operation]()
+    for x in operations:
+        share = hardware.shapes.share(x.shape) if x.shape else None
+        if x.shape is not None and share is not None:
+            rate = hardware.peak_flops_per_s(x.work.kind, x.shape.dtype) * share
+            own_s += x.work.num_operations * x.shape.num_flops / rate
+        elif x.kernel in hardware.kernels:
+            own_s += kind_seconds(x.work, hardware, dtype=dtype, kernel=x.kernel)
+        else:
+            others.append(x)
+    device_s = own_s + sum(kind_seconds(x, hardware, dtype=dtype) for x in total_work(others))
+    return _with_launches(device_s, sum(x.work.num_operations for x in operations), hardware)
+
+
+def _with_launches(device_s: float, num_operations: int, hardware: Hardware) -> float:
+    launch_s = hardware.launch_s * num_operations
     return device_s + launch_s if _launches_add(hardware) else max(device_s, launch_s)
 
 
@@ -176,7 +219,12 @@ def _least_squares(terms: _Numbers, wanted: _Numbers) -> _Numbers:
 def _scaled(hardware: Hardware, factors: _Numbers) -> Hardware:
     """The hardware with every kind `factor` times slower."""
     scaled = tuple(
-        replace(x, flops=x.flops / float(factor), bandwidth=x.bandwidth / float(factor))
+        replace(
+            x,
+            flops=x.flops / float(factor),
+            bandwidth=x.bandwidth / float(factor),
+            latency_s=x.latency_s * float(factor),
+        )
         for x, factor in zip(hardware.efficiencies, factors, strict=False)
     )
     return replace(hardware, efficiencies=scaled, launch_s=hardware.launch_s * float(factors[-1]))

@@ -10,7 +10,6 @@ pointwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -21,7 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from gplan.core import OperationKind, Work
-from profiler.analytic.hardware import KINDS, PRODUCTS
+from profiler.analytic.hardware import PRODUCTS
+from profiler.analytic.roofline import Operation
+from profiler.analytic.shapes import AttentionShape, Layout, MatmulShape, Shape
 from profiler.memory.allocations import storage_key, tensors_in
 
 _ATEN = torch.ops.aten
@@ -40,15 +41,6 @@ _INDEXINGS = (
 )  # fmt: skip
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _OVERWRITING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"}
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One operation that was run."""
-
-    time: int  # when it ended, on the counter's clock
-    work: Work
-    dtype: str  # of its first operand, such as "float32"
 
 
 class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -77,7 +69,14 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             num_flops = _num_flops(func, kind, args, kwargs or {}, result)
             work = Work(kind=kind, num_operations=1, num_flops=num_flops, num_bytes=num_bytes)
             first = next(tensors_in((args, kwargs, result)))
-            self._operations.append(Operation(self._now(), work, str(first.dtype).removeprefix("torch.")))
+            self._operations.append(
+                Operation(
+                    work=work,
+                    dtype=_dtype_name(first),
+                    shape=_shape(func, args, kwargs or {}, result),
+                    time=self._now(),
+                )
+            )
         return result
 
 
@@ -98,15 +97,6 @@ def operation_kind(name: str) -> OperationKind:
     if "norm" in name or "softmax" in name:
         return "normalization"
     return "indexing" if any(x in name for x in _INDEXINGS) else "pointwise"
-
-
-def total_work(operations: Sequence[Operation]) -> tuple[Work, ...]:
-    """The total work of some operations by kind."""
-    totals: dict[OperationKind, Work] = {}
-    for operation in operations:
-        kind = operation.work.kind
-        totals[kind] = totals[kind] + operation.work if kind in totals else operation.work
-    return tuple(totals[kind] for kind in KINDS if kind in totals)
 
 
 def product_dtype(operations: Sequence[Operation]) -> str:
@@ -153,6 +143,55 @@ def _num_flops(func: Any, kind: OperationKind, args: Any, kwargs: Any, result: A
     if kind == "indexing":
         return 0
     return max(x.numel() for x in tensors_in((args, kwargs, result)))
+
+
+def _shape(func: Any, args: Any, kwargs: Any, result: Any) -> Shape | None:
+    """The shape of a matrix product, or of a fused causal attention; None for others."""
+    name = _name(func)
+    if name in _MATMUL_OPERANDS:
+        a, b = args[_MATMUL_OPERANDS[name]]
+        return MatmulShape(
+            groups=prod(a.shape[:-2]),
+            m=a.shape[-2],
+            k=a.shape[-1],
+            n=b.shape[-1],
+            layout=_LAYOUTS[_is_transposed(b), _is_transposed(a)],
+            dtype=_dtype_name(a),
+            out_dtype=_dtype_name(result),
+        )
+    if "attention" not in name:
+        return None
+    given = dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | kwargs
+    if not given.get("is_causal") or given["query"].shape[-2] != given["key"].shape[-2]:
+        return None
+    (batch, heads, sequence, qk_dim), key, value = given["query"].shape, given["key"], given["value"]
+    return AttentionShape(
+        batch=batch,
+        sequence=sequence,
+        heads=heads,
+        kv_heads=key.shape[1],
+        qk_dim=qk_dim,
+        v_dim=value.shape[-1],
+        direction="backward" if "backward" in name else "forward",
+        dtype=_dtype_name(key),
+    )
+
+
+_MATMUL_OPERANDS = {"mm": slice(0, 2), "bmm": slice(0, 2), "addmm": slice(1, 3), "baddbmm": slice(1, 3)}
+_LAYOUTS: dict[tuple[bool, bool], Layout] = {
+    (True, False): "TN",
+    (False, False): "NN",
+    (False, True): "NT",
+    (True, True): "NT",  # rare, and not measured
+}
+
+
+def _is_transposed(matrix: Tensor) -> bool:
+    return matrix.stride(-1) != 1 and matrix.stride(-2) == 1
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _gradients_of_convolution(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any, out_val: Any, **_: Any) -> int:

@@ -20,7 +20,8 @@ from gplan.interop.layouts import read_layout, stage_letters
 from gplan.interop.planning import ForReceiver, import_plan, nearest_plan, nearest_plan_text
 from gplan.interop.receivers import RECEIVERS, Settings, constraints_for, settings_problem
 from gplan.schedules.registry import SCHEDULES
-from profiler.analytic.decoder_config import Widths, decoder_profile
+from profiler.analytic.decoder_config import Widths
+from profiler.analytic.decoder_profile import decoder_profile
 from profiler.analytic.hardware import load_hardware
 from tests.interop.planned import profiled, shared, transformer, value
 from tests.made import make_profile

@@ -18,7 +18,7 @@ from gplan.files import json_files
 from profiler.analytic.computed_profile import ComputeOptions, computed_profile
 from profiler.analytic.hardware import load_hardware
 from profiler.analytic.layer_work import analyse, analyse_halves
-from profiler.analytic.roofline import Fit, RooflineCalibration, roofline_seconds
+from profiler.analytic.roofline import Fit, Operation, RooflineCalibration, roofline_seconds, total_work
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, Tensors, flat_tensors
 from profiler.memory.layer_memory import allocate_gradients, measure_bytes, measure_pending
@@ -86,34 +86,36 @@ def profile() -> Profile:
 def test_a_linear_layer_is_counted_by_hand() -> None:
     _, layers, tensors = captured(nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5)), torch.randn(3, 6))
     first, second, _ = analyse(layers, tensors, sum_of_squares)
-    flops = [[x.num_flops for x in work if x.kind == "matmul"] for work in (first.forward_work, second.backward_work)]
-    assert flops == [[2 * 3 * 6 * 7], [2 * 2 * 3 * 7 * 5]]
-    assert [x.num_flops for x in first.backward_work if x.kind == "matmul"] == [2 * 3 * 6 * 7]  # no input gradient
+    assert (flops_of(first.forward, "matmul"), flops_of(second.backward, "matmul")) == (
+        2 * 3 * 6 * 7,
+        2 * 2 * 3 * 7 * 5,
+    )
+    assert flops_of(first.backward, "matmul") == 2 * 3 * 6 * 7  # no input gradient
     assert (first.memory.stash_bytes, first.memory.output.num_bytes) == (4 * 3 * 7, 4 * 3 * 7)
     assert first.dtype == "float32"
 
 
-def flops_of(work: tuple[Work, ...] | None, kind: str) -> int:
-    assert work is not None
-    return sum(x.num_flops for x in work if x.kind == kind)
+def flops_of(operations: tuple[Operation, ...] | None, kind: str) -> int:
+    assert operations is not None
+    return sum(x.work.num_flops for x in operations if x.work.kind == kind)
 
 
 def test_each_half_of_a_backward_has_one_of_the_two_products() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 5, 3, padding=1), nn.Flatten(), nn.Linear(320, 6))  # fmt: skip
     _, layers, tensors = captured(model, torch.randn(2, 3, 8, 8))
     stem, norm, conv, _, linear, _ = analyse_halves(layers, tensors, sum_of_squares)
-    assert stem.input_work is None  # nothing goes back through it
-    for half in (conv.input_work, conv.weight_work):
+    assert stem.input_half is None  # nothing goes back through it
+    for half in (conv.input_half, conv.weight_half):
         assert flops_of(half, "convolution") == 2 * 2 * 64 * 9 * 4 * 5
-    for half in (linear.input_work, linear.weight_work):
+    for half in (linear.input_half, linear.weight_half):
         assert flops_of(half, "matmul") == 2 * 2 * 320 * 6
-    assert flops_of(norm.input_work, "normalization") > 0
+    assert flops_of(norm.input_half, "normalization") > 0
 
 
 def test_a_weight_that_layers_share_has_its_second_half_once() -> None:
     _, layers, tensors = captured(Tied(), torch.randint(0, 11, (2, 5)))
     *_, head, _ = analyse_halves(layers, tensors, sum_of_squares)
-    assert flops_of(head.weight_work, "matmul") == flops_of(head.input_work, "matmul") == 2 * 10 * 8 * 11
+    assert flops_of(head.weight_half, "matmul") == flops_of(head.input_half, "matmul") == 2 * 10 * 8 * 11
 
 
 def test_pending_bytes_match_the_allocator() -> None:
@@ -206,7 +208,9 @@ def test_repeated_layers_equal_full_analysis(profile: Profile) -> None:
     _, layers, tensors = captured(deep(8), torch.randn(2, 4))
     all_of_them = analyse(layers, tensors, lambda x: F.cross_entropy(x[0], torch.tensor([0, 1])))
     for layer, found in zip(profile.layers, all_of_them, strict=False):
-        assert (layer.costs[1].forward_work, layer.costs[1].backward_work) == (found.forward_work, found.backward_work)
+        assert (layer.costs[1].forward_work, layer.costs[1].backward_work) == tuple(
+            map(total_work, (found.forward, found.backward))
+        )
         assert layer.costs[1].stash_bytes == found.memory.stash_bytes
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gplan.core import Profile
 from gplan.core.errors import FileError, UsageError
-from profiler.analytic.decoder_config import Widths, decoder_names, decoder_profile, load_decoder
-from profiler.analytic.hardware import load_hardware
+from gplan.cost.stage_costs import Costs
+from profiler.analytic.decoder_config import Widths, decoder_names, load_decoder
+from profiler.analytic.decoder_profile import DecoderProfile, decoder_profile
+from profiler.analytic.hardware import FUSED_KERNELS, load_hardware
 
 H100 = load_hardware("h100")
 
@@ -85,3 +88,56 @@ def test_experts_are_divided_over_ranks_that_are_there() -> None:
         Widths(tensor=2, expert=64, data=4)
     with pytest.raises(UsageError, match="the sequence-length size is 0"):
         Widths(sequence_length=0)
+
+
+MIB = 2**20
+
+
+def test_memory_of_a_block_by_hand() -> None:
+    """Llama-3 70B at 4096 tokens: hidden states 64 MiB, queries 64, keys and values 8 each, half of the gate's input 224."""
+    block = profile_of("llama3-70b").layers[1].costs[0]
+    kept = 64 + (64 + 8 + 8) + 64 + 1 + 64 + 64 + 2 * 224 + 224 + 64  # in the order of the forward, with the output
+    assert block.stash_bytes == kept * MIB
+    assert block.backward_workspace_bytes == (64 + 224 + 2 * 224 - 224) * MIB  # in the gate's backward
+    assert block.output_saved_later_bytes == 64 * MIB
+
+
+def test_fused_cross_entropy_keeps_the_logits_alone() -> None:
+    made = DecoderProfile(
+        name="llama3-70b", decoder=load_decoder("llama3-70b"), widths=Widths(), hardware=H100, fused=FUSED_KERNELS
+    ).profile((1,))
+    fused, plain = made.layers[-1].costs[0], profile_of("llama3-70b").layers[-1].costs[0]
+    logits = 4096 * 128256
+    assert fused.stash_bytes == 2 * logits + 64 * MIB
+    assert plain.stash_bytes == 4 * logits + 64 * MIB
+    table = 2 * 8192 * 128256  # the output layer's empty gradient
+    assert fused.backward_workspace_bytes == table + 64 * MIB
+    assert fused.backward.median_s < plain.backward.median_s
+
+
+def test_a_stage_holds_one_empty_gradient_of_each_shape() -> None:
+    decoder = load_decoder("llama3-70b", {"num_hidden_layers": 4})
+    made = DecoderProfile(name="llama", decoder=decoder, widths=Widths(), hardware=H100, placeholders=True).profile(
+        (1,)
+    )
+    bytes_of = [Costs(made, 1, 4).one_stage_bytes(*x) for x in ((0, 2), (0, 3), (0, 6))]
+    of_shapes = 2 * (8192 * 10240 + 8192 * 8192 + 8192 * 57344 + 28672 * 8192)
+    for stage, (first, end) in zip(bytes_of, ((0, 2), (0, 3), (0, 6)), strict=True):
+        assert stage.weight == sum(x.weight_bytes for x in made.layers[first:end]) + of_shapes
+
+
+def test_megatron_frees_outputs_and_receives_when_it_needs() -> None:
+    made = profile_of("llama3-70b")
+    first, later = (Costs(made, 1, 32).one_stage_bytes(*x) for x in ((0, 3), (3, 5)))
+    blocks = 1073 * MIB
+    assert first.stash == 2 * blocks  # the embedding's output, and no output of the stage
+    assert later.stash == 2 * blocks  # what was received in place of what was sent
+    assert first.buffer == later.buffer == 64 * MIB  # a gradient
+    assert replace(made, versions=()).is_for_megatron is False
+
+
+def test_experts_wait_for_their_tokens() -> None:
+    alone, spread = (profile_of("mixtral-8x7b", expert=x, data=4).layers[1].costs[0] for x in (1, 4))
+    sent = 2 * 2 * 4096 * 4096  # two experts a token
+    exchange_s = 2 * (3 * H100.link.latency_s + 0.75 * sent / H100.link.bytes_per_s)
+    assert spread.forward.median_s == pytest.approx(alone.forward.median_s + exchange_s, rel=0.05)

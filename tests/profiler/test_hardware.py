@@ -44,7 +44,7 @@ def test_sources_are_optional(tmp_path: Path) -> None:
     assert dict(hardware.sources)["flops"] == "not given"
 
 
-@pytest.mark.parametrize("name", ["h100", "h200", "a100", "v100", "p100", "tpu-v2", "tpu-v3", "cpu"])
+@pytest.mark.parametrize("name", ["b200", "h100", "h200", "a100", "v100", "p100", "tpu-v2", "tpu-v3", "cpu"])
 def test_built_in_devices_are_complete(name: str) -> None:
     hardware = load_hardware(name)
     assert hardware.name == name
@@ -100,8 +100,8 @@ def test_a_file_that_is_wrong_is_refused_with_the_key(tmp_path: Path, found: str
 
 
 def test_unknown_name_lists_known_names(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no hardware is called b200; expected h100, h200, a100"):
-        load_hardware("b200")
+    with pytest.raises(UsageError, match="no hardware is called b300; expected b200, h100, h200, a100"):
+        load_hardware("b300")
     with pytest.raises(FileError, match="cannot be read"):
         load_hardware(str(tmp_path / "none.toml"))
 

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from gplan.core import Work
-from profiler.analytic.work import Operation, WorkCounter, product_dtype, total_work
+from profiler.analytic.roofline import Operation, total_work
+from profiler.analytic.work import WorkCounter, product_dtype
 
 
 def operations(run: Callable[[], object]) -> tuple[Operation, ...]:

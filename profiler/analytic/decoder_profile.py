@@ -1,0 +1,206 @@
+"""A computed profile of a language model from its configuration alone, on one device of a tensor- and expert-parallel group.
+
+For models that are too large to build, and for widths that the planner does not choose. The kernels of each layer, what
+they keep and what they take are those of Megatron-LM (profiler/analytic/decoder_kernels.py), in bfloat16: weights of 2
+bytes, gradients of 4, and 12 bytes of optimizer state, which the data-parallel ranks divide. Activations are divided by
+the tensor-parallel size (sequence parallelism), experts by the expert-parallel size. Seconds are by the roofline and the
+device's shares by shape. A step clears, scales and checks the gradients, then Adam reads and writes the state. Left out:
+collectives within a layer but for the exchange of experts' tokens, and imbalance between experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from hashlib import sha256
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+from gplan.core import Layer, LayerCost, ModelId, Precision, Profile, SharedWeight, StepCost, Timing
+from gplan.core.layer_cost import Leftover
+from gplan.core.profile import MEGATRON_LM
+from profiler.analytic.decoder_config import Decoder, Widths, load_decoder
+from profiler.analytic.decoder_kernels import (
+    ELEMENT,
+    GRADIENT,
+    MEGATRON_KERNELS,
+    LayerKernels,
+    Part,
+    layers_by_shape,
+)
+from profiler.analytic.hardware import FusedKernel, Hardware
+
+_STATE = 12  # bytes of the optimizer's state: master weights and two moments
+_GRADIENT_PASSES = 4  # over the gradients once a step: cleared, scaled (read and written), checked for NaN
+_UPDATE_BYTES = 4 + 2 * _STATE + ELEMENT + 4  # of a parameter: gradient, state read and written, weight, norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderProfile:
+    """The layers of a decoder on a device, for micro-batches of some sizes."""
+
+    name: str
+    decoder: Decoder
+    widths: Widths
+    hardware: Hardware
+    fused: tuple[FusedKernel, ...] = MEGATRON_KERNELS
+    divides_state: bool = True  # over the data-parallel ranks; else that is left to the sharding of a plan
+    placeholders: bool = False  # whether Transformer Engine's empty gradients are held, one for each shape of a weight
+
+    def parts(self, microbatch_size: int = 1) -> tuple[Part, ...]:
+        """Embedding, blocks, multi-token prediction, and the head with norm and loss."""
+        model = self.decoder
+        kernels = LayerKernels(model, self.widths, self.fused, microbatch_size)
+        sparse = [model.is_sparse(i) for i in range(model.num_hidden_layers)]
+        made = {x: kernels.block("", is_sparse=x) for x in set(sparse)}
+        blocks = [replace(made[x], name=f"layers.{i}") for i, x in enumerate(sparse)]
+        further = [kernels.prediction(f"mtp.{i}") for i in range(model.num_nextn_predict_layers)]
+        return (kernels.embedding(), *blocks, *further, kernels.head())
+
+    @property
+    def _state_ranks(self) -> tuple[int, int]:
+        """Over how many ranks the state of weights is divided, and that of experts."""
+        split = self.widths
+        return split.data, max(1, split.data * split.tensor // split.expert)
+
+    def _state_bytes(self, dense: int) -> int:
+        """Of the optimizer; without `divides_state` as if one rank held all of it."""
+        return _STATE * dense // (self._state_ranks[0] if self.divides_state else 1)
+
+    def _weight_bytes(self, part: Part) -> int:
+        """Of the weights, and of experts' state as far as fewer ranks divide it than that of other weights."""
+        ranks, expert_ranks = self._state_ranks
+        more = _STATE * part.experts // expert_ranks - _STATE * part.experts // ranks
+        return ELEMENT * (part.parameters + part.experts) + more
+
+    def profile(self, microbatch_sizes: tuple[int, ...]) -> Profile:
+        """The computed profile; state of experts that fewer ranks divide is counted with the weights."""
+        parts = self.parts()
+        costs = {size: self._costs(self.parts(size), size) for size in microbatch_sizes}
+        layers = tuple(
+            Layer(
+                name=part.name,
+                kind=part.kind,
+                num_parameters=part.parameters + part.experts,
+                weight_bytes=self._weight_bytes(part),
+                gradient_bytes=GRADIENT * (part.parameters + part.experts),
+                costs=tuple(costs[size][i] for size in microbatch_sizes),
+                num_trained=1,
+            )
+            for i, part in enumerate(parts)
+        )
+        shared = (*self._tied(len(parts) - 1), *(self._placeholders(parts) if self.placeholders else ()))
+        parameters = sum(x.num_parameters for x in layers) + sum(x.num_parameters for x in shared)
+        return Profile(
+            model=ModelId(
+                name=self.name, settings=self._settings(), digest=sha256(repr(self).encode()).hexdigest()[:16]
+            ),
+            device=self.hardware.device(),
+            layers=layers,
+            shared_weights=shared,
+            loss=(),
+            loss_reduction="mean",
+            step=self._step(parameters),
+            link=self.hardware.link,
+            overhead_s=0.0,
+            whole_model=(),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions=((MEGATRON_LM, "core 0.14"),),
+            origin="computed",
+            notes=(
+                f"computed from the sizes of {self.name} for {self.hardware.name}; nothing was built or measured",
+                "collectives within layers are not counted, but for the exchange of experts' tokens",
+            ),
+            precision=Precision.named("mixed"),
+        )
+
+    def _tied(self, last: int) -> tuple[SharedWeight, ...]:
+        """The embedding, where other layers use it too."""
+        model = self.decoder
+        if not model.ties_embedding:
+            return ()
+        table = model.vocab_size * model.hidden_size // self.widths.tensor
+        users = [0, *range(1 + model.num_hidden_layers, last), *([last] if model.tie_word_embeddings else [])]
+        return (
+            SharedWeight(
+                name="embedding.weight",
+                layers=tuple(users),
+                num_parameters=table,
+                weight_bytes=ELEMENT * table,
+                gradient_bytes=GRADIENT * table,
+            ),
+        )
+
+    def _placeholders(self, parts: tuple[Part, ...]) -> tuple[SharedWeight, ...]:
+        """Empty gradients as weights that several layers share: a stage holds one of each shape."""
+        last = len(parts) - 1
+        return tuple(
+            SharedWeight(
+                name=f"empty gradient of {shape[0]} x {shape[1]}",
+                layers=users if len(users) > 1 else (users[0], last),
+                num_parameters=0,
+                weight_bytes=ELEMENT * prod(shape),
+                gradient_bytes=0,
+            )
+            for shape, users in layers_by_shape(parts).items()
+        )
+
+    def _step(self, parameters: int) -> StepCost:
+        """Passes over all gradients, and the update of what a rank holds of the state."""
+        rate = self.hardware.bytes_per_s * self.hardware.efficiency("pointwise").bandwidth
+        held = parameters // (self._state_ranks[0] if self.divides_state else 1)
+        return StepCost(
+            optimizer=Timing.exactly(_UPDATE_BYTES * held / rate, origin="computed"),
+            zero_grad=Timing.exactly(_GRADIENT_PASSES * GRADIENT * parameters / rate, origin="computed"),
+            optimizer_name="Adam",
+            state_bytes=self._state_bytes(parameters),
+            workspace_bytes=0,
+        )
+
+    def _settings(self) -> tuple[tuple[str, str], ...]:
+        return tuple((name, str(getattr(self.widths, name))) for name in self.widths.__slots__)
+
+    def _costs(self, parts: tuple[Part, ...], size: int) -> list[LayerCost]:
+        alike: dict[tuple[str, bool], LayerCost] = {}
+        for part in parts:
+            key = (part.kind, part is parts[-1])
+            if key not in alike:
+                alike[key] = self._cost(part, size)
+        return [alike[part.kind, part is parts[-1]] for part in parts]
+
+    def _cost(self, part: Part, size: int) -> LayerCost:
+        forward_s, backward_s = part.seconds(self.hardware, num_ranks=self.widths.expert)
+        half = Timing.exactly(0.5 * backward_s, origin="computed")
+        own = part.backward_workspace_bytes
+        return LayerCost(
+            microbatch_size=size,
+            forward=Timing.exactly(forward_s, origin="computed"),
+            backward=Timing.exactly(backward_s, origin="computed"),
+            input_gradient=half,
+            weight_gradient=half,
+            stash_bytes=part.stash_bytes,
+            forward_workspace_bytes=part.forward_workspace_bytes,
+            backward_workspace_bytes=own,
+            output_bytes=part.output,
+            output_gradient_bytes=part.output,
+            output_unsaved_bytes=0,
+            output_saved_later_bytes=part.output,
+            leftovers=(Leftover(num_later=1, num_bytes=part.output),) if 0 < part.output <= own else (),
+            forward_work=part.work("forward"),
+            backward_work=part.work("backward"),
+        )
+
+
+def decoder_profile(
+    name: str,
+    hardware: Hardware,
+    *,
+    widths: Widths,
+    microbatch_sizes: tuple[int, ...] = (1,),
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> Profile:
+    """The computed profile of a configuration; raises UsageError or FileError for one that is not known."""
+    found = DecoderProfile(name=name, decoder=load_decoder(name, settings), widths=widths, hardware=hardware)
+    return found.profile(microbatch_sizes)

@@ -1,0 +1,174 @@
+"""Published efficiency files as hardware: the system files of SimuMax (MooreThreads/SimuMax, docs/system.md).
+
+Such a file holds, for one device, the peak flop rate, shares of it by the shapes of matrix products, grouped products
+and fused attention, the memory bandwidth with shares for some kernels, and rates of collectives. Its rates of bytes are
+in GiB per second, and each operation that is bound by memory takes `latency_us` beside its bytes. A grouped product is
+named by the sizes of its forward in all three stages. What the file leaves out (rates of other dtypes, memory) is that
+of the built-in device whose name its `sys_name` begins with; without one, other dtypes run at the same rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gplan.core.errors import FileError
+
+_GIB = 2**30
+_LAUNCH_S = 4e-6  # as the built-in GPUs
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+_NODE = "high_intra_node"
+
+
+class _Op(msgspec.Struct):
+    tflops: float
+    efficient_factor: float
+    accurate_efficient_factor: dict[str, float] | None = None
+
+    @property
+    def shapes(self) -> Iterator[tuple[dict[str, str], float]]:
+        """The shapes by their keys, with their shares."""
+        for text, share in (self.accurate_efficient_factor or {}).items():
+            yield dict(part.strip().split("=", 1) for part in text.split(",")), share
+
+
+class _Bandwidth(msgspec.Struct):
+    gbps: float
+    efficient_factor: float
+    latency_us: float
+
+    def shares(self, bytes_per_s: float) -> dict[str, float]:
+        bandwidth = self.gbps * _GIB * self.efficient_factor / bytes_per_s
+        return {"flops": 1.0, "bandwidth": bandwidth, "latency_s": self.latency_us / 1e6}
+
+
+class _NetworkOp(msgspec.Struct):
+    efficient_factor: float | None = None
+    latency_us: float | None = None
+
+
+class _Network(msgspec.Struct):
+    bandwidth: _Bandwidth
+    op: dict[str, _NetworkOp] = {}
+
+    def link(self, name: str) -> dict[str, float]:
+        """A link at the rate of one kind of transfer."""
+        found, base = self.op.get(name, _NetworkOp()), self.bandwidth
+        share = base.efficient_factor if found.efficient_factor is None else found.efficient_factor
+        latency_us = base.latency_us if found.latency_us is None else found.latency_us
+        return {"latency_s": latency_us / 1e6, "bytes_per_s": base.gbps * _GIB * share}
+
+
+class _Accelerator(msgspec.Struct):
+    mem_gbs: float
+    op: dict[str, _Op]
+    bandwidth: dict[str, _Bandwidth]
+
+
+class _System(msgspec.Struct):
+    sys_name: str
+    accelerator: _Accelerator
+    networks: dict[str, Any] = {}
+
+
+def read_efficiency_file(path: Path, built_in: Mapping[str, Any]) -> dict[str, Any]:
+    """The file as an entry of the hardware table; raises FileError for a file that is no such file."""
+    try:
+        system = msgspec.json.decode(path.read_bytes(), type=_System)
+        ops, bandwidth = system.accelerator.op, system.accelerator.bandwidth
+        product, memory = ops["matmul"], bandwidth["default"]
+        network = msgspec.convert(system.networks.get(_NODE) or system.networks["inter_node"], _Network)
+        base = built_in.get(max((x for x in built_in if system.sys_name.startswith(x)), key=len, default=""), {})
+        shapes = {"matmul": [*_products(product), *_grouped(ops.get("group_matmul"))], "attention": _attention(ops)}
+    except OSError as error:
+        raise FileError(f"{path} cannot be read: {error.strerror}; expected a published efficiency file") from error
+    except (msgspec.DecodeError, msgspec.ValidationError, KeyError, ValueError) as error:
+        missing = f"has no {error}" if isinstance(error, KeyError) else f"is wrong: {error}"
+        raise FileError(
+            f"{path} {missing}; expected a SimuMax system file with accelerator.op.matmul, "
+            "accelerator.bandwidth.default, and networks"
+        ) from error
+    peak = product.tflops * 1e12
+    bytes_per_s = max(x.gbps for x in bandwidth.values()) * _GIB
+    of_bytes = memory.shares(bytes_per_s)
+    attention = min(1.0, ops["sdp_fwd"].efficient_factor if "sdp_fwd" in ops else product.efficient_factor)
+    products = {
+        "matmul": {"flops": product.efficient_factor, "bandwidth": of_bytes["bandwidth"]},
+        "convolution": {"flops": ops.get("default", product).efficient_factor, "bandwidth": of_bytes["bandwidth"]},
+        "attention": {"flops": attention, "bandwidth": of_bytes["bandwidth"]},
+    }
+    others = dict.fromkeys(("normalization", "pointwise", "reduction", "indexing"), of_bytes)
+    kernels = {"ce_fusion": "cross-entropy", "permute_fwd": "permute-forward", "permute_bwd": "permute-backward"}
+    return {
+        "kind": "cuda",
+        "memory_bytes": base.get("memory_bytes", system.accelerator.mem_gbs * 1e9),
+        "bytes_per_s": bytes_per_s,
+        "launch_s": base.get("launch_s", _LAUNCH_S),
+        "flops_per_s": {"float32": peak, "float16": peak, **base.get("flops_per_s", {}), "bfloat16": peak},
+        "link": network.link("p2p"),
+        "collectives": network.link("reduce_scatter"),
+        "all_to_all": network.link("all2all"),
+        "efficiency": products | others,
+        "kernels": {name: bandwidth[key].shares(bytes_per_s) for key, name in kernels.items() if key in bandwidth},
+        "shapes": shapes,
+        "sources": dict.fromkeys(
+            ("flops", "link", "efficiency", "memory"), f"measured, by {path.name} ({system.sys_name})"
+        ),
+    }
+
+
+def _products(op: _Op) -> Iterator[dict[str, Any]]:
+    for x, share in op.shapes:
+        yield {
+            "groups": int(x["b"]),
+            **{size: int(x[size]) for size in ("m", "k", "n")},
+            "layout": x["layout"],
+            "accumulate": x["accumulate"] == "True",
+            "out_dtype": _DTYPES.get(x["out_dtype"], x["out_dtype"]),
+            "flops": share,
+        }
+
+
+def _grouped(op: _Op | None) -> Iterator[dict[str, Any]]:
+    """The sizes are those of the forward; here they are those of the product itself."""
+    for x, share in op.shapes if op else ():
+        rows, inner, columns = int(x["M"]), int(x["K"]), int(x["N"])
+        sizes = {
+            "fwd": (rows, inner, columns, "TN", x["out_dtype"]),
+            "bwd_grad_act": (rows, columns, inner, "NN", x["out_dtype"]),
+            "bwd_grad_w": (columns, rows, inner, "NT", x["main_grad_dtype"]),
+        }
+        m, k, n, layout, dtype = sizes[x["stage"]]
+        yield {
+            "groups": int(x["ng"]),
+            "m": m,
+            "k": k,
+            "n": n,
+            "layout": layout,
+            "accumulate": x["accumulate"] == "True",
+            "dtype": _DTYPES.get(x["dtype"], x["dtype"]),
+            "out_dtype": _DTYPES.get(dtype, dtype),
+            "flops": share,
+        }
+
+
+def _attention(ops: Mapping[str, _Op]) -> list[dict[str, Any]]:
+    """Of queries, keys and values that are contiguous, as a trainer makes them; others where there are none."""
+    found: dict[tuple[object, ...], dict[str, Any]] = {}
+    for name, direction in (("sdp_fwd", "forward"), ("sdp_bwd", "backward")):
+        for x, share in ops[name].shapes if name in ops else ():
+            row = {
+                "batch": int(x["batch"]),
+                "sequence": int(x["seq_len"]),
+                "heads": int(x["head_num"]),
+                "kv_heads": int(x["kv_head_num"]),
+                "qk_dim": int(x["qk_head_dim"]),
+                "v_dim": int(x["v_head_dim"]),
+                "direction": direction,
+            }
+            if x["qkv_contiguous"] == "True" or tuple(row.values()) not in found:
+                found[tuple(row.values())] = {**row, "flops": share}
+    return list(found.values())
