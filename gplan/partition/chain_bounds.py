@@ -1,14 +1,12 @@
-"""The least step of a chain within a memory, by what each stage takes and holds at least: no search, no simulation.
+"""The least step of a chain within a memory, with one stage for each device: no search, no simulation.
 
-A step is as long as what any one of its stages makes of it, so a smallest-maximum program over (stage, position) of
-lower bounds of single stages is a lower bound of every partition; O(K P^2) array operations. With t the seconds of a
-micro-batch on stage s, forward f and backward b, recompute included as far as the stage needs it to fit, W those of all
-layers, M micro-batches and w warm-up forwards:
-    any       T >= layers before, forward + M t + layers before, backward, or the update
-    gpipe     T >= W + (M-1) t
-    1F1B      T >= W + (M-1) t - (w-1) min(f, b)               w = K - s; eager 1F1B 2 (K - s) - 1
-    ZB-H1     T >= forward of all layers + first halves of the layers after + M t - (K - s) f
-What a stage holds follows from how many micro-batches it has in flight, in closed form (`least_moments`).
+A partition whose step is at most T has no path longer than T. Each stage is looked at with the paths through its order
+(`order_paths.py`); what such a path takes of the stages before and after is at least what the shortest ways through these
+take, by programs over (stage, position). Candidates with a longer path are left out, which makes the ways through the
+others longer, until no more are; where no partition is left, every step is longer than T. T is bisected. Each round takes O(S P^2).
+
+What a stage takes counts with the recompute that it needs to fit where it is: how many micro-batches it has in flight
+there is known in closed form (`least_moments`).
 """
 
 from __future__ import annotations
@@ -22,21 +20,25 @@ import numpy as np
 from gplan.core import RecomputeMode, StageBytes
 from gplan.cost.memory_moments import RESTING, Moment, peak_of
 from gplan.cost.stage_costs import Costs
-from gplan.cost.stage_seconds import StageSeconds
+from gplan.cost.stage_seconds import ActionKey, StageSeconds, action_s
 from gplan.graph.down_sets import Bools, Floats, Ints
-from gplan.partition.bounds import least_hops_s, through_all_s
 from gplan.partition.candidates import stage_seconds
 from gplan.partition.device_bounds import AlikeLayers
-from gplan.partition.dp import INFINITY
-from gplan.partition.plan_evaluation import passes_s
-from gplan.partition.problem import Problem, recomputed_share
+from gplan.partition.dp import INFINITY, Combine
+from gplan.partition.order_paths import order_paths
+from gplan.partition.problem import Problem
 from gplan.partition.recompute import PeakMoments, RecomputeSelector
+from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
 from gplan.schedules.in_flight import NUM_WARMUP, max_in_flight
 
 MOST_POSITIONS = 400
 """Chains with more positions have too many stages to be looked at for every setting."""
 
 _SLACK = 1e-9
+_MOST_CANDIDATES = 1_000_000  # of all stages together
+_MOST_ROUNDS = 12  # of leaving candidates out for one step
+_PRECISION = 1e-3  # to which share the bound is found
+_RISE = 1.05  # from one step to the next longer one that is tried
 
 
 @dataclass(frozen=True)
@@ -92,14 +94,38 @@ class ChainStages:
 
     def least_largest(self, values: Sequence[Floats]) -> float:
         """The smallest largest value of the stages of a partition, given those of each stage's window; exact."""
+        return float(self._least_to(np.asarray(values), np.maximum)[-1, -1])
+
+    def least_before(self, values: Floats) -> Floats:
+        """[S, ..., E]: the least sum of the stages before each candidate, given the values of each stage, [S, ..., E]."""
+        first, _ = _pairs(self.costs.num_positions - len(values))
+        least: Floats = self._least_to(values, np.add)[:-1, ..., first]
+        return least
+
+    def least_after(self, values: Floats) -> Floats:
+        """[S, ..., E]: the least sum of the stages after each candidate."""
+        width = self.costs.num_positions - len(values)
+        first, end = _pairs(width)
+        by_first, starts = np.argsort(first, kind="stable"), np.concatenate([[0], np.cumsum(np.arange(width, 1, -1))])
+        least = np.full((len(values), *values.shape[1:-1], width), INFINITY)
+        least[-1, ..., -1] = 0.0
+        for stage in reversed(range(1, len(values))):
+            sums = values[stage] + least[stage][..., end - 1]
+            least[stage - 1] = np.minimum.reduceat(sums[..., by_first], starts, axis=-1)
+        found: Floats = least[..., end - 1]
+        return found
+
+    def _least_to(self, values: Floats, combine: Combine) -> Floats:
+        """[S + 1, ..., W]: the least of the stages before each one, by where it begins in its window,
+        which is one position on from stage to stage."""
         width = self.costs.num_positions - len(values)
         first, _ = _pairs(width)
         starts = np.concatenate([[0], np.cumsum(np.arange(1, width))])
-        best = np.zeros(width)  # by where the stage begins in its window, which is one position on from stage to stage
-        best[1:] = INFINITY
-        for own in values:
-            best = np.minimum.reduceat(np.maximum(own, best[first]), starts)
-        return float(best[-1])
+        least = np.full((len(values) + 1, *values.shape[1:-1], width), INFINITY)
+        least[0, ..., 0] = 0.0
+        for stage, own in enumerate(values):
+            least[stage + 1] = np.minimum.reduceat(combine(own, least[stage][..., first]), starts, axis=-1)
+        return least
 
 
 @lru_cache(maxsize=512)
@@ -162,6 +188,19 @@ def least_moments(
     return full, replace(RESTING, num_done=num_microbatches, has_gradients=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ways:
+    """Seconds that the candidates of all stages take, with the recompute that they need to fit."""
+
+    own: Floats  # [S, paths, E]: of each path
+    before: Floats  # [S, 2, E]: of what comes from the stages before: a forward; and beside it the last gradients back
+    after: Floats  # [S, 2, E]: of a forward and its gradients, with a micro-batch kept, and recomputed
+    crossing: Floats  # [S, E]: of both transfers over the cut after it
+    fits: Bools  # [S, E]: whether there is such a candidate
+    rounds: Ints  # [S, paths, 2]: as in `OrderPaths`
+    returns: Ints  # [paths]: 1 where the last gradients go on through the stages before
+
+
 @dataclass(frozen=True)
 class ChainBounds:
     """Bounds over the partitions of a chain into one stage for each of some equal devices."""
@@ -176,6 +215,7 @@ class ChainBounds:
         return (
             costs.given_downsets is None
             and costs.num_positions <= MOST_POSITIONS
+            and problem.num_stages * (costs.num_positions - problem.num_stages) ** 2 <= 2 * _MOST_CANDIDATES
             and not problem.has_chunks
             and not problem.machine_devices
             and not problem.links
@@ -183,37 +223,96 @@ class ChainBounds:
         )
 
     @cached_property
-    def step_s(self) -> float:
-        """A lower bound of the step of every partition that fits the memory; infinite where none fits."""
-        values = [self._values(stage) for stage in range(self.problem.num_stages)]
-        return self.stages.least_largest(values) * (1 - _SLACK)
+    def quick_s(self) -> float:
+        """A weaker bound: of single stages, with the shortest ways through all others."""
+        return self.stages.least_largest(list(self._longest_s(self._ways.fits))) * (1 - _SLACK)
 
-    def _values(self, stage: int) -> Floats:
-        """[E]: what the step takes at least with a candidate of a stage; infinite for those that do not fit."""
-        problem, num = self.problem, self.problem.num_microbatches
-        first, end = self.stages.window(stage, problem.num_stages)
-        times = self._times.take(_index(first, end))
-        recompute_s, fits = self._recompute(stage, times)
-        passes = passes_s(problem, stage, times)
-        compute = num * (passes + recomputed_share(problem) * recompute_s)
-        after = times.optimizer_s
-        if not any(problem.split_shares):
-            after = np.maximum(after, self._before_s[1][first] + stage * self._overhead_s + self._hops_s[1][stage])
-        bound: Floats = self._before_s[0][first] + stage * self._overhead_s + self._hops_s[0][stage] + compute + after
-        beside = self._through_s - passes + compute - (recompute_s if problem.recompute == "always" else 0.0)
-        if problem.schedule == "gpipe":
-            bound = np.maximum(bound, beside)
-        elif problem.schedule in NUM_WARMUP:
-            num_warmup = min(num, NUM_WARMUP[problem.schedule](problem.num_stages - stage))
-            shorter = np.minimum(times.forward_s, times.backward_s + recompute_s)
-            bound = np.maximum(bound, beside - (num_warmup - 1) * shorter)
-        elif problem.schedule == "zb-h1":
-            num_warmup, num_after = min(num, problem.num_stages - stage), problem.num_stages - 1 - stage
-            hops_s = self._hops_s[0][-1] + self._hops_s[1][-1] - self._hops_s[1][stage]
-            layers_s = self._before_s[0][-1] + self._first_halves_s[-1] - self._first_halves_s[end]
-            overheads_s = (problem.num_stages + num_after) * self._overhead_s
-            bound = np.maximum(bound, layers_s + overheads_s + hops_s + compute - num_warmup * times.forward_s)
-        return np.where(fits, bound, INFINITY)
+    def step_s(self, *, enough_s: float = INFINITY) -> float:
+        """A lower bound of the step of every partition that fits the memory; infinite where none fits.
+
+        Above `enough_s` it is not made better.
+        """
+        low_s, left = self.quick_s, self._ways.fits
+        if low_s == INFINITY or low_s >= enough_s:
+            return low_s
+        if enough_s < INFINITY:
+            found = self._left_within(enough_s, left)
+            if found is None:
+                return enough_s
+            left = found
+        high_s, factor = low_s, 1 + _PRECISION
+        while (found := self._left_within(high_s * factor, left)) is None:
+            low_s, high_s, factor = high_s, high_s * factor, _RISE
+        low_s, high_s, left = high_s, high_s * factor, found
+        while high_s > low_s * (1 + _PRECISION):
+            middle_s = 0.5 * (low_s + high_s)
+            found = self._left_within(middle_s, left)
+            low_s, high_s, left = (middle_s, high_s, left) if found is None else (low_s, middle_s, found)
+        return low_s
+
+    def _left_within(self, limit_s: float, left: Bools) -> Bools | None:
+        """[S, E]: the candidates left of some that a step up to a limit may have; None where it cannot have one of each."""
+        for _ in range(_MOST_ROUNDS):
+            kept = left & (self._longest_s(left) * (1 - _SLACK) <= limit_s)
+            if not kept.any(axis=1).all():
+                return None
+            if (kept == left).all():
+                break
+            left = kept
+        return left
+
+    def _longest_s(self, left: Bools) -> Floats:
+        """[S, E]: the longest path of each candidate, with the shortest ways through the others that are left."""
+        ways, hidden = self._ways, np.where(left, 0.0, INFINITY)
+        earlier = self.stages.least_before(ways.before + hidden[:, None])
+        later = self.stages.least_after(ways.after + hidden[:, None])
+        reached = left & np.isfinite(earlier).all(axis=1) & np.isfinite(later).all(axis=1)
+        earlier, later = (np.where(reached[:, None], x, 0.0) for x in (earlier, later))
+        rounds = np.einsum("spk,ske->spe", ways.rounds, later + ways.crossing[:, None])
+        longest: Floats = (ways.own + earlier[:, ways.returns] + rounds).max(axis=1)
+        return np.where(reached, longest, INFINITY)
+
+    @cached_property
+    def _ways(self) -> _Ways:
+        """What the candidates of all stages add to paths."""
+        problem = self.problem
+        every = order_paths(
+            problem.schedule,
+            num_devices=problem.num_devices,
+            num_microbatches=problem.num_microbatches,
+            recompute=problem.recompute,
+        )
+        own, before, after, crossing, fitting = [], [], [], [], []
+        for stage, paths in enumerate(every):
+            times = self._times.take(_index(*self.stages.window(stage, problem.num_stages)))
+            recompute_s, fits = self._recompute(stage, times)
+            times = replace(times, recompute_s=recompute_s)
+            seconds = paths.counts @ np.array([action_s(key, times) for key in paths.keys])
+            seconds[~paths.returns] += times.optimizer_s
+            crosses = stage < problem.num_stages - 1
+            there_s, here_s = times.forward_s + crosses * times.activation_s, crosses * times.gradient_s
+            kinds = {key.kind for key in paths.keys if key.kind in INPUT_GRADIENT_KINDS}
+            kept_s, again_s = (
+                np.minimum.reduce([action_s(ActionKey(stage, kind, again), times) for kind in kinds])
+                for again in (False, True)
+            )
+            back_s = again_s if paths.last_again else kept_s
+            if stage == 0:
+                back_s = times.backward_s + paths.last_again * recompute_s + times.optimizer_s
+            own.append(seconds)
+            before.append([there_s, there_s + here_s + back_s])
+            after.append([there_s + here_s + kept_s, there_s + here_s + again_s])
+            crossing.append(crosses * (times.activation_s + times.gradient_s))
+            fitting.append(fits)
+        return _Ways(
+            own=np.array(own),
+            before=np.array(before),
+            after=np.array(after),
+            crossing=np.array(crossing),
+            fits=np.array(fitting),
+            rounds=np.array([paths.rounds for paths in every]),
+            returns=every[0].returns.astype(np.int64),
+        )
 
     def _recompute(self, stage: int, times: StageSeconds[Floats]) -> tuple[Floats, Bools]:
         """[E] each: seconds of recompute for a micro-batch that is recomputed, at least; whether candidates may fit."""
@@ -241,38 +340,6 @@ class ChainBounds:
     def _times(self) -> StageSeconds[Floats]:
         """Of every stage, wherever it is."""
         return stage_seconds(self.problem, 0, *_pairs(self.problem.costs.num_positions - 1))
-
-    @cached_property
-    def _through_s(self) -> float:
-        """The way of one micro-batch through all stages, recomputed where every one is."""
-        problem, everything = self.problem, (np.array([0]), np.array([self.problem.costs.num_positions - 1]))
-        again_s = float(problem.costs.least_recompute_s(*everything)[0]) if problem.recompute == "always" else 0.0
-        return through_all_s(problem) + again_s
-
-    @cached_property
-    def _before_s(self) -> tuple[Floats, Floats]:
-        """[P] each: forward and backward of the layers before each position, without overheads and transfers."""
-        costs, every = self.problem.costs, np.arange(self.problem.costs.num_positions)
-        nothing = np.zeros_like(every)
-        backward_s = costs.backward_s(nothing, every)
-        if self.problem.recompute == "always":
-            backward_s = backward_s + costs.least_recompute_s(nothing, every)
-        return costs.forward_s(nothing, every), backward_s
-
-    @cached_property
-    def _first_halves_s(self) -> Floats:
-        """[P]: what gradients wait for at least in the layers before each position."""
-        costs, every = self.problem.costs, np.arange(self.problem.costs.num_positions)
-        again_s = costs.least_recompute_s(np.zeros_like(every), every) if self.problem.recompute == "always" else 0.0
-        return costs.least_first_half_s(np.zeros_like(every), every) + again_s
-
-    @property
-    def _overhead_s(self) -> float:
-        return self.problem.costs.overhead_s
-
-    @cached_property
-    def _hops_s(self) -> tuple[Floats, Floats]:
-        return least_hops_s(self.problem)
 
 
 def _moments(problem: Problem, stage: int, recompute: RecomputeMode) -> tuple[Moment, ...] | None:

@@ -13,7 +13,7 @@ The largest t is at least that of the best partition by compute alone.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,12 +24,13 @@ from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.bounds import least_transfers_s, shared_step_s, through_all_s
 from gplan.partition.chain_bounds import ChainBounds, ChainStages
 from gplan.partition.device_bounds import DeviceBounds
-from gplan.partition.problem import Problem, compute_sums_s
+from gplan.partition.problem import Problem, compute_sums_s, largest_layer_s
 from gplan.schedules.in_flight import NUM_WARMUP
 
 MOST_EFFORT = 2
 """Of the bounds of a strategy within a memory."""
 
+INFINITY = float("inf")
 _SLACK = 1e-9
 _HALVINGS = 50
 
@@ -41,26 +42,21 @@ class StrategyBounds:
     problem: Problem
     stages: ChainStages | None = None  # of the problem's costs, where they are shared by several bounds
 
-    def within_s(self, memory_bytes: int | None, *, effort: int = MOST_EFFORT) -> float:
+    def within_s(self, memory_bytes: int | None, *, effort: int = MOST_EFFORT, enough_s: float = INFINITY) -> float:
         """A lower bound of the simulated step of plans that fit a memory; infinite where none fits.
 
         With less effort it is weaker: 0 is the closed form, 1 looks at single stages, or at the load of devices with
-        several, 2 at all that such devices do and hold.
+        several, 2 at all stages together, or at all that such devices do and hold. Above `enough_s` it is not made better.
         """
-        found = float("inf") if memory_bytes is not None and self.exceeds_memory(memory_bytes) else self.step_s
+        found = INFINITY if memory_bytes is not None and self.exceeds_memory(memory_bytes) else self.step_s
         problem = replace(self.problem, memory_bytes=memory_bytes)
-        if effort == 0 or found == float("inf"):
+        if effort == 0 or found >= enough_s or found == INFINITY:
             return found
         if memory_bytes is not None and not self.holds_all(memory_bytes):
-            return float("inf")
-        stages = self._stages
-        devices = DeviceBounds(problem, stages.alike)
-        if ChainBounds.apply_to(problem):
-            return max(found, self._known(memory_bytes, 1, lambda: ChainBounds(problem, stages).step_s))
-        if not DeviceBounds.apply_to(problem) or problem.recompute == "selected":
-            return found
-        quick_or_whole = (lambda: devices.quick_s) if effort == 1 else lambda: devices.step_s
-        return max(found, self._known(memory_bytes, effort, quick_or_whole))
+            return INFINITY
+        if (memory_bytes, effort) not in self._within_s:
+            self._within_s[memory_bytes, effort] = self._sharpened_s(problem, effort, enough_s)
+        return max(found, self._within_s[memory_bytes, effort])
 
     def holds_all(self, memory_bytes: int) -> bool:
         """Whether devices may hold all layers when the last backward is done, however they are recomputed."""
@@ -76,10 +72,14 @@ class StrategyBounds:
     def _stages(self) -> ChainStages:
         return self.stages or ChainStages(self.problem.costs)
 
-    def _known(self, memory_bytes: int | None, effort: int, bound_s: Callable[[], float]) -> float:
-        if (memory_bytes, effort) not in self._within_s:
-            self._within_s[memory_bytes, effort] = bound_s()
-        return self._within_s[memory_bytes, effort]
+    def _sharpened_s(self, problem: Problem, effort: int, enough_s: float) -> float:
+        if ChainBounds.apply_to(problem):
+            chain = ChainBounds(problem, self._stages)
+            return chain.quick_s if effort == 1 else chain.step_s(enough_s=enough_s)
+        if not DeviceBounds.apply_to(problem) or problem.recompute == "selected":
+            return 0.0
+        devices = DeviceBounds(problem, self._stages.alike)
+        return devices.quick_s if effort == 1 else devices.step_s
 
     @cached_property
     def _within_s(self) -> dict[tuple[int | None, int], float]:
@@ -154,7 +154,7 @@ class StrategyBounds:
     def largest_s(self) -> float:
         """A lower bound of the largest stage's compute; exact for a chain, up to rounding."""
         num_stages, costs = self.problem.num_stages, self.problem.costs
-        lone_s = float(costs.layer_compute_s.max()) + self._overhead_s
+        lone_s = largest_layer_s(self.problem) + self._overhead_s
         low, high = max(self.through_s / num_stages, lone_s), self.through_s
         if costs.given_downsets is not None:
             return low

@@ -139,8 +139,8 @@ class SolveCache:
         weight = self.weight(strategy.total_devices)
         for each in sorted(bounds, key=lambda x: x.step_s):
             if each.step_s < least_s:
-                is_enough = each.step_s * weight >= enough
-                least_s = min(least_s, each.step_s if is_enough else each.within_s(memory_bytes, effort=effort))
+                within_s = each.within_s(memory_bytes, effort=effort, enough_s=enough / weight)
+                least_s = min(least_s, within_s)
         bound = max(node.bound, least_s * weight)
         return replace(node, bound=bound, estimate=max(node.estimate, bound), effort=effort)
 
