@@ -24,6 +24,7 @@ from gplan.core.host_load import HostLoad, interruption_text
 from gplan.core.profile import MOST_DISAGREEMENT
 from gplan.core.units import seconds_text
 from profiler.analytic.layer_work import LayerAnalysis, analyse, analyse_halves
+from profiler.analytic.roofline import total_work
 from profiler.backward.rematerialize import share_run_again
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, Tensors, TensorSpec, flat_tensors
@@ -404,8 +405,8 @@ def _layer_cost(
         input_gradient=first_half,
         weight_gradient=second_half,
         contention=contention(pairs),
-        forward_work=analysis.forward_work if analysis else (),
-        backward_work=analysis.backward_work if analysis else (),
+        forward_work=total_work(analysis.forward) if analysis else (),
+        backward_work=total_work(analysis.backward) if analysis else (),
         **memory.fields,
     )
 
