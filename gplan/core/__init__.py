@@ -2,8 +2,10 @@
 
 from gplan.core.calibration import Calibration, HeldOut, KindDrift, ProfileId
 from gplan.core.checks import (
+    COLLECTIVE_KINDS,
     OBJECTIVES,
     RECOMPUTE_MODES,
+    CollectiveKind,
     Granularity,
     LossReduction,
     Objective,
@@ -15,7 +17,7 @@ from gplan.core.checks import (
 from gplan.core.host_load import HostLoad
 from gplan.core.host_speed import HostSpeed, SpeedWindow, StepSpeed, YardstickTimes
 from gplan.core.layer_cost import LayerCost, Leftover, StepCost, Timing, WholeModel, Work
-from gplan.core.machine import Device, EngineCost, HostLink, Link, LinkPoint, Machine, MachineDevice
+from gplan.core.machine import Collective, Device, EngineCost, HostLink, Link, LinkPoint, Machine, MachineDevice
 from gplan.core.plan import (
     Alternative,
     Constraints,

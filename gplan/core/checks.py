@@ -28,6 +28,9 @@ Granularity: TypeAlias = Literal["layer", "op"]
 LossReduction: TypeAlias = Literal["mean", "sum"]
 """How the loss combines the samples of a batch."""
 
+CollectiveKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter"]
+"""What several devices do with a tensor together."""
+
 OperationKind: TypeAlias = Literal[
     "matmul", "convolution", "attention", "normalization", "pointwise", "reduction", "indexing"
 ]
@@ -36,6 +39,7 @@ OperationKind: TypeAlias = Literal[
 RECOMPUTE_MODES: tuple[str, ...] = get_args(RecomputeMode)
 SHARDINGS: tuple[str, ...] = get_args(Sharding)
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
+COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
 
 def check_not_negative(value: object, *fields: str) -> None:

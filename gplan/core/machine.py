@@ -8,7 +8,16 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gplan.core.checks import Origin, check_amounts, check_factor, check_not_empty, check_not_negative, check_positive
+from gplan.core.checks import (
+    COLLECTIVE_KINDS,
+    CollectiveKind,
+    Origin,
+    check_amounts,
+    check_factor,
+    check_not_empty,
+    check_not_negative,
+    check_positive,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +43,7 @@ class MachineDevice:
     host: str
     speed: float = 1.0
     memory_bytes: int | None = None  # None: no limit is known
+    hardware: str = ""  # such as "NVIDIA H100 80GB HBM3"
 
     def __post_init__(self) -> None:
         check_factor(self, "speed")
@@ -65,6 +75,7 @@ class Link:
     bytes_per_s: float
     points: tuple[LinkPoint, ...] = ()  # sizes rise, seconds never fall
     origin: Origin = "given"
+    collectives: tuple[Collective, ...] = ()  # measured over the link; none: computed from messages
 
     def __post_init__(self) -> None:
         check_not_negative(self, "latency_s")
@@ -93,6 +104,45 @@ class Link:
         known_s = [x.seconds for x in self.points] or [self.latency_s]
         beyond_s = np.maximum(sizes - known_bytes[-1], 0.0) / self.bytes_per_s
         return np.where(sizes > 0, np.interp(sizes, known_bytes, known_s) + beyond_s, 0.0)
+
+    def collectives_s(self, kind: CollectiveKind, num_bytes: ArrayLike, num_devices: int) -> NDArray[np.float64]:
+        """Seconds in which a ring of devices reduces or gathers tensors of these sizes, whole, in an array of their shape.
+
+        Of R devices each sends R - 1 messages of a share of 1 / R, for an all-reduce twice as many.
+
+        >>> link = Link(latency_s=0.0, bytes_per_s=100.0)
+        >>> [float(link.collectives_s(kind, 400, 4)) for kind in ("all_reduce", "all_gather")]
+        [6.0, 3.0]
+        """
+        shares = np.asarray(num_bytes, dtype=np.float64) / num_devices
+        return num_messages(kind, num_devices) * self.ring_message(kind, num_devices).transfers_s(shares)
+
+    def ring_message(self, kind: CollectiveKind, num_devices: int) -> Link:
+        """What a message of a collective's ring takes: as measured with the most similar number of devices, else this link."""
+        known = [x for x in self.collectives if x.kind == kind]
+        if not known:
+            return self
+        return min(known, key=lambda x: abs(np.log(x.num_devices / num_devices))).message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """A measured collective of some devices: its seconds by bytes, both divided among the messages of a ring."""
+
+    kind: CollectiveKind
+    num_devices: int
+    message: Link
+
+    def __post_init__(self) -> None:
+        if self.kind not in COLLECTIVE_KINDS:
+            raise ValueError(f"kind is {self.kind!r}; expected one of {', '.join(COLLECTIVE_KINDS)}")
+        if self.num_devices < 2:
+            raise ValueError(f"num_devices is {self.num_devices}; expected at least 2")
+
+
+def num_messages(kind: CollectiveKind, num_devices: int) -> int:
+    """Messages that each device of a ring sends."""
+    return (num_devices - 1) * (2 if kind == "all_reduce" else 1)
 
 
 FREE_LINK = Link(latency_s=0.0, bytes_per_s=1e30)
@@ -127,6 +177,7 @@ class Machine:
     within: Link  # between two devices of one host, unless in `links`
     between: Link  # between devices of two hosts, unless in `links`
     links: tuple[HostLink, ...] = ()
+    notes: tuple[str, ...] = ()  # such as when it was measured, and links that are slow
 
     def __post_init__(self) -> None:
         check_not_empty("devices", self.devices)

@@ -637,10 +637,10 @@ class StageColumns:
         costs, place, seconds = self.costs, self.place, np.zeros(len(self.first))
         if place.tied_links:
             tied_bytes = costs.tied_bytes(self.first, self.end)
-            seconds = np.maximum.reduce([ring_all_reduce_s(link, tied_bytes, 2) for link in place.tied_links])
+            seconds = np.maximum.reduce([link.collectives_s("all_reduce", tied_bytes, 2) for link in place.tied_links])
         if costs.num_replicas > 1:
             trained_bytes = costs.trained_bytes(self.first, self.end)
-            seconds = seconds + ring_all_reduce_s(costs.profile.link, trained_bytes, costs.num_replicas)
+            seconds = seconds + costs.profile.link.collectives_s("all_reduce", trained_bytes, costs.num_replicas)
         return seconds
 
     @property
@@ -693,11 +693,6 @@ class StageColumns:
 
     def _of_pass(self, seconds_of: Callable[[Ints, Ints], Floats]) -> Floats:
         return (seconds_of(self.first, self.end) + self.costs.profile.overhead_s) / self.place.speed
-
-
-def ring_all_reduce_s(link: Link, num_bytes: Ints, num_devices: int) -> Floats:
-    """[E]: seconds in which a ring of R devices adds up tensors: 2 (R - 1) messages of a share of 1 / R."""
-    return 2 * (num_devices - 1) * link.transfers_s(num_bytes / num_devices)
 
 
 def _ratio(contended: Floats, alone: Floats) -> float:

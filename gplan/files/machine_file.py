@@ -24,24 +24,40 @@
     hosts = ["a", "b"]
     link = "10GB/s,20us"
 
-Devices are in the order of the file. Counted devices are named a:0, a:1 and so on.
+Devices are in the order of the file. Counted devices are named a:0, a:1 and so on. `gplan cluster` writes the same file
+with measured links, which are tables: seconds by message size, and by size of a message in the ring of a collective.
+
+    [[link]]
+    hosts = ["b", "b"]
+    [link.link]
+    latency_s = 5e-6
+    bytes_per_s = 25e9
+    points = [[1024, 5.1e-6], [1048576, 4.7e-5]]
+    [[link.link.collective]]
+    kind = "all_reduce"        # or all_gather, reduce_scatter
+    num_devices = 4
+    message = { latency_s = 9e-6, bytes_per_s = 22e9, points = [[1024, 9.1e-6]] }
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
 
-from gplan.core import HostLink, Link, Machine, MachineDevice
+from gplan.core import Collective, CollectiveKind, HostLink, Link, LinkPoint, Machine, MachineDevice
 from gplan.core.errors import FileError, UsageError
 from gplan.core.units import parse_bytes, parse_link
+from gplan.files.json_files import write_bytes
 
 _REMEDY = (
-    "known are [[host]] with name, devices, memory, speed and [[host.device]], [links] with within and between, and "
-    "[[link]] with hosts and link"
+    "known are [[host]] with name, devices, memory, speed, hardware and [[host.device]], [links] with within and between, "
+    "[[link]] with hosts and link, and notes"
 )
 
 
@@ -49,6 +65,7 @@ class _Device(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     memory: str | None = None
     speed: float | None = None
+    hardware: str | None = None
 
 
 class _Host(msgspec.Struct, forbid_unknown_fields=True):
@@ -56,23 +73,41 @@ class _Host(msgspec.Struct, forbid_unknown_fields=True):
     devices: int | None = None
     memory: str | None = None
     speed: float = 1.0
+    hardware: str = ""
     device: list[_Device] = []
 
 
+class _Message(msgspec.Struct, forbid_unknown_fields=True):
+    latency_s: float
+    bytes_per_s: float
+    points: list[tuple[int, float]] = []  # bytes and seconds
+
+
+class _Collective(msgspec.Struct, forbid_unknown_fields=True):
+    kind: CollectiveKind
+    num_devices: int
+    message: _Message
+
+
+class _Measured(_Message, forbid_unknown_fields=True):
+    collective: list[_Collective] = []
+
+
 class _Links(msgspec.Struct, forbid_unknown_fields=True):
-    within: str | None = None
-    between: str | None = None
+    within: str | _Measured | None = None
+    between: str | _Measured | None = None
 
 
 class _HostLink(msgspec.Struct, forbid_unknown_fields=True):
     hosts: tuple[str, str]
-    link: str
+    link: str | _Measured
 
 
 class _Content(msgspec.Struct, forbid_unknown_fields=True):
     host: list[_Host]
     links: _Links = msgspec.field(default_factory=_Links)
     link: list[_HostLink] = []
+    notes: list[str] = []
 
 
 def load_machine(path: Path, *, default_link: Link | None = None) -> Machine:
@@ -90,7 +125,47 @@ def load_machine(path: Path, *, default_link: Link | None = None) -> Machine:
             within=_default(content.links.within, default_link, path, "$.links.within"),
             between=_default(content.links.between, default_link, path, "$.links.between"),
             links=_host_links(content, path),
+            notes=tuple(content.notes),
         )
+
+
+def save_machine(machine: Machine, path: Path) -> None:
+    """Write a machine file, whole or not at all; `load_machine` reads the same machine from it.
+
+    Devices of a host stay together, in the order of the hosts. Raises FileError where it cannot be written.
+    """
+    lines = [f"notes = {json.dumps(machine.notes, ensure_ascii=False)}"] if machine.notes else []
+    for host, devices in groupby(machine.devices, key=lambda x: x.host):
+        lines += ["", "[[host]]", f"name = {_text(host)}"]
+        for device in devices:
+            lines += ["[[host.device]]", f"name = {_text(device.name)}", f"speed = {device.speed!r}"]
+            lines += [f'memory = "{device.memory_bytes}"'] if device.memory_bytes is not None else []
+            lines += [f"hardware = {_text(device.hardware)}"] if device.hardware else []
+    for name, link in (("within", machine.within), ("between", machine.between)):
+        lines += ["", f"[links.{name}]", *_link_lines(link, f"links.{name}")]
+    for special in machine.links:
+        hosts = ", ".join(map(_text, special.hosts))
+        lines += ["", "[[link]]", f"hosts = [{hosts}]", "[link.link]", *_link_lines(special.link, "link.link")]
+    write_bytes(path, "\n".join([*lines, ""]).encode())
+
+
+def _link_lines(link: Link, name: str) -> Iterator[str]:
+    """The keys of a link's table, and the tables of its collectives."""
+    for key, value in _message_values(link).items():
+        yield f"{key} = {value}"
+    for x in link.collectives:
+        message = ", ".join(f"{key} = {value}" for key, value in _message_values(x.message).items())
+        yield from (f"[[{name}.collective]]", f"kind = {_text(x.kind)}", f"num_devices = {x.num_devices}")
+        yield f"message = {{ {message} }}"
+
+
+def _message_values(link: Link) -> Mapping[str, str]:
+    points = [[x.num_bytes, x.seconds] for x in link.points]
+    return {"latency_s": repr(link.latency_s), "bytes_per_s": repr(float(link.bytes_per_s)), "points": repr(points)}
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _read(path: Path) -> _Content:
@@ -136,6 +211,7 @@ def _device(device: _Device, host: _Host, path: Path, where: str) -> MachineDevi
             host=host.name,
             speed=host.speed if device.speed is None else device.speed,
             memory_bytes=None if memory is None else parse_bytes(memory),
+            hardware=host.hardware if device.hardware is None else device.hardware,
         )
 
 
@@ -154,7 +230,7 @@ def _host_links(content: _Content, path: Path) -> tuple[HostLink, ...]:
     return tuple(links)
 
 
-def _default(text: str | None, default_link: Link | None, path: Path, where: str) -> Link:
+def _default(text: str | _Measured | None, default_link: Link | None, path: Path, where: str) -> Link:
     if text is not None:
         return _link(text, path, where)
     if default_link is None:
@@ -162,10 +238,20 @@ def _default(text: str | None, default_link: Link | None, path: Path, where: str
     return default_link
 
 
-def _link(text: str, path: Path, where: str) -> Link:
+def _link(found: str | _Measured, path: Path, where: str) -> Link:
     with _located(path, where):
-        bytes_per_s, latency_s = parse_link(text)
-        return Link(bytes_per_s=bytes_per_s, latency_s=latency_s)
+        if isinstance(found, str):
+            bytes_per_s, latency_s = parse_link(found)
+            return Link(bytes_per_s=bytes_per_s, latency_s=latency_s)
+        collectives = (
+            Collective(kind=x.kind, num_devices=x.num_devices, message=_message(x.message)) for x in found.collective
+        )
+        return replace(_message(found), collectives=tuple(collectives))
+
+
+def _message(found: _Message) -> Link:
+    points = (LinkPoint(num_bytes=n, seconds=s) for n, s in found.points)
+    return Link(latency_s=found.latency_s, bytes_per_s=found.bytes_per_s, points=tuple(points), origin="measured")
 
 
 def _check_distinct(names: Iterable[str], *, what: str) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gplan.core import HostLink, Link, MachineDevice
+from gplan.core import Collective, HostLink, Link, LinkPoint, Machine, MachineDevice
 from gplan.core.errors import FileError
 from gplan.files import machine_file
-from gplan.files.machine_file import load_machine
+from gplan.files.machine_file import load_machine, save_machine
 
 GIB = 2**30
 PROFILED = Link(latency_s=1e-3, bytes_per_s=1e9, origin="measured")
@@ -136,3 +137,40 @@ def test_a_file_that_is_absent_or_a_folder_or_no_text_is_told(tmp_path: Path) ->
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(FileError, match=r"binary\.toml does not describe a machine"):
         load_machine(tmp_path / "binary.toml")
+
+
+def measured(factor: float = 1.0, collectives: tuple[Collective, ...] = ()) -> Link:
+    points = (LinkPoint(num_bytes=1024, seconds=1.5e-5 * factor), LinkPoint(num_bytes=2**20, seconds=1e-3 * factor))
+    return Link(
+        latency_s=1.1e-5 * factor, bytes_per_s=1e9 / factor, points=points, origin="measured", collectives=collectives
+    )
+
+
+def test_saved_machine_is_read_back(tmp_path: Path) -> None:
+    def device(name: str, host: str, **others: Any) -> MachineDevice:
+        return MachineDevice(name=name, host=host, **others)
+
+    gathers = Collective(kind="all_gather", num_devices=4, message=measured(3.0))
+    machine = Machine(
+        devices=(
+            device("a:0", "a", memory_bytes=80 * GIB + 1, hardware='GPU "one"'),
+            device("a:1", "a", speed=0.5),
+            device("b:0", "b"),
+        ),
+        within=measured(),
+        between=measured(7.0, collectives=(gathers,)),
+        links=(HostLink(hosts=("a", "b"), link=measured(9.0)),),
+        notes=("measured today", 'a and "b" é'),
+    )
+    save_machine(machine, tmp_path / "cluster.toml")
+    assert load_machine(tmp_path / "cluster.toml") == machine
+
+
+def test_collectives_are_measured_or_a_ring() -> None:
+    sums = Collective(kind="all_reduce", num_devices=2, message=measured(2.0))
+    link = measured(collectives=(sums,))
+    assert link.collectives_s("all_reduce", 2**21, 2) == pytest.approx(2 * 2e-3)
+    assert link.collectives_s("all_reduce", 2**22, 4) == pytest.approx(6 * 2e-3)  # of the nearest number of devices
+    assert link.collectives_s("reduce_scatter", 2**22, 4) == pytest.approx(3 * 1e-3)
+    with pytest.raises(ValueError, match="num_devices is 1; expected at least 2"):
+        Collective(kind="all_reduce", num_devices=1, message=measured())

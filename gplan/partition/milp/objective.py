@@ -141,9 +141,10 @@ class StepTimeRows:
             is_any=self.weights.is_any_tied(k),
             most_bytes=0.5 * sum(x.gradient_bytes for x in self.figures.costs.profile.shared_weights),
         )
+        links = [link.ring_message("all_reduce", 2) for link in self.problem.tied_links]
         messages = [
             weighted([(2.0, transfer(self.program, f"sum_{k}_{i}", link=link, amount=amount, unit_s=self.unit_s))])
-            for i, link in enumerate(self.problem.tied_links)
+            for i, link in enumerate(links)
         ]
         return messages[0] if len(messages) == 1 else self.program.at_least(f"sum_{k}", messages)
 
@@ -157,5 +158,6 @@ class StepTimeRows:
             is_any=self.weights.is_any_trained(k),
             most_bytes=profile.trained_bytes / num_replicas,
         )
-        message = transfer(self.program, f"reduce_{k}", link=profile.link, amount=amount, unit_s=self.unit_s)
+        link = profile.link.ring_message("all_reduce", num_replicas)
+        message = transfer(self.program, f"reduce_{k}", link=link, amount=amount, unit_s=self.unit_s)
         return weighted([(2.0 * (num_replicas - 1), message)])
