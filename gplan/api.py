@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gplan.core import EngineCost, Granularity, Link, LossReduction, Plan, Profile, Run, Verification
+from gplan.core import EngineCost, Granularity, Link, LossReduction, Machine, Plan, Profile, Run, Verification
 from gplan.core.errors import UsageError
 from gplan.evaluate.calibration import calibrate, calibrated
 from gplan.evaluate.verify import NUM_ROUNDS, NUM_STEPS
@@ -207,6 +207,23 @@ def run(
     settings = plan_settings(plan) if isinstance(model, str) else {}
     functions = {"loss": loss, "optimizer": optimizer, "batches": batches}
     return launch.run_plan(plan, model, engine, options, settings=settings, functions=functions, report=progress)
+
+
+def cluster(
+    *,
+    device: str | None = None,
+    timeout_s: float = 120.0,
+    progress: Callable[[str, float], None] = lambda _text, _share: None,
+) -> Machine:
+    """Measure the devices, links and collectives of all processes that torchrun started, on one host or several.
+
+    Every process returns the same machine. `device` is "cpu" or "cuda", by default "cuda" where each process has a GPU.
+    `progress` is called with a text and the share done. Raises UsageError outside of torchrun, with one process or with
+    versions that differ, RunError where a process does not answer for `timeout_s`.
+    """
+    from gplan.runtime.cluster import measure_cluster
+
+    return measure_cluster(device_kind=device, timeout_s=timeout_s, progress=progress)
 
 
 def report(

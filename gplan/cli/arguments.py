@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gplan.core import Calibration, Profile
 
 PROFILE_FILE, PLAN_FILE, RUN_FILE = "gplan.profile.json", "gplan.plan.json", "gplan.run.json"
+MACHINE_FILE = "cluster.toml"
 VERIFICATION_FILE = "gplan.verification.json"
 REPORT_FOLDER = "gplan-report"
 CHECKPOINTS = "gplan-checkpoints"

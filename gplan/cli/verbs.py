@@ -22,6 +22,7 @@ VERBS = {
     "verify": ("", "run the plan and rivals -> gplan.verification.json"),
     "explain": ("", "what limits the plan, and what would make it faster"),
     "simulate": ("--k N", "draw a schedule and say why its devices wait"),
+    "cluster": ("", "measure hosts and their links -> cluster.toml"),
     "show": ("FILE", "print any of these files as tables"),
     "diff": ("OLD NEW", "what became slower or faster between two profiles"),
     "export": ("--to FORMAT", "write the plan in the format of another trainer"),

@@ -2,7 +2,8 @@
 
 torch waits for rank 0's store up to 2.4 times the timeout, reports an unknown host and a silent one alike, and waits
 forever if another program listens at the port. So the host is resolved first, then rank 0's port is awaited and its
-store checked; remaining errors of `init_process_group` are explained.
+store opened, through which the processes compare versions and plans (`peers`); remaining errors of `init_process_group`
+are explained.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,7 +25,10 @@ from torch import Tensor
 from gplan.core import Plan
 from gplan.core.errors import RunError, UsageError
 from gplan.core.units import counted
+from gplan.runtime.peers import Peers, meet
+from profiler.host.links import Store
 
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 _POLL_S = 0.1
 _CONNECT_S = 2.0  # timeout of one attempt; a host that is down does not answer
 
@@ -65,21 +69,41 @@ def rendezvous_from_environment() -> Rendezvous:
     )
 
 
-def init_from_environment(backend: str, *, timeout_s: float) -> None:
+def init_from_environment(backend: str, *, timeout_s: float, facts: Mapping[str, str] | None = None) -> Peers:
     """Call `init_process_group` with the environment's rendezvous; all later communication has the same timeout.
 
-    Raises UsageError if the environment is incomplete, RunError if the processes do not meet: rank 0 has `timeout_s`
-    to start, and then all others as long.
+    `facts` must be the same in all processes, such as the digest of the plan. Raises UsageError if the environment is
+    incomplete or options differ, FileError if files differ, RunError if the processes do not meet: rank 0 has
+    `timeout_s` to start, and then all others as long.
     """
     rendezvous = rendezvous_from_environment()
     check_host(rendezvous)
+    if backend == "gloo":
+        check_interface(os.environ.get(_INTERFACE, ""))
     if not rendezvous.keeps_store:
         await_store(rendezvous, timeout_s=timeout_s)
-        check_store(rendezvous, timeout_s=timeout_s)
+    store = open_store(rendezvous, timeout_s=timeout_s)
+    peers = meet(
+        store,
+        rank=rendezvous.rank,
+        num_ranks=rendezvous.num_ranks,
+        facts={"backend": backend, **(facts or {})},
+        timeout_s=timeout_s,
+        address=rendezvous.address,
+    )
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),  # type: ignore[attr-defined]
+            rank=rendezvous.rank,
+            world_size=rendezvous.num_ranks,
+            timeout=timedelta(seconds=timeout_s),
+        )
     except (RuntimeError, ValueError) as error:
-        raise explain_connection_error(error, rendezvous, timeout_s=timeout_s) from error
+        failure = explain_connection_error(error, rendezvous, timeout_s=timeout_s)
+        peers.report(str(failure))
+        raise failure from error
+    return peers
 
 
 def check_host(rendezvous: Rendezvous) -> None:
@@ -91,6 +115,17 @@ def check_host(rendezvous: Rendezvous) -> None:
             f"the host {rendezvous.host} (MASTER_ADDR) cannot be resolved: {error.strerror}; give its address, or "
             "127.0.0.1 where all processes are on one host"
         ) from error
+
+
+def check_interface(names: str) -> None:
+    """Raise UsageError for interfaces, separated by commas, that this host does not have."""
+    known = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, names.split(",")):
+        if name not in known:
+            raise UsageError(
+                f"{_INTERFACE} is {names}, which is not an interface of {socket.gethostname()}; expected one of "
+                f"{', '.join(known)}"
+            )
 
 
 def await_store(rendezvous: Rendezvous, *, timeout_s: float) -> None:
@@ -105,23 +140,33 @@ def await_store(rendezvous: Rendezvous, *, timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def check_store(rendezvous: Rendezvous, *, timeout_s: float) -> None:
-    """Raise RunError if the listener is not a torch store; torch would wait for it forever."""
-    is_connected = threading.Event()
+def open_store(rendezvous: Rendezvous, *, timeout_s: float) -> Store:
+    """Open the store at the address; raise RunError if the listener is not a torch store: torch would wait forever."""
+    opened: list[Store | RuntimeError] = []
 
     def connect() -> None:
-        with suppress(RuntimeError):
-            timeout = timedelta(seconds=timeout_s)
-            dist.TCPStore(  # type: ignore[attr-defined]
-                rendezvous.host, rendezvous.port, is_master=False, timeout=timeout, wait_for_workers=False
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                rendezvous.host,
+                rendezvous.port,
+                is_master=rendezvous.keeps_store,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
             )
-            is_connected.set()
+        except RuntimeError as error:
+            opened.append(error)
+        else:
+            opened.append(store)
 
     probe = threading.Thread(target=connect, daemon=True)  # still blocked at the end if no answer comes
     probe.start()
     probe.join(timeout_s)
-    if not is_connected.is_set():
+    if not opened or (isinstance(opened[0], RuntimeError) and not rendezvous.keeps_store):
         raise RunError(_not_this_run(rendezvous))
+    if isinstance(opened[0], RuntimeError):
+        raise explain_connection_error(opened[0], rendezvous, timeout_s=timeout_s)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"gplan/{attempt}", opened[0])  # type: ignore[attr-defined]
 
 
 def explain_connection_error(error: Exception, rendezvous: Rendezvous, *, timeout_s: float) -> RunError:

@@ -8,7 +8,7 @@ dtype is refused, as the weights would not accept it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -200,6 +200,20 @@ def check_runnable(plan: Plan) -> None:
             f"stage {selecting[0].index} names layers to recompute, the plan has recompute {plan.recompute!r}; expected "
             "'selected', or stages that name none; balance again"
         )
+
+
+def check_hosts(plan: Plan, hosts: Sequence[str]) -> None:
+    """Raise UsageError if a stage that was planned for one of these hosts would run on another; `hosts` is by rank.
+
+    A machine file with other names of hosts describes hosts that are alike, or a machine that is not this one.
+    """
+    for stage in plan.stages if plan.num_replicas == 1 else ():
+        planned, rank = stage.machine_device, stage.on_device
+        if planned is not None and planned.host in hosts and hosts[rank] != planned.host:
+            raise UsageError(
+                f"stage {stage.index} was planned for host {planned.host}, its rank {rank} is on {hosts[rank]}; start the hosts in "
+                "the order of the plan's stages (torchrun: --node-rank with a static rendezvous)"
+            )
 
 
 def check_fits_here(plan: Plan, *, num_checking: int = 0) -> None:

@@ -12,18 +12,19 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from gplan.core import Link, LinkPoint
+from gplan.core import CollectiveKind, Link, LinkPoint
 from gplan.core.errors import UsageError
 from profiler.host.host_info import pin_to_share
 from profiler.host.host_load import thread_times, waited_for_others_s
@@ -52,11 +53,15 @@ def deprioritize_connection_threads() -> None:
 
 
 MESSAGE_BYTES = tuple(4**power for power in range(5, 14))  # 1 KiB to 64 MiB
+COLLECTIVE_BYTES = tuple(16**power for power in range(3, 7))  # 4 KiB to 16 MiB
 _LARGE_SHARE = 1 / 16  # the bandwidth is fitted to messages of at least this share of the largest
 _BUDGET_S = 2.0  # of sampling, divided evenly among the sizes
-_WARMUP_TRIPS = 3
-_TRIPS_AT_ONCE = 5
-_LEAST_TRIPS = 20  # slow trips may come in a row
+_WARMUP_TIMES = 3
+_TIMES_AT_ONCE = 5
+_ENOUGH = 20  # slow trips may come in a row
+_FEWEST = 3  # also where the time is up
+_SLOW_S = 0.02  # what takes longer is done once at a time
+_LONGEST_S = 2.0
 _PAUSE_S = 1e-3  # as between the messages of a pipeline
 _SETTLED_SHARE = 0.03
 _SILENCE = timedelta(seconds=30)
@@ -70,8 +75,8 @@ def measure_link(*, device_kind: str = "cpu", timeout_s: float = 60.0) -> Link:
     check_measurable(device_kind)
     with tempfile.TemporaryDirectory(prefix="gplan-link-") as place:
         run_processes("profiler.host.links", [device_kind, place], num_processes=2, timeout_s=timeout_s)
-        seconds = msgspec.json.decode((Path(place) / "seconds.json").read_bytes(), type=list[float])
-    return fit_link(MESSAGE_BYTES, seconds)
+        times = msgspec.json.decode((Path(place) / "times.json").read_bytes(), type=list[tuple[int, float]])
+    return fit_link(*zip(*times, strict=True))
 
 
 def check_measurable(device_kind: str) -> None:
@@ -128,96 +133,143 @@ def _bandwidth(sizes: Sequence[int], seconds: Sequence[float]) -> float:
     return 1.0 / float(s_per_byte)
 
 
-class _Peer:
-    """One of the two processes. Both run the same code; rank 0 sends first and decides when to stop."""
+Store: TypeAlias = Any
+"""A store of torch.distributed, through which ranks meet."""
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank, self._device = rank, device
+Group: TypeAlias = Any
+"""A backend of torch.distributed for some ranks; unlike a registered group, the others need not join in making it."""
+
+
+def connected_group(device: torch.device, store: Store, *, rank: int, num_ranks: int, timeout: timedelta) -> Group:
+    """Connect the ranks that share a store, by gloo or NCCL."""
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(store, rank, num_ranks, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+
+
+class GroupTimer:
+    """Times what the ranks of a group do together; rank 0 of the group decides when the median has settled."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank, self.num_ranks = group.rank(), group.size()
         self._clock: Clock = CudaClock() if device.type == "cuda" else CpuClock()
 
-    def transfer_s(self, num_bytes: int, budget_s: float) -> float:
-        """Seconds of one transfer: half of the median round trip."""
-        message = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
-        for _ in range(_WARMUP_TRIPS):
-            self._trip(message)
+    def median_s(self, action: Callable[[], object], *, budget_s: float, expected_s: float = 0.0) -> float:
+        """The median seconds of an action, the same on all ranks; an action that is expected to be slow is done less often."""
+        is_slow = expected_s > _SLOW_S
+        for _ in range(1 if is_slow else _WARMUP_TIMES):
+            action()
         samples, end_s = Samples(), time.monotonic() + budget_s
-        self._sample(message, samples)
-        while not self._agreed(_is_enough(samples) or time.monotonic() > end_s):
-            self._sample(message, samples)
-        return samples.timing().median_s / 2
+        while True:
+            self._sample(action, samples, 1 if is_slow else _TIMES_AT_ONCE)
+            is_late = time.monotonic() > end_s and len(samples.clean_s) + len(samples.refused_s) >= _FEWEST
+            if self._of_first(float(_is_enough(samples) or is_late)):
+                return self._of_first(samples.timing().median_s)
 
-    def _sample(self, message: torch.Tensor, samples: Samples) -> None:
-        """A few round trips; each is refused if either process waited for other processes."""
-        trips_s, waited_s = [], []
-        for _ in range(_TRIPS_AT_ONCE):
-            if self._rank == 0:
+    def _sample(self, action: Callable[[], object], samples: Samples, num_times: int) -> None:
+        """Each time is refused if any rank waited for other processes."""
+        taken_s, waited_s = [], []
+        for _ in range(num_times):
+            if self.rank == 0:
                 time.sleep(_PAUSE_S)
             before = thread_times()
-            trips_s.append(self._timed_trip(message))
+            taken_s.append(self._timed(action))
             waited_s.append(waited_for_others_s(before, thread_times()))
-        most_s = torch.tensor(waited_s, dtype=torch.float64, device=self._device)
-        dist.all_reduce(most_s, op=dist.ReduceOp.MAX)
-        for trip_s, longest_s in zip(trips_s, most_s.tolist(), strict=True):
-            samples.add(trip_s, trip_s - longest_s)
+        most_s = torch.tensor(waited_s, dtype=torch.float64, device=self.device)
+        self.group.allreduce([most_s], dist.ReduceOp.MAX).wait()
+        for seconds, longest_s in zip(taken_s, most_s.tolist(), strict=True):
+            samples.add(seconds, seconds - longest_s)
 
-    def _timed_trip(self, message: torch.Tensor) -> float:
+    def _timed(self, action: Callable[[], object]) -> float:
         samples = Samples()
-        self._clock.time(samples, self._trip, message)
+        self._clock.time(samples, action)
         self._clock.flush()
         return (samples.clean_s or samples.refused_s)[0]
 
-    def _trip(self, message: torch.Tensor) -> None:
-        for sender in (0, 1):
-            if self._rank == sender:
-                dist.send(message, 1 - self._rank)
-            else:
-                dist.recv(message, 1 - self._rank)
+    def _of_first(self, number: float) -> float:
+        """The number of rank 0."""
+        found = torch.tensor([number], dtype=torch.float64, device=self.device)
+        self.group.broadcast(found, 0).wait()
+        return float(found.item())
 
-    def _agreed(self, done: bool) -> bool:
-        """The decision of rank 0."""
-        verdict = torch.tensor([float(done)], device=self._device)
-        dist.broadcast(verdict, src=0)
-        return bool(verdict.item())
+
+def pair_times(timer: GroupTimer, *, budget_s: float) -> list[tuple[int, float]]:
+    """Bytes and seconds of one transfer between the two ranks of a group; sizes that would take too long are left out."""
+
+    def trip() -> None:
+        for sender in (0, 1):
+            if timer.rank == sender:
+                timer.group.send([message], 1 - sender, 0).wait()
+            else:
+                timer.group.recv([message], sender, 0).wait()
+
+    found: list[tuple[int, float]] = []
+    for num_bytes in MESSAGE_BYTES:
+        expected_s = 2 * found[-1][1] * num_bytes / found[-1][0] if found else 0.0
+        if expected_s > _LONGEST_S:
+            break
+        message = torch.zeros(num_bytes, dtype=torch.uint8, device=timer.device)
+        trip_s = timer.median_s(trip, budget_s=budget_s / len(MESSAGE_BYTES), expected_s=expected_s)
+        found.append((num_bytes, trip_s / 2))
+    return found
+
+
+def collective_times(timer: GroupTimer, kind: CollectiveKind, *, budget_s: float) -> list[tuple[int, float]]:
+    """Bytes of the whole tensor and seconds of a collective of a group; sizes that would take too long are left out."""
+    num_ranks = timer.num_ranks
+
+    def collect() -> None:
+        if kind == "all_reduce":
+            work = timer.group.allreduce([whole], dist.ReduceOp.SUM)
+        elif kind == "all_gather":
+            work = timer.group._allgather_base(whole, share)
+        else:
+            work = timer.group._reduce_scatter_base(share, whole)
+        work.wait()
+
+    found: list[tuple[int, float]] = []
+    for num_bytes in COLLECTIVE_BYTES:
+        expected_s = found[-1][1] * num_bytes / found[-1][0] if found else 0.0
+        if expected_s > _LONGEST_S:
+            break
+        share = torch.zeros(-(-num_bytes // (4 * num_ranks)), device=timer.device)
+        whole = torch.zeros(num_ranks * len(share), device=timer.device)
+        seconds = timer.median_s(collect, budget_s=budget_s / len(COLLECTIVE_BYTES), expected_s=expected_s)
+        found.append((whole.nbytes, seconds))
+    return found
 
 
 def _is_enough(samples: Samples) -> bool:
-    return len(samples.clean_s) >= _LEAST_TRIPS and samples.settled(_SETTLED_SHARE)
+    return len(samples.clean_s) >= _ENOUGH and samples.settled(_SETTLED_SHARE)
 
 
 @contextmanager
-def _connected(device_kind: str, rank: int, place: Path) -> Iterator[torch.device]:
-    """This rank's core or GPU; inside, a process group of both ranks exists."""
+def _connected(device_kind: str, rank: int, place: Path) -> Iterator[tuple[Group, torch.device]]:
+    """The group of both ranks, and this rank's core or GPU."""
     if device_kind == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
         pin_to_share(rank, num_shares=2, num_threads=1)
-    dist.init_process_group(
-        "nccl" if device_kind == "cuda" else "gloo",
-        init_method=f"file://{place / 'store'}",
-        rank=rank,
-        world_size=2,
-        timeout=_SILENCE,
-        device_id=device if device_kind == "cuda" else None,
-    )
+    store = dist.FileStore(str(place / "store"), 2)  # type: ignore[attr-defined]
+    group = connected_group(device, store, rank=rank, num_ranks=2, timeout=_SILENCE)
     deprioritize_connection_threads()
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
+    yield group, device
 
 
 def _main(device_kind: str, place: Path) -> None:
     """One of the two processes; rank 0 writes the result."""
     end_with_parent()
     rank = int(os.environ["RANK"])
-    with _connected(device_kind, rank, place) as device:
-        peer = _Peer(rank, device)
-        seconds = [peer.transfer_s(size, _BUDGET_S / len(MESSAGE_BYTES)) for size in MESSAGE_BYTES]
+    with _connected(device_kind, rank, place) as (group, device):
+        times = pair_times(GroupTimer(group, device), budget_s=_BUDGET_S)
         if rank == 0:
-            (place / "seconds.json").write_bytes(msgspec.json.encode(seconds))
-        dist.barrier()
+            (place / "times.json").write_bytes(msgspec.json.encode(times))
+        group.barrier().wait()
 
 
 if __name__ == "__main__":

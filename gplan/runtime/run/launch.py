@@ -5,6 +5,7 @@ Own processes meet through a file, so no port is needed, and each is pinned to i
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -26,10 +28,12 @@ from gplan.files import json_files
 from gplan.runtime.checkpoint.folder import list_checkpoints, locked_directory, newest_intact
 from gplan.runtime.heartbeat import Heartbeat, heartbeat_file, status_reader
 from gplan.runtime.model_source import ModelLike, ModelSource, open_source
+from gplan.runtime.peers import Peers, explained_by_peers
 from gplan.runtime.pipeline import own_device
+from gplan.runtime.process_group import init_from_environment
 from gplan.runtime.run.loop import train
 from gplan.runtime.run.run_options import ReportStep, RunOptions
-from gplan.runtime.validation import check_fits_here, check_runnable
+from gplan.runtime.validation import check_fits_here, check_hosts, check_runnable
 from gplan.simulation.without_contention import plan_without_contention
 from profiler.host.failure import explain_lost_connection, is_lost_connection
 from profiler.host.host_info import device_share, pin_to_share
@@ -83,10 +87,31 @@ def run_plan(
         if path.suffix == ".py":
             check_is_there(path)  # raises before any process starts
         return run_local_processes(model, dict(settings), plan, options, report=report)
-    source = open_source(model, settings=settings, functions=functions, seed=options.seed, weights=options.weights)
+    source_of = partial(
+        open_source, model, settings=settings, functions=functions, seed=options.seed, weights=options.weights
+    )
     if engine == "virtual":
-        return run_virtual_engine(source, plan_without_contention(plan), options, report=report)
-    return run_torchrun_rank(source, plan, options, report=report)
+        return run_virtual_engine(source_of(), plan_without_contention(plan), options, report=report)
+    facts = {"plan": _digest(json_files.to_json(plan)), **_model_facts(model), "options": _options_text(options)}
+    return run_torchrun_rank(source_of, plan, options, facts=facts, report=report)
+
+
+def _model_facts(model: ModelLike) -> dict[str, str]:
+    """The digest of the model file, if it is one."""
+    path = Path(model.partition(":")[0]) if isinstance(model, str) else Path()
+    return {"model file": _digest(path.read_bytes())} if path.suffix == ".py" and path.is_file() else {}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def _options_text(options: RunOptions) -> str:
+    """The options that all processes must share, as on the command line."""
+    given = {"--steps": options.num_steps, "--seed": options.seed, "--save-every": options.save_every}
+    flags = {"--check": options.check, "--resume": options.resume is not None, "--weights": options.weights is not None}
+    words = [f"{name} {x}" for name, x in given.items() if x is not None] + [name for name, x in flags.items() if x]
+    return " ".join(words)
 
 
 def _check_nothing_is_replaced(options: RunOptions) -> None:
@@ -155,21 +180,39 @@ def run_virtual_engine(source: ModelSource, plan: Plan, options: RunOptions, *, 
         return train(source, plan, options, report=report)
 
 
-def run_torchrun_rank(source: ModelSource, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
-    """Run a plan as one rank of torchrun; every rank returns the same run."""
+def run_torchrun_rank(
+    source_of: Callable[[], ModelSource],
+    plan: Plan,
+    options: RunOptions,
+    *,
+    facts: Mapping[str, str],
+    report: ReportStep,
+) -> Run:
+    """Run a plan as one rank of torchrun; every rank returns the same run. `facts` must be the same on all ranks."""
     local_rank, local_size = (int(os.environ.get(x, y)) for x, y in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
     pin_to_share(local_rank, num_shares=local_size, num_threads=plan.device.num_threads)
     try:
-        with _lock_checkpoints(options) if is_main_process() else nullcontext():
-            return train(source, plan, options, report=report)
+        peers = _joined(plan, options, facts)
+        with explained_by_peers(peers), _lock_checkpoints(options) if is_main_process() else nullcontext():
+            return train(source_of(), plan, options, report=report)
     except GplanError as error:
-        text = explain_lost_connection(f"rank {os.environ['RANK']}: {error}")
-        if not is_lost_connection(text):
-            _write_torchrun_error(text)
-        raise type(error)(text) from error
+        if not is_lost_connection(str(error)):
+            _write_torchrun_error(str(error))
+        raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _joined(plan: Plan, options: RunOptions, facts: Mapping[str, str]) -> Peers | None:
+    """The processes that torchrun started, once they have met; None if there is one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    backend = "nccl" if own_device(plan, None).type == "cuda" else "gloo"
+    peers = init_from_environment(backend, timeout_s=options.timeout_s, facts=facts)
+    with explained_by_peers(peers):
+        check_hosts(plan, [x.host for x in peers.peers])
+    return peers
 
 
 def _write_torchrun_error(text: str) -> None:

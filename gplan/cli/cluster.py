@@ -1,0 +1,43 @@
+"""`gplan cluster`: measure the devices and links of several hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from gplan.cli.arguments import MACHINE_FILE, PATH, timeout_option
+from gplan.cli.output import json_option, print_result, progress_bar
+
+_EXAMPLES = """
+\b
+Examples:
+  torchrun --nproc-per-node 2 -m gplan cluster --device cpu -o here.toml
+  torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint host-a:29500 -m gplan cluster"""
+
+
+@click.command(
+    help="Measure the devices of several hosts, the links within and between hosts, and collectives. Started by "
+    "torchrun on all hosts at once; rank 0 writes the file that `gplan balance --machine` reads.\n" + _EXAMPLES
+)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]),
+              help="What the processes send from: gloo on CPUs, nccl on GPUs.  [default: cuda where each has a GPU]")  # fmt: skip
+@timeout_option
+@click.option("-o", "--output", default=MACHINE_FILE, show_default=True, type=PATH, help="Where to write the result.")
+@json_option
+def cluster(device: str | None, timeout: float, output: Path, as_json: bool) -> None:
+    from gplan import api
+    from gplan.core.errors import UsageError
+    from gplan.files.json_files import check_writable
+    from gplan.files.machine_file import save_machine
+    from gplan.reporting.text.machine import machine_view
+
+    if not timeout > 0:
+        raise UsageError(f"the timeout is {timeout:g} s; expected more than 0")
+    if api.is_main_process():
+        check_writable(output)
+    with progress_bar() as progress:
+        machine = api.cluster(device=device, timeout_s=timeout, progress=progress)
+    if api.is_main_process():
+        save_machine(machine, output)
+        print_result(machine, lambda: machine_view(machine), as_json=as_json, written=output)

@@ -1,0 +1,58 @@
+"""A machine as text: its devices by host, its links by message size, and its collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+
+from gplan.core import Link, Machine
+from gplan.core.units import bytes_text, counted, seconds_text
+from gplan.reporting.text.fitted_table import Column, FittedTable, Line, note_lines
+
+_SIZES = (2**10, 2**16, 2**20, 2**26)
+_DEVICES = (
+    Column(key="host", is_left=True, is_flexible=True),
+    Column(key="devices", is_left=True),
+    Column(key="memory"),
+    Column(key="hardware", is_left=True),
+)
+_LINKS = (
+    Column(key="between", is_left=True, is_flexible=True),
+    Column(key="latency"),
+    Column(key="rate"),
+    *(Column(key=bytes_text(x)) for x in _SIZES),
+)
+
+
+def machine_view(machine: Machine) -> RenderableType:
+    """Tables of hosts and links; collectives with the seconds for whole tensors of these sizes."""
+    hosts = FittedTable(title="devices", columns=_DEVICES, lines=tuple(_host_lines(machine)))
+    links = FittedTable(title="seconds by bytes", columns=_LINKS, lines=tuple(_link_lines(machine)))
+    return Group(hosts, links, *note_lines(machine.notes))
+
+
+def _host_lines(machine: Machine) -> Iterator[Line]:
+    for host, group in groupby(machine.devices, key=lambda x: x.host):
+        devices = list(group)
+        memory = min((x.memory_bytes for x in devices if x.memory_bytes is not None), default=None)
+        memory_text = "" if memory is None else f"{bytes_text(memory)} each"
+        hardware = ", ".join(dict.fromkeys(x.hardware for x in devices))
+        yield Line(cells=(host, counted(len(devices), "device"), memory_text, hardware))
+
+
+def _link_lines(machine: Machine) -> Iterator[Line]:
+    for name, link in (("devices of a host", machine.within), ("hosts", machine.between)):
+        yield _line(name, link)
+        for x in link.collectives:
+            seconds = (float(link.collectives_s(x.kind, size, x.num_devices)) for size in _SIZES)
+            kind = x.kind.replace("_", "-")
+            yield Line(cells=(f"  {kind} of {x.num_devices}", "", "", *map(seconds_text, seconds)), style="dim")
+    for special in machine.links:
+        yield _line(" and ".join(dict.fromkeys(special.hosts)), special.link)
+
+
+def _line(name: str, link: Link) -> Line:
+    rate = f"{bytes_text(link.bytes_per_s)}/s"
+    return Line(cells=(name, seconds_text(link.latency_s), rate, *(seconds_text(link.transfer_s(x)) for x in _SIZES)))
