@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import inspect
+import re
 import subprocess
 import sys
 from typing import get_args
