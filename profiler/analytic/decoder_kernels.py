@@ -61,27 +61,32 @@ class Part:
     experts: int = 0  # the same of routed experts
     weights: tuple[tuple[int, int], ...] = ()  # the matrices of products that Transformer Engine runs
     output: int = 0  # bytes handed on and kept by the next layer; 0: the loss
+    is_recomputed: bool = False  # whether it runs again before its backward and keeps its output alone
+
+    @property
+    def _kept_bytes(self) -> int:
+        return sum(x.keeps for x in self.kernels)
 
     @property
     def stash_bytes(self) -> int:
         """What the layer keeps for its backward; its output too, which the next layer keeps."""
-        return sum(x.keeps for x in self.kernels) + self.output
+        return (0 if self.is_recomputed else self._kept_bytes) + self.output
 
     @property
     def forward_workspace_bytes(self) -> int:
         """The most above what is kept while a kernel makes its result."""
         kept, most = 0, 0
         for x in self.kernels:
-            kept += x.keeps
-            most = max(most, kept + x.makes)
-        return max(0, most - sum(x.keeps for x in self.kernels))
+            kept = 0 if self.is_recomputed else kept + x.keeps
+            most = max(most, kept + x.makes + self.is_recomputed * x.keeps)
+        return max(0, most - (0 if self.is_recomputed else kept))
 
     @property
     def backward_workspace_bytes(self) -> int:
         """The most of a backward above the stash: gradients, less what later kernels have freed."""
         starts = {sum(self.branches[:i]) for i in range(len(self.branches))}
-        kept, handed, residual, most = sum(x.keeps for x in self.kernels), self.output, 0, 0
-        stash = kept
+        kept, handed, residual, most = self._kept_bytes, self.output, 0, 0
+        stash = 0 if self.is_recomputed else kept
         for i, x in reversed(list(enumerate(self.kernels))):
             if not residual and self.branches:
                 residual, handed = handed, 0  # both paths of the sum read the same gradient
@@ -102,7 +107,8 @@ class Part:
             operations_seconds([y for x in self.kernels for y in getattr(x, way)], hardware, dtype=DTYPE)
             for way in ("forward", "backward")
         )
-        return forward + exchange_s, backward + exchange_s
+        once_s, back_s = forward + exchange_s, backward + exchange_s
+        return once_s, back_s + self.is_recomputed * once_s
 
     def work(self, way: str) -> tuple[Work, ...]:
         """Counted work of the forward or the backward."""

@@ -48,6 +48,7 @@ class DecoderProfile:
     fused: tuple[FusedKernel, ...] = MEGATRON_KERNELS
     divides_state: bool = True  # over the data-parallel ranks; else that is left to the sharding of a plan
     placeholders: bool = False  # whether Transformer Engine's empty gradients are held, one for each shape of a weight
+    recomputed: frozenset[int] = frozenset()  # blocks that run again in the backward, one by one
 
     def parts(self, microbatch_size: int = 1) -> tuple[Part, ...]:
         """Embedding, blocks, multi-token prediction, and the head with norm and loss."""
@@ -55,7 +56,9 @@ class DecoderProfile:
         kernels = LayerKernels(model, self.widths, self.fused, microbatch_size)
         sparse = [model.is_sparse(i) for i in range(model.num_hidden_layers)]
         made = {x: kernels.block("", is_sparse=x) for x in set(sparse)}
-        blocks = [replace(made[x], name=f"layers.{i}") for i, x in enumerate(sparse)]
+        blocks = [
+            replace(made[x], name=f"layers.{i}", is_recomputed=i in self.recomputed) for i, x in enumerate(sparse)
+        ]
         further = [kernels.prediction(f"mtp.{i}") for i in range(model.num_nextn_predict_layers)]
         return (kernels.embedding(), *blocks, *further, kernels.head())
 
@@ -148,12 +151,15 @@ class DecoderProfile:
         )
 
     def _step(self, parameters: int) -> StepCost:
-        """Passes over all gradients, and the update of what a rank holds of the state."""
-        rate = self.hardware.bytes_per_s * self.hardware.efficiency("pointwise").bandwidth
-        held = parameters // (self._state_ranks[0] if self.divides_state else 1)
+        """Passes over all gradients, and the update of what a rank holds of the state.
+
+        A plan's sharding divides all of that: the passes, which are over whole gradients, are stated so many times.
+        """
+        rate, ranks = self.hardware.bytes_per_s * self.hardware.efficiency("pointwise").bandwidth, self._state_ranks[0]
+        updated, passed = (parameters // ranks, parameters) if self.divides_state else (parameters, parameters * ranks)
         return StepCost(
-            optimizer=Timing.exactly(_UPDATE_BYTES * held / rate, origin="computed"),
-            zero_grad=Timing.exactly(_GRADIENT_PASSES * GRADIENT * parameters / rate, origin="computed"),
+            optimizer=Timing.exactly(_UPDATE_BYTES * updated / rate, origin="computed"),
+            zero_grad=Timing.exactly(_GRADIENT_PASSES * GRADIENT * passed / rate, origin="computed"),
             optimizer_name="Adam",
             state_bytes=self._state_bytes(parameters),
             workspace_bytes=0,
@@ -163,12 +169,9 @@ class DecoderProfile:
         return tuple((name, str(getattr(self.widths, name))) for name in self.widths.__slots__)
 
     def _costs(self, parts: tuple[Part, ...], size: int) -> list[LayerCost]:
-        alike: dict[tuple[str, bool], LayerCost] = {}
-        for part in parts:
-            key = (part.kind, part is parts[-1])
-            if key not in alike:
-                alike[key] = self._cost(part, size)
-        return [alike[part.kind, part is parts[-1]] for part in parts]
+        alike = {(part.kind, part.is_recomputed): part for part in parts}
+        found = {key: self._cost(part, size) for key, part in alike.items()}
+        return [found[part.kind, part.is_recomputed] for part in parts]
 
     def _cost(self, part: Part, size: int) -> LayerCost:
         forward_s, backward_s = part.seconds(self.hardware, num_ranks=self.widths.expert)

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from gplan.core.checks import COLLECTIVE_KINDS
 from gplan.core.errors import FileError
 
 _GIB = 2**30
@@ -72,6 +73,7 @@ class _System(msgspec.Struct):
     sys_name: str
     accelerator: _Accelerator
     networks: dict[str, Any] = {}
+    num_per_node: int = 8
 
 
 def read_efficiency_file(path: Path, built_in: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,6 +96,11 @@ def read_efficiency_file(path: Path, built_in: Mapping[str, Any]) -> dict[str, A
     peak = product.tflops * 1e12
     bytes_per_s = max(x.gbps for x in bandwidth.values()) * _GIB
     of_bytes = memory.shares(bytes_per_s)
+    collectives = [
+        {"kind": kind, "num_devices": max(2, system.num_per_node), "message": network.link(kind)}
+        for kind in COLLECTIVE_KINDS
+        if kind in network.op
+    ]
     attention = min(1.0, ops["sdp_fwd"].efficient_factor if "sdp_fwd" in ops else product.efficient_factor)
     products = {
         "matmul": {"flops": product.efficient_factor, "bandwidth": of_bytes["bandwidth"]},
@@ -108,8 +115,7 @@ def read_efficiency_file(path: Path, built_in: Mapping[str, Any]) -> dict[str, A
         "bytes_per_s": bytes_per_s,
         "launch_s": base.get("launch_s", _LAUNCH_S),
         "flops_per_s": {"float32": peak, "float16": peak, **base.get("flops_per_s", {}), "bfloat16": peak},
-        "link": network.link("p2p"),
-        "collectives": network.link("reduce_scatter"),
+        "link": {**network.link("p2p"), "collective": collectives},
         "all_to_all": network.link("all2all"),
         "efficiency": products | others,
         "kernels": {name: bandwidth[key].shares(bytes_per_s) for key, name in kernels.items() if key in bandwidth},

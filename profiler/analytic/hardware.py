@@ -5,7 +5,7 @@ profiler/analytic/roofline.py can calibrate with a measured profile. float32 pro
 products on a GPU without TF32, convolutions with it where available; a TPU multiplies in bfloat16.
 
 A device may also have shares by the shape of a product (`shapes`), rates of named kernels (`kernels`), kernels that
-training fuses (`fused`) and a link for collectives. `load_hardware` reads the table, TOML files with the same keys, and
+training fuses (`fused`) and rates of collectives. `load_hardware` reads the table, TOML files with the same keys, and
 published efficiency files (profiler/analytic/efficiency_file.py).
 """
 
@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 
-from gplan.core import Device, Link, OperationKind
+from gplan.core import Collective, CollectiveKind, Device, Link, OperationKind
 from gplan.core.checks import check_not_negative, check_positive
 from gplan.core.errors import FileError, UsageError
 from profiler.analytic.shapes import AttentionShape, Direction, Layout, MatmulShape, Shape, ShapeTable
@@ -75,7 +75,6 @@ class Hardware:
     shapes: ShapeTable = field(default_factory=ShapeTable)  # shares by shape, in place of `efficiencies`
     kernels: Mapping[KernelName, Efficiency] = field(default_factory=dict)  # in place of those of their kind
     fused: tuple[FusedKernel, ...] = ()  # that training on this device fuses, unless stated otherwise
-    collectives: Link | None = None  # at the rate of replicas that sum gradients and gather weights; None: `link`
     all_to_all: Link | None = None  # at the rate of ranks that exchange the tokens of experts; None: `link`
 
     def __post_init__(self) -> None:
@@ -159,12 +158,28 @@ class _ShapeShares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ShapeTable(shares)
 
 
-class _LinkFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     latency_s: float
     bytes_per_s: float
 
     def link(self) -> Link:
         return Link(latency_s=self.latency_s, bytes_per_s=self.bytes_per_s)
+
+
+class _Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    kind: CollectiveKind
+    num_devices: int
+    message: _Message  # of those that a ring passes on
+
+
+class _LinkFigures(_Message, frozen=True, forbid_unknown_fields=True):
+    collective: list[_Collective] = []
+
+    def link(self) -> Link:
+        collectives = (
+            Collective(kind=x.kind, num_devices=x.num_devices, message=x.message.link()) for x in self.collective
+        )
+        return replace(super().link(), collectives=tuple(collectives))
 
 
 class _Sources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -188,8 +203,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shapes: _ShapeShares = _ShapeShares()
     kernels: dict[KernelName, _Shares] = {}
     fused: list[FusedKernel] = []
-    collectives: _LinkFigures | None = None
-    all_to_all: _LinkFigures | None = None
+    all_to_all: _Message | None = None
 
 
 def hardware_names() -> tuple[str, ...]:
@@ -252,7 +266,6 @@ def _hardware(content: dict[str, Any], *, name: str, place: str) -> Hardware:
         shapes=entry.shapes.table(),
         kernels={name: _efficiency(_KERNEL_KINDS[name], shares) for name, shares in entry.kernels.items()},
         fused=tuple(entry.fused),
-        collectives=entry.collectives.link() if entry.collectives else None,
         all_to_all=entry.all_to_all.link() if entry.all_to_all else None,
     )
 
@@ -278,7 +291,10 @@ def _check(entry: _Entry, place: str) -> None:
     if entry.memory_bytes is None and entry.kind != "cpu":
         raise FileError(f"{place} has no memory_bytes; expected the memory of one device, such as 80e9")
     rates = {f"flops_per_s.{dtype}": value for dtype, value in entry.flops_per_s.items()}
-    links = {"link": entry.link, "collectives": entry.collectives, "all_to_all": entry.all_to_all}
+    links: dict[str, _Message | None] = {"link": entry.link, "all_to_all": entry.all_to_all}
+    links |= {f"link.collective.{x.kind}": x.message for x in entry.link.collective}
+    if few := [x for x in entry.link.collective if x.num_devices < 2]:
+        raise FileError(f"{place}: num_devices of {few[0].kind} is {few[0].num_devices}; expected at least 2")
     rates |= {"bytes_per_s": entry.bytes_per_s}
     rates |= {f"{name}.bytes_per_s": link.bytes_per_s for name, link in links.items() if link}
     for key, value in (rates | {"memory_bytes": entry.memory_bytes or _LEAST["memory_bytes"]}).items():
