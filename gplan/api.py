@@ -9,7 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gplan.core import EngineCost, Granularity, Link, LossReduction, Machine, Plan, Profile, Run, Verification
+from gplan.core import (
+    EngineCost,
+    Granularity,
+    Link,
+    LossReduction,
+    Machine,
+    Plan,
+    Precision,
+    PrecisionName,
+    Profile,
+    Run,
+    Verification,
+)
 from gplan.core.errors import UsageError
 from gplan.evaluate.calibration import calibrate, calibrated
 from gplan.evaluate.verify import NUM_ROUNDS, NUM_STEPS
@@ -66,6 +78,7 @@ def profile(
     contention: int | None = None,
     link: Link | None = None,
     granularity: Granularity = "layer",
+    precision: PrecisionName = "model",
     budget_s: float = 10.0,
     seed: int = 0,
     journal: Path | None = None,
@@ -83,6 +96,9 @@ def profile(
     tensors. `contention` processes do the same work beside (by default one on every other core of a CPU). The link, and
     on a CPU what the engine itself takes, are measured between two processes where `link` is not given. `granularity`
     "op" makes every operation a layer: the model must then be one that torch.export can trace, an nn.Sequential too.
+    `precision` is that of the training, by default as the model is made: "float32", "bfloat16" (all in one type), "mixed"
+    (bfloat16 parameters and activations, float32 master weights, optimizer states and gradients), "mixed-bf16-gradients"
+    (the same with gradients accumulated in bfloat16) or "autocast" (torch.autocast in bfloat16).
     `journal` keeps what was measured until the profile is whole, and a second call goes on from there. `progress` is
     called with a text and the share done. The model's parameters, gradients, buffers and the random state are left as
     they were.
@@ -94,7 +110,14 @@ def profile(
 
     functions = {"inputs": inputs, "loss": loss, "optimizer": optimizer, "batches": batches}
     functions["loss_reduction"] = loss_reduction
-    given = GivenModel(model=model, settings=settings or {}, input_shapes=input_shapes, seed=seed, functions=functions)
+    given = GivenModel(
+        model=model,
+        settings=settings or {},
+        input_shapes=input_shapes,
+        seed=seed,
+        functions=functions,
+        precision=Precision.named(precision),
+    )
     if device == "meta":
         return _computed(given, tuple(microbatch_sizes), hardware, calibrate, link, granularity, progress)
     _check_nothing_to_compute(device, hardware=hardware, calibrate=calibrate)

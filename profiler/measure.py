@@ -174,6 +174,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         plan_notes=routing_notes(first.chain, how=_how_routed(file)),
         granularity=options.granularity,
         values=values,
+        precision=file.precision,
         host_speed=None if speeds.host_speed is None else replace(speeds.host_speed, load=load),
         common_variance=mean_of_known(x.common_variance for x in measured),
     )
@@ -258,6 +259,6 @@ def _journal_key(file: ModelFile, options: ProfileOptions) -> str:
     paths = {Path(found) for x in modules if (found := getattr(x, "__file__", None))}
     sources = [(str(x), x.read_bytes()) for x in sorted(paths | {path}) if x.suffix == ".py" and x.is_file()]
     shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in file.model.named_parameters()]
-    way = (options.device, options.num_threads, options.num_neighbours, options.granularity)
+    way = (options.device, options.num_threads, options.num_neighbours, options.granularity, file.precision.name)
     content = (file.name, file.settings, sources, shapes, way, processor(), software_versions())
     return hashlib.sha256(repr(content).encode()).hexdigest()

@@ -12,7 +12,7 @@ from gplan.cli.arguments import PATH, PROFILE_FILE, output_option
 from gplan.cli.output import json_option, print_result, progress_bar
 
 if TYPE_CHECKING:
-    from gplan.core import Granularity, Link
+    from gplan.core import Granularity, Link, PrecisionName
 
 _EXAMPLES = """
 \b
@@ -21,7 +21,7 @@ Examples:
   gplan profile examples/transformer_lm.py --set num_blocks=12 --microbatch-size 1,2,4
   gplan profile package.module:Net --input-shape 8,3,224,224 --link 25GB/s,5us
   gplan profile examples/unet.py --granularity op
-  gplan profile model.py --device cuda
+  gplan profile model.py --device cuda --precision mixed
   gplan profile big.py --device meta --hardware h100"""
 
 
@@ -44,6 +44,9 @@ Examples:
 )
 @click.option("--granularity", type=click.Choice(["layer", "op"]), default="layer", show_default=True,
               help="What counts as a layer: a module that the author wrote as a unit, or one operation.")  # fmt: skip
+@click.option("--precision", default="model", show_default=True, metavar="NAME",
+              help="What is trained in: model (as the file makes it), float32, bfloat16, mixed (float32 master weights, states "
+                   "and gradients beside bfloat16), mixed-bf16-gradients, or autocast.")  # fmt: skip
 @click.option("--budget", default=10.0, show_default=True, metavar="SECONDS",
               help="Longest sampling per micro-batch size.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, help="Seed of the weights.")
@@ -52,7 +55,8 @@ Examples:
 def profile(
     model: str, settings: tuple[str, ...], microbatch_size: str, input_shape: str | None, device: str,
     hardware: str | None, calibrate: Path | None, threads: int, contention: int | None,
-    link: str | None, granularity: Granularity, budget: float, seed: int, output: Path, as_json: bool,
+    link: str | None, granularity: Granularity, precision: PrecisionName, budget: float, seed: int, output: Path,
+    as_json: bool,
 ) -> None:  # fmt: skip
     from gplan import api
     from gplan.core import Profile
@@ -73,6 +77,7 @@ def profile(
             contention=contention,
             link=_link(link),
             granularity=granularity,
+            precision=precision,
             budget_s=budget,
             seed=seed,
             journal=output.with_name(f"{output.name}.journal"),

@@ -188,6 +188,7 @@ class StepCost:
     workspace_bytes: int  # of temporary memory that is proportional to the trained bytes
     largest_workspace: float = 0.0  # temporary memory beside it, as a multiple of the largest trained tensor
     contention: float = 1.0  # slow-down while other processes on the host do the same
+    master_bytes: int = 0  # part of state_bytes: float32 weights beside the parameters
     tensor_s: float = 0.0  # part of both for each trained tensor; the rest is proportional to bytes
 
     def __post_init__(self) -> None:
@@ -225,6 +226,7 @@ class StepCost:
             zero_grad=self.zero_grad.times(factor),
             state_bytes=round(by_bytes * self.state_bytes),
             workspace_bytes=round(by_bytes * self.workspace_bytes),
+            master_bytes=round(by_bytes * self.master_bytes),
         )
 
     @classmethod

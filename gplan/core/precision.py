@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
+from gplan.core.errors import UsageError
+
 FloatType: TypeAlias = Literal["float32", "bfloat16"]
 """What a number is stored in, by torch's name."""
-
-FLOAT_BYTES: dict[FloatType, int] = {"float32": 4, "bfloat16": 2}
 
 PrecisionName: TypeAlias = Literal["model", "float32", "bfloat16", "mixed", "mixed-bf16-gradients", "autocast"]
 """What users choose: as the model file makes it; all in one type; or one of the mixtures of `PRECISIONS`."""
@@ -39,13 +39,19 @@ class Precision:
             raise ValueError(f"precision is {self._values}; expected one of {', '.join(PRECISION_NAMES)}")
 
     @classmethod
-    def named(cls, name: PrecisionName) -> Precision:
-        """The precision of this name."""
+    def named(cls, name: str) -> Precision:
+        """The precision of this name; raises UsageError for one that there is not."""
+        if name == "float16":
+            raise UsageError(
+                "precision float16 needs a loss scaler, which gplan does not have; use bfloat16, mixed or autocast"
+            )
+        if name not in _PRECISIONS:
+            raise UsageError(f"precision {name!r} is not known; expected one of {', '.join(PRECISION_NAMES)}")
         parameters, compute, gradients, master_weights = _PRECISIONS[name]
         return cls(parameters=parameters, compute=compute, gradients=gradients, master_weights=master_weights)
 
     @property
-    def name(self) -> PrecisionName:
+    def name(self) -> str:
         """What users call it."""
         return _NAMES[self._values]
 
@@ -61,7 +67,7 @@ class Precision:
 
 _Values: TypeAlias = tuple[FloatType | None, FloatType | None, FloatType | None, bool]
 
-_PRECISIONS: dict[PrecisionName, _Values] = {
+_PRECISIONS: dict[str, _Values] = {
     "model": (None, None, None, False),
     "float32": ("float32", "float32", "float32", False),
     "bfloat16": ("bfloat16", "bfloat16", "bfloat16", False),
@@ -69,4 +75,12 @@ _PRECISIONS: dict[PrecisionName, _Values] = {
     "mixed-bf16-gradients": ("bfloat16", "bfloat16", "bfloat16", True),
     "autocast": ("float32", "bfloat16", "float32", False),
 }
-_NAMES: dict[_Values, PrecisionName] = {values: name for name, values in _PRECISIONS.items()}
+_NAMES: dict[_Values, str] = {values: name for name, values in _PRECISIONS.items()}
+
+AS_MADE = Precision()
+"""The precision of the model file."""
+
+
+def precision_suffix(precision: Precision) -> str:
+    """The end of a line on a plan: ", precision mixed"; "" for the precision of the model file."""
+    return "" if precision == AS_MADE else f", precision {precision.name}"

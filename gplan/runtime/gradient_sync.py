@@ -194,10 +194,9 @@ def has_sparse_gradients(segments: Iterable[nn.Module]) -> bool:
     return any(getattr(x, "sparse", False) is True for x in modules) or any(map(_is_sparse, nodes))
 
 
-def average_gradients(stages: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
-    """Average the gradients of some stages over the ranks of `group`; gradients equal on all ranks do not change."""
-    parameters = dict.fromkeys(x for stage in stages for x in stage.parameters() if x.requires_grad)
-    sum_gradients(list(parameters), group, divisor=dist.get_world_size(group))
+def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Average the gradients of some parameters over the ranks of `group`; those equal on all ranks do not change."""
+    sum_gradients([x for x in parameters if x.requires_grad], group, divisor=dist.get_world_size(group))
 
 
 def _is_sparse(node: Node) -> bool:

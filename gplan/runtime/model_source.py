@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from gplan.core.errors import FileError, ModelError, UsageError
+from gplan.core.precision import AS_MADE, Precision
 from gplan.runtime.capture_cache import is_meta_or_fake, named_tensors
 from gplan.runtime.stage_state import copy_unregistered, unregistered_pairs
 from profiler.capture.sequence import as_sequential
 from profiler.model.load import ModelFile, OpenedFile, model_in_memory, open_model_file
 from profiler.model.model_reference import SettingValue
+from profiler.model.precision import MASTER_DTYPE, in_precision
 from profiler.model.weight_files import read_weights
 
 ModelLike: TypeAlias = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module] | str
@@ -31,9 +33,10 @@ ModelLike: TypeAlias = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module]
 class ModelSource:
     """A model, with or without weights, and where its weights come from."""
 
-    file: ModelFile
+    file: ModelFile  # in the precision of the training
     opened: OpenedFile | None  # None: the model was handed over as it is
     seed: int
+    stored: nn.Module  # the model as it was made, in its own precision
     weights: Path | None = None  # a file, or a folder of files
 
     @property
@@ -44,23 +47,24 @@ class ModelSource:
     def build_whole(self) -> ModelSource:
         """Build the whole model in memory; for code that cannot be captured without weights."""
         assert self.opened is not None
-        return replace(self, file=self.opened.load(seed=self.seed))
+        whole = self.opened.load(seed=self.seed)
+        return replace(self, file=in_precision(whole, self.file.precision), stored=whole.model)
 
     def values(self, names: Collection[str], device: torch.device) -> dict[str, Tensor]:
-        """Return the parameters and buffers of these names, on the device.
+        """Return the parameters and buffers of these names, on the device; trained ones as master weights, if there are any.
 
         Raises ModelError or FileError if there are no values for them.
         """
         found = self._values(names)
-        state = named_tensors(self.file.model)
-        return {name: _as_in_model(state[name], found[name], device, name) for name in names}
+        state, has_masters = named_tensors(self.file.model), self.file.precision.master_weights
+        return {name: _as_in_model(state[name], found[name], device, name, has_masters) for name in names}
 
     def _values(self, names: Collection[str]) -> Mapping[str, Tensor]:
         state = named_tensors(self.file.model)
         if self.weights is not None:
             return self._read(state, names, self.weights)
         if not self.file.is_lazy:
-            return state
+            return named_tensors(self.stored)
         parameters = {name for name, _ in self.file.model.named_parameters()}
         return self._built(parameters.intersection(names))
 
@@ -100,7 +104,7 @@ class ModelSource:
                     f"{weights} holds {name} of shape {tuple(tensor.shape)}; {self.file.name} has shape "
                     f"{tuple(state[name].shape)}: these are weights of another model"
                 )
-        made = self._built(()) if self._draws_unsaved(saved) else state
+        made = self._built(()) if self._draws_unsaved(saved) else named_tensors(self.stored)
         return {**{name: made[name] for name in names}, **found}
 
     def _draws_unsaved(self, saved: Collection[str]) -> bool:
@@ -109,8 +113,8 @@ class ModelSource:
             return False
         assert self.opened is not None
         other = self.opened.load(seed=self.seed + 1, lazy=True).model
-        pairs = [*unregistered_pairs(other, self.file.model)]
-        state, others = named_tensors(self.file.model), named_tensors(other)
+        pairs = [*unregistered_pairs(other, self.stored)]
+        state, others = named_tensors(self.stored), named_tensors(other)
         pairs += [(others[name], state[name]) for name in state.keys() & others.keys() if name not in saved]
         return any(not torch.equal(x, y) for x, y in pairs if not (is_meta_or_fake(x) or is_meta_or_fake(y)))
 
@@ -122,6 +126,7 @@ def open_source(
     functions: Mapping[str, Callable[..., Any] | None] | None = None,
     seed: int = 0,
     weights: str | Path | None = None,
+    precision: Precision = AS_MADE,
 ) -> ModelSource:
     """Return a source for an nn.Module, a function that builds one, or a reference to a model file.
 
@@ -140,13 +145,13 @@ def open_source(
                 f"the {type(model).__name__} is on the meta device and has no values; pass the function that builds it "
                 "(then each process makes its own stage, as the whole model would be from the seed), or weights=FILE"
             )
-        return ModelSource(file=file, opened=None, seed=seed, weights=path)
+        return ModelSource(file=in_precision(file, precision), opened=None, seed=seed, stored=file.model, weights=path)
     opened = open_model_file(model, settings=settings) if isinstance(model, str) else _opened(model, given)  # type: ignore[arg-type]
     try:
         file = opened.load(seed=seed, lazy=True)
     except ModelError:
         file = opened.load(seed=seed)
-    return ModelSource(file=file, opened=opened, seed=seed, weights=path)
+    return ModelSource(file=in_precision(file, precision), opened=opened, seed=seed, stored=file.model, weights=path)
 
 
 def _opened(build: Callable[[], nn.Module], functions: Mapping[str, Callable[..., Any]]) -> OpenedFile:
@@ -174,13 +179,14 @@ def _saved_names(model: nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def _as_in_model(expected: Tensor, value: Tensor, device: torch.device, name: str) -> Tensor:
-    """Return the value as a parameter or buffer of the model's dtype on the device."""
+def _as_in_model(expected: Tensor, value: Tensor, device: torch.device, name: str, is_master: bool) -> Tensor:
+    """Return the value as a parameter or buffer of the model's dtype, or as a master weight, on the device."""
     if is_meta_or_fake(value):
         raise ModelError(f"{name} has no values; build the model with values, or pass weights that hold {name}")
     if not isinstance(expected, nn.Parameter):
         return value.to(device=device, dtype=expected.dtype)
-    if isinstance(value, nn.Parameter) and value.device == device:
+    dtype = MASTER_DTYPE if is_master and expected.requires_grad else expected.dtype
+    if isinstance(value, nn.Parameter) and value.device == device and value.dtype == dtype:
         return value
-    moved = value.detach().to(device=device, dtype=expected.dtype)
+    moved = value.detach().to(device=device, dtype=dtype)
     return nn.Parameter(moved, requires_grad=expected.requires_grad)

@@ -16,13 +16,13 @@ micro-batch.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gplan.core import Plan
 from gplan.core.errors import ModelError, UsageError
@@ -31,6 +31,7 @@ from gplan.runtime.buffers import SharedBuffers, check_norms, strict_norm
 from gplan.runtime.capture_cache import CaptureCache, CapturedModel, named_tensors
 from gplan.runtime.gradient_sync import TiedGradients, broadcast_first_replica
 from gplan.runtime.heartbeat import Heartbeat
+from gplan.runtime.master_weights import MasterWeights
 from gplan.runtime.microbatches import Pass, concat_outputs, replica_rows, split_into_passes, take_rows
 from gplan.runtime.model_source import ModelLike, ModelSource, open_source
 from gplan.runtime.process_group import LossExchange, join_process_group
@@ -44,6 +45,7 @@ from profiler.host.links import deprioritize_connection_threads
 from profiler.model.lazy_build import random_state_kept
 from profiler.model.load import loss_of_output
 from profiler.model.model_reference import SettingValue, describe_inputs, parse_input_shapes, resize_inputs
+from profiler.model.precision import convert_floats, input_dtype
 
 
 def open_pipeline(
@@ -60,11 +62,19 @@ def open_pipeline(
 ) -> Pipeline:
     """Build the pipeline of a module, a function that builds one, or a model file; see `gplan.pipeline`."""
     with random_state_kept():
-        source = open_source(model, settings=settings, functions={"loss": loss}, seed=seed, weights=weights)
+        source = open_source(
+            model,
+            settings=settings,
+            functions={"loss": loss},
+            seed=seed,
+            weights=weights,
+            precision=plan.precision,
+        )
         if loss is None and source.file.has("loss"):
             loss = source.file.loss
         if inputs is None:
             inputs = example_inputs(source, plan)
+        inputs = convert_floats(inputs, input_dtype(plan.precision))
         num_samples(inputs, usual=inputs)
         place = own_device(plan, device)
         if place.type == "cpu":
@@ -140,7 +150,8 @@ class Pipeline(StageState):
         self._shared_buffers.check_graphs(usual)
         own = range(plan.num_stages) if ranks is None else ranks.stages
         tensors = source.values([x for x in named_tensors(model) if x in names.on_stages(own)], device)
-        captures.set_tensors(tensors)
+        self._masters = MasterWeights(tensors, named_tensors(model) if plan.precision.master_weights else tensors)
+        captures.set_tensors(self._masters.computing)
         if ranks is not None:
             broadcast_first_replica(tensors.values(), ranks)
         super().__init__(
@@ -153,7 +164,14 @@ class Pipeline(StageState):
             heartbeat=notes,
         )
         self.runner = StageRunner(
-            captures, usual, names=names, tensors=tensors, ranks=ranks, random_streams=random_streams, heartbeat=notes
+            captures,
+            usual,
+            names=names,
+            tensors=tensors,
+            computing=self._masters.computing,
+            ranks=ranks,
+            random_streams=random_streams,
+            heartbeat=notes,
         )
         self._trained = {name for name, x in model.named_parameters() if x.requires_grad}
         self._strict_norm = strict_norm(model, usual.chain.norms(0, len(usual.chain)), plan.microbatch_size)
@@ -185,8 +203,9 @@ class Pipeline(StageState):
         scale *= self._num_averaged
         self._loss_exchange.post_receive()
         with self._random_streams.preserved(), self._tied.accumulated():
-            with self._shared_buffers.forbid_writes(self._tensors):
+            with self._masters.lent(), self._shared_buffers.forbid_writes(self._tensors):
                 losses = self._losses_of(inputs, targets, num_rows, scale)
+                self._take_gradients()
             total = self._total(losses)
             with self.heartbeat.waiting("sums"):
                 self._tied.sum_gradients()
@@ -211,6 +230,19 @@ class Pipeline(StageState):
             )
             losses += [weight * x.double() for x in found]
         return losses
+
+    def _take_gradients(self) -> None:
+        """Give master weights the gradients of the pass; this counts as the devices' updates."""
+        for device, stages in enumerate(self.runner.stages_by_device if self._masters else ()):
+            with self.runner.updating(device):
+                self._masters.take_gradients(self.runner.parameters_of(stages))
+
+    def round_master_weights(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Round master weights into those that the stages compute with, right after their update.
+
+        Without a call `step` and the evaluations do so when they begin.
+        """
+        self._masters.round(parameters)
 
     def eval_step(self, inputs: Any, targets: Any = None) -> Tensor:
         """Return the loss of any number of samples in evaluation mode, without gradients; the same on every rank."""
@@ -250,8 +282,10 @@ class Pipeline(StageState):
         return split_into_passes(len(share), **sizes, first_row=share.start)
 
     def _checked(self, inputs: Any, targets: Any) -> tuple[Any, int]:
-        """Return the inputs and their number of samples; None stands for a full mini-batch."""
-        if inputs is None:
+        """Return the inputs, in the plan's precision, and their number of samples; None stands for a full mini-batch."""
+        if inputs is not None:
+            inputs = convert_floats(inputs, input_dtype(self.plan.precision))
+        else:
             if self.runner.stages[0].index == 0:
                 raise UsageError("the inputs are None, and this process holds the first stage; expected a batch")
             inputs = resize_inputs(self._usual_inputs, self.plan.batch_size)
@@ -325,6 +359,7 @@ class Pipeline(StageState):
 
     def _evaluate(self, part: Pass, inputs: Any, num_rows: int, output_fn: OutputFn) -> list[Tensor]:
         with torch.inference_mode(False), torch.no_grad(), self._random_streams.preserved():
+            self._masters.round()
             return self.runner.run(part, inputs, num_rows, step=self.num_steps, output_fn=output_fn, trains=False)
 
     def _total(self, losses: list[Tensor]) -> Tensor:

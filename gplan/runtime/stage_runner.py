@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -53,14 +53,19 @@ class StageRunner:
         *,
         names: StateNames,
         tensors: Mapping[str, Tensor],
+        computing: Mapping[str, Tensor],
         ranks: RankLayout | None,
         random_streams: RandomStreams,
         heartbeat: Heartbeat,
     ) -> None:
-        """`usual` is the capture of the plan's own micro-batches in training; `tensors` have values."""
+        """`usual` is the capture of the plan's own micro-batches in training.
+
+        `tensors` are those that the optimizer updates, `computing` those that stages compute with: the same ones without
+        master weights.
+        """
         self._captures, self._ranks, self._random_streams = captures, ranks, random_streams
         self._replicas = None if ranks is None else ranks.replicas
-        self._names, self._tensors = names, tensors
+        self._names, self._tensors, self._computing = names, tensors, computing
         self._plan = captures.plan
         own: Sequence[int] = range(self._plan.num_stages) if ranks is None else ranks.stages
         self.stages = tuple(self._stage(index, heartbeat) for index in own)
@@ -87,7 +92,7 @@ class StageRunner:
         """
         if self._ranks is not None and self._replicas is not None:
             with self.updating(0):
-                average_gradients(self._averaged_at_end, self._replicas)
+                average_gradients(self.parameters_of(self._averaged_at_end), self._replicas)
                 broadcast_first_replica(self._followed, self._ranks)
         for device, stages in enumerate(self.stages_by_device):
             with self.updating(device):
@@ -181,7 +186,13 @@ class StageRunner:
     def resident_tensors(self, stage: StageModule) -> list[Tensor]:
         """Return the tensors of a stage between steps: parameters, buffers and receive buffers."""
         names = self._names.on_stages([stage.index])
-        return [*(self._tensors[name] for name in names), *self.engine.buffers(stage.index)]
+        state = [x[name] for name in names for x in (self._tensors, self._computing)]
+        return [*state, *self.engine.buffers(stage.index)]
+
+    def parameters_of(self, stages: Iterable[StageModule]) -> list[nn.Parameter]:
+        """Return the parameters of some stages that the optimizer updates, a tied one once."""
+        used = (self._tensors[name] for stage in stages for name in self._names.used_by_stage[stage.index])
+        return list(dict.fromkeys(x for x in used if isinstance(x, nn.Parameter)))
 
     @cached_property
     def stages_by_device(self) -> list[list[StageModule]]:
@@ -207,7 +218,7 @@ class StageRunner:
 
     def _stage(self, index: int, heartbeat: Heartbeat) -> StageModule:
         names = self._names.used_by_stage[index]
-        parameters = [x for name in names if isinstance(x := self._tensors[name], nn.Parameter)]
+        parameters = [x for name in names if isinstance(x := self._computing[name], nn.Parameter)]
         return StageModule(index, parameters, self._random_streams, heartbeat)
 
     def _engine(self) -> TorchEngine | VirtualEngine:
@@ -235,7 +246,8 @@ class StageRunner:
         """Return the stages whose gradients are averaged over the replicas after the step's last pass."""
         if self._replicas is None:
             return []
-        return [x for x in self.stages if self._splits_backward or has_sparse_gradients(self._segments(usual, x, True))]
+        is_apart = self._splits_backward or self._plan.precision.master_weights  # DDP has a gradient like its parameter
+        return [x for x in self.stages if is_apart or has_sparse_gradients(self._segments(usual, x, True))]
 
 
 def _written_by(segments: Sequence[nn.Module]) -> list[Tensor]:

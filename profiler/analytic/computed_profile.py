@@ -32,11 +32,12 @@ from profiler.analytic.work import WorkCounter
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, model_state_restored, routing_notes
 from profiler.host.host_info import software_versions
-from profiler.memory.allocations import StorageRecorder, optimizer_state_bytes
+from profiler.memory.allocations import StorageRecorder, gradient_bytes, optimizer_state_bytes
 from profiler.memory.chain_profile import Crossings, layers_with_weights, values_of
 from profiler.model.data import check_microbatch_sizes, sample_batch
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
+from profiler.model.precision import MASTER_DTYPE, master_bytes, round_into
 from profiler.timing.bench import Bench, bench_of_chain, layers_to_measure
 from profiler.timing.journal import Progress, silent
 
@@ -93,6 +94,7 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=software_versions(),
         origin="computed",
+        precision=file.precision,
         notes=(*file.notes, *first.chain.notes, *_notes(file, options)),
         plan_notes=routing_notes(first.chain, how="it was computed from the shapes"),
         granularity=options.granularity,
@@ -197,7 +199,7 @@ def calibrated_step(step: StepCost, calibration: RooflineCalibration, *, trained
     measured = calibration.step
     if measured.optimizer_name != step.optimizer_name or not calibration.trained_bytes:
         return step
-    by_bytes = sum(x.nbytes for x in trained) / calibration.trained_bytes
+    by_bytes = sum(map(gradient_bytes, trained)) / calibration.trained_bytes
     grown = measured.grown(by_bytes, num_tensors=max(1, calibration.num_trained), num_all=len(trained))
     optimizer, zero_grad = (
         Timing.exactly(timing.median_s, origin="computed") for timing in (grown.optimizer, grown.zero_grad)
@@ -214,16 +216,19 @@ def computed_step(file: ModelFile, hardware: Hardware) -> StepCost:
     if not file.has("optimizer") or not trained:
         return StepCost.none(origin="computed")
     as_list = hardware.kind == "cuda"
-    alike = Counter((tuple(x.shape), x.dtype) for x in trained)
-    steps = [(count, _step(file, shape, dtype, as_list=as_list)) for (shape, dtype), count in alike.items()]
-    largest = max((step for _, step in steps), key=lambda step: step.num_bytes)
+    alike = Counter((tuple(x.shape), x.dtype, gradient_bytes(x)) for x in trained)
+    steps = [(count, _step(file, *kind, as_list=as_list)) for kind, count in alike.items()]
+    largest = max((step for _, step in steps), key=lambda step: step.gradient_bytes)
+    masters = master_bytes(trained, file.precision)
     return StepCost(
         optimizer=_timing(hardware, [(count, step.work) for count, step in steps], as_list=as_list),
         zero_grad=_timing(hardware, [(count, step.zero_grad_work) for count, step in steps], as_list=as_list),
         optimizer_name=steps[0][1].name,
-        state_bytes=sum(count * step.state_bytes for count, step in steps),
-        workspace_bytes=sum(count * step.workspace_bytes for count, step in steps) if as_list else 0,
-        largest_workspace=0.0 if as_list else largest.workspace_bytes / largest.num_bytes,
+        state_bytes=sum(count * step.state_bytes for count, step in steps) + masters,
+        workspace_bytes=max(0, masters - sum(map(gradient_bytes, trained)))
+        + (sum(count * step.workspace_bytes for count, step in steps) if as_list else 0),
+        largest_workspace=0.0 if as_list else largest.workspace_bytes / largest.gradient_bytes,
+        master_bytes=masters,
     )
 
 
@@ -232,16 +237,19 @@ class _Step:
     """The second step of an optimizer with one parameter; the first one creates its state."""
 
     name: str
-    num_bytes: int  # of the parameter
+    gradient_bytes: int
     state_bytes: int
     workspace_bytes: int
     work: tuple[Work, ...]
     zero_grad_work: tuple[Work, ...]
 
 
-def _step(file: ModelFile, shape: tuple[int, ...], dtype: torch.dtype, *, as_list: bool) -> _Step:
+def _step(
+    file: ModelFile, shape: tuple[int, ...], dtype: torch.dtype, num_gradient_bytes: int, *, as_list: bool
+) -> _Step:
     with FakeTensorMode():
-        parameter = nn.Parameter(torch.empty(shape, dtype=dtype))
+        rounded = [torch.empty(shape, dtype=dtype)] if file.precision.master_weights else []
+        parameter = nn.Parameter(torch.empty(shape, dtype=MASTER_DTYPE if rounded else dtype))
         optimizer = file.optimizer([parameter])
         for group in optimizer.param_groups:
             if as_list and "foreach" in group and group["foreach"] is None and not group.get("fused"):
@@ -251,6 +259,7 @@ def _step(file: ModelFile, shape: tuple[int, ...], dtype: torch.dtype, *, as_lis
             optimizer.step()
             with StorageRecorder() as recorder, WorkCounter(recorder.now) as counter:
                 optimizer.step()
+                round_into(rounded, [parameter])
                 end = recorder.now()
                 optimizer.zero_grad()
         except Exception as error:
@@ -259,7 +268,7 @@ def _step(file: ModelFile, shape: tuple[int, ...], dtype: torch.dtype, *, as_lis
             ) from error
         return _Step(
             name=type(optimizer).__name__,
-            num_bytes=parameter.nbytes,
+            gradient_bytes=num_gradient_bytes,
             state_bytes=optimizer_state_bytes(optimizer),
             workspace_bytes=recorder.trace().peak_bytes(0, end),
             work=total_work(counter.between(0, end)),

@@ -74,9 +74,12 @@ class StandIns:
     def of(self, tensor: Tensor) -> Tensor:
         """The stand-in of a tensor, a leaf of a new graph."""
         if id(tensor) not in self._found:
+            gradient, tensor.grad = tensor.grad, None  # of another dtype it cannot become a fake one
             fake = self._mode.from_tensor(tensor, static_shapes=True).detach().requires_grad_(tensor.requires_grad)
+            tensor.grad = gradient
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                fake.grad = torch.zeros_like(fake)
+                fake.grad_dtype = tensor.grad_dtype
+                fake.grad = torch.zeros_like(fake, dtype=tensor.grad_dtype)
             self._found[id(tensor)] = tensor, fake
         return self._found[id(tensor)][1]
 

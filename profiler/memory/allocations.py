@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._profiler import _EventType
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,6 +38,12 @@ def storage_key(tensor: Tensor) -> int:
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages of some tensors."""
     return sum({storage_key(x): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def gradient_bytes(parameter: nn.Parameter) -> int:
+    """Bytes of a parameter's gradient, in the dtype that it accumulates in; 0 for a frozen one."""
+    dtype = parameter.grad_dtype or parameter.dtype
+    return parameter.numel() * dtype.itemsize if parameter.requires_grad else 0
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:

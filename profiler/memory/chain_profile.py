@@ -16,7 +16,7 @@ from gplan.core import Layer, LayerCost, SharedWeight, Value, ValueCost
 from gplan.core.errors import ModelError
 from profiler.capture.chain import Chain, Route, TensorSpec
 from profiler.capture.equal_layers import ChainPositions
-from profiler.memory.allocations import storage_bytes
+from profiler.memory.allocations import gradient_bytes, storage_bytes
 from profiler.memory.layer_memory import NO_BYTES, TensorBytes
 
 
@@ -39,11 +39,11 @@ def layers_with_weights(
                 kind=chain.kinds[index],
                 num_parameters=sum(x.numel() for x in own),
                 weight_bytes=sum(x.nbytes for x in own) + storage_bytes(buffers),
-                gradient_bytes=sum(x.nbytes for x in own if x.requires_grad),
+                gradient_bytes=sum(map(gradient_bytes, own)),
                 costs=tuple(_placed(of_size[index], index, places) for of_size in costs),
                 same_as=None if sources[index] == index else sources[index],
                 num_trained=sum(x.requires_grad for x in own),
-                largest_trained_bytes=max((x.nbytes for x in own if x.requires_grad), default=0),
+                largest_trained_bytes=max(map(gradient_bytes, own), default=0),
             )
         )
     return tuple(layers), _shared_weights(chain.model, users)
@@ -62,7 +62,7 @@ def _shared_weights(model: nn.Module, users: Mapping[nn.Parameter, Sequence[int]
             layers=tuple(layers),
             num_parameters=x.numel(),
             weight_bytes=x.nbytes,
-            gradient_bytes=x.nbytes if x.requires_grad else 0,
+            gradient_bytes=gradient_bytes(x),
         )
         for x, layers in users.items()
         if len(layers) > 1

@@ -25,7 +25,7 @@ from gplan.core.layer_cost import leftovers_of
 from profiler.backward.rematerialize import noting_saves
 from profiler.backward.split_backward import SecondHalf, first_half
 from profiler.capture.chain import Tensors, detached, wants_gradient
-from profiler.memory.allocations import AllocationTrace, now_ns, traced_allocations
+from profiler.memory.allocations import AllocationTrace, gradient_bytes, now_ns, traced_allocations
 
 _LEAST_SHARE = 0.01  # of a workspace; smaller leftovers, such as the gradient of the loss, are dropped
 
@@ -287,7 +287,8 @@ def _with_copies(layer: nn.Module, tied: Sequence[TiedUse]) -> Callable[..., Ten
     copies = {id(x.parameter): x.parameter.detach().requires_grad_() for x in tied}
     for use in tied:
         copy = copies[id(use.parameter)]
-        copy.grad = torch.zeros_like(copy)
+        copy.grad_dtype = use.parameter.grad_dtype
+        copy.grad = torch.zeros_like(copy, dtype=copy.grad_dtype)
         use.watch(copy)
     named = layer.named_parameters(remove_duplicate=False)
     state = {name: copies[id(x)] for name, x in named if id(x) in copies}
@@ -302,7 +303,7 @@ def with_sums(layers: Sequence[LayerBytes], tied: Sequence[TiedUse]) -> tuple[La
     """
     found = list(layers)
     for use in (x for x in tied if x.is_shared):
-        num_bytes = use.parameter.nbytes
+        num_bytes = gradient_bytes(use.parameter)
         found[use.previous] = _with_leftover(found[use.previous], use.layer - use.previous, num_bytes)
         for other in tied:
             if other.parameter is use.parameter and other.previous == use.layer:
@@ -441,7 +442,7 @@ def allocate_gradients(model: nn.Module) -> None:
     """Give every trained parameter a gradient of zeros, as in all micro-batches but the first."""
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

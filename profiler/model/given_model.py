@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from gplan.core import Precision
 from gplan.core.errors import ModelError, UsageError
 from gplan.core.units import bytes_text
 from profiler.capture.capture import capture
@@ -22,6 +23,7 @@ from profiler.model.lazy_build import random_state_kept
 from profiler.model.load import ModelFile, ModelTooLargeError, OpenedFile, model_in_memory, open_model_file
 from profiler.model.memory_budget import headroom
 from profiler.model.model_reference import SettingValue
+from profiler.model.precision import in_precision
 
 _BUILDS_LAZILY = "measured layer by layer: the model file itself builds the model without weights"
 
@@ -42,6 +44,7 @@ class GivenModel:
     input_shapes: str | None = None
     seed: int = 0
     functions: Mapping[str, Any] = field(default_factory=dict)  # by name, as a file would define them; None: not given
+    precision: Precision = field(default_factory=Precision)
 
     def __post_init__(self) -> None:
         if isinstance(self.model, str):
@@ -58,11 +61,11 @@ class GivenModel:
             )
 
     def load(self) -> ModelFile:
-        """The model without weights; a model in memory as it is."""
+        """The model without weights; a model in memory with its own."""
         if isinstance(self.model, str):
-            return self._open(self.model).load(seed=self.seed, lazy=True)
+            return in_precision(self._open(self.model).load(seed=self.seed, lazy=True), self.precision)
         model = self.model if isinstance(self.model, nn.Module) else as_sequential(self.model)
-        return model_in_memory(model, **self.functions)
+        return in_precision(model_in_memory(model, **self.functions), self.precision)
 
     def load_for_measuring(self, *, batch_size: int = 1, device: str = "cpu", num_copies: int = 1) -> ModelFile:
         """The model with weights where `num_copies` of it fit in memory while it is measured, else a lazy one with a note.
@@ -76,16 +79,16 @@ class GivenModel:
         opened = self._open(self.model)
         with random_state_kept():
             try:
-                lazy = opened.load(seed=self.seed, lazy=True)
+                lazy = in_precision(opened.load(seed=self.seed, lazy=True), self.precision)
             except ModelError:
                 lazy = None
             if lazy is not None and lazy.is_lazy:
                 memory = headroom(lazy, batch_size=batch_size, device=device, num_copies=num_copies)
         if lazy is None or not lazy.is_lazy:
-            return opened.load(seed=self.seed)
+            return in_precision(opened.load(seed=self.seed), self.precision)
         if memory.suffices:
             with suppress(ModelTooLargeError):
-                real = opened.load(seed=self.seed)
+                real = in_precision(opened.load(seed=self.seed), self.precision)
                 return replace(real, notes=(*real.notes, _BUILDS_LAZILY)) if real.is_lazy else real
         note = (
             f"measured layer by layer, without the model as a whole: that would take {bytes_text(memory.needed_bytes)}, and "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast, get_args
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from gplan.core import LossReduction, ModelId
+from gplan.core import LossReduction, ModelId, Precision
 from gplan.core.errors import ModelError, UsageError
 from gplan.core.units import counted
 from profiler.capture.chain import Chain
@@ -78,6 +78,7 @@ class ModelFile:
     in_memory: bool = False  # passed as an object, not as a file
     loss_reduction: LossReduction | None = None  # as stated by the file
     notes: tuple[str, ...] = ()  # for readers of figures of this model
+    precision: Precision = field(default_factory=Precision)  # of the model; see profiler/model/precision.py
     lost: tuple[str, ...] = ()  # buffers and other tensors that have lost the values computed by the code
 
     @property

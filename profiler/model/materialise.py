@@ -75,6 +75,8 @@ def parameter_as(tensor: Tensor, like: nn.Parameter) -> nn.Parameter:
     """A parameter of a tensor, with the attributes of another parameter."""
     made = nn.Parameter(tensor, requires_grad=like.requires_grad)
     vars(made).update(vars(like))
+    if like.grad_dtype != like.dtype:
+        made.grad_dtype = like.grad_dtype
     return made
 
 
@@ -146,7 +148,11 @@ def _real_state(layers: nn.Module, model: nn.Module, device: str) -> dict[int, T
 
 def _zeros_like(tensor: Tensor, device: str) -> Tensor:
     zeros = torch.zeros_like(on_meta(tensor), device=device)
-    return nn.Parameter(zeros, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else zeros
+    if not isinstance(tensor, nn.Parameter):
+        return zeros
+    made = nn.Parameter(zeros, requires_grad=tensor.requires_grad)
+    made.grad_dtype = tensor.grad_dtype
+    return made
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from profiler.capture.chain import call_arguments, model_state_restored
-from profiler.memory.allocations import storage_bytes, storage_key
+from profiler.memory.allocations import gradient_bytes, storage_bytes, storage_key
 from profiler.model.data import sample_batch
 from profiler.model.lazy_build import fake_mode_of
 from profiler.model.load import ModelFile
@@ -112,7 +112,7 @@ def headroom(file: ModelFile, *, batch_size: int, device: str = "cpu", num_copie
     """
     available = min(available_bytes(), available_bytes(device))
     weights = weight_bytes(file)
-    trained = sum(x.nbytes for x in file.model.parameters() if x.requires_grad)
+    trained = sum(map(gradient_bytes, file.model.parameters()))
     least = weights + trained + _OPTIMIZER_COPIES * min(trained, MOST_COPIED_BYTES)
     most = max(least, weights + trained + saved_bytes(file, batch_size)) if least <= available else least
     return Headroom(needed_bytes=int(_RESERVE * num_copies * most), available_bytes=available)

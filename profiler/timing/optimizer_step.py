@@ -1,6 +1,6 @@
 """Measure zero_grad and the optimizer's step on copies of the parameters.
 
-Time model: seconds per tensor (measured on as many tensors of one element) plus seconds per byte. If the parameters
+With master weights the copies are in float32, and rounding them into the parameters belongs to the step. Time model: seconds per tensor (measured on as many tensors of one element) plus seconds per byte. If the parameters
 exceed 256 MiB, only the first ones are copied, and time and state are scaled by bytes. On a CPU other memory is read
 before each sample, because after a whole backward pass no gradient is in a core's own caches.
 """
@@ -14,11 +14,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gplan.core import StepCost
+from gplan.core import Precision, StepCost
 from gplan.core.errors import ModelError
-from profiler.memory.allocations import now_ns, optimizer_state_bytes, traced_allocations
+from profiler.memory.allocations import gradient_bytes, now_ns, optimizer_state_bytes, traced_allocations
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
+from profiler.model.precision import MASTER_DTYPE, input_dtype, master_bytes, round_into
 from profiler.timing.clock import AtOneSpeed, Clock, Samples
 from profiler.timing.neighbours import NEIGHBOUR_FAILED, Neighbours, contention, neighbours
 
@@ -34,6 +35,7 @@ class _Steps:
 
     optimizer: torch.optim.Optimizer
     copies: tuple[nn.Parameter, ...]
+    rounded: tuple[Tensor, ...]  # with master weights, what the copies are rounded into
     clock: Clock
     owner: str
     swept: Tensor  # of _SWEPT_BYTES; empty on a GPU
@@ -44,12 +46,17 @@ class _Steps:
         if is_cold:
             self.swept.add_(1)
         try:
-            self.clock.time(step, self.optimizer.step)
+            self.clock.time(step, self.update)
         except Exception as error:
             raise ModelError(
                 f"the optimizer of {self.owner} cannot take a step on its own: {describe(error)}"
             ) from error
         self.clock.time(zeroing, self.optimizer.zero_grad)
+
+    def update(self) -> None:
+        """The optimizer's step, and the rounding of master weights."""
+        self.optimizer.step()
+        round_into(self.rounded, self.copies)
 
     def unsampled(self) -> None:
         """A step without samples."""
@@ -87,7 +94,8 @@ def sample_step(
     trained = [x for x in file.model.parameters() if x.requires_grad]
     if not file.has("optimizer") or not trained:
         return lambda _: StepCost.none(), ()
-    copies = [_copy(x, device) for x in _some(trained)]
+    some = _some(trained)
+    copies = [_copy(x, file.precision, device) for x in some]
     steps = _steps(file, copies, clock, device)
     alone, beside, zeroing = Samples(), Samples(), Samples()
     work, parameters = (work_beside, trained) if work_beside else (steps.unsampled, copies)
@@ -100,9 +108,12 @@ def sample_step(
         clock.flush()
         notes = () if others.are_alive else (NEIGHBOUR_FAILED,)
     tensor_s, tensor_notes = _sample_tensors(file, copies, clock, device)
-    state_bytes = optimizer_state_bytes(steps.optimizer)
+    some_bytes, masters = sum(map(gradient_bytes, some)), master_bytes(some, file.precision)
+    state_bytes = optimizer_state_bytes(steps.optimizer) + masters
     workspace_bytes, largest_workspace = _workspaces(file, steps, clock, device)
-    by_bytes = sum(x.nbytes for x in trained) / sum(x.nbytes for x in copies)
+    workspace_bytes += max(0, masters - some_bytes)  # gradients for the optimizer, in the dtype of master weights
+    largest_workspace *= sum(x.nbytes for x in copies) / some_bytes  # from a tensor to its gradient
+    by_bytes = sum(map(gradient_bytes, trained)) / some_bytes
 
     def measured(at_one_speed: AtOneSpeed) -> StepCost:
         cost = StepCost(
@@ -114,6 +125,7 @@ def sample_step(
             largest_workspace=largest_workspace,
             contention=contention([(at_one_speed(alone), at_one_speed(beside))]),
             tensor_s=tensor_s(at_one_speed),
+            master_bytes=masters,
         )
         return cost.grown(by_bytes, num_tensors=len(copies), num_all=len(trained))
 
@@ -123,7 +135,9 @@ def sample_step(
 def _steps(file: ModelFile, copies: Sequence[nn.Parameter], clock: Clock, device: str) -> _Steps:
     """The steps, warmed up."""
     swept = torch.zeros(_SWEPT_BYTES if device == "cpu" else 0, dtype=torch.uint8)
-    steps = _Steps(file.optimizer(copies), tuple(copies), clock, file.name, swept)
+    dtype = input_dtype(file.precision) if file.precision.master_weights else None
+    rounded = () if dtype is None else tuple(x.detach().to(dtype) for x in copies)
+    steps = _Steps(file.optimizer(copies), tuple(copies), rounded, clock, file.name, swept)
     for _ in range(_WARMUP):
         steps.unsampled()
     return steps
@@ -177,10 +191,11 @@ def _some(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return chosen
 
 
-def _copy(parameter: nn.Parameter, device: str) -> nn.Parameter:
-    """A real parameter of the same shape and dtype; the original may be a fake tensor."""
+def _copy(parameter: nn.Parameter, precision: Precision, device: str) -> nn.Parameter:
+    """A real parameter of the same shape, as the optimizer updates it; the original may be a fake tensor."""
     with torch.no_grad():
-        made = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        dtype = MASTER_DTYPE if precision.master_weights else parameter.dtype
+        made = torch.empty(parameter.shape, dtype=dtype, device=device)
         return nn.Parameter(made.normal_(0.0, 0.02))
 
 

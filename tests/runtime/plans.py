@@ -95,7 +95,7 @@ def pipeline_for(file: ModelFile, plan: Plan, *, seed: int = 0) -> Pipeline:
 
 def source_for(file: ModelFile, seed: int = 0) -> ModelSource:
     """The file's model as it is."""
-    return ModelSource(file=file, opened=None, seed=seed)
+    return ModelSource(file=file, opened=None, seed=seed, stored=file.model)
 
 
 def scheduled(plan: Plan, schedule: str) -> Plan:

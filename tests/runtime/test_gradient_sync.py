@@ -170,7 +170,7 @@ def test_average_gradients_in_place() -> None:
         if rank == 1:
             parts.once.grad = torch.full_like(parts.once, 3.0)
         before = parts.wide.grad
-        average_gradients([parts, other], group)
+        average_gradients(dict.fromkeys([*parts.parameters(), *other.parameters()]), group)
         average_gradients([], group)
         assert parts.wide.grad is before
         return [x.grad for x in parts.parameters()]

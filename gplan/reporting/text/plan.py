@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gplan.core import BACKWARD_KINDS, ActionKind, Alternative, Plan, Stage, Timeline
+from gplan.core.precision import precision_suffix
 from gplan.core.units import bytes_text, counted, percent_text, quantity_text, seconds_text
 from gplan.evaluate.compare import stale_prediction_notes
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, note_lines
@@ -83,7 +84,8 @@ def _stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
     idle_s = [sum(idle.values()) for idle in idle_by_device(timeline)]
     return FittedTable(
         title=f"{plan.model.name}: {replicas}{_stages_text(plan)}, {schedule_info(plan.schedule).title}, "
-        f"{counted(plan.num_microbatches, 'micro-batch')} of {plan.microbatch_size}, recompute {plan.recompute}",
+        f"{counted(plan.num_microbatches, 'micro-batch')} of {plan.microbatch_size}, recompute {plan.recompute}"
+        f"{precision_suffix(plan.precision)}",
         columns=tuple(columns),
         lines=tuple(
             _stage_line(plan, stage, timeline, idle_s[device] if stage is stages[0] else None)

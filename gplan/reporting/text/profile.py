@@ -16,6 +16,7 @@ from rich.text import Text
 
 from gplan.core import Device, HostSpeed, LayerCost, Origin, Profile
 from gplan.core.host_load import interruption_text
+from gplan.core.precision import AS_MADE
 from gplan.core.profile import group_equal
 from gplan.core.units import bytes_text, error_text, flops_text, intensity_text, percent_text, seconds_text
 from gplan.evaluate.compare import prediction_error
@@ -292,6 +293,8 @@ def _model_lines(profile: Profile) -> Iterator[str]:
         f"{link_text(profile.link)}; {_engine_text(profile)}"
         + (f"the loss is a {profile.loss_reduction} over the samples" if profile.loss else "no loss was measured")
     )
+    if profile.precision != AS_MADE:
+        yield _precision_text(profile)
     for weight in profile.shared_weights:
         users = ", ".join(profile.layers[i].name for i in weight.layers)
         yield f"shared by {users}: {weight.name}, {bytes_text(weight.weight_bytes)}, not in their weights above"
@@ -304,6 +307,16 @@ def _model_lines(profile: Profile) -> Iterator[str]:
         yield _speed_text(profile.host_speed)
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions)
     yield f"made {profile.created}" + (f" with {versions}" if versions else "")
+
+
+def _precision_text(profile: Profile) -> str:
+    """What is stored and computed in what; the bytes of master weights."""
+    found, masters = profile.precision, profile.step.master_bytes
+    in_state = f", {bytes_text(masters)} of them in the optimizer's state" if masters else ""
+    return (
+        f"precision {found.name}: parameters in {found.parameters}, computed in {found.compute}, gradients accumulated in "
+        f"{found.gradients}" + (f", master weights in float32{in_state}" if found.master_weights else "")
+    )
 
 
 def _speed_text(speed: HostSpeed) -> str:

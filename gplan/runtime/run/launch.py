@@ -88,7 +88,13 @@ def run_plan(
             check_is_there(path)  # raises before any process starts
         return run_local_processes(model, dict(settings), plan, options, report=report)
     source_of = partial(
-        open_source, model, settings=settings, functions=functions, seed=options.seed, weights=options.weights
+        open_source,
+        model,
+        settings=settings,
+        functions=functions,
+        seed=options.seed,
+        weights=options.weights,
+        precision=plan.precision,
     )
     if engine == "virtual":
         return run_virtual_engine(source_of(), plan_without_contention(plan), options, report=report)
@@ -235,7 +241,9 @@ def _work(job: WorkerJob, plan: Plan, heartbeat: Heartbeat) -> None:
     # A rank's timeout is longer than its supervisor's, which can better tell the rank at fault.
     options = replace(job.options, timeout_s=10 * job.options.timeout_s)
     heartbeat.enter_action("loading")
-    source = open_source(job.reference, settings=job.settings, seed=options.seed, weights=options.weights)
+    source = open_source(
+        job.reference, settings=job.settings, seed=options.seed, weights=options.weights, precision=plan.precision
+    )
     heartbeat.enter_action("meeting")
     with heartbeat.waiting("ranks"):
         dist.init_process_group(

@@ -272,20 +272,22 @@ class _TrainingLoop:
 
     def _update(self, device: int, stages: Sequence[StageModule]) -> None:
         """Run the optimizer for one device's parameters; the others have no gradients meanwhile."""
-        own = {id(x) for stage in stages for x in stage.parameters()}
-        others = [] if len(self._devices) == 1 else [x for x in self._pipe.parameters() if id(x) not in own]
+        own = self._pipe.runner.parameters_of(stages)
+        ids = {id(x) for x in own}
+        others = [] if len(self._devices) == 1 else [x for x in self._pipe.parameters() if id(x) not in ids]
         kept = [x.grad for x in others]
         for parameter in others:
             parameter.grad = None
         with self._pipe.runner.updating(device):
             self._optimizer.step()
+            self._pipe.round_master_weights(own)
             self._optimizer.zero_grad()
         for parameter, gradient in zip(others, kept, strict=True):
             parameter.grad = gradient
 
     def _held_bytes(self, stages: Sequence[StageModule]) -> int:
         """Return the bytes that a device's stages hold between steps."""
-        parameters = dict.fromkeys(x for stage in stages for x in stage.parameters())
+        parameters = self._pipe.runner.parameters_of(stages)
         state = [x for p in parameters for x in self._optimizer.state.get(p, {}).values() if isinstance(x, Tensor)]
         return storage_bytes(
             [x for stage in stages for x in self._pipe.runner.resident_tensors(stage)]

@@ -66,7 +66,9 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
 
 
 def _why_by_microbatch(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> str | None:
-    """Why the loss depends on how the mini-batch is divided; None where it does not."""
+    """Why the loss or its gradients depend on how the mini-batch is divided; None where they do not."""
+    if file.precision.compute == "bfloat16":
+        return "sums in bfloat16 are rounded"
     if any(isinstance(module, _BatchNorm) for module in file.model.modules()):
         return "batch norm"
     losses: list[Tensor] = []
