@@ -187,7 +187,7 @@ class StageRunner:
         """Return the tensors of a stage between steps: parameters, buffers and receive buffers."""
         names = self._names.on_stages([stage.index])
         state = [x[name] for name in names for x in (self._tensors, self._computing)]
-        return [*state, *self.engine.buffers(stage.index)]
+        return [*dict.fromkeys(state), *self.engine.buffers(stage.index)]
 
     def parameters_of(self, stages: Iterable[StageModule]) -> list[nn.Parameter]:
         """Return the parameters of some stages that the optimizer updates, a tied one once."""

@@ -35,7 +35,6 @@ class _Steps:
 
     optimizer: torch.optim.Optimizer
     copies: tuple[nn.Parameter, ...]
-    rounded: tuple[Tensor, ...]  # with master weights, what the copies are rounded into
     clock: Clock
     owner: str
     swept: Tensor  # of _SWEPT_BYTES; empty on a GPU
@@ -46,17 +45,12 @@ class _Steps:
         if is_cold:
             self.swept.add_(1)
         try:
-            self.clock.time(step, self.update)
+            self.clock.time(step, self.optimizer.step)
         except Exception as error:
             raise ModelError(
                 f"the optimizer of {self.owner} cannot take a step on its own: {describe(error)}"
             ) from error
         self.clock.time(zeroing, self.optimizer.zero_grad)
-
-    def update(self) -> None:
-        """The optimizer's step, and the rounding of master weights."""
-        self.optimizer.step()
-        round_into(self.rounded, self.copies)
 
     def unsampled(self) -> None:
         """A step without samples."""
@@ -135,9 +129,11 @@ def sample_step(
 def _steps(file: ModelFile, copies: Sequence[nn.Parameter], clock: Clock, device: str) -> _Steps:
     """The steps, warmed up."""
     swept = torch.zeros(_SWEPT_BYTES if device == "cpu" else 0, dtype=torch.uint8)
-    dtype = input_dtype(file.precision) if file.precision.master_weights else None
-    rounded = () if dtype is None else tuple(x.detach().to(dtype) for x in copies)
-    steps = _Steps(file.optimizer(copies), tuple(copies), rounded, clock, file.name, swept)
+    optimizer = file.optimizer(copies)
+    if file.precision.master_weights:
+        weights = [x.detach().to(input_dtype(file.precision)) for x in copies]
+        optimizer.register_step_post_hook(lambda *_: round_into(weights, copies))
+    steps = _Steps(optimizer, tuple(copies), clock, file.name, swept)
     for _ in range(_WARMUP):
         steps.unsampled()
     return steps
