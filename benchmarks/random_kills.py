@@ -1,6 +1,9 @@
 """Twenty runs that fail at random, each told, ended, and gone on with.
 
     python benchmarks/random_kills.py            some 7 minutes on 2 idle cores; writes reports/random-kills/
+    python benchmarks/random_kills.py --sharded --kills 10 --output reports/sharded-replicas/kills
+
+With --sharded, the failing plans have two replicas, which divide the optimizer's state or the weights among them.
 
 `benchmarks/failing_model.py` is trained through the command line: undisturbed once with every plan, then twenty times
 with a fault in one rank: SIGKILL or SIGSTOP at any time in a step or while a checkpoint is saved, an exception in a
@@ -17,6 +20,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -65,6 +69,7 @@ class Fault:
     kind: str
     moment: str
     rank: int
+    stage: int  # of that rank
     step: int  # from 0; people read it from 1
     layer: int | None
     visit: int
@@ -82,7 +87,11 @@ class Fault:
 
     def environment(self, note: Path) -> dict[str, str]:
         """What tells the ranks."""
-        told = {key: value for key, value in asdict(self).items() if value is not None and "plan" not in key}
+        told = {
+            key: value
+            for key, value in asdict(self).items()
+            if value is not None and key != "stage" and "plan" not in key
+        }
         return {"GPLAN_FAULT": json.dumps({**told, "note": str(note)})}
 
 
@@ -117,22 +126,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=len(KINDS))
+    parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--output", type=Path, default=ROOT / "reports" / "random-kills")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="random-kills-") as place:
-        plans = make_plans(Path(place))
+        plans = make_plans(Path(place), sharded=options.sharded)
         undisturbed = {name: undisturbed_run(name, Path(place)) for name in plans}
         faults = draw_faults(plans, undisturbed, seed=options.seed)[: options.kills]
         rows = [kill(fault, undisturbed[fault.plan], Path(place) / f"kill-{i}") for i, fault in enumerate(faults)]
     table = pd.DataFrame([asdict(row) for row in rows])
     options.output.mkdir(parents=True, exist_ok=True)
     table.to_csv(options.output / "kills.csv", index=False)
-    (options.output / "README.md").write_text(as_text(rows, undisturbed, seed=options.seed))
+    (options.output / "README.md").write_text(as_text(rows, undisturbed, command_line=shlex.join(sys.argv[1:])))
     print((options.output / "README.md").read_text())
 
 
-def make_plans(place: Path) -> dict[str, Plan]:
-    """Plans for 1, 2 and 3 stages, saved by their names."""
+def make_plans(place: Path, *, sharded: bool) -> dict[str, Plan]:
+    """Plans for 1 to 4 stages with equal mini-batches, saved by their names."""
     link = Link(latency_s=2e-5, bytes_per_s=1e9)
     profile = gplan.profile(str(MODEL), microbatch_sizes=[16], budget_s=1.0, contention=0, link=link)
     plans = {
@@ -140,6 +150,19 @@ def make_plans(place: Path) -> dict[str, Plan]:
         "K=2 gpipe": gplan.balance(profile, num_devices=2, num_microbatches=4, recompute="except-last"),
         "K=3 1f1b": gplan.balance(profile, num_devices=3, num_microbatches=4, schedule="1f1b"),
     }
+    if sharded:
+        plans = {
+            "K=4": gplan.balance(profile, num_devices=4, num_microbatches=4, schedule="1f1b"),
+            "K=2 R=2 optimizer": gplan.balance(
+                profile, num_devices=2, num_microbatches=2, num_replicas=2, sharding="optimizer"
+            ),
+            "K=2 R=2 weights": gplan.balance(
+                profile, num_devices=2, num_microbatches=2, num_replicas=2, schedule="1f1b", sharding="weights"
+            ),
+            "K=1 R=4 weights": gplan.balance(
+                profile, num_devices=1, num_microbatches=1, num_replicas=4, sharding="weights"
+            ),
+        }
     for name, plan in plans.items():
         gplan.save(plan, place / f"{name}.json")
     return plans
@@ -161,7 +184,8 @@ def draw_faults(plans: dict[str, Plan], runs: dict[str, Run], *, seed: int) -> l
     generator = random.Random(seed)
     class_names = list(KINDS)
     generator.shuffle(class_names)
-    failing = [name for name, plan in plans.items() if plan.num_devices > 1]
+    sharded = [name for name, plan in plans.items() if plan.sharding != "none"]
+    failing = sharded or [name for name, plan in plans.items() if plan.num_devices > 1]
     found = []
     for kind, moment in class_names:
         name = generator.choice(failing)
@@ -172,16 +196,18 @@ def draw_faults(plans: dict[str, Plan], runs: dict[str, Run], *, seed: int) -> l
 
 def draw_fault(kind: str, moment: str, plan: Plan, step_s: float, generator: random.Random) -> Fault:
     """A random step, rank, layer and delay."""
-    rank = plan.num_devices - 1 if moment == "loss" else generator.randrange(plan.num_devices)
+    stage = plan.num_devices - 1 if moment == "loss" else generator.randrange(plan.num_devices)
+    replica = generator.randrange(plan.num_replicas) if plan.num_replicas > 1 else 0
     step, delay_s = generator.randrange(NUM_STEPS - SAVE_EVERY), generator.uniform(0.0, step_s)
     if moment == "save":
         step, delay_s = step - step % SAVE_EVERY + SAVE_EVERY - 1, generator.uniform(0.0, SAVE_S)
     first = 1 if moment == "backward" else 0  # what enters the model needs no gradient
-    blocks = [int(x) for x in plan.stages[rank].layer_names if first <= int(x) < NUM_BLOCKS]
+    blocks = [int(x) for x in plan.stages[stage].layer_names if first <= int(x) < NUM_BLOCKS]
     return Fault(
         kind=kind,
         moment=moment,
-        rank=rank,
+        rank=stage + replica * plan.num_devices,
+        stage=stage,
         step=step,
         layer=generator.choice(blocks) if moment in ("forward", "backward") else None,
         visit=generator.randrange(plan.num_microbatches) if moment in ("forward", "backward", "loss") else 0,
@@ -291,7 +317,7 @@ def untold(fault: Fault, text: str) -> list[str]:
     steps = [number] if fault.delay_s is None else [number, number + 1]
     wanted = {
         f"rank {fault.rank}": rf"rank {fault.rank}\b",
-        f"stage {fault.rank}": rf"stage {fault.rank}\b",  # there is one replica
+        f"stage {fault.stage}": rf"stage {fault.stage}\b",
         "the step": rf"step ({'|'.join(map(str, steps))})\b",
         "what happened": "as told" if fault.kind == "exception" else fault.kind,
     }
@@ -313,7 +339,7 @@ def shortened(text: str, folder: Path) -> str:
     return text.strip().replace(f"{folder}/", "").replace(f"{ROOT}/", "")
 
 
-def as_text(rows: Sequence[Row], undisturbed: dict[str, Run], *, seed: int) -> str:
+def as_text(rows: Sequence[Row], undisturbed: dict[str, Run], *, command_line: str) -> str:
     """The table as Markdown, with a summary."""
     broken = [row for row in rows if row.broken]
     longest_s = max(row.ended_after_s for row in rows)
@@ -331,8 +357,8 @@ def as_text(rows: Sequence[Row], undisturbed: dict[str, Run], *, seed: int) -> s
     ]
     return "\n".join(
         [
-            "# Twenty runs that fail at random\n",
-            f"`python benchmarks/random_kills.py --seed {seed}`: {MODEL.name}, {NUM_STEPS} steps, a checkpoint after every "
+            f"# {len(rows)} runs that fail at random\n",
+            f"`python benchmarks/random_kills.py {command_line}`: {MODEL.name}, {NUM_STEPS} steps, a checkpoint after every "
             f"{SAVE_EVERY}, --timeout {TIMEOUT_S:g}; median steps: {steps}. {processor()}, {os.cpu_count()} cores; {versions}.\n",
             f"- {len(rows) - len(broken)} of {len(rows)} kept every promise: exit code {FAILED} within {PROMISED_S:g} s of the "
             "fault, an error that names rank, stage and step (and the layer whose forward failed), no process and no temporary folder "

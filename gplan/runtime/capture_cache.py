@@ -7,8 +7,8 @@ are replaced by the real tensors of each stage.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -22,9 +22,9 @@ from torch.utils import _pytree as pytree
 from gplan.core import Plan, RecomputeMode
 from gplan.core.errors import FileError, ModelError
 from gplan.runtime.random_streams import seed_key
-from gplan.runtime.stage_module import LayerInfo, StageModule, make_segments
+from gplan.runtime.stage_module import GatheredLayers, LayerInfo, ParameterGroup, StageModule, make_segments
 from profiler.capture.capture import capture
-from profiler.capture.chain import Chain, TensorSpec
+from profiler.capture.chain import AtLayer, Chain, TensorSpec
 from profiler.capture.running_norms import RunningNorm
 from profiler.model.model_reference import describe_inputs
 
@@ -58,6 +58,8 @@ class CaptureCache:
         self._segments: dict[tuple[CapturedModel, int, RecomputeMode], tuple[nn.Module, ...]] = {}
         self._norms: dict[tuple[CapturedModel, int], tuple[RunningNorm, ...]] = {}
         self._real: dict[int, Tensor] = {}
+        self._groups: Mapping[int, ParameterGroup] = {}
+        self._around_capture: Callable[[], AbstractContextManager[object]] = nullcontext
         self._trained = {x: x.training or not model.training for x in model.modules()}
 
     def for_inputs(self, inputs: Any, *, training: bool) -> CapturedModel:
@@ -85,6 +87,17 @@ class CaptureCache:
         ids = {name: id(x) for name, x in named_tensors(self.model).items()}
         self._real.update({ids[name]: tensor for name, tensor in tensors.items()})
         self._norms.clear()
+
+    def set_groups(
+        self,
+        groups: Mapping[int, ParameterGroup],
+        around_capture: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        """Gather the parameters of each layer around it: `groups` has the group of a tensor by the tensor's id.
+
+        A capture, which may compute with parameters that have no memory now, is inside `around_capture()`.
+        """
+        self._groups, self._around_capture = groups, around_capture
 
     @contextmanager
     def training_mode(self, *, training: bool) -> Iterator[None]:
@@ -119,13 +132,24 @@ class CaptureCache:
                 captured.layers(module.index),
                 recompute=recompute,
                 selected=stage.recompute_layers,
-                at_layer=module.enter_layer,
+                make_layers=lambda first, end: self._layers(captured.chain, first, end, module.enter_layer),
             )
             for segment in segments:
                 self._fill(segment)
                 move_constants(segment, self._device)
             self._segments[key] = segments
         return self._segments[key]
+
+    def _layers(self, chain: Chain, first: int, end: int, at_layer: AtLayer) -> nn.Module:
+        """Return layers [first, end) as one module; where layers gather their parameters, as a module of each."""
+        if not self._groups:
+            return chain.stage(first, end, at_layer=at_layer)
+        groups = [self._groups_of(chain, layer) for layer in range(first, end)]
+        return GatheredLayers([chain.stage(x, x + 1, at_layer=at_layer) for x in range(first, end)], groups)
+
+    def _groups_of(self, chain: Chain, layer: int) -> list[ParameterGroup]:
+        ids = [id(self._real.get(id(x), x)) for x in chain.state(layer).values()]
+        return list(dict.fromkeys(self._groups[x] for x in ids if x in self._groups))
 
     def _fill(self, segment: nn.Module) -> None:
         """Replace fake tensors by real ones."""
@@ -142,7 +166,7 @@ class CaptureCache:
                         )
 
     def _captured(self, inputs: Any, training: bool) -> CapturedModel:
-        with self.training_mode(training=training):
+        with self.training_mode(training=training), self._around_capture():
             chain = capture(
                 self.model,
                 inputs,

@@ -2,7 +2,7 @@
 
 Replicas: where backwards are whole, each stage is wrapped in DistributedDataParallel (DDP), and torch's pipelining
 stage reduces in the last backward of a step. DDP does not support a backward in two halves or sparse gradients of a
-whole stage; there gradients are averaged after the step's last pass. Tied weights: each rank that uses one has a
+whole stage; there gradients are averaged after the step's last pass. Sharded replicas are in `sharded_replicas`. Tied weights: each rank that uses one has a
 copy, copies start with the values of the first stage's, and each gets the sum of the gradients of one step.
 """
 
@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gplan.core.errors import UsageError
 from gplan.runtime.process_group import RankLayout
+from gplan.runtime.sharded_tensors import is_divided, local_gradients, local_tensor, with_part
 from gplan.runtime.stage_module import StageModule
 
 _BUCKET_BYTES = 25 * 2**20  # in one message, as in DistributedDataParallel
@@ -75,11 +76,12 @@ def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]
     bucket: list[nn.Parameter] = []
     num_bytes = 0
     for parameter in parameters:
-        if bucket and (parameter.dtype != bucket[0].dtype or num_bytes + parameter.nbytes > _BUCKET_BYTES):
+        own_bytes = local_tensor(parameter).nbytes
+        if bucket and (parameter.dtype != bucket[0].dtype or num_bytes + own_bytes > _BUCKET_BYTES):
             yield bucket
             bucket, num_bytes = [], 0
         bucket.append(parameter)
-        num_bytes += parameter.nbytes
+        num_bytes += own_bytes
     if bucket:
         yield bucket
 
@@ -89,17 +91,19 @@ def _sum_dense(bucket: Sequence[nn.Parameter], group: dist.ProcessGroup, divisor
     rows = [_flat_gradient(x) for x in bucket]
     message = rows[0] if len(rows) == 1 else torch.cat(rows)
     dist.all_reduce(message.div_(divisor), group=group)
-    for parameter, total in zip(bucket, torch.split(message, [x.numel() for x in bucket]), strict=True):
+    for parameter, total in zip(bucket, torch.split(message, [x.numel() for x in rows]), strict=True):
+        part = total.view_as(local_tensor(parameter))
         if parameter.grad is None or parameter.grad.is_sparse:
-            parameter.grad = total.view_as(parameter).clone()
+            parameter.grad = with_part(part.clone(), like=parameter)
         else:
-            parameter.grad.copy_(total.view_as(parameter.grad))
+            local_tensor(parameter.grad).copy_(part)
 
 
 def _flat_gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
-        return parameter.new_zeros(parameter.numel())
-    return (parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad).reshape(-1)
+        part = local_tensor(parameter).detach()
+        return part.new_zeros(part.numel())
+    return (parameter.grad.to_dense() if parameter.grad.is_sparse else local_tensor(parameter.grad)).reshape(-1)
 
 
 def _sum_sparse(parameter: nn.Parameter, group: dist.ProcessGroup, divisor: int) -> None:
@@ -160,10 +164,10 @@ class TiedGradients:
 
 def broadcast_tensor(rank: int, tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Copy the values of one rank's tensor to the other ranks of a group."""
-    values = tensor.detach().contiguous().reshape(-1)
+    part = local_tensor(tensor).detach()
+    values = part.contiguous().reshape(-1)
     dist.broadcast(values.view(torch.uint8), src=rank, group=group)  # bytes, which every backend can send
-    with torch.no_grad():
-        tensor.copy_(values.view_as(tensor))
+    part.copy_(values.view_as(part))
 
 
 def wrap_for_replicas(stage: StageModule, group: dist.ProcessGroup) -> nn.Module:
@@ -195,8 +199,12 @@ def has_sparse_gradients(segments: Iterable[nn.Module]) -> bool:
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Average the gradients of some parameters over the ranks of `group`; those equal on all ranks do not change."""
-    sum_gradients([x for x in parameters if x.requires_grad], group, divisor=dist.get_world_size(group))
+    """Average the gradients of some parameters over the ranks of `group`; those equal on all ranks do not change.
+
+    Gradients that are divided over the ranks are averages already.
+    """
+    whole = [x for x in parameters if x.requires_grad and not is_divided([x])]
+    sum_gradients(whole, group, divisor=dist.get_world_size(group))
 
 
 def _is_sparse(node: Node) -> bool:
@@ -234,15 +242,25 @@ class _ReplicatedStage(nn.Module):
 
 
 def gradient_norm(
-    parameters: Sequence[nn.Parameter], norm_type: float, *, device: torch.device, group: dist.ProcessGroup | None
+    parameters: Sequence[nn.Parameter],
+    norm_type: float,
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    replicas: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Return the norm of the gradients of `parameters` on all ranks of `group`, on every rank.
 
-    Raises UsageError for a norm type that is neither positive nor infinite.
+    `replicas` hold the parts of those that are divided. Raises UsageError for a norm type that is neither positive nor
+    infinite.
     """
     if not norm_type > 0:
         raise UsageError(f"norm_type is {norm_type}; expected a positive number, or float('inf')")
-    gradients = [x.grad for x in parameters if x.grad is not None]
+    divided = [x for x in parameters if is_divided([x])]
+    gradients = [x.grad for x in parameters if x.grad is not None and not is_divided([x])]
+    if divided and replicas is not None:
+        own = nn.utils.get_total_norm([x.grad for x in local_gradients(divided) if x.grad is not None], norm_type)
+        gradients.append(_reduced_norm(own.to(device), norm_type, replicas))
     norm = nn.utils.get_total_norm(gradients, norm_type).to(device)
     return norm if group is None else _reduced_norm(norm, norm_type, group)
 

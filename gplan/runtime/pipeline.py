@@ -36,6 +36,8 @@ from gplan.runtime.microbatches import Pass, concat_outputs, replica_rows, split
 from gplan.runtime.model_source import ModelLike, ModelSource, open_source
 from gplan.runtime.process_group import LossExchange, join_process_group
 from gplan.runtime.random_streams import RandomStreams, seed_key
+from gplan.runtime.sharded_replicas import divided_names, shard_stages
+from gplan.runtime.stage_module import StageModule
 from gplan.runtime.stage_runner import OutputFn, StageRunner, to_device
 from gplan.runtime.stage_state import StageState
 from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_samples
@@ -150,10 +152,26 @@ class Pipeline(StageState):
         self._shared_buffers.check_graphs(usual)
         own = range(plan.num_stages) if ranks is None else ranks.stages
         tensors = source.values([x for x in named_tensors(model) if x in names.on_stages(own)], device)
-        self._masters = MasterWeights(tensors, named_tensors(model) if plan.precision.master_weights else tensors)
-        captures.set_tensors(self._masters.computing)
         if ranks is not None:
             broadcast_first_replica(tensors.values(), ranks)
+        like = named_tensors(model)
+        divided = divided_names(plan, names, model, ranks)
+        whole = {name: x for name, x in tensors.items() if name not in divided}
+        self._masters = MasterWeights(whole, like if plan.precision.master_weights else whole)
+        computing = {**tensors, **self._masters.computing}
+        stages = [
+            StageModule(
+                index,
+                [x for name in names.used_by_stage[index] if isinstance(x := computing[name], nn.Parameter)],
+                random_streams,
+                notes,
+            )
+            for index in own
+        ]
+        shards = shard_stages(plan, usual, names, stages, computing, divided, like=like, ranks=ranks)
+        captures.set_tensors({**computing, **shards.gathered})
+        captures.set_groups(shards.groups, shards.allocated)
+        tensors.update(shards.parts)
         super().__init__(
             names,
             tensors,
@@ -166,9 +184,10 @@ class Pipeline(StageState):
         self.runner = StageRunner(
             captures,
             usual,
+            stages=stages,
             names=names,
             tensors=tensors,
-            computing=self._masters.computing,
+            computing={**computing, **shards.parts},
             ranks=ranks,
             random_streams=random_streams,
             heartbeat=notes,
@@ -207,6 +226,7 @@ class Pipeline(StageState):
                 losses = self._losses_of(inputs, targets, num_rows, scale)
                 self._take_gradients()
             total = self._total(losses)
+            runner.reduce_shards()
             with self.heartbeat.waiting("sums"):
                 self._tied.sum_gradients()
             runner.finish()
@@ -248,11 +268,14 @@ class Pipeline(StageState):
         """Return the loss of any number of samples in evaluation mode, without gradients; the same on every rank."""
         self.runner.begin()
         inputs, num_rows = self._checked(inputs, targets)
+        if self._gathers_layers:
+            self._check_alike(num_rows)
         self._loss_exchange.post_receive()
         losses = list[Tensor]()
         for part in self._passes(num_rows):
             weight, output_fn = self._loss_weight(part, num_rows), self._loss_fn(targets, part, num_rows)
             losses += [weight * x.double() for x in self._evaluate(part, inputs, num_rows, output_fn)]
+        self.runner.rest()
         return self._total(losses)
 
     def predict(self, inputs: Any) -> Any:
@@ -264,6 +287,7 @@ class Pipeline(StageState):
         for part in split_into_passes(num_rows, microbatch_size=size, most_microbatches=most):
             outputs = self._outputs(part, inputs, num_rows)
             found += [(concat_outputs(outputs), part.num_rows)] if outputs else []
+        self.runner.rest()
         return concat_outputs(found) if found else None
 
     @property
@@ -303,12 +327,29 @@ class Pipeline(StageState):
             )
         if num_rows < plan.num_replicas:
             raise UsageError(f"got {num_rows} samples for {plan.num_replicas} replicas; expected at least one for each")
+        if self._gathers_layers:
+            self._check_alike(num_rows)
         if self._is_too_few_for_norms(num_rows):
             enough = next((x for x in range(num_rows - 1, 1, -1) if not self._is_too_few_for_norms(x)), None)
             remedy = "" if enough is None else f"give {enough}, or "
             raise UsageError(
                 f"got {num_rows} samples, which leaves a micro-batch of one; {self._strict_norm} then has a single value per "
                 f"channel and no variance: {remedy}leave such a batch out (drop_last=True of a DataLoader)"
+            )
+
+    @property
+    def _gathers_layers(self) -> bool:
+        return self.plan.sharding == "weights" and self._num_averaged > 1
+
+    def _check_alike(self, num_rows: int) -> None:
+        """Raise UsageError if replicas would run other numbers of micro-batches; they gather the layers of each together."""
+        counts = [[x.num_microbatches for x in self._passes_of(i, num_rows)] for i in range(self.plan.num_replicas)]
+        odd = next((x for x in counts if x != counts[0]), None)
+        if odd is not None:
+            raise UsageError(
+                f"the replicas would run {sum(counts[0])} and {sum(odd)} micro-batches of {num_rows} samples: with sharded "
+                f"weights they run the same ones; give a multiple of {self.plan.num_replicas} samples, or leave such a "
+                "batch out (drop_last=True of a DataLoader)"
             )
 
     def _is_too_few_for_norms(self, num_rows: int) -> bool:

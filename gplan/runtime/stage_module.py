@@ -9,22 +9,31 @@ pass, as another batch size, evaluation and autocast each need their own capture
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
 from gplan.core import RecomputeMode, is_recomputed
 from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.random_streams import RandomStreams
 from profiler.backward.rematerialize import recomputed
-from profiler.capture.chain import AtLayer, Chain, Tensors
+from profiler.capture.chain import Chain, Tensors
 from profiler.capture.inplace import aliased_arguments, written_arguments
+
+if TYPE_CHECKING:
+    from gplan.runtime.sharded_replicas import ShardedStage
+
+MakeLayers = Callable[[int, int], nn.Module]
+"""(first, end) -> the layers [first, end) as a module from boundary tensors to boundary tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.index = index
         self.held = nn.ParameterList(parameters)
+        self.shards: ShardedStage | None = None  # where the replicas divide the parameters
         self.microbatch = 0
         self.layer: str | None = None  # the layer under way, if known
         self._random_streams, self._heartbeat = random_streams, heartbeat
@@ -98,28 +108,67 @@ class StageModule(nn.Module):
             self._random_streams.seed(note.key, self.microbatch)
 
 
+class ParameterGroup(nn.Module):
+    """The parameters of a layer that replicas divide and gather together; FSDP2's hooks are around `forward`."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self.held = nn.ParameterList(parameters)
+
+    def forward(self, run: Callable[..., Tensors], *tensors: Tensor) -> Tensors:
+        """Run a layer, or the next group around it, while the parameters are gathered."""
+        return run(*tensors)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the parameters are whole now."""
+        return not any(isinstance(x, DTensor) for x in self.held)
+
+
+class GatheredLayers(nn.Module):
+    """Layers that run in order, each while the groups of its parameters are gathered."""
+
+    def __init__(self, layers: Sequence[nn.Module], groups: Sequence[Sequence[ParameterGroup]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self._groups = tuple(map(tuple, groups))  # modules of the stage
+
+    def forward(self, *tensors: Tensor) -> Tensors:
+        """Boundary tensors in, boundary tensors out."""
+        for layer, groups in zip(self.layers, self._groups, strict=True):
+            run: Callable[..., Tensors] = layer
+            for group in groups:
+                run = partial(group, run)
+            waiting = [group for group in groups if not group.is_gathered]
+            tensors = run(*tensors)
+            for group in waiting:  # torch frees them after a forward, but not after its recompute
+                assert isinstance(group, FSDPModule)
+                group.reshard()
+        return tensors
+
+
 def make_segments(
-    chain: Chain, layers: range, *, recompute: RecomputeMode, selected: Collection[str], at_layer: AtLayer
+    chain: Chain, layers: range, *, recompute: RecomputeMode, selected: Collection[str], make_layers: MakeLayers
 ) -> tuple[nn.Module, ...]:
     """Return the layers of a stage as modules that run in order; the layers in `selected` are recomputed one by one."""
     if recompute != "selected":
-        return (RecomputeSegment(chain, layers.start, layers.stop, at_layer),)
+        return (RecomputeSegment(chain, layers.start, layers.stop, make_layers(layers.start, layers.stop)),)
     segments: list[nn.Module] = []
     for is_selected, run in groupby(layers, key=lambda layer: chain.names[layer] in selected):
         places = list(run)
         if is_selected:
-            segments += [RecomputeSegment(chain, layer, layer + 1, at_layer) for layer in places]
+            segments += [RecomputeSegment(chain, x, x + 1, make_layers(x, x + 1)) for x in places]
         else:
-            segments.append(chain.stage(places[0], places[-1] + 1, at_layer=at_layer))
+            segments.append(make_layers(places[0], places[-1] + 1))
     return tuple(segments)
 
 
 class RecomputeSegment(nn.Module):
     """Layers [first, end) that can be recomputed; values that only pass through them are left out of the recompute."""
 
-    def __init__(self, chain: Chain, first: int, end: int, at_layer: AtLayer) -> None:
+    def __init__(self, chain: Chain, first: int, end: int, layers: nn.Module) -> None:
         super().__init__()
-        self.layers = chain.stage(first, end, at_layer=at_layer)
+        self.layers = layers
         inputs = [route.consumers for route in chain.routes(first)]
         self._reads = [any(first <= layer < end for layer in consumers) for consumers in inputs]
         self._passes = [any(layer >= end for layer in consumers) for consumers in inputs]
@@ -156,6 +205,8 @@ def storage_id(tensor: Tensor) -> int:
 
 def written_buffers(module: nn.Module) -> list[Tensor]:
     """Return the buffers that a forward may write to; of a graph, those that no operator schema rules out."""
+    if isinstance(module, GatheredLayers):
+        return [x for layer in module.layers for x in written_buffers(layer)]
     if not isinstance(module, GraphModule):
         return list(module.buffers())
     names = {name for name, _ in module.named_buffers(remove_duplicate=False)}

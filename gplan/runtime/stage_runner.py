@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gplan.core import Action, ActionKind, Schedule
-from gplan.core.errors import GplanError, ModelError, RunError
+from gplan.core.errors import GplanError, ModelError, RunError, UsageError
 from gplan.core.units import counted
 from gplan.runtime.buffers import MovingAverages, norm_buffers
 from gplan.runtime.capture_cache import CaptureCache, CapturedModel
@@ -28,6 +28,7 @@ from gplan.runtime.heartbeat import Heartbeat, at_layer, on_stage
 from gplan.runtime.microbatches import Pass, take_rows
 from gplan.runtime.process_group import RankLayout
 from gplan.runtime.random_streams import RandomStreams
+from gplan.runtime.sharded_tensors import local_tensor
 from gplan.runtime.stage_module import RecomputeSegment, StageModule, StagePass, storage_id, written_buffers
 from gplan.runtime.stage_state import StateNames
 from gplan.runtime.torch_engine import EnginePass, TorchEngine
@@ -51,6 +52,7 @@ class StageRunner:
         captures: CaptureCache,
         usual: CapturedModel,
         *,
+        stages: Sequence[StageModule],
         names: StateNames,
         tensors: Mapping[str, Tensor],
         computing: Mapping[str, Tensor],
@@ -58,18 +60,17 @@ class StageRunner:
         random_streams: RandomStreams,
         heartbeat: Heartbeat,
     ) -> None:
-        """`usual` is the capture of the plan's own micro-batches in training.
+        """`usual` is the capture of the plan's own micro-batches in training; `stages` are those of this process.
 
-        `tensors` are those that the optimizer updates, `computing` those that stages compute with: the same ones without
-        master weights.
+        `tensors` are those that the optimizer updates, `computing` those that stages hold between steps to compute with:
+        the same ones without master weights.
         """
         self._captures, self._ranks, self._random_streams = captures, ranks, random_streams
         self._replicas = None if ranks is None else ranks.replicas
         self._names, self._tensors, self._computing = names, tensors, computing
         self._plan = captures.plan
-        own: Sequence[int] = range(self._plan.num_stages) if ranks is None else ranks.stages
-        self.stages = tuple(self._stage(index, heartbeat) for index in own)
-        self._averages = {index: MovingAverages(captures.norms(usual, index)) for index in own}
+        self.stages = tuple(stages)
+        self._averages = {x.index: MovingAverages(captures.norms(usual, x.index)) for x in stages}
         self._written: dict[tuple[CapturedModel, StageModule, bool], frozenset[int]] = {}
         self._averaged_at_end = self._stages_averaged_at_end(usual)
         self._followed = self._buffers_to_broadcast(usual)
@@ -84,6 +85,19 @@ class StageRunner:
             self.engine.action_starts_ns.clear()
         for averages in self._averages.values():
             averages.discard()
+        self.rest()
+
+    def rest(self) -> None:
+        """Free what sharded stages gathered, after a step or an evaluation."""
+        for stage in self.stages:
+            if stage.shards is not None:
+                stage.shards.reset()
+
+    def reduce_shards(self) -> None:
+        """Divide the sums of sharded stages' gradients over the replicas; counts as the devices' updates."""
+        if isinstance(self.engine, TorchEngine) and any(x.shards is not None for x in self.stages):
+            with self.updating(0):
+                self.engine.reduce_gradients()
 
     def finish(self) -> None:
         """End a step: average replicas' gradients that no backward reduced, and update moving averages.
@@ -127,6 +141,8 @@ class StageRunner:
         self._written = {key: x for key, x in self._written.items() if key[0] not in old}
         for stage in self.stages:
             stage.begin(self._stage_work(captured, stage, part, trains))
+            if stage.shards is not None:
+                stage.shards.begin()
         self._random_streams.begin(step, part.first_rows)
         given = flat_tensors(take_rows(inputs, part.rows, num_rows), what="the inputs")
         work = EnginePass(
@@ -186,8 +202,8 @@ class StageRunner:
     def resident_tensors(self, stage: StageModule) -> list[Tensor]:
         """Return the tensors of a stage between steps: parameters, buffers and receive buffers."""
         names = self._names.on_stages([stage.index])
-        state = [x[name] for name in names for x in (self._tensors, self._computing)]
-        return [*dict.fromkeys(state), *self.engine.buffers(stage.index)]
+        state = dict.fromkeys(x[name] for name in names for x in (self._tensors, self._computing))
+        return [*map(local_tensor, state), *self.engine.buffers(stage.index)]
 
     def parameters_of(self, stages: Iterable[StageModule]) -> list[nn.Parameter]:
         """Return the parameters of some stages that the optimizer updates, a tied one once."""
@@ -216,11 +232,6 @@ class StageRunner:
             words.append(at_layer(stage.layer, None if action is None else action.kind))
         return RunError(f"{', '.join(words)}: {explain_lost_connection(describe(root_cause(error)))}")
 
-    def _stage(self, index: int, heartbeat: Heartbeat) -> StageModule:
-        names = self._names.used_by_stage[index]
-        parameters = [x for name in names if isinstance(x := self._computing[name], nn.Parameter)]
-        return StageModule(index, parameters, self._random_streams, heartbeat)
-
     def _engine(self) -> TorchEngine | VirtualEngine:
         if self._ranks is None:
             return VirtualEngine(self.stages, device=self._random_streams.device)
@@ -243,11 +254,20 @@ class StageRunner:
         return [x for key, x in found.items() if key not in known]
 
     def _stages_averaged_at_end(self, usual: CapturedModel) -> list[StageModule]:
-        """Return the stages whose gradients are averaged over the replicas after the step's last pass."""
+        """Return the stages whose gradients are averaged over the replicas after the step's last pass.
+
+        Of sharded stages these are the parameters that are whole. Raises UsageError if one has sparse gradients.
+        """
         if self._replicas is None:
             return []
+        sparse = [x for x in self.stages if has_sparse_gradients(self._segments(usual, x, True))]
+        if any(x.shards is not None for x in sparse):
+            raise UsageError(
+                f"stage {sparse[0].index} has sparse gradients, as of nn.Embedding(sparse=True), which sharded replicas "
+                "cannot divide; use sparse=False, or balance again with --shard none"
+            )
         is_apart = self._splits_backward or self._plan.precision.master_weights  # DDP has a gradient like its parameter
-        return [x for x in self.stages if is_apart or has_sparse_gradients(self._segments(usual, x, True))]
+        return [x for x in self.stages if is_apart or x.shards is not None or x in sparse]
 
 
 def _written_by(segments: Sequence[nn.Module]) -> list[Tensor]:

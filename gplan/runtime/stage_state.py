@@ -27,6 +27,7 @@ from gplan.runtime.gradient_sync import gradient_norm
 from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.process_group import RankLayout
 from gplan.runtime.random_streams import RandomStreams
+from gplan.runtime.sharded_tensors import divided_like, full_tensor, local_gradients, local_tensor
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # parameters, buffers, hooks
 
@@ -151,19 +152,23 @@ class StageState:
         A tied parameter counts once, as in the plain model.
         """
         group = None if self.ranks is None else self.ranks.pipeline
-        norm = gradient_norm(self._counted, norm_type, device=self.device, group=group)
-        nn.utils.clip_grads_with_norm_([x for _, x in self.named_parameters()], max_norm, norm)
+        replicas = None if self.ranks is None else self.ranks.replicas
+        norm = gradient_norm(self._counted, norm_type, device=self.device, group=group, replicas=replicas)
+        nn.utils.clip_grads_with_norm_(list(local_gradients(x for _, x in self.named_parameters())), max_norm, norm)
         return norm
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return this process's part of the model's state dict, under the model's keys; all of it if alone."""
+        """Return this process's part of the model's state dict, under the model's keys; all of it if alone.
+
+        Parameters that replicas divide are DTensors.
+        """
         return {key: self._tensors[name].detach() for key, name in self._names.saved.items() if name in self._tensors}
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the model's whole state dict, on the CPU of global rank 0; empty on other ranks."""
         if self.ranks is None:
             return {key: x.to("cpu", copy=True) for key, x in self.state_dict().items()}
-        own = {key: x.cpu() for key, x in self.state_dict().items()}
+        own = {key: full_tensor(x).cpu() for key, x in self.state_dict().items()}
         parts: list[dict[str, Tensor] | None] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(own if self.ranks.replica == 0 else {}, parts)
         merged = {key: x for part in parts or () if part for key, x in part.items()}
@@ -191,7 +196,7 @@ class StageState:
                 )
         with torch.no_grad():
             for key, tensor in own.items():
-                tensor.copy_(state[key])
+                local_tensor(tensor).copy_(local_tensor(divided_like(state[key], tensor)))
 
     def save(
         self,

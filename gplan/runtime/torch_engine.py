@@ -4,7 +4,7 @@ schedule.
 Every private name of torch that gplan uses is here, each with a contract test: `_PipelineScheduleRuntime` with
 `_prepare_schedule_with_comms`, its lowered orders and its handling of losses, `_Action`, `_ComputationType`,
 `record_function` as it names actions and the check for a profiler, and of a stage its backward methods, `fwd_cache`,
-`bwd_cache`, `args_recv_info`, `grad_recv_info`, `_retrieve_recv_grads`. torch keeps all it sends until the step ends
+`bwd_cache`, `args_recv_info`, `grad_recv_info`, `_retrieve_recv_grads`, `stage_backward`, `perform_reduce_grad`. torch keeps all it sends until the step ends
 and allocates receive buffers for all micro-batches; the memory model counts both. Between two stages of one rank the
 tensor itself is passed on and freed after use.
 """
@@ -12,6 +12,7 @@ tensor itself is passed on and freed after use.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from gplan.core import Action, ActionKind, Schedule
@@ -50,6 +52,7 @@ _AWAITED = {
     _ComputationType.BACKWARD_INPUT: _ComputationType.RECV_B,
 }
 _ACTIONS_AHEAD = 2  # how many actions before its use a receive is posted
+_OF_SHARDS = (_ComputationType.UNSHARD, _ComputationType.RESHARD, _ComputationType.REDUCE_GRAD)
 _FORWARDS = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.RECV_F)
 _TORCH_LOG = "torch.distributed.pipelining.schedules"
 _NAMING = "record_function"  # in that module
@@ -93,6 +96,13 @@ class TorchEngine:
     def forget(self, old: Collection[CapturedModel]) -> None:
         """Drop the runtimes of captures that are no longer used."""
         self._runtimes = {key: x for key, x in self._runtimes.items() if key[0] not in old}
+
+    def reduce_gradients(self) -> None:
+        """Reduce-scatter the gradients of sharded stages over the replicas, after a step's last pass. Collective."""
+        for stage in self._stages:
+            if stage.shards is not None:
+                stage.shards.fill_gradients()
+                next(x for runtime in self._runtimes.values() for x in runtime.stages(stage.index)).reduce_gradients()
 
     def buffers(self, stage: int) -> list[Tensor]:
         """Return the receive buffers of a stage."""
@@ -202,6 +212,8 @@ class _TimedStage(PipelineStage):
         if not roots:
             return (None,) * len(bwd_kwargs["input_values"]), None
         bwd_kwargs["stage_output"], bwd_kwargs["output_grads"] = zip(*roots, strict=True)
+        if self.module.shards is not None:  # torch would keep the parameters of each layer after its backward
+            return stage_backward(*(bwd_kwargs[x] for x in ("stage_output", "output_grads", "input_values"))), None
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def _outgoing_gradients(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -225,6 +237,10 @@ class _TimedStage(PipelineStage):
         come.
         """
         self.fwd_cache[microbatch] = (), self.fwd_cache[microbatch][1]
+
+    def reduce_gradients(self) -> None:
+        """Reduce-scatter the gradients of a sharded stage and free its parameters."""
+        self.perform_reduce_grad(1)
 
     def end_pass(self) -> None:
         """A pass ended without an error."""
@@ -254,6 +270,7 @@ class _Runtime(_PipelineScheduleRuntime):
         self._at_end: LossFn = lambda _outputs, _microbatch: torch.zeros(())
         self._prepare_schedule_with_comms(_torch_orders(schedule))
         orders = self.pipeline_order_with_comms
+        orders[self.rank] = [x for x in orders[self.rank] if x.computation_type not in _OF_SHARDS]
         if not _has_backward(schedule):
             orders[self.rank] = [x for x in orders[self.rank] if x.computation_type in _FORWARDS]
         if stages[0].device.type == "cpu":
@@ -265,15 +282,25 @@ class _Runtime(_PipelineScheduleRuntime):
         self._losses.clear()
         step = self.step if work.trains else self.eval
         self.context.note_wait(None)
-        with _quiet_log(), _unnamed_actions():
+        with _quiet_log(), _unnamed_actions(), warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="FSDP2-wrapped module .* returned a view"
+            )  # no layer writes to one
             step(*(work.inputs if 0 in self.context.stages else ()), return_outputs=False)
         for stage in self._timed:
             stage.end_pass()
         return [self._losses[m].detach() for m in sorted(self._losses)]
 
+    def stages(self, index: int) -> list[_TimedStage]:
+        """Return the stage of this index, if it is on this rank."""
+        return [x for x in self._timed if x.stage_index == index]
+
     def receive_buffers(self, stage: int) -> list[Tensor]:
         """Return the receive buffers of one stage."""
-        return [x for timed in self._timed if timed.stage_index == stage for x in timed.receive_buffers()]
+        return [x for timed in self.stages(stage) for x in timed.receive_buffers()]
+
+    def _assert_unsharded(self, stage: Any) -> None:
+        """Sharded parameters are gathered by `ShardedStage`, not by the schedule."""
 
     def _maybe_compute_loss(
         self, stage: _TimedStage, output: Any, _target_mbs: Any, mb_index: int, _loss_kwargs: Any = None

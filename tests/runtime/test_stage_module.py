@@ -107,7 +107,7 @@ def test_recompute_does_not_hold_passing_values(tmp_path: Path) -> None:
     rows = torch.randn(2, 8)
     chain = capture(file.model, (rows, rows))
     layer = chain.names.index("a.1")
-    segment = RecomputeSegment(chain, layer, layer + 1, lambda _layer: None)
+    segment = RecomputeSegment(chain, layer, layer + 1, chain.stage(layer, layer + 1))
     of_a, of_b = torch.randn(2, 8, requires_grad=True), torch.randn(2, 8)
     (made,) = (x for x in segment.recomputed(of_a, of_b) if x is not of_b)
     passing = weakref.ref(of_b)
@@ -168,7 +168,8 @@ def test_read_only_buffers_not_restored() -> None:
 def test_recompute_restores_buffers(is_exported: bool) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(Buffers()), torch.randn(4, 4, requires_grad=True)
-    segment = RecomputeSegment((exported if is_exported else capture)(model, x), 0, 1, lambda _layer: None)
+    chain = (exported if is_exported else capture)(model, x)
+    segment = RecomputeSegment(chain, 0, 1, chain.stage(0, 1))
     before = {name: y.clone() for name, y in segment.named_buffers()}
     (made,) = segment.recomputed(x)
     after = {name: y.clone() for name, y in segment.named_buffers()}

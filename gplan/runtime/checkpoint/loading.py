@@ -34,6 +34,7 @@ from gplan.runtime.checkpoint.state import (
     load_optimizer_state,
 )
 from gplan.runtime.checkpoint.storage import CheckpointReader, Key
+from gplan.runtime.sharded_tensors import local_tensor, with_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +176,8 @@ def _empty_entry(saved: CheckpointReader, key: Key, state: RankState) -> Tensor 
     """Return memory for a tensor of an optimizer's state, laid out like its parameter; None if it is not a tensor."""
     empty, parameter = saved.empty(key), state.parameters[str(key[3])]
     if empty is not None and empty.shape == parameter.shape:
-        return torch.empty_like(parameter, dtype=empty.dtype, device="cpu", requires_grad=False)
+        part = torch.empty_like(local_tensor(parameter), dtype=empty.dtype, device="cpu", requires_grad=False)
+        return with_part(part, like=parameter)
     return None if empty is None else torch.empty_like(empty, device="cpu")
 
 

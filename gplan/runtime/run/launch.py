@@ -71,6 +71,11 @@ def run_plan(
 ) -> Run:
     """Train with a plan on the given engine; a plan that cannot run is refused before anything starts."""
     check_runnable(plan)
+    if engine == "virtual" and plan.sharding != "none" and plan.num_replicas > 1:
+        raise UsageError(
+            f"the virtual engine does not divide {plan.sharding} over replicas, as one process holds the stages of all of "
+            "them; use --engine torch, or balance again with --shard none"
+        )
     if options.resume is not None and options.must_resume:
         list_checkpoints(Path(options.resume))  # raises before any process starts
     _check_nothing_is_replaced(options)

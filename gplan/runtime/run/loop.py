@@ -27,6 +27,8 @@ from gplan.runtime.run.reference import Reference, as_dense, gradient_check, gra
 from gplan.runtime.run.results import torch_run, virtual_run
 from gplan.runtime.run.run_options import ReportStep, RunOptions, StepRecord
 from gplan.runtime.run.speed_readings import SpeedReadings
+from gplan.runtime.sharded_replicas import check_optimizer
+from gplan.runtime.sharded_tensors import full_tensor, local_tensor
 from gplan.runtime.stage_module import StageModule
 from gplan.runtime.virtual_engine import VirtualEngine
 from profiler.host.failure import explain_lost_connection
@@ -119,6 +121,7 @@ class _TrainingLoop:
         if _is_scarce(plan):
             return_large_blocks()
         self._optimizer = file.optimizer(list(self._pipe.parameters()))
+        check_optimizer(self._optimizer, plan)
         self._scheduler = file.scheduler(self._optimizer)
         self._devices = self._pipe.runner.stages_by_device
         self._peak_bytes = [0] * len(self._devices)
@@ -257,7 +260,7 @@ class _TrainingLoop:
         num_faults, start_s = page_faults(), time.perf_counter()
         loss = pipe.step(inputs, target)
         if pipe.num_steps == 1 and self._reference is not None:
-            found = {name: as_dense(x.grad) for name, x in pipe.named_parameters() if x.grad is not None}
+            found = {name: full_tensor(as_dense(x.grad)) for name, x in pipe.named_parameters() if x.grad is not None}
             self._errors = gradient_errors(self._reference, found)
         for device, stages in enumerate(self._devices):
             self._update(device, stages)
@@ -288,7 +291,8 @@ class _TrainingLoop:
     def _held_bytes(self, stages: Sequence[StageModule]) -> int:
         """Return the bytes that a device's stages hold between steps."""
         parameters = self._pipe.runner.parameters_of(stages)
-        state = [x for p in parameters for x in self._optimizer.state.get(p, {}).values() if isinstance(x, Tensor)]
+        found = [x for p in parameters for x in self._optimizer.state.get(p, {}).values() if isinstance(x, Tensor)]
+        state = [local_tensor(x) for x in found]
         return storage_bytes(
             [x for stage in stages for x in self._pipe.runner.resident_tensors(stage)]
         ) + storage_bytes(state)

@@ -1,0 +1,228 @@
+"""Sharded replicas: the replicas of a stage divide its parameters among them, by torch's FSDP2 (`fully_shard`).
+
+    optimizer   the stage is one group of parameters, gathered when a step begins and freed after its last backward
+    weights     each layer is a group, gathered for its forward and for its backward and freed after each
+
+The optimizer gets this replica's part of each parameter, a DTensor that is divided along dimension 0, so its state is
+divided too. Forwards use the gathered parameter: always the same tensor, with memory only while it is gathered.
+Gradients of micro-batches are summed whole and reduce-scattered once a step, as torch's pipelining does with FSDP2.
+
+These stay whole on every replica, and their gradients are averaged: parameters without dimensions, of another dtype
+than most, or of several stages of one process, and with "optimizer" those that are frozen. Buffers stay whole too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.optim import LBFGS, Optimizer
+
+from gplan.core import Plan
+from gplan.core.checks import Sharding
+from gplan.core.errors import UsageError
+from gplan.runtime.capture_cache import CapturedModel
+from gplan.runtime.process_group import RankLayout
+from gplan.runtime.sharded_tensors import zeros
+from gplan.runtime.stage_module import ParameterGroup, StageModule
+from gplan.runtime.stage_state import StateNames
+
+
+class ShardedStage:
+    """A stage whose parameters are divided over the replicas. `parts` and `gathered` are by parameter name."""
+
+    def __init__(
+        self,
+        stage: StageModule,
+        parameters: Mapping[str, nn.Parameter],
+        layers: Sequence[Sequence[str]],
+        *,
+        sharding: Sharding,
+        replicas: dist.ProcessGroup,
+        like: Mapping[str, Tensor],
+    ) -> None:
+        """Divide `parameters`; those of each group in `layers` are gathered together, others with the stage.
+
+        Master weights are gathered in the dtype of `like`; gradients are accumulated in that of the gradients of `like`.
+        """
+        device = next(iter(parameters.values())).device
+        mesh = DeviceMesh.from_group(replicas, device.type)
+        groups = [ParameterGroup([parameters[name] for name in names]) for names in layers]
+        rest = [name for name in parameters if all(name not in names for names in layers)]
+        divided = {id(x) for x in parameters.values()}
+        whole = [x for x in stage.parameters() if id(x) not in divided]
+        stage.held = nn.ParameterList([*(parameters[name] for name in rest), *whole])
+        stage.groups = nn.ModuleList(groups)
+        self._keeps_gathered = sharding == "optimizer"
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        for name in [name for name, x in parameters.items() if x.dtype != like[name].dtype][:1]:  # a master weight
+            policy = replace(policy, param_dtype=like[name].dtype, reduce_dtype=like[name].grad_dtype)
+        for group in groups:
+            fully_shard(group, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        fully_shard(
+            stage,
+            mesh=mesh,
+            reshard_after_forward=not self._keeps_gathered,
+            mp_policy=policy,
+            ignored_params={*whole},
+        )
+        assert isinstance(stage, FSDPModule)
+        self._module: FSDPModule = stage
+        if device.type == "cpu":
+            self._module.set_force_sum_reduction_for_comms(True)  # gloo cannot average
+        self._set_prefetches(groups)
+        holders: list[tuple[StageModule | ParameterGroup, Sequence[str]]] = [(stage, rest)]
+        holders += zip(groups, layers, strict=True)
+        self.parts = {name: x for holder, names in holders for name, x in zip(names, holder.held, strict=False)}
+        self.gathered = {name: x for holder, names in holders for name, x in _gathered(holder, names)}
+        self.groups = {id(self.gathered[x]): group for group, names in zip(groups, layers, strict=True) for x in names}
+        self._trained = [x for x in self.gathered.values() if x.requires_grad]
+        for name, x in self.gathered.items():
+            if x.requires_grad:
+                x.grad_dtype = like[name].grad_dtype
+        self._replicas, self._has_begun = replicas, False
+
+    def _set_prefetches(self, groups: Sequence[ParameterGroup]) -> None:
+        """In a backward each group gathers the one before; torch's default may gather one of another micro-batch."""
+        for module, before in zip([*groups, self._module], [*groups[:1], *groups], strict=False):
+            assert isinstance(module, FSDPModule) and isinstance(before, FSDPModule)
+            module.set_modules_to_backward_prefetch([before])
+
+    def reset(self) -> None:
+        """Free what is gathered, and drop what a failed step left."""
+        if self._has_begun:
+            self._module.reset_iter_state()
+        for parameter in self._trained:
+            parameter.grad = None
+
+    def begin(self) -> None:
+        """Begin a pass; with "optimizer" the parameters are gathered unless they are already. Collective."""
+        self._has_begun = True
+        self._module.set_is_last_backward(False)
+        self._module.set_requires_gradient_sync(False)
+        self._module.set_reshard_after_backward(not self._keeps_gathered)
+        if self._keeps_gathered:
+            self._module.unshard()
+
+    def fill_gradients(self) -> None:
+        """Give zeros to parameters without a gradient here that have one on another replica. Collective."""
+        has_gradient = torch.tensor([x.grad is not None for x in self._trained], dtype=torch.int32)
+        has_gradient = has_gradient.to(self._trained[0].device) if self._trained else has_gradient
+        dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=self._replicas)
+        for parameter, is_used in zip(self._trained, has_gradient.tolist(), strict=True):
+            if is_used and parameter.grad is None:
+                parameter.grad = zeros(parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensors:
+    """The parameters of a process's sharded stages; empty where the replicas divide nothing."""
+
+    parts: Mapping[str, nn.Parameter]  # of the optimizer
+    gathered: Mapping[str, nn.Parameter]  # of forwards
+    groups: Mapping[int, ParameterGroup]  # by the id of a gathered parameter, those that a layer gathers
+
+    @contextmanager
+    def allocated(self) -> Iterator[None]:
+        """In the block gathered parameters have memory, of any content, so that a capture may compute with them."""
+        freed = [x for x in self.gathered.values() if not x.untyped_storage().nbytes()]
+        for parameter in freed:
+            parameter.untyped_storage().resize_(parameter.nbytes)
+        try:
+            yield
+        finally:
+            for parameter in freed:
+                parameter.untyped_storage().resize_(0)
+
+
+def _gathered(holder: StageModule | ParameterGroup, names: Sequence[str]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Return the parameters that forwards use, by name; they are freed afterwards."""
+    parameters = holder.held
+    assert isinstance(holder, FSDPModule)
+    holder.unshard()
+    found = list(zip(names, parameters, strict=False))
+    holder.reshard()
+    yield from found
+
+
+def shard_stages(
+    plan: Plan,
+    captured: CapturedModel,
+    names: StateNames,
+    stages: Sequence[StageModule],
+    tensors: Mapping[str, Tensor],
+    divided: Collection[str],
+    *,
+    like: Mapping[str, Tensor],
+    ranks: RankLayout | None,
+) -> ShardedTensors:
+    """Divide parameters of this process's stages over the replicas; sets `StageModule.shards`.
+
+    `tensors` are those of the stages, of which these names are `divided`, and `like` all of the model.
+    """
+    first = {id(tensor): name for name, tensor in like.items()}
+    for stage in stages:
+        own = [name for name in names.used_by_stage[stage.index] if name in divided]
+        parameters = {name: x for name in own if isinstance(x := tensors[name], nn.Parameter)}
+        if not parameters:
+            continue
+        assert ranks is not None and ranks.replicas is not None
+        layers: list[list[str]] = []
+        if plan.sharding == "weights":
+            used = [
+                {first[id(x)] for x in captured.chain.state(layer).values() if id(x) in first}
+                for layer in captured.layers(stage.index)
+            ]
+            uses = Counter(name for found in used for name in found)
+            layers = [[x for x in own if x in found and uses[x] == 1] for found in used]
+        stage.shards = ShardedStage(
+            stage,
+            parameters,
+            [x for x in layers if x],
+            sharding=plan.sharding,
+            replicas=ranks.replicas,
+            like=like,
+        )
+    found = [x.shards for x in stages if x.shards is not None]
+    return ShardedTensors(
+        parts={name: x for shards in found for name, x in shards.parts.items()},
+        gathered={name: x for shards in found for name, x in shards.gathered.items()},
+        groups={key: x for shards in found for key, x in shards.groups.items()},
+    )
+
+
+def divided_names(plan: Plan, names: StateNames, model: nn.Module, ranks: RankLayout | None) -> Collection[str]:
+    """Return the names of the parameters that replicas divide, the same on every rank; none without replicas."""
+    if ranks is None or ranks.replicas is None or plan.sharding == "none":
+        return ()
+    parameters = dict(model.named_parameters())
+    trained = [x for x in parameters.values() if x.requires_grad]
+    num_bytes = Counter[torch.dtype]()
+    for x in trained:
+        num_bytes[x.dtype] += x.numel() * x.itemsize
+    dtypes = {x for x, _ in num_bytes.most_common(1)}
+    repeated = {name for name, stages in names.shared().items() if len({plan.devices[x] for x in stages}) < len(stages)}
+    return {
+        name
+        for name, x in parameters.items()
+        if x.dim()
+        and x.is_contiguous()
+        and name not in repeated
+        and (x.dtype in dtypes if x.requires_grad else plan.sharding == "weights")
+    }
+
+
+def check_optimizer(optimizer: Optimizer, plan: Plan) -> None:
+    """Raise UsageError for an optimizer whose state cannot be divided over the replicas."""
+    if plan.sharding != "none" and plan.num_replicas > 1 and isinstance(optimizer, LBFGS):
+        raise UsageError(
+            f"{type(optimizer).__name__} keeps one state for all parameters, which replicas cannot divide; use one that "
+            "treats each parameter by itself, such as AdamW or SGD, or balance again with --shard none"
+        )
