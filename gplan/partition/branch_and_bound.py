@@ -6,6 +6,10 @@ plan is proven optimal; otherwise the smallest bound left out says how much bett
 is wider, until the time is up. What a prefix is bounded by, and which prefixes make others pointless, is the matter
 of a `Relaxation`: labels for GPipe, a simulation of the prefix for every other schedule.
 
+Where stages and micro-batches are many and partitions few, all are bounded instead (`all_bounded`): the step of a partition is
+its longest path, and any path is a sum over its stages, so the longest path of one partition bounds all others at the
+cost of a sum. The partition with the smallest bound is simulated next, until none is below the best one.
+
 Exact up to rounding: plans within 1e-12 of each other count as equal. The worst case is exponential in K.
 """
 
@@ -22,6 +26,7 @@ from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.batch_simulation import num_at_once
 from gplan.partition.candidates import Candidates
 from gplan.partition.dp import rows_from
+from gplan.partition.lagrangian import Goal
 from gplan.partition.local_search import polish
 from gplan.partition.partial_plans import CandidateBounds, PartialPlans, Relaxation
 from gplan.partition.problem import Problem
@@ -32,6 +37,9 @@ _FIRST_WIDTH = 64
 _WIDER = 8  # times, from sweep to sweep
 _NUM_LEAVES = 256  # complete prefixes that are simulated to choose among
 _MOST_AT_ONCE = 16384  # nodes grown at once
+_MANY_ACTIONS = 2048  # stages times micro-batches, from which few partitions are bounded by paths
+_FEW_PARTITIONS = 20_000
+_NUM_CHECKED = 256  # partitions whose memory is looked at together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +98,25 @@ class SearchSpace(Protocol):
         """The incumbent after a local search."""
         ...
 
+    @property
+    def goal(self) -> Goal:
+        """What is to be small, as the largest of sums over the stages."""
+        ...
+
+    def fits(self, paths: Ints) -> Bools:
+        """[N]: whether partitions, [N, S], fit the memory."""
+        ...
+
 
 def branch_and_bound(space: SearchSpace, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
     """What is known after a search of the space: sweeps over prefixes, each wider than the one before."""
     left, incumbent = space.begun(incumbent, deadline_s=deadline_s)
+    if left is not None and not left.is_settled(incumbent):
+        problem = left.bounds.problem
+        is_large = problem.num_stages * problem.num_microbatches >= _MANY_ACTIONS
+        every = all_paths(left.bounds.candidates, most=_FEW_PARTITIONS) if is_large else None
+        if every is not None:
+            incumbent = all_bounded(left, every, incumbent, deadline_s=deadline_s)
     width = _FIRST_WIDTH
     while left is not None and not left.is_settled(incumbent) and time.perf_counter() < deadline_s:
         incumbent = sweep(left.bounds, left.relaxation, incumbent, width=width, deadline_s=deadline_s)
@@ -105,6 +128,46 @@ def branch_and_bound(space: SearchSpace, incumbent: Incumbent, *, deadline_s: fl
     if left is None:
         return replace(incumbent, lower_bound=incumbent.worth)
     return left.polished(incumbent, deadline_s=deadline_s)
+
+
+def all_paths(candidates: Sequence[Candidates], *, most: int) -> Ints | None:
+    """[N, S]: the candidates of every partition, all of which are on paths; None where there are more than `most`."""
+    size = int(candidates[-1].end[-1]) + 1
+    num_ways = np.zeros(size)
+    num_ways[-1] = 1
+    for some in reversed(candidates):
+        num_ways = np.bincount(some.first, weights=num_ways[some.end], minlength=size)
+    if num_ways[0] > most:
+        return None
+    paths, ends = np.zeros((1, 0), dtype=np.int64), np.zeros(1, dtype=np.int64)
+    for some in candidates:
+        parents, children = _pairs(some, ends)
+        paths, ends = np.column_stack([paths[parents], children]), some.end[children]
+    return paths
+
+
+def all_bounded(space: SearchSpace, paths: Ints, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
+    """What is known after the most promising of all partitions, [N, S], were looked at, until the time is up."""
+    goal, candidates = space.goal, space.bounds.candidates
+    figures, stages = [goal.figures(stage) for stage in range(len(candidates))], range(len(candidates))
+    least, is_checked = np.zeros(len(paths)), np.zeros(len(paths), dtype=np.bool_)
+    while time.perf_counter() < deadline_s and least.min() * (1 + _ROUNDING) < incumbent.worth:
+        index = int(least.argmin())
+        if not is_checked[index]:
+            some = np.flatnonzero(~is_checked)
+            some = some[np.argsort(least[some], kind="stable")[:_NUM_CHECKED]]
+            is_checked[some] = True
+            least[some[~space.fits(paths[some])]] = np.inf
+            continue
+        weights = goal.heaviest(np.array([figures[s][:, paths[index, s]] for s in stages]))
+        sums = np.zeros(len(paths))
+        for s in stages:
+            sums += (weights[s] @ figures[s])[paths[:, s]]
+        least = np.maximum(least, sums)
+        if sums[index] < incumbent.value:
+            incumbent = replace(incumbent, ends=ends_of(candidates, paths[index]), value=float(sums[index]))
+    least_value = min(float(least.min()) * (1 + _ROUNDING), incumbent.worth)
+    return replace(incumbent, lower_bound=max(incumbent.lower_bound, least_value))
 
 
 def locally_improved(

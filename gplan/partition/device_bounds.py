@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from gplan.core import Action, ActionKind
+from gplan.core import Action, ActionKind, is_recomputed
 from gplan.cost.stage_bytes import MicrobatchTerms, microbatch_bytes
 from gplan.cost.stage_costs import Costs, DeviceBoundaries
 from gplan.cost.stage_seconds import ActionKey, StageSeconds, action_s
@@ -169,7 +169,8 @@ class DeviceBounds:
         for device, stages in enumerate(problem.stages_by_device):
             ends_s = float(compute[0]) * (0 in stages) + last_s * (problem.num_stages - 1 in stages)
             load_s = alike_s * numbers + ends_s + 2 * len(stages) * costs.overhead_s
-            after_s = np.maximum(update_s * numbers, self._back_before_s[stages[0]])
+            back_s = 0.0 if split else self._back_before_s[problem.recompute == "always"][stages[0]]
+            after_s = np.maximum(update_s * numbers, back_s)
             seconds = self._forward_before_s[stages[0]] + num * load_s + after_s
             limit = problem.memory_of(stages[0])
             if limit is not None:
@@ -234,8 +235,20 @@ class DeviceBounds:
 
     def ways(self, most: int, *, fewest: int = 0) -> list[DeviceWays]:
         """For each device all ways to fill it with at most so many of the layers, each stage with at least `fewest`."""
-        counts = _compositions(most, self._num_own, fewest)
-        return [self._ways(device, counts, most) for device in range(self.problem.num_devices)]
+        counts, found = _compositions(most, self._num_own, fewest), list[DeviceWays]()
+        for device, stages in enumerate(self.problem.stages_by_device):
+            is_enough = (counts >= self._fewest[list(stages)]).all(axis=1)
+            found.append(self._ways(device, counts[is_enough], most))
+        return found
+
+    @cached_property
+    def _fewest(self) -> Ints:
+        """[S]: of the layers that a stage has at least: one, where no other layers can fill it."""
+        index, num_stages = self._alike.index, self.problem.num_stages
+        stages = np.arange(num_stages)
+        num_before, num_after = index[0], self.problem.costs.num_layers - 1 - index[-1]
+        is_between = (stages >= num_before) & (num_stages - stages > num_after)
+        return np.where(is_between & (index[-1] - index[0] == len(index) - 1), 1, 0)
 
     def _ways(self, device: int, counts: Ints, most: int) -> DeviceWays:
         stages = self.problem.stages_by_device[device]
@@ -283,15 +296,17 @@ class DeviceBounds:
         last = {(x.stage, x.kind): i for i, x in enumerate(order)}
         first = {(x.stage, x.kind): i for i, x in reversed([*enumerate(order)])}
         for (stage, kind), i in first.items():
+            again = self._is_again(order[i].microbatch)
             if kind is ActionKind.FORWARD:
                 heads.append((i, self._forward_before_s[stage]))
             elif kind in INPUT_GRADIENT_KINDS:
-                heads.append((i, self._forward_all_s + self._back_after_s[stage]))
+                heads.append((i, self._forward_all_s + self._back_after_s[again][stage]))
         for (stage, kind), i in last.items():
+            again = self._is_again(order[i].microbatch)
             if kind is ActionKind.FORWARD:
-                tails.append((i + 1, self._forward_after_s[stage] + self._back_all_s))
+                tails.append((i + 1, self._forward_after_s[stage] + self._back_all_s[again]))
             elif kind in INPUT_GRADIENT_KINDS:
-                tails.append((i + 1, self._back_before_s[stage]))
+                tails.append((i + 1, self._back_before_s[again][stage]))
         pairs = [(one, other) for one, other in product(heads, tails) if one[0] < other[0]]
         counts = np.array([before[other[0]] - before[one[0]] for one, other in pairs])
         is_end = np.array([other is tails[0] for _, other in pairs])  # where the updates follow
@@ -397,11 +412,10 @@ class DeviceBounds:
         return self._of_first(self.problem.costs.forward_s) + least_hops_s(self.problem)[0]
 
     @cached_property
-    def _back_before_s(self) -> Floats:
-        """[S]: what gradients take at least from each stage to the end of the first; nothing where halves may be left."""
-        if any(self.problem.split_shares):
-            return np.zeros(self.problem.num_stages)
-        return self._of_first(self.problem.costs.backward_s) + least_hops_s(self.problem)[1]
+    def _back_before_s(self) -> tuple[Floats, Floats]:
+        """[S] each: what gradients take at least from each stage to the end of the first; kept, and recomputed."""
+        kept_s = self._of_first(self._first_half_s) + least_hops_s(self.problem)[1]
+        return kept_s, kept_s + self._of_first(self.problem.costs.least_recompute_s, overhead=False)
 
     @cached_property
     def _forward_after_s(self) -> Floats:
@@ -411,17 +425,21 @@ class DeviceBounds:
         return seconds
 
     @cached_property
-    def _back_after_s(self) -> Floats:
-        """[S]: what gradients take at least from the end of the last forward to each stage."""
-        hops_s, costs = least_hops_s(self.problem)[1], self.problem.costs
-        back_s = costs.least_first_half_s if any(self.problem.split_shares) else costs.backward_s
-        again_s = self._of_last(costs.least_recompute_s, overhead=False) if self._is_again else 0.0
-        seconds: Floats = self._of_last(back_s) + again_s + hops_s[-1] - hops_s
-        return seconds
+    def _back_after_s(self) -> tuple[Floats, Floats]:
+        """[S] each: what gradients take at least from the end of the last forward to each stage; kept, and recomputed."""
+        hops_s = least_hops_s(self.problem)[1]
+        kept_s = self._of_last(self._first_half_s) + hops_s[-1] - hops_s
+        return kept_s, kept_s + self._of_last(self.problem.costs.least_recompute_s, overhead=False)
+
+    def _is_again(self, microbatch: int) -> bool:
+        problem = self.problem
+        return is_recomputed(microbatch, num_microbatches=problem.num_microbatches, recompute=problem.recompute)
 
     @property
-    def _is_again(self) -> bool:
-        return self.problem.recompute == "always"
+    def _first_half_s(self) -> SecondsOf:
+        """What gradients wait for at least."""
+        costs = self.problem.costs
+        return costs.least_first_half_s if any(self.problem.split_shares) else costs.backward_s
 
     @property
     def _forward_all_s(self) -> float:
@@ -431,20 +449,19 @@ class DeviceBounds:
         return float(self.problem.costs.forward_s(*everything)[0] + least_hops_s(self.problem)[0][-1]) + overheads_s
 
     @property
-    def _back_all_s(self) -> float:
-        """The way of gradients through all stages, at least."""
+    def _back_all_s(self) -> tuple[float, float]:
+        """The way of gradients through all stages, at least; kept, and recomputed."""
         costs, everything = self.problem.costs, (np.array([0]), np.array([self.problem.costs.num_positions - 1]))
+        num_overheads = self.problem.num_stages - any(self.problem.split_shares)
         hops_s = float(least_hops_s(self.problem)[1][-1])
-        if any(self.problem.split_shares):
-            overheads_s = (self.problem.num_stages - 1) * costs.overhead_s
-            return float(costs.least_first_half_s(*everything)[0]) + overheads_s + hops_s
-        again_s = float(costs.least_recompute_s(*everything)[0]) if self._is_again else 0.0
-        return float(costs.backward_s(*everything)[0]) + again_s + self.problem.num_stages * costs.overhead_s + hops_s
+        kept_s = float(self._first_half_s(*everything)[0]) + num_overheads * costs.overhead_s + hops_s
+        return kept_s, kept_s + float(costs.least_recompute_s(*everything)[0])
 
-    def _of_first(self, seconds_of: SecondsOf) -> Floats:
+    def _of_first(self, seconds_of: SecondsOf, *, overhead: bool = True) -> Floats:
         """[S]: of as many layers at the beginning as there are stages before, with their overheads."""
         fewest = np.arange(self.problem.num_stages)
-        found: Floats = seconds_of(np.zeros_like(fewest), fewest) + fewest * self.problem.costs.overhead_s
+        seconds = seconds_of(np.zeros_like(fewest), fewest)
+        found: Floats = seconds + overhead * fewest * self.problem.costs.overhead_s
         return found
 
     def _of_last(self, seconds_of: SecondsOf, *, overhead: bool = True) -> Floats:

@@ -22,7 +22,7 @@ import numpy as np
 from gplan.core.errors import NoPlanError
 from gplan.core.machine import FREE_LINK
 from gplan.core.units import bytes_text, seconds_text
-from gplan.graph.down_sets import Ints
+from gplan.graph.down_sets import Bools, Ints
 from gplan.partition.batch_simulation import Delay, simulate_window
 from gplan.partition.bounds import busy_within, least_step_s
 from gplan.partition.branch_and_bound import Incumbent, branch_and_bound, ends_of, locally_improved, path_of
@@ -139,6 +139,15 @@ class GoalSpace:
         problem = self.search.problem
         limits = DeviceMemoryLimits(problem, self.bounds.candidates) if problem.has_memory_limit else None
         return WeightedPrefixes(weighted=self.bounds, limits=limits)
+
+    @property
+    def goal(self) -> Goal:
+        """What is to be small."""
+        return self.bounds.goal
+
+    def fits(self, paths: Ints) -> Bools:
+        """[N]: whether partitions, [N, S], fit the memory."""
+        return DeviceMemoryLimits(self.search.problem, self.bounds.candidates).fits(paths)
 
     def is_settled(self, incumbent: Incumbent) -> bool:
         """Whether no better value is looked for."""

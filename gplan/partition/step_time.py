@@ -13,13 +13,17 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from gplan.core.units import seconds_text
+from gplan.graph.down_sets import Bools, Ints
 from gplan.partition.batch_simulation import steps_s
 from gplan.partition.bounds import StepBounds, busy_within, filtered, least_step_s
 from gplan.partition.branch_and_bound import Incumbent, branch_and_bound, locally_improved
 from gplan.partition.candidates import Candidates, TooManyCandidates, candidates_within, fitting, on_paths
 from gplan.partition.dominance import GPipeLabels
 from gplan.partition.minimax import ends_of_stages, smallest_largest, stages_between
+from gplan.partition.objectives import StepGoal
 from gplan.partition.partial_plans import Relaxation, SimulatedPrefixes
 from gplan.partition.plan_evaluation import goal_s
 from gplan.partition.problem import Problem, Solution, with_valid_bound, without_memory
@@ -135,6 +139,15 @@ class StepSpace:
     def strengthened(self, incumbent: Incumbent, *, deadline_s: float) -> tuple[StepSpace, Incumbent]:
         """The space as it is: its bounds have no weights to improve."""
         return self, incumbent
+
+    @property
+    def goal(self) -> StepGoal:
+        """The step."""
+        return StepGoal(self.bounds.problem, self.bounds.candidates)
+
+    def fits(self, paths: Ints) -> Bools:
+        """[N]: all, as candidates that do not are left out when the search begins."""
+        return np.ones(len(paths), dtype=np.bool_)
 
     def polished(self, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
         """The incumbent after moves of single cuts; as it is where it is not made of the space's candidates."""

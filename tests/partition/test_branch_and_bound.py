@@ -6,8 +6,9 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 
+from gplan.partition import branch_and_bound
 from gplan.partition.batch_simulation import steps_s
 from gplan.partition.bounds import StepBounds
 from gplan.partition.branch_and_bound import Incumbent, sweep
@@ -15,10 +16,12 @@ from gplan.partition.candidates import CandidateLimit, candidates_within
 from gplan.partition.dominance import GPipeLabels
 from gplan.partition.minimax import smallest_largest
 from gplan.partition.partial_plans import Relaxation, SimulatedPrefixes
-from gplan.partition.plan_evaluation import objective_s, stages_of
+from gplan.partition.plan_evaluation import fits_memory, goal_s, objective_s, stages_of
 from gplan.partition.problem import Problem
+from gplan.partition.solve import solve
 from gplan.partition.step_time import smallest_step
 from tests.partition.problems import (
+    EVERY,
     all_cuts,
     best_objective_s,
     every_candidate,
@@ -43,6 +46,19 @@ def test_equals_brute_force_and_is_proven(problem: Problem) -> None:
     assert solution.lower_bound_s == objective_s(problem, stages)
     assert problem.memory_bytes is None or peak_bytes(problem, stages) <= problem.memory_bytes
     assert solution.solver == ("dp" if problem.schedule == "gpipe" else "branch-and-bound")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(problem=problems(minimize=["step-time"], schedules=EVERY))
+def test_all_partitions_bounded_by_paths_equal_brute_force(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> None:
+    monkeypatch.setattr(branch_and_bound, "_MANY_ACTIONS", 1)
+    best_s, solution = best_objective_s(problem), solve(problem)
+    if best_s is None or solution is None:
+        assert best_s is None and solution is None
+        return
+    assert goal_s(problem, solution.stages) == pytest.approx(best_s, rel=1e-9)
+    assert solution.lower_bound_s == pytest.approx(best_s, rel=1e-9)
+    assert fits_memory(problem, solution.stages)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
