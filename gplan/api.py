@@ -74,6 +74,7 @@ def profile(
     device: str = "cpu",
     hardware: str | Path | None = None,
     calibrate: Profile | None = None,
+    fused: str | None = None,
     num_threads: int = 1,
     contention: int | None = None,
     link: Link | None = None,
@@ -93,7 +94,7 @@ def profile(
 
     `device` is "cpu", "cuda", "cuda:1", or "meta": then seconds are computed for `hardware` (a name such as "h100", or
     a TOML file), corrected by a measured profile where `calibrate` gives one, and bytes come from a run on fake
-    tensors. `contention` processes do the same work beside (by default one on every other core of a CPU). The link, and
+    tensors; `fused` names kernels that training fuses, "all", or some such as "attention,normalization". `contention` processes do the same work beside (by default one on every other core of a CPU). The link, and
     on a CPU what the engine itself takes, are measured between two processes where `link` is not given. `granularity`
     "op" makes every operation a layer: the model must then be one that torch.export can trace, an nn.Sequential too.
     `precision` is that of the training, by default as the model is made: "float32", "bfloat16" (all in one type), "mixed"
@@ -119,8 +120,8 @@ def profile(
         precision=Precision.named(precision),
     )
     if device == "meta":
-        return _computed(given, tuple(microbatch_sizes), hardware, calibrate, link, granularity, progress)
-    _check_nothing_to_compute(device, hardware=hardware, calibrate=calibrate)
+        return _computed(given, tuple(microbatch_sizes), hardware, calibrate, fused, link, granularity, progress)
+    _check_nothing_to_compute(device, {"--hardware": hardware, "--calibrate": calibrate, "--fused": fused})
     options = ProfileOptions(
         microbatch_sizes=tuple(microbatch_sizes),
         device=device,
@@ -357,10 +358,9 @@ def plan_settings(plan: Plan) -> dict[str, SettingValue]:
     return {key: parse_setting(text) for key, text in plan.model.settings}
 
 
-def _check_nothing_to_compute(device: str, *, hardware: str | Path | None, calibrate: Profile | None) -> None:
+def _check_nothing_to_compute(device: str, options: Mapping[str, object]) -> None:
     """Raise UsageError where a device that is measured comes with what only computed seconds need."""
-    if hardware is not None or calibrate is not None:
-        option = "--hardware" if hardware is not None else "--calibrate"
+    for option in (name for name, value in options.items() if value is not None):
         raise UsageError(
             f"{option} goes with device 'meta', which computes a profile; device {device!r} is measured: use --device meta or "
             f"leave out {option}"
@@ -389,13 +389,14 @@ def _computed(
     microbatch_sizes: tuple[int, ...],
     hardware: str | Path | None,
     calibrate: Profile | None,
+    fused: str | None,
     link: Link | None,
     granularity: Granularity,
     progress: Callable[[str, float], None],
 ) -> Profile:
     """The profile for hardware that is not here."""
     from profiler.analytic.computed_profile import ComputeOptions, computed_profile
-    from profiler.analytic.hardware import hardware_names, load_hardware
+    from profiler.analytic.hardware import hardware_names, load_hardware, parse_fused
     from profiler.analytic.roofline import calibrated
 
     if hardware is None:
@@ -410,5 +411,6 @@ def _computed(
         calibration=calibrated(found, calibrate) if calibrate is not None else None,
         link=link,
         granularity=granularity,
+        fused=found.fused if fused is None else parse_fused(fused),
     )
     return computed_profile(model.load(), options, progress=progress)

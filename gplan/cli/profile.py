@@ -22,7 +22,7 @@ Examples:
   gplan profile package.module:Net --input-shape 8,3,224,224 --link 25GB/s,5us
   gplan profile examples/unet.py --granularity op
   gplan profile model.py --device cuda --precision mixed
-  gplan profile big.py --device meta --hardware h100"""
+  gplan profile big.py --device meta --hardware h100 --fused all"""
 
 
 @click.command(help="Measure the layers of MODEL: model.py, model.py:NAME or package.module:NAME.\n" + _EXAMPLES)
@@ -36,6 +36,8 @@ Examples:
               "tpu-v3, cpu, a TOML file, or a published efficiency file in JSON.")  # fmt: skip
 @click.option("--calibrate", metavar="PROFILE", type=PATH,
               help="With --device meta: a measured profile that corrects the hardware's efficiencies.")  # fmt: skip
+@click.option("--fused", metavar="KERNELS", help="With --device meta: kernels that training fuses, all, none, or some of "
+              "attention,cross-entropy,normalization,activation.  [default: as the hardware's file says, else none]")  # fmt: skip
 @click.option("--threads", default=1, show_default=True, help="CPU cores of one pipeline device.")
 @click.option("--contention", type=int, metavar="N",
               help="Processes that do the same work at the same time.  [default: one on every other core, at most 7; on a GPU none]")  # fmt: skip
@@ -54,7 +56,7 @@ Examples:
 @json_option
 def profile(
     model: str, settings: tuple[str, ...], microbatch_size: str, input_shape: str | None, device: str,
-    hardware: str | None, calibrate: Path | None, threads: int, contention: int | None,
+    hardware: str | None, calibrate: Path | None, fused: str | None, threads: int, contention: int | None,
     link: str | None, granularity: Granularity, precision: PrecisionName, budget: float, seed: int, output: Path,
     as_json: bool,
 ) -> None:  # fmt: skip
@@ -73,6 +75,7 @@ def profile(
             device=device,
             hardware=hardware,
             calibrate=json_files.load(Profile, calibrate) if calibrate is not None else None,
+            fused=fused,
             num_threads=threads,
             contention=contention,
             link=_link(link),

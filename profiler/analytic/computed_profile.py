@@ -8,7 +8,7 @@ launches, but the temporary tensors of all parameters at once. Compilers and dev
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gplan.core import Granularity, LayerCost, Link, Profile, StepCost, Timing, Work
 from gplan.core.errors import ModelError
 from gplan.core.units import percent_text
-from profiler.analytic.hardware import Hardware
+from profiler.analytic.fusion import Fused
+from profiler.analytic.hardware import FusedKernel, Hardware
 from profiler.analytic.layer_work import HalvesAnalysis, LayerAnalysis, analyse, analyse_halves
 from profiler.analytic.roofline import (
     Operation,
@@ -53,6 +54,7 @@ class ComputeOptions:
     calibration: RooflineCalibration | None = None  # its hardware is used then
     link: Link | None = None  # None: the hardware's
     granularity: Granularity = "layer"
+    fused: tuple[FusedKernel, ...] = ()  # kernels of which only what they keep and move is counted
 
     def __post_init__(self) -> None:
         check_microbatch_sizes(self.microbatch_sizes)
@@ -95,7 +97,7 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
         versions=software_versions(),
         origin="computed",
         precision=file.precision,
-        notes=(*file.notes, *first.chain.notes, *_notes(file, options)),
+        notes=(*file.notes, *first.chain.notes, *_notes(file, options), *_fused_notes(options, first)),
         plan_notes=routing_notes(first.chain, how="it was computed from the shapes"),
         granularity=options.granularity,
         values=values,
@@ -107,6 +109,7 @@ class _ComputedSize:
     """The costs at one micro-batch size; `sources[i]` is the layer analysed for layer i."""
 
     chain: Chain
+    not_fused: tuple[FusedKernel, ...]  # kernels that were to be fused and are in no layer
     sources: tuple[int, ...]
     layers: tuple[LayerCost, ...]
     loss: LayerCost
@@ -118,8 +121,9 @@ def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> _Comp
     chain = capture(file.model, inputs, granularity=options.granularity)
     found, keys = layers_to_measure(chain)
     bench = bench_of_chain(file, chain, keys, inputs, target)
-    *analyses, loss = analyse(bench.layers, bench.inputs, bench.loss)
-    *halves, of_loss = _halves(bench)
+    fused = Fused(kernels=options.fused)
+    *analyses, loss = analyse(bench.layers, bench.inputs, bench.loss, fused=fused)
+    *halves, of_loss = _halves(bench, options)
     by_layer = dict(zip(keys, analyses, strict=True))
     costs = {
         layer: _cost(analysis, half, size, options.figures)
@@ -127,6 +131,7 @@ def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> _Comp
     }
     return _ComputedSize(
         chain=chain,
+        not_fused=tuple(x for x in options.fused if not fused.found[x]),
         sources=found,
         layers=tuple(costs[x] for x in found),
         loss=_cost(loss, of_loss, size, options.figures),
@@ -134,10 +139,10 @@ def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> _Comp
     )
 
 
-def _halves(bench: Bench) -> Sequence[HalvesAnalysis | None]:
+def _halves(bench: Bench, options: ComputeOptions) -> Sequence[HalvesAnalysis | None]:
     """None for each layer if the backward cannot be split."""
     try:
-        return analyse_halves(bench.layers, bench.inputs, bench.loss)
+        return analyse_halves(bench.layers, bench.inputs, bench.loss, fused=Fused(kernels=options.fused))
     except ModelError:
         return [None] * (1 + len(bench.layers))
 
@@ -160,6 +165,13 @@ def _cost(analysis: LayerAnalysis, halves: HalvesAnalysis | None, size: int, har
         backward_work=total_work(analysis.backward),
         **{**analysis.memory.fields, "pending_bytes": halves.pending_bytes if halves else 0},
     )
+
+
+def _fused_notes(options: ComputeOptions, size: _ComputedSize) -> Iterator[str]:
+    if found := [x for x in options.fused if x not in size.not_fused]:
+        yield f"counted as fused kernels: {', '.join(found)}"
+    if size.not_fused:
+        yield f"to be fused, but found in no layer: {', '.join(size.not_fused)}"
 
 
 def _notes(file: ModelFile, options: ComputeOptions) -> tuple[str, ...]:

@@ -206,6 +206,23 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     all_to_all: _Message | None = None
 
 
+def parse_fused(text: str) -> tuple[FusedKernel, ...]:
+    """The fused kernels that a text names; raises UsageError for others.
+
+    >>> parse_fused("attention, activation"), parse_fused("none")
+    (('attention', 'activation'), ())
+    """
+    if text.strip() in ("all", "none"):
+        return FUSED_KERNELS if text.strip() == "all" else ()
+    names = [x.strip() for x in text.split(",")]
+    strange = [x for x in names if x not in FUSED_KERNELS]
+    if strange:
+        raise UsageError(
+            f"no fused kernel is called {strange[0]!r}; expected all, none, or some of {', '.join(FUSED_KERNELS)}"
+        )
+    return tuple(x for x in FUSED_KERNELS if x in names)
+
+
 def hardware_names() -> tuple[str, ...]:
     """The names of the devices in the built-in table."""
     return tuple(_built_in())

@@ -10,6 +10,7 @@ pointwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -56,6 +57,10 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def between(self, start: int, end: int) -> tuple[Operation, ...]:
         """The operations of a window, in their order."""
         return tuple(x for x in self._operations if start <= x.time < end)
+
+    def note(self, operation: Operation) -> None:
+        """Count an operation that did not run as one of torch's, now."""
+        self._operations.append(replace(operation, time=self._now()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and count it."""
