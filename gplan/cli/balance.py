@@ -36,6 +36,7 @@ Examples:
   gplan balance --k 4 --cut-after blocks.5 --keep-together blocks.0..blocks.2 --pin head=3
   gplan balance --k 8 --machine cluster.toml
   gplan balance --devices 64 --memory 80GiB --microbatches auto --schedule auto --recompute auto
+  gplan balance --devices 64 --memory 80GiB --shard auto --schedule auto
   gplan balance --k 8 --batch-size 256 --microbatches auto --recompute selected
   gplan balance --k 8 --schedule interleaved-1f1b:2 --for megatron"""
 
@@ -70,8 +71,8 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
               help="Which activations to recompute in the backward instead of keeping them: none, those of whole stages "
                    "(also except for the last micro-batch), or of the layers that the planner selects.")  # fmt: skip
 @click.option("--shard", default="none", show_default=True, type=click.Choice(["none", "optimizer", "weights", "auto"]),
-              help="What the replicas of a stage divide among them: nothing, the optimizer's state (ZeRO-1), or weights, "
-                   "gradients and state (FSDP).")  # fmt: skip
+              help="What the replicas of a stage (--devices) divide among them: nothing, the optimizer's state (ZeRO-1), or the "
+                   "weights too (FSDP).")  # fmt: skip
 @click.option("--memory", metavar="SIZE", help="Memory of each device, such as 16GiB.  [default: no limit]")
 @click.option("--minimize", default="step-time", show_default=True, type=click.Choice(["step-time", "max-stage"]),
               help="The objective: the simulated step, or the slowest stage with its transfers.")  # fmt: skip

@@ -19,8 +19,7 @@ Objective: TypeAlias = Literal["step-time", "max-stage"]
 """What the planner minimizes: the simulated step, or the time of the slowest stage with its transfers."""
 
 Sharding: TypeAlias = Literal["none", "optimizer", "weights"]
-"""What the replicas of a stage divide among them: nothing, the optimizer's state (ZeRO-1), or parameters, gradients and
-state (ZeRO-3, as torch's fully_shard does)."""
+"""What the replicas of a stage divide among them: nothing, the optimizer's state (ZeRO-1), or parameters too (FSDP)."""
 
 Granularity: TypeAlias = Literal["layer", "op"]
 """What a layer of a profile is: what the author wrote as a unit, or one operation."""
@@ -37,7 +36,7 @@ OperationKind: TypeAlias = Literal[
 """Kinds of operations; those of one kind reach a similar share of the peak rates of a device."""
 
 RECOMPUTE_MODES: tuple[str, ...] = get_args(RecomputeMode)
-SHARDINGS: tuple[str, ...] = get_args(Sharding)
+SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 

@@ -194,6 +194,7 @@ class Stage:
     machine_device: MachineDevice | None = None  # None: no machine was given
     device: int | None = None  # None: the stage's number, as each device has one stage
     parts: StageBytes[int] | None = None  # that its memory is made of; None: not known
+    gathered_bytes: int = 0  # of parameters that replicas divide: those that one gathers at a time
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.recompute_layers if name not in self.layer_names]

@@ -72,7 +72,59 @@ MOST_DISAGREEMENT = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class ParameterSize:
+    """One parameter, as replicas may divide it."""
+
+    num_rows: int  # of its first dimension; 0: it stays whole
+    num_bytes: int
+    is_trained: bool = True
+
+    def __post_init__(self) -> None:
+        check_amounts(self)
+
+    def part_bytes(self, num_replicas: int) -> int:
+        """Bytes of one of `num_replicas` equal parts of rows, the last ones padded.
+
+        >>> ParameterSize(num_rows=10, num_bytes=80).part_bytes(4)
+        24
+        """
+        return -(-self.num_rows // num_replicas) * self.num_bytes // self.num_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaShare:
+    """What one of several replicas exchanges and updates of parameters that they divide (`gplan/cost/sharding.py`)."""
+
+    gathered_bytes: int  # of parameters, padded, that replicas get from each other
+    reduced_bytes: int  # of gradients, padded, that are reduce-scattered
+    updated_bytes: int  # of gradients that this replica's optimizer uses
+
+
+class Sharable:
+    """Properties that layers and shared weights have for the replicas that may divide them."""
+
+    __slots__ = ()
+    gradient_bytes: int
+    share: ReplicaShare | None
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of parameters that replicas get from each other."""
+        return self.share.gathered_bytes if self.share else 0
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of gradients of which there is a copy while replicas sum them."""
+        return self.share.reduced_bytes if self.share else 0
+
+    @property
+    def updated_bytes(self) -> int:
+        """Bytes of the gradients that the optimizer of a replica uses."""
+        return self.share.updated_bytes if self.share else self.gradient_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer(Sharable):
     """A unit of the model as its author wrote it, or one operation. Shared weights are not included."""
 
     name: str
@@ -84,6 +136,8 @@ class Layer:
     same_as: int | None = None  # the layer of equal structure that was measured instead; None: measured itself
     num_trained: int = 0  # number of trained parameter tensors
     largest_trained_bytes: int = 0  # of the largest one
+    parameters: tuple[ParameterSize, ...] = ()  # its own; none: not known
+    share: ReplicaShare | None = None  # of one of several replicas; None: all of it
 
     def __post_init__(self) -> None:
         check_amounts(self)
@@ -92,7 +146,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedWeight:
+class SharedWeight(Sharable):
     """A parameter used by several layers; each stage with any of them has one copy."""
 
     name: str
@@ -100,6 +154,8 @@ class SharedWeight:
     num_parameters: int
     weight_bytes: int
     gradient_bytes: int
+    parameters: tuple[ParameterSize, ...] = ()  # one; none: not known
+    share: ReplicaShare | None = None  # of one of several replicas; None: all of it
 
     def __post_init__(self) -> None:
         check_amounts(self)
@@ -110,6 +166,11 @@ class SharedWeight:
     def num_trained(self) -> int:
         """Number of trained tensors: 1, or 0 if it is frozen."""
         return 1 if self.gradient_bytes else 0
+
+    @property
+    def largest_trained_bytes(self) -> int:
+        """Bytes of the largest trained tensor, as far as a replica updates it: of this one."""
+        return self.updated_bytes
 
 
 MEGATRON_LM = "Megatron-LM"

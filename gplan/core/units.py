@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Literal, TypeAlias
 
+from gplan.core.checks import Sharding
 from gplan.core.errors import UsageError
 
 UnitKind: TypeAlias = Literal["seconds", "bytes", "share", "samples_per_s"]
@@ -204,3 +205,13 @@ def counted(count: int, noun: str) -> str:
     """
     ending = "" if count == 1 else "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{count} {noun}{ending}"
+
+
+def replicas_text(num_replicas: int, sharding: Sharding) -> str:
+    """How many replicas there are, and what they divide among them.
+
+    >>> replicas_text(4, "none"), replicas_text(4, "optimizer")
+    ('4 replicas', '4 replicas with sharded optimizer state')
+    """
+    divided = {"none": "", "optimizer": " with sharded optimizer state", "weights": " with sharded weights"}
+    return counted(num_replicas, "replica") + divided[sharding]

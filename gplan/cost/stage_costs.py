@@ -19,6 +19,7 @@ import numpy as np
 from gplan.core import LayerCost, Link, Profile, Sharding, StageCost, Timing
 from gplan.core.interpolation import cost_at
 from gplan.core.plan import Contention, StageBytes
+from gplan.cost.sharding import EXCHANGED
 from gplan.cost.stage_bytes import MEGATRON, MicrobatchTerms, TransferMemory, microbatch_bytes, transfer_memory
 from gplan.cost.workspaces import Workspaces
 from gplan.graph.boundary import Crossing, PassThrough, crossing_of, saved_outputs
@@ -112,6 +113,11 @@ class Costs:
     def downsets(self) -> DownSets:
         """Where the model may be cut."""
         return self.given_downsets or Prefixes(self.num_layers)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether replicas divide stages among them; the profile is then that of one of them (`sharded`)."""
+        return self.num_replicas > 1 and self.sharding != "none"
 
     @property
     def num_layers(self) -> int:
@@ -215,8 +221,8 @@ class Costs:
         ])  # fmt: skip
 
     def optimizer_s(self, first: Ints, end: Ints) -> Floats:
-        """[E]: seconds of zero_grad and optimizer step for the weights of stages."""
-        of_tensors = self.tensor_s * self._held("num_trained", first, end).astype(np.float64)
+        """[E]: seconds of zero_grad and optimizer step for the weights of stages that a replica updates."""
+        of_tensors = self.tensor_s * self.held_bytes("num_trained", first, end).astype(np.float64)
         return self.trained_share(first, end) * self.optimizer_bytes_s + of_tensors
 
     @cached_property
@@ -377,34 +383,51 @@ class Costs:
 
     def weight_bytes(self, first: Ints, end: Ints) -> Ints:
         """[E]: bytes of parameters and buffers of stages, a shared one once where any of its layers is held."""
-        return self._held("weight_bytes", first, end)
+        return self.held_bytes("weight_bytes", first, end)
 
     def trained_bytes(self, first: Ints, end: Ints) -> Ints:
         """[E]: bytes of the gradients of stages, of a shared weight once."""
-        return self._held("gradient_bytes", first, end)
+        return self.held_bytes("gradient_bytes", first, end)
 
     def tied_bytes(self, first: Ints, end: Ints) -> Ints:
         """[E]: bytes of the gradients, on stages, of shared weights that other stages use too."""
         total = np.zeros(len(first), dtype=np.int64)
-        for used, num_bytes in self._held_sums["gradient_bytes"][1]:
+        for used, num_bytes in self._held_sums("gradient_bytes")[1]:
             here = used[end] - used[first]
             total += np.where((here > 0) & (here < used[-1]), num_bytes, 0)
         return total
 
     def _optimizer_workspace(self, first: Ints, end: Ints) -> Ints:
-        """[E]: temporary bytes of the update: by the trained bytes of stages, and by their largest trained tensor."""
+        """[E]: temporary bytes of the update: by the trained bytes of stages, and by their largest trained tensor.
+
+        Where replicas divide stages, above all gradients and gathered parameters, though not all are there: the most at
+        the update or, before it, while gradients are reduced.
+        """
         step = self.profile.step
         num_bytes = self.trained_share(first, end) * step.workspace_bytes
         if step.largest_workspace:
-            num_bytes = num_bytes + step.largest_workspace * self._largest_trained_bytes(first, end)
-        return np.rint(num_bytes).astype(np.int64)
+            num_bytes = num_bytes + step.largest_workspace * self._largest("largest_trained_bytes", first, end)
+        found = np.rint(num_bytes).astype(np.int64)
+        if not self.is_sharded:
+            return found
+        left = self.held_bytes("updated_bytes", first, end) - self.trained_bytes(first, end)
+        if self.sharding == "weights":
+            return np.maximum(found + left, self._largest("reduced_bytes", first, end))
+        copied = self.held_bytes("reduced_bytes", first, end)
+        return np.maximum(found + left, copied) - self.held_bytes("gathered_bytes", first, end)
 
-    def _largest_trained_bytes(self, first: Ints, end: Ints) -> Ints:
-        own = np.array([x.largest_trained_bytes for x in self.profile.layers], dtype=np.int64)
+    def _largest(self, field: str, first: Ints, end: Ints) -> Ints:
+        """[E]: the largest of the layers and shared weights of stages."""
+        own = np.array([getattr(x, field) for x in self.profile.layers], dtype=np.int64)
         largest = self.downsets.running_peaks(first, end, kept=np.zeros_like(own), own=own)
-        for users, num_bytes in self._held_sums["gradient_bytes"][1]:
+        for users, num_bytes in self._held_sums(field)[1]:
             largest = np.maximum(largest, np.where(users[end] > users[first], num_bytes, 0))
         return largest
+
+    def gathered_at_once(self, first: int, end: int) -> int:
+        """Bytes of parameters that a replica of one stage gathers at a time: of all its layers, or the most of one."""
+        gathered = self._largest if self.sharding == "weights" else self.held_bytes
+        return int(gathered("gathered_bytes", np.array([first]), np.array([end]))[0]) if self.is_sharded else 0
 
     def saved_outputs(self, *, only_later: bool) -> list[Output]:
         """The part of the layers' stash that is output: all of it, or what only its readers keep."""
@@ -428,8 +451,8 @@ class Costs:
         return [x for x in found.items() if x[1]]
 
     def trained_share(self, first: Ints, end: Ints) -> Floats:
-        """[E]: which share of the model's trained bytes stages hold."""
-        share: Floats = self.trained_bytes(first, end) / (self._trained_total_bytes or 1)
+        """[E]: which share of the model's trained bytes a replica of stages updates."""
+        share: Floats = self.held_bytes("updated_bytes", first, end) / (self._trained_total_bytes or 1)
         return share
 
     @cached_property
@@ -525,24 +548,30 @@ class Costs:
         """The contention beside the plan's other devices, given that beside as many as were measured."""
         return contention_factor(contention, self.num_devices - 1, num_measured=self.profile.num_neighbours)
 
-    def _held(self, field: str, first: Ints, end: Ints) -> Ints:
-        own, shared = self._held_sums[field]
+    def held_bytes(self, field: str, first: Ints, end: Ints) -> Ints:
+        """[E]: a field of layers and shared weights, summed over those of stages; a shared one once where it is held."""
+        own, shared = self._held_sums(field)
         total: Ints = own[end] - own[first]
         for users, number in shared:
             total = total + np.where(users[end] > users[first], number, 0)
         return total
 
+    def _held_sums(self, field: str) -> tuple[Ints, list[tuple[Ints, int]]]:
+        """[P] of the layers' own, and for each shared weight its users [P] and its number."""
+        if field not in self._known_sums:
+            own = np.array([getattr(x, field) for x in self.profile.layers], dtype=np.int64)
+            numbers = (getattr(x, field) for x in self.profile.shared_weights)
+            self._known_sums[field] = self.downsets.sums(own), list(zip(self._users_of_shared, numbers, strict=True))
+        return self._known_sums[field]
+
     @cached_property
-    def _held_sums(self) -> dict[str, tuple[Ints, list[tuple[Ints, int]]]]:
-        """For each number: [P] of the layers' own, and for each shared weight its users [P] and its number."""
-        users = [self.downsets.sums(self._users(x.layers)) for x in self.profile.shared_weights]
-        return {
-            field: (
-                self.downsets.sums(np.array([getattr(x, field) for x in self.profile.layers], dtype=np.int64)),
-                [(used, getattr(x, field)) for used, x in zip(users, self.profile.shared_weights, strict=True)],
-            )
-            for field in ("weight_bytes", "gradient_bytes", "num_trained")
-        }
+    def _known_sums(self) -> dict[str, tuple[Ints, list[tuple[Ints, int]]]]:
+        return {}
+
+    @cached_property
+    def _users_of_shared(self) -> list[Ints]:
+        """For each shared weight, [P]: how many layers before each position use it."""
+        return [self.downsets.sums(self._users(x.layers)) for x in self.profile.shared_weights]
 
     def _users(self, layers: tuple[int, ...]) -> Ints:
         users = np.zeros(self.num_layers, dtype=np.int64)
@@ -639,8 +668,9 @@ class StageColumns:
             tied_bytes = costs.tied_bytes(self.first, self.end)
             seconds = np.maximum.reduce([link.collectives_s("all_reduce", tied_bytes, 2) for link in place.tied_links])
         if costs.num_replicas > 1:
-            trained_bytes = costs.trained_bytes(self.first, self.end)
-            seconds = seconds + costs.profile.link.collectives_s("all_reduce", trained_bytes, costs.num_replicas)
+            for kind, field in EXCHANGED[costs.sharding]:
+                num_bytes = costs.held_bytes(field, self.first, self.end)
+                seconds = seconds + costs.profile.link.collectives_s(kind, num_bytes, costs.num_replicas)
         return seconds
 
     @property

@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from gplan.core import Action, ActionKind, is_recomputed
+from gplan.core import Action, ActionKind, Profile, is_recomputed
 from gplan.cost.stage_bytes import MicrobatchTerms, microbatch_bytes
 from gplan.cost.stage_costs import Costs, DeviceBoundaries
 from gplan.cost.stage_seconds import ActionKey, StageSeconds, action_s
@@ -87,7 +87,7 @@ class AlikeLayers:
         known = {
             "weight": np.array([x.weight_bytes for x in layers]),
             "gradient": gradient,
-            "optimizer": gradient * costs.profile.step.state_bytes / (costs.profile.trained_bytes or 1),
+            "optimizer": costs.profile.step.state_bytes * updated_shares(costs.profile),
             "stash": stash,
             "recomputed_stash": stash,
             "pending": np.array([x.pending_bytes for x in costs.layer_costs]),
@@ -353,8 +353,9 @@ class DeviceBounds:
     def _optimizer_s(self) -> Floats:
         """[L]: seconds of the update of the weights that only one layer has."""
         costs, layers = self.problem.costs, self.problem.costs.profile.layers
-        shares = np.array([x.gradient_bytes for x in layers]) / (costs.profile.trained_bytes or 1)
-        return shares * costs.optimizer_bytes_s + costs.tensor_s * np.array([x.num_trained for x in layers])
+        return updated_shares(costs.profile) * costs.optimizer_bytes_s + costs.tensor_s * np.array(
+            [x.num_trained for x in layers]
+        )
 
     def _parts(self, stage: int, *, usual: bool = False) -> Floats:
         """[parts]: the least of what the memory of a stage is made of, without its alike layers; between usual cuts."""
@@ -470,6 +471,12 @@ class DeviceBounds:
         seconds = seconds_of(size - 1 - fewest, np.full_like(fewest, size - 1))
         found: Floats = seconds + overhead * fewest * self.problem.costs.overhead_s
         return found
+
+
+def updated_shares(profile: Profile) -> Floats:
+    """[L]: the share of the model's trained bytes that are a layer's own and that a replica updates."""
+    shares: Floats = np.array([x.updated_bytes for x in profile.layers]) / (profile.trained_bytes or 1)
+    return shares
 
 
 _LASTING = dict.fromkeys(("weight", "gradient", "optimizer", "buffer"), 1)

@@ -197,6 +197,7 @@ def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
         contention=columns.contention_row(recompute=choice.recompute_s / recompute_s if recompute_s else 1.0),
         memory=stage_memory(choice.moments, parts),
         parts=parts,
+        gathered_bytes=costs.gathered_at_once(first, end),
         recompute_layers=tuple(costs.profile.layers[i].name for i in choice.layers),
         machine_device=problem.machine_devices[index] if problem.machine_devices else None,
         device=None if problem.devices == tuple(range(problem.num_stages)) else problem.devices[index],

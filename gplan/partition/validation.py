@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from gplan.core import Profile
-from gplan.core.checks import SHARDINGS
 from gplan.core.errors import UsageError
 from gplan.core.units import counted
 from gplan.cost.stage_costs import Costs
@@ -59,13 +58,6 @@ def check_recompute(schedule: str, recompute: str) -> None:
     if recompute == "selected" and reason:
         title = schedule_info(schedule).title
         raise UsageError(f"{reason}; expected --recompute never, always or except-last with {title}")
-
-
-def check_sharding(sharding: str) -> None:
-    """Raise UsageError for what replicas cannot divide among them."""
-    check_choice("sharding", sharding, SHARDINGS)
-    if sharding != "none":
-        raise UsageError(f"sharding {sharding} cannot be planned yet; expected --shard none")
 
 
 def why_not_selected(schedule: str) -> str:

@@ -29,6 +29,7 @@ from gplan.reporting.subject import (
     plan_of,
     stages_frame,
 )
+from gplan.reporting.text.plan import sharding_text
 from gplan.reporting.text.run import host_speed_lines, quantity_name
 from gplan.schedules.registry import schedule_info
 
@@ -176,6 +177,7 @@ def plan_facts(plan: Plan) -> list[Fact]:
         ("schedule", schedule_info(plan.schedule).title),
         ("micro-batches", f"{plan.num_microbatches} of {counted(plan.microbatch_size, 'sample')}"),
         ("recompute", plan.recompute),
+        ("replicas", sharding_text(plan) or str(plan.num_replicas)),
         ("objective", plan.minimize),
         ("solver", f"{plan.proof.solver}, {seconds_text(plan.proof.solve_s)}"),
         ("value of the objective", seconds_text(plan.proof.objective_s)),

@@ -192,6 +192,6 @@ class _BestFirstSearch:
         )
 
 
-def _counts(x: Strategy | Plan) -> tuple[int, ...]:
+def _counts(x: Strategy | Plan) -> tuple[object, ...]:
     """Everything but the schedule and the recompute mode."""
-    return x.num_devices, x.num_replicas, x.num_microbatches, x.microbatch_size
+    return x.num_devices, x.num_replicas, x.sharding, x.num_microbatches, x.microbatch_size

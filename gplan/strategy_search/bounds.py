@@ -20,6 +20,8 @@ from functools import cached_property
 import numpy as np
 
 from gplan.core import Link, StageBytes
+from gplan.core.machine import num_messages
+from gplan.cost.sharding import EXCHANGED
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.bounds import least_transfers_s, shared_step_s, through_all_s
 from gplan.partition.chain_bounds import ChainBounds, ChainStages
@@ -171,10 +173,13 @@ class StrategyBounds:
     def tail_s(self) -> float:
         """Seconds of all updates and, at least, of the replicas' all-reduces; tied weights may lie together."""
         costs, replicas = self.problem.costs, self.problem.num_replicas
-        trained_bytes = costs.profile.trained_bytes
-        reduced = 2 * (replicas - 1) / replicas * trained_bytes * min_s_per_byte(costs.profile.link)
-        of_bytes = costs.optimizer_bytes_s if trained_bytes else 0.0
-        return reduced + of_bytes + costs.tensor_s * costs.profile.num_trained + costs.around_s
+        everything = np.array([0]), np.array([costs.num_positions - 1])
+        reduced = 0.0
+        for kind, field in EXCHANGED[costs.sharding] if replicas > 1 else ():
+            num_bytes = int(costs.held_bytes(field, *everything)[0]) / replicas
+            link = costs.profile.link.ring_message(kind, replicas)
+            reduced += num_messages(kind, replicas) * num_bytes * min_s_per_byte(link)
+        return reduced + float(costs.optimizer_s(*everything)[0]) + costs.around_s
 
     @property
     def _shared_s(self) -> float:

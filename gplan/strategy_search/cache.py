@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from gplan.core import Constraints, Plan, Profile, RecomputeMode
+from gplan.core import Constraints, Plan, Profile, RecomputeMode, Sharding
 from gplan.core.errors import NoPlanError
+from gplan.cost.sharding import sharded
 from gplan.cost.stage_costs import Costs
 from gplan.graph.down_sets import DownSets
 from gplan.partition.chain_bounds import ChainStages
@@ -56,6 +57,7 @@ class StrategyResult:
 
 
 _NO_RESULT = StrategyResult(memory_bytes=None, plan=None, bound=INFINITY)
+_Replicas: TypeAlias = tuple[int, Sharding]
 _Key: TypeAlias = tuple[Strategy, RecomputeMode, int | None]
 
 
@@ -75,7 +77,8 @@ class SolveCache:
     _unlimited: dict[Strategy, Solution | None] = field(default_factory=dict)
     _unlimited_outcomes: dict[Strategy, StrategyResult] = field(default_factory=dict)
     _limited: dict[tuple[Strategy, RecomputeMode], list[StrategyResult]] = field(default_factory=dict)
-    _costs: dict[tuple[int, int, int, int], Costs] = field(default_factory=dict)
+    _costs: dict[tuple[tuple[int, int, int], _Replicas], Costs] = field(default_factory=dict)
+    _profiles: dict[_Replicas, Profile] = field(default_factory=dict)  # of one replica
     _stages: dict[int, ChainStages] = field(default_factory=dict)  # by the identity of the costs that `_costs` holds
     _bounds: dict[tuple[Strategy, RecomputeMode], StrategyBounds] = field(default_factory=dict)
     _action_s: float = _FIRST_ACTION_S
@@ -179,11 +182,16 @@ class SolveCache:
     def problem(self, strategy: Strategy, recompute: RecomputeMode, memory_bytes: int | None) -> Problem:
         """The partition problem of a strategy."""
         num_beside = strategy.num_devices if self.profile.num_neighbours else 1  # that costs depend on
-        key = strategy.microbatch_size, strategy.num_microbatches, num_beside, strategy.num_replicas
-        if key not in self._costs:
-            self._costs[key] = Costs(self.profile, *key[:3], self.downsets, strategy.num_replicas)
+        key = strategy.microbatch_size, strategy.num_microbatches, num_beside
+        replicas = strategy.num_replicas, strategy.sharding
+        if (key, replicas) not in self._costs:
+            if replicas not in self._profiles:
+                self._profiles[replicas] = sharded(
+                    self.profile, num_replicas=strategy.num_replicas, sharding=strategy.sharding
+                )
+            self._costs[key, replicas] = Costs(self._profiles[replicas], *key, self.downsets, *replicas)
         return Problem(
-            costs=self._costs[key],
+            costs=self._costs[key, replicas],
             num_stages=strategy.num_stages,
             schedule=strategy.schedule,
             recompute=recompute,

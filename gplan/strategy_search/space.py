@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast
 
-from gplan.core import Profile, RecomputeMode
+from gplan.core import Profile, RecomputeMode, Sharding
+from gplan.core.checks import SHARDINGS
 from gplan.core.errors import UsageError
 from gplan.core.units import counted
 from gplan.cost.stage_costs import Costs
@@ -19,7 +20,6 @@ from gplan.partition.validation import (
     check_choice,
     check_counts,
     check_recompute,
-    check_sharding,
     check_split_backward,
     why_not_selected,
 )
@@ -52,6 +52,7 @@ class Strategy:
     num_microbatches: int
     microbatch_size: int
     schedule: str
+    sharding: Sharding = "none"
 
     @property
     def num_stages(self) -> int:
@@ -110,10 +111,14 @@ def search_space(profile: Profile, request: SearchRequest) -> Space:
         )
     schedules, left_out = _schedules(profile, request, device_counts)
     recompute = AUTO_RECOMPUTE if request.recompute == "auto" else (cast(RecomputeMode, request.recompute),)
+    shardings = SHARDINGS if request.sharding == "auto" else (cast(Sharding, request.sharding),)
     every = tuple(
-        Strategy(num_devices=k, num_replicas=r, num_microbatches=m, microbatch_size=size, schedule=name)
+        Strategy(
+            num_devices=k, num_replicas=r, num_microbatches=m, microbatch_size=size, schedule=name, sharding=sharding
+        )
         for k in device_counts
         for r, m, size in _batch_cuts(profile, request, k, batch_size)
+        for sharding in (shardings if r > 1 else shardings[:1])
         for name in schedules[k]
         if m <= (schedule_info(name).num_microbatches or m)
     )
@@ -155,7 +160,7 @@ def check_request(profile: Profile, request: SearchRequest) -> None:
         schedule, num_microbatches=None if request.num_microbatches == "auto" else request.num_microbatches
     )
     check_recompute(schedule, request.recompute)
-    check_sharding(request.sharding)
+    check_choice("sharding", request.sharding, (*SHARDINGS, "auto"))
     num_devices = (
         request.num_devices if isinstance(request.num_devices, int) else schedule_info(schedule).num_devices or 1
     )

@@ -7,13 +7,16 @@ bytes of the layer before it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+import torch
 from torch import Tensor, nn
 
 from gplan.core import Layer, LayerCost, SharedWeight, Value, ValueCost
 from gplan.core.errors import ModelError
+from gplan.core.profile import ParameterSize
 from profiler.capture.chain import Chain, Route, TensorSpec
 from profiler.capture.equal_layers import ChainPositions
 from profiler.memory.allocations import gradient_bytes, storage_bytes
@@ -29,6 +32,7 @@ def layers_with_weights(
     """
     states = [chain.state(layer) for layer in range(len(chain))]
     users, places = _users(states), ChainPositions(sources)
+    most_trained = _most_trained(chain.model)
     layers = []
     for index, state in enumerate(states):
         own = [x for x in _parameters(state) if len(users[x]) == 1]
@@ -44,9 +48,25 @@ def layers_with_weights(
                 same_as=None if sources[index] == index else sources[index],
                 num_trained=sum(x.requires_grad for x in own),
                 largest_trained_bytes=max(map(gradient_bytes, own), default=0),
+                parameters=tuple(_size(x, most_trained) for x in own),
             )
         )
     return tuple(layers), _shared_weights(chain.model, users)
+
+
+def _size(parameter: nn.Parameter, most_trained: torch.dtype | None) -> ParameterSize:
+    """How replicas may divide a parameter: trained ones of another type than most stay whole, as those without rows."""
+    is_divisible = parameter.dim() > 0 and (not parameter.requires_grad or parameter.dtype == most_trained)
+    num_rows = parameter.shape[0] if is_divisible else 0
+    return ParameterSize(num_rows=num_rows, num_bytes=parameter.nbytes, is_trained=parameter.requires_grad)
+
+
+def _most_trained(model: nn.Module) -> torch.dtype | None:
+    """The type of most trained bytes."""
+    found = Counter[torch.dtype]()
+    for x in model.parameters():
+        found[x.dtype] += x.nbytes * x.requires_grad
+    return found.most_common(1)[0][0] if found else None
 
 
 def _placed(cost: LayerCost, layer: int, places: ChainPositions) -> LayerCost:
@@ -63,6 +83,7 @@ def _shared_weights(model: nn.Module, users: Mapping[nn.Parameter, Sequence[int]
             num_parameters=x.numel(),
             weight_bytes=x.nbytes,
             gradient_bytes=gradient_bytes(x),
+            parameters=(_size(x, _most_trained(model)),),
         )
         for x, layers in users.items()
         if len(layers) > 1

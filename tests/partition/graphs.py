@@ -24,7 +24,7 @@ from gplan.partition.problem import Problem
 from gplan.schedules.registry import num_stages_of, schedule_info
 from tests.graphs import Graph
 from tests.made import FREE_LINK
-from tests.partition.problems import ALL_BOUNDARIES, peak_bytes, profiles
+from tests.partition.problems import ALL_BOUNDARIES, peak_bytes, profiles, replica_costs
 
 Stages = tuple[tuple[int, ...], ...]
 
@@ -117,13 +117,7 @@ def graph_problems(
     num_stages = num_stages_of(schedule, num_devices)
     num_microbatches = draw(st.sampled_from([m for m in (1, 2, 4) if m <= (said.num_microbatches or m)]))
     problem = Problem(
-        costs=Costs(
-            profile,
-            1,
-            num_microbatches,
-            draw(st.sampled_from([1, num_devices])),
-            num_replicas=draw(st.sampled_from([1, 1, 2])),
-        ),
+        costs=replica_costs(draw, Costs(profile, 1, num_microbatches, draw(st.sampled_from([1, num_devices])))),
         num_stages=num_stages,
         schedule=schedule,
         recompute=draw(st.sampled_from(["never", "always", "except-last"])),

@@ -14,7 +14,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from gplan.core import Layer, LayerCost, Leftover, Link, Profile, SharedWeight, Stage, Timing
+from gplan.core.checks import SHARDINGS
 from gplan.cost.memory_moments import device_moments
+from gplan.cost.sharding import sharded
 from gplan.cost.stage_costs import Costs
 from gplan.graph.down_sets import Ints
 from gplan.partition.branch_and_bound import path_of
@@ -127,7 +129,7 @@ def problems(
     num_devices = said.num_devices or draw(st.integers(1, min(num_layers, max_stages) // said.num_chunks))
     num_microbatches = [m for m in (1, 2, 4, 8) if m <= (said.num_microbatches or m)]
     problem = Problem(
-        costs=Costs(profile, 1, draw(st.sampled_from(num_microbatches))),
+        costs=replica_costs(draw, Costs(profile, 1, draw(st.sampled_from(num_microbatches)))),
         num_stages=num_stages_of(schedule, num_devices),
         schedule=schedule,
         recompute=draw(st.sampled_from(["never", "always", "except-last"])),
@@ -137,6 +139,13 @@ def problems(
         return problem
     peak = peak_bytes(problem, stages_of(problem, draw(st.sampled_from(all_cuts(problem)))))
     return replace(problem, memory_bytes=max(1, peak - draw(st.integers(0, 3))))
+
+
+def replica_costs(draw: st.DrawFn, costs: Costs) -> Costs:
+    """The costs of one of several replicas, which may divide each stage among them, or of the only one."""
+    num_replicas, sharding = draw(st.sampled_from([(1, "none"), *((r, x) for r in (2, 3) for x in SHARDINGS)]))
+    profile = sharded(costs.profile, num_replicas=num_replicas, sharding=sharding)
+    return replace(costs, profile=profile, num_replicas=num_replicas, sharding=sharding)
 
 
 @st.composite

@@ -49,7 +49,7 @@ def every_plan(profile: Profile, request: SearchRequest, memory_bytes: int | Non
                 yield balance(
                     profile, num_devices=setting.num_devices, num_microbatches=setting.num_microbatches,
                     microbatch_size=setting.microbatch_size, schedule=setting.schedule, recompute=mode,
-                    memory_bytes=memory_bytes, num_replicas=setting.num_replicas,
+                    memory_bytes=memory_bytes, num_replicas=setting.num_replicas, sharding=setting.sharding,
                 )  # fmt: skip
             except NoPlanError:
                 continue
@@ -67,14 +67,14 @@ def test_search_is_optimal(
     monkeypatch.setattr(space_module, "AUTO_SCHEDULES", tuple(schedules))
     request = SearchRequest(
         num_devices="auto", num_microbatches=None, schedule="auto", recompute="auto", most_devices=num_devices,
-        batch_size=8, microbatch_size=None,
+        batch_size=8, microbatch_size=None, sharding="auto",
     )  # fmt: skip
     plans = list(every_plan(profile, request, memory_bytes))
     if not plans:
         with pytest.raises(NoPlanError):
-            search(profile, most_devices=num_devices, batch_size=8, memory_bytes=memory_bytes)
+            search(profile, most_devices=num_devices, batch_size=8, memory_bytes=memory_bytes, sharding="auto")
         return
-    plan = search(profile, most_devices=num_devices, batch_size=8, memory_bytes=memory_bytes)
+    plan = search(profile, most_devices=num_devices, batch_size=8, memory_bytes=memory_bytes, sharding="auto")
 
     def cost(one: Plan) -> float:
         return one.prediction.step_s * (one.num_devices if num_devices is None else 1)
@@ -107,6 +107,23 @@ def test_replicas_share_the_batch(wide: Profile) -> None:
     plan = search(wide, num_devices=2, most_devices=8, batch_size=64, time_limit_s=2.0)
     assert (plan.num_replicas, plan.batch_size) == (4, 64)
     assert all(stage.cost.all_reduce_s > 0 for stage in plan.stages)
+
+
+def test_little_memory_makes_replicas_divide_stages() -> None:
+    profile = make_profile(
+        [1.0] * 4, weight_bytes=600, stash_bytes=1, output_bytes=1, link=Link(latency_s=0.0, bytes_per_s=1e3),
+    )  # fmt: skip
+
+    def sharding(memory_bytes: int) -> tuple[str, int]:
+        plan = search(
+            profile, most_devices=4, num_microbatches=2, schedule="gpipe", recompute="never", batch_size=8,
+            memory_bytes=memory_bytes, sharding="auto",
+        )  # fmt: skip
+        assert plan.peak_bytes <= memory_bytes and plan.proof.is_proven
+        return plan.sharding, plan.num_replicas
+
+    found = [sharding(x) for x in (20_000, 7_000, 5_500)]
+    assert found == [("none", 4), ("optimizer", 4), ("weights", 4)]
 
 
 def test_devices_that_stay_idle_are_named(wide: Profile) -> None:

@@ -29,11 +29,11 @@ class ParameterBytes:
 
     def weight_bytes(self, k: int) -> Expression:
         """Bytes of parameters and buffers on stage k."""
-        return self._held(k, "weight_bytes")
+        return self.held_bytes(k, "weight_bytes")
 
     def trained_bytes(self, k: int) -> Expression:
         """Bytes of the gradients on stage k."""
-        return self._held(k, "gradient_bytes")
+        return self.held_bytes(k, "gradient_bytes")
 
     def tied_bytes(self, k: int) -> Expression:
         """Bytes of the gradients on stage k of shared weights that other stages use too."""
@@ -74,24 +74,21 @@ class ParameterBytes:
         return self._program.at_least(f"tied_{k}", tied, high=1)
 
     def trained_share(self, k: int) -> Expression:
-        """Which share of the model's trained bytes is on stage k."""
-        return weighted([(1.0 / (self._profile.trained_bytes or 1), self.trained_bytes(k))])
+        """Which share of the model's trained bytes a replica updates on stage k."""
+        return weighted([(1.0 / (self._profile.trained_bytes or 1), self.held_bytes(k, "updated_bytes"))])
 
     def num_trained(self, k: int) -> Expression:
         """Trained tensors on stage k."""
-        return self._held(k, "num_trained")
+        return self.held_bytes(k, "num_trained")
 
-    def largest_trained_bytes(self, k: int) -> Expression:
-        """Bytes of the largest trained tensor on stage k, one row for each size that may be."""
-        if not self._profile.step.largest_workspace:
-            return 0.0
-        sizes = [(self._choices.is_on(v, k), x.largest_trained_bytes) for v, x in enumerate(self._profile.layers)]
-        sizes += [
-            (held, x.gradient_bytes) for x, held in zip(self._profile.shared_weights, self._shared_on(k), strict=True)
-        ]
+    def largest_bytes(self, k: int, field: str) -> Expression:
+        """The largest number of the layers and shared weights on stage k, one row for each that may be."""
+        sizes = [(self._choices.is_on(v, k), getattr(x, field)) for v, x in enumerate(self._profile.layers)]
+        shared = zip(self._profile.shared_weights, self._shared_on(k), strict=True)
+        sizes += [(held, getattr(x, field)) for x, held in shared]
         most = max((size for _, size in sizes), default=0) or 1
         rows = [weighted([(size / most, is_on)]) for is_on, size in sizes if size]
-        return weighted([(most, self._program.at_least(f"largest_{k}", rows, high=1))])
+        return weighted([(most, self._program.at_least(f"{field}_{k}", rows, high=1))])
 
     def is_any_trained(self, k: int) -> Expression:
         """Whether anything on stage k is trained."""
@@ -100,7 +97,8 @@ class ParameterBytes:
         shared = [held for weight, held in pairs if weight.gradient_bytes]
         return self._program.at_least(f"trained_{k}", own + shared, high=1)
 
-    def _held(self, k: int, field: str) -> Expression:
+    def held_bytes(self, k: int, field: str) -> Expression:
+        """A field of layers and shared weights, summed over those on stage k."""
         own = self._choices.sum_on(k, [getattr(layer, field) for layer in self._profile.layers])
         pairs = zip(self._profile.shared_weights, self._shared_on(k), strict=True)
         return weighted([(1.0, own), *((getattr(weight, field), held) for weight, held in pairs)])

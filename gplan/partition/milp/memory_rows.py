@@ -58,15 +58,25 @@ class MemoryRows:
             recomputed_stash=held.recomputed_stash,
             pending=held.pending,
             sent=held.sent,
-            optimizer_workspace=weighted(
-                [
-                    (step.workspace_bytes, share),
-                    (step.largest_workspace, self.weights.largest_trained_bytes(k)),
-                ]
-            ),
+            optimizer_workspace=self._optimizer_workspace(k, limit_bytes),
             buffer=weighted([(costs.num_buffers, held.received)]),
             **{name: self._workspace(k, name, limit_bytes) if name in used else 0.0 for name in _WORKSPACES},
         )
+
+    def _optimizer_workspace(self, k: int, limit_bytes: int) -> Expression:
+        """The most that the update of stage k takes, or the exchange of its gradients, as `Costs` has it."""
+        costs, weights, step = self.figures.costs, self.weights, self.figures.costs.profile.step
+        update = [(float(step.workspace_bytes), weights.trained_share(k))]
+        if step.largest_workspace:
+            update.append((step.largest_workspace, weights.largest_bytes(k, "largest_trained_bytes")))
+        if not costs.is_sharded:
+            return weighted(update)
+        update += [(1.0, weights.held_bytes(k, "updated_bytes")), (-1.0, weights.trained_bytes(k))]
+        is_whole = costs.sharding == "optimizer"  # gradients are reduced of the whole stage, and all parameters freed
+        copied = weights.held_bytes(k, "reduced_bytes") if is_whole else weights.largest_bytes(k, "reduced_bytes")
+        rows = [weighted((x / limit_bytes, term) for x, term in some) for some in (update, [(1.0, copied)])]
+        most = self.program.at_least(f"exchange_{k}", rows)
+        return weighted([(limit_bytes, most), (-1.0 if is_whole else 0.0, weights.held_bytes(k, "gathered_bytes"))])
 
     def _microbatch_bytes(self, k: int) -> MicrobatchBytes[Expression]:
         """What stage k holds for one micro-batch."""

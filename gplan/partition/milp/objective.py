@@ -11,6 +11,8 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from gplan.core import ActionKind
+from gplan.core.machine import num_messages
+from gplan.cost.sharding import EXCHANGED
 from gplan.cost.stage_seconds import ActionKey, action_s
 from gplan.partition.milp.assignment import StageAssignment
 from gplan.partition.milp.boundary_terms import Amount, BoundaryTerms, transfer
@@ -149,15 +151,19 @@ class StepTimeRows:
         return messages[0] if len(messages) == 1 else self.program.at_least(f"sum_{k}", messages)
 
     def _replicas(self, k: int) -> Expression:
-        """Summing the gradients of replicas."""
-        num_replicas, profile = self.problem.num_replicas, self.figures.costs.profile
+        """What the replicas of a stage exchange."""
+        num_replicas, costs = self.problem.num_replicas, self.figures.costs
         if num_replicas == 1:
             return 0.0
-        amount = Amount(
-            num_bytes=weighted([(1.0 / num_replicas, self.weights.trained_bytes(k))]),
-            is_any=self.weights.is_any_trained(k),
-            most_bytes=profile.trained_bytes / num_replicas,
-        )
-        link = profile.link.ring_message("all_reduce", num_replicas)
-        message = transfer(self.program, f"reduce_{k}", link=link, amount=amount, unit_s=self.unit_s)
-        return weighted([(2.0 * (num_replicas - 1), message)])
+        terms, is_any = [], self.weights.is_any_trained(k)
+        for kind, field in EXCHANGED[costs.sharding]:
+            everything = [*costs.profile.layers, *costs.profile.shared_weights]
+            amount = Amount(
+                num_bytes=weighted([(1.0 / num_replicas, self.weights.held_bytes(k, field))]),
+                is_any=is_any,
+                most_bytes=sum(getattr(x, field) for x in everything) / num_replicas,
+            )
+            link = costs.profile.link.ring_message(kind, num_replicas)
+            message = transfer(self.program, f"{kind}_{k}", link=link, amount=amount, unit_s=self.unit_s)
+            terms.append((float(num_messages(kind, num_replicas)), message))
+        return weighted(terms)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gplan.core import Run
 from gplan.core.precision import precision_suffix
-from gplan.core.units import counted
+from gplan.core.units import counted, replicas_text
 from gplan.reporting.charts.canvas import NEUTRALS, Neutral, layout_text
 from gplan.reporting.charts.draw import Drawing
 from gplan.reporting.page.explanation_section import reasons, sentences
@@ -82,7 +82,7 @@ def _script() -> str:
 def _top(subject: Subject, analysis: PlanAnalysis) -> Iterator[str]:
     plan = plan_of(subject)
     samples = counted(plan.microbatch_size, "sample")
-    replicas = f", in each of {plan.num_replicas} replicas" if plan.num_replicas > 1 else ""
+    replicas = f", in each of {replicas_text(plan.num_replicas, plan.sharding)}" if plan.num_replicas > 1 else ""
     facts = f"{layout_text(plan)} of {samples}, recompute {plan.recompute}{precision_suffix(plan.precision)}{replicas}"
     yield '<p class="kicker">gplan report</p>'
     yield f'<h1>{escape(plan.model.name)}</h1>\n<p class="lead">{escape(facts)}</p>'

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core.units import bytes_text, counted, percent_text, quantity_text, seconds_text
+from gplan.core.units import bytes_text, counted, percent_text, quantity_text, replicas_text, seconds_text
 from gplan.evaluate.explain.explanation import (
     BaselineOutcome,
     Bottleneck,
@@ -203,7 +203,9 @@ _NEVER = "never"
 def explanation_view(explanation: Explanation) -> RenderableType:
     """The summary first, then a table for each part of the explanation."""
     setting = explanation.setting
-    replicas = f" in each of {setting.num_replicas} replicas" if setting.num_replicas > 1 else ""
+    replicas = (
+        f" in each of {replicas_text(setting.num_replicas, setting.sharding)}" if setting.num_replicas > 1 else ""
+    )
     stages = counted(setting.num_stages, "stage")
     if devices_differ_from_stages(setting):
         stages += f" on {counted(setting.num_devices, 'device')}"

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from gplan.core import BACKWARD_KINDS, ActionKind, Alternative, Plan, Stage, Timeline
 from gplan.core.precision import precision_suffix
-from gplan.core.units import bytes_text, counted, percent_text, quantity_text, seconds_text
+from gplan.core.units import bytes_text, counted, percent_text, quantity_text, replicas_text, seconds_text
 from gplan.evaluate.compare import stale_prediction_notes
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, note_lines
 from gplan.schedules.registry import schedule_info
@@ -53,11 +53,30 @@ def plan_view(plan: Plan) -> RenderableType:
     ]
     if longest_s := max(stage.cost.all_reduce_s for stage in plan.stages):
         whose = "all replicas and of tied weights" if plan.num_replicas > 1 else "tied weights"
+        gathered = " and parameters are gathered for the next step" if plan.sharding == "optimizer" else ""
         lines.append(
-            f"gradients of {whose} are summed after a stage's last backward, in at most {seconds_text(longest_s)} per step"
+            f"gradients of {whose} are summed after a stage's last backward{gathered}, in at most {seconds_text(longest_s)} per step"
         )
+    lines += [text for text in [sharding_text(plan)] if text]
     return Group(
         _stages_table(plan, timeline), *map(Text, lines), *note_lines((*plan.notes, *doubts)), *_comparisons(plan)
+    )
+
+
+def sharding_text(plan: Plan) -> str:
+    """What a replica holds where replicas divide stages; "" where they do not."""
+    if plan.sharding == "none" or plan.num_replicas == 1:
+        return ""
+    fullest = max(plan.stages, key=lambda x: x.gathered_bytes)
+    state, gathered = (bytes_text(x) for x in (fullest.memory.optimizer_bytes, fullest.gathered_bytes))
+    if plan.sharding == "optimizer":
+        return (
+            f"each of {plan.num_replicas} replicas keeps its part of parameters and optimizer state (stage {fullest.index}: {state} of state), and "
+            f"gathers the whole stage for a step (up to {gathered}, counted with the weights)"
+        )
+    return (
+        f"each of {plan.num_replicas} replicas keeps its part of parameters and optimizer state (stage {fullest.index}: {state} of state), and "
+        f"gathers a layer whenever it runs (up to {gathered} and as much again for the message, counted as workspace)"
     )
 
 
@@ -71,7 +90,7 @@ _PASSES = "forward and backward per micro-batch"
 
 
 def _stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
-    replicas = f"{plan.num_replicas} replicas of " if plan.num_replicas > 1 else ""
+    replicas = f"{replicas_text(plan.num_replicas, plan.sharding)} of " if plan.num_replicas > 1 else ""
     columns = [Column(key="device", is_left=True)] if _has_chunks(plan) else []
     columns += [Column(key="stage"), Column(key="layers", is_left=True, is_flexible=True)]
     if _has_places(plan) and not _has_chunks(plan):
@@ -200,7 +219,8 @@ def alternative_text(x: Alternative) -> str:
     stages, schedule = counted(x.num_stages, "stage"), schedule_info(x.schedule)
     num_devices = schedule.num_devices or x.num_stages // schedule.num_chunks
     where = f" on {counted(num_devices, 'device')}" if num_devices != x.num_stages else ""
-    return f"{replicas}{stages}{where}, {schedule.title}, {batch}, recompute {x.recompute}"
+    sharding = f", shard {x.sharding}" if x.sharding != "none" else ""
+    return f"{replicas}{stages}{where}{sharding}, {schedule.title}, {batch}, recompute {x.recompute}"
 
 
 def _differences(alternatives: Sequence[Alternative], settings: Sequence[str]) -> list[str]:

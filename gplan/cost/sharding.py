@@ -1,0 +1,114 @@
+"""What one of several replicas holds and takes where they divide a stage among them, as a profile.
+
+All costs of a plan come from a profile, so solvers, bounds and programs need nothing else to plan with sharding. Replicas
+divide by torch's FSDP2 (`gplan/runtime/sharded_replicas.py`): of each parameter a replica holds one of R equal parts along
+the first dimension, padded, and the optimizer's state for that part. Gradients are summed whole over the micro-batches of
+a step and then reduce-scattered. With P the padded parameters and p = P / R, G and g the same of gradients, it holds
+    optimizer   p + P from the first action to the last: the stage is gathered when a step begins
+    weights     p, and 2 P of a layer while it runs: it is gathered for its forward, its recompute and its backward
+In a forward, the message stays beside the parameters made of it until the next layer's is there; in a backward, the layer
+before is received meanwhile. While gradients are reduced, there is a copy of them (of the stage; with "weights" of one
+layer), and then g is left. On a GPU a layer is gathered while others compute: only what takes longer than those counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from gplan.core import Layer, LayerCost, Link, Profile, Sharding, SharedWeight, Timing
+from gplan.core.checks import CollectiveKind
+from gplan.core.profile import ParameterSize, ReplicaShare
+
+EXCHANGED: dict[Sharding, tuple[tuple[CollectiveKind, str], ...]] = {
+    "none": (("all_reduce", "gradient_bytes"),),
+    "optimizer": (("reduce_scatter", "gradient_bytes"), ("all_gather", "gathered_bytes")),
+    "weights": (("reduce_scatter", "gradient_bytes"),),
+}
+"""The collectives of a stage's replicas once a step, and of which bytes of its layers."""
+
+Held = TypeVar("Held", Layer, SharedWeight)
+
+
+def sharded(profile: Profile, *, num_replicas: int, sharding: Sharding) -> Profile:
+    """The profile of one of R replicas; itself where nothing is divided."""
+    if num_replicas == 1 or sharding == "none":
+        return profile
+    layers = [_divided(x, num_replicas, sharding) for x in profile.layers]
+    shared_weights = [_divided(x, num_replicas, sharding) for x in profile.shared_weights]
+    if sharding == "weights":
+        ring = _Ring(link=profile.link, num_replicas=num_replicas, overlaps=profile.device.kind != "cpu")
+        gathered = [x.gathered_bytes for x in layers]
+        for weight in shared_weights:
+            for user in set(weight.layers):
+                gathered[user] += weight.gathered_bytes
+        layers = [ring.gathering(*x) for x in zip(layers, gathered, [0, *gathered], strict=False)]
+    return replace(profile, layers=tuple(layers), shared_weights=tuple(shared_weights))
+
+
+def _divided(held: Held, num_replicas: int, sharding: Sharding) -> Held:
+    """A layer or a shared weight with what one replica holds of it."""
+    known = held.parameters or _evenly(held.weight_bytes, is_trained=held.gradient_bytes > 0)
+    divided = [x for x in known if x.num_rows and (x.is_trained or sharding == "weights")]
+    trained = [x for x in divided if x.is_trained]
+    part_bytes, updated_bytes = (sum(x.part_bytes(num_replicas) for x in some) for some in (divided, trained))
+    trained_bytes = sum(x.num_bytes for x in known if x.is_trained)
+    per_byte = held.gradient_bytes / trained_bytes if trained_bytes else 0.0  # gradients may be of another type
+    undivided_bytes = trained_bytes - sum(x.num_bytes for x in trained)
+    gathered_bytes = num_replicas * part_bytes
+    share = ReplicaShare(
+        gathered_bytes=gathered_bytes,
+        reduced_bytes=round(per_byte * num_replicas * updated_bytes),
+        updated_bytes=round(per_byte * (updated_bytes + undivided_bytes)),
+    )
+    kept_bytes = part_bytes + (gathered_bytes if sharding == "optimizer" else 0)
+    weight_bytes = held.weight_bytes - sum(x.num_bytes for x in divided) + kept_bytes
+    if isinstance(held, SharedWeight):
+        return replace(held, weight_bytes=weight_bytes, share=share)
+    largest = (
+        (round(per_byte * x.part_bytes(num_replicas)) for x in trained)
+        if held.parameters
+        else [-(-held.largest_trained_bytes // num_replicas)]
+    )
+    return replace(held, weight_bytes=weight_bytes, share=share, largest_trained_bytes=max(largest, default=0))
+
+
+def _evenly(num_bytes: int, *, is_trained: bool) -> tuple[ParameterSize, ...]:
+    """Parameters of unknown sizes, as if they could be divided anywhere."""
+    return (ParameterSize(num_rows=num_bytes, num_bytes=num_bytes, is_trained=is_trained),) if num_bytes else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ring:
+    """The replicas of a layer, which gather its parameters."""
+
+    link: Link
+    num_replicas: int
+    overlaps: bool  # whether devices compute meanwhile
+
+    def gathering(self, layer: Layer, num_bytes: int, before_bytes: int) -> Layer:
+        """A layer that is gathered whenever it runs; `before_bytes` are those of the layer before it."""
+        gather_s = float(self.link.collectives_s("all_gather", num_bytes, self.num_replicas))
+        return replace(layer, costs=tuple(self._cost(x, gather_s, num_bytes, before_bytes) for x in layer.costs))
+
+    def _cost(self, cost: LayerCost, gather_s: float, num_bytes: int, before_bytes: int) -> LayerCost:
+        def longer(timing: Timing) -> Timing:
+            return timing.less(-max(0.0, gather_s - (timing.median_s if self.overlaps else 0.0)))
+
+        def longer_if(timing: Timing | None) -> Timing | None:
+            return timing and longer(timing)
+
+        backward_bytes = num_bytes + max(num_bytes, before_bytes + cost.backward_workspace_bytes)
+        is_first = cost.input_gradient is not None  # of the halves of a backward
+        return replace(
+            cost,
+            forward=longer(cost.forward),
+            backward=longer(cost.backward),
+            recompute=longer(cost.recompute or cost.forward),
+            last_recompute=longer_if(cost.last_recompute),
+            first_backward=longer_if(cost.first_backward),
+            input_gradient=longer_if(cost.input_gradient),
+            weight_gradient=cost.weight_gradient if is_first else longer_if(cost.weight_gradient),
+            forward_workspace_bytes=cost.forward_workspace_bytes + 2 * num_bytes,
+            backward_workspace_bytes=backward_bytes,
+        )

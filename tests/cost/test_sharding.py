@@ -1,0 +1,125 @@
+"""What one of several replicas holds and takes, worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gplan.core import Link, SharedWeight
+from gplan.core.checks import SHARDINGS
+from gplan.core.machine import Collective
+from gplan.core.profile import ParameterSize, Profile
+from gplan.cost.memory_moments import stage_memory, stage_moments
+from gplan.cost.sharding import sharded
+from gplan.cost.stage_costs import Costs
+from tests.made import make_profile
+
+ROWS = (ParameterSize(num_rows=10, num_bytes=80), ParameterSize(num_rows=0, num_bytes=4))
+"""A matrix whose ten rows are divided, padded to twelve, and a scalar that stays whole."""
+
+
+def made(*, kind: str = "cpu") -> Profile:
+    """Two layers of 84 bytes of parameters and 16 of buffers; state is twice the gradients."""
+    profile = make_profile(
+        [1.0, 1.0], weight_bytes=100, stash_bytes=7, workspace_bytes=5, link=Link(latency_s=0.5, bytes_per_s=8.0)
+    )
+    layers = tuple(replace(x, gradient_bytes=84, parameters=ROWS, largest_trained_bytes=80) for x in profile.layers)
+    step = replace(profile.step, state_bytes=2 * 168)
+    return replace(profile, layers=layers, step=step, device=replace(profile.device, kind=kind))
+
+
+def costs_of(sharding: str, num_replicas: int = 4, *, kind: str = "cpu") -> Costs:
+    profile = sharded(made(kind=kind), num_replicas=num_replicas, sharding=sharding)
+    return Costs(profile, 1, 2, num_replicas=num_replicas, sharding=sharding)
+
+
+def peak(costs: Costs) -> int:
+    moments = stage_moments("gpipe", num_devices=1, num_microbatches=2, stage=0, recompute="never")
+    return stage_memory(moments, costs.one_stage_bytes(0, 2)).peak_bytes
+
+
+def test_optimizer_is_divided() -> None:
+    parts = costs_of("optimizer").one_stage_bytes(0, 2)
+    part, gathered = 3 * 8, 4 * 3 * 8  # of each matrix: 10 rows of 8 bytes
+    assert parts.weight == 2 * (20 + part + gathered)
+    assert parts.gradient == 2 * 84
+    assert parts.optimizer == 2 * 2 * (part + 4)
+    assert parts.optimizer_workspace == 0  # a copy of the gradients, when the gathered parameters are freed
+    assert parts.backward_workspace == 5
+
+
+def test_weights_are_divided() -> None:
+    parts = costs_of("weights").one_stage_bytes(0, 2)
+    part, gathered = 3 * 8, 4 * 3 * 8
+    assert parts.weight == 2 * (20 + part)
+    assert (parts.gradient, parts.optimizer) == (2 * 84, 2 * 2 * (part + 4))
+    assert parts.optimizer_workspace == gathered  # of the gradients of one layer
+    assert parts.forward_workspace == parts.backward_workspace == 5 + 2 * gathered
+
+
+def test_peaks_fall() -> None:
+    peaks = [peak(costs_of(x)) for x in ("none", "optimizer", "weights")]
+    held = 168 + 2 * 7 + 5  # gradients, both micro-batches, and what a layer's backward needs
+    assert peaks == [held + 2 * 100 + 336, held + 2 * 140 + 112, held + 2 * 44 + 112 + 2 * 96]
+
+
+@pytest.mark.parametrize(
+    ("sharding", "seconds"),
+    [
+        ("none", 2 * 3 * (0.5 + 168 / 4 / 8)),
+        ("optimizer", 3 * (0.5 + 168 / 4 / 8) + 3 * (0.5 + 192 / 4 / 8)),
+        ("weights", 3 * (0.5 + 168 / 4 / 8)),
+    ],
+)
+def test_exchange_of_a_step(sharding: str, seconds: float) -> None:
+    assert costs_of(sharding).stage_cost(0, 2).all_reduce_s == pytest.approx(seconds)
+
+
+def test_gathering_takes_time() -> None:
+    gather_s = 3 * (0.5 + 24 / 8)
+    on_cpu, on_gpu = (costs_of("weights", kind=kind).stage_cost(0, 2) for kind in ("cpu", "cuda"))
+    assert (on_cpu.forward_s, on_cpu.backward_s, on_cpu.recompute_s) == pytest.approx(
+        (2 * (1 + gather_s), 2 * (2 + gather_s), 2 * (1 + gather_s))
+    )
+    assert (on_gpu.forward_s, on_gpu.backward_s) == pytest.approx((2 * gather_s, 2 * gather_s))
+
+
+def test_update_takes_less_time() -> None:
+    profile = replace(made(), step=make_profile([1], optimizer_s=84.0).step)
+    times = [
+        Costs(sharded(profile, num_replicas=4, sharding=x), 1, 2, num_replicas=4, sharding=x).stage_cost(0, 1)
+        for x in ("none", "optimizer", "weights")
+    ]
+    assert [x.optimizer_s for x in times] == pytest.approx([42, 14, 14])
+
+
+def test_tied_weight_is_divided() -> None:
+    size = ParameterSize(num_rows=5, num_bytes=20)
+    tied = SharedWeight(
+        name="w", layers=(0, 2), num_parameters=5, weight_bytes=20, gradient_bytes=20, parameters=(size,)
+    )
+    profile = sharded(make_profile([1, 1, 1], shared_weights=(tied,)), num_replicas=2, sharding="weights")
+    assert profile.shared_weights[0].weight_bytes == 3 * 4
+    assert [x.costs[0].forward_workspace_bytes for x in profile.layers] == [2 * 24, 0, 2 * 24]
+
+
+def test_one_replica_divides_nothing() -> None:
+    profile = made()
+    assert sharded(profile, num_replicas=1, sharding="weights") is profile
+    assert sharded(profile, num_replicas=2, sharding="none") is profile
+
+
+def test_measured_collectives() -> None:
+    measured = tuple(
+        Collective(kind=kind, num_devices=4, message=Link(latency_s=seconds, bytes_per_s=1e9))
+        for kind, seconds in (("all_reduce", 1.0), ("reduce_scatter", 2.0), ("all_gather", 3.0))
+    )
+    profile = made()
+    profile = replace(profile, link=replace(profile.link, collectives=measured))
+    found = [
+        Costs(sharded(profile, num_replicas=4, sharding=x), 1, 2, num_replicas=4, sharding=x).stage_cost(0, 2)
+        for x in SHARDINGS
+    ]
+    assert [x.all_reduce_s for x in found] == pytest.approx([6 * 1.0, 3 * 2.0 + 3 * 3.0, 3 * 2.0])
+    assert [x.forward_s for x in found] == pytest.approx([2, 2, 2 * (1 + 3 * 3.0)])
