@@ -39,6 +39,7 @@ _NUM_LEAVES = 256  # complete prefixes that are simulated to choose among
 _MOST_AT_ONCE = 16384  # nodes grown at once
 _MANY_ACTIONS = 2048  # stages times micro-batches, from which few partitions are bounded by paths
 _FEW_PARTITIONS = 20_000
+_FEW_S = 1.0  # that these may take at least: mostly they are settled by then, and preparing them takes longer
 _NUM_CHECKED = 256  # partitions whose memory is looked at together
 
 
@@ -116,7 +117,7 @@ def branch_and_bound(space: SearchSpace, incumbent: Incumbent, *, deadline_s: fl
         is_large = problem.num_stages * problem.num_microbatches >= _MANY_ACTIONS
         every = all_paths(left.bounds.candidates, most=_FEW_PARTITIONS) if is_large else None
         if every is not None:
-            incumbent = all_bounded(left, every, incumbent, deadline_s=deadline_s)
+            incumbent = all_bounded(left, every, incumbent, deadline_s=max(deadline_s, time.perf_counter() + _FEW_S))
     width = _FIRST_WIDTH
     while left is not None and not left.is_settled(incumbent) and time.perf_counter() < deadline_s:
         incumbent = sweep(left.bounds, left.relaxation, incumbent, width=width, deadline_s=deadline_s)
@@ -133,10 +134,9 @@ def branch_and_bound(space: SearchSpace, incumbent: Incumbent, *, deadline_s: fl
 def all_paths(candidates: Sequence[Candidates], *, most: int) -> Ints | None:
     """[N, S]: the candidates of every partition, all of which are on paths; None where there are more than `most`."""
     size = int(candidates[-1].end[-1]) + 1
-    num_ways = np.zeros(size)
-    num_ways[-1] = 1
+    num_ways: Floats = np.equal(np.arange(size), size - 1).astype(np.float64)
     for some in reversed(candidates):
-        num_ways = np.bincount(some.first, weights=num_ways[some.end], minlength=size)
+        num_ways = np.asarray(np.bincount(some.first, weights=num_ways[some.end], minlength=size))
     if num_ways[0] > most:
         return None
     paths, ends = np.zeros((1, 0), dtype=np.int64), np.zeros(1, dtype=np.int64)

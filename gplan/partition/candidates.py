@@ -19,6 +19,7 @@ import numpy as np
 from gplan.cost.stage_seconds import StageSeconds, occupied
 from gplan.graph.down_sets import Bools, DownSets, Floats, Ints
 from gplan.partition.constraints import ConstraintCheck
+from gplan.partition.device_memory import counts_of, part_bytes, peaks_of
 from gplan.partition.plan_evaluation import compute_s, passes_s
 from gplan.partition.problem import Problem, compute_sums_s, peak_moments_of
 
@@ -118,7 +119,17 @@ def fitting(problem: Problem, stage: int, candidates: Candidates) -> Candidates:
         return candidates
     if problem.recompute == "selected":
         return _selecting(problem, stage, candidates, limit)
+    if problem.has_chunks:
+        return candidates.take(_own_peaks(problem, stage, candidates) <= limit)
     return candidates.take(problem.peak_bytes(stage, candidates.first, candidates.end) <= limit)
+
+
+def _own_peaks(problem: Problem, stage: int, candidates: Candidates) -> Ints:
+    """[E]: the most that a device with several stages holds of one of them."""
+    device = problem.devices[stage]
+    own = problem.stages_by_device[device].index(stage)
+    parts = part_bytes(problem.costs, candidates.first, candidates.end, problem.boundaries(stage))
+    return peaks_of(counts_of(problem, device)[:, [own]], [parts])
 
 
 def _selecting(problem: Problem, stage: int, candidates: Candidates, limit_bytes: int) -> Candidates:

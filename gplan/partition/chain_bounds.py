@@ -38,6 +38,8 @@ _SLACK = 1e-9
 _MOST_CANDIDATES = 1_000_000  # of all stages together
 _MOST_ROUNDS = 12  # of leaving candidates out for one step
 _PRECISION = 1e-3  # to which share the bound is found
+_PROMISING = (1.002, 1.01, 1.04)  # times the bound: steps whose candidates make plans to begin with
+_STEEPNESS = 8  # with which candidates with long paths are avoided in them
 _RISE = 1.05  # from one step to the next longer one that is tried
 
 
@@ -114,6 +116,16 @@ class ChainStages:
             least[stage - 1] = np.minimum.reduceat(sums[..., by_first], starts, axis=-1)
         found: Floats = least[..., end - 1]
         return found
+
+    def best_ends(self, values: Floats) -> Ints:
+        """[S]: where the stages of the partition end that has the smallest sum of some values of its stages, [S, E]."""
+        (first, end), least = _pairs(self.costs.num_positions - len(values)), self._least_to(values, np.add)
+        ends, there = np.zeros(len(values), dtype=np.int64), int(end[-1])
+        for stage in reversed(range(len(values))):
+            ends[stage] = stage + there
+            rows = np.flatnonzero(end == there)
+            there = int(first[rows[np.argmin(values[stage, rows] + least[stage, first[rows]])]]) + 1
+        return ends
 
     def _least_to(self, values: Floats, combine: Combine) -> Floats:
         """[S + 1, ..., W]: the least of the stages before each one, by where it begins in its window,
@@ -249,6 +261,20 @@ class ChainBounds:
             found = self._left_within(middle_s, left)
             low_s, high_s, left = (middle_s, high_s, left) if found is None else (low_s, middle_s, found)
         return low_s
+
+    def promising_ends(self) -> list[Ints]:
+        """[S] each: where the stages of some partitions end that are made of candidates with short paths."""
+        step_s, found = self.step_s(), dict[tuple[int, ...], Ints]()
+        if step_s == INFINITY:
+            return []
+        for factor in _PROMISING:
+            left = self._left_within(step_s * factor, self._ways.fits)
+            if left is not None:
+                shares = (self._longest_s(left) / (step_s * factor)) ** _STEEPNESS
+                for values in (np.where(left, self._ways.after[:, 1], INFINITY), shares):
+                    ends = self.stages.best_ends(values)
+                    found[tuple(ends.tolist())] = ends
+        return list(found.values())
 
     def _left_within(self, limit_s: float, left: Bools) -> Bools | None:
         """[S, E]: the candidates left of some that a step up to a limit may have; None where it cannot have one of each."""

@@ -22,6 +22,7 @@ from gplan.strategy_search.space import SIMPLEST, Strategy
 _ROUNDING = 1e-12
 _SHARE = 0.5  # of the time left, for the problems to come
 _LEAST_TIME_S = 0.5  # below this the rest of the time is not used
+_SMALL_GAP = 0.02  # with which the rest of the time is better spent on plans with less memory
 _NEARLY = 0.9  # of its time limit: a solver that takes less has finished by itself
 
 
@@ -36,13 +37,20 @@ class Found:
 
 
 def best_plan_within(
-    cache: SolveCache, memory_bytes: int | None, *, deadline_s: float, share: tuple[float, float]
+    cache: SolveCache,
+    memory_bytes: int | None,
+    *,
+    deadline_s: float,
+    share: tuple[float, float],
+    latest_s: float = 0.0,
 ) -> Found:
     """The best plan within the memory that is found in time; progress goes from `share[0]` to `share[1]`.
 
-    An interrupt ends the search with the best plan so far; without one it is raised.
+    Until `latest_s` the search goes on while the gap is large. An interrupt ends the search with the best plan so far; without one it is raised.
     """
-    search = _BestFirstSearch(cache, memory_bytes=memory_bytes, deadline_s=deadline_s, share=share)
+    search = _BestFirstSearch(
+        cache, memory_bytes=memory_bytes, early_s=deadline_s, latest_s=max(latest_s, deadline_s), share=share
+    )
     try:
         search.run()
         search.break_ties()
@@ -58,7 +66,8 @@ def best_plan_within(
 class _BestFirstSearch:
     cache: SolveCache
     memory_bytes: int | None
-    deadline_s: float
+    early_s: float
+    latest_s: float
     share: tuple[float, float]
     best: Plan | None = None
     open: list[OpenStrategy] = field(default_factory=list)
@@ -147,6 +156,13 @@ class _BestFirstSearch:
             lower_bound=min([self.cache.cost(self.best), *bounds]),
             num_left=len({x.strategy for x in (*left, *undecided)}),
         )
+
+    @property
+    def deadline_s(self) -> float:
+        """When the search ends: later while the gap is large."""
+        cost = self.cache.cost(self.best)
+        is_close = self.found().lower_bound >= (1 - _SMALL_GAP) * cost
+        return self.early_s if is_close else self.latest_s
 
     @property
     def _cutoff(self) -> float:

@@ -113,7 +113,7 @@ class SolveCache:
             return [], reusable or self._solve_limited(strategy, node.recompute, memory_bytes, time_limit_s)
         unlimited = self.problem(strategy, self.space.recompute[0], memory_bytes)
         bound = node.bound
-        if memory_bytes is None or self.bounds(strategy, "never").within_s(memory_bytes) < INFINITY:
+        if memory_bytes is None or self.bounds(strategy, "never").within_s(memory_bytes, effort=1) < INFINITY:
             if strategy not in self._unlimited:
                 self._unlimited[strategy] = self._solve(without_memory(unlimited), strategy, time_limit_s)
             solution = self._unlimited[strategy]

@@ -32,6 +32,7 @@ from gplan.strategy_search.space import Allows, SearchRequest, Space, any_strate
 TIME_LIMIT_S = 18.0
 _ROUNDING = 1e-12
 _SHARE_OF_BEST = 0.6  # of the time, for the best plan; the rest is for the frontier
+_SHARE_OF_PROOF = 0.9  # the same while the gap is large
 _NUM_TRIED = 24  # strategies whose smallest memory is computed where nothing fits
 _CLOSEST_S = 4.0  # for that
 _NUM_POINTS = 8  # of the frontier
@@ -89,8 +90,8 @@ def search(
     memory_bytes = profile.device.memory_bytes if memory_bytes is None else memory_bytes
     downsets, notes = _down_sets(profile, constraints)
     cache = SolveCache(profile=profile, space=space, constraints=constraints, downsets=downsets, progress=progress)
-    until_s = started_s + _SHARE_OF_BEST * time_limit_s
-    found = best_plan_within(cache, memory_bytes, deadline_s=until_s, share=(0.0, _SHARE_OF_BEST))
+    until_s, latest_s = (started_s + share * time_limit_s for share in (_SHARE_OF_BEST, _SHARE_OF_PROOF))
+    found = best_plan_within(cache, memory_bytes, deadline_s=until_s, latest_s=latest_s, share=(0.0, _SHARE_OF_BEST))
     if found.plan is None:
         raise _no_plan_error(cache, memory_bytes, found, time_limit_s)
     is_whole = not found.is_interrupted and _explore(
