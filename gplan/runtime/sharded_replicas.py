@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.optim import LBFGS, Optimizer
 
 from gplan.core import Plan
@@ -77,6 +78,10 @@ class ShardedStage:
         self._module: FSDPModule = stage
         if device.type == "cpu":
             self._module.set_force_sum_reduction_for_comms(True)  # gloo cannot average
+            for module in (*groups, self._module):
+                assert isinstance(module, FSDPModule)
+                module.set_custom_all_gather(_AllGather())
+                module.set_custom_reduce_scatter(_ReduceScatter())
         self._set_prefetches(groups)
         holders: list[tuple[StageModule | ParameterGroup, Sequence[str]]] = [(stage, rest)]
         holders += zip(groups, layers, strict=True)
@@ -119,6 +124,43 @@ class ShardedStage:
         for parameter, is_used in zip(self._trained, has_gradient.tolist(), strict=True):
             if is_used and parameter.grad is None:
                 parameter.grad = zeros(parameter)
+
+
+class _OnCpu:
+    """Collectives of gloo in place. Its own copy all tensors once more, and free the copy in another thread."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for a message."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_OnCpu, AllGather):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        peers = [
+            (rank, part)
+            for rank, part in zip(dist.get_process_group_ranks(group), output_tensor.chunk(group.size()), strict=True)
+            if rank != dist.get_rank()
+        ]
+        works = [dist.irecv(part, src=rank, group=group) for rank, part in peers]
+        works += [dist.isend(input_tensor, dst=rank, group=group) for rank, _ in peers]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+
+class _ReduceScatter(_OnCpu, ReduceScatter):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        dist.all_reduce(input_tensor, op=op, group=group)  # as gloo's own reduce-scatter
+        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
 
 @dataclass(frozen=True, slots=True)
