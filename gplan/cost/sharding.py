@@ -34,8 +34,9 @@ def sharded(profile: Profile, *, num_replicas: int, sharding: Sharding) -> Profi
     """The profile of one of R replicas; itself where nothing is divided."""
     if num_replicas == 1 or sharding == "none":
         return profile
-    layers = [_divided(x, num_replicas, sharding) for x in profile.layers]
-    shared_weights = [_divided(x, num_replicas, sharding) for x in profile.shared_weights]
+    in_place = profile.is_for_megatron and sharding == "optimizer"
+    layers = [_divided(x, num_replicas, sharding, in_place=in_place) for x in profile.layers]
+    shared_weights = [_divided(x, num_replicas, sharding, in_place=in_place) for x in profile.shared_weights]
     if sharding == "weights":
         ring = _Ring(link=profile.link, num_replicas=num_replicas, overlaps=profile.device.kind != "cpu")
         gathered = [x.gathered_bytes for x in layers]
@@ -46,7 +47,7 @@ def sharded(profile: Profile, *, num_replicas: int, sharding: Sharding) -> Profi
     return replace(profile, layers=tuple(layers), shared_weights=tuple(shared_weights))
 
 
-def _divided(held: Held, num_replicas: int, sharding: Sharding) -> Held:
+def _divided(held: Held, num_replicas: int, sharding: Sharding, *, in_place: bool) -> Held:
     """A layer or a shared weight with what one replica holds of it."""
     known = held.parameters or _evenly(held.weight_bytes, is_trained=held.gradient_bytes > 0)
     divided = [x for x in known if x.num_rows and (x.is_trained or sharding == "weights")]
@@ -58,10 +59,10 @@ def _divided(held: Held, num_replicas: int, sharding: Sharding) -> Held:
     gathered_bytes = num_replicas * part_bytes
     share = ReplicaShare(
         gathered_bytes=gathered_bytes,
-        reduced_bytes=round(per_byte * num_replicas * updated_bytes),
+        reduced_bytes=0 if in_place else round(per_byte * num_replicas * updated_bytes),
         updated_bytes=round(per_byte * (updated_bytes + undivided_bytes)),
     )
-    kept_bytes = part_bytes + (gathered_bytes if sharding == "optimizer" else 0)
+    kept_bytes = (0 if in_place else part_bytes) + (gathered_bytes if sharding == "optimizer" else 0)
     weight_bytes = held.weight_bytes - sum(x.num_bytes for x in divided) + kept_bytes
     if isinstance(held, SharedWeight):
         return replace(held, weight_bytes=weight_bytes, share=share)

@@ -229,11 +229,11 @@ class LayerKernels:
             loss = Kernel(
                 forward=moved, backward=moved, keeps=ELEMENT * logits, input_gradient=ELEMENT * logits, in_place=True
             )
-        else:  # float32: converted, its maximum subtracted, exponentiated, summed, divided; back: scaled, converted
-            copied = (ELEMENT + LOGIT) * logits
+        else:  # float32: converted, its maximum found and subtracted, exponentiated, summed, divided; back: scaled, converted
+            passes_over, converted = 8, (ELEMENT + LOGIT) * logits
             loss = Kernel(
-                forward=_moved("reduction", copied, *[2 * LOGIT * logits] * 3, LOGIT * logits),
-                backward=_moved("reduction", 2 * LOGIT * logits, copied),
+                forward=_moved("reduction", converted + passes_over * LOGIT * logits, kernel="unfused-cross-entropy"),
+                backward=_moved("reduction", 2 * LOGIT * logits + converted, kernel="unfused-cross-entropy"),
                 keeps=LOGIT * logits,
                 makes=ELEMENT * logits,
                 input_gradient=ELEMENT * logits,

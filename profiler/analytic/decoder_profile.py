@@ -20,7 +20,7 @@ from typing import Any
 
 from gplan.core import Layer, LayerCost, ModelId, Precision, Profile, SharedWeight, StepCost, Timing
 from gplan.core.layer_cost import Leftover
-from gplan.core.profile import MEGATRON_LM
+from gplan.core.profile import MEGATRON_LM, ParameterSize
 from profiler.analytic.decoder_config import Decoder, Widths, load_decoder
 from profiler.analytic.decoder_kernels import (
     ELEMENT,
@@ -63,23 +63,28 @@ class DecoderProfile:
         return (kernels.embedding(), *blocks, *further, kernels.head())
 
     @property
-    def _state_ranks(self) -> tuple[int, int]:
-        """Over how many ranks the state of weights is divided, and that of experts."""
+    def _ranks(self) -> tuple[int, int]:
+        """Over how many ranks gradients are summed and the optimizer's state is divided, and those of experts."""
         split = self.widths
         return split.data, max(1, split.data * split.tensor // split.expert)
 
-    def _state_bytes(self, dense: int) -> int:
-        """Of the optimizer; without `divides_state` as if one rank held all of it."""
-        return _STATE * dense // (self._state_ranks[0] if self.divides_state else 1)
+    def _summed(self, part: Part) -> int:
+        """Parameters whose gradients other ranks sum too; experts that no other rank has are not among them."""
+        ranks, expert_ranks = self._ranks
+        return part.parameters + (part.experts if expert_ranks > 1 or ranks == 1 else 0)
 
     def _weight_bytes(self, part: Part) -> int:
-        """Of the weights, and of experts' state as far as fewer ranks divide it than that of other weights."""
-        ranks, expert_ranks = self._state_ranks
-        more = _STATE * part.experts // expert_ranks - _STATE * part.experts // ranks
+        """Of the weights, and what experts hold beyond a share of 1 / ranks of the state of all summed parameters."""
+        ranks, expert_ranks = self._ranks
+        if self._summed(part) < part.parameters + part.experts:
+            more = (GRADIENT + _STATE) * part.experts
+        else:
+            more = _STATE * part.experts // expert_ranks - _STATE * part.experts // ranks
         return ELEMENT * (part.parameters + part.experts) + more
 
     def profile(self, microbatch_sizes: tuple[int, ...]) -> Profile:
-        """The computed profile; state of experts that fewer ranks divide is counted with the weights."""
+        """The computed profile; with the weights are counted the state of experts that fewer ranks divide, and the
+        gradients of those that are on one rank alone."""
         parts = self.parts()
         costs = {size: self._costs(self.parts(size), size) for size in microbatch_sizes}
         layers = tuple(
@@ -88,14 +93,15 @@ class DecoderProfile:
                 kind=part.kind,
                 num_parameters=part.parameters + part.experts,
                 weight_bytes=self._weight_bytes(part),
-                gradient_bytes=GRADIENT * (part.parameters + part.experts),
+                gradient_bytes=GRADIENT * self._summed(part),
+                parameters=(ParameterSize(num_rows=self._summed(part), num_bytes=ELEMENT * self._summed(part)),),
                 costs=tuple(costs[size][i] for size in microbatch_sizes),
                 num_trained=1,
             )
             for i, part in enumerate(parts)
         )
         shared = (*self._tied(len(parts) - 1), *(self._placeholders(parts) if self.placeholders else ()))
-        parameters = sum(x.num_parameters for x in layers) + sum(x.num_parameters for x in shared)
+        tied = sum(x.num_parameters for x in shared)
         return Profile(
             model=ModelId(
                 name=self.name, settings=self._settings(), digest=sha256(repr(self).encode()).hexdigest()[:16]
@@ -105,7 +111,7 @@ class DecoderProfile:
             shared_weights=shared,
             loss=(),
             loss_reduction="mean",
-            step=self._step(parameters),
+            step=self._step(parts, tied),
             link=self.hardware.link,
             overhead_s=0.0,
             whole_model=(),
@@ -150,18 +156,22 @@ class DecoderProfile:
             for shape, users in layers_by_shape(parts).items()
         )
 
-    def _step(self, parameters: int) -> StepCost:
+    def _step(self, parts: tuple[Part, ...], tied: int) -> StepCost:
         """Passes over all gradients, and the update of what a rank holds of the state.
 
-        A plan's sharding divides all of that: the passes, which are over whole gradients, are stated so many times.
+        The sharding of a plan divides all of that: where it does, seconds and bytes are stated so many times.
         """
-        rate, ranks = self.hardware.bytes_per_s * self.hardware.efficiency("pointwise").bandwidth, self._state_ranks[0]
-        updated, passed = (parameters // ranks, parameters) if self.divides_state else (parameters, parameters * ranks)
+        ranks, expert_ranks = self._ranks
+        dense, experts = tied + sum(x.parameters for x in parts), sum(x.experts for x in parts)
+        rate = self.hardware.bytes_per_s * self.hardware.efficiency("pointwise").bandwidth
+        stated = 1 if self.divides_state else ranks
+        update_bytes = _UPDATE_BYTES * (dense / ranks + experts / expert_ranks)
+        passed_bytes = _GRADIENT_PASSES * GRADIENT * (dense + experts)
         return StepCost(
-            optimizer=Timing.exactly(_UPDATE_BYTES * updated / rate, origin="computed"),
-            zero_grad=Timing.exactly(_GRADIENT_PASSES * GRADIENT * passed / rate, origin="computed"),
+            optimizer=Timing.exactly(stated * update_bytes / rate, origin="computed"),
+            zero_grad=Timing.exactly(stated * passed_bytes / rate, origin="computed"),
             optimizer_name="Adam",
-            state_bytes=self._state_bytes(parameters),
+            state_bytes=stated * _STATE * (tied + sum(map(self._summed, parts))) // ranks,
             workspace_bytes=0,
         )
 

@@ -108,7 +108,12 @@ def read_efficiency_file(path: Path, built_in: Mapping[str, Any]) -> dict[str, A
         "attention": {"flops": attention, "bandwidth": of_bytes["bandwidth"]},
     }
     others = dict.fromkeys(("normalization", "pointwise", "reduction", "indexing"), of_bytes)
-    kernels = {"ce_fusion": "cross-entropy", "permute_fwd": "permute-forward", "permute_bwd": "permute-backward"}
+    kernels = {
+        "ce_fusion": "cross-entropy",
+        "ce": "unfused-cross-entropy",
+        "permute_fwd": "permute-forward",
+        "permute_bwd": "permute-backward",
+    }
     return {
         "kind": "cuda",
         "memory_bytes": base.get("memory_bytes", system.accelerator.mem_gbs * 1e9),

@@ -31,8 +31,8 @@ and gated activations (SwiGLU, GeGLU). They keep their inputs for the backward, 
 
 FUSED_KERNELS: tuple[FusedKernel, ...] = get_args(FusedKernel)
 
-KernelName: TypeAlias = Literal["cross-entropy", "permute-forward", "permute-backward"]
-"""Kernels whose rates may differ from those of their kind: the fused cross-entropy, and how tokens go to experts."""
+KernelName: TypeAlias = Literal["cross-entropy", "unfused-cross-entropy", "permute-forward", "permute-backward"]
+"""Kernels whose rates may differ from those of their kind: cross-entropies, and how tokens go to experts and back."""
 
 HardwareKind: TypeAlias = Literal["cuda", "tpu", "cpu"]
 KINDS: tuple[OperationKind, ...] = get_args(OperationKind)
@@ -289,6 +289,7 @@ def _hardware(content: dict[str, Any], *, name: str, place: str) -> Hardware:
 
 _KERNEL_KINDS: dict[KernelName, OperationKind] = {
     "cross-entropy": "reduction",
+    "unfused-cross-entropy": "reduction",
     "permute-forward": "indexing",
     "permute-backward": "indexing",
 }

@@ -10,6 +10,7 @@ import pytest
 
 from gplan.core import Profile
 from gplan.core.errors import FileError, UsageError
+from gplan.cost.sharding import sharded
 from gplan.cost.stage_costs import Costs
 from profiler.analytic.decoder_config import Widths, decoder_names, load_decoder
 from profiler.analytic.decoder_profile import DecoderProfile, decoder_profile
@@ -141,3 +142,23 @@ def test_experts_wait_for_their_tokens() -> None:
     sent = 2 * 2 * 4096 * 4096  # two experts a token
     exchange_s = 2 * (3 * H100.link.latency_s + 0.75 * sent / H100.link.bytes_per_s)
     assert spread.forward.median_s == pytest.approx(alone.forward.median_s + exchange_s, rel=0.05)
+
+
+def test_megatron_shards_the_state_in_place() -> None:
+    made = DecoderProfile(
+        name="llama3-8b", decoder=load_decoder("llama3-8b"), widths=Widths(data=4), hardware=H100, divides_state=False
+    ).profile((1,))
+    block, divided = made.layers[1], sharded(made, num_replicas=4, sharding="optimizer").layers[1]
+    assert divided.weight_bytes == block.weight_bytes == 2 * block.num_parameters
+    assert (divided.reduced_bytes, divided.gathered_bytes) == (0, block.weight_bytes)
+    assert divided.updated_bytes == block.gradient_bytes // 4
+
+
+def test_experts_on_one_rank_alone_hold_their_state() -> None:
+    alone, spread = (profile_of("mixtral-8x7b", expert=4, data=data).layers[1] for data in (4, 8))
+    experts = 2 * 3 * 4096 * 14336
+    dense = alone.num_parameters - experts
+    assert alone.gradient_bytes == 4 * dense
+    assert alone.weight_bytes == 2 * dense + (2 + 4 + 12) * experts
+    assert spread.gradient_bytes == 4 * spread.num_parameters
+    assert spread.weight_bytes == 2 * spread.num_parameters + 12 * experts // 2 - 12 * experts // 8

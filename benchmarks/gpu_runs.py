@@ -1,0 +1,256 @@
+"""Published pipeline runs on GPUs, predicted from the model's configuration and the device's efficiency file alone.
+
+    python benchmarks/gpu_runs.py                          the rows of ../shared/data/gpu_runs; a second or two
+    python benchmarks/gpu_runs.py --data FOLDER            other rows of the same source
+    python benchmarks/gpu_runs.py --report                 writes reports/gpu-runs/README.md too
+
+The folder holds rows (*.csv), a model file by the name in each row (llama3-70b.json), strategy files
+(tp1_pp2_dp4_mbs1.json) and the efficiencies measured on the device (*_efficiency.json, whose name begins as that of the
+rows). They are the files of MooreThreads/SimuMax, whose runs are Megatron-LM's with Transformer Engine. A row has the
+columns model, layers, tensor_parallel, pipeline, data_parallel, microbatches and step_ms; these may be there or not:
+expert_parallel, microbatch_size, sequence_length, recompute_layers (of each stage), strategy (a file's name), and the
+peaks in MB of 2^20 bytes. A case whose name has "cef" fuses the cross-entropy.
+
+Nothing is fitted to the rows. The profile comes from profiler/analytic/decoder_profile.py, the plan from the cost model
+with the replicas' sharding, as for `gplan layout` and `gplan balance`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pandas as pd
+
+from gplan.core import Plan
+from gplan.core.errors import FileError
+from gplan.core.units import percent_text
+from gplan.evaluate.replanning import PlanSettings, plan_with_cuts
+from profiler.analytic.decoder_config import Decoder, Widths
+from profiler.analytic.decoder_kernels import MEGATRON_KERNELS
+from profiler.analytic.decoder_profile import DecoderProfile
+from profiler.analytic.hardware import FUSED_KERNELS, Hardware, load_hardware
+
+ROOT = Path(__file__).parent.parent
+DATA = Path(os.environ.get("GPLAN_REFERENCE_DATA", ROOT.parent / "shared" / "data")) / "gpu_runs"
+REPORT = ROOT / "reports" / "gpu-runs" / "README.md"
+MIB = 2**20
+PADDING = 128  # Megatron-LM pads the vocabulary to a multiple of this for each tensor-parallel rank
+PARTS = ("weight", "gradient", "optimizer", "activation", "workspace", "buffer")
+
+
+class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes of a model, by the names of the source."""
+
+    hidden_size: int
+    head_num: int
+    intermediate_size: int
+    vocab_size: int
+    layer_num: int
+    kv_head_num: int = 0
+    head_size: int | None = None
+    expert_num: int = 0
+    topk: int = 0
+    dense_layers: int = 0
+    moe_ffn_hidden_size: int = 0
+    moe_shared_expert_intermediate_size: int | None = None
+    attention_type: str = "mha"
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_head_dim: int = 0
+    qk_pos_emb_head_dim: int = 0
+    v_head_dim: int = 0
+
+    def decoder(self, num_layers: int, *, tensor: int) -> Decoder:
+        """The same by the names of Hugging Face, with fewer layers and the vocabulary padded."""
+        is_latent, multiple = self.attention_type == "mla", PADDING * tensor
+        expert_width = self.moe_ffn_hidden_size or self.intermediate_size
+        return Decoder(
+            hidden_size=self.hidden_size,
+            num_hidden_layers=num_layers,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.head_num,
+            num_key_value_heads=self.kv_head_num or self.head_num,
+            head_dim=self.head_size,
+            vocab_size=-(-self.vocab_size // multiple) * multiple,
+            q_lora_rank=self.q_lora_rank if is_latent else None,
+            kv_lora_rank=(self.kv_lora_rank or 0) if is_latent else 0,
+            qk_nope_head_dim=self.qk_head_dim if is_latent else 0,
+            qk_rope_head_dim=self.qk_pos_emb_head_dim if is_latent else 0,
+            v_head_dim=self.v_head_dim if is_latent else 0,
+            n_routed_experts=self.expert_num if self.expert_num > 1 else 0,
+            num_experts_per_tok=self.topk,
+            moe_intermediate_size=expert_width if self.expert_num > 1 else 0,
+            n_shared_experts=(self.moe_shared_expert_intermediate_size or 0) // expert_width,
+            first_k_dense_replace=self.dense_layers,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run: a model on pipelines of devices."""
+
+    name: str
+    decoder: Decoder
+    num_stages: int
+    num_replicas: int
+    num_microbatches: int
+    microbatch_size: int = 1
+    sequence_length: int = 4096
+    tensor: int = 1
+    expert: int = 1
+    recomputed: int = 0  # of the first blocks of each stage
+    fuses_cross_entropy: bool = True
+    first_blocks: int | None = None  # of the first stage; None: as many as on the others
+    last_blocks: int | None = None
+
+    @property
+    def blocks(self) -> list[int]:
+        """Of each stage."""
+        given, middle = [self.first_blocks, self.last_blocks], self.num_stages - 2
+        left = self.decoder.num_hidden_layers - sum(x or 0 for x in given)
+        share = left // max(1, middle + given.count(None)) if self.num_stages > 1 else left
+        if self.num_stages == 1:
+            return [left]
+        first, last = (share if x is None else x for x in given)
+        return [first, *[share] * middle, last]
+
+
+def predict(case: Case, hardware: Hardware) -> Plan:
+    """The plan that the run is, with its predicted step and memory."""
+    ends = [1 + sum(case.blocks[: i + 1]) for i in range(case.num_stages)]
+    starts = [1, *ends[:-1]]
+    profile = DecoderProfile(
+        name=case.name,
+        decoder=case.decoder,
+        widths=Widths(
+            tensor=case.tensor, expert=case.expert, data=case.num_replicas, sequence_length=case.sequence_length
+        ),
+        hardware=hardware,
+        fused=FUSED_KERNELS if case.fuses_cross_entropy else MEGATRON_KERNELS,
+        divides_state=case.num_replicas == 1,
+        placeholders=True,
+        recomputed=frozenset(start - 1 + i for start in starts for i in range(case.recomputed)),
+    ).profile((case.microbatch_size,))
+    setting = PlanSettings(
+        num_stages=case.num_stages,
+        num_microbatches=case.num_microbatches,
+        microbatch_size=case.microbatch_size,
+        schedule="1f1b",
+        recompute="never",
+        minimize="step-time",
+        memory_bytes=None,
+        num_replicas=case.num_replicas,
+        sharding="optimizer" if case.num_replicas > 1 else "none",
+    )
+    return plan_with_cuts(profile, setting, ends[:-1])
+
+
+def cases(folder: Path) -> Iterator[tuple[dict[str, Any], Case, Hardware]]:
+    """Each row of a folder with its case and its device."""
+    for path in sorted(folder.glob("*.csv")):
+        device = path.stem.split("_")[0]
+        hardware = load_hardware(str(next(iter(folder.glob(f"{device}*_efficiency.json")), folder / "efficiency.json")))
+        for row in pd.read_csv(path).to_dict("records"):
+            found = {str(key): value for key, value in row.items() if not pd.isna(value)}
+            yield found, case_of(found, folder), hardware
+
+
+def case_of(row: dict[str, Any], folder: Path) -> Case:
+    """The case of a row; its strategy file says what the row does not."""
+    name, tensor, data = str(row["case"]), int(row.get("tensor_parallel", 1)), int(row["data_parallel"])
+    size = int(row.get("microbatch_size", _number_after(name, "mbs", 1)))
+    usual = f"tp{tensor}_pp{int(row['pipeline'])}_dp{data}_mbs{size}"
+    strategy_path = folder / f"{str(row.get('strategy', usual)).removesuffix('.json')}.json"
+    strategy = msgspec.json.decode(strategy_path.read_bytes()) if strategy_path.exists() else {}
+    granularity = strategy.get("recompute_granularity")
+    if strategy.get("enable_recompute") and granularity not in (None, "full_block"):
+        raise FileError(f"{strategy_path} recomputes {granularity}; expected full_block, or nothing")
+    recomputed = strategy.get("recompute_layer_num", 0) if granularity else 0
+    model = msgspec.json.decode((folder / f"{row['model']}.json").read_bytes(), type=ModelFile)
+    return Case(
+        name=name,
+        decoder=model.decoder(int(row["layers"]), tensor=tensor),
+        num_stages=int(row["pipeline"]),
+        num_replicas=data,
+        num_microbatches=int(row["microbatches"]),
+        microbatch_size=size,
+        sequence_length=int(row.get("sequence_length", strategy.get("seq_len", 4096))),
+        tensor=tensor,
+        expert=int(row.get("expert_parallel", strategy.get("ep_size", _number_after(name, "ep", 1)))),
+        recomputed=int(row.get("recompute_layers", recomputed)),
+        fuses_cross_entropy="cef" in name.split("_") or bool(strategy.get("cross_entropy_loss_fusion")),
+        first_blocks=strategy.get("num_layers_in_first_pipeline_stage"),
+        last_blocks=strategy.get("num_layers_in_last_pipeline_stage"),
+    )
+
+
+def _number_after(name: str, word: str, default: int) -> int:
+    """The number that follows a word in a case's name, as in "ep4"."""
+    found = [x.removeprefix(word) for x in name.split("_") if x.startswith(word)]
+    return next((int(x) for x in found if x.isdecimal()), default)
+
+
+def compared(row: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """Predicted beside published: the step, and the peaks of the first and the last stage."""
+    peaks = [x.memory.peak_bytes / MIB for x in plan.stages]
+    pairs = {
+        "step, ms": (1000 * plan.prediction.step_s, row.get("step_ms")),
+        "first stage, MiB": (peaks[0], row.get("peak_allocated_mb_first_stage")),
+        "last stage, MiB": (peaks[-1], row.get("peak_allocated_mb_last_stage")),
+    }
+    return {name: (one, other, one / other - 1 if other else None) for name, (one, other) in pairs.items()}
+
+
+def as_text(rows: list[tuple[dict[str, Any], Plan]]) -> str:
+    """The tables: errors, then each part of the memory of each stage."""
+    lines = ["| case | " + " | ".join(f"{x}: predicted, published, error" for x in ("step", "first stage", "last stage")) + " |", "|---|---|---|---|"]  # fmt: skip
+    for row, plan in rows:
+        cells = [_cell(*x, unit=name.split(", ")[1]) for name, x in compared(row, plan).items()]
+        lines.append(f"| {row['case']} | {' | '.join(cells)} |")
+    lines += ["", "| case | stage | " + " | ".join(PARTS) + " | sum | at |", "|---|---|" + "---|" * (len(PARTS) + 2)]
+    for row, plan in rows:
+        for stage in plan.stages:
+            parts = [f"{getattr(stage.memory, f'{x}_bytes') / MIB:,.0f}" for x in PARTS]
+            peak = f"{stage.memory.peak_bytes / MIB:,.0f} | {stage.memory.moment}"
+            lines.append(f"| {row['case']} | {stage.index} | {' | '.join(parts)} | {peak} |")
+    lines += ["", "| case | stage | forward | backward | gradients and weights between replicas | update |", "|---|---|---|---|---|---|"]  # fmt: skip
+    for row, plan in rows:
+        for stage in plan.stages:
+            cost = stage.cost
+            cells = [
+                f"{1000 * x:,.1f} ms" for x in (cost.forward_s, cost.backward_s, cost.all_reduce_s, cost.optimizer_s)
+            ]
+            lines.append(f"| {row['case']} | {stage.index} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(predicted: float, published: float | None, error: float | None, *, unit: str) -> str:
+    if published is None or error is None:
+        return f"{predicted:,.0f} {unit}"
+    return f"{predicted:,.1f} {unit}, {published:,.1f} {unit}, **{percent_text(error, signed=True)}**"
+
+
+def main() -> None:
+    """Print the tables; with `--report` also write them beside how they were made."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=DATA, help="folder with the rows")
+    parser.add_argument("--report", action="store_true", help=f"write {REPORT.relative_to(ROOT)}")
+    options = parser.parse_args()
+    rows = [(row, predict(case, hardware)) for row, case, hardware in cases(options.data)]
+    if not rows:
+        parser.error(f"{options.data} has no rows (*.csv); name the folder with --data")
+    text = as_text(rows)
+    print(text)
+    if options.report:
+        head, _, rest = REPORT.read_text().partition("<!-- tables -->\n")
+        REPORT.write_text(f"{head}<!-- tables -->\n{text}<!-- end -->{rest.partition('<!-- end -->')[2]}")
+
+
+if __name__ == "__main__":
+    main()
