@@ -32,6 +32,7 @@ class Step:
         self.here: set[tuple[str, int, int]] = set()  # activations and gradients that a stage has received
         self.events: list[tuple[float, int, int, tuple[str, int, int] | None]] = []
         self.numbers = count()
+        self.cables: dict[tuple[int, int], float] = {}  # until when each is busy with what was sent before
         self.left = [list(order) for order in self.orders]
         self.working = [False] * len(self.orders)
 
@@ -88,8 +89,9 @@ class Step:
         target = self.device_of[stage]
         cost = self.costs[min(stage, action.stage)]
         seconds = cost.activation_s if action.kind is FORWARD else cost.gradient_s
-        arrival_s = end_s + (seconds if target != device else 0.0)
+        arrival_s = end_s
         if target != device:
+            arrival_s = self.cables[device, target] = max(end_s, self.cables.get((device, target), 0.0)) + seconds
             self.sent[action] = device, target, end_s, arrival_s
         self.tell(
             arrival_s, target, ("activations" if action.kind is FORWARD else "gradients", stage, action.microbatch)

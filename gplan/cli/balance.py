@@ -35,6 +35,7 @@ Examples:
   gplan balance --k 4 --minimize max-stage --solver milp
   gplan balance --k 4 --cut-after blocks.5 --keep-together blocks.0..blocks.2 --pin head=3
   gplan balance --k 8 --machine cluster.toml
+  gplan balance --k 2 --machine cluster.toml --batch-size 32 --microbatches auto --schedule auto
   gplan balance --devices 64 --memory 80GiB --microbatches auto --schedule auto --recompute auto
   gplan balance --devices 64 --memory 80GiB --shard auto --schedule auto
   gplan balance --k 8 --batch-size 256 --microbatches auto --recompute selected
@@ -111,6 +112,7 @@ def balance(
     from gplan.files.machine_file import load_machine
     from gplan.interop.planning import ForReceiver
     from gplan.reporting.text.plan import plan_view
+    from gplan.strategy_search.machine_search import search_machine
 
     measured = json_files.load(Profile, profile)
     rules = ForReceiver.of(receiver, measured) if receiver is not None else None
@@ -134,20 +136,16 @@ def balance(
     if time_limit is not None:
         common["time_limit_s"] = time_limit
     if devices is not None or "auto" in (num_devices, microbatches, schedule, recompute, shard):
-        _check_searchable(machine, minimize, solver)
-        if rules is not None:
-            common["allows"] = rules.allows
+        _check_searchable(minimize, solver, **{"--devices": devices, "--for": receiver} if machine is not None else {})
+        common |= {"num_devices": num_devices, "num_microbatches": microbatches}
+        common |= {"batch_size": batch_size, "microbatch_size": microbatch_size}
         with progress_bar() as progress:
-            result = api.search(
-                known,
-                num_devices=num_devices,
-                num_microbatches=microbatches,
-                most_devices=devices,
-                batch_size=batch_size,
-                microbatch_size=microbatch_size,
-                progress=progress,
-                **common,
-            )
+            if machine is not None:
+                on = load_machine(machine, default_link=known.link)
+                result = search_machine(known, on, progress=progress, **common)
+            else:
+                allows: dict[str, Any] = {} if rules is None else {"allows": rules.allows}
+                result = api.search(known, most_devices=devices, progress=progress, **common, **allows)
     else:
         num_microbatches = 4 * num_devices if microbatches is None else microbatches
         if rules is not None:
@@ -167,12 +165,12 @@ def balance(
     print_result(result, lambda: plan_view(result), as_json=as_json, written=output)
 
 
-def _check_searchable(machine: Path | None, minimize: str, solver: str) -> None:
-    """A search compares plans by their step, on identical devices; other options need every setting fixed."""
+def _check_searchable(minimize: str, solver: str, **without_machine: object) -> None:
+    """A search compares plans by their step; other options need every setting fixed, and some a search without a machine."""
     from gplan.core.errors import UsageError
 
     clashes = {
-        "--machine": machine is not None,
+        **{f"{name} with --machine": x is not None for name, x in without_machine.items()},
         f"--minimize {minimize}": minimize != "step-time",
         f"--solver {solver}": solver not in ("auto", "dp"),
     }

@@ -90,7 +90,7 @@ def layout_step_s(program: ActionProgram, times: StepTimes) -> float:
     transfers = [times.transfers[action.stage, action.kind] for action in program.actions]
     last = [0.0] * len(times.tails)
     rows = action_times(program.individual, occupied, transfers, zero=0.0)
-    for entry, (start_s, _), duration_s in zip(program.entries, rows, durations, strict=True):
+    for entry, (start_s, _, _), duration_s in zip(program.entries, rows, durations, strict=True):
         last[entry.device] = start_s + duration_s
     return times.start_s + max(last[device] + tail_s for device, tail_s in enumerate(times.tails))
 
@@ -128,14 +128,18 @@ class MeasuredTimes:
 
     @cached_property
     def transfers(self) -> dict[StageKind, float]:
-        """The mean time from the sender's end and gap until the waiting receiver begins."""
+        """The mean time from the sender's end and gap, or from the arrival before over the same link, until the waiting
+        receiver begins."""
         samples: dict[StageKind, list[float]] = {}
+        arrived: dict[tuple[int, int], float] = {}
         gaps = {**self.predicted.gaps, **self.gaps}
         for before, span, sender in self._neighbours():
             free_s = 0.0 if before is None else before.end_s + gaps[_stage_kind(before)]
             if sender is not None and sender.end_s >= free_s:
                 kind = _stage_kind(sender)
-                samples.setdefault(kind, []).append(span.start_s - sender.end_s - gaps[kind])
+                sent_s, link = sender.end_s + gaps[kind], (sender.device, span.device)
+                samples.setdefault(kind, []).append(span.start_s - max(sent_s, arrived.get(link, sent_s)))
+                arrived[link] = span.start_s
         return {kind: fmean(seconds) for kind, seconds in samples.items()}
 
     def _neighbours(self) -> Iterator[tuple[Span | None, Span, Span | None]]:

@@ -66,7 +66,7 @@ def simulate_window(
     ]
     free, back_s = [zero] * len(program.stages), zero
     rows = action_times(program, program.durations_s(window), hops, zero=zero)
-    for i, (entry, (_, end)) in enumerate(zip(program.entries, rows, strict=True)):
+    for i, (entry, (_, end, _)) in enumerate(zip(program.entries, rows, strict=True)):
         free[entry.device] = end
         if i == program.last_backward:
             back_s = end

@@ -1,13 +1,14 @@
 """The critical path of a step as a sum of stage times: how many forwards, transfers and so on of each stage it has.
 
-An action comes after the one before it on its device, and after the arrival of what it needs. The length of a path is
+An action comes after the one before it on its device, and after the arrival of what it needs; transfers of a link come
+after each other. The length of a path is
 linear in the times of the stages, and the step is the longest of all paths; so the counts of any path give a lower
 bound of the step that is linear in the partition (`lagrangian.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +18,7 @@ from gplan.cost.stage_seconds import StageSeconds
 from gplan.graph.down_sets import Floats
 from gplan.partition.batch_simulation import window_program
 from gplan.partition.problem import Problem
-from gplan.simulation.kernel import NONE, ActionProgram, action_times, critical_entries
+from gplan.simulation.kernel import NONE, ActionProgram, PathEntry, action_times, critical_entries
 
 TIMES = (
     "forward_s", "backward_s", "recompute_s", "input_gradient_s", "weight_gradient_s", "activation_s", "gradient_s",
@@ -39,7 +40,7 @@ class Paths:
         seconds = list(action_times(program, durations, hops, zero=0.0))
         ends = zip(program.last, self._updates, strict=True)
         device = int(np.argmax([seconds[last][1] + float(update @ flat) for last, update in ends]))
-        return self._counts(device, list(critical_entries(program, seconds, hops, program.last[device])))
+        return self._counts(device, critical_entries(program, seconds, program.last[device]))
 
     def by_device(self) -> Floats:
         """[K, S, times]: for each device a path through all of its actions, and on to its updates."""
@@ -73,18 +74,18 @@ class Paths:
 
     def _walked(self, device: int, earlier: Callable[[int], tuple[int, bool]]) -> Floats:
         """The counts of the path that ends with a device's updates; `earlier` goes back from one entry to another."""
-        chain, entry, sends = list[tuple[int, bool]](), self.program.last[device], False
+        chain, entry, sends = list[PathEntry](), self.program.last[device], False
         while entry != NONE:
-            chain.append((entry, sends))
+            chain.append(PathEntry(entry, runs=True, sends=sends))
             entry, sends = earlier(entry)
         return self._counts(device, chain)
 
-    def _counts(self, device: int, chain: list[tuple[int, bool]]) -> Floats:
-        """[S, times]: what a path takes; its entries, and whether the next one waits for their transfer."""
-        entries = [(self.program.entries[i], sends) for i, sends in chain]
+    def _counts(self, device: int, path: Iterable[PathEntry]) -> Floats:
+        """[S, times]: what a path takes."""
+        chain, entries = list(path), self.program.entries
         counts = self._updates[device].copy()
-        taken = np.array([x.duration for x, _ in entries], dtype=np.int64)
-        sent = np.array([x.hop for x, sends in entries if sends], dtype=np.int64)
+        taken = np.array([entries[x.entry].duration for x in chain if x.runs], dtype=np.int64)
+        sent = np.array([entries[x.entry].hop for x in chain if x.sends], dtype=np.int64)
         for indices, each in ((taken, self._durations), (sent, self._hops)):
             counts += np.bincount(indices, minlength=len(each)) @ each
         return counts.reshape(self.problem.num_stages, len(TIMES))

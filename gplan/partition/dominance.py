@@ -1,15 +1,16 @@
 """GPipe prefixes as labels: five numbers say all that the rest of a partition needs to know of one.
 
 All forwards run, then all backwards, so a step is two flow shops, one after the other, each with its closed form:
-    T = sum (f + a) + (M-1) max f + first_{K-1}
-with a the transfers forward. `first`, from the first backward on the last stage to the last optimizer, grows from
-stage 0 on. A backward on stage s takes e_s for the micro-batch that comes back first and b_s for the other M-1 (they
-differ under "except-last" recompute), its gradients travel g_{s-1}, its optimizer takes o_s. The longest path that
-begins on stage s with the backward of the
-    last micro-batch to come back      last_s   = b_s + max(o_s, g_{s-1} + last_{s-1})
-    second                             second_s = max((M-2) b_s + last_s, b_s + g_{s-1} + second_{s-1})
-    first                              first_s  = e_s + max(second_s, g_{s-1} + first_{s-1})
-(with M = 1 there is only the first, and o_s in place of second_s). A prefix that is no better in any of max f,
+    T = sum (f + a) + (M-1) max (f, a) + first_{K-1}
+with a the transfers forward, one after the other on each link. `first`, from the first backward on the last stage to the
+last optimizer, grows from stage 0 on. A backward on stage s takes e_s for the micro-batch that comes back first and b_s
+for the other M-1 (they differ under "except-last" recompute), its gradients travel g_{s-1}, its optimizer takes o_s. The
+longest path that begins on stage s with the backward of the
+    last micro-batch to come back      last_s   = b_s + max(o_s, last')
+    second                             second_s = max((M-2) b_s + last_s, b_s + second')
+    first                              first_s  = e_s + max(second_s, first')
+(with M = 1 there is only the first, and o_s in place of second_s). Primes are of the link to the stage before, which is
+like a stage without an optimizer on which each transfer takes g_{s-1}. A prefix that is no better in any of max (f, a),
 sum (f + a), last, second and first than another up to the same layer is pointless. Few remain, as the numbers rise and
 fall together, but their number has no polynomial bound.
 """
@@ -42,11 +43,15 @@ class GPipeLabels(SimulatedPrefixes):
         times, gradient_s = some.times.take(candidates), self._gradient_before_s(parents)
         max_f, passed_s, last, second, first = parents.labels.T
         first_b, b = self._backwards_s(times)
-        max_f = np.maximum(max_f, times.forward_s)
-        last = b + np.maximum(times.optimizer_s, gradient_s + last)
-        second = np.maximum((num_microbatches - 2) * b + last, b + gradient_s + second)
+        max_f = np.maximum(max_f, np.maximum(times.forward_s, times.activation_s))
+        num_between = num_microbatches - 2
+        last = gradient_s + last
+        second = np.maximum(num_between * gradient_s + last, gradient_s + second)
+        first = gradient_s + (np.maximum(second, first) if num_microbatches > 1 else first)
+        last = b + np.maximum(times.optimizer_s, last)
+        second = np.maximum(num_between * b + last, b + second)
         after_first = second if num_microbatches > 1 else times.optimizer_s
-        first = first_b + np.maximum(after_first, gradient_s + first)
+        first = first_b + np.maximum(after_first, first)
         passed_s = passed_s + times.forward_s + times.activation_s
         labels = np.column_stack([max_f, passed_s, last, second, first])
         children = PartialPlans(

@@ -63,7 +63,7 @@ def lay_out_steps(
     )
     free, ends = [zero] * schedule.num_devices, [zero] * schedule.num_devices
     last = set(program.last)
-    for i, (_, free_s) in enumerate(rows):
+    for i, (_, free_s, _) in enumerate(rows):
         if i in last:
             device, action = program.entries[i].device, program.actions[i]
             free[device], ends[device] = free_s, free_s - gap_s(action, costs[action.stage])

@@ -6,7 +6,8 @@ A device waits before an action, and after its last one until the micro-batch lo
                    last forward (or its first backward, where that is later), drain from then on
   imbalance        is what is left, as some stages take longer than others, always or in some steps
   engine           is what goes by after the input has arrived, or where none was awaited
-Equal stages: every action takes the mean over the stages, and transfers and engine what they took. The first stage,
+Equal stages: every action takes the mean over the stages, and transfers and engine what they took, waits for the link
+included. The first stage,
 whose inputs want no gradient, has its whole backward in the second half. So equal stages have no imbalance at all.
 
 These five are the idle time of the loop: its length times the devices, less all forwards and backwards. An update of
@@ -105,7 +106,7 @@ def _loop_of(timeline: Timeline) -> _Loop:
         num_microbatches=timeline.num_microbatches,
         orders=tuple(tuple(x.action for x in own) for own in spans),
     )
-    program, rows = program_of(schedule, "never").individual, [iter(own) for own in spans]
+    program, rows = program_of(schedule, "never").individual.without_queues, [iter(own) for own in spans]
     sent = {transfer.action: transfer for transfer in timeline.transfers}
     return _Loop(
         program=program,
@@ -174,7 +175,7 @@ def _equal_waits(loop: _Loop, found: Mapping[int, _Wait]) -> dict[int, _Wait]:
     hops_s = [transfers_s.get(i, 0.0) for i in range(len(lasting_s))]
     rows = action_times(program, list(map(add, engine_s, lasting_s)), hops_s, zero=0.0)
     free, ends, waits = [0.0] * loop.num_devices, list[float](), {}
-    for i, (entry, (arrived_s, end_s)) in enumerate(zip(program.entries, rows, strict=True)):
+    for i, (entry, (arrived_s, end_s, _)) in enumerate(zip(program.entries, rows, strict=True)):
         free_s = free[entry.device]
         sent_s = max(free_s, ends[entry.need]) if entry.need >= 0 else free_s
         if arrived_s + engine_s[i] > free_s:

@@ -1,9 +1,10 @@
 """The recurrence that lays the actions of a step out in time: the only one, for one pipeline or for many at once.
 
 An action starts when its device is free and what it needs of another device has arrived. With d the time that it keeps
-its device and h the time that its output is under way,
-    start[i] = max(end[previous action on the device], end[needed action] + h[needed action])
+its device and h the time that its output is on the link, where outputs queue,
+    start[i] = max(end[previous action on the device], arrival[needed action])
     end[i] = start[i] + d[i]
+    arrival[i] = max(end[i], arrival[previous output from this device to that device]) + h[i]
 Entries are floats, or arrays with an entry for each candidate pipeline; the time is O(K M) for K stages and M
 micro-batches either way.
 
@@ -39,6 +40,7 @@ class Entry(NamedTuple):
     need: int  # the earlier entry whose output it waits for
     duration: int  # of `Program.durations`
     hop: int  # of `Program.hops`: how its output reaches the entry that waits for it
+    link: int = NONE  # the direction between two devices in which the output is sent; NONE: it meets no other output
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +68,20 @@ class ActionProgram:
         """The same with a duration and a hop for every action by itself, in the order of `actions`."""
         entries = (x._replace(duration=i, hop=NONE if x.hop == NONE else i) for i, x in enumerate(self.entries))
         return replace(self, entries=tuple(entries))
+
+    @cached_property
+    def without_queues(self) -> ActionProgram:
+        """The same with transfers that never wait for each other, as if what they wait were part of their own time."""
+        return replace(self, entries=tuple(x._replace(link=NONE) for x in self.entries))
+
+    @cached_property
+    def previous_sent(self) -> tuple[int, ...]:
+        """For each entry the one whose output was sent before its own over the same link."""
+        last, found = dict[int, int](), list[int]()
+        for i, entry in enumerate(self.entries):
+            found.append(last.get(entry.link, NONE) if entry.link != NONE else NONE)
+            last[entry.link] = i
+        return tuple(found)
 
     @cached_property
     def previous(self) -> tuple[int, ...]:
@@ -134,6 +150,7 @@ def program_of(
             sent[stage, is_forward, m] = len(entries)
         entries.append(Entry(device_of[stage], sender, durations.setdefault(key, len(durations)), hop))
         actions.append(action)
+    entries = _with_links(entries)
     return ActionProgram(
         entries=tuple(_without_own(entries, keep=last_stage < schedule.num_stages - 1)),
         actions=tuple(actions),
@@ -141,6 +158,16 @@ def program_of(
         hops=tuple(hops),
         stages=tuple(filter(None, stages)),
     )
+
+
+def _with_links(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries whose output another device needs with their link, one for each pair of sender and receiver."""
+    receivers = {x.need: x.device for x in entries if x.need != NONE and entries[x.need].device != x.device}
+    links: dict[tuple[int, int], int] = {}
+    return [
+        x._replace(link=links.setdefault((x.device, receivers[i]), len(links))) if i in receivers else x
+        for i, x in enumerate(entries)
+    ]
 
 
 def _without_own(entries: Sequence[Entry], *, keep: bool) -> list[Entry]:
@@ -165,34 +192,47 @@ def whole_program(schedule: Schedule, recompute: RecomputeMode) -> ActionProgram
 
 def action_times(
     program: ActionProgram, durations_s: Sequence[Seconds], hops_s: Sequence[Seconds], *, zero: Seconds
-) -> Iterator[tuple[Seconds, Seconds]]:
-    """When each action starts and when its device is free again, in the order of `program.actions`.
+) -> Iterator[tuple[Seconds, Seconds, Seconds]]:
+    """When each action starts, when its device is free again, and when its output arrives, in the order of
+    `program.actions`; what is not sent arrives when the device is free.
 
     `durations_s` and `hops_s` go by `Entry.duration` and `Entry.hop`. `zero` is 0.0, or an array of zeros for arrays.
     """
     latest = max if isinstance(zero, float) else np.maximum
-    free, arrivals = [zero] * len(program.stages), dict[int, Seconds]()
-    for i, (device, need, duration, hop) in enumerate(program.entries):
+    free, arrivals, last_arrivals = [zero] * len(program.stages), dict[int, Seconds](), dict[int, Seconds]()
+    for i, (device, need, duration, hop, link) in enumerate(program.entries):
         start = free[device]
         if need >= 0:
             start = latest(start, arrivals.pop(need))
-        end = free[device] = start + durations_s[duration]
+        arrival = end = free[device] = start + durations_s[duration]
         if hop >= 0:
-            arrivals[i] = end + hops_s[hop]
-        yield start, end
+            if link >= 0:
+                arrival = latest(arrival, last_arrivals.get(link, zero))
+            arrivals[i] = last_arrivals[link] = arrival = arrival + hops_s[hop]
+        yield start, end, arrival
+
+
+class PathEntry(NamedTuple):
+    """What a path through a step takes of an entry."""
+
+    entry: int
+    runs: bool  # its duration
+    sends: bool  # the transfer of its output
 
 
 def critical_entries(
-    program: ActionProgram, times: Sequence[tuple[float, float]], hops_s: Sequence[float], last: int
-) -> Iterator[tuple[int, bool]]:
-    """The chain of entries that entry `last` waits for, from the last to the first, in the times of `action_times`.
-
-    Each comes with whether the entry after it in time waits for its transfer, not for its device.
-    """
+    program: ActionProgram, times: Sequence[tuple[float, float, float]], last: int
+) -> Iterator[PathEntry]:
+    """The chain of entries that entry `last` waits for, from the last to the first, in the times of `action_times`."""
     entry, sends = last, False
     while entry != NONE:
-        yield entry, sends
+        before = program.previous_sent[entry]
+        if sends and before != NONE and times[before][2] > times[entry][1]:  # its output waited for another one's
+            yield PathEntry(entry, runs=False, sends=True)
+            entry = before
+            continue
+        yield PathEntry(entry, runs=True, sends=sends)
         previous, need = program.previous[entry], program.entries[entry].need
         free_s = times[previous][1] if previous != NONE else 0.0
-        sends = need != NONE and times[need][1] + hops_s[program.entries[need].hop] > free_s
+        sends = need != NONE and times[need][2] > free_s
         entry = need if sends else previous

@@ -2,7 +2,8 @@
 
 After an action the engine (`gplan/runtime/torch_engine.py`) keeps the device for the moment that it takes itself, and as long
 as sending the output takes the sender (`StageCost.gap_s` and the two sending times). From then on the transfer takes
-nothing from computing and does not queue: receives have been posted before they are needed. Neighbours on one device
+nothing from computing; receives have been posted before they are needed. What a device sends to another one goes over
+one link, one transfer after the other in the order of sending, each for as long as it takes by itself. Neighbours on one device
 pass their tensors on at once. A backward that recomputes takes the extra forward; of a split backward that is in its
 first half. The first stage, whose inputs want no gradient, has the whole backward in the second half. When a device has
 done all its actions, it updates the weights of its stages, one stage after the other; the step ends with the last of
@@ -10,9 +11,9 @@ them. Before a stage's update its gradients are added up with those of other dev
 loop goes by before the first stage's (`before_update_s`).
 
 For GPipe this gives, exactly,
-    T = sum f + (M-1) max f + sum b + (M-1) max b + sum c
-over the stages, f and b with what the engine takes after them and c the transfers of a micro-batch in both directions
-(before the optimizer).
+    T = sum f + sum a + (M-1) max(f, a) + sum b + sum g + (M-1) max(b, g)
+over the stages, f and b with what the engine takes after them, a and g the transfers of a micro-batch's activations and
+gradients (before the optimizer): a slow link is like one more stage.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def _timeline(
     schedule: Schedule,
     costs: Sequence[StageCost],
     program: ActionProgram,
-    rows: Iterable[tuple[float, float]],  # when each action starts, and when its device is free again
+    rows: Iterable[tuple[float, float, float]],  # of `action_times`
     duration_s: Callable[[Action], float],
     *,
     origin: Origin,
@@ -94,19 +95,18 @@ def _timeline(
     spans: list[list[Span]] = [[] for _ in schedule.orders]
     routes, transfers = _routes(schedule, costs), list[Transfer]()
     free = [0.0] * schedule.num_devices
-    for action, entry, (start_s, free_s) in zip(program.actions, program.entries, rows, strict=True):
+    for action, entry, (start_s, free_s, arrival_s) in zip(program.actions, program.entries, rows, strict=True):
         end_s, device = start_s + duration_s(action), entry.device
         spans[device].append(Span(device=device, action=action, start_s=start_s, end_s=end_s))
         free[device] = free_s
         if route := routes.get((action.stage, action.kind)):
-            arrival_s = max(end_s, free_s + route.seconds)
             transfers.append(
                 Transfer(
                     action=action,
                     source=device,
                     target=route.target,
                     start_s=end_s,
-                    end_s=arrival_s,
+                    end_s=max(end_s, arrival_s),
                     num_bytes=route.num_bytes,
                 )
             )
@@ -124,7 +124,7 @@ def step_and_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute
     program, occupied_s, hops_s = _program(schedule, costs, recompute)
     durations = [action_s(key, costs[key.stage]) for key in program.durations]
     free, ends, starts, total_s = [0.0] * schedule.num_devices, list[float](), list[float](), 0.0
-    for entry, (start_s, free_s) in zip(
+    for entry, (start_s, free_s, _) in zip(
         program.entries, action_times(program, occupied_s, hops_s, zero=0.0), strict=True
     ):
         free[entry.device] = free_s
@@ -165,7 +165,7 @@ def dependency_order(schedule: Schedule) -> tuple[Action, ...]:
     """All forwards and backwards in an order in which one device could run them: by time, were all as long."""
     program = whole_program(schedule, "never")
     rows = action_times(program, [1.0] * len(program.durations), [0.0] * len(program.hops), zero=0.0)
-    starts = [start for start, _ in rows]
+    starts = [start for start, _, _ in rows]
     return tuple(program.actions[i] for i in sorted(range(len(starts)), key=starts.__getitem__))
 
 
@@ -200,7 +200,6 @@ class _Route(NamedTuple):
     """Where the output of an action goes, if that is another device."""
 
     target: int
-    seconds: float
     num_bytes: int
 
 
@@ -210,9 +209,9 @@ def _routes(schedule: Schedule, costs: Sequence[StageCost]) -> dict[tuple[int, A
     for stage, (device, following) in enumerate(pairwise(schedule.devices)):
         if device != following:
             cost = costs[stage]
-            routes[stage, ActionKind.FORWARD] = _Route(following, cost.activation_s, cost.activation_bytes)
+            routes[stage, ActionKind.FORWARD] = _Route(following, cost.activation_bytes)
             for kind in INPUT_GRADIENT_KINDS:
-                routes[stage + 1, kind] = _Route(device, cost.gradient_s, cost.gradient_bytes)
+                routes[stage + 1, kind] = _Route(device, cost.gradient_bytes)
     return routes
 
 

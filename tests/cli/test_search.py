@@ -64,7 +64,7 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
         "micro-batches has 4000000000 actions; expected at most 5000000",
     ),
     (("--k", "two"), 2, "'two' is neither a whole number nor auto"),
-    (("--k", "auto", "--machine", "m.toml"), 2, "--machine cannot be used in a search"),
+    (("--devices", "4", "--machine", "m.toml"), 2, "--devices with --machine cannot be used in a search"),
     (
         ("--k", "2", "--schedule", "auto", "--minimize", "max-stage"),
         2,

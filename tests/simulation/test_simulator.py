@@ -36,8 +36,8 @@ microbatches = st.integers(1, 12)
 def test_gpipe_equals_its_closed_form(costs: list[StageCost], m: int) -> None:
     schedule = make_schedule("gpipe", num_devices=len(costs), num_microbatches=m)
     forward, backward = [x.forward_s for x in costs], [x.backward_s for x in costs]
-    hops = sum(x.activation_s + x.gradient_s for x in costs[:-1])
-    expected = sum(forward) + (m - 1) * max(forward) + sum(backward) + (m - 1) * max(backward) + hops
+    there, back = [x.activation_s for x in costs[:-1]], [x.gradient_s for x in costs[:-1]]  # links are like stages
+    expected = sum(sum(x) + (m - 1) * max(x) for x in (forward + there, backward + back))
     assert simulate_schedule(schedule, costs, recompute="never").step_s == pytest.approx(expected)
 
 

@@ -1,16 +1,17 @@
 """The step's time as the goal: an end for every action of the schedule, whichever it is, and the updates after them.
 
-An action ends its own duration after the action before it on its device, and after the arrival of its input: the last
-end is a longest path, as the simulator walks it.
+An action ends its own duration after the action before it on its device, and after the arrival of its input, which comes
+after the arrival before it over the same link: the last end is a longest path, as the simulator walks it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from gplan.core import ActionKind
+from gplan.core import Action, ActionKind, Schedule
 from gplan.core.machine import num_messages
 from gplan.cost.sharding import EXCHANGED
 from gplan.cost.stage_seconds import ActionKey, action_s
@@ -71,6 +72,20 @@ def add_loads(
         program.require(program.goal, at_least=total(loads[k] for k in stages))
 
 
+def _sent(schedule: Schedule, needs: Mapping[Action, Action]) -> Iterator[tuple[Action, Action | None, str]]:
+    """Each action whose output goes to another device, the one sent before it over the same link, and what is sent."""
+    receivers = {
+        needed: x.stage for x, needed in needs.items() if schedule.devices[needed.stage] != schedule.devices[x.stage]
+    }
+    for order in schedule.orders:
+        last: dict[int, Action] = {}
+        for action in order:
+            if action in receivers:
+                target = schedule.devices[receivers[action]]
+                yield action, last.get(target), "activation" if action.kind is ActionKind.FORWARD else "gradient"
+                last[target] = action
+
+
 @dataclass(frozen=True)
 class StepTimeRows:
     """Writes the step's time into a program."""
@@ -93,6 +108,12 @@ class StepTimeRows:
         needs = dependencies_of([x for order in schedule.orders for x in order], schedule.num_stages)
         ends = {action: self.program.variable(f"end_{action}") for order in schedule.orders for action in order}
         require, duration_of, time = self.program.require, cache(self._duration), cache(self._time)
+        arrivals = dict[Action, Expression]()
+        for sender, before, way in _sent(schedule, needs):
+            hop = time(sender.stage if way == "activation" else sender.stage - 1, way)
+            arrivals[sender] = self.program.variable(f"arrival_{sender}")
+            for earlier in (ends[sender], *([arrivals[before]] if before is not None else [])):
+                require(arrivals[sender], at_least=total([earlier, hop]))
         for order in schedule.orders:
             for before, action in zip([None, *order[:-1]], order, strict=True):
                 key = ActionKey.of(action, num_microbatches=schedule.num_microbatches, recompute=self.problem.recompute)
@@ -100,9 +121,8 @@ class StepTimeRows:
                 require(ends[action], at_least=total([ends[before] if before else 0, duration]))
                 needed = needs.get(action)
                 if needed is not None and needed.stage != action.stage:
-                    way = "activation" if needed.kind is ActionKind.FORWARD else "gradient"
-                    arrival = total([ends[needed], time(min(needed.stage, action.stage), way), duration])
-                    require(ends[action], at_least=arrival)
+                    arrival = arrivals.get(needed, ends[needed])
+                    require(ends[action], at_least=total([arrival, duration]))
             updates = [time(k, "update") for k in sorted({action.stage for action in order})]
             require(self.program.goal, at_least=total([ends[order[-1]], *updates]))
 

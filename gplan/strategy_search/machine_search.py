@@ -1,0 +1,109 @@
+"""Search over micro-batches, schedule and recompute on a machine whose devices and links differ.
+
+Every setting with one stage on each device and one replica is planned by `balance`, which places its stages; the plan with
+the shortest step is taken. Settings that the time does not reach are left out, and a note tells; then nothing is proven.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any, Literal
+
+from gplan.core import Machine, Plan, Profile
+from gplan.core.errors import NoPlanError, UsageError
+from gplan.core.units import counted, seconds_text
+from gplan.partition.balance import alternative_of, balance
+from gplan.partition.validation import why_not_selected
+from gplan.schedules.registry import schedule_info
+from gplan.strategy_search.search import TIME_LIMIT_S
+from gplan.strategy_search.space import SearchRequest, search_space
+
+
+def search_machine(
+    profile: Profile,
+    machine: Machine,
+    *,
+    num_devices: int | Literal["auto"],
+    num_microbatches: int | Literal["auto"] | None = None,
+    schedule: str = "auto",
+    recompute: str = "auto",
+    batch_size: int | None = None,
+    microbatch_size: int | None = None,
+    time_limit_s: float = TIME_LIMIT_S,
+    progress: Callable[[str, float], None] = lambda _text, _share: None,
+    **limits: Any,
+) -> Plan:
+    """The plan with the shortest step on a machine, the next best settings in `Plan.rivals`; "auto" is searched.
+
+    `limits` are those of `balance`: memory and constraints. Raises UsageError for an impossible request, NoPlanError where
+    no setting fits.
+    """
+    request = SearchRequest(
+        num_devices=num_devices,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        recompute=recompute,
+        most_devices=len(machine.devices) if num_devices == "auto" else None,
+        batch_size=batch_size,
+        microbatch_size=microbatch_size,
+    )
+    space = search_space(profile, request)
+    settings = [
+        (x, mode)
+        for x, mode in product(space.strategies, space.recompute)
+        if x.num_replicas == 1 and x.num_stages == x.num_devices <= len(machine.devices)
+        if not (mode == "selected" and why_not_selected(x.schedule))
+    ]
+    if not settings:
+        raise UsageError(
+            f"no setting has one stage on each of at most {counted(len(machine.devices), 'device')}; name a schedule with one "
+            "stage per device, such as --schedule 1f1b, or plan without --machine"
+        )
+    started_s, plans, failure = time.perf_counter(), list[Plan](), None
+    for done, (x, mode) in enumerate(settings):
+        left_s = time_limit_s - (time.perf_counter() - started_s)
+        if plans and left_s <= 0:
+            break
+        progress(f"{x.num_microbatches} micro-batches, {schedule_info(x.schedule).title}", done / len(settings))
+        try:
+            plans.append(
+                balance(
+                    profile,
+                    num_devices=x.num_devices,
+                    num_microbatches=x.num_microbatches,
+                    microbatch_size=x.microbatch_size,
+                    schedule=x.schedule,
+                    recompute=mode,
+                    machine=machine,
+                    time_limit_s=max(1e-3, 2 * left_s / (len(settings) - done)),
+                    **limits,
+                )
+            )
+        except NoPlanError as error:
+            failure = error
+    if not plans:
+        raise failure or NoPlanError("no setting was planned in time; allow more time (--time-limit)")
+    num_left = len(settings) - done - 1 if time.perf_counter() - started_s > time_limit_s else 0
+    return _best(plans, num_left, solve_s=time.perf_counter() - started_s)
+
+
+def _label(plan: Plan) -> str:
+    return f"{plan.schedule}, {plan.num_microbatches} × {plan.microbatch_size}, recompute {plan.recompute}"
+
+
+def _best(plans: list[Plan], num_left: int, *, solve_s: float) -> Plan:
+    plans.sort(key=lambda x: (x.prediction.step_s, x.peak_bytes))
+    best = plans[0]
+    note = f"the best of {counted(len(plans), 'setting')} that fit"
+    if num_left:
+        note = f"the time was up after {seconds_text(solve_s)}: {counted(num_left, 'setting')} of {num_left + len(plans)} are open"
+    bound_s = 0.0 if num_left else min(x.proof.lower_bound_s for x in plans)
+    return replace(
+        best,
+        proof=replace(best.proof, solver=f"search/{best.proof.solver}", lower_bound_s=bound_s, solve_s=solve_s),
+        notes=(*best.notes, note),
+        rivals=(*best.rivals, *(alternative_of(x, label=_label(x)) for x in plans[1:6])),
+    )

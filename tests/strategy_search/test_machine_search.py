@@ -1,0 +1,49 @@
+"""The search on a machine: the best of all settings; and plans move as the link between hosts slows."""
+
+from __future__ import annotations
+
+import pytest
+
+from gplan.core import Link, Machine, MachineDevice, Plan
+from gplan.core.errors import UsageError
+from gplan.partition.balance import balance
+from gplan.strategy_search.machine_search import search_machine
+from tests.made import make_profile
+
+# Outputs shrink from layer to layer, as in a convolutional model.
+PROFILE = make_profile([2, 2, 2, 2, 2, 2], output_bytes=[32, 16, 8, 4, 2, 1], microbatch_sizes=(1, 2, 4, 8))
+
+
+def hosts(bytes_per_s: float) -> Machine:
+    link = Link(latency_s=0.5, bytes_per_s=bytes_per_s)
+    return Machine(devices=tuple(MachineDevice(name=x, host=x) for x in "ab"), within=link, between=link)
+
+
+def searched(bytes_per_s: float) -> Plan:
+    return search_machine(PROFILE, hosts(bytes_per_s), num_devices=2, num_microbatches="auto", schedule="auto", recompute="never", batch_size=8)  # fmt: skip
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e9, 4.0, 0.5])
+def test_no_setting_is_better(bytes_per_s: float) -> None:
+    found = searched(bytes_per_s)
+    for num_microbatches in (1, 2, 4, 8):
+        for schedule in ("gpipe", "1f1b"):
+            if schedule == "1f1b" and num_microbatches < 2:
+                continue
+            plan = balance(
+                PROFILE, num_devices=2, num_microbatches=num_microbatches, microbatch_size=8 // num_microbatches,
+                schedule=schedule, machine=hosts(bytes_per_s),
+            )  # fmt: skip
+            assert plan.prediction.step_s >= found.prediction.step_s * (1 - 1e-9)
+    assert found.proof.is_proven
+    assert len(found.rivals) == 5
+
+
+def test_the_plan_moves_as_the_link_slows() -> None:
+    cuts = [searched(x).cuts[0] for x in (1e9, 4.0, 0.5)]
+    assert cuts == sorted(cuts) and cuts[0] < cuts[-1]
+
+
+def test_schedules_with_chunks_are_refused() -> None:
+    with pytest.raises(UsageError, match="no setting has one stage on each of at most 2 devices"):
+        search_machine(PROFILE, hosts(1.0), num_devices=2, num_microbatches=4, schedule="looped-bfs:2")
