@@ -88,7 +88,10 @@ def main() -> None:
     if not options.table:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         measure(options)
-    text = as_text(_rows(options.output))
+    rows = _rows(options.output)
+    if rows.empty:
+        rows.to_csv(options.output / "rows.csv", index=False)  # what the report names
+    text = as_text(rows)
     (options.output / "README.md").write_text(text)
     print(text)
 
@@ -336,7 +339,7 @@ def _line(row: Any) -> str:
         f"{bytes_text(row.link_bytes_per_s)}/s",
         row.contender,
         row.schedule,
-        f"{row.num_microbatches} x {row.microbatch_size}",
+        f"{int(row.num_microbatches)} x {int(row.microbatch_size)}",
         " + ".join(map(str, json.loads(row.layers))),
         row.cut_after,
         bytes_text(row.sent_bytes),

@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 README = "README"
 ORDER = (
-    "profile", "plan", "run", "schedules", "hardware", "traces", "exports", "files-and-python", "verify", README,
+    "profile", "plan", "run", "cluster", "schedules", "hardware", "traces", "exports", "files-and-python", "verify", README,
 )  # fmt: skip
 INPUTS = ("examples", "tests/interop/traces")
 OWN_MODEL_SECTIONS = {
