@@ -82,6 +82,15 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def clock_id() -> str:
+    """What processes have in common that read the same `time.perf_counter`: the start of the system, else the host."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
+            return file.read().strip()
+    except OSError:
+        return platform.node()
+
+
 def usable_cores() -> list[int]:
     """The cores that this process may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))

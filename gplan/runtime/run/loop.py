@@ -24,7 +24,7 @@ from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.model_source import ModelSource
 from gplan.runtime.pipeline import Pipeline, own_device
 from gplan.runtime.run.reference import Reference, as_dense, gradient_check, gradient_errors, plain_reference
-from gplan.runtime.run.results import torch_run, virtual_run
+from gplan.runtime.run.results import on_one_clock, torch_run, virtual_run
 from gplan.runtime.run.run_options import ReportStep, RunOptions, StepRecord
 from gplan.runtime.run.speed_readings import SpeedReadings
 from gplan.runtime.sharded_replicas import check_optimizer
@@ -32,7 +32,7 @@ from gplan.runtime.sharded_tensors import full_tensor, local_tensor
 from gplan.runtime.stage_module import StageModule
 from gplan.runtime.virtual_engine import VirtualEngine
 from profiler.host.failure import explain_lost_connection
-from profiler.host.host_info import garbage_collector_frozen, page_faults, return_large_blocks
+from profiler.host.host_info import clock_id, garbage_collector_frozen, page_faults, return_large_blocks
 from profiler.host.host_load import load_between, read_load
 from profiler.memory.allocations import AllocationTrace, storage_bytes, traced_allocations
 from profiler.model.data import check_batch, check_target
@@ -226,8 +226,10 @@ class _TrainingLoop:
             run = virtual_run(plan, steps, peak_bytes=self._peak_bytes, check=check, options=options, loads=[load])
         else:
             gathered: list[Any] = [None] * self._num_ranks
-            dist.all_gather_object(gathered, (steps, self._peak_bytes[0], self._reserved_bytes, self._errors, load))
-            ranks, peaks, reserved, errors, loads = zip(*gathered, strict=True)
+            own = clock_id(), steps, self._peak_bytes[0], self._reserved_bytes, self._errors, load
+            dist.all_gather_object(gathered, own)
+            clocks, found, peaks, reserved, errors, loads = zip(*gathered, strict=True)
+            ranks = on_one_clock(found, clocks)
             check = self._verdict(errors, steps[0].loss)
             run = torch_run(
                 plan, ranks, peak_bytes=peaks, reserved_bytes=reserved, check=check, options=options, loads=loads

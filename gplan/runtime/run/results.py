@@ -81,6 +81,28 @@ def torch_run(
     return replace(run, reserved_bytes=tuple(largest)) if any(largest) else run
 
 
+def on_one_clock(ranks: Sequence[Sequence[StepRecord]], clocks: Sequence[str]) -> list[list[StepRecord]]:
+    """The steps of every rank by the clock of rank 0.
+
+    The clocks of other hosts begin elsewhere and drift. All ranks leave a barrier when a step begins, so a rank with another
+    clock began each step when rank 0 did, up to the time of a message.
+    """
+    return [
+        [
+            _shifted(x, 0.0 if clock == clocks[0] else first.start_s - x.start_s)
+            for x, first in zip(own, ranks[0], strict=True)
+        ]
+        for own, clock in zip(ranks, clocks, strict=True)
+    ]
+
+
+def _shifted(step: StepRecord, seconds: float) -> StepRecord:
+    if not seconds:
+        return step
+    actions = (replace(x, start_s=x.start_s + seconds, end_s=x.end_s + seconds) for x in step.actions)
+    return replace(step, actions=tuple(actions), start_s=step.start_s + seconds, end_s=step.end_s + seconds)
+
+
 def virtual_run(
     plan: Plan,
     steps: Sequence[StepRecord],
