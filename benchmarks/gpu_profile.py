@@ -1,43 +1,50 @@
-"""Profiles on a GPU against plain runs of the same models there: seconds and bytes. One call does all of it.
+"""The real-size suite on one GPU in one call: predicted beside measured, seconds and bytes.
 
-    python benchmarks/gpu_profile.py [FOLDER]      about 6 minutes on one GPU; writes reports/gpu/, or the folder named
+    python benchmarks/gpu_profile.py                       10 to 20 minutes on one GPU; writes reports/gpu/
+    python benchmarks/gpu_profile.py --models gpt2 llama   only some models
+    python benchmarks/gpu_profile.py --device cpu --models tiny --k 2 --steps 2 --budget 0.1 --output /tmp/gpu
+                                                           a dry run without a GPU, some seconds
 
-The reference is a plain training loop over the author's model: CUDA events around forward (with loss), backward and
-optimizer, one synchronisation a step. Predicted is a plan of one stage and one micro-batch, which is that very step.
-No setting of the GPU is changed. Without a GPU the script says so and ends.
+Each model of benchmarks/real_size_models.py, and ResNet-50, is trained in bfloat16 three ways. A plain loop over the
+author's model, timed by the device's clock, with the allocator's peaks (allocated and reserved). A profile, whose plan of
+one stage and one micro-batch is that very step. And plans for K = 2, 4, 8 on the virtual engine, each compared as
+`gplan run` does, raw and at equal speed by the yardstick. The GPU's clocks are read before and after each model. What
+fails is named in the report; the other models go on. No setting of the GPU is changed.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gplan
-from gplan.core import Link
+from gplan.core import Link, Precision, Profile
 from gplan.core.units import bytes_text, percent_text, seconds_text
+from gplan.evaluate.compare import BUBBLE, PEAK_MEMORY, STEP_TIME, compare
 from profiler.capture.chain import call_arguments
 from profiler.host.host_info import gpu_state, software_versions
 from profiler.model.load import load_model_file
-from profiler.timing.clock import Clock, CudaClock, Samples
+from profiler.model.precision import in_precision
+from profiler.timing.clock import Clock, CpuClock, CudaClock, Samples
 
 ROOT = Path(__file__).parent.parent
-LONGEST_S = 420.0  # no further model is begun after that
-BUDGET_S = 15.0  # of sampling for one profile
 TESTS_AT_MOST_S = 120.0
-NUM_STEPS = 30
-NO_LINK = Link(latency_s=5e-6, bytes_per_s=25e9)  # one GPU has no neighbour; a plan of one stage sends nothing
+NO_LINK = Link(latency_s=5e-6, bytes_per_s=25e9)  # one device has no neighbour; the virtual engine sends nothing
+NUM_MICROBATCHES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,43 +52,179 @@ class Case:
     """A model at a size that keeps a GPU busy."""
 
     name: str
-    example: str
-    microbatch_size: int
+    file: str
+    microbatch_size: int = 8
     settings: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = (
+    *(
+        Case(name=name, file="benchmarks/real_size_models.py", settings={"name": name})
+        for name in ("gpt2", "bert", "llama", "t5", "vit", "moe", "whisper")
+    ),
     Case(
-        name="GPT-2 medium's dimensions", example="transformer_l", microbatch_size=4,
+        name="resnet50", file="examples/resnet.py", microbatch_size=32,
+        settings={"depth": 50, "width": 64, "image_size": 224, "num_classes": 1000},
+    ),
+    Case(
+        name="gpt2-medium", file="examples/transformer_l.py", microbatch_size=4,
         settings={"num_layers": 24, "width": 1024, "feed_forward": 4096, "num_heads": 16, "vocabulary": 50257,
                   "sequence_length": 1024},
     ),
-    Case(name="transformer_lm", example="transformer_lm", microbatch_size=32, settings={"width": 512, "num_heads": 8}),
-    Case(name="resnet", example="resnet", microbatch_size=64, settings={"depth": 50, "width": 64}),
-    Case(name="unet", example="unet", microbatch_size=16, settings={"width": 64}),
-    Case(name="amoebanet_d", example="amoebanet_d", microbatch_size=64, settings={"num_layers": 6, "num_filters": 128}),
-    Case(name="transformer_lm, small", example="transformer_lm", microbatch_size=4),  # bound by launches
+    Case(name="launch-bound", file="examples/transformer_lm.py", microbatch_size=4),
 )  # fmt: skip
+TINY = Case(
+    name="tiny",
+    file="examples/transformer_lm.py",
+    microbatch_size=1,
+    settings={"num_blocks": 1, "width": 16, "sequence_length": 16},
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One model: what the profile says and what the plain loop took."""
+    """A predicted and a measured quantity of one model."""
 
-    name: str
-    num_layers: int
-    profile_s: float
-    layers_forward_s: float
-    layers_backward_s: float
-    plain_forward_s: float
-    plain_backward_s: float
-    predicted_step_s: float
-    plain_step_s: float
-    predicted_bytes: int
-    allocated_bytes: int
-    reserved_bytes: int
-    is_launch_bound: bool
-    notes: tuple[str, ...]
+    model: str
+    num_devices: int  # 1: the plain loop
+    quantity: str
+    predicted: float | None
+    measured: float
+    equal_speed_error: float | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured, less 1."""
+        return self.predicted / self.measured - 1 if self.predicted is not None and self.measured else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """What is run, and where."""
+
+    device: str
+    precision: Any
+    num_devices: tuple[int, ...]
+    num_steps: int
+    budget_s: float
+    longest_s: float  # no further model is begun after that
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether there is an allocator that counts and a clock that is read later."""
+        return self.device != "cpu"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure every model, then write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [x.name for x in CASES]
+    parser.add_argument("--models", nargs="*", choices=[*names, TINY.name], default=names)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu for a dry run")
+    parser.add_argument("--precision", default="bfloat16", help="as of gplan profile")
+    parser.add_argument("--k", nargs="*", type=int, default=[2, 4, 8], help="stages on the virtual engine")
+    parser.add_argument("--steps", type=int, default=20, help="of each run")
+    parser.add_argument("--budget", type=float, default=15.0, help="seconds of sampling for a profile")
+    parser.add_argument("--longest", type=float, default=1500.0, help="seconds after which no further model is begun")
+    parser.add_argument("--output", type=Path, default=ROOT / "reports" / "gpu")
+    options = parser.parse_args(arguments)
+    if options.device != "cpu" and not torch.cuda.is_available():
+        print(f"torch {torch.__version__} sees no GPU here: nothing to measure")
+        return
+    suite = Suite(
+        device=options.device,
+        precision=options.precision,
+        num_devices=tuple(options.k),
+        num_steps=options.steps,
+        budget_s=options.budget,
+        longest_s=options.longest,
+    )
+    report = Report(suite=suite)
+    print(*report.about, sep="\n", flush=True)
+    run_suite([x for x in (*CASES, TINY) if x.name in options.models], suite, report)
+    report.write(options.output)
+
+
+def run_suite(cases: Sequence[Case], suite: Suite, report: Report) -> None:
+    """Add the rows of every model to the report, and why a model has none."""
+    start_s = time.monotonic()
+    if suite.on_gpu:
+        report.notes.append(run_tests())
+    for case in cases:
+        if time.monotonic() - start_s > suite.longest_s:
+            report.notes.append(f"{case.name}: left out, {suite.longest_s:.0f} s had passed")
+            continue
+        before = gpu_state()
+        try:
+            for row in rows_of(case, suite):
+                report.rows.append(row)
+                print(as_text(row), flush=True)
+        except Exception as error:  # the other models are still worth their time
+            traceback.print_exc()
+            report.notes.append(f"{case.name}: {type(error).__name__}: {error}")
+        report.clocks += [(case.name, when, state_text(x)) for when, x in (("before", before), ("after", gpu_state()))]
+        free_memory(suite)
+
+
+def rows_of(case: Case, suite: Suite) -> Iterator[Row]:
+    """The plain loop beside the profile, then a run of each plan beside its prediction."""
+    plain = run_plain(case, suite)
+    free_memory(suite)
+    start_s = time.monotonic()
+    profile = gplan.profile(
+        str(ROOT / case.file),
+        settings=case.settings,
+        microbatch_sizes=[case.microbatch_size],
+        device=suite.device,
+        precision=suite.precision,
+        link=NO_LINK,
+        contention=0,
+        budget_s=suite.budget_s,
+    )
+    yield Row(
+        model=case.name, num_devices=1, quantity="profile seconds", predicted=None, measured=time.monotonic() - start_s
+    )
+    yield from plain_rows(case, profile, plain)
+    free_memory(suite)
+    for num_devices in suite.num_devices:
+        if num_devices <= len(profile.layers):
+            yield from run_rows(case, profile, num_devices, suite)
+        free_memory(suite)
+
+
+def plain_rows(case: Case, profile: Profile, plain: Plain) -> Iterator[Row]:
+    """Forward, backward and step of the author's model, and the allocator's peak."""
+    plan = gplan.balance(profile, num_devices=1, num_microbatches=1)
+    forward_s, backward_s = profile.one_stage_s(0)
+    pairs = {
+        "forward": (forward_s, plain.forward_s),
+        "backward": (backward_s, plain.backward_s),
+        "step": (plan.prediction.step_s, plain.step_s),
+        "allocated bytes": (float(plan.stages[0].memory.peak_bytes), float(plain.allocated_bytes)),
+        "reserved bytes": (None, float(plain.reserved_bytes)),
+        "share of launch-bound steps": (None, float(plain.is_launch_bound)),
+    }
+    for name, (predicted, measured) in pairs.items():
+        yield Row(model=case.name, num_devices=1, quantity=name, predicted=predicted, measured=measured)
+
+
+def run_rows(case: Case, profile: Profile, num_devices: int, suite: Suite) -> Iterator[Row]:
+    """A 1F1B plan on the virtual engine: what `gplan run` compares, and what the allocator reserved."""
+    plan = gplan.balance(profile, num_devices=num_devices, num_microbatches=NUM_MICROBATCHES, schedule="1f1b")
+    run = gplan.run(plan, engine="virtual", num_steps=suite.num_steps)
+    for row in compare(run).rows:
+        if row.measured is not None:
+            yield Row(
+                model=case.name,
+                num_devices=num_devices,
+                quantity=row.quantity if row.stage is None else f"{row.quantity} {row.stage}",
+                predicted=row.predicted,
+                measured=row.measured,
+                equal_speed_error=row.equal_speed_error,
+            )
+    for device, reserved in enumerate(run.reserved_bytes):
+        name = f"reserved bytes {device}"
+        yield Row(model=case.name, num_devices=num_devices, quantity=name, predicted=None, measured=float(reserved))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,85 +239,16 @@ class Plain:
     reserved_bytes: int
 
 
-def main() -> None:
-    """Measure every model, then write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "reports" / "gpu")
-    folder: Path = parser.parse_args().folder
-    if not torch.cuda.is_available():
-        print(f"torch {torch.__version__} sees no GPU here: nothing to measure")
-        return
-    start_s, before = time.monotonic(), gpu_state()
-    for name, value in (*before, *software_versions(), ("CUDA", str(torch.version.cuda))):
-        print(f"{name}: {value}")
-    tests, rows, failures = run_tests(), [], []
-    print(tests, flush=True)
-    for case in CASES:
-        if time.monotonic() - start_s > LONGEST_S:
-            failures.append(f"{case.name}: left out, {LONGEST_S:.0f} s had passed")
-            continue
-        try:
-            rows.append(measure(case))
-            print(as_line(rows[-1]), flush=True)
-        except Exception as error:  # the other models are still worth their time
-            traceback.print_exc()
-            failures.append(f"{case.name}: {type(error).__name__}: {error}")
-        free_memory()
-    write(folder, rows, failures, {"before": before, "after": gpu_state()}, tests)
-
-
-def run_tests() -> str:
-    """The tests that need a GPU, and how they ended."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/profiler", "-k", "gpu or cuda"]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TESTS_AT_MOST_S)
-    except subprocess.TimeoutExpired:
-        return f"tests: not finished after {TESTS_AT_MOST_S:.0f} s"
-    return "tests: " + " | ".join(done.stdout.strip().splitlines()[-4:])
-
-
-def measure(case: Case) -> Row:
-    """The plain loop, then the profile and the plan of one stage that is the same step."""
-    plain = run_plain(case)
-    free_memory()
-    start_s = time.monotonic()
-    profile = gplan.profile(
-        str(ROOT / "examples" / f"{case.example}.py"),
-        settings=case.settings,
-        microbatch_sizes=[case.microbatch_size],
-        device="cuda",
-        link=NO_LINK,
-        budget_s=BUDGET_S,
-    )
-    profile_s = time.monotonic() - start_s
-    plan = gplan.balance(profile, num_devices=1, num_microbatches=1)
-    forward_s, backward_s = profile.one_stage_s(0)
-    return Row(
-        name=case.name,
-        num_layers=len(profile.layers),
-        profile_s=profile_s,
-        layers_forward_s=forward_s,
-        layers_backward_s=backward_s,
-        plain_forward_s=plain.forward_s,
-        plain_backward_s=plain.backward_s,
-        predicted_step_s=plan.prediction.step_s,
-        plain_step_s=plain.step_s,
-        predicted_bytes=plan.stages[0].memory.peak_bytes,
-        allocated_bytes=plain.allocated_bytes,
-        reserved_bytes=plain.reserved_bytes,
-        is_launch_bound=plain.is_launch_bound,
-        notes=profile.notes,
-    )
-
-
-def run_plain(case: Case) -> Plain:
+def run_plain(case: Case, suite: Suite) -> Plain:
     """Training steps of the author's model, warmed up, one batch over and over."""
-    file = load_model_file(str(ROOT / "examples" / f"{case.example}.py"), settings=case.settings)
-    model: nn.Module = file.model.cuda().train()
+    file = load_model_file(str(ROOT / case.file), settings=case.settings)
+    file = in_precision(file, Precision.named(suite.precision))
+    model: nn.Module = file.model.to(suite.device).train()
     batch = next(file.batches(case.microbatch_size))
-    inputs, target = pytree.tree_map(lambda x: x.cuda() if isinstance(x, Tensor) else x, batch)
+    inputs, target = pytree.tree_map(lambda x: x.to(suite.device) if isinstance(x, Tensor) else x, batch)
     args, kwargs = call_arguments(inputs)
-    optimizer, clock = file.optimizer(list(model.parameters())), CudaClock()
+    optimizer = file.optimizer(list(model.parameters()))
+    clock: Clock = CudaClock() if suite.on_gpu else CpuClock()
     forward, backward, whole = Samples(), Samples(), Samples()
 
     def step() -> None:
@@ -187,9 +261,10 @@ def run_plain(case: Case) -> Plain:
     for part in (forward, backward):
         part.clean_s.clear()
         part.launch_s.clear()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(NUM_STEPS):
+    if suite.on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(suite.num_steps):
         clock.time(whole, step)
         clock.flush()
     return Plain(
@@ -197,78 +272,115 @@ def run_plain(case: Case) -> Plain:
         backward_s=backward.timing().median_s,
         step_s=whole.timing().median_s,
         is_launch_bound=whole.is_launch_bound,
-        allocated_bytes=torch.cuda.max_memory_allocated(),
-        reserved_bytes=torch.cuda.max_memory_reserved(),
+        allocated_bytes=torch.cuda.max_memory_allocated() if suite.on_gpu else 0,
+        reserved_bytes=torch.cuda.max_memory_reserved() if suite.on_gpu else 0,
     )
 
 
-def warm_up(step: Any, clock: Clock) -> None:
-    """As long and as often as the clock asks for."""
+def warm_up(step: Callable[[], None], clock: Clock) -> None:
+    """Once, and as long and as often as the clock asks for."""
     start_s, rounds = time.monotonic(), 0
-    while rounds < clock.warmup_rounds or time.monotonic() - start_s < clock.warmup_s:
+    while rounds < max(1, clock.warmup_rounds) or time.monotonic() - start_s < clock.warmup_s:
         step()
         clock.flush()
         rounds += 1
 
 
-def free_memory() -> None:
+def free_memory(suite: Suite) -> None:
     """Give back what nothing refers to any more."""
-    gc.collect()
-    torch.cuda.empty_cache()
+    if suite.on_gpu:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
-def write(folder: Path, rows: list[Row], failures: list[str], states: dict[str, Any], tests: str) -> None:
-    """results.json with every figure, README.md with the table."""
-    folder.mkdir(parents=True, exist_ok=True)
-    versions = dict((*software_versions(), ("CUDA", str(torch.version.cuda))))
-    content = {
-        "gpu": states,
-        "versions": versions,
-        "tests": tests,
-        "rows": [asdict(x) for x in rows],
-        "failures": failures,
-    }
-    (folder / "results.json").write_text(json.dumps(content, indent=1) + "\n")
-    lines = [
-        "# Profiles on a GPU",
-        "",
-        f"`python benchmarks/gpu_profile.py`; {torch.cuda.get_device_name()}, "
-        + ", ".join(f"{name} {value}" for name, value in versions.items()),
-        "",
-        *(
-            f"- {when}: " + (", ".join(f"{name} {value}" for name, value in state) or "no nvidia-smi")
-            for when, state in states.items()
-        ),
-        f"- {tests}",
-        "",
-        "| model | layers | forward: layers, plain, error | backward | step: predicted, plain, error "
-        "| peak: predicted, allocated, error | reserved | bound by |",
-        "|---|---|---|---|---|---|---|---|",
-        *(as_line(row) for row in rows),
-        *(["", *(f"- {x}" for x in failures)] if failures else []),
-    ]
-    (folder / "README.md").write_text("\n".join(lines) + "\n")
-    print(f"wrote {folder}")
+def run_tests() -> str:
+    """The tests that need a GPU, and how they ended."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/profiler", "-k", "gpu or cuda"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TESTS_AT_MOST_S)
+    except subprocess.TimeoutExpired:
+        return f"tests: not finished after {TESTS_AT_MOST_S:.0f} s"
+    return "tests: " + " | ".join(done.stdout.strip().splitlines()[-4:])
 
 
-def as_line(row: Row) -> str:
-    """A row of the Markdown table."""
-    cells = (
-        row.name,
-        str(row.num_layers),
-        compared(row.layers_forward_s, row.plain_forward_s, seconds_text),
-        compared(row.layers_backward_s, row.plain_backward_s, seconds_text),
-        compared(row.predicted_step_s, row.plain_step_s, seconds_text),
-        compared(row.predicted_bytes, row.allocated_bytes, bytes_text),
-        bytes_text(row.reserved_bytes),
-        "launches" if row.is_launch_bound else "kernels",
-    )
-    return f"| {' | '.join(cells)} |"
+@dataclass(slots=True)
+class Report:
+    """What was measured so far."""
+
+    suite: Suite
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    clocks: list[tuple[str, str, str]] = field(default_factory=list)  # model, when, state of the GPU
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    @property
+    def about(self) -> list[str]:
+        """Device, date, versions and options."""
+        name = torch.cuda.get_device_name() if self.suite.on_gpu else "cpu (a dry run)"
+        versions = dict((*software_versions(), ("CUDA", str(torch.version.cuda))))
+        return [
+            f"device: {name}",
+            f"date: {self.created}",
+            "versions: " + ", ".join(f"{key} {value}" for key, value in versions.items()),
+            "options: " + ", ".join(f"{key} {value}" for key, value in asdict(self.suite).items()),
+        ]
+
+    def write(self, folder: Path) -> None:
+        """rows.csv with every figure, README.md with the tables."""
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = pd.DataFrame([{**asdict(x), "error": x.error} for x in self.rows])
+        rows.to_csv(folder / "rows.csv", index=False)
+        (folder / "README.md").write_text(self.text())
+        print(f"wrote {folder}")
+
+    def text(self) -> str:
+        """The report."""
+        lines = ["# The real-size suite on a GPU", "", *(f"- {x}" for x in (*self.about, *self.notes)), ""]
+        lines += ["## Layers against the plain model", "", "| model | " + " | ".join(PLAIN) + " | reserved |", "|---" * (len(PLAIN) + 2) + "|"]  # fmt: skip
+        models = list(dict.fromkeys(x.model for x in self.rows))
+        for model in models:
+            found = {x.quantity: x for x in self.rows if x.model == model and x.num_devices == 1}
+            cells = [_cell(found.get(name)) for name in PLAIN]
+            lines.append(f"| {model} | {' | '.join(cells)} | {_cell(found.get('reserved bytes'))} |")
+        lines += ["", "## Runs on the virtual engine", "", "| model | K | step | at equal speed | bubble, points | worst peak |", "|---|---|---|---|---|---|"]  # fmt: skip
+        for model, k in dict.fromkeys((x.model, x.num_devices) for x in self.rows if x.num_devices > 1):
+            lines.append(self._run_line(model, k))
+        lines += ["", "## The GPU's state", "", *(f"- {model}, {when}: {state}" for model, when, state in self.clocks)]
+        return "\n".join(lines) + "\n"
+
+    def _run_line(self, model: str, num_devices: int) -> str:
+        found = {x.quantity: x for x in self.rows if (x.model, x.num_devices) == (model, num_devices)}
+        step, bubble = found.get(STEP_TIME), found.get(BUBBLE)
+        equal = step.equal_speed_error if step else None
+        points = f"{100 * ((bubble.predicted or 0.0) - bubble.measured):+.1f}" if bubble else ""
+        peaks = [x.error for name, x in found.items() if name.startswith(PEAK_MEMORY) and x.error is not None]
+        worst = percent_text(max(peaks, key=abs), signed=True) if peaks else ""
+        equal_text = "" if equal is None else percent_text(equal, signed=True)
+        return f"| {model} | {num_devices} | {_cell(step)} | {equal_text} | {points} | {worst} |"
 
 
-def compared(predicted: float, measured: float, text: Any) -> str:
-    """Both, and the error of the first."""
-    return f"{text(predicted)}, {text(measured)}, {percent_text(predicted / measured - 1, signed=True)}"
+PLAIN = ("forward", "backward", "step", "allocated bytes")
+
+
+def _cell(row: Row | None) -> str:
+    """Predicted, measured and the error."""
+    if row is None:
+        return ""
+    text: Callable[[float], str] = (lambda x: bytes_text(round(x))) if "bytes" in row.quantity else seconds_text
+    if row.predicted is None or row.error is None:
+        return text(row.measured)
+    return f"{text(row.predicted)}, {text(row.measured)}, {percent_text(row.error, signed=True)}"
+
+
+def as_text(row: Row) -> str:
+    """A row for the terminal."""
+    error = "" if row.error is None else percent_text(row.error, signed=True)
+    return f"{row.model} K={row.num_devices} {row.quantity}: {row.predicted} {row.measured} {error}"
+
+
+def state_text(state: Sequence[tuple[str, str]]) -> str:
+    """What nvidia-smi says."""
+    return ", ".join(f"{name} {value}" for name, value in state) or "no nvidia-smi"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,23 @@
+"""The suite for a GPU, dry-run on a CPU: every step of it, on a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from benchmarks import gpu_profile
+from gplan.evaluate.compare import PEAK_MEMORY, STEP_TIME
+
+
+def test_dry_run(tmp_path: Path) -> None:
+    arguments = ["--device", "cpu", "--models", "tiny", "--k", "2", "--steps", "4", "--budget", "0.05"]
+    gpu_profile.main([*arguments, "--output", str(tmp_path)])
+    rows = pd.read_csv(tmp_path / "rows.csv")
+    assert set(rows.num_devices) == {1, 2}
+    assert {"forward", "backward", "step", "allocated bytes"} <= set(rows[rows.num_devices == 1].quantity)
+    assert {STEP_TIME, f"{PEAK_MEMORY} 1"} <= set(rows[rows.num_devices == 2].quantity)
+    text = (tmp_path / "README.md").read_text()
+    assert "device: cpu (a dry run)" in text
+    assert "Error" not in text
+    assert "| tiny | 2 |" in text
