@@ -85,7 +85,7 @@ def example_inputs(batch_size: int, sequence_length: int = SEQUENCE_LENGTH, seed
 def loss(output: Any, target: Tensor) -> Tensor:
     """Mean cross-entropy of the output's `logits`, an attribute or a key, against the next tokens (batch, sequence)."""
     logits = output["logits"] if isinstance(output, dict) else output.logits
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
 
 
 def optimizer(parameters: Iterable[nn.Parameter], lr: float = 2e-3) -> torch.optim.Optimizer:

@@ -149,7 +149,7 @@ def example_inputs(batch_size: int, sequence_length: int = SEQUENCE_LENGTH, seed
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
     """Mean cross-entropy of logits (batch, sequence, 256) against the next tokens (batch, sequence)."""
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+    return F.cross_entropy(output.flatten(0, 1).float(), target.flatten())
 
 
 def optimizer(parameters: Iterable[nn.Parameter], lr: float = 2e-3) -> torch.optim.Optimizer:
