@@ -173,6 +173,7 @@ class CaptureCache:
                 granularity=self.plan.granularity,
                 training=training,
                 traced=self.plan.model.traced,
+                precision=self.plan.precision,
             )
         chain, starts = _in_plan_order(chain, self.plan, self._name, is_like_plan=training)
         return CapturedModel(chain, starts, _layer_info(chain, self.plan.layer_names))

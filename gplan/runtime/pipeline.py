@@ -41,7 +41,7 @@ from gplan.runtime.stage_module import StageModule
 from gplan.runtime.stage_runner import OutputFn, StageRunner, to_device
 from gplan.runtime.stage_state import StageState
 from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_samples
-from profiler.capture.chain import Chain
+from profiler.capture.chain import Chain, autocast
 from profiler.host.host_info import keep_freed_memory
 from profiler.host.links import deprioritize_connection_threads
 from profiler.model.lazy_build import random_state_kept
@@ -379,7 +379,8 @@ class Pipeline(StageState):
         def output_fn(output: Any, microbatch: int) -> Tensor:
             target = each[microbatch]
             self._random_streams.seed(_LOSS_KEY, microbatch)
-            value = checked_loss(loss(output, target), trains=torch.is_grad_enabled())
+            with autocast(self.plan.precision, self.device.type):
+                value = checked_loss(loss(output, target), trains=torch.is_grad_enabled())
             if self._is_loss_new:
                 self._is_loss_new = False
                 check_reduction(loss, output, target, num_rows=part.microbatch_size, expected=self.plan.loss_reduction)

@@ -118,7 +118,7 @@ class _ComputedSize:
 
 def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> _ComputedSize:
     inputs, target = sample_batch(file, size)
-    chain = capture(file.model, inputs, granularity=options.granularity)
+    chain = capture(file.model, inputs, granularity=options.granularity, precision=file.precision)
     found, keys = layers_to_measure(chain)
     bench = bench_of_chain(file, chain, keys, inputs, target)
     fused = Fused(kernels=options.fused)

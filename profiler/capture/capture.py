@@ -9,18 +9,20 @@ objects.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from gplan.core import Granularity
 from gplan.core.errors import ModelError, UsageError
+from gplan.core.precision import AS_MADE, Precision
 from profiler.capture.authored_layers import replaced
-from profiler.capture.chain import AtLayer, Chain, Route, Tensors, TensorSpec
+from profiler.capture.chain import AtLayer, Chain, Route, Tensors, TensorSpec, autocast
 from profiler.capture.equal_layers import gradient_flags, layer_form, value_specs
 from profiler.capture.grouping import (
     Group,
@@ -45,14 +47,16 @@ def capture(
     granularity: Granularity = "layer",
     training: bool = True,
     traced: str | None = None,
+    precision: Precision = AS_MADE,
 ) -> Chain:
     """The layers of `model`, put in training or evaluation mode, for inputs of one micro-batch.
 
     A model already in training mode is left as it is, because its author may have put parts in evaluation mode.
     `inputs` is a tensor, a tuple (several arguments) or a dict (by name); the chain is valid for these shapes only. With
     granularity "op" a layer is one main operation with the light ones around it, also of an nn.Sequential. `traced` is how
-    a profile traced the model (profiler/capture/tracing_ways.py). Raises ModelError, with the author's line, where capture is
-    impossible; UsageError for another granularity.
+    a profile traced the model (profiler/capture/tracing_ways.py). `precision` is that of the model, in whose autocast the
+    layers run. Raises ModelError, with the author's line, where capture is impossible, and for a model with an autocast of
+    its own in another precision than that of its file; UsageError for another granularity.
     """
     if granularity not in get_args(Granularity):
         raise UsageError(
@@ -60,6 +64,30 @@ def capture(
         )
     if model.training != training:
         model.train(training)
+    with autocast(precision), _no_other_autocast(precision):
+        chain = _captured(model, inputs, granularity=granularity, traced=traced)
+    chain.precision = precision
+    return chain
+
+
+def _no_other_autocast(precision: Precision) -> AbstractContextManager[None]:
+    """Inside, code that enables autocast raises ModelError, as it would compute in another precision."""
+    if precision == AS_MADE:
+        return nullcontext()
+    enter = torch.autocast.__enter__
+
+    def refusing(self: torch.autocast) -> Any:
+        if self._enabled:
+            raise ModelError(
+                f"the model enables torch.autocast itself, which clashes with precision {precision.name}: leave the precision "
+                "out, or the model's own autocast"
+            )
+        return enter(self)
+
+    return replaced(torch.autocast, __enter__=refusing)
+
+
+def _captured(model: nn.Module, inputs: object, *, granularity: Granularity, traced: str | None) -> Chain:
     is_sequence = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
     if is_sequence and granularity == "layer":
         return SequentialChain(model, inputs)  # type: ignore[arg-type]
@@ -176,7 +204,7 @@ class ExportedChain(Chain):
         """The digest as captured, independent of the order."""
         return self._digest or super().digest()
 
-    def stage(self, first: int, end: int, *, at_layer: AtLayer | None = None) -> nn.Module:
+    def _stage(self, first: int, end: int, at_layer: AtLayer | None) -> nn.Module:
         """Layers [first, end) as a GraphModule that keeps the parameters' own names."""
         graph, copies, state = Graph(), dict[Node, Node](), self._trace.state
         for node in self._boundaries[first]:
@@ -240,7 +268,9 @@ class ExportedChain(Chain):
         ]
         check_order(self.names, order, [*reads, *self.pinned])
         groups = [self._groups[layer] for layer in order]
-        return ExportedChain(self.model, self._trace, groups, digest=self.digest())
+        found = ExportedChain(self.model, self._trace, groups, digest=self.digest())
+        found.precision = self.precision
+        return found
 
     def structure(self, layer: int) -> Hashable:
         """Equal for layers with the same operations and connections on values and weights of the same specs."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from gplan.core.precision import AS_MADE, Precision
 from profiler.capture.running_norms import RunningNorm
 from profiler.capture.value_forms import checked_leaves
 
@@ -63,6 +64,13 @@ class Route:
     consumers: tuple[int, ...]  # increasing; L, the number of layers, stands for the model's output
 
 
+def autocast(precision: Precision, device_type: str = "cpu") -> AbstractContextManager[Any]:
+    """torch.autocast, if the precision has it."""
+    if not precision.autocast:
+        return nullcontext()
+    return torch.autocast(device_type, dtype=getattr(torch, precision.compute or "bfloat16"))
+
+
 class Chain(ABC):
     """A captured model at one micro-batch size."""
 
@@ -71,14 +79,29 @@ class Chain(ABC):
         self.names = tuple(names)
         self.kinds = tuple(kinds)
         self.traced = ""  # the way that was taken, if it is not the first
+        self.precision = AS_MADE  # whose autocast each stage runs under
         self.notes: tuple[str, ...] = ()  # on how the model was captured, for readers of a profile
 
     def __len__(self) -> int:
         return len(self.names)
 
-    @abstractmethod
     def stage(self, first: int, end: int, *, at_layer: AtLayer | None = None) -> nn.Module:
         """Layers [first, end) as one module, from the tensors of boundary `first` to those of boundary `end`."""
+        module = self._stage(first, end, at_layer)
+        if self.precision.autocast:
+            kind, precision = type(module), self.precision
+
+            def forward(*tensors: Tensor) -> Any:
+                device_type = "cuda" if any(x.is_cuda for x in tensors) else "cpu"
+                with autocast(precision, device_type):
+                    return kind.forward(module, *tensors)
+
+            module.forward = forward  # a forward has its casts of weights to itself, as in a block of a plain loop
+        return module
+
+    @abstractmethod
+    def _stage(self, first: int, end: int, at_layer: AtLayer | None) -> nn.Module:
+        """As `stage`, without autocast."""
 
     @abstractmethod
     def draws(self, layer: int) -> bool:

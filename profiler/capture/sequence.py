@@ -136,7 +136,7 @@ class SequentialChain(Chain):
         self._forms, self._specs, self._calls = self._trace(inputs)
         check_overlaps(self.names, self._calls)
 
-    def stage(self, first: int, end: int, *, at_layer: AtLayer | None = None) -> nn.Module:
+    def _stage(self, first: int, end: int, at_layer: AtLayer | None) -> nn.Module:
         """Layers [first, end) as a module whose parameters keep their names in the sequence."""
         forms = self._forms[first], self._forms[end]
         layers = _Slice(self._children[first:end], forms, copies_input=self._writes_into_input(first, end))

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from gplan.core import LossReduction
 from gplan.core.errors import ModelError, UsageError
-from profiler.capture.chain import Tensors, call_arguments, flat_tensors
+from profiler.capture.chain import Tensors, flat_tensors
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
 
@@ -173,9 +173,8 @@ def _two_parts(inputs: Any, target: Any, batch_size: int) -> list[tuple[Any, Any
 
 def call_model(file: ModelFile, inputs: Any) -> Any:
     """The model's output; a ModelError that names the inputs and the layer where it fails."""
-    args, kwargs = call_arguments(inputs)
     try:
-        return file.model(*args, **kwargs)
+        return file.forward(inputs)
     except Exception as error:
         shapes = ", ".join(
             f"{tuple(x.shape)} {x.dtype}".replace("torch.", "") for x in flat_tensors(inputs, what="inputs")

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from gplan.core import LossReduction, ModelId, Precision
 from gplan.core.errors import ModelError, UsageError
 from gplan.core.units import counted
-from profiler.capture.chain import Chain
+from profiler.capture.chain import Chain, autocast, call_arguments
 from profiler.capture.sequence import as_sequential
 from profiler.model.error_location import describe, is_out_of_memory
 from profiler.model.lazy_build import (
@@ -109,9 +109,20 @@ class ModelFile:
             inputs=inputs,
         )
 
+    def forward(self, inputs: Any) -> Any:
+        """The model's output, in its precision."""
+        args, kwargs = call_arguments(inputs)
+        with autocast(self.precision, self._device_type):
+            return self.model(*args, **kwargs)
+
+    @property
+    def _device_type(self) -> str:
+        return next((x.device.type for x in self.model.parameters()), "cpu")
+
     def loss(self, output: Any, target: Any) -> Tensor:
         """The loss of one micro-batch, checked to be a scalar tensor."""
-        value = self._call("loss", output, target, expected=Tensor)
+        with autocast(self.precision, self._device_type):
+            value = self._call("loss", output, target, expected=Tensor)
         if value.dim() != 0:
             shape = tuple(value.shape)
             raise ModelError(f"loss in {self.name} returned shape {shape}; expected a scalar, (); use .mean()")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from profiler.capture.chain import call_arguments, model_state_restored
+from profiler.capture.chain import model_state_restored
 from profiler.memory.allocations import gradient_bytes, storage_bytes, storage_key
 from profiler.model.data import sample_batch
 from profiler.model.lazy_build import fake_mode_of
@@ -140,10 +140,9 @@ def saved_bytes(file: ModelFile, batch_size: int) -> int:
 
     with model_state_restored(file.model):
         try:
-            args, kwargs = call_arguments(sample_batch(file, batch_size)[0])
+            inputs = sample_batch(file, batch_size)[0]
             with mode, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-                args, kwargs = pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
-                file.model(*args, **kwargs)
+                file.forward(pytree.tree_map_only(Tensor, mode.from_tensor, inputs))
         except Exception:  # control flow depends on values, or the inputs are wrong, which the measurement reports
             return 0
     return storage_bytes(x for key, x in kept.items() if key not in own)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -58,20 +57,6 @@ def convert_floats(value: Any, dtype: torch.dtype | None) -> Any:
 def input_dtype(precision: Precision) -> torch.dtype | None:
     """What floating-point inputs are converted to; None: nothing."""
     return _dtype(precision.parameters)
-
-
-def autocast(precision: Precision, device_type: str) -> AbstractContextManager[Any]:
-    """torch.autocast around a forward, if the precision has it."""
-    if not precision.autocast:
-        return nullcontext()
-    return torch.autocast(device_type, dtype=_dtype(precision.compute))
-
-
-def master_weight(parameter: nn.Parameter) -> nn.Parameter:
-    """A float32 parameter with the values of another one; the parameter itself if it is one."""
-    if parameter.dtype == MASTER_DTYPE:
-        return parameter
-    return nn.Parameter(parameter.detach().to(MASTER_DTYPE), requires_grad=parameter.requires_grad)
 
 
 def master_bytes(parameters: Iterable[nn.Parameter], precision: Precision) -> int:

@@ -22,7 +22,6 @@ from profiler.backward.split_backward import first_half
 from profiler.capture.chain import (
     Chain,
     Tensors,
-    call_arguments,
     detached,
     flat_tensors,
     roots_with_gradients,
@@ -118,8 +117,7 @@ def bench_of_chain(
         return _loss(file, chain.model_output(outputs), target)
 
     def whole() -> Tensor:
-        args, kwargs = call_arguments(inputs)
-        return _loss(file, file.model(*args, **kwargs), target)
+        return _loss(file, file.forward(inputs), target)
 
     return Bench(
         name="all",

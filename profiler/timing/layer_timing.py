@@ -93,7 +93,7 @@ def sample_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: P
     """Sample the times and measure the memory at one micro-batch size."""
     progress(f"micro-batch size {microbatch_size}: capturing the layers", 0.0)
     inputs, target = sample_batch(file, microbatch_size, device=setup.device)
-    chain = capture(file.model, inputs, granularity=setup.granularity)
+    chain = capture(file.model, inputs, granularity=setup.granularity, precision=file.precision)
     found, keys = layers_to_measure(chain)
     measure = _sample_alone if file.is_lazy else _sample_together
     return measure(_Subject(file, chain, microbatch_size, inputs, target, found, keys), setup, progress)

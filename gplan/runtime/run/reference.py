@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gplan.core import GradientCheck, Plan
 from gplan.core.errors import UsageError
 from gplan.runtime.microbatches import take_rows
-from profiler.capture.chain import call_arguments, model_state_restored
+from profiler.capture.chain import model_state_restored
 from profiler.model.load import ModelFile
 
 TOLERANCE = 1e-5  # of float32 and finer numbers
@@ -133,5 +133,4 @@ def _losses(file: ModelFile, plan: Plan, inputs: Any, target: Any, order: Sequen
     num_rows, size = plan.batch_size, plan.batch_size // len(order)
     for part in order:
         rows = slice(part * size, (part + 1) * size)
-        args, kwargs = call_arguments(take_rows(inputs, rows, num_rows))
-        yield file.loss(file.model(*args, **kwargs), take_rows(target, rows, num_rows)) * scale
+        yield file.loss(file.forward(take_rows(inputs, rows, num_rows)), take_rows(target, rows, num_rows)) * scale
