@@ -144,6 +144,7 @@ def pipeline(
     seed: int = 0,
     weights: str | Path | None = None,
     device: str | None = None,
+    precision: PrecisionName | None = None,
     timeout_s: float = 120.0,
 ) -> Pipeline:
     """The stages of `plan` that this process holds, ready to train: `loss = pipe.step(inputs, targets)`.
@@ -156,6 +157,8 @@ def pipeline(
     file's own by default. `inputs` of any number of samples show what the model is called with, where the plan does not
     say. `device` is by default this process's GPU if the plan was made for one, else the CPU. A process that waits
     longer than `timeout_s` for another gives up. `seed` is also that of random numbers in training, such as dropout's.
+    `precision` is the plan's, which is the profile's; one that is named must be the same. With "mixed" the pipeline's
+    parameters are the float32 master weights, and stages compute with bfloat16 copies that each step begins with.
 
     Raises FileError where the plan was made for another model, UsageError for what cannot be run so, ModelError for a
     model that cannot be built or captured.
@@ -163,7 +166,7 @@ def pipeline(
     from gplan.runtime.pipeline import open_pipeline
     from gplan.runtime.validation import check_options, check_runnable
 
-    check_options(plan, loss=loss, seed=seed, timeout_s=timeout_s)
+    check_options(plan, loss=loss, seed=seed, timeout_s=timeout_s, precision=precision)
     check_runnable(plan)
     return open_pipeline(
         model,

@@ -246,6 +246,11 @@ def _carried(values: Sequence[int | None]) -> list[int]:
     return carried
 
 
+def _dtypes_text(model: nn.Module) -> str:
+    """The dtypes of a model's parameters: "bfloat16 and float32"."""
+    return " and ".join(sorted({str(x.dtype).removeprefix("torch.") for x in model.parameters()}))
+
+
 def _check_layers(chain: Chain, plan: Plan, name: str) -> None:
     there, planned = {*chain.names}, {*plan.layer_names}
     if there != planned:
@@ -260,5 +265,5 @@ def _check_layers(chain: Chain, plan: Plan, name: str) -> None:
     if chain.digest() != plan.model.digest:
         raise FileError(
             f"the plan was made for a {plan.model.name} with other parameters (fingerprint "
-            f"{plan.model.digest}, now {chain.digest()}); profile and balance again with the same settings"
+            f"{plan.model.digest}, now {chain.digest()} in {_dtypes_text(chain.model)}); profile and balance again with the same settings"
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gplan.core import LossReduction, Plan
+from gplan.core import LossReduction, Plan, Precision
 from gplan.core.errors import FileError, ModelError, UsageError
 from gplan.core.units import bytes_text, counted
 from gplan.runtime.microbatches import count_rows, take_rows
@@ -127,11 +127,16 @@ def check_training(scale: float, *, trained: Collection[str], parameters: Mappin
         raise UsageError("every parameter of the model is frozen; expected one that needs a gradient, or use eval_step")
 
 
-def check_options(plan: object, *, loss: object, seed: object, timeout_s: float) -> None:
+def check_options(plan: object, *, loss: object, seed: object, timeout_s: float, precision: str | None) -> None:
     """Raise UsageError for arguments of `gplan.pipeline` of a wrong type or value."""
     if not isinstance(plan, Plan):
         raise UsageError(
             f"the plan is a {type(plan).__name__}; expected a Plan: gplan.load('plan.json'), or what gplan.balance returns"
+        )
+    if precision is not None and Precision.named(precision) != plan.precision:
+        raise UsageError(
+            f"the plan was made for precision {plan.precision.name}, not {precision}; leave the precision out, or profile with "
+            f"precision={precision!r} and balance again"
         )
     if loss is not None and not callable(loss):
         raise UsageError(f"the loss is a {type(loss).__name__}; expected a function: loss(output, target)")

@@ -8,7 +8,7 @@ objects.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, get_args
@@ -74,7 +74,7 @@ def _no_other_autocast(precision: Precision) -> AbstractContextManager[None]:
     """Inside, code that enables autocast raises ModelError, as it would compute in another precision."""
     if precision == AS_MADE:
         return nullcontext()
-    enter = torch.autocast.__enter__
+    enter: Callable[[torch.autocast], Any] = torch.autocast.__enter__
 
     def refusing(self: torch.autocast) -> Any:
         if self._enabled:
