@@ -112,11 +112,6 @@ def plainly(case: Subject, name: str) -> list[float]:
 
 def test_losses_equal_a_plain_loop() -> None:
     """Gradients of tied weights, and norms of bfloat16 gradients, are rounded before or after they are added up."""
-    settings = [
-        (case, name, recompute)
-        for case in CASES
-        for name, recompute in zip(MIXTURES, ["never", "always"] * 2, strict=True)
-    ]
     plans = [plan_in(case, name, recompute=recompute, schedule="1f1b") for case, name, recompute in SETTINGS]
 
     def script() -> list[list[float]]:
