@@ -30,7 +30,7 @@ from gplan.runtime.run.reference import accumulate_gradients
 from profiler.host.host_info import processor, software_versions
 
 ROOT = Path(__file__).parent.parent
-NUM_STEPS = 6
+NUM_STEPS = 5
 SMALL = (
     "examples/transformer_lm.py",
     {"num_blocks": 4, "width": 64, "num_heads": 4, "sequence_length": 32, "tie_embedding": True},
@@ -50,7 +50,6 @@ STRATEGIES: tuple[Strategy, ...] = (
     ("interleaved-1f1b:2", 2, 2, "optimizer"),
     ("interleaved-1f1b:2", 2, 2, "weights"),
     ("zb-h1", 2, 2, "optimizer"),
-    ("zb-h1", 2, 2, "weights"),
     ("gpipe", 1, 4, "weights"),
 )
 LARGE_STRATEGIES: tuple[Strategy, ...] = tuple(("1f1b", 2, 2, x) for x in ("none", "optimizer", "weights"))

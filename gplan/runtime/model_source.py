@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from gplan.core.errors import FileError, ModelError, UsageError
 from gplan.core.precision import AS_MADE, Precision
@@ -137,6 +139,11 @@ def open_source(
     if isinstance(model, list | tuple):
         model = as_sequential(model)
     if isinstance(model, nn.Module):
+        if isinstance(model, DistributedDataParallel) or any(isinstance(x, FSDPModule) for x in model.modules()):
+            raise UsageError(
+                f"the model is wrapped for replicas already ({type(model).__name__}); pass the model itself: the plan says "
+                "how many replicas there are and what they divide"
+            )
         file = model_in_memory(
             model, loss=given.get("loss"), optimizer=given.get("optimizer"), batches=given.get("batches")
         )

@@ -31,7 +31,6 @@ from gplan.core.checks import Sharding
 from gplan.core.errors import UsageError
 from gplan.runtime.capture_cache import CapturedModel
 from gplan.runtime.process_group import RankLayout
-from gplan.runtime.sharded_tensors import zeros
 from gplan.runtime.stage_module import ParameterGroup, StageModule
 from gplan.runtime.stage_state import StateNames
 
@@ -118,12 +117,14 @@ class ShardedStage:
 
     def fill_gradients(self) -> None:
         """Give zeros to parameters without a gradient here that have one on another replica. Collective."""
-        has_gradient = torch.tensor([x.grad is not None for x in self._trained], dtype=torch.int32)
-        has_gradient = has_gradient.to(self._trained[0].device) if self._trained else has_gradient
+        if not self._trained:
+            return
+        device, own = self._trained[0].device, [x.grad is not None for x in self._trained]
+        has_gradient = torch.tensor(own, dtype=torch.int32, device=device)
         dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=self._replicas)
-        for parameter, is_used in zip(self._trained, has_gradient.tolist(), strict=True):
-            if is_used and parameter.grad is None:
-                parameter.grad = zeros(parameter)
+        for x, is_used in zip(self._trained, has_gradient.tolist(), strict=True):
+            if is_used and x.grad is None:
+                x.grad = torch.zeros(x.shape, dtype=x.grad_dtype, device=device)  # its own memory may be freed
 
 
 class _OnCpu:

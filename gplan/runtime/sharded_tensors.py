@@ -56,8 +56,3 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
 def is_divided(tensors: Iterable[Tensor]) -> bool:
     """Whether a replica holds only a part of some tensor."""
     return any(isinstance(x, DTensor) for x in tensors)
-
-
-def zeros(like: Tensor) -> Tensor:
-    """Return zeros of a tensor's shape and dtype; its own memory may be freed."""
-    return torch.zeros(like.shape, dtype=like.dtype, device=like.device)

@@ -96,7 +96,7 @@ class StageRunner:
     def reduce_shards(self) -> None:
         """Divide the sums of sharded stages' gradients over the replicas; counts as the devices' updates."""
         if isinstance(self.engine, TorchEngine) and any(x.shards is not None for x in self.stages):
-            with self.updating(0):
+            with self.updating(0), self.engine.recorder.heartbeat.waiting("sums"):
                 self.engine.reduce_gradients()
 
     def finish(self) -> None:
@@ -142,7 +142,8 @@ class StageRunner:
         for stage in self.stages:
             stage.begin(self._stage_work(captured, stage, part, trains))
             if stage.shards is not None:
-                stage.shards.begin()
+                with self.engine.recorder.heartbeat.waiting("ranks"):
+                    stage.shards.begin()
         self._random_streams.begin(step, part.first_rows)
         given = flat_tensors(take_rows(inputs, part.rows, num_rows), what="the inputs")
         work = EnginePass(

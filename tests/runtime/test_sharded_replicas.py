@@ -195,12 +195,14 @@ def test_training_and_resuming(tmp_path: Path) -> None:
         assert every["whole"][2] == [1.0, 1.0]
 
 
-def test_uneven_samples_are_refused() -> None:
+def test_what_ranks_refuse() -> None:
     plan = planned("weights")
 
     def job(_rank: int) -> str:
         run = Training(plan)
         inputs, targets = next(run.data)
+        with pytest.raises(UsageError, match=r"wrapped for replicas already \(DistributedDataParallel\)"):
+            gplan.pipeline(nn.parallel.DistributedDataParallel(build()), plan, loss=F.cross_entropy)
         with pytest.raises(UsageError) as caught:
             run.pipe.step(inputs[:5], targets[:5])
         return str(caught.value)

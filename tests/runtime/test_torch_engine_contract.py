@@ -12,7 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import (
     _Action,
     _add_send_recv,
@@ -97,6 +100,8 @@ def test_overridden_signatures() -> None:
         (PipelineStage, "backward_one_chunk", ["bwd_chunk_id", "loss", "full_backward", "last_backward"]),
         (PipelineStage, "backward_maybe_with_nosync", ["backward_type", "bwd_kwargs", "last_backward"]),
         (PipelineStage, "_retrieve_recv_grads", ["bwd_chunk_id"]),
+        (PipelineStage, "perform_reduce_grad", ["grad_scale_factor"]),
+        (_PipelineScheduleRuntime, "_assert_unsharded", ["stage"]),
         (
             _PipelineScheduleRuntime,
             "_maybe_compute_loss",
@@ -105,6 +110,23 @@ def test_overridden_signatures() -> None:
         (_PipelineScheduleRuntime, "_maybe_get_loss", ["stage", "mb_index"]),
     ):
         assert list(inspect.signature(getattr(owner, name)).parameters)[1:] == expected
+    assert [*inspect.signature(stage_backward).parameters][:3] == ["stage_output", "output_grads", "input_values"]
+
+
+def test_gathered_parameters_stay_the_same_tensors() -> None:
+    def job(_rank: int) -> list[bool]:
+        module = nn.Linear(3, 3)
+        fully_shard(module, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"), reshard_after_forward=True)  # type: ignore[arg-type]
+        assert isinstance(module, FSDPModule)
+        module.unshard()
+        gathered, freed = module.weight, []
+        for _ in range(2):
+            module.reshard()
+            freed.append(gathered.untyped_storage().nbytes() == 0 and module.weight is not gathered)
+            module.unshard()
+        return [*freed, module.weight is gathered, gathered.untyped_storage().nbytes() > 0]
+
+    assert on_ranks(2, job) == [[True] * 4] * 2
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b:3", "zb-h1", "zb-v"])
