@@ -14,7 +14,6 @@ from functools import partial
 from typing import cast
 
 from gplan.core import OBJECTIVES, Alternative, Constraints, Machine, Objective, Plan, Profile, RecomputeMode, Sharding
-from gplan.core.checks import SHARDINGS
 from gplan.core.errors import UsageError
 from gplan.cost.sharding import sharded
 from gplan.cost.stage_costs import Costs
@@ -24,7 +23,7 @@ from gplan.partition.placement import Placed, best_placement
 from gplan.partition.plan_evaluation import price
 from gplan.partition.problem import Problem
 from gplan.partition.solve import SOLVERS, TooManyDownSets, solve, with_down_sets
-from gplan.partition.validation import check_choice, check_counts, check_recompute, check_split_backward
+from gplan.partition.validation import check_choice, check_counts, check_recompute, check_sharding, check_split_backward
 from gplan.schedules.registry import canonical, check_custom_counts, num_stages_of, schedule_info
 
 RECOMPUTE_CHOICES = ("never", "always", "except-last", "selected")
@@ -113,7 +112,7 @@ def problem_of(
         profile, schedule, num_devices=num_devices, num_microbatches=num_microbatches, num_replicas=num_replicas
     )
     check_recompute(schedule, recompute)
-    check_choice("sharding", sharding, SHARDINGS)
+    check_sharding(schedule, sharding)
     num_stages = num_stages_of(schedule, num_devices)
     check_constraints(constraints, profile, num_stages=num_stages)
     size = profile.microbatch_sizes[-1] if microbatch_size is None else microbatch_size

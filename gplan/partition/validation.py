@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gplan.core import Profile
+from gplan.core.checks import SHARDINGS
 from gplan.core.errors import UsageError
 from gplan.core.units import counted
 from gplan.cost.stage_costs import Costs
@@ -70,6 +71,21 @@ def why_not_selected(schedule: str) -> str:
             "the memory between the halves of a backward is known only for stages that recompute everything or nothing"
         )
     return ""
+
+
+def can_shard(schedule: str, sharding: str) -> bool:
+    """Whether replicas can divide this much of stages: the second half of a backward needs weights that are freed by then."""
+    return sharding != "weights" or not schedule_info(schedule).splits_backward
+
+
+def check_sharding(schedule: str, sharding: str) -> None:
+    """Raise UsageError for a way of sharding that there is not, or that the schedule cannot run."""
+    check_choice("sharding", sharding, SHARDINGS)
+    if not can_shard(schedule, sharding):
+        raise UsageError(
+            f"{schedule} splits backwards, whose second half needs weights that sharded replicas have freed by then; use "
+            "--shard optimizer, or a schedule of whole backwards, such as 1f1b"
+        )
 
 
 def check_split_backward(schedule: str, costs: Costs) -> None:

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 from gplan.core import LossReduction, Plan, Precision
 from gplan.core.errors import FileError, ModelError, UsageError
 from gplan.core.units import bytes_text, counted
+from gplan.partition.validation import check_sharding
 from gplan.runtime.microbatches import count_rows, take_rows
-from gplan.schedules.registry import schedule_info
 from gplan.schedules.validate import schedule_mismatch
 from profiler.capture.authored_layers import PLAIN
 from profiler.capture.chain import call_arguments
@@ -200,11 +200,7 @@ def check_runnable(plan: Plan) -> None:
     mismatch = schedule_mismatch(plan)
     if mismatch is not None:
         raise FileError(f"the plan cannot run: {mismatch.reason}; balance again with --schedule")
-    if plan.sharding == "weights" and plan.num_replicas > 1 and schedule_info(plan.schedule).splits_backward:
-        raise UsageError(
-            f"{plan.schedule} splits backwards, whose second half needs weights that sharded replicas have freed by then; "
-            "balance again with --shard optimizer, or with a schedule of whole backwards, such as 1f1b"
-        )
+    check_sharding(plan.schedule, plan.sharding)
     selecting = [stage for stage in plan.stages if stage.recompute_layers]
     if selecting and plan.recompute != "selected":
         raise FileError(

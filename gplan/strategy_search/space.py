@@ -17,9 +17,11 @@ from gplan.core.errors import UsageError
 from gplan.core.units import counted
 from gplan.cost.stage_costs import Costs
 from gplan.partition.validation import (
+    can_shard,
     check_choice,
     check_counts,
     check_recompute,
+    check_sharding,
     check_split_backward,
     why_not_selected,
 )
@@ -120,7 +122,7 @@ def search_space(profile: Profile, request: SearchRequest) -> Space:
         for r, m, size in _batch_cuts(profile, request, k, batch_size)
         for sharding in (shardings if r > 1 else shardings[:1])
         for name in schedules[k]
-        if m <= (schedule_info(name).num_microbatches or m)
+        if can_shard(name, sharding) and m <= (schedule_info(name).num_microbatches or m)
     )
     if not every:
         raise UsageError(_no_setting_text(profile, request, device_counts, batch_size))
@@ -161,6 +163,8 @@ def check_request(profile: Profile, request: SearchRequest) -> None:
     )
     check_recompute(schedule, request.recompute)
     check_choice("sharding", request.sharding, (*SHARDINGS, "auto"))
+    if request.sharding != "auto":
+        check_sharding(schedule, request.sharding)
     num_devices = (
         request.num_devices if isinstance(request.num_devices, int) else schedule_info(schedule).num_devices or 1
     )
