@@ -8,8 +8,8 @@ The folder holds rows (*.csv), a model file by the name in each row (llama3-70b.
 (tp1_pp2_dp4_mbs1.json) and the efficiencies measured on the device (*_efficiency.json, whose name begins as that of the
 rows). They are the files of MooreThreads/SimuMax, whose runs are Megatron-LM's with Transformer Engine. A row has the
 columns model, layers, tensor_parallel, pipeline, data_parallel, microbatches and step_ms; these may be there or not:
-expert_parallel, microbatch_size, sequence_length, recompute_layers (of each stage), strategy (a file's name), and the
-peaks in MB of 2^20 bytes. A case whose name has "cef" fuses the cross-entropy.
+expert_parallel, microbatch_size, sequence_length, chunks (stages of a device), recompute_layers (of each stage), strategy
+(a file's name), and the peaks in MB of 2^20 bytes. A case whose name has "cef" fuses the cross-entropy.
 
 Nothing is fitted to the rows. The profile comes from profiler/analytic/decoder_profile.py, the plan from the cost model
 with the replicas' sharding, as for `gplan layout` and `gplan balance`.
@@ -97,7 +97,7 @@ class Case:
 
     name: str
     decoder: Decoder
-    num_stages: int
+    num_devices: int  # of a pipeline
     num_replicas: int
     num_microbatches: int
     microbatch_size: int = 1
@@ -105,20 +105,26 @@ class Case:
     tensor: int = 1
     expert: int = 1
     recomputed: int = 0  # of the first blocks of each stage
+    num_chunks: int = 1  # stages of a device, interleaved
     fuses_cross_entropy: bool = True
     first_blocks: int | None = None  # of the first stage; None: as many as on the others
     last_blocks: int | None = None
 
     @property
+    def num_stages(self) -> int:
+        """Of a pipeline."""
+        return self.num_devices * self.num_chunks
+
+    @property
     def blocks(self) -> list[int]:
-        """Of each stage."""
-        given, middle = [self.first_blocks, self.last_blocks], self.num_stages - 2
-        left = self.decoder.num_hidden_layers - sum(x or 0 for x in given)
-        share = left // max(1, middle + given.count(None)) if self.num_stages > 1 else left
+        """Of each stage: equally many on those for which no number is given."""
         if self.num_stages == 1:
-            return [left]
-        first, last = (share if x is None else x for x in given)
-        return [first, *[share] * middle, last]
+            return [self.decoder.num_hidden_layers]
+        given = [self.first_blocks, *[None] * (self.num_stages - 2), self.last_blocks]
+        share, rest = divmod(self.decoder.num_hidden_layers - sum(x or 0 for x in given), given.count(None) or 1)
+        if rest:
+            raise FileError(f"{self.name}: the blocks cannot be divided equally among {self.num_stages} stages")
+        return [share if x is None else x for x in given]
 
 
 def predict(case: Case, hardware: Hardware) -> Plan:
@@ -141,7 +147,7 @@ def predict(case: Case, hardware: Hardware) -> Plan:
         num_stages=case.num_stages,
         num_microbatches=case.num_microbatches,
         microbatch_size=case.microbatch_size,
-        schedule="1f1b",
+        schedule="1f1b" if case.num_chunks == 1 else f"interleaved-1f1b:{case.num_chunks}",
         recompute="never",
         minimize="step-time",
         memory_bytes=None,
@@ -176,7 +182,7 @@ def case_of(row: dict[str, Any], folder: Path) -> Case:
     return Case(
         name=name,
         decoder=model.decoder(int(row["layers"]), tensor=tensor),
-        num_stages=int(row["pipeline"]),
+        num_devices=int(row["pipeline"]),
         num_replicas=data,
         num_microbatches=int(row["microbatches"]),
         microbatch_size=size,
@@ -184,6 +190,7 @@ def case_of(row: dict[str, Any], folder: Path) -> Case:
         tensor=tensor,
         expert=int(row.get("expert_parallel", strategy.get("ep_size", _number_after(name, "ep", 1)))),
         recomputed=int(row.get("recompute_layers", recomputed)),
+        num_chunks=int(row.get("chunks", strategy.get("interleaving_size", _number_after(name, "vp", 1)))),
         fuses_cross_entropy="cef" in name.split("_") or bool(strategy.get("cross_entropy_loss_fusion")),
         first_blocks=strategy.get("num_layers_in_first_pipeline_stage"),
         last_blocks=strategy.get("num_layers_in_last_pipeline_stage"),
@@ -198,7 +205,7 @@ def _number_after(name: str, word: str, default: int) -> int:
 
 def compared(row: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """Predicted beside published: the step, and the peaks of the first and the last stage."""
-    peaks = [x.memory.peak_bytes / MIB for x in plan.stages]
+    peaks = [x / MIB for x in plan.device_peak_bytes]
     pairs = {
         "step, ms": (1000 * plan.prediction.step_s, row.get("step_ms")),
         "first stage, MiB": (peaks[0], row.get("peak_allocated_mb_first_stage")),

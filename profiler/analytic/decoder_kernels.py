@@ -389,12 +389,15 @@ class LayerKernels:
     def _experts(self, local: int) -> tuple[Kernel, ...]:
         """Router, shared experts, and the routed ones between the two exchanges of tokens.
 
-        The hidden states after the norm are kept for the router; experts keep their tokens, which are copied for them.
+        The hidden states after the norm are kept for the router; experts keep their tokens, which are copied for them. Each
+        expert gets as many from every rank, rounded up.
         """
         model, hidden, num_ranks = self.decoder, self.hidden_bytes, self.widths.expert
         taken, width = model.num_experts_per_tok, model.expert_width
         own = self.tokens // self.widths.tensor  # tokens of this rank: the sequence is divided here
-        sent, rows = taken * hidden, own * taken // local  # rows of each local expert, from all ranks
+        rows = -(-own * taken // model.routed_experts)  # of each expert, from one rank
+        moved = ELEMENT * rows * model.routed_experts  # bytes for each value of a token
+        sent = moved * model.hidden_size
         scores = 4 * own * model.routed_experts
         router = Kernel(
             forward=(_product(own, model.hidden_size, model.routed_experts), *_moved("reduction", *[scores] * 4)),
@@ -424,14 +427,14 @@ class LayerKernels:
             forward=out[0], backward=back[1], makes=sent, input_gradient=hidden, beside=sent, exchanged=exchanged
         )  # fmt: skip
         tokens_out = Kernel(forward=out[1], backward=back[0], makes=hidden, input_gradient=sent, exchanged=exchanged)
-        gated = self._activation(taken * self._bytes(width))
+        gated, inside = self._activation(moved * width), (local, rows * num_ranks)
         return (
             router,
             *shared,
             tokens_in,
-            _grouped(local, rows, model.hidden_size, 2 * width, keeps=sent),
+            _grouped(*inside, model.hidden_size, 2 * width, keeps=sent),
             gated,
-            _grouped(local, rows, width, model.hidden_size, keeps=taken * self._bytes(width)),
+            _grouped(*inside, width, model.hidden_size, keeps=moved * width),
             tokens_out,
         )
 
