@@ -104,6 +104,7 @@ class Sharable:
     """Properties that layers and shared weights have for the replicas that may divide them."""
 
     __slots__ = ()
+    weight_bytes: int
     gradient_bytes: int
     share: ReplicaShare | None
 

@@ -82,7 +82,8 @@ class _BestFirstSearch:
         self.open = self.cache.open_strategies(self.memory_bytes)
         num_solved = 0
         while time.perf_counter() < self.deadline_s:
-            self.open = [x for x in self.open if x.bound < self._cutoff]
+            cutoff = self._cutoff
+            self.open = [x for x in self.open if x.bound < cutoff]
             if not self.open:
                 return
             rough = [x for x in self.open if x.effort < MOST_EFFORT] if self.best is not None else []
@@ -100,7 +101,8 @@ class _BestFirstSearch:
             self._expand(node)
 
     def _sharpen(self, node: OpenStrategy) -> None:
-        self.open[self.open.index(node)] = self.cache.sharpened(node, self.memory_bytes, enough=self._cutoff)
+        place = next(i for i, x in enumerate(self.open) if x is node)
+        self.open[place] = self.cache.sharpened(node, self.memory_bytes, enough=self._cutoff)
 
     def break_ties(self) -> None:
         """Among schedules with the same counts and step as the best plan, take less memory, then the simpler one."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -147,7 +147,7 @@ class StrategyBounds:
         """W."""
         return float(self._sums_s[-1]) + self.problem.num_stages * self._overhead_s
 
-    @property
+    @cached_property
     def transfers_s(self) -> float:
         """C."""
         return float(least_transfers_s(self.problem).sum())
@@ -160,14 +160,7 @@ class StrategyBounds:
         low, high = max(self.through_s / num_stages, lone_s), self.through_s
         if costs.given_downsets is not None:
             return low
-        sums = self._sums_s.tolist()
-        for _ in range(_HALVINGS):
-            middle = 0.5 * (low + high)
-            if _stages_within(sums, middle - self._overhead_s, num_stages) <= num_stages:
-                high = middle
-            else:
-                low = middle
-        return low
+        return _least_largest_s(self._sums_s.tobytes(), low, high, self._overhead_s, num_stages)
 
     @property
     def tail_s(self) -> float:
@@ -230,6 +223,19 @@ class StrategyBounds:
 def min_s_per_byte(link: Link) -> float:
     """The least time per byte over all message sizes."""
     return min([1 / link.bytes_per_s, *(x.seconds / x.num_bytes for x in link.points)])
+
+
+@lru_cache(maxsize=4096)
+def _least_largest_s(sums: bytes, low: float, high: float, overhead_s: float, num_stages: int) -> float:
+    """The least seconds, from low to high, within which so many stages hold all layers; settings share it."""
+    before_s = np.frombuffer(sums).tolist()
+    for _ in range(_HALVINGS):
+        middle = 0.5 * (low + high)
+        if _stages_within(before_s, middle - overhead_s, num_stages) <= num_stages:
+            high = middle
+        else:
+            low = middle
+    return low
 
 
 def _stages_within(sums: Sequence[float], most_s: float, enough: int) -> int:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, TypeAlias, cast
 
 from gplan.core import Profile, RecomputeMode, Sharding
 from gplan.core.checks import SHARDINGS
 from gplan.core.errors import UsageError
 from gplan.core.units import counted
+from gplan.cost.sharding import division_gains
 from gplan.cost.stage_costs import Costs
 from gplan.partition.validation import (
     can_shard,
@@ -113,14 +115,14 @@ def search_space(profile: Profile, request: SearchRequest) -> Space:
         )
     schedules, left_out = _schedules(profile, request, device_counts)
     recompute = AUTO_RECOMPUTE if request.recompute == "auto" else (cast(RecomputeMode, request.recompute),)
-    shardings = SHARDINGS if request.sharding == "auto" else (cast(Sharding, request.sharding),)
+    shardings = _shardings(profile, request)
     every = tuple(
         Strategy(
             num_devices=k, num_replicas=r, num_microbatches=m, microbatch_size=size, schedule=name, sharding=sharding
         )
         for k in device_counts
         for r, m, size in _batch_cuts(profile, request, k, batch_size)
-        for sharding in (shardings if r > 1 else shardings[:1])
+        for sharding in shardings(r)
         for name in schedules[k]
         if can_shard(name, sharding) and m <= (schedule_info(name).num_microbatches or m)
     )
@@ -187,6 +189,18 @@ def _device_counts(profile: Profile, request: SearchRequest) -> tuple[int, ...]:
     info = schedule_info("gpipe" if request.schedule == "auto" else request.schedule)
     most = min(len(profile.layers) // info.num_chunks, request.most_devices or MOST_DEVICES)
     return tuple(k for k in range(1, most + 1) if info.num_devices in (None, k))
+
+
+def _shardings(profile: Profile, request: SearchRequest) -> Callable[[int], tuple[Sharding, ...]]:
+    """What R replicas may divide; one has nothing to divide. Whole stages are left out where they gain nothing."""
+
+    @cache
+    def found(num_replicas: int) -> tuple[Sharding, ...]:
+        if request.sharding != "auto" or num_replicas == 1:
+            return ("none" if request.sharding == "auto" else cast(Sharding, request.sharding),)
+        return SHARDINGS[1:] if division_gains(profile, num_replicas=num_replicas) else SHARDINGS
+
+    return found
 
 
 def _schedules(

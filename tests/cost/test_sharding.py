@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gplan.core import Link, SharedWeight
 from gplan.core.checks import SHARDINGS
 from gplan.core.machine import Collective
 from gplan.core.profile import ParameterSize, Profile
 from gplan.cost.memory_moments import stage_memory, stage_moments
-from gplan.cost.sharding import sharded
+from gplan.cost.sharding import division_gains, sharded
 from gplan.cost.stage_costs import Costs
 from tests.made import make_profile
+from tests.partition.problems import profiles
 
 ROWS = (ParameterSize(num_rows=10, num_bytes=80), ParameterSize(num_rows=0, num_bytes=4))
 """A matrix whose ten rows are divided, padded to twelve, and a scalar that stays whole."""
@@ -34,9 +39,9 @@ def costs_of(sharding: str, num_replicas: int = 4, *, kind: str = "cpu") -> Cost
     return Costs(profile, 1, 2, num_replicas=num_replicas, sharding=sharding)
 
 
-def peak(costs: Costs) -> int:
+def peak(costs: Costs, first: int = 0, end: int = 2) -> int:
     moments = stage_moments("gpipe", num_devices=1, num_microbatches=2, stage=0, recompute="never")
-    return stage_memory(moments, costs.one_stage_bytes(0, 2)).peak_bytes
+    return stage_memory(moments, costs.one_stage_bytes(first, end)).peak_bytes
 
 
 def test_optimizer_is_divided() -> None:
@@ -123,3 +128,22 @@ def test_measured_collectives() -> None:
     ]
     assert [x.all_reduce_s for x in found] == pytest.approx([6 * 1.0, 3 * 2.0 + 3 * 3.0, 3 * 2.0])
     assert [x.forward_s for x in found] == pytest.approx([2, 2, 2 * (1 + 3 * 3.0)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(profiles(max_layers=5), st.sampled_from([2, 3, 8]))
+def test_gains_of_a_division(profile: Profile, num_replicas: int) -> None:
+    """Where the search leaves whole stages out, no stage is better whole."""
+    if not division_gains(profile, num_replicas=num_replicas):
+        return
+    whole, part = (
+        Costs(sharded(profile, num_replicas=num_replicas, sharding=x), 1, 2, num_replicas=num_replicas, sharding=x)
+        for x in ("none", "optimizer")
+    )
+    num_layers = len(profile.layers)
+    for first, end in combinations(range(num_layers + 1), 2):
+        bounds = np.array([first]), np.array([end])
+        assert part.columns(*bounds).before_update_s + part.optimizer_s(*bounds) <= (
+            whole.columns(*bounds).before_update_s + whole.optimizer_s(*bounds) + 1e-9
+        )
+        assert peak(part, first, end) <= peak(whole, first, end)
