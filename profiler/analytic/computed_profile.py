@@ -177,7 +177,8 @@ def _fused_notes(options: ComputeOptions, size: _ComputedSize) -> Iterator[str]:
 def _notes(file: ModelFile, options: ComputeOptions) -> tuple[str, ...]:
     hardware, fit = options.figures, options.calibration
     shares = ", ".join(f"{x.kind} {percent_text(x.flops)} / {percent_text(x.bandwidth)}" for x in hardware.efficiencies)
-    origin = "assumed"
+    stated = dict(hardware.sources)["efficiency"]
+    origin = "assumed" if stated == "not given" else stated
     if fit is not None:
         origin = (
             f"{', '.join(fit.kinds)} calibrated by {fit.num_samples} timings of {fit.profile_name}, all others assumed"
@@ -186,6 +187,10 @@ def _notes(file: ModelFile, options: ComputeOptions) -> tuple[str, ...]:
         f"computed for {hardware.name}, nothing was measured; figures: {dict(hardware.sources)['flops']}",
         f"shares of the peak flop rate / memory bandwidth that operations reach, {origin}: {shares}",
     ]
+    if hardware.shapes.shares:
+        notes.append(
+            f"products take the shares of {len(hardware.shapes.shares)} shapes that {hardware.name} has, or lie between them"
+        )
     if fit is not None:
         is_worse = fit.after.worst_error > fit.before.worst_error
         notes.append(
