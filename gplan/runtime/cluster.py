@@ -50,6 +50,7 @@ _SLOW = 2.0  # and named as slow from this
 _SLOW_LATENCY = 4.0  # or, for the smallest message, which varies more, from this
 _LOSSY = 0.01  # share of packets that were sent again
 _CLOCKS_APART_S = 1.0
+_MEMORY_STEP = 2**28  # of what a host has free, so that hosts that are alike have the same
 
 Times = list[tuple[int, float]]
 """Bytes and seconds, by rising bytes."""
@@ -246,7 +247,7 @@ def _hardware(device: torch.device) -> str:
 def _memory_bytes(device: torch.device, local_size: int) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return available_bytes() // local_size
+    return max(1, available_bytes() // local_size // _MEMORY_STEP) * _MEMORY_STEP
 
 
 def machine_of(peers: Sequence[Peer], found: Sequence[RankFindings], *, backend: str) -> Machine:

@@ -10,6 +10,7 @@ import faulthandler
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,27 @@ class ForkedProcess(subprocess.Popen[str]):
         module, *arguments = args[args.index("-m") + 1 :]
         given = {**options, "restore_signals": False}  # a Python of its own would ignore SIGPIPE again
         super().__init__(args, env=env, preexec_fn=lambda: _become(module, arguments, env), **given)
+
+
+def launcher_environments(hosts: Sequence[int]) -> list[dict[str, str]]:
+    """What a launcher sets for each rank, given the number of its host; all are processes on the loopback."""
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        port = str(asked.getsockname()[1])
+    return [
+        {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(hosts)),
+            "GROUP_RANK": str(host),
+            "LOCAL_RANK": str(hosts[:rank].count(host)),
+            "LOCAL_WORLD_SIZE": str(hosts.count(host)),
+            "TORCHELASTIC_RUN_ID": "test",
+        }
+        for rank, host in enumerate(hosts)
+    ]
 
 
 def _become(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:

@@ -28,40 +28,20 @@ from gplan.runtime.cluster import PairTimes, RankFindings, machine_of, pair_roun
 from gplan.runtime.peers import Peer, meet
 from gplan.runtime.process_group import check_interface
 from profiler.host import links
-from tests.runtime.forked import forking
-
-
-def free_port() -> int:
-    with socket.socket() as asked:
-        asked.bind(("127.0.0.1", 0))
-        return int(asked.getsockname()[1])
+from tests.runtime.forked import forking, launcher_environments
 
 
 class Launched:
     """The processes of `gplan cluster` as a launcher starts them; `hosts` has the host of each rank."""
 
-    def __init__(self, folder: Path, hosts: Sequence[int], *options: str, **environment: str) -> None:
-        port = str(free_port())
+    def __init__(self, folder: Path, hosts: Sequence[int], *options: str) -> None:
         self.output, self.processes = folder / "cluster.toml", list[subprocess.Popen[str]]()
-        for rank, host in enumerate(hosts):
-            given = {
-                **os.environ,
-                "GLOO_SOCKET_IFNAME": "lo",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(hosts)),
-                "GROUP_RANK": str(host),
-                "LOCAL_RANK": str(hosts[:rank].count(host)),
-                "LOCAL_WORLD_SIZE": str(hosts.count(host)),
-                "TORCHELASTIC_RUN_ID": "test",
-                **environment,
-            }
+        for environment in launcher_environments(hosts):
             arguments = ["cluster", "--device", "cpu", "--json", "--output", str(self.output), *options]
             self.processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "gplan", *arguments],
-                    env=given,
+                    env={**os.environ, **environment},
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,

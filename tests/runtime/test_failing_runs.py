@@ -26,7 +26,7 @@ from gplan.core.errors import FileError, RunError, UsageError
 from gplan.runtime.checkpoint.folder import locked_directory
 from gplan.runtime.run.run_options import RunOptions
 from profiler.model.load import ModelFile, load_model_file, model_in_memory
-from tests.runtime.forked import ForkedProcess, forking
+from tests.runtime.forked import ForkedProcess, forking, launcher_environments
 from tests.runtime.plans import pipeline_for, plan_for, run_virtually
 from tests.runtime.ranks import on_ranks
 
@@ -50,6 +50,8 @@ def batches(batch_size):
     for step, x in enumerate(torch.randn(40, batch_size, 8)):
         if step == 4 and what == "fill the disk":
             resource.setrlimit(resource.RLIMIT_FSIZE, (900, 900))
+        if step == 4 and what == "die":
+            os.kill(os.getpid(), 9)
         if step == 4 and what == "raise":
             raise ValueError("as told")
         yield x, x
@@ -69,18 +71,25 @@ class Started:
     """A command-line run, forked, in its own working folder, by which its processes are found."""
 
     def __init__(
-        self, folder: Path, place: Path, what: str, *, num_steps: int = 9, by: tuple[str, ...] = ("-m",)
+        self,
+        folder: Path,
+        place: Path,
+        what: str,
+        *,
+        num_steps: int = 9,
+        by: tuple[str, ...] = ("-m",),
+        **environment: str,
     ) -> None:
         self._place = place
         self._temporary = place / "tmp"
-        self._temporary.mkdir()
+        self._temporary.mkdir(exist_ok=True)
         self.checkpoints = place / "checkpoints"
         options = f"run --plan {folder / 'plan.json'} --timeout 20 --save-every 3 --steps {num_steps}".split()
         files = ["--checkpoints", str(self.checkpoints), "--output", str(place / "run.json")]
         with forking():
             self.process = ForkedProcess(
                 [sys.executable, *by, "gplan", *options, *files],
-                env={**os.environ, "WHAT": what, "TMPDIR": str(self._temporary)},
+                env={**os.environ, "WHAT": what, "TMPDIR": str(self._temporary), **environment},
                 cwd=place,
                 stderr=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -137,6 +146,16 @@ def test_torchrun_summary_names_cause(folder: Path, tmp_path: Path) -> None:
         r"rank 1: in step 5, taking a batch: batches in .*model.py failed: ValueError: as told \(.*model.py, line \d+\)"
     )
     assert re.search(rf"Root Cause[\s\S]*{cause}", told)
+
+
+@pytest.mark.parametrize(("what", "told"), [("raise", "ended: .*as told"), ("die", "no longer answers")])
+def test_another_host_names_the_one_at_fault(folder: Path, tmp_path: Path, what: str, told: str) -> None:
+    runs = [Started(folder, tmp_path, what, **environment) for environment in launcher_environments([0, 1])]
+    for run in runs:
+        run.process.wait(60)
+    (code, text), _ = (run.end() for run in runs)
+    assert code == 5
+    assert re.search(rf"^error: rank 1 on \S+-1 {told}", text, re.MULTILINE), text
 
 
 def small(**functions: Callable[..., Any]) -> ModelFile:
