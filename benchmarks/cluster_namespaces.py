@@ -87,7 +87,10 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     if not options.table:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        measure(options)
+        try:
+            measure(options)
+        except KeyboardInterrupt:
+            raise SystemExit("interrupted; the rows so far are kept") from None
     rows = _rows(options.output)
     if rows.empty:
         rows.to_csv(options.output / "rows.csv", index=False)  # what the report names

@@ -73,12 +73,13 @@ def closed_pipe_ignored() -> Iterator[None]:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, float], None]]:
-    """A bar on standard error; yields a function that shows a text and the share of the work that is done."""
+    """A bar on standard error, under torchrun that of rank 0; yields a function that shows a text and the share done."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    is_shown = console.is_terminal and os.environ.get("RANK", "0") == "0"
+    with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
         task = progress.add_task("starting", total=1.0)
         yield lambda text, share: progress.update(task, description=text, completed=share)
