@@ -42,7 +42,7 @@ OUTPUT = ROOT / "reports" / "cluster"
 HOSTS = ("host-a", "host-b")
 DEVICE = "gplan0"  # of the cable, in both namespaces
 RATES = ("unlimited", "200", "20")  # Mbit/s
-BURST, QUEUE = "8kb", "400ms"  # of a token bucket; what it saves up while idle goes faster, so that is little
+BURST, QUEUE = "2kb", "400ms"  # of a token bucket; what it saves up while idle goes faster, so that is little
 TIMEOUT_S = 300
 OURS, EQUAL, UNLIMITED = "plan", "equal cuts", "plan for the unlimited cable"
 
