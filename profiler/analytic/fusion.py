@@ -140,21 +140,23 @@ class _Region:
     is_causal: bool = False  # of an attention, whether half of the scores need not be computed
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """The result on fake tensors, made and differentiated as one kernel each way."""
+        """The result on fake tensors, made and differentiated as one kernel each way; run as it is with other values."""
         fusion = _CURRENT.get()
-        if fusion is None:
+        if fusion is None or not all(isinstance(x, Tensor) for x in inputs):
+            return self.run(*inputs)
+        with _disable_current_modes(), torch.no_grad():
+            example = self.run(*(x.detach() for x in inputs))
+        if not isinstance(example, Tensor):
             return self.run(*inputs)
         fusion.fused.found[self.kernel] += 1
-        return _Fused.apply(fusion, self, *inputs)  # type: ignore[no-untyped-call]
+        return _Fused.apply(fusion, self, example, *inputs)  # type: ignore[no-untyped-call]
 
 
 class _Fused(torch.autograd.Function):
     """A kernel from its inputs to one result, on fake tensors."""
 
     @staticmethod
-    def forward(ctx: Any, fusion: _Fusion, region: _Region, *inputs: Tensor) -> Tensor:
-        with _disable_current_modes(), torch.no_grad():
-            example = region.run(*(x.detach() for x in inputs))
+    def forward(ctx: Any, fusion: _Fusion, region: _Region, example: Tensor, *inputs: Tensor) -> Tensor:
         result = torch.empty(example.shape, dtype=example.dtype, device=example.device)
         saved = list(inputs)
         if region.kernel == "attention":  # and what the softmax is divided by, of each query
@@ -168,12 +170,12 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         inputs = ctx.saved_tensors[: ctx.num_inputs]
         in_place = ctx.region.kernel == "cross-entropy"
-        wanted = zip(inputs, ctx.needs_input_grad[2:], strict=True)
+        wanted = zip(inputs, ctx.needs_input_grad[3:], strict=True)
         made = [(x if in_place else torch.empty_like(x)) if needs else None for x, needs in wanted]
         if any(x is not None for x in made):
             moved = [*ctx.saved_tensors, *gradients, *(x for x in made if x is not None)]
             ctx.fusion.count(ctx.region, "backward", inputs, moved)
-        return (None, None, *made)
+        return (None, None, None, *made)
 
 
 def _attention_shape(inputs: Sequence[Tensor], direction: Direction) -> AttentionShape | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -69,10 +70,15 @@ class Model(nn.Module):
 MODEL = Model()
 
 
-def analysed(kernels: tuple[FusedKernel, ...], fused: Fused | None = None) -> tuple[LayerAnalysis, ...]:
+@cache
+def captured() -> tuple[Tensor, list[nn.Module]]:
     x = torch.randn(1, LENGTH, WIDTH, requires_grad=True)
     chain = capture(MODEL, x)
-    layers = [chain.stage(i, i + 1) for i in range(len(chain))]
+    return x, [chain.stage(i, i + 1) for i in range(len(chain))]
+
+
+def analysed(kernels: tuple[FusedKernel, ...], fused: Fused | None = None) -> tuple[LayerAnalysis, ...]:
+    x, layers = captured()
 
     def loss(outputs: tuple[Tensor, ...]) -> Tensor:
         return F.cross_entropy(outputs[0].flatten(0, 1), torch.zeros(LENGTH, dtype=torch.int64))
