@@ -43,6 +43,7 @@ class ForReceiver:
                     num_microbatches=strategy.num_microbatches,
                     recompute=recompute,
                     num_replicas=strategy.num_replicas,
+                    sharding=strategy.sharding,
                 ),
             )
 
@@ -55,8 +56,10 @@ class ForReceiver:
 
     def check(self, schedule: str, *, num_devices: int, num_microbatches: int, recompute: str) -> None:
         """Raise UsageError for settings that the receiver cannot run."""
-        counts = {"num_devices": num_devices, "num_microbatches": num_microbatches}
-        if problem := settings_problem(self.name, Settings(schedule=schedule, recompute=recompute, **counts)):
+        settings = Settings(
+            schedule=schedule, recompute=recompute, num_devices=num_devices, num_microbatches=num_microbatches
+        )
+        if problem := settings_problem(self.name, settings):
             raise UsageError(f"the plan {problem}")
 
     def with_constraints(self, constraints: Constraints) -> Constraints:

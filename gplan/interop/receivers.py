@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from gplan.core import Constraints, Plan, Profile, Value
+from gplan.core import Constraints, Plan, Profile, Sharding, Value
 from gplan.core.errors import UsageError
 from gplan.graph.layer_graph import LayerGraph
 from gplan.schedules.registry import make_schedule, num_stages_of, schedule_info
@@ -161,6 +161,7 @@ class Settings:
     num_microbatches: int
     recompute: str = "never"
     num_replicas: int = 1
+    sharding: Sharding = "none"
 
     @classmethod
     def of(cls, plan: Plan) -> Settings:
@@ -171,6 +172,7 @@ class Settings:
             num_microbatches=plan.num_microbatches,
             recompute=plan.recompute,
             num_replicas=plan.num_replicas,
+            sharding=plan.sharding,
         )
 
     @property
@@ -198,6 +200,8 @@ def _settings_problems(receiver: Receiver, name: str, settings: Settings) -> Ite
     schedule = plain_schedule(settings.schedule)
     if settings.num_replicas > 1 and not receiver.replicas:
         yield (f"runs {settings.num_replicas} replicas; {title} runs one pipeline; plan with --k {num_devices} alone")
+    if settings.sharding != "none":
+        yield f"shards the {settings.sharding} over replicas, which is not exported to {title}; plan again with --shard none"
     stages = f"{num_stages} stages on {num_devices} devices ({schedule})"
     choice = f"plan again with --schedule {' or '.join(receiver.schedules or ('1f1b', 'gpipe'))}"
     if receiver.max_chunks == 1 and num_stages > num_devices:

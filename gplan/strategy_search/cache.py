@@ -81,6 +81,7 @@ class SolveCache:
     _profiles: dict[_Replicas, Profile] = field(default_factory=dict)  # of one replica
     _stages: dict[int, ChainStages] = field(default_factory=dict)  # by the identity of the costs that `_costs` holds
     _bounds: dict[tuple[Strategy, RecomputeMode], StrategyBounds] = field(default_factory=dict)
+    _too_little: dict[Strategy, int] = field(default_factory=dict)  # memory in which no plan of a strategy fits
     _action_s: float = _FIRST_ACTION_S
 
     def cost(self, plan: Plan | None) -> float:
@@ -99,9 +100,10 @@ class SolveCache:
         return min(fitting, key=self.cost, default=None)
 
     def open_strategies(self, memory_bytes: int | None) -> list[OpenStrategy]:
-        """Every strategy, not solved yet."""
-        self.progress(f"bounding {len(self.space.strategies)} settings", 0.0)
-        return [self._open(strategy, None, memory_bytes) for strategy in self.space.strategies]
+        """Every strategy that is not known to be without a plan, not solved yet."""
+        strategies = [x for x in self.space.strategies if (memory_bytes or INFINITY) > self._too_little.get(x, -1)]
+        self.progress(f"bounding {len(strategies)} settings", 0.0)
+        return [self._open(strategy, None, memory_bytes) for strategy in strategies]
 
     def expand(
         self, node: OpenStrategy, memory_bytes: int | None, *, time_limit_s: float
@@ -144,6 +146,8 @@ class SolveCache:
             if each.step_s < least_s:
                 within_s = each.within_s(memory_bytes, effort=effort, enough_s=enough / weight)
                 least_s = min(least_s, within_s)
+        if least_s == INFINITY and node.recompute is None and memory_bytes is not None:
+            self._too_little[strategy] = memory_bytes
         bound = max(node.bound, least_s * weight)
         return replace(node, bound=bound, estimate=max(node.estimate, bound), effort=effort)
 

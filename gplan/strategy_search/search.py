@@ -38,6 +38,7 @@ _CLOSEST_S = 4.0  # for that
 _NUM_POINTS = 8  # of the frontier
 _LESS_MEMORY = 0.8  # the memory limit for the next point, as a share of the last point's peak
 _LEAST_POINT_S = 0.5  # for a point
+_POINTS_AT_LEAST = 3  # that the time left is for
 _MIN_SAVING = 0.01  # share of the memory that a point of the frontier must save
 
 
@@ -251,7 +252,7 @@ def _explore(cache: SolveCache, plan: Plan, *, deadline_s: float, share: tuple[f
         if deadline_s - now_s < _LEAST_POINT_S:
             return True
         part = (high - low) / (_NUM_POINTS - 1)
-        until_s = now_s + (deadline_s - now_s) / (_NUM_POINTS - index)
+        until_s = now_s + (deadline_s - now_s) / min(_POINTS_AT_LEAST, _NUM_POINTS - index)
         point_share = (low + (index - 1) * part, low + index * part)
         try:
             found = best_plan_within(cache, int(_LESS_MEMORY * peak_bytes), deadline_s=until_s, share=point_share)

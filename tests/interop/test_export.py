@@ -140,6 +140,7 @@ def test_json_expresses_every_plan() -> None:
         "num_devices": 2,
         "num_stages": 2,
         "num_replicas": 3,
+        "sharding": "none",
         "schedule": "zb-h1",
         "num_microbatches": 5,
         "microbatch_size": 2,

@@ -139,6 +139,11 @@ def test_a_search_chooses_what_the_receiver_can_run() -> None:
         ("torchtitan", Settings(schedule="zb-h1", num_devices=2, num_microbatches=4, recompute="always"), "splits the backward"),
         ("pytorch", Settings(schedule="zb-v", num_devices=2, num_microbatches=4), "neighbours on device 1"),
         ("torchgpipe", Settings(schedule="gpipe", num_devices=2, num_microbatches=4, num_replicas=2), "runs one pipeline"),
+        (
+            "megatron",
+            Settings(schedule="1f1b", num_devices=2, num_microbatches=4, num_replicas=2, sharding="optimizer"),
+            "plan again with --shard none",
+        ),
         ("automodel", Settings(schedule="1f1b", num_devices=2, num_microbatches=4, recompute="always"), "recompute always"),
     ],
 )  # fmt: skip

@@ -32,6 +32,7 @@ def to_json(plan: Plan, profile: Profile | None) -> Export:
         "num_devices": plan.num_devices,
         "num_stages": plan.num_stages,
         "num_replicas": plan.num_replicas,
+        "sharding": plan.sharding,
         "schedule": plan.schedule,
         "num_microbatches": plan.num_microbatches,
         "microbatch_size": plan.microbatch_size,
