@@ -94,7 +94,7 @@ class ChainStages:
     def _every_emptied_part(self) -> Ints:
         return _stacked(self.selector.emptied_parts(*self._every, _rows(self._every_part, slice(None))))
 
-    def least_largest(self, values: Sequence[Floats]) -> float:
+    def least_largest(self, values: Sequence[Floats] | Floats) -> float:
         """The smallest largest value of the stages of a partition, given those of each stage's window; exact."""
         return float(self._least_to(np.asarray(values), np.maximum)[-1, -1])
 
@@ -205,12 +205,13 @@ class _Ways:
     """Seconds that the candidates of all stages take, with the recompute that they need to fit."""
 
     own: Floats  # [S, paths, E]: of each path
-    before: Floats  # [S, 2, E]: of what comes from the stages before: a forward; and beside it the last gradients back
+    before: Floats  # [S, 3, E]: of what comes from the stages before: a forward; and beside it gradients back,
+    # the last ones, or those of a micro-batch that is recomputed
     after: Floats  # [S, 2, E]: of a forward and its gradients, with a micro-batch kept, and recomputed
     crossing: Floats  # [S, E]: of both transfers over the cut after it
     fits: Bools  # [S, E]: whether there is such a candidate
     rounds: Ints  # [S, paths, 2]: as in `OrderPaths`
-    returns: Ints  # [paths]: 1 where the last gradients go on through the stages before
+    returns: Ints  # [paths]: as in `OrderPaths`, the same for all stages
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,9 @@ class ChainBounds:
     @cached_property
     def quick_s(self) -> float:
         """A weaker bound: of single stages, with the shortest ways through all others."""
-        return self.stages.least_largest(list(self._longest_s(self._ways.fits))) * (1 - _SLACK)
+        if self.stages.least_largest([np.where(fits, 0.0, INFINITY) for _, fits in self._recomputes]) == INFINITY:
+            return INFINITY
+        return self.stages.least_largest(self._longest_s(self._ways.fits)) * (1 - _SLACK)
 
     def step_s(self, *, enough_s: float = INFINITY) -> float:
         """A lower bound of the step of every partition that fits the memory; infinite where none fits.
@@ -306,15 +309,14 @@ class ChainBounds:
             problem.schedule,
             num_devices=problem.num_devices,
             num_microbatches=problem.num_microbatches,
-            recompute=problem.recompute,
+            recompute="always" if problem.recompute == "selected" else problem.recompute,  # of which all is recomputed
         )
         own, before, after, crossing, fitting = [], [], [], [], []
         for stage, paths in enumerate(every):
-            times = self._times.take(_index(*self.stages.window(stage, problem.num_stages)))
-            recompute_s, fits = self._recompute(stage, times)
-            times = replace(times, recompute_s=recompute_s)
+            recompute_s, fits = self._recomputes[stage]
+            times = replace(self._times_of(stage), recompute_s=recompute_s)
             seconds = paths.counts @ np.array([action_s(key, times) for key in paths.keys])
-            seconds[~paths.returns] += times.optimizer_s
+            seconds[paths.returns == 0] += times.optimizer_s
             crosses = stage < problem.num_stages - 1
             there_s, here_s = times.forward_s + crosses * times.activation_s, crosses * times.gradient_s
             kinds = {key.kind for key in paths.keys if key.kind in INPUT_GRADIENT_KINDS}
@@ -322,11 +324,12 @@ class ChainBounds:
                 np.minimum.reduce([action_s(ActionKey(stage, kind, again), times) for kind in kinds])
                 for again in (False, True)
             )
+            if stage == 0:  # whose second half is all of a backward
+                kept_s = times.backward_s + times.optimizer_s
+                again_s = kept_s + recompute_s
             back_s = again_s if paths.last_again else kept_s
-            if stage == 0:
-                back_s = times.backward_s + paths.last_again * recompute_s + times.optimizer_s
             own.append(seconds)
-            before.append([there_s, there_s + here_s + back_s])
+            before.append([there_s, there_s + here_s + back_s, there_s + here_s + again_s])
             after.append([there_s + here_s + kept_s, there_s + here_s + again_s])
             crossing.append(crosses * (times.activation_s + times.gradient_s))
             fitting.append(fits)
@@ -337,8 +340,17 @@ class ChainBounds:
             crossing=np.array(crossing),
             fits=np.array(fitting),
             rounds=np.array([paths.rounds for paths in every]),
-            returns=every[0].returns.astype(np.int64),
+            returns=every[0].returns,
         )
+
+    @cached_property
+    def _recomputes(self) -> list[tuple[Floats, Bools]]:
+        """[S] of [E] each, as `_recompute` of each stage."""
+        return [self._recompute(stage, self._times_of(stage)) for stage in range(self.problem.num_stages)]
+
+    def _times_of(self, stage: int) -> StageSeconds[Floats]:
+        """[E]: of a stage's candidates, without what memory makes them recompute."""
+        return self._times.take(_index(*self.stages.window(stage, self.problem.num_stages)))
 
     def _recompute(self, stage: int, times: StageSeconds[Floats]) -> tuple[Floats, Bools]:
         """[E] each: seconds of recompute for a micro-batch that is recomputed, at least; whether candidates may fit."""

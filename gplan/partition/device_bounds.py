@@ -293,7 +293,7 @@ class DeviceBounds:
         keys, kinds = _keys(problem, order)
         before = np.concatenate([np.zeros((1, len(keys))), np.cumsum(np.eye(len(keys))[kinds], axis=0)])
         heads, tails = list[tuple[int, float]](), [(len(order), 0.0)]
-        last = {(x.stage, x.kind): i for i, x in enumerate(order)}
+        last = {(x.stage, x.kind, self._is_again(x.microbatch)): i for i, x in enumerate(order)}
         first = {(x.stage, x.kind): i for i, x in reversed([*enumerate(order)])}
         for (stage, kind), i in first.items():
             again = self._is_again(order[i].microbatch)
@@ -301,8 +301,7 @@ class DeviceBounds:
                 heads.append((i, self._forward_before_s[stage]))
             elif kind in INPUT_GRADIENT_KINDS:
                 heads.append((i, self._forward_all_s + self._back_after_s[again][stage]))
-        for (stage, kind), i in last.items():
-            again = self._is_again(order[i].microbatch)
+        for (stage, kind, again), i in last.items():
             if kind is ActionKind.FORWARD:
                 tails.append((i + 1, self._forward_after_s[stage] + self._back_all_s[again]))
             elif kind in INPUT_GRADIENT_KINDS:

@@ -21,7 +21,7 @@ import numpy as np
 
 from gplan.core import Action, ActionKind, RecomputeMode, is_recomputed
 from gplan.cost.stage_seconds import ActionKey
-from gplan.graph.down_sets import Bools, Ints
+from gplan.graph.down_sets import Ints
 from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
 from gplan.schedules.registry import make_schedule
 
@@ -33,8 +33,11 @@ class OrderPaths:
     keys: tuple[ActionKey, ...]  # kinds of its actions
     counts: Ints  # [paths, keys]: how many of each kind a path takes
     rounds: Ints  # [paths, 2]: how often it goes through the stages after, with a micro-batch kept, and recomputed
-    returns: Bools  # [paths]: whether its end goes on through the stages before; else the update follows
-    last_again: bool  # whether the micro-batch that goes on through the stages before is recomputed
+    returns: (
+        Ints  # [paths]: 0 where the update follows; 1, 2 where the last gradients go on through the stages before, or
+    )
+    # the last ones of a micro-batch that is recomputed
+    last_again: bool  # whether the micro-batch of the last gradients is recomputed
 
 
 @lru_cache(maxsize=64)
@@ -71,14 +74,19 @@ def _paths_of(order: Sequence[Action], num_microbatches: int, recompute: Recompu
         return counts + before[end] - before[position], rounds
 
     twice = [first, last] if there[last] > back[first] else [last]
-    of_gradients = [path(x, back[last_back] + 1) for x in ([], [first], [last], twice, _often(there, back))]
+    leaving: tuple[list[int], ...] = ([], [first], [last], twice, _often(there, back))
     of_update = [path(x, len(order)) for x in ([], [first])]
-    counts, rounds = zip(*of_gradients, *of_update, strict=True)
+    of_gradients = [path(x, back[last_back] + 1) for x in leaving]
+    recomputed = max(filter(again, back), key=back.__getitem__, default=last_back)
+    end = back[recomputed] + 1
+    sooner = leaving if recomputed != last_back else ()
+    of_recomputed = [path([y for y in x if back[y] < end], end) for x in sooner]
+    counts, rounds = zip(*of_update, *of_gradients, *of_recomputed, strict=True)
     return OrderPaths(
         keys=tuple(index),
         counts=np.array(counts),
         rounds=np.array(rounds),
-        returns=np.arange(len(counts)) < len(of_gradients),
+        returns=np.repeat([0, 1, 2], [len(of_update), len(of_gradients), len(of_recomputed)]),
         last_again=again(last_back),
     )
 

@@ -22,7 +22,7 @@ from gplan.partition.plan_evaluation import fits_memory, goal_s, price
 from gplan.partition.problem import Problem, Solution, nothing_recomputed, without_memory
 from gplan.partition.solve import solve
 from gplan.partition.validation import why_not_selected
-from gplan.strategy_search.bounds import StrategyBounds
+from gplan.strategy_search.bounds import MOST_EFFORT, StrategyBounds
 from gplan.strategy_search.heuristics import estimated_step_s
 from gplan.strategy_search.space import Space, Strategy
 
@@ -134,7 +134,9 @@ class SolveCache:
 
         Effort goes only into ways whose bounds are below `enough`.
         """
-        effort, strategy = node.effort + 1, node.strategy
+        strategy = node.strategy
+        has_chunks = strategy.num_stages > strategy.num_devices
+        effort = node.effort + 1 if has_chunks else MOST_EFFORT  # elsewhere the first bound is part of the other
         modes = [node.recompute or self.space.recompute[0]]
         if node.recompute is None and memory_bytes is not None:
             modes = [*self._recompute_modes(strategy, memory_bytes)]
