@@ -164,12 +164,16 @@ def _add_gradients(masters: list[nn.Parameter], trained: list[nn.Parameter], pre
 
 def as_text(rows: list[dict[str, Any]]) -> str:
     """The report."""
+    rows = sorted(rows, key=lambda x: ([*MODELS].index(x["model"]), PRECISIONS.index(x["precision"])))
     lines = [
         "# Mixed precision beside plain loops",
         "",
         f"Made by `python benchmarks/mixed_precision.py`; every loss is in [rows.json](rows.json). {len_text(rows)} "
         "Peak memory is of each stage, predicted and measured by the allocator's record; step and optimizer are predicted "
-        "over measured, less 1, on a host that other work may have kept busy.",
+        "over measured, less 1, on a host that other work may have kept busy: they are no figures to go by.",
+        "",
+        "Of a tied weight, the plain loop rounds the sum of both gradients to bfloat16; its stages add them in the dtype that "
+        "gradients accumulate in. So losses part by the rounding of bfloat16 there, and nowhere else.",
         "",
         "| model | precision | engine | losses, first and last | plain | largest difference | peak, predicted | measured | "
         "error | step | optimizer |",

@@ -18,6 +18,7 @@ from gplan.core import Link, Plan, Precision, Profile
 from gplan.core.errors import FileError, ModelError, UsageError
 from gplan.runtime.pipeline import Pipeline
 from profiler.capture.capture import capture
+from tests.runtime.ranks import on_ranks
 from tests.runtime.semantics.checks import MICROBATCH_SIZE, both_engines, built
 from tests.runtime.semantics.models import WIDTH, Floor, Subject, Tied, Tower, subject, token_subject
 
@@ -127,6 +128,20 @@ def test_losses_equal_a_plain_loop() -> None:
                 expected = plainly(CASES[case], name)
                 assert losses[0] == pytest.approx(expected[0], rel=1e-6), (case, name)
                 assert losses == pytest.approx(expected, rel=0.03 if case == "tied" else 0.01), (case, name)
+
+
+def test_replicas_with_master_weights() -> None:
+    """Each replica has half of the micro-batches; whole or divided by FSDP2, the losses are those of the plain loop."""
+    case = CASES["frozen"]
+    plan = gplan.balance(profile_in("frozen", "mixed"), num_devices=1, num_microbatches=2)
+    plans = [replace(plan, num_replicas=2, sharding=sharding) for sharding in ("none", "optimizer", "weights")]
+
+    def job(_rank: int) -> list[list[float]]:
+        pipes = [gplan.pipeline(case.build, x, loss=float_loss(case), inputs=case.batch(2)[0]) for x in plans]
+        return [trained(x, case, torch.optim.AdamW(x.parameters(), lr=0.01), range(2)) for x in pipes]
+
+    for found in on_ranks(2, job):
+        assert all(losses == pytest.approx(plainly(case, "mixed")[:2], rel=1e-6) for losses in found)
 
 
 def test_master_weights_resume_under_another_plan(tmp_path: Path) -> None:
