@@ -3,6 +3,7 @@
     python benchmarks/gpu_runs.py                          the rows of ../shared/data/gpu_runs; a second or two
     python benchmarks/gpu_runs.py --data FOLDER            other rows of the same source
     python benchmarks/gpu_runs.py --report                 writes reports/gpu-runs/README.md too
+    python benchmarks/gpu_runs.py --left-out               errors of shares by shape, each measured one left out in turn
 
 The folder holds rows (*.csv), a model file by the name in each row (llama3-70b.json), strategy files
 (tp1_pp2_dp4_mbs1.json) and the efficiencies measured on the device (*_efficiency.json, whose name begins as that of the
@@ -22,6 +23,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import msgspec
@@ -35,6 +37,7 @@ from profiler.analytic.decoder_config import Decoder, Widths
 from profiler.analytic.decoder_kernels import MEGATRON_KERNELS
 from profiler.analytic.decoder_profile import DecoderProfile
 from profiler.analytic.hardware import FUSED_KERNELS, Hardware, load_hardware
+from profiler.analytic.shapes import AttentionShape, MatmulShape, ShapeTable
 
 ROOT = Path(__file__).parent.parent
 DATA = Path(os.environ.get("GPLAN_REFERENCE_DATA", ROOT.parent / "shared" / "data")) / "gpu_runs"
@@ -237,6 +240,24 @@ def as_text(rows: list[tuple[dict[str, Any], Plan]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def left_out(table: ShapeTable) -> Iterator[str]:
+    """Errors of the share of each shape by the others, for products and attention; beside, those of the mean of all."""
+    for kind in (MatmulShape, AttentionShape):
+        known = {shape: share for shape, share in table.shares.items() if isinstance(shape, kind)}
+        errors, of_mean = list[float](), list[float]()
+        for shape, share in known.items():
+            others = {x: y for x, y in known.items() if x != shape}
+            found = ShapeTable(others).share(shape)
+            if found is not None:
+                errors.append(abs(found / share - 1))
+                of_mean.append(abs(fmean(others.values()) / share - 1))
+        figures = [percent_text(f(x)) for x in (errors, of_mean) for f in (fmean, median)]
+        yield (
+            f"{len(errors)} of {kind.__name__}: mean error {figures[0]}, median {figures[1]}; one number for all: "
+            f"mean {figures[2]}, median {figures[3]}"
+        )
+
+
 def _cell(predicted: float, published: float | None, error: float | None, *, unit: str) -> str:
     if published is None or error is None:
         return f"{predicted:,.0f} {unit}"
@@ -248,7 +269,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the rows")
     parser.add_argument("--report", action="store_true", help=f"write {REPORT.relative_to(ROOT)}")
+    parser.add_argument("--left-out", action="store_true", help="errors of the interpolation between shapes instead")
     options = parser.parse_args()
+    if options.left_out:
+        for path in options.data.glob("*_efficiency.json"):
+            print(path.name, *left_out(load_hardware(str(path)).shapes), sep="\n")
+        return
     rows = [(row, predict(case, hardware)) for row, case, hardware in cases(options.data)]
     if not rows:
         parser.error(f"{options.data} has no rows (*.csv); name the folder with --data")

@@ -84,6 +84,9 @@ def read_efficiency_file(path: Path, built_in: Mapping[str, Any]) -> dict[str, A
         product, memory = ops["matmul"], bandwidth["default"]
         network = msgspec.convert(system.networks.get(_NODE) or system.networks["inter_node"], _Network)
         base = built_in.get(max((x for x in built_in if system.sys_name.startswith(x)), key=len, default=""), {})
+        bytes_per_s = max(x.gbps for x in bandwidth.values()) * _GIB
+        if not 0 < bytes_per_s < float("inf"):
+            raise ValueError(f"accelerator.bandwidth is {bytes_per_s / _GIB:g} GiB/s")
         shapes = {"matmul": [*_products(product), *_grouped(ops.get("group_matmul"))], "attention": _attention(ops)}
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error.strerror}; expected a published efficiency file") from error
@@ -94,7 +97,6 @@ def read_efficiency_file(path: Path, built_in: Mapping[str, Any]) -> dict[str, A
             "accelerator.bandwidth.default, and networks"
         ) from error
     peak = product.tflops * 1e12
-    bytes_per_s = max(x.gbps for x in bandwidth.values()) * _GIB
     of_bytes = memory.shares(bytes_per_s)
     collectives = [
         {"kind": kind, "num_devices": max(2, system.num_per_node), "message": network.link(kind)}
