@@ -122,6 +122,10 @@ def balance(
         num_devices, microbatches = schedule_counts(schedule, num_devices, microbatches)
     if num_devices is None and devices is None:
         raise UsageError("how many devices? give --k 4, --k auto, or the devices in all: --devices 8")
+    if shard not in ("none", "auto") and devices is None:
+        raise UsageError(
+            f"--shard {shard} divides stages among replicas, and one pipeline has none; give the devices in all, such as --devices 8"
+        )
     num_devices = "auto" if num_devices is None else num_devices
     known, notes = calibrated_profile(measured, profile, calibration)
     common: dict[str, Any] = {

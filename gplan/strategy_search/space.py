@@ -197,7 +197,7 @@ def _shardings(profile: Profile, request: SearchRequest) -> Callable[[int], tupl
     @cache
     def found(num_replicas: int) -> tuple[Sharding, ...]:
         if request.sharding != "auto" or num_replicas == 1:
-            return ("none" if request.sharding == "auto" else cast(Sharding, request.sharding),)
+            return ("none" if num_replicas == 1 else cast(Sharding, request.sharding),)
         return SHARDINGS[1:] if division_gains(profile, num_replicas=num_replicas) else SHARDINGS
 
     return found

@@ -53,6 +53,7 @@ def test_selected_recompute_needs_no_search(here: Path, capsys: pytest.CaptureFi
 
 MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
     ((), 2, "--devices 8"),
+    (("--k", "2", "--shard", "weights"), 2, "one pipeline has none"),
     (
         ("--k", "2", "--microbatches", "3", "--batch-size", "1000000000"),
         2,

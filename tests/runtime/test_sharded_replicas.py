@@ -217,4 +217,6 @@ def test_refusals() -> None:
     with pytest.raises(UsageError, match="the virtual engine does not divide"):
         gplan.run(plan, model=build(), engine="virtual", loss=F.cross_entropy)
     with pytest.raises(UsageError, match="zb-h1 splits backwards, whose second half needs weights"):
-        gplan.balance(profile(), num_devices=2, num_microbatches=4, num_replicas=2, schedule="zb-h1", sharding="weights")
+        gplan.balance(
+            profile(), num_devices=2, num_microbatches=4, num_replicas=2, schedule="zb-h1", sharding="weights"
+        )

@@ -138,3 +138,11 @@ REFUSED: list[tuple[dict[str, object], str]] = [
 def test_what_leaves_nothing_to_search_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         search_space(PROFILE, replace(OPEN, **changes))  # type: ignore[arg-type]
+
+
+def test_what_replicas_divide() -> None:
+    space = search_space(PROFILE, replace(OPEN, sharding="auto", schedule="gpipe"))
+    found = {(x.num_replicas > 1, x.sharding) for x in space.strategies}
+    assert found == {(False, "none"), (True, "none"), (True, "optimizer"), (True, "weights")}
+    space = search_space(PROFILE, replace(OPEN, sharding="weights"))
+    assert {(x.num_replicas > 1, x.sharding) for x in space.strategies} == {(False, "none"), (True, "weights")}
