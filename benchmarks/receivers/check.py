@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -98,9 +98,8 @@ def _run(receiver: str) -> str:
     from receivers import two_processes
 
     runs: dict[str, Callable[[], tuple[list[float], list[float]]]] = {
-        "pytorch": lambda: two_processes.run_on_two_processes("pytorch"),
-        "torchtitan": lambda: two_processes.run_on_two_processes("torchtitan"),
         "torchgpipe": two_processes.run_torchgpipe,
+        **{name: partial(two_processes.run_on_two_processes, name) for name in two_processes.RUNS},
     }
     if receiver not in runs:
         return ""
@@ -110,7 +109,7 @@ def _run(receiver: str) -> str:
     except Exception as error:
         return f"failed: {str(error).strip().splitlines()[-1][:160]}"
     worst = max(abs(a / b - 1) for a, b in zip(found, plain, strict=True))
-    return f"3 steps on {where}; losses differ from the plain model's by {worst:.1g}"
+    return f"{len(plain)} steps on {where}; losses differ from the plain model's by {worst:.1g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,13 +185,18 @@ def report(found: list[Checked], layouts: list[Compared], num_plans: int) -> str
 _LIMITS = """## What this does not show
 
 - torchtitan's debug Llama does not train on a CPU: its attention is FlexAttention, which has no backward there ("FlexAttention
-  does not support backward on CPU"; other backends are refused for language models). So its own split and schedule functions
-  trained a small model with the same names. torchtitan 0.3.0 imports triton without asking for it in its package.
-- DeepSpeed's engine was not started: its set-up of communication did not return within two minutes on a CPU. The exported
-  subclass ran on every rank up to the bounds of its layers.
+  does not support backward on CPU"; other backends are refused for language models). So its splitter, schedules,
+  `Trainer.train_step` and `Profiler` trained a small model with the same names; the trainer's own set-up needs a GPU. It passes
+  lists of micro-batches to the schedule, which torch takes after 2.13. torchtitan 0.3.0 imports triton without asking for it in
+  its package.
+- Megatron-core's schedules trained the stages of the layout in a small model of our own; three calls that ask for CUDA were
+  answered with the CPU. Interleaved 1F1B trained with its losses, too.
+- DeepSpeed's engine trained without its extension for shared memory, which it compiles on the first use; a compilation that
+  was ended leaves a lock in torch's folder of extensions, for which the next one waits without an end. It clips gradients to
+  a norm of 1 where its configuration says nothing; the run turned that off.
 - verl hands its string to Megatron-core, whose parser read it; verl itself was read, not run. vLLM was not installed.
-- Megatron's hybrid patterns with stages are newer than megatron-core 0.16.1, the newest on the package index; they were not
-  parsed.
+- Megatron-core 0.16.1, the newest on the package index, reads the symbols of hybrid patterns but no "|" between stages: the
+  tests have its `allocate_layers` read the symbols; the stages were not parsed.
 - Plans of inference receivers are plans for training: what a rank of a served model takes is not priced.
 """
 

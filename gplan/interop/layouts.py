@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from gplan.core import Profile
 from gplan.core.errors import UsageError
 from gplan.interop.export.torchtitan import ROTARY
-from gplan.interop.receivers import RECEIVERS, Decoder, check_granularity, child_name, decoder_of, modules_of
+from gplan.interop.receivers import RECEIVERS, check_granularity, child_name, decoder_of, modules_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +87,16 @@ def stage_letters(layout: str) -> tuple[str, ...]:
     return tuple(plain.split("|"))
 
 
+_HYBRID = re.compile(r"(?:.*--hybrid-layer-pattern[=\s]*)?[\"']?([MG*ED|-]*[MG][MG*ED|-]*)(?:[\"'\s].*)?", re.DOTALL)
+
+
 def _megatron(text: str, names: Sequence[str]) -> tuple[int, ...]:
+    title = RECEIVERS["megatron"].title
+    if pattern := _HYBRID.fullmatch(text.strip()):
+        return _block_ends([len(stage) for stage in pattern[1].split("|")], names, title)
     found = _LAYOUT.search(text)
     stages = stage_letters(found[1] if found else text.strip().strip("\"'"))
-    decoder = decoder_of(names, RECEIVERS["megatron"].title)
+    decoder = decoder_of(names, title)
     letters = "".join(stages)
     _check_count(letters, "t", len(decoder.blocks))
     _check_count(letters, "m", len(decoder.prediction))
@@ -173,8 +179,12 @@ def _torchgpipe(text: str, names: Sequence[str]) -> tuple[int, ...]:
 
 
 def _inference(text: str, names: Sequence[str]) -> tuple[int, ...]:
-    counts = _numbers(text.rpartition("=")[2], ())
-    decoder: Decoder = decoder_of(names, "the receiver")
+    return _block_ends(_numbers(text.rpartition("=")[2], ()), names, "the receiver")
+
+
+def _block_ends(counts: Sequence[int], names: Sequence[str], title: str) -> tuple[int, ...]:
+    """The ends of stages with so many blocks; the embeddings are on the first, the head on the last."""
+    decoder = decoder_of(names, title)
     num_blocks = len(decoder.blocks)
     if sum(counts) != num_blocks:
         raise UsageError(f"the counts add up to {sum(counts)}; the profile has {num_blocks} blocks")

@@ -84,6 +84,38 @@ def test_no_action_of_a_device_overlaps_its_next_one(recorded: dict[str, Traced]
     assert sum(x.action.kind is ActionKind.OPTIMIZER for x in spans) == 2
 
 
+TRAINERS = {
+    "torchtitan": ("1f1b", 3),  # torchtitan's first step, in which shapes are exchanged, is not in the order of 1F1B
+    "torchtitan-interleaved": ("interleaved-1f1b:2", 4),
+    "megatron": ("1f1b", 4),
+    "megatron-interleaved": ("interleaved-1f1b:2", 4),
+}
+
+
+@pytest.mark.parametrize(("name", "expected"), TRAINERS.items())
+def test_traces_of_trainers_have_stages_order_and_updates(name: str, expected: tuple[str, int]) -> None:
+    schedule, num_steps = expected
+    traced, plan = read_traced(sample(name)), make_scheduled_plan(schedule)
+    assert (traced.schedule, len(traced.step_s), traced.notes) == (schedule, num_steps, ())
+    assert all(traced.timeline.update_s(device) > 0 for device in range(2))
+    run = traced_run(traced, plan)
+    assert run.timeline.transfers
+    assert not any("differs" in x for x in run.notes)
+    assert compare(run).row(STEP_TIME).measured == traced.timeline.step_s
+
+
+def test_megatrons_ranks_under_other_numbers_or_missing_are_refused(tmp_path: Path) -> None:
+    """The order of interleaved 1F1B tells the chunks of a rank apart."""
+
+    def swap(trace: dict[str, Any]) -> None:
+        trace["distributedInfo"]["rank"] = 1 - trace["distributedInfo"]["rank"]
+
+    with pytest.raises(FileError):
+        read_traced(spoilt("megatron-interleaved", tmp_path, swap))
+    with pytest.raises(FileError):
+        read_traced(sample("megatron-interleaved")[:1])
+
+
 def test_what_lies_between_sends_and_receives_is_what_the_stacks_say(tmp_path: Path) -> None:
     def without_stacks(trace: dict[str, Any]) -> None:
         trace["traceEvents"] = [x for x in trace["traceEvents"] if x["cat"] != "python_function"]

@@ -4,7 +4,8 @@ Relies on deepspeedai/DeepSpeed: deepspeed/runtime/pipe/module.py (`PipelineModu
 K+1 boundaries, and calls `_set_bounds`; none of its methods accepts parts, so the export has a subclass;
 `activation_checkpoint_interval` layers are recomputed as one, 0 none), deepspeed/runtime/pipe/schedule.py
 (`TrainSchedule`: 1F1B, one stage on a device) and docs/_tutorials/pipeline.md (layers are a sequence of callables;
-micro-batches by `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps`; `TiedLayerSpec`).
+micro-batches by `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps`; `TiedLayerSpec`) and
+deepspeed/runtime/constants.py (`GRADIENT_CLIPPING_DEFAULT`).
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def _notes(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
         f"PlannedPipelineModule(layers, loss_fn=..., **ARGUMENTS) takes {num_layers} layers, those of the plan in its order, "
         f"each with the operations that follow it; start {num_ranks} ranks",
         "DeepSpeed documents no other way to set the parts; the class overrides a private method",
+        "DeepSpeed clips gradients to a norm of 1 unless the configuration has another gradient_clipping; 0.0 clips nothing",
     ]
     makers, split = requirements.skipping_values(plan, profile), requirements.split_weights(plan, profile)
     if makers:

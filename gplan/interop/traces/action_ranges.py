@@ -1,13 +1,14 @@
 """The actions that a rank recorded, each with its time range.
 
-They are found by the ranges that torch.distributed.pipelining writes around its actions; without those, by the stage's
-functions in the recorded stacks; without stacks, as in a plain trace of Schedule1F1B, by the sends and receives between
-runs of operations.
+They are found by the ranges that torch.distributed.pipelining writes around its actions; without those, by the functions of
+torch or Megatron-core in the recorded stacks; without stacks, as in a plain trace of 1F1B, by the sends and receives
+between runs of operations.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from gplan.interop.traces.profiler_marks import (
     Mark,
     OperationRole,
     actions_of,
-    chunk_kind,
+    function_kind,
     is_update,
     neighbour_of,
     one_stage_action,
@@ -38,7 +39,8 @@ def unmarked_actions(trace: RankTrace, *, stage: int, num_stages: int) -> list[t
         recv [F0 F0] send recv [B0 B0] send,recv [F1 F1] send ...
 
     A run of operations without a send or receive in between is an action or book-keeping. Backwards are the runs of the
-    autograd engine; as many of the longest other runs are the forwards. The result must be in the order of 1F1B.
+    autograd engine; as many of the longest other runs before the last of them are the forwards (clipping and updates follow
+    it). The result must be in the order of 1F1B.
     """
     return [x for step in steps_of(trace) for x in _actions_of(trace, step, stage=stage, num_stages=num_stages)]
 
@@ -58,9 +60,12 @@ def steps_of(trace: RankTrace) -> list[Mark]:
 def _actions_of(trace: RankTrace, step: Mark, *, stage: int, num_stages: int) -> list[tuple[Action, Mark]]:
     runs = list(_runs(trace, step))
     backwards = [mark for is_backward, mark in runs if is_backward]
-    others = sorted((mark for is_backward, mark in runs if not is_backward), key=lambda x: x.start_us - x.end_us)
+    if not backwards:
+        return []
+    before = [mark for is_backward, mark in runs if not is_backward and mark.start_us < backwards[-1].start_us]
+    others = sorted(before, key=lambda x: x.start_us - x.end_us)
     forwards = sorted(others[: len(backwards)], key=lambda x: x.start_us)
-    if not backwards or len(forwards) < len(backwards):
+    if len(forwards) < len(backwards):
         return []
     found = [(Action(stage, ActionKind.FORWARD, i), mark) for i, mark in enumerate(forwards)]
     found += [(Action(stage, ActionKind.BACKWARD, i), mark) for i, mark in enumerate(backwards)]
@@ -98,9 +103,6 @@ def _is_inside(moment_us: float, marks: Sequence[Mark]) -> bool:
     return any(x.start_us <= moment_us < x.end_us for x in marks)
 
 
-_CHUNK_KINDS = {"forward_one_chunk": ActionKind.FORWARD, "backward_one_chunk": ActionKind.BACKWARD}
-
-
 class Ranged(NamedTuple):
     """One action and its time range."""
 
@@ -118,8 +120,8 @@ def ranges_of(device: TracedDevice, *, place: int, num_ranks: int) -> tuple[Rang
     if not found:
         found = _of_one_stage(trace, place)
         _check_neighbours(device, found, place=place, num_ranks=num_ranks)
-        found = found or _of_functions(trace, place)
-    if not found:
+        found = found or _of_functions(trace, place, num_ranks)
+    if not found and _is_communicating(trace):
         found = [Ranged(*x) for x in unmarked_actions(trace, stage=place, num_stages=num_ranks)]
     if not found:
         raise FileError(f"{trace.name} {_reason(trace, place, num_ranks)}")
@@ -148,7 +150,7 @@ def missing_stages(trace: RankTrace, known: set[int]) -> set[int]:
 
 def _reason(trace: RankTrace, place: int, num_ranks: int) -> str:
     """Why no actions were found, and what to record instead."""
-    if np.isin(trace.operations.role, BETWEEN).any():
+    if _is_communicating(trace):
         return (
             "names no actions, and the operations between its sends and receives are not in Schedule1F1B's order on stage "
             f"{place} of {num_ranks}; expected a trace of every rank with whole steps in it, or one with_stack=True"
@@ -157,6 +159,10 @@ def _reason(trace: RankTrace, place: int, num_ranks: int) -> str:
         "has no actions of a pipeline: neither ranges such as 'PP:0F1' or 'Forward 1', nor sends and receives; expected a "
         "trace of a torch.distributed.pipelining schedule with whole steps in it"
     )
+
+
+def _is_communicating(trace: RankTrace) -> bool:
+    return bool(np.isin(trace.operations.role, BETWEEN).any())
 
 
 def _check_neighbours(device: TracedDevice, found: Sequence[Ranged], *, place: int, num_ranks: int) -> None:
@@ -190,14 +196,30 @@ def _of_one_stage(trace: RankTrace, stage: int) -> list[Ranged]:
     return [Ranged(action, mark) for action, mark in pairs if action is not None]
 
 
-def _of_functions(trace: RankTrace, stage: int) -> list[Ranged]:
-    """Actions by the stage's functions: the n-th forward and backward of a step are micro-batch n, as in Schedule1F1B."""
+def _of_functions(trace: RankTrace, place: int, num_ranks: int) -> list[Ranged]:
+    """Actions by the functions that run them, step by step."""
     found = []
     for step in steps_of(trace):
-        for name, kind in _CHUNK_KINDS.items():
-            marks = [x for x in _within(trace.marks, step) if chunk_kind(x.name) == name]
-            found += [Ranged(Action(stage, kind, i), mark) for i, mark in enumerate(marks)]
-    return sorted(found, key=lambda x: x.stretch.start_us)
+        marks = [(kind, x) for x in _within(trace.marks, step) if (kind := function_kind(x.name)) is not None]
+        order = _order_of([kind for kind, _ in marks], place, num_ranks)
+        found += [Ranged(action, mark) for action, (_, mark) in zip(order, marks, strict=True)]
+    return found
+
+
+def _order_of(kinds: Sequence[ActionKind], place: int, num_ranks: int) -> list[Action]:
+    """The actions of a rank in a step by their kinds: interleaved 1F1B where it alone has these, in groups of K micro-batches
+    as Megatron-core runs it; else the n-th forward and the n-th backward are micro-batch n of one stage."""
+    counts = Counter[ActionKind]()
+    single = [Action(place, kind, counts.update([kind]) or counts[kind] - 1) for kind in kinds]
+    num_forwards = counts[ActionKind.FORWARD]
+    for num_chunks in range(1, 1 + num_forwards // num_ranks):
+        if num_forwards % (num_chunks * num_ranks):
+            continue
+        schedule = f"interleaved-1f1b:{num_chunks}"
+        made = make_schedule(schedule, num_devices=num_ranks, num_microbatches=num_forwards // num_chunks).orders[place]
+        if [x.kind for x in made] == kinds:
+            return list(made)
+    return single
 
 
 def _within(marks: Sequence[Mark], step: Mark) -> list[Mark]:

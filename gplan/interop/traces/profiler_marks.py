@@ -2,7 +2,8 @@
 
 torch.distributed.pipelining writes `PP:2F0` around every action of the schedules that its runtime runs (gplan's engine
 is one), with two actions in `PP:(0F3;3B1)OVERLAP_F_B`; ScheduleGPipe writes `Forward 0` and `Backward 0`; Schedule1F1B
-writes nothing. With stacks (`with_stack=True`) all of them record the stage's own functions.
+writes nothing. With stacks (`with_stack=True`) all of them record the stage's own functions, and Megatron-core's schedules
+theirs, which write no ranges either: what they mark by NVTX is not in a trace of torch.profiler.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ _PLAIN = re.compile(r"PP:([0-9]{1,9}[FBIW][0-9]{1,9})")
 _OVERLAPPED = re.compile(r"PP:\(([0-9]{1,9}F[0-9]{1,9});([0-9]{1,9}B[0-9]{1,9})\)OVERLAP_F_B")
 _SENT = re.compile(r"PP:([0-9]{1,9})(SEND|RECV)_([FB])[0-9]{1,9}")
 _OF_ONE_STAGE = re.compile(r"(Forward|Backward) ([0-9]{1,9})")
-_CHUNK = re.compile(
-    r"torch/distributed/pipelining/stage\.py\([0-9]+\): (forward_one_chunk|backward_one_chunk|backward_weight_one_chunk)"
+_FUNCTION = re.compile(
+    r"(?:.*/)?(?:torch/distributed/pipelining/stage\.py\([0-9]+\): (forward|backward)_one_chunk"
+    r"|megatron/core/pipeline_parallel/schedules\.py\([0-9]+\): (forward|backward)_step)$"
 )
 _STEP = re.compile(r"ProfilerStep#([0-9]+)")
 _UPDATE = re.compile(r"Optimizer\.(step|zero_grad)#")
@@ -65,7 +67,7 @@ def is_point_to_point(name: str) -> bool:
 
 def is_kept_mark(name: str) -> bool:
     """Whether a range is about the pipeline."""
-    return any(x.match(name) for x in (_PLAIN, _OVERLAPPED, _SENT, _OF_ONE_STAGE, _CHUNK, _STEP, _UPDATE))
+    return any(x.match(name) for x in (_PLAIN, _OVERLAPPED, _SENT, _OF_ONE_STAGE, _FUNCTION, _STEP, _UPDATE))
 
 
 def actions_of(name: str) -> tuple[Action, ...]:
@@ -92,10 +94,14 @@ def one_stage_action(name: str, stage: int) -> Action | None:
     return Action(stage, ActionKind(match[1][0]), int(match[2])) if match else None
 
 
-def chunk_kind(name: str) -> str | None:
-    """The name of a stage's own function; None for other ranges."""
-    match = _CHUNK.fullmatch(name)
-    return match[1] if match else None
+def function_kind(name: str) -> ActionKind | None:
+    """The kind of action that a trainer's own function runs; None for other ranges.
+
+    >>> function_kind("megatron/core/pipeline_parallel/schedules.py(311): forward_step").value
+    'F'
+    """
+    match = _FUNCTION.fullmatch(name)
+    return ActionKind((match[1] or match[2])[0].upper()) if match else None
 
 
 def step_number(name: str) -> int | None:

@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from gplan.interop.traces.profiler_marks import is_kept_mark
+
 HERE = Path(__file__).parent
 NUM_RANKS, NUM_STEPS, NUM_MICROBATCHES, WIDTH, NUM_SAMPLES = 2, 4, 4, 192, 16
 TORCH_SCHEDULES = {
@@ -54,7 +56,8 @@ def record(name: str, folder: Path, *, port: int) -> None:
 
 def strip(source: Path, target: Path) -> None:
     """The trace with its ranges and its outermost operations alone, without arguments, its first step at 0."""
-    trace = json.loads(source.read_text())
+    content = source.read_bytes()
+    trace = json.loads(gzip.decompress(content) if source.suffix == ".gz" else content)
     events = [x for x in trace["traceEvents"] if x["ph"] == "X" and isinstance(x["tid"], int)]
     first = min(float(x["ts"]) for x in events)
     trace["traceEvents"] = [_stripped(x, first) for x in sorted(_outermost(events), key=lambda x: float(x["ts"]))]
@@ -77,7 +80,7 @@ def _outermost(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if x["cat"] == "cpu_op" and start >= ends.get(x["tid"], 0.0):
             ends[x["tid"]] = end
             kept.append(x)
-        elif x["cat"] == "user_annotation" or ("_chunk" in x["name"] and "pipelining/stage.py" in x["name"]):
+        elif x["cat"] == "user_annotation" or is_kept_mark(x["name"]):
             kept.append(x)
     return kept
 
