@@ -76,15 +76,26 @@ def stage_letters(layout: str) -> tuple[str, ...]:
     """
     plain = layout.replace(",", "").replace(" ", "")
     for pattern in (r"\(([^()]*)\)\*(\d+)", r"([A-Za-z|])\*(\d+)"):
-        plain = re.sub(pattern, lambda x: x[1] * int(x[2]), plain)
+        plain = re.sub(pattern, _written_out, plain)
     for place, letter in enumerate(plain):
         if letter not in {*_LETTERS, "|"}:
             known = ", ".join(f"{x} ({word})" for x, word in _LETTERS.items())
             raise UsageError(
                 f"{letter!r} at place {place} of the layout written out, {plain[max(0, place - 8) : place + 8]!r}, is no layer; expected "
-                f"{known}, | between stages, x*n or (x|)*n"
+                f"{known}, | between stages, x*n or (x|)*n, without parentheses in parentheses"
             )
     return tuple(plain.split("|"))
+
+
+_MOST_LETTERS = 100_000  # of a repetition; far more than any model has
+
+
+def _written_out(repeated: re.Match[str]) -> str:
+    if len(repeated[2]) > 6 or len(repeated[1]) * int(repeated[2]) > _MOST_LETTERS:
+        raise UsageError(
+            f"{repeated[0][:40]} of the layout writes more than {_MOST_LETTERS:,} letters; expected as many as the model has layers"
+        )
+    return repeated[1] * int(repeated[2])
 
 
 _HYBRID = re.compile(r"(?:.*--hybrid-layer-pattern[=\s]*)?[\"']?([MG*ED|-]*[MG][MG*ED|-]*)(?:[\"'\s].*)?", re.DOTALL)

@@ -17,6 +17,9 @@ from gplan.core.errors import FileError, UsageError
 _TABLE = Path(__file__).with_name("decoders.toml")
 
 
+_MOST_LAYERS = 10_000  # of a model; more would take all memory
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
     """How the layers of a stage are divided, and the size of a sample."""
@@ -65,6 +68,8 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.num_hidden_layers > _MOST_LAYERS:
+            raise ValueError(f"num_hidden_layers is {self.num_hidden_layers:,}; expected at most {_MOST_LAYERS:,}")
 
     @property
     def routed_experts(self) -> int:

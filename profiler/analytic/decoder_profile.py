@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gplan.core import Layer, LayerCost, ModelId, Precision, Profile, SharedWeight, StepCost, Timing
+from gplan.core.errors import UsageError
 from gplan.core.layer_cost import Leftover
 from gplan.core.profile import MEGATRON_LM, ParameterSize
 from profiler.analytic.decoder_config import Decoder, Widths, load_decoder
@@ -216,4 +217,6 @@ def decoder_profile(
 ) -> Profile:
     """The computed profile of a configuration; raises UsageError or FileError for one that is not known."""
     found = DecoderProfile(name=name, decoder=load_decoder(name, settings), widths=widths, hardware=hardware)
+    if min(microbatch_sizes) < 1:
+        raise UsageError(f"a micro-batch has {min(microbatch_sizes)} samples; expected at least 1")
     return found.profile(microbatch_sizes)

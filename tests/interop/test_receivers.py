@@ -210,6 +210,8 @@ def test_layouts_are_read_from_texts_and_files(receiver: str, text: str) -> None
 WRONG = [
     ("megatron", "Ett|t|L", "the layout has 3 t (transformer layer); the profile has 4; add t"),
     ("megatron", "Ett|x|ttL", "'x' at place 4 of the layout written out"),
+    ("megatron", "Et*999999999|tL", "t*999999999 of the layout writes more than 100,000 letters"),
+    ("megatron", "E((tt|)*2)*2L", "without parentheses in parentheses"),
     ("megatron", "ttE|t|tL", "layer 0 of the layout is 't'; expected 'E'"),
     ("megatron", "Ett||ttL", "stage 1 of the layout is empty"),
     ("megatron", "Ett|tm|tL", "1 m (multi-token prediction); the profile has 0"),
