@@ -159,9 +159,6 @@ def make_plans(place: Path, *, sharded: bool) -> dict[str, Plan]:
             "K=2 R=2 weights": gplan.balance(
                 profile, num_devices=2, num_microbatches=2, num_replicas=2, schedule="1f1b", sharding="weights"
             ),
-            "K=1 R=4 weights": gplan.balance(
-                profile, num_devices=1, num_microbatches=1, num_replicas=4, sharding="weights"
-            ),
         }
     for name, plan in plans.items():
         gplan.save(plan, place / f"{name}.json")
