@@ -133,11 +133,13 @@ def main() -> None:
         plans = make_plans(Path(place), sharded=options.sharded)
         undisturbed = {name: undisturbed_run(name, Path(place)) for name in plans}
         faults = draw_faults(plans, undisturbed, seed=options.seed)[: options.kills]
-        rows = [kill(fault, undisturbed[fault.plan], Path(place) / f"kill-{i}") for i, fault in enumerate(faults)]
-    table = pd.DataFrame([asdict(row) for row in rows])
-    options.output.mkdir(parents=True, exist_ok=True)
-    table.to_csv(options.output / "kills.csv", index=False)
-    (options.output / "README.md").write_text(as_text(rows, undisturbed, command_line=shlex.join(sys.argv[1:])))
+        rows, options.output = list[Row](), options.output.absolute()
+        options.output.mkdir(parents=True, exist_ok=True)
+        for i, fault in enumerate(faults):
+            rows.append(kill(fault, undisturbed[fault.plan], Path(place) / f"kill-{i}"))
+            pd.DataFrame([asdict(row) for row in rows]).to_csv(options.output / "kills.csv", index=False)
+            text = as_text(rows, undisturbed, command_line=shlex.join(sys.argv[1:]))
+            (options.output / "README.md").write_text(text)
     print((options.output / "README.md").read_text())
 
 
