@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import gplan
-from gplan.core import Link, Profile, Value, ValueCost
+from gplan.core import LayerCost, Link, Profile, Value, ValueCost
 from gplan.core.errors import ModelError
 from gplan.graph.boundary import is_crossing
 from gplan.graph.down_sets import Prefixes
 from profiler.capture.capture import capture
-from profiler.memory.chain_profile import Crossings, values_of
+from profiler.memory.chain_profile import Crossings, layers_with_weights, values_of
 from profiler.memory.layer_memory import TensorBytes
 from tests.example_files import EXAMPLES, NEEDS_TRANSFORMERS, RUNNABLE, SMALL
+from tests.made import make_profile
 from tests.profiler.models import Counting, SmallUNet, Tied, TwoTowers
 
 LINK = Link(latency_s=0.0, bytes_per_s=1e9)
@@ -147,3 +148,17 @@ def test_a_model_with_other_layers_at_another_size_is_refused() -> None:
         ModelError, match=r"5 layers at micro-batch size 2 and 7 at 4, which differ in left\.2, right\.2"
     ):
         values_of(sizes)
+
+
+def test_sizes_of_parameters() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 6).requires_grad_(False))
+    layers, _ = layers_with_weights(capture(model, torch.randn(2, 4)), (0, 1, 2), [[costs_of_nothing()] * 3])
+    assert [[(x.num_rows, x.num_bytes, x.is_trained) for x in layer.parameters] for layer in layers] == [
+        [(6, 96, True), (6, 24, True)],
+        [(6, 24, True), (6, 24, True)],
+        [(6, 144, False), (6, 24, False)],
+    ]
+
+
+def costs_of_nothing() -> LayerCost:
+    return make_profile([1.0]).layers[0].costs[0]
