@@ -6,9 +6,8 @@
 All examples x (gpipe, 1f1b) x M (4, 8, 16) x recompute (never, always), at K = 2 on two processes (torch engine) and at
 K = 2, 4, 8 on one (virtual engine). A shared host's speed drifts within minutes, which no prediction can know, so
 profiles and runs take turns: every few runs have a profile of their own, taken right before, and a setting's error is
-the median over the rounds. The link and the engine's own time are measured once, at the beginning. The error of each
-step is divided into its causes as `gplan verify` does. Rows are written as they come; what
-reports/accuracy/accuracy.csv has is not run again.
+the median over the rounds. The link and the engine's own time are measured once, at the beginning. Errors of the step are
+raw, and at equal host speed. Rows are written as they come; what reports/accuracy/accuracy.csv has is not run again.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 import gplan
 from gplan.core import Link, Plan, Profile, Run
 from gplan.core.units import percent_text, seconds_text
-from gplan.evaluate.attribution import ErrorCause, attribute_error
+from gplan.evaluate.compare import STEP_TIME, compare
 
 ROOT = Path(__file__).parent.parent
 MODELS = (
@@ -141,14 +140,13 @@ def row_of(setting: Setting, profile: Profile, num_steps: int) -> dict[str, obje
 
 def errors_of(plan: Plan, run: Run) -> dict[str, Any]:
     """The errors, each as a share of what was measured: positive where the prediction was too high."""
-    step_s, parts = run.timeline.step_s, attribute_error(run).parts
-    causes = {cause: -sum(x.seconds for x in parts if x.cause is cause) / step_s for cause in ErrorCause}
+    step = compare(run).row(STEP_TIME)
     peaks = zip(plan.device_peak_bytes, run.peak_bytes, strict=True)
     return {
-        "predicted_step_s": plan.prediction.step_s,
-        "measured_step_s": step_s,
-        "step_error": plan.prediction.step_s / step_s - 1,
-        **{f"of_{cause.value.split()[0]}": share for cause, share in causes.items()},
+        "predicted_step_s": step.predicted,
+        "measured_step_s": step.measured,
+        "step_error": step.error,
+        "equal_speed_error": step.equal_speed_error,
         "bubble_points": 100 * (plan.prediction.bubble - run.timeline.bubble),
         "memory_error": max((predicted / found - 1 for predicted, found in peaks), key=abs),
         "num_counted": run.num_counted,
@@ -212,10 +210,8 @@ def as_text(table: pd.DataFrame) -> str:
             f"accuracy.csv. The runs of one M and way to recompute have a profile of their own, taken right before; a setting's "
             f"error is the median over its rounds; the link and the engine's own time were measured once.{again} {first.device}; torch {first.torch}; {table.created.min()}. Disturbed steps "
             f"were refused: {percent_text(refused)}.\n",
-            "An error is positive where the prediction was too high, and a share of what was measured. *Without compute* "
-            "leaves out what came from layers that took longer or shorter than in the profile, which on a shared host "
-            "may be its drift between profile and run; what is left is the model of the pipeline itself: engine, "
-            "transfers, waiting, optimizer.\n",
+            "An error is predicted over measured, less 1. *At equal speed*: the prediction at the host's speed during the "
+            "run, by the yardstick that profile and run read.\n",
             *summary(table, ["engine"]),
             "",
             *summary(table, ["engine", "model"]),
@@ -227,17 +223,17 @@ def as_text(table: pd.DataFrame) -> str:
 def summary(table: pd.DataFrame, by: list[str]) -> list[str]:
     """Medians and worst of each group."""
     head = " | ".join(
-        [*by, "runs", "step: median", "worst", "without compute: median", "worst", "bubble: median", "worst"]
+        [*by, "runs", "step: median", "worst", "at equal speed: median", "worst", "bubble: median", "worst"]
     )
     lines = [f"| {head} | memory: median | worst | measured steps |", "|" + "---|" * (len(by) + 10)]
     for names, part in table.groupby(by, sort=False):
-        rest = part.step_error - part.of_compute
         cells = [*map(str, names), str(part["round"].sum())]
-        for errors in (part.step_error, rest):
-            cells += [
-                percent_text(errors.abs().median()),
-                percent_text(errors.iloc[errors.abs().argmax()], signed=True),
-            ]
+        for errors in (part.step_error, part.equal_speed_error.dropna()):
+            cells += (
+                [percent_text(errors.abs().median()), percent_text(max(errors, key=abs), signed=True)]
+                if len(errors)
+                else ["", ""]
+            )
         points = part.bubble_points
         cells += [f"{points.abs().median():.1f} points", f"{points.iloc[points.abs().argmax()]:+.1f} points"]
         memory = part.memory_error
