@@ -122,21 +122,6 @@ def stages_frame(subject: Subject) -> pd.DataFrame:
     return frame.assign(load_s=frame[list(LOAD)].sum(axis="columns"))
 
 
-def devices_frame(subject: Subject) -> pd.DataFrame:
-    """One row per device and side, per step: side, device, busy_s and idle_s in the micro-batch loop, optimizer_s,
-    peak_bytes."""
-    rows = []
-    for side, timeline in timelines_of(subject).items():
-        peaks = (
-            subject.peak_bytes if isinstance(subject, Run) and side == MEASURED else plan_of(subject).device_peak_bytes
-        )
-        loop_s = timeline.loop_end_s - timeline.loop_start_s
-        for device, peak_bytes in enumerate(peaks):
-            busy_s = timeline.busy_s(device)
-            rows.append((side, device, busy_s, loop_s - busy_s, timeline.update_s(device), peak_bytes))
-    return pd.DataFrame(rows, columns=["side", "device", "busy_s", "idle_s", "optimizer_s", "peak_bytes"])
-
-
 def spans_frame(timeline: Timeline) -> pd.DataFrame:
     """One row per action: device, stage, chunk (index among its device's stages), kind, microbatch, start_s,
     end_s."""

@@ -6,20 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.core import ActionKind, IdleCause
+from gplan.core import ActionKind
 from gplan.reporting.subject import (
     BACKWARDS,
     MEASURED,
     PREDICTED,
     capacity_bytes,
-    devices_frame,
     idle_frame,
     side_text,
     spans_frame,
     stages_frame,
     transfers_frame,
 )
-from gplan.simulation.bubble import idle_by_device, idle_pieces
+from gplan.simulation.bubble import idle_pieces
 from gplan.simulation.simulator import simulate
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan
 
@@ -81,24 +80,6 @@ def test_a_stage_that_mixes_whole_and_split_backwards_has_its_recompute_taken_fr
     assert second["input_gradient_s"] == pytest.approx(cost.backward_s / 4)
 
 
-def test_busy_and_idle_time_of_a_device_are_the_loop() -> None:
-    run = make_run(make_scheduled_plan("interleaved-1f1b:2"))
-    frame = devices_frame(run).set_index(["side", "device"])
-    for side, timeline in ((PREDICTED, simulate(run.plan)), (MEASURED, run.timeline)):
-        waits = idle_by_device(timeline)
-        for device in range(2):
-            row, loop_s = frame.loc[(side, device)], timeline.loop_end_s - timeline.loop_start_s
-            assert row["idle_s"] == pytest.approx(sum(waits[device].values()) - waits[device][IdleCause.OPTIMIZER])
-            assert row["busy_s"] + row["idle_s"] == pytest.approx(loop_s)
-    assert list(devices_frame(run).query("side == 'measured'")["peak_bytes"]) == list(run.peak_bytes)
-
-
-def test_a_device_updates_all_of_its_stages() -> None:
-    plan = make_scheduled_plan("zb-v")
-    updates_s = [sum(stage.cost.optimizer_s for stage in plan.stages_of(device)) for device in range(plan.num_devices)]
-    assert list(devices_frame(plan)["optimizer_s"]) == pytest.approx(updates_s)
-
-
 def test_spans_and_transfers_are_those_of_the_timeline() -> None:
     timeline = make_run().timeline
     spans, transfers = spans_frame(timeline), transfers_frame(timeline)
@@ -122,8 +103,7 @@ def test_idle_rows_are_the_pieces_of_the_bubble_with_their_causes() -> None:
 
 def test_a_plan_without_a_run_has_predicted_rows_only() -> None:
     plan = make_plan()
-    for frame in (stages_frame(plan), devices_frame(plan)):
-        assert set(frame["side"]) == {PREDICTED}
+    assert set(stages_frame(plan)["side"]) == {PREDICTED}
 
 
 def test_the_run_is_the_measured_side_whatever_its_timeline_says_of_its_origin() -> None:

@@ -17,9 +17,12 @@ from gplan.reporting.charts.canvas import NEUTRALS, Neutral, layout_text
 from gplan.reporting.charts.draw import Drawing
 from gplan.reporting.page.explanation_section import reasons, sentences
 from gplan.reporting.page.figures import charts_of, pipeline_figure, strip
-from gplan.reporting.page.html import comparison, devices, facts_list, stages
+from gplan.reporting.page.html import facts_list, table
 from gplan.reporting.subject import PlanAnalysis, Subject, plan_of
 from gplan.reporting.summary_tables import Headline, headlines, notes_of, plan_facts, run_facts
+from gplan.reporting.text.plan import stages_table
+from gplan.reporting.text.run import comparison_table, devices_table
+from gplan.simulation.simulator import simulate
 
 _GROUND = Neutral(name="ground", light="#f6f7f9", dark="#12161b")
 _LINE = Neutral(name="line", light="#dfe4ea", dark="#2d353f")
@@ -41,6 +44,10 @@ _BEGINNING = """<!DOCTYPE html>
 _STRIP_CAPTION = (
     "The width of a layer is its forward and backward time of one micro-batch. A block is a stage, a gap is a cut. Point "
     "at a layer or a stage for its name and times."
+)
+_ERRORS = (
+    "<p>An error is the difference between prediction and measurement, divided by the measurement; for the bubble it is the "
+    "difference in percentage points. A positive error is a prediction that was too high.</p>"
 )
 
 Section = tuple[str, str, str]
@@ -124,11 +131,16 @@ def _sections(subject: Subject, drawings: Sequence[Drawing], analysis: PlanAnaly
     yield "pipeline", "Pipeline", pipeline_figure(subject, drawings)
     yield "memory", "Memory", charts("memory-timeline", "memory")
     if isinstance(subject, Run):
-        yield "accuracy", "Predicted against measured", charts("accuracy", "errors") + comparison(subject)
+        yield (
+            "accuracy",
+            "Predicted against measured",
+            charts("accuracy", "errors") + _ERRORS + table(comparison_table(subject)),
+        )
     yield "choices", "Other choices", charts("choices", "frontier")
     if analysis.explanation is not None:
         yield "reasons", "Why this plan", reasons(analysis.explanation)
-    yield "stages", "Stages and devices", stages(subject) + devices(subject)
+    measured = f"<h3>Measured</h3>{table(devices_table(subject))}" if isinstance(subject, Run) else ""
+    yield "stages", "Stages and devices", table(stages_table(plan, simulate(plan))) + measured
     if isinstance(subject, Run):
         yield "measuring", "How it was measured", facts_list(run_facts(subject))
     yield "plan", "The plan", facts_list(plan_facts(plan))

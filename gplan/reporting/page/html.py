@@ -1,56 +1,13 @@
-"""Tables of the page as HTML: the comparison of the whole step, stages, devices, and lists of facts."""
+"""Tables of the terminal and lists of facts as HTML."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from gplan.core import Run
-from gplan.reporting.subject import MEASURED, PREDICTED, Subject
-from gplan.reporting.summary_tables import (
-    DEVICE_COLUMNS,
-    STAGE_COLUMNS,
-    Fact,
-    Figures,
-    device_lines,
-    stage_lines,
-    step_rows,
-)
-from gplan.reporting.text.run import EQUAL_SPEED
-
-
-def comparison(run: Run) -> str:
-    """The comparison of the whole step, with the definition of an error."""
-    rows = (
-        (quantity, predicted, f"<b>{measured}</b>", *errors)
-        for quantity, predicted, measured, *errors in ((escape(x) for x in row) for row in step_rows(run))
-    )
-    heads = ("whole step", PREDICTED, MEASURED, "error", *([EQUAL_SPEED] if run.slowdown is not None else []))
-    return (
-        "<p>An error is the difference between prediction and measurement, divided by the measurement; for the bubble it "
-        "is the difference in percentage points. A positive error is a prediction that was too high. Idle time is the sum "
-        "over all devices.</p>"
-        f'<div class="compared">{table(heads, rows)}</div>'
-    )
-
-
-def stages(subject: Subject) -> str:
-    """One row per stage: its layers and its seconds per micro-batch."""
-    rows = []
-    for line in stage_lines(subject):
-        names = (f'<span class="name">{escape(x)}</span>' for x in dict.fromkeys((line.first_layer, line.last_layer)))
-        rows.append(
-            _row(line.name, f'{escape(line.indices)}<span class="names"><br>{" to ".join(names)}</span>', line.figures)
-        )
-    what = "<p>Forward and backward are means over the micro-batches; the backward includes its recompute.</p>"
-    return what + table(("stage", "layers", "", *STAGE_COLUMNS), rows, num_texts=2)
-
-
-def devices(subject: Subject) -> str:
-    """One row per device: its stages, its seconds per step, its peak memory."""
-    rows = [_row(line.name, escape(line.stages), line.figures) for line in device_lines(subject)]
-    what = "<p>Compute and idle time are counted from the first forward to the last backward of all devices.</p>"
-    return what + table(("device", "stages", "", *DEVICE_COLUMNS), rows, num_texts=2)
+from gplan.core.units import percent_text
+from gplan.reporting.summary_tables import Fact
+from gplan.reporting.text.fitted_table import Column, FittedTable
 
 
 def facts_list(facts: Iterable[Fact]) -> str:
@@ -59,25 +16,25 @@ def facts_list(facts: Iterable[Fact]) -> str:
     return f'<dl class="facts">{pairs}</dl>'
 
 
-def table(names: Iterable[str], rows: Iterable[Sequence[str]], *, num_texts: int = 1) -> str:
-    """A table whose first columns are texts and whose others are numbers; names are escaped, cells are HTML."""
-    kinds = [' class="text"'] * num_texts
-    head = "".join(f"<th{_at(kinds, i)}>{escape(name)}</th>" for i, name in enumerate(names))
-    body = (f"<tr>{''.join(f'<td{_at(kinds, i)}>{cell}</td>' for i, cell in enumerate(row))}</tr>" for row in rows)
-    return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+def table(shown: FittedTable, *, shares: Sequence[float] = ()) -> str:
+    """All columns and rows of a table without its title; `shares`, by row, are drawn as bars in the last column."""
+    head = "".join(_cell("th", x, escape(f"{x.heading} {x.group}".strip())) for x in shown.columns)
+    rows = [
+        [_cell("td", column, escape(text)) for column, text in zip(shown.columns, line.cells, strict=True)]
+        for line in shown.lines
+    ]
+    for row, share in zip(rows, shares, strict=False):
+        row[-1] = _cell("td", shown.columns[-1], _bar(share))
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    below = f"<p>{escape(shown.below)}</p>" if shown.below else ""
+    return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{below}'
 
 
-def _at(kinds: Sequence[str], place: int) -> str:
-    return kinds[place] if place < len(kinds) else ""
+def _cell(tag: str, column: Column, html: str) -> str:
+    kind = ' class="text"' if column.is_left else ""
+    return f"<{tag}{kind}>{html}</{tag}>"
 
 
-def _row(name: str, what: str, figures: Figures) -> tuple[str, ...]:
-    """A row of predicted figures and, for a run, measured ones and errors; `what` is HTML."""
-    sides = ("predicted", "measured", "error")[: len(figures[0])]
-    return escape(name), what, *(_stacked(lines) for lines in (sides, *figures))
-
-
-def _stacked(lines: Sequence[str]) -> str:
-    """A cell with the predicted figure and, for a run, the measured one and the error below it."""
-    tags = zip(("span", "b", "small"), lines, strict=False)
-    return "<br>".join(f"<{tag}>{escape(line)}</{tag}>" for tag, line in tags)
+def _bar(share: float) -> str:
+    width = f"{100 * min(1.0, max(0.0, share)):.1f}%"
+    return f'<span class="bar"><i style="width:{width}"></i></span><span class="value">{percent_text(share)}</span>'

@@ -217,7 +217,9 @@ def explanation_view(explanation: Explanation) -> RenderableType:
     return Group(
         Text(title, style="bold"),
         *map(Text, headline(explanation)),
-        *_step_views(explanation),
+        Text(),
+        step_table(explanation),
+        *_cut_views(explanation),
         *_option_views(explanation),
         *_sensitivity_views(explanation),
         *_rule_views(explanation),
@@ -227,25 +229,25 @@ def explanation_view(explanation: Explanation) -> RenderableType:
     )
 
 
-def _step_views(explanation: Explanation) -> Iterator[RenderableType]:
-    """The bottleneck's time, and the cuts with what their transfers add to the step."""
+def step_table(explanation: Explanation) -> FittedTable:
+    """The time of the device that sets the pace, part by part."""
     found, step_s = explanation.bottleneck, explanation.step_s
     lines = tuple(
         Line(cells=(name, seconds_text(x), percent_text(x / step_s)), shorter=(name.partition(",")[0],))
         for name, x in step_parts(found).items()
     )
-    yield Text()
     heads = columns(holder_text(found, explanation.setting), "time per step", "of the step")
-    yield FittedTable(title="Where the step goes", columns=heads, lines=lines)
-    if found.cuts:
-        yield Text()
-        yield _cut_table(explanation)
+    return FittedTable(title="Where the step goes", columns=heads, lines=lines)
 
 
-def _cut_table(explanation: Explanation) -> FittedTable:
+def _cut_views(explanation: Explanation) -> Iterator[RenderableType]:
+    """The cuts with what their transfers add to the step."""
+    if not explanation.bottleneck.cuts:
+        return
     cuts = sorted(explanation.bottleneck.cuts, key=lambda cut: cut.exposed_s, reverse=True)
     left_out = len(cuts) - _MOST_CUTS
-    return FittedTable(
+    yield Text()
+    yield FittedTable(
         title="Transfers in both directions; exposed: how much shorter the step would be without them",
         columns=(
             *columns("cut after", "stages"),
@@ -266,18 +268,25 @@ def _cut_line(cut: CutCost, explanation: Explanation) -> Line:
     return Line(cells=(cut.layer, stages, *numbers))
 
 
-def _option_views(explanation: Explanation) -> Iterator[RenderableType]:
+def options_table(explanation: Explanation) -> FittedTable | None:
+    """The options that were tried; None if none was."""
     tried = [option for option in explanation.options if option.outcome is not None]
+    if not tried:
+        return None
+    unproven = any(option.outcome and not option.outcome.is_proven for option in tried)
+    return FittedTable(
+        title=f"What would help (each balanced again for {explanation.setting.minimize})",
+        columns=columns("option", "step", "step change", "samples/s", "rate change", "peak memory"),
+        lines=tuple(_option_line(option, explanation) for option in tried),
+        spare=("step change", "peak memory", "samples/s"),
+        below="*: the search ended before the plan was proven best" if unproven else "",
+    )
+
+
+def _option_views(explanation: Explanation) -> Iterator[RenderableType]:
     yield Text()
-    if tried:
-        unproven = any(option.outcome and not option.outcome.is_proven for option in tried)
-        yield FittedTable(
-            title=f"What would help (each balanced again for {explanation.setting.minimize})",
-            columns=columns("option", "step", "step change", "samples/s", "rate change", "peak memory"),
-            lines=tuple(_option_line(option, explanation) for option in tried),
-            spare=("step change", "peak memory", "samples/s"),
-            below="*: the search ended before the plan was proven best" if unproven else "",
-        )
+    if found := options_table(explanation):
+        yield found
     for option in explanation.options:
         if option.outcome is None:
             text = option_text(option, plan=explanation.setting)
@@ -337,14 +346,14 @@ def _turn_cells(point: TurningPoint | None) -> tuple[str, str]:
     return (_NEVER, "") if point is None else (f"× {point.factor:.2f}", joined(point.moved, most=1))
 
 
-def _rule_views(explanation: Explanation) -> Iterator[RenderableType]:
+def rules_table(explanation: Explanation) -> FittedTable | None:
+    """The plans of simpler rules; None if there are none."""
     if not explanation.rules or explanation.setting.num_stages == 1:
-        return
+        return None
     this_plan, *_ = explanation.rules
     ignoring = ", which ignore the constraints" if explanation.setting.constraints else ""
     largest = f"slowest {'device' if devices_differ_from_stages(explanation.setting) else 'stage'}, per micro-batch"
-    yield Text()
-    yield FittedTable(
+    return FittedTable(
         title=f"The same layers, partitioned by simpler rules{ignoring}",
         columns=columns("rule", "step", "change", largest, "peak memory"),
         lines=tuple(
@@ -352,6 +361,14 @@ def _rule_views(explanation: Explanation) -> Iterator[RenderableType]:
         ),
         spare=(largest, "peak memory"),
     )
+
+
+def _rule_views(explanation: Explanation) -> Iterator[RenderableType]:
+    found = rules_table(explanation)
+    if found is None:
+        return
+    yield Text()
+    yield found
     for rule in explanation.rules:
         if rule.reason:
             what = "left out" if rule.cuts is None else "does not fit"

@@ -15,9 +15,6 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from gplan.core import Link
-from gplan.core.units import bytes_text, seconds_text
-
 MOST_LINES = 60
 _GAP = "  "
 _NAMES_SHARE = 0.24  # of the width: names get this much before a spare column is kept
@@ -179,9 +176,3 @@ def limited(table: FittedTable, *, num_last: int, remedy: str) -> FittedTable:
 def note_lines(notes: Sequence[str]) -> list[Text]:
     """Notes for the reader, one line each."""
     return [Text(f"note: {note}", style="yellow") for note in notes]
-
-
-def link_text(link: Link) -> str:
-    """A link's latency, rate and origin."""
-    points = f" at {len(link.points)} sizes" if link.points else ""
-    return f"{seconds_text(link.latency_s)} + {bytes_text(link.bytes_per_s)}/s ({link.origin}{points})"

@@ -1,4 +1,4 @@
-"""A machine as text: its devices by host, its links by message size, and its collectives."""
+"""Devices and links as text: one of them, and a machine with its devices by host, its links and its collectives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import groupby
 
 from rich.console import Group, RenderableType
 
-from gplan.core import Link, Machine
+from gplan.core import Device, Link, Machine
 from gplan.core.units import bytes_text, counted, seconds_text
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, note_lines
 
@@ -56,3 +56,14 @@ def _link_lines(machine: Machine) -> Iterator[Line]:
 def _line(name: str, link: Link) -> Line:
     rate = f"{bytes_text(link.bytes_per_s)}/s"
     return Line(cells=(name, seconds_text(link.latency_s), rate, *(seconds_text(link.transfer_s(x)) for x in _SIZES)))
+
+
+def device_text(device: Device) -> str:
+    """A device's name, and the threads of a CPU."""
+    return f"{device.name}, threads: {device.num_threads}" if device.kind == "cpu" else device.name
+
+
+def link_text(link: Link) -> str:
+    """A link's latency, rate and origin."""
+    points = f" at {len(link.points)} sizes" if link.points else ""
+    return f"{seconds_text(link.latency_s)} + {bytes_text(link.bytes_per_s)}/s ({link.origin}{points})"

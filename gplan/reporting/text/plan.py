@@ -59,7 +59,7 @@ def plan_view(plan: Plan) -> RenderableType:
         )
     lines += [text for text in [sharding_text(plan)] if text]
     return Group(
-        _stages_table(plan, timeline), *map(Text, lines), *note_lines((*plan.notes, *doubts)), *_comparisons(plan)
+        stages_table(plan, timeline), *map(Text, lines), *note_lines((*plan.notes, *doubts)), *_comparisons(plan)
     )
 
 
@@ -89,7 +89,8 @@ def _ideal_text(plan: Plan, timeline: Timeline) -> str:
 _PASSES = "forward and backward per micro-batch"
 
 
-def _stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
+def stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
+    """One row per stage, by device; `timeline` is the simulated step."""
     replicas = f"{replicas_text(plan.num_replicas, plan.sharding)} of " if plan.num_replicas > 1 else ""
     columns = [Column(key="device", is_left=True)] if _has_chunks(plan) else []
     columns += [Column(key="stage"), Column(key="layers", is_left=True, is_flexible=True)]

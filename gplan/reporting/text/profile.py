@@ -14,13 +14,14 @@ from typing import Literal, TypeAlias
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core import Device, HostSpeed, LayerCost, Origin, Profile
+from gplan.core import HostSpeed, LayerCost, Origin, Profile
 from gplan.core.host_load import interruption_text
 from gplan.core.precision import AS_MADE
 from gplan.core.profile import group_equal
 from gplan.core.units import bytes_text, error_text, flops_text, intensity_text, percent_text, seconds_text
 from gplan.evaluate.compare import prediction_error
-from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, link_text, note_lines, shortened
+from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, note_lines, shortened
+from gplan.reporting.text.machine import device_text, link_text
 
 Sort: TypeAlias = Literal["cost", "order", "memory"]
 """Which layer comes first: the most expensive one, the model's first, or the one that needs most memory."""
@@ -187,10 +188,6 @@ def profile_view(
     return Group(*views, *note_lines((*profile.notes, *profile.plan_notes, *profile.doubts)))
 
 
-def _device_text(device: Device) -> str:
-    return f"{device.name}, threads: {device.num_threads}" if device.kind == "cpu" else device.name
-
-
 def _rows(profile: Profile, index: int, *, sort: Sort, is_folded: bool) -> list[LayerRow]:
     """The layers in the model's order, identical ones folded, and the loss."""
     places = range(len(profile.layers))
@@ -301,7 +298,7 @@ def _model_lines(profile: Profile) -> Iterator[str]:
     yield (
         f"{profile.num_parameters:,} parameters in {len(profile.layers):,} layers; "
         + (f"{profile.num_samples} samples, {_refused_text(profile)}; " if profile.num_samples else "")
-        + _device_text(profile.device)
+        + device_text(profile.device)
     )
     if profile.host_speed is not None:
         yield _speed_text(profile.host_speed)

@@ -21,7 +21,8 @@ from gplan.evaluate.profile_difference import (
     SizeDifference,
     TimeChange,
 )
-from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, link_text, note_lines
+from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, note_lines
+from gplan.reporting.text.machine import link_text
 
 _COLUMNS = (
     Column(key="layer", is_left=True, is_flexible=True),

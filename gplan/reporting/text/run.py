@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core import Run
-from gplan.core.units import bytes_text, error_text, quantity_text
+from gplan.core import GradientCheck, Run
+from gplan.core.units import bytes_text, error_text, quantity_text, seconds_text
 from gplan.evaluate.attribution import attribute_error
 from gplan.evaluate.compare import (
     BACKWARD,
@@ -22,11 +22,13 @@ from gplan.evaluate.compare import (
     order_difference,
 )
 from gplan.reporting.text.attribution import OTHER_ORDER, attribution_text
-from gplan.reporting.text.fitted_table import FittedTable, Line, columns, note_lines
+from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, note_lines
+from gplan.simulation.simulator import simulate
 
 EQUAL_SPEED = "at equal host speed"
 _LEAST_STRETCH = 1.005
 _COARSE_TOLERANCE = 0.05
+_CHECK_STYLES = {True: "green", False: "bold red"}
 _MICROBATCH_QUANTITIES = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 
 
@@ -39,7 +41,7 @@ def run_view(run: Run) -> RenderableType:
         *(Text(x) for x in reserved_lines(run)),
         *(Text(x) for x in host_speed_lines(run)),
         Text(f"{losses}measured over {run.steps_text}"),
-        *_check_lines(run),
+        *([Text(f"gradients {check_text(check)}", style=_CHECK_STYLES[check.passed])] if (check := run.check) else []),
         *note_lines(run.notes),
     )
 
@@ -55,6 +57,31 @@ def comparison_table(run: Run) -> FittedTable:
         columns=columns(*names, "error", *([EQUAL_SPEED] if has_speed else [])),
         lines=tuple(_line(row, has_chunks, has_speed) for row in rows),
         below="idle time is of all devices together",
+    )
+
+
+def devices_table(run: Run) -> FittedTable:
+    """Compute and idle time of each device in the micro-batch loop, predicted and measured."""
+    sides = {"predicted": simulate(run.plan), "measured": run.timeline}
+    busy_s = {side: [x.busy_s(device) for device in range(x.num_devices)] for side, x in sides.items()}
+    loop_s = {side: x.loop_end_s - x.loop_start_s for side, x in sides.items()}
+    return FittedTable(
+        title="each device, from the first forward to the last backward",
+        columns=(
+            *columns("device", "stages"),
+            *(Column(key=side, group=what) for what in ("compute per step", "idle per step") for side in sides),
+        ),
+        lines=tuple(
+            Line(
+                cells=(
+                    str(device),
+                    " ".join(str(x.index) for x in run.plan.stages_of(device)),
+                    *(seconds_text(busy_s[side][device]) for side in sides),
+                    *(seconds_text(loop_s[side] - busy_s[side][device]) for side in sides),
+                )
+            )
+            for device in range(run.plan.num_devices)
+        ),
     )
 
 
@@ -104,15 +131,11 @@ def quantity_name(quantity: str) -> str:
     return "optimizer per step" if quantity == OPTIMIZER else quantity.replace("idle:", "idle per step:")
 
 
-def _check_lines(run: Run) -> Iterator[Text]:
-    check = run.check
-    if check is None:
-        return
-    verdict = "equal" if check.passed else "DIFFER"
+def check_text(check: GradientCheck) -> str:
+    """The result of comparing the gradients with the plain model's."""
     coarse = " (too coarse to show small errors)" if check.tolerance >= _COARSE_TOLERANCE else ""
-    yield Text(
-        f"gradients {verdict}: largest relative difference {check.max_relative_error:.1e} "
+    return (
+        f"{'equal' if check.passed else 'DIFFER'}: largest relative difference {check.max_relative_error:.1e} "
         f"({check.worst_parameter}) over {check.num_parameters} parameters, tolerance {check.tolerance:.0e}"
-        f"{coarse}; loss {check.loss:.6f} against {check.plain_loss:.6f}; plain model run on {check.reference}",
-        style="green" if check.passed else "bold red",
+        f"{coarse}; loss {check.loss:.6f} against {check.plain_loss:.6f}; plain model run on {check.reference}"
     )
