@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from gplan.core import ActionKind
-from gplan.reporting.charts.canvas import ACTIONS
+from gplan.reporting.looks import ACTIONS
 from paper.charts import DOTS_PER_INCH, GPLAN, PAPER, RULE
 from paper.measured import SUBJECTS
 from paper.measured_figures import BREAKDOWN, breakdowns, throughputs

@@ -207,6 +207,16 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{ending}"
 
 
+def pipeline_text(num_stages: int, num_devices: int) -> str:
+    """The number of stages, and that of devices where it is another.
+
+    >>> pipeline_text(4, 4), pipeline_text(4, 2)
+    ('4 stages', '4 stages on 2 devices')
+    """
+    stages = counted(num_stages, "stage")
+    return stages if num_stages == num_devices else f"{stages} on {counted(num_devices, 'device')}"
+
+
 def replicas_text(num_replicas: int, sharding: Sharding) -> str:
     """How many replicas there are, and what they divide among them.
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from gplan.core import Action, ActionKind, Idle, Plan, Run, Span, Stage, Timeline, Transfer
-from gplan.reporting.charts.canvas import ACTIONS, COMMUNICATION, IDLE, MEASURED_PEAK, MEMORY
+from gplan.reporting.looks import ACTIONS, COMMUNICATION, IDLE, MEASURED_PEAK, MEMORY
 from gplan.reporting.subject import MEASURED, PREDICTED, Subject, plan_of, side_text, timelines_of
 from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
 from gplan.schedules.registry import schedule_info

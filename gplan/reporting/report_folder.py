@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gplan.files.json_files import check_writable, write_bytes
-from gplan.reporting.charts.draw import draw, names_of_charts
+from gplan.reporting.charts.draw import CHARTS, draw
 from gplan.reporting.chrome_trace import trace_json
 from gplan.reporting.page.document import page
 from gplan.reporting.subject import PlanAnalysis, Subject
@@ -25,7 +25,7 @@ def write_report(subject: Subject, directory: Path, *, analysis: PlanAnalysis) -
     contents["trace.json"] = trace_json(subject)
     for name, content in contents.items():
         write_bytes(directory / name, content)
-    for name in (f"{chart}.{kind}" for chart in names_of_charts() for kind in ("png", "svg")):
+    for name in (f"{chart}.{kind}" for chart in CHARTS for kind in ("png", "svg")):
         if name not in contents:
             (directory / name).unlink(missing_ok=True)
     return tuple(directory / name for name in contents)

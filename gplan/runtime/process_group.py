@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gplan.core import Plan
 from gplan.core.errors import RunError, UsageError
-from gplan.core.units import counted
+from gplan.core.units import counted, pipeline_text
 from gplan.runtime.peers import Peers, meet
 from profiler.host.links import Store
 
@@ -294,15 +294,10 @@ def join_process_group(plan: Plan, device: torch.device, *, timeout_s: float) ->
     if num_ranks != num_devices * num_replicas:
         replicas = f" in each of {num_replicas} replicas" if num_replicas > 1 else ""
         raise UsageError(
-            f"there are {counted(num_ranks, 'process')}; the plan has {_what_is_held(plan)}{replicas}: use "
+            f"there are {counted(num_ranks, 'process')}; the plan has {pipeline_text(plan.num_stages, num_devices)}{replicas}: use "
             f"--nproc-per-node {num_devices * num_replicas} or balance with --k {num_ranks}"
         )
     return _ranks(plan, timeout)
-
-
-def _what_is_held(plan: Plan) -> str:
-    stages, devices = counted(plan.num_stages, "stage"), counted(plan.num_devices, "device")
-    return stages if plan.num_stages == plan.num_devices else f"{stages} on {devices}"
 
 
 def _ranks(plan: Plan, timeout: timedelta) -> RankLayout:

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gplan.core.units import counted
-from gplan.reporting.charts.canvas import Look, blank_figure, boxes, layers_text, pens, shortened, to_svg, tooltip
+from gplan.reporting.charts.canvas import blank_figure, boxes, layers_text, pens, shortened, to_svg, tooltip
 from gplan.reporting.charts.pipeline_chart import pipeline_chart
+from gplan.reporting.looks import Look
 from tests.reporting.subjects import make_plan
 
 

@@ -14,10 +14,10 @@ from matplotlib.patches import PathPatch, StepPatch
 from msgspec import structs
 
 from gplan.core import ActionKind, IdleCause, Run
-from gplan.reporting.charts.canvas import ACTIONS, BEFORE, CAPACITY, IDLE, MEASURED_PEAK, MEMORY, of_chunk
 from gplan.reporting.charts.memory_chart import holdings_chart, memory_chart, moment_text
 from gplan.reporting.charts.partition_chart import partition_chart
 from gplan.reporting.charts.pipeline_chart import pipeline_chart
+from gplan.reporting.looks import ACTIONS, BEFORE, CAPACITY, IDLE, MEASURED_PEAK, MEMORY, of_chunk
 from gplan.simulation.bubble import idle_by_cause
 from tests.evaluate.hosts import at_moments
 from tests.made import make_profile

@@ -7,16 +7,7 @@ from dataclasses import fields
 import pytest
 
 from gplan.core import ActionKind, IdleCause, StageMemory
-from gplan.reporting.charts.canvas import (
-    ACTIONS,
-    COMMUNICATION,
-    IDLE,
-    MEASURED_PEAK,
-    MEMORY,
-    NEUTRALS,
-    RECOMPUTE,
-    of_chunk,
-)
+from gplan.reporting.looks import ACTIONS, COMMUNICATION, IDLE, MEASURED_PEAK, MEMORY, NEUTRALS, RECOMPUTE, of_chunk
 
 
 def test_every_action_idle_cause_and_memory_category_has_a_look() -> None:

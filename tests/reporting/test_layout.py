@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from gplan.reporting.charts.canvas import layout_text, stage_text, stages_text
+from gplan.reporting.charts.canvas import stage_text, stages_text
 from tests.reporting.subjects import make_plan, make_scheduled_plan
-
-
-def test_devices_are_counted_only_where_they_are_fewer_than_the_stages() -> None:
-    assert layout_text(make_plan()) == "1f1b, 4 stages, 8 micro-batches"
-    assert layout_text(make_scheduled_plan("looped-bfs")) == "looped-bfs:2, 4 stages on 2 devices, 4 micro-batches"
 
 
 def test_a_stage_names_its_device_only_where_that_is_another_number() -> None:

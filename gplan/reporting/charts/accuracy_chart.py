@@ -24,18 +24,8 @@ from gplan.evaluate.compare import (
     ComparisonRow,
     compare,
 )
-from gplan.reporting.charts.canvas import (
-    ACTIONS,
-    FAINT,
-    GRID,
-    HALF_INCHES,
-    INK,
-    MEASURED_PEAK,
-    blank_figure,
-    headline,
-    legend,
-    tooltip,
-)
+from gplan.reporting.charts.canvas import HALF_INCHES, blank_figure, headline, legend, tooltip
+from gplan.reporting.looks import ACTIONS, FAINT, GRID, INK, MEASURED_PEAK
 from gplan.reporting.subject import Subject
 from gplan.reporting.text.run import quantity_name
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from matplotlib.figure import Figure
 
@@ -16,16 +15,13 @@ from gplan.reporting.charts.partition_chart import partition_chart
 from gplan.reporting.charts.pipeline_chart import pipeline_chart
 from gplan.reporting.subject import PlanAnalysis, Subject, plan_of
 
-CHARTS: dict[str, Callable[[Subject], Figure | None]] = {
-    "partition": partition_chart,
-    "pipeline": pipeline_chart,
-    "memory": memory_chart,
-    "memory-timeline": holdings_chart,
-    "accuracy": accuracy_chart,
-    "errors": errors_chart,
-}
-
-_OF_PROFILE: dict[str, Callable[[Subject, PlanAnalysis], Figure | None]] = {
+CHARTS: dict[str, Callable[[Subject, PlanAnalysis], Figure | None]] = {
+    "partition": lambda subject, _: partition_chart(subject),
+    "pipeline": lambda subject, _: pipeline_chart(subject),
+    "memory": lambda subject, _: memory_chart(subject),
+    "memory-timeline": lambda subject, _: holdings_chart(subject),
+    "accuracy": lambda subject, _: accuracy_chart(subject),
+    "errors": lambda subject, _: errors_chart(subject),
     "choices": lambda _, analysis: choices_chart(analysis),
     "frontier": lambda subject, analysis: frontier_chart(plan_of(subject), analysis),
 }
@@ -42,27 +38,12 @@ class Drawing:
 
 def draw(subject: Subject, analysis: PlanAnalysis) -> tuple[Drawing, ...]:
     """The charts of a plan or a run, without those that have nothing to show."""
-    drawings = (_drawing(name, chart) for name, chart in _charts(subject, analysis))
-    return tuple(drawing for drawing in drawings if drawing is not None)
-
-
-def names_of_charts() -> tuple[str, ...]:
-    """The names of all charts."""
-    return (*CHARTS, *_OF_PROFILE)
-
-
-def _charts(subject: Subject, analysis: PlanAnalysis) -> Iterator[tuple[str, Callable[[], Figure | None]]]:
+    drawings = []
     for name, chart in CHARTS.items():
-        yield name, partial(chart, subject)
-    for name, of_both in _OF_PROFILE.items():
-        yield name, partial(of_both, subject, analysis)
-
-
-def _drawing(name: str, chart: Callable[[], Figure | None]) -> Drawing | None:
-    with pens(name):
-        figure = chart()
-        if figure is None:
-            return None
-        png = to_png(figure)
-        figure.set_layout_engine("none")  # the layout of the PNG is kept
-        return Drawing(name=name, png=png, svg=to_svg(figure, name))
+        with pens(name):
+            figure = chart(subject, analysis)
+            if figure is not None:
+                png = to_png(figure)
+                figure.set_layout_engine("none")  # the layout of the PNG is kept
+                drawings.append(Drawing(name=name, png=png, svg=to_svg(figure, name)))
+    return tuple(drawings)

@@ -16,23 +16,8 @@ from matplotlib.lines import Line2D
 
 from gplan.core import Action, Plan
 from gplan.core.units import bytes_axis, bytes_text, seconds_axis
-from gplan.reporting.charts.canvas import (
-    ACTIONS,
-    CAPACITY,
-    FAINT,
-    HALF_INCHES,
-    INK,
-    MEASURED_PEAK,
-    MEMORY,
-    PAPER,
-    Handle,
-    blank_figure,
-    headline,
-    legend,
-    note,
-    stages_text,
-    swatch,
-)
+from gplan.reporting.charts.canvas import HALF_INCHES, Handle, blank_figure, headline, legend, note, stages_text, swatch
+from gplan.reporting.looks import ACTIONS, CAPACITY, FAINT, INK, MEASURED_PEAK, MEMORY, PAPER
 from gplan.reporting.subject import Subject, capacity_bytes, measured_peaks, plan_of
 from gplan.simulation.memory_timeline import Holding, fullest, memory_timeline
 

@@ -14,15 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from gplan.core import ActionKind, Plan, Run
-from gplan.core.units import counted, seconds_axis, seconds_text
+from gplan.core.units import counted, pipeline_text, seconds_axis, seconds_text
 from gplan.reporting.charts.canvas import (
-    ACTIONS,
-    BAND,
-    COMMUNICATION,
-    FAINT,
-    INK,
-    RECOMPUTE,
-    Look,
     blank_figure,
     headline,
     layers_text,
@@ -32,6 +25,7 @@ from gplan.reporting.charts.canvas import (
     stage_text,
     swatch,
 )
+from gplan.reporting.looks import ACTIONS, BAND, COMMUNICATION, FAINT, INK, RECOMPUTE, Look
 from gplan.reporting.subject import BACKWARDS, MEASURED, PREDICTED, Subject, plan_of, stages_frame
 
 _PARTS: dict[str, Look] = {
@@ -57,8 +51,7 @@ def partition_chart(subject: Subject) -> Figure:
     parts = [look for part, look in _PARTS.items() if stages[part].max() > 0 or part == "backward_s"]
     legend(figure, [swatch(look) for look in parts])
     name = shortened(plan.model.name, 60)
-    where = f" on {counted(plan.num_devices, 'device')}" if plan.num_stages > plan.num_devices else ""
-    cut = f"{counted(len(plan.layer_names), 'layer')} in {counted(plan.num_stages, 'stage')}{where}"
+    cut = f"{counted(len(plan.layer_names), 'layer')} in {pipeline_text(plan.num_stages, plan.num_devices)}"
     headline(figure, f"Partition of {name}: {cut}")
     return figure
 

@@ -17,8 +17,19 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from gplan.core import ActionKind, Run, Timeline
-from gplan.core.units import percent_text, seconds_axis, seconds_text
+from gplan.core.units import counted, percent_text, pipeline_text, seconds_axis, seconds_text
 from gplan.reporting.charts.canvas import (
+    WIDTH_INCHES,
+    Handle,
+    blank_figure,
+    boxes,
+    headline,
+    legend,
+    shortened,
+    stages_text,
+    swatch,
+)
+from gplan.reporting.looks import (
     ACTIONS,
     ANY_ACTION,
     BEFORE,
@@ -26,19 +37,9 @@ from gplan.reporting.charts.canvas import (
     FAINT,
     IDLE,
     INK,
-    WIDTH_INCHES,
-    Handle,
     Look,
-    blank_figure,
-    boxes,
-    headline,
-    layout_text,
-    legend,
     of_chunk,
     shades_of,
-    shortened,
-    stages_text,
-    swatch,
 )
 from gplan.reporting.subject import (
     MEASURED,
@@ -51,6 +52,7 @@ from gplan.reporting.subject import (
     timelines_of,
     transfers_frame,
 )
+from gplan.schedules.registry import schedule_info
 from gplan.simulation.bubble import idle_pieces
 from gplan.simulation.schedule_trial import has_whole_backward
 
@@ -176,7 +178,9 @@ def pipeline_chart(subject: Subject) -> Figure:
         panels[-1].axvline(timelines[PREDICTED].step_s / scale, color=INK.light, linewidth=0.9, linestyle=_PROMISED_END)
     panels[-1].set(xlabel=f"time in {unit}", xlim=(0, 1.005 * longest_s / scale))
     legend(figure, [*gantt_handles(list(timelines.values())), *_end_handles(measured=MEASURED in timelines)])
-    headline(figure, f"One step of {shortened(plan.model.name, 40)}: {layout_text(plan)}")
+    layout = f"{schedule_info(plan.schedule).title}, {pipeline_text(plan.num_stages, plan.num_devices)}"
+    count = counted(plan.num_microbatches, "micro-batch")
+    headline(figure, f"One step of {shortened(plan.model.name, 40)}: {layout}, {count}")
     return figure
 
 

@@ -14,7 +14,8 @@ from statistics import median
 
 from gplan.core import Idle, IdleCause, Plan, Span, Timeline, Transfer
 from gplan.core.units import bytes_text, percent_text, seconds_text
-from gplan.reporting.charts.canvas import ACTIONS, COMMUNICATION, IDLE, NEUTRALS, layers_text, shades_of
+from gplan.reporting.charts.canvas import layers_text
+from gplan.reporting.looks import ACTIONS, COMMUNICATION, IDLE, NEUTRALS, shades_of
 from gplan.reporting.subject import PREDICTED, Subject, plan_of, side_text, timelines_of
 from gplan.simulation.bubble import idle_pieces
 

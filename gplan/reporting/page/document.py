@@ -12,15 +12,14 @@ from pathlib import Path
 
 from gplan.core import Run
 from gplan.core.precision import precision_suffix
-from gplan.core.units import counted, replicas_text
-from gplan.reporting.charts.canvas import NEUTRALS, Neutral, layout_text
 from gplan.reporting.charts.draw import Drawing
+from gplan.reporting.looks import NEUTRALS, Neutral
 from gplan.reporting.page.explanation_section import reasons, sentences
 from gplan.reporting.page.figures import charts_of, pipeline_figure, strip
 from gplan.reporting.page.html import facts_list, table
 from gplan.reporting.subject import PlanAnalysis, Subject, plan_of
 from gplan.reporting.summary_tables import Headline, headlines, notes_of, plan_facts, run_facts
-from gplan.reporting.text.plan import stages_table
+from gplan.reporting.text.plan import setting_text, stages_table
 from gplan.reporting.text.run import comparison_table, devices_table
 from gplan.simulation.simulator import simulate
 
@@ -88,9 +87,7 @@ def _script() -> str:
 
 def _top(subject: Subject, analysis: PlanAnalysis) -> Iterator[str]:
     plan = plan_of(subject)
-    samples = counted(plan.microbatch_size, "sample")
-    replicas = f", in each of {replicas_text(plan.num_replicas, plan.sharding)}" if plan.num_replicas > 1 else ""
-    facts = f"{layout_text(plan)} of {samples}, recompute {plan.recompute}{precision_suffix(plan.precision)}{replicas}"
+    facts = f"{setting_text(plan)}{precision_suffix(plan.precision)}"
     yield '<p class="kicker">gplan report</p>'
     yield f'<h1>{escape(plan.model.name)}</h1>\n<p class="lead">{escape(facts)}</p>'
     if isinstance(subject, Run) and subject.engine == "virtual":

@@ -8,9 +8,10 @@ from html import escape
 
 from gplan.core import ActionKind, IdleCause, Plan, Stage, Timeline
 from gplan.core.units import bytes_text, counted, seconds_text
-from gplan.reporting.charts.canvas import ACTIONS, COMMUNICATION, IDLE, NEUTRALS, layers_text, shades_of, shortened
+from gplan.reporting.charts.canvas import layers_text, shortened
 from gplan.reporting.charts.draw import Drawing
 from gplan.reporting.charts.pipeline_chart import shown_looks
+from gplan.reporting.looks import ACTIONS, COMMUNICATION, IDLE, NEUTRALS, shades_of
 from gplan.reporting.page.chart_data import MEANINGS, cause_variable, pipeline_json
 from gplan.reporting.subject import PlanAnalysis, Subject, timelines_of
 from gplan.simulation.schedule_trial import has_whole_backward

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core.units import bytes_text, counted, percent_text, quantity_text, replicas_text, seconds_text
+from gplan.core.units import bytes_text, counted, percent_text, quantity_text, seconds_text
 from gplan.evaluate.explain.explanation import (
     BaselineOutcome,
     Bottleneck,
@@ -22,6 +22,7 @@ from gplan.evaluate.explain.explanation import (
 )
 from gplan.evaluate.replanning import PlanSettings
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, note_lines
+from gplan.reporting.text.plan import setting_text
 from gplan.schedules.registry import make_schedule, schedule_info
 
 SAME_DEVICES: tuple[OptionKind, ...] = (
@@ -202,20 +203,8 @@ _NEVER = "never"
 
 def explanation_view(explanation: Explanation) -> RenderableType:
     """The summary first, then a table for each part of the explanation."""
-    setting = explanation.setting
-    replicas = (
-        f" in each of {replicas_text(setting.num_replicas, setting.sharding)}" if setting.num_replicas > 1 else ""
-    )
-    stages = counted(setting.num_stages, "stage")
-    if devices_differ_from_stages(setting):
-        stages += f" on {counted(setting.num_devices, 'device')}"
-    title = (
-        f"{explanation.model}: {stages}{replicas}, {schedule_info(setting.schedule).title}, "
-        f"{counted(setting.num_microbatches, 'micro-batch')} of {setting.microbatch_size}, "
-        f"recompute {setting.recompute}"
-    )
     return Group(
-        Text(title, style="bold"),
+        Text(f"{explanation.model}: {setting_text(explanation.setting)}", style="bold"),
         *map(Text, headline(explanation)),
         Text(),
         step_table(explanation),

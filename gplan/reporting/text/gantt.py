@@ -19,17 +19,10 @@ from rich.style import Style
 from rich.text import Text
 
 from gplan.core import ActionKind, Timeline
+from gplan.reporting.looks import ACTIONS, of_chunk
 from gplan.simulation.schedule_trial import has_whole_backward
 
 MOST_DEVICES = 64
-_COLOURS = {
-    ActionKind.FORWARD: (57, 122, 242),
-    ActionKind.BACKWARD: (247, 164, 64),
-    ActionKind.INPUT_GRADIENT: (68, 211, 218),
-    ActionKind.WEIGHT_GRADIENT: (165, 221, 139),
-    ActionKind.OPTIMIZER: (184, 81, 15),
-}
-_PALEST = 0.55  # how far towards white the last chunk is
 _WAITING = "."
 _TICK_COLUMNS = 10
 _LEGIBLE = 0.5
@@ -224,7 +217,5 @@ def _filled(row: Sequence[ActionCell], text: Callable[[ActionCell], str], waitin
 
 
 def _style(kind: ActionKind, chunk: int, num_chunks: int) -> Style:
-    share = _PALEST * chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
-    red, green, blue = (round(x + (255 - x) * share) for x in _COLOURS[kind])
-    is_dark = 0.3 * red + 0.6 * green + 0.1 * blue < 140
-    return Style(color="#ffffff" if is_dark else "#000000", bgcolor=f"#{red:02x}{green:02x}{blue:02x}")
+    look = of_chunk(ACTIONS[kind], chunk, num_chunks=num_chunks)
+    return Style(color=look.text, bgcolor=look.colour)

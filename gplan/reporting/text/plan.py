@@ -10,8 +10,17 @@ from rich.text import Text
 
 from gplan.core import BACKWARD_KINDS, ActionKind, Alternative, Plan, Stage, Timeline
 from gplan.core.precision import precision_suffix
-from gplan.core.units import bytes_text, counted, percent_text, quantity_text, replicas_text, seconds_text
+from gplan.core.units import (
+    bytes_text,
+    counted,
+    percent_text,
+    pipeline_text,
+    quantity_text,
+    replicas_text,
+    seconds_text,
+)
 from gplan.evaluate.compare import stale_prediction_notes
+from gplan.evaluate.replanning import PlanSettings
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, note_lines
 from gplan.schedules.registry import schedule_info
 from gplan.simulation.bubble import idle_by_device
@@ -33,6 +42,15 @@ def equal_stages_text(bubble: float, law: Law | None, timeline: Timeline) -> str
     if not forward_s or not bubble:
         return percent_text(bubble)
     return f"{percent_text(bubble)}, where a backward takes {backward_s / forward_s:.3g} × a forward"
+
+
+def setting_text(setting: Plan | PlanSettings) -> str:
+    """Stages, devices, replicas, schedule, micro-batches and recompute in words."""
+    replicas = f"{replicas_text(setting.num_replicas, setting.sharding)} of " if setting.num_replicas > 1 else ""
+    return (
+        f"{replicas}{pipeline_text(setting.num_stages, setting.num_devices)}, {schedule_info(setting.schedule).title}, "
+        f"{counted(setting.num_microbatches, 'micro-batch')} of {setting.microbatch_size}, recompute {setting.recompute}"
+    )
 
 
 MICROBATCH, STEP = "per micro-batch", "per step"
@@ -91,7 +109,6 @@ _PASSES = "forward and backward per micro-batch"
 
 def stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
     """One row per stage, by device; `timeline` is the simulated step."""
-    replicas = f"{replicas_text(plan.num_replicas, plan.sharding)} of " if plan.num_replicas > 1 else ""
     columns = [Column(key="device", is_left=True)] if _has_chunks(plan) else []
     columns += [Column(key="stage"), Column(key="layers", is_left=True, is_flexible=True)]
     if _has_places(plan) and not _has_chunks(plan):
@@ -103,9 +120,7 @@ def stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
     columns.append(Column(key="peak memory"))
     idle_s = [sum(idle.values()) for idle in idle_by_device(timeline)]
     return FittedTable(
-        title=f"{plan.model.name}: {replicas}{_stages_text(plan)}, {schedule_info(plan.schedule).title}, "
-        f"{counted(plan.num_microbatches, 'micro-batch')} of {plan.microbatch_size}, recompute {plan.recompute}"
-        f"{precision_suffix(plan.precision)}",
+        title=f"{plan.model.name}: {setting_text(plan)}{precision_suffix(plan.precision)}",
         columns=tuple(columns),
         lines=tuple(
             _stage_line(plan, stage, timeline, idle_s[device] if stage is stages[0] else None)
@@ -115,11 +130,6 @@ def stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
         ),
         spare=(_PASSES, "transfers", "idle"),
     )
-
-
-def _stages_text(plan: Plan) -> str:
-    stages = counted(plan.num_stages, "stage")
-    return f"{stages} on {counted(plan.num_devices, 'device')}" if _has_chunks(plan) else stages
 
 
 def _stage_line(plan: Plan, stage: Stage, timeline: Timeline, idle_s: float | None) -> Line:
@@ -217,11 +227,10 @@ def alternative_text(x: Alternative) -> str:
     """The setting of another plan in words."""
     replicas = f"{x.num_replicas} × " if x.num_replicas > 1 else ""
     batch = f"{x.num_microbatches} × {x.microbatch_size}"
-    stages, schedule = counted(x.num_stages, "stage"), schedule_info(x.schedule)
-    num_devices = schedule.num_devices or x.num_stages // schedule.num_chunks
-    where = f" on {counted(num_devices, 'device')}" if num_devices != x.num_stages else ""
+    schedule = schedule_info(x.schedule)
+    stages = pipeline_text(x.num_stages, schedule.num_devices or x.num_stages // schedule.num_chunks)
     sharding = f", shard {x.sharding}" if x.sharding != "none" else ""
-    return f"{replicas}{stages}{where}{sharding}, {schedule.title}, {batch}, recompute {x.recompute}"
+    return f"{replicas}{stages}{sharding}, {schedule.title}, {batch}, recompute {x.recompute}"
 
 
 def _differences(alternatives: Sequence[Alternative], settings: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gplan.core import IdleCause
-from gplan.reporting.charts.canvas import ACTIONS, IDLE
+from gplan.reporting.looks import ACTIONS, IDLE
 from gplan.reporting.page.chart_data import MEANINGS, pipeline_json
 from gplan.reporting.subject import Subject, timelines_of
 from gplan.simulation.bubble import idle_pieces

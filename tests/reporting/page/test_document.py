@@ -11,9 +11,9 @@ import pytest
 
 from gplan.core import Run
 from gplan.partition.balance import balance
-from gplan.reporting.charts.canvas import NEUTRALS, pens, to_svg
-from gplan.reporting.charts.choices_chart import choices_chart
+from gplan.reporting.charts.canvas import pens, to_svg
 from gplan.reporting.charts.draw import CHARTS, Drawing
+from gplan.reporting.looks import NEUTRALS
 from gplan.reporting.page.document import page
 from gplan.reporting.page.figures import inline_svg
 from gplan.reporting.subject import PlanAnalysis, Subject, analysis_of, plan_of
@@ -66,11 +66,10 @@ def small_run(engine: str = "torch") -> Run:
 def svg_drawings(subject: Subject) -> list[Drawing]:
     """The charts as SVG only: PNG files are not part of a page."""
     choices = analysis_of(plan_of(subject), None)
-    charts = {**CHARTS, "choices": lambda _: choices_chart(choices)}
     drawings = []
-    for name, chart in charts.items():
+    for name, chart in CHARTS.items():
         with pens(name):
-            figure = chart(subject)
+            figure = chart(subject, choices)
             if figure is not None:
                 drawings.append(Drawing(name=name, png=b"", svg=to_svg(figure, name)))
     return drawings
@@ -166,7 +165,7 @@ def test_neutral_colours_follow_the_screen_and_the_others_stay(run_page: str) ->
 
 def test_a_plan_with_several_stages_on_a_device_tells_stages_and_devices_apart() -> None:
     html = without_charts(make_scheduled_plan("zb-v", num_microbatches=2))
-    assert "zb-v, 4 stages on 2 devices, 2 micro-batches of 1 sample" in Reader(html).text
+    assert "4 stages on 2 devices, zb-v, 2 micro-batches of 1, recompute never" in Reader(html).text
     assert '<th class="text">device</th><th>stage</th>' in html
 
 
@@ -174,7 +173,7 @@ def test_a_custom_order_is_not_written_out() -> None:
     order = "custom:0F0 0B0 / 1F0 1B0"
     html = without_charts(make_scheduled_plan(order, num_microbatches=1))
     assert order not in re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)
-    assert "custom order, 2 stages, 1 micro-batch" in Reader(html).text
+    assert "2 stages, custom order, 1 micro-batch" in Reader(html).text
 
 
 def test_only_charts_that_were_drawn_have_a_place() -> None:
