@@ -77,8 +77,12 @@ def _text(layout: str) -> str:
 
     path = Path(layout)
     try:
+        if path.is_dir() or (path.suffix in (".py", ".sh", ".json", ".yaml", ".toml", ".txt") and not path.exists()):
+            raise FileError(f"{layout} is no file; expected a layout, or a file with one")
         return path.read_text() if path.is_file() else layout
-    except (OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError) and error.errno == 36:  # too long for a name, so it is a layout
+    except (OSError, ValueError) as error:
+        if (
+            not isinstance(error, UnicodeDecodeError) and getattr(error, "errno", 36) == 36
+        ):  # no name of a file: a layout
             return layout
         raise FileError(f"{layout} cannot be read: {error}; expected a text with the layout") from error

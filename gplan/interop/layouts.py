@@ -41,6 +41,8 @@ def read_layout(text: str, profile: Profile, *, receiver: str) -> Layout:
     """
     if receiver not in _READERS:
         raise UsageError(f"layouts of {receiver!r} cannot be read; expected one of {', '.join(_READERS)}")
+    if not text.strip():
+        raise UsageError(f"the layout is empty; expected the text that {RECEIVERS[receiver].title} reads")
     names = tuple(layer.name for layer in profile.layers)
     check_granularity(profile.granularity, names[0], RECEIVERS[receiver].title)
     ends = _READERS[receiver](text, names)
@@ -65,6 +67,7 @@ def _ends(counts: Sequence[int]) -> tuple[int, ...]:
 # Megatron-LM and verl
 
 _LAYOUT = re.compile(r"layout[=\s]*[\"'\\]*([EtmL|()*,\d]+)")
+_MOST_LETTERS = 100_000  # far more than any model has layers
 _LETTERS = {"E": "embedding", "t": "transformer layer", "m": "multi-token prediction", "L": "loss"}
 
 
@@ -75,8 +78,13 @@ def stage_letters(layout: str) -> tuple[str, ...]:
     ('Ettt', 'tt', 'tt', 'm', 'L')
     """
     plain = layout.replace(",", "").replace(" ", "")
-    for pattern in (r"\(([^()]*)\)\*(\d+)", r"([A-Za-z|])\*(\d+)"):
-        plain = re.sub(pattern, _written_out, plain)
+    for pattern in (r"\(([^()]*)\)\*(\d{1,9})", r"([A-Za-z|])\*(\d{1,9})"):
+        num_letters = sum(len(x[1]) * int(x[2]) for x in re.finditer(pattern, plain))
+        if num_letters > _MOST_LETTERS:
+            raise UsageError(
+                f"repetitions in the layout write {num_letters:,} letters; expected as many as the model has layers"
+            )
+        plain = re.sub(pattern, lambda x: x[1] * int(x[2]), plain)
     for place, letter in enumerate(plain):
         if letter not in {*_LETTERS, "|"}:
             known = ", ".join(f"{x} ({word})" for x, word in _LETTERS.items())
@@ -87,23 +95,12 @@ def stage_letters(layout: str) -> tuple[str, ...]:
     return tuple(plain.split("|"))
 
 
-_MOST_LETTERS = 100_000  # of a repetition; far more than any model has
-
-
-def _written_out(repeated: re.Match[str]) -> str:
-    if len(repeated[2]) > 6 or len(repeated[1]) * int(repeated[2]) > _MOST_LETTERS:
-        raise UsageError(
-            f"{repeated[0][:40]} of the layout writes more than {_MOST_LETTERS:,} letters; expected as many as the model has layers"
-        )
-    return repeated[1] * int(repeated[2])
-
-
-_HYBRID = re.compile(r"(?:.*--hybrid-layer-pattern[=\s]*)?[\"']?([MG*ED|-]*[MG][MG*ED|-]*)(?:[\"'\s].*)?", re.DOTALL)
+_HYBRID = re.compile(r"(?:.*--hybrid-layer-pattern[=\s]*)?[\"']?([MG*ED|-]++)(?:[\"'\s].*)?", re.DOTALL)
 
 
 def _megatron(text: str, names: Sequence[str]) -> tuple[int, ...]:
     title = RECEIVERS["megatron"].title
-    if pattern := _HYBRID.fullmatch(text.strip()):
+    if (pattern := _HYBRID.fullmatch(text.strip())) and {*pattern[1]} & {*"MG"}:
         return _block_ends([len(stage) for stage in pattern[1].split("|")], names, title)
     found = _LAYOUT.search(text)
     stages = stage_letters(found[1] if found else text.strip().strip("\"'"))
@@ -138,7 +135,9 @@ def _module_lists(receiver: str, rename: Callable[[str], str]) -> Callable[[str,
         lists = _literal(
             text, ("MODULES", "module_fqns_per_model_part", "pipeline_parallel_module_fqns_per_model_part")
         )
-        if not isinstance(lists, list) or not all(isinstance(x, list) for x in lists):
+        if not isinstance(lists, list) or not all(
+            isinstance(x, list) and all(type(y) is str for y in x) for x in lists
+        ):
             raise UsageError(f"expected a list of lists of modules, one for each stage, as {title} takes")
         stage_of: dict[str, int] = {}
         for stage, modules in enumerate(lists):
@@ -205,6 +204,10 @@ def _block_ends(counts: Sequence[int], names: Sequence[str], title: str) -> tupl
 
 def _pytorch(text: str, names: Sequence[str]) -> tuple[int, ...]:
     points = re.findall(r"[\"']([^\"']+)[\"']\s*:\s*SplitPoint\.BEGINNING", text)
+    if not points and not re.fullmatch(r"(.*split_spec\s*[:=]\s*)?\{\s*\}.*", text.strip(), re.DOTALL):
+        raise UsageError(
+            f"{text.strip()[:40]!r} has no split points; expected such as {{'layers.4': SplitPoint.BEGINNING}}"
+        )
     firsts = [modules_of(name)[0] for name in names]
     for point in points:
         if point not in firsts:
@@ -215,7 +218,7 @@ def _pytorch(text: str, names: Sequence[str]) -> tuple[int, ...]:
 def _numbers(text: str, keys: Sequence[str]) -> list[int]:
     """A list of whole numbers, as a literal or with commas between them."""
     plain = text.strip().strip("\"'")
-    if re.fullmatch(r"\d+(\s*,\s*\d+)*", plain):
+    if re.fullmatch(r"\d{1,9}(\s*,\s*\d{1,9})*", plain):
         return [int(x) for x in plain.split(",")]
     found = _literal(text, keys)
     if not isinstance(found, list | tuple) or not all(type(x) is int for x in found):
@@ -227,18 +230,18 @@ def _literal(text: str, keys: Sequence[str]) -> object:
     """The literal that a text is, or that a Python module assigns to one of these names or passes by it."""
     try:
         tree = ast.parse(text.strip())
-    except SyntaxError as error:
-        raise UsageError(
-            f"line {error.lineno} of the layout is no Python: {error.msg}; expected a literal or a module"
-        ) from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        place = f"line {error.lineno} of the layout" if isinstance(error, SyntaxError) else "the layout"
+        found = error.msg if isinstance(error, SyntaxError) else str(error) or "too deep"
+        raise UsageError(f"{place} is no Python: {found}; expected a literal or a module") from error
     body = tree.body[0] if len(tree.body) == 1 else None
-    found = (
+    values = (
         [body.value] if isinstance(body, ast.Expr) and not isinstance(body.value, ast.Call) else [*_values(tree, keys)]
     )
-    for value in found:
+    for value in values:
         try:
             return ast.literal_eval(value)
-        except ValueError:
+        except (ValueError, TypeError, RecursionError, MemoryError):
             continue
     named = f", alone or named {' or '.join(keys)}" if keys else " such as 16,16"
     raise UsageError(f"{text.strip()[:40]!r} holds no layout; expected a literal{named}")

@@ -11,7 +11,7 @@ from gplan.core import Alternative, Constraints, Plan, Profile, RecomputeMode
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import percent_text, seconds_text
 from gplan.interop.layouts import Layout, read_layout
-from gplan.interop.receivers import Settings, constraints_for, receiver_named, settings_problem
+from gplan.interop.receivers import Settings, constraints_for, indivisible, receiver_named, settings_problem
 from gplan.partition.balance import alternative_of, balance, best_plan, problem_of
 from gplan.partition.constraints import combined
 from gplan.schedules.registry import num_stages_of
@@ -24,11 +24,22 @@ class ForReceiver:
 
     name: str
     constraints: Constraints
+    most_stages: int
+    why_no_more: str
 
     @classmethod
     def of(cls, name: str, profile: Profile) -> ForReceiver:
         """The rules for a profile; raises UsageError for a model that the receiver cannot take."""
-        return cls(name=name, constraints=constraints_for(name, profile))
+        constraints, names = constraints_for(name, profile), [layer.name for layer in profile.layers]
+        kept = sorted(indivisible(name, names, profile), key=lambda x: x.last - x.first)
+        return cls(
+            name=name,
+            constraints=constraints,
+            most_stages=len(names) - len({i for x in kept for i in range(x.first, x.last)}),
+            why_no_more=f"{names[kept[-1].first]} to {names[kept[-1].last]} would be cut apart, {kept[-1].why}"
+            if kept
+            else "",
+        )
 
     @property
     def allows(self) -> Allows:
@@ -61,6 +72,10 @@ class ForReceiver:
         )
         if problem := settings_problem(self.name, settings):
             raise UsageError(f"the plan {problem}")
+        if settings.num_stages > self.most_stages and self.why_no_more:
+            raise UsageError(
+                f"the plan has {settings.num_stages} stages, of this model at most {self.most_stages}: {self.why_no_more}"
+            )
 
     def with_constraints(self, constraints: Constraints) -> Constraints:
         """The user's constraints and the receiver's."""

@@ -363,7 +363,9 @@ def _indivisible(receiver: Receiver, names: Sequence[str], profile: Profile | No
                 first=first, last=last, why=f"within multi-token prediction; {title} holds its layers on one stage"
             )
         return  # every stage makes masks and positions itself, and sums the gradients of tied embeddings
-    _check_names(receiver, names)
+    is_built = profile is None or not profile.is_for_megatron  # else a sequence for its sizes can still be written
+    if receiver.cuts != "items" or is_built:
+        _check_names(receiver, names)
     if receiver.tied == "one stage":
         yield from _tied(profile, title)
     if receiver.cuts == "calls":

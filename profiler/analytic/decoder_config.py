@@ -15,8 +15,7 @@ import msgspec
 from gplan.core.errors import FileError, UsageError
 
 _TABLE = Path(__file__).with_name("decoders.toml")
-
-
+_SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size")
 _MOST_LAYERS = 10_000  # of a model; more would take all memory
 
 
@@ -65,7 +64,7 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     num_nextn_predict_layers: int = 0  # multi-token prediction
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size"):
+        for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         if self.num_hidden_layers > _MOST_LAYERS:
@@ -158,7 +157,7 @@ def load_decoder(name: str, settings: Mapping[str, Any] = MappingProxyType({})) 
         return msgspec.convert({**_without_nothing(found), **settings}, Decoder)
     except (msgspec.ValidationError, TypeError) as error:
         raise FileError(
-            f"{name} is no configuration of a decoder: {error}; expected keys such as hidden_size"
+            f"{name} is no configuration of a decoder: {error}; expected the keys of Llama: {', '.join(_SIZES)}"
         ) from error
 
 

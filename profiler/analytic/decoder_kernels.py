@@ -196,7 +196,7 @@ class LayerKernels:
             beside=ELEMENT * table,
         )
         return Part(
-            name="embedding", kind="Embedding", kernels=(kernel,), parameters=0 if is_tied else table,
+            name="model.embed_tokens", kind="Embedding", kernels=(kernel,), parameters=0 if is_tied else table,
             output=self.hidden_bytes,
         )  # fmt: skip
 
@@ -239,7 +239,7 @@ class LayerKernels:
                 input_gradient=ELEMENT * logits,
             )
         return Part(
-            name="head",
+            name="model.norm..lm_head",
             kind="Head",
             kernels=(self._norm(model.hidden_size), *[layer, loss] * passes),
             parameters=model.hidden_size + (0 if model.tie_word_embeddings else table),

@@ -4,8 +4,9 @@ For models that are too large to build, and for widths that the planner does not
 they keep and what they take are those of Megatron-LM (profiler/analytic/decoder_kernels.py), in bfloat16: weights of 2
 bytes, gradients of 4, and 12 bytes of optimizer state, which the data-parallel ranks divide. Activations are divided by
 the tensor-parallel size (sequence parallelism), experts by the expert-parallel size. Seconds are by the roofline and the
-device's shares by shape. A step clears, scales and checks the gradients, then Adam reads and writes the state. Left out:
-collectives within a layer but for the exchange of experts' tokens, and imbalance between experts.
+device's shares by shape. A step clears, scales and checks the gradients, then Adam reads and writes the state. Layers have
+the names of Hugging Face models, by which exports name modules. Left out: collectives within a layer but for the exchange
+of experts' tokens, and imbalance between experts.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class DecoderProfile:
         sparse = [model.is_sparse(i) for i in range(model.num_hidden_layers)]
         made = {x: kernels.block("", is_sparse=x) for x in set(sparse)}
         blocks = [
-            replace(made[x], name=f"layers.{i}", is_recomputed=i in self.recomputed) for i, x in enumerate(sparse)
+            replace(made[x], name=f"model.layers.{i}", is_recomputed=i in self.recomputed) for i, x in enumerate(sparse)
         ]
         further = [kernels.prediction(f"mtp.{i}") for i in range(model.num_nextn_predict_layers)]
         return (kernels.embedding(), *blocks, *further, kernels.head())
@@ -135,7 +136,7 @@ class DecoderProfile:
         users = [0, *range(1 + model.num_hidden_layers, last), *([last] if model.tie_word_embeddings else [])]
         return (
             SharedWeight(
-                name="embedding.weight",
+                name="model.embed_tokens.weight",
                 layers=tuple(users),
                 num_parameters=table,
                 weight_bytes=ELEMENT * table,

@@ -17,7 +17,7 @@ from gplan.core import Constraints, Plan, Profile, RecomputeMode
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.interop.export.exporters import FORMATS, export
 from gplan.interop.layouts import read_layout, stage_letters
-from gplan.interop.planning import ForReceiver, import_plan, nearest_plan, nearest_plan_text
+from gplan.interop.planning import ForReceiver, best_for_receiver, import_plan, nearest_plan, nearest_plan_text
 from gplan.interop.receivers import RECEIVERS, Settings, constraints_for, settings_problem
 from gplan.schedules.registry import SCHEDULES
 from profiler.analytic.decoder_config import Widths
@@ -166,6 +166,13 @@ def test_models_that_a_receiver_cannot_take_are_refused(receiver: str, profile: 
         constraints_for(receiver, profile)
 
 
+def test_more_stages_than_a_receiver_can_divide_are_refused_with_the_reason() -> None:
+    tied = replace(language_model(4), shared_weights=(shared(0, 6),))
+    rules = ForReceiver.of("torchtitan", tied)
+    with pytest.raises(UsageError, match=r"2 stages, of this model at most 1: .* does not sum its gradients: untie it"):
+        rules.check("1f1b", num_devices=2, num_microbatches=4, recompute="never")
+
+
 # The nearest plan to one that is refused
 
 
@@ -210,12 +217,19 @@ def test_layouts_are_read_from_texts_and_files(receiver: str, text: str) -> None
 WRONG = [
     ("megatron", "Ett|t|L", "the layout has 3 t (transformer layer); the profile has 4; add t"),
     ("megatron", "Ett|x|ttL", "'x' at place 4 of the layout written out"),
-    ("megatron", "Et*999999999|tL", "t*999999999 of the layout writes more than 100,000 letters"),
+    ("megatron", "Et*999999999|tL", "repetitions in the layout write 999,999,999 letters"),
     ("megatron", "E((tt|)*2)*2L", "without parentheses in parentheses"),
     ("megatron", "ttE|t|tL", "layer 0 of the layout is 't'; expected 'E'"),
     ("megatron", "Ett||ttL", "stage 1 of the layout is empty"),
     ("megatron", "Ett|tm|tL", "1 m (multi-token prediction); the profile has 0"),
     ("torchtitan", '[["tok_embeddings", "layers.0"]]', "layers.1 is on no stage"),
+    ("torchtitan", "[[1], [2]]", "expected a list of lists of modules"),
+    ("megatron", "M" * 50_000 + "x", "'M' at place 0"),
+    ("pytorch", "hello", "'hello' has no split points"),
+    ("vllm", "-" * 100_000 + "1", "the layout is no Python"),
+    ("deepspeed", "[{[]: 1}]", "holds no layout"),
+    ("deepspeed", "0,\0", "null bytes"),
+    ("sglang", " ", "the layout is empty; expected the text that SGLang reads"),
     ("torchtitan", '[["tok_embeddings", "layers.0"], ["layers.0"]]', "layers.0 is on stages 0 and 1"),
     ("torchtitan", "[[", "is no Python"),
     ("torchtitan", "modules = 3\nx = 4", "holds no layout"),
@@ -326,3 +340,20 @@ def test_layout_of_a_known_model_in_one_command(here: Path, capsys: pytest.Captu
     assert "no model is named gpt-9; expected llama3-8b" in capsys.readouterr().err
     assert gplan_exits("layout", "llama3-8b", "--pp", "2", "--set", "layers=3") == 2
     assert "a decoder has no layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("receiver", "first", "last"),
+    [
+        ("torchtitan", '["tok_embeddings", "layers.0"', '"norm", "lm_head", "rotary_emb"]'),
+        ("automodel", '["model.embed_tokens", "model.layers.0"', '"model.norm", "lm_head", "model.rotary_emb"]'),
+        ("pytorch", '"model.layers.', "SplitPoint.BEGINNING"),
+        ("deepspeed", "PARTS = [0, ", ", 34]"),
+    ],
+)
+def test_layouts_of_configurations_name_real_modules(receiver: str, first: str, last: str) -> None:
+    profile = decoder_profile("llama3-8b", load_hardware("h200"), widths=Widths())
+    plan = best_for_receiver(profile, receiver=receiver, num_devices=4, num_microbatches=8, memory_bytes=10**12)
+    text = export(plan, to=receiver, profile=profile).text
+    assert first in text and last in text
+    assert read_layout(text, profile, receiver=receiver).cuts == plan.cuts

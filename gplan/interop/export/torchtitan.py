@@ -96,7 +96,10 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         f"later heads say pipeline_parallel_module_fqns_per_model_part and num_pp_microbatches = {plan.num_microbatches}",
     ]
     if _is_hugging_face(plan):
-        notes.append("the names are those of experiments/transformers_modeling_backend, for Hugging Face models")
+        notes.append(
+            "the names are those of torchtitan's own models and of experiments/transformers_modeling_backend; only the latter has "
+            "rotary_emb, the former pass over it"
+        )
     if plan.recompute == "always":
         notes.append("torchtitan recomputes block by block, the plan stage by stage: time and memory will differ")
     return tuple(notes)
