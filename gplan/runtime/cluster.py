@@ -10,7 +10,6 @@ Traffic of several pairs over one cable at a time, and other work on the network
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +26,8 @@ from gplan.core import COLLECTIVE_KINDS, Collective, CollectiveKind, HostLink, L
 from gplan.core.errors import UsageError
 from gplan.core.machine import num_messages
 from gplan.core.units import bytes_text, counted, percent_text, seconds_text
-from gplan.runtime.peers import Peer, Peers, explained_by_peers
-from gplan.runtime.process_group import init_from_environment, rendezvous_from_environment
+from gplan.runtime.peers import Peer, Peers, explained_by_peers, local_place
+from gplan.runtime.process_group import backend_of, init_from_environment, rendezvous_from_environment
 from profiler.host.host_info import pin_to_share, processor
 from profiler.host.links import (
     GroupTimer,
@@ -96,7 +95,7 @@ def measure_cluster(*, device_kind: str | None, timeout_s: float, progress: Repo
         raise UsageError(
             "there is 1 process; measuring needs at least 2: torchrun --nnodes 2 --nproc-per-node 4 ... -m gplan cluster"
         )
-    local_rank, local_size = (int(os.environ.get(x, y)) for x, y in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
+    local_rank, local_size = local_place()
     kind = device_kind or ("cuda" if torch.cuda.device_count() >= local_size else "cpu")
     if kind == "cuda" and local_rank >= torch.cuda.device_count():
         raise UsageError(
@@ -108,7 +107,7 @@ def measure_cluster(*, device_kind: str | None, timeout_s: float, progress: Repo
         torch.cuda.set_device(device)
     else:
         pin_to_share(local_rank, num_shares=local_size, num_threads=1)
-    peers = init_from_environment("nccl" if kind == "cuda" else "gloo", timeout_s=timeout_s, facts={"device": kind})
+    peers = init_from_environment(backend_of(kind), timeout_s=timeout_s, facts={"device": kind})
     with explained_by_peers(peers):
         found = _Measuring(peers, device, timeout_s=timeout_s, progress=progress).run(local_size)
         machine = machine_of(peers.peers, found, backend=dist.get_backend())

@@ -127,6 +127,11 @@ def explained_by_peers(peers: Peers | None) -> Iterator[None]:
         raise kind(text) from error
 
 
+def local_place() -> tuple[int, int]:
+    """This process's number on its host, and how many the launcher started there."""
+    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def meet(store: Store, *, rank: int, num_ranks: int, facts: Mapping[str, str], timeout_s: float, address: str) -> Peers:
     """Wait for all processes and check that they fit together; `facts` must be the same in all of them.
 
@@ -136,7 +141,7 @@ def meet(store: Store, *, rank: int, num_ranks: int, facts: Mapping[str, str], t
         rank=rank,
         node=int(os.environ.get("GROUP_RANK", "0")),
         host=socket.gethostname(),
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_rank=local_place()[0],
         facts={"torch": str(torch.__version__), "gplan": version("gplan"), **facts},
         address=_gloo_address(),
     )

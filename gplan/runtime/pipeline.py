@@ -15,7 +15,6 @@ micro-batch.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.master_weights import MasterWeights
 from gplan.runtime.microbatches import Pass, concat_outputs, replica_rows, split_into_passes, take_rows
 from gplan.runtime.model_source import ModelLike, ModelSource, open_source
+from gplan.runtime.peers import local_place
 from gplan.runtime.process_group import LossExchange, join_process_group
 from gplan.runtime.random_streams import RandomStreams, seed_key
 from gplan.runtime.sharded_replicas import divided_names, shard_stages
@@ -107,7 +107,7 @@ def own_device(plan: Plan, device: str | None) -> torch.device:
         raise UsageError(f"device {device!r} needs a GPU; this process sees none: use device='cpu'")
     if found.type != "cuda":
         return found
-    index = found.index if found.index is not None else int(os.environ.get("LOCAL_RANK", "0"))
+    index = found.index if found.index is not None else local_place()[0]
     if index >= torch.cuda.device_count():
         who = f"device {device!r} does not exist" if ":" in device else f"local rank {index} has no GPU of its own"
         raise UsageError(

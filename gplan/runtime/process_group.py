@@ -69,6 +69,11 @@ def rendezvous_from_environment() -> Rendezvous:
     )
 
 
+def backend_of(device_kind: str) -> str:
+    """The backend for tensors of "cuda" or "cpu"."""
+    return "nccl" if device_kind == "cuda" else "gloo"
+
+
 def init_from_environment(backend: str, *, timeout_s: float, facts: Mapping[str, str] | None = None) -> Peers:
     """Call `init_process_group` with the environment's rendezvous; all later communication has the same timeout.
 
@@ -172,8 +177,8 @@ def open_store(rendezvous: Rendezvous, *, timeout_s: float) -> Store:
 def explain_connection_error(error: Exception, rendezvous: Rendezvous, *, timeout_s: float) -> RunError:
     """Translate an error of `init_process_group`.
 
-    Recognised: a port in use or not allowed, missing processes, another program at the address. For anything else
-    the first line is quoted.
+    Recognised: a port in use or not allowed, processes that stop answering, another program at the address. For anything
+    else the first line is quoted.
     """
     text = str(error)
     if "EADDRINUSE" in text:
@@ -183,8 +188,6 @@ def explain_connection_error(error: Exception, rendezvous: Rendezvous, *, timeou
         )
     if "EACCES" in text:
         return RunError(f"port {rendezvous.port} may not be used by this user; choose a MASTER_PORT above 1023")
-    if came := re.search(r"(\d+)/(\d+) clients joined", text):
-        return RunError(_never_came(rendezvous, int(came[1]), int(came[2]), timeout_s))
     if re.search(r"[Ww]ait timeout|timed out|Timed out", text):
         return RunError(
             f"rank {rendezvous.rank} waited {timeout_s:g} s for all {rendezvous.num_ranks} processes at {rendezvous.address}; "
@@ -195,14 +198,6 @@ def explain_connection_error(error: Exception, rendezvous: Rendezvous, *, timeou
     first = next(iter(text.strip().splitlines()), "no message")
     return RunError(
         f"rank {rendezvous.rank} could not join the others at {rendezvous.address}: {type(error).__name__}: {first}"
-    )
-
-
-def _never_came(rendezvous: Rendezvous, num_came: int, num_expected: int, timeout_s: float) -> str:
-    missing = counted(num_expected - num_came, "process")
-    return (
-        f"waited {timeout_s:g} s for {num_expected} processes at {rendezvous.address}: {num_came} came, {missing} never "
-        "came; start all of them, or allow more time"
     )
 
 
@@ -286,7 +281,7 @@ def join_process_group(plan: Plan, device: torch.device, *, timeout_s: float) ->
     """
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        init_from_environment("nccl" if device.type == "cuda" else "gloo", timeout_s=timeout_s)
+        init_from_environment(backend_of(device.type), timeout_s=timeout_s)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if num_ranks == 1:
         return None

@@ -28,7 +28,6 @@ class ActionTiming:
 
 
 _Raw = tuple[Action, float, float, float]  # the fields of an ActionTiming, which takes longer to build
-"""The fields of a Noted, which takes longer to make."""
 
 
 class ActionRecorder:

@@ -28,9 +28,9 @@ from gplan.files import json_files
 from gplan.runtime.checkpoint.folder import list_checkpoints, locked_directory, newest_intact
 from gplan.runtime.heartbeat import Heartbeat, heartbeat_file, status_reader
 from gplan.runtime.model_source import ModelLike, ModelSource, open_source
-from gplan.runtime.peers import Peers, explained_by_peers
+from gplan.runtime.peers import Peers, explained_by_peers, local_place
 from gplan.runtime.pipeline import own_device
-from gplan.runtime.process_group import init_from_environment
+from gplan.runtime.process_group import backend_of, init_from_environment
 from gplan.runtime.run.loop import train
 from gplan.runtime.run.run_options import ReportStep, RunOptions
 from gplan.runtime.validation import check_fits_here, check_hosts, check_runnable
@@ -200,7 +200,7 @@ def run_torchrun_rank(
     report: ReportStep,
 ) -> Run:
     """Run a plan as one rank of torchrun; every rank returns the same run. `facts` must be the same on all ranks."""
-    local_rank, local_size = (int(os.environ.get(x, y)) for x, y in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
+    local_rank, local_size = local_place()
     pin_to_share(local_rank, num_shares=local_size, num_threads=plan.device.num_threads)
     try:
         peers = _joined(plan, options, facts)
@@ -219,8 +219,7 @@ def _joined(plan: Plan, options: RunOptions, facts: Mapping[str, str]) -> Peers 
     """The processes that torchrun started, once they have met; None if there is one."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
-    backend = "nccl" if own_device(plan, None).type == "cuda" else "gloo"
-    peers = init_from_environment(backend, timeout_s=options.timeout_s, facts=facts)
+    peers = init_from_environment(backend_of(own_device(plan, None).type), timeout_s=options.timeout_s, facts=facts)
     with explained_by_peers(peers):
         check_hosts(plan, [x.host for x in peers.peers])
     return peers
@@ -252,7 +251,7 @@ def _work(job: WorkerJob, plan: Plan, heartbeat: Heartbeat) -> None:
     heartbeat.enter_action("meeting")
     with heartbeat.waiting("ranks"):
         dist.init_process_group(
-            "nccl" if own_device(plan, None).type == "cuda" else "gloo",
+            backend_of(own_device(plan, None).type),
             init_method=f"file://{place / 'store'}",
             rank=rank,
             world_size=num_ranks,

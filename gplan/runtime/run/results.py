@@ -26,7 +26,6 @@ from gplan.core import (
     Span,
     StepSpeed,
     Timeline,
-    YardstickTimes,
 )
 from gplan.core.host_load import interruption_text, largest_load
 from gplan.core.host_speed import average_times
@@ -63,20 +62,18 @@ def torch_run(
     """
     steps = list(zip(*ranks, strict=True))
     largest = [max(reserved_bytes[device :: plan.num_devices], default=0) for device in range(plan.num_devices)]
+    notes = _notes_on_cores(plan)
     run = _run(
         plan,
+        ranks,
         engine="torch",
-        losses=[step[0].loss for step in steps],
         step_s=[max(x.end_s for x in step) - min(x.start_s for x in step) for step in steps],
-        actions=[[x for record in step for x in record.actions] for step in steps],
         mean_timeline=lambda chosen: _measured_timeline(plan, [steps[i][: plan.num_devices] for i in chosen]),
         peak_bytes=[max(peak_bytes[device :: plan.num_devices]) for device in range(plan.num_devices)],
         check=check,
-        notes=_notes_on_cores(plan),
+        notes=notes,
         options=options,
-        speeds=[[x.yardstick for x in step] for step in steps],
-        own_steps=ranks[: plan.num_devices],
-        loads=() if _notes_on_cores(plan) else loads,  # then the ranks wait for each other
+        loads=() if notes else loads,  # with too few cores the ranks wait for each other
     )
     return replace(run, reserved_bytes=tuple(largest)) if any(largest) else run
 
@@ -120,51 +117,42 @@ def virtual_run(
 
     return _run(
         plan,
+        [steps],
         engine="virtual",
-        losses=[step.loss for step in steps],
         step_s=[mean_timeline([i]).step_s for i in range(len(steps))],
-        actions=[step.actions for step in steps],
         mean_timeline=mean_timeline,
         peak_bytes=peak_bytes,
         check=check,
-        notes=(),
         options=options,
-        speeds=[[x.yardstick] for x in steps],
-        own_steps=[steps] * plan.num_devices,
         loads=loads,
     )
 
 
 def _run(
     plan: Plan,
+    ranks: Sequence[Sequence[StepRecord]],
     *,
     engine: str,
-    losses: Sequence[float],
     step_s: Sequence[float],
-    actions: Sequence[Sequence[ActionTiming]],
     mean_timeline: Callable[[Sequence[int]], Timeline],
     peak_bytes: Sequence[int],
     check: GradientCheck | None,
-    notes: tuple[str, ...],
+    notes: tuple[str, ...] = (),
     options: RunOptions,
-    speeds: Sequence[Sequence[YardstickTimes | None]],
-    own_steps: Sequence[Sequence[StepRecord]],
     loads: Sequence[HostLoad],
 ) -> Run:
-    """`actions` and `speeds` are those of each step, on all ranks; `mean_timeline` averages over steps.
-
-    `own_steps` are by device those of its process, `loads` those of the ranks.
-    """
+    """`ranks` and `loads` are by process; `mean_timeline` averages over steps of the first replica."""
     load = largest_load(loads)
     timed = range(options.num_warmup_steps, len(step_s))
-    settled = _enough([i for i in timed if not any(_is_growing(own[i]) for own in own_steps)], timed)
-    clean = [i for i in settled if _is_clean(actions[i])]
+    first_replica = ranks[: plan.num_devices]
+    settled = _enough([i for i in timed if not any(_is_growing(own[i]) for own in first_replica)], timed)
+    clean = [i for i in settled if _is_clean([x for own in ranks for x in own[i].actions])]
     chosen, num_disturbed = _enough(clean, settled), len(settled) - len(clean)
     notes = (*_notes_on_steps(settled, len(chosen), num_disturbed, options, load), *notes)
     return Run(
         plan=plan,
         engine=engine,
-        losses=tuple(losses),
+        losses=tuple(x.loss for x in ranks[0]),
         step_s=tuple(step_s),
         num_warmup_steps=options.num_warmup_steps,
         num_counted=len(chosen),
@@ -177,14 +165,14 @@ def _run(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=software_versions(),
         notes=(*notes, *notes_on_machine(plan), *stale_prediction_notes(plan)),
-        host_speed=tuple(_speed_windows(speeds, options.num_warmup_steps)),
+        host_speed=tuple(_speed_windows(ranks, options.num_warmup_steps)),
         host_load=load,
-        core_stretch=_core_stretch(own_steps, loads, chosen),
+        core_stretch=_core_stretch(plan, ranks, loads, chosen),
     )
 
 
 def _core_stretch(
-    own_steps: Sequence[Sequence[StepRecord]], loads: Sequence[HostLoad], chosen: Sequence[int]
+    plan: Plan, ranks: Sequence[Sequence[StepRecord]], loads: Sequence[HostLoad], chosen: Sequence[int]
 ) -> tuple[float, ...]:
     """By device the stretch of its actions by waits for a core, as far as the system proves them; () without evidence.
 
@@ -193,8 +181,8 @@ def _core_stretch(
     if not any(x.is_evidence for x in loads):
         return ()
     found = []
-    for device, steps in enumerate(own_steps):
-        counted_steps = [steps[i] for i in chosen]
+    for device in range(plan.num_devices):
+        counted_steps = [ranks[device % len(ranks)][i] for i in chosen]
         actions = [x for step in counted_steps for x in step.actions]
         waited_s = loads[device % len(loads)].wait_share * sum(x.end_s - x.start_s for x in counted_steps)
         busy_s = sum(x.busy_s for x in actions)
@@ -203,15 +191,15 @@ def _core_stretch(
     return tuple(found)
 
 
-def _speed_windows(speeds: Sequence[Sequence[YardstickTimes | None]], num_warmup_steps: int) -> Iterator[StepSpeed]:
+def _speed_windows(ranks: Sequence[Sequence[StepRecord]], num_warmup_steps: int) -> Iterator[StepSpeed]:
     """The median reading of each rank in windows of steps, after the warm-up; windows without any are left out."""
-    timed = range(num_warmup_steps, len(speeds))
+    timed = range(num_warmup_steps, len(ranks[0]))
     size = max(1, math.ceil(len(timed) / _NUM_SPEED_WINDOWS))
     for first in timed[::size]:
-        end = min(first + size, len(speeds))
-        ranks = tuple(average_times(rank, median) for rank in zip(*speeds[first:end], strict=True))
-        if any(ranks):
-            yield StepSpeed(first_step=first, end_step=end, ranks=ranks)
+        end = min(first + size, len(ranks[0]))
+        readings = tuple(average_times([x.yardstick for x in own[first:end]], median) for own in ranks)
+        if any(readings):
+            yield StepSpeed(first_step=first, end_step=end, ranks=readings)
 
 
 def _notes_on_steps(
