@@ -5,15 +5,17 @@ divide by torch's FSDP2 (`gplan/runtime/sharded_replicas.py`): of each parameter
 the first dimension, padded, and the optimizer's state for that part. Gradients are summed whole over the micro-batches of
 a step and then reduce-scattered. With P the padded parameters and p = P / R, G and g the same of gradients, it holds
     optimizer   p + P from the first action to the last: the stage is gathered when a step begins
-    weights     p, and 2 P of a layer while it runs: it is gathered for its forward, its recompute and its backward
-In a forward, the message stays beside the parameters made of it until the next layer's is there; in a backward, the layer
-before is received meanwhile. While gradients are reduced, there is a copy of them (of the stage; with "weights" of one
-layer), and then g is left. On a GPU a layer is gathered while others compute: only what takes longer than those counts.
+    weights     p, and P of a layer while it runs: it is gathered for its forward, its recompute and its backward
+A layer begins with 2 P, the message and the parameters made of it. On a GPU the message of a forward stays until the
+next layer's parameters are made, and in a backward the layer before is received meanwhile; the first layer of a stage is
+taken as if the stage before were here. While gradients are reduced, there is a copy of them (of the stage; with
+"weights" of one layer), and then g is left. On a GPU only what a gather takes longer than computing counts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TypeVar
 
 from gplan.core import Layer, LayerCost, Link, Profile, Sharding, SharedWeight, Timing
@@ -43,7 +45,8 @@ def sharded(profile: Profile, *, num_replicas: int, sharding: Sharding) -> Profi
         for weight in shared_weights:
             for user in set(weight.layers):
                 gathered[user] += weight.gathered_bytes
-        layers = [ring.gathering(*x) for x in zip(layers, gathered, [0, *gathered], strict=False)]
+        before = accumulate(gathered, lambda found, x: x or found, initial=0)
+        layers = [ring.gathering(*x) for x in zip(layers, gathered, before, strict=False)]
     return replace(profile, layers=tuple(layers), shared_weights=tuple(shared_weights))
 
 
@@ -111,7 +114,7 @@ class _Ring:
     overlaps: bool  # whether devices compute meanwhile
 
     def gathering(self, layer: Layer, num_bytes: int, before_bytes: int) -> Layer:
-        """A layer that is gathered whenever it runs; `before_bytes` are those of the layer before it."""
+        """A layer that is gathered whenever it runs; `before_bytes` are those of the one gathered before."""
         gather_s = float(self.link.collectives_s("all_gather", num_bytes, self.num_replicas))
         return replace(layer, costs=tuple(self._cost(x, gather_s, num_bytes, before_bytes) for x in layer.costs))
 
@@ -122,7 +125,8 @@ class _Ring:
         def longer_if(timing: Timing | None) -> Timing | None:
             return timing and longer(timing)
 
-        backward_bytes = num_bytes + max(num_bytes, before_bytes + cost.backward_workspace_bytes)
+        message_bytes, before_bytes = (num_bytes or before_bytes, before_bytes) if self.overlaps else (0, 0)
+        made_bytes = before_bytes + 2 * num_bytes - cost.stash_bytes  # before the forward
         is_first = cost.input_gradient is not None  # of the halves of a backward
         return replace(
             cost,
@@ -133,6 +137,6 @@ class _Ring:
             first_backward=longer_if(cost.first_backward),
             input_gradient=longer_if(cost.input_gradient),
             weight_gradient=cost.weight_gradient if is_first else longer_if(cost.weight_gradient),
-            forward_workspace_bytes=cost.forward_workspace_bytes + 2 * num_bytes,
-            backward_workspace_bytes=backward_bytes,
+            forward_workspace_bytes=max(message_bytes + num_bytes + cost.forward_workspace_bytes, made_bytes),
+            backward_workspace_bytes=num_bytes + max(num_bytes, before_bytes + cost.backward_workspace_bytes),
         )

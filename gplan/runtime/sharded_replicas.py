@@ -1,7 +1,8 @@
 """Sharded replicas: the replicas of a stage divide its parameters among them, by torch's FSDP2 (`fully_shard`).
 
     optimizer   the stage is one group of parameters, gathered when a step begins and freed after its last backward
-    weights     each layer is a group, gathered for its forward and for its backward and freed after each
+    weights     each layer is a group, gathered for its forward and for its backward and freed after each; so is a
+                parameter that several layers of the stage use, for each of them
 
 The optimizer gets this replica's part of each parameter, a DTensor that is divided along dimension 0, so its state is
 divided too. Forwards use the gathered parameter: always the same tensor, with memory only while it is gathered.
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -76,12 +78,13 @@ class ShardedStage:
         assert isinstance(stage, FSDPModule)
         self._module: FSDPModule = stage
         if device.type == "cpu":
-            self._module.set_force_sum_reduction_for_comms(True)  # gloo cannot average
+            self._module._set_unshard_async_op(True)  # else a forward frees a message only after the next one's copy
             for module in (*groups, self._module):
                 assert isinstance(module, FSDPModule)
+                module.set_force_sum_reduction_for_comms(True)
                 module.set_custom_all_gather(_AllGather())
                 module.set_custom_reduce_scatter(_ReduceScatter())
-        self._set_prefetches(groups)
+        self._set_prefetches(groups, overlaps=device.type != "cpu")
         holders: list[tuple[StageModule | ParameterGroup, Sequence[str]]] = [(stage, rest)]
         holders += zip(groups, layers, strict=True)
         self.parts = {name: x for holder, names in holders for name, x in zip(names, holder.held, strict=False)}
@@ -93,9 +96,13 @@ class ShardedStage:
                 x.grad_dtype = like[name].grad_dtype
         self._replicas, self._has_begun = replicas, False
 
-    def _set_prefetches(self, groups: Sequence[ParameterGroup]) -> None:
-        """In a backward each group gathers the one before; torch's default may gather one of another micro-batch."""
-        for module, before in zip([*groups, self._module], [*groups[:1], *groups], strict=False):
+    def _set_prefetches(self, groups: Sequence[ParameterGroup], *, overlaps: bool) -> None:
+        """In a backward each group gathers the one before, where that overlaps with computing, or only itself.
+
+        torch's default may gather one of another micro-batch.
+        """
+        modules = [*groups, self._module]
+        for module, before in zip(modules, [*groups[:1], *groups] if overlaps else modules, strict=False):
             assert isinstance(module, FSDPModule) and isinstance(before, FSDPModule)
             module.set_modules_to_backward_prefetch([before])
 
@@ -138,7 +145,7 @@ class _OnCpu:
 class _AllGather(_OnCpu, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
+    ) -> dist.Work | None:
         peers = [
             (rank, part)
             for rank, part in zip(dist.get_process_group_ranks(group), output_tensor.chunk(group.size()), strict=True)
@@ -146,12 +153,30 @@ class _AllGather(_OnCpu, AllGather):
         ]
         works = [dist.irecv(part, src=rank, group=group) for rank, part in peers]
         works += [dist.isend(input_tensor, dst=rank, group=group) for rank, _ in peers]
-        for work in works:
-            assert work is not None
+        transfers = _Transfers([x for x in works if x is not None])
+        if async_op:
+            return transfers
+        transfers.wait()
+        return None
+
+
+class _Transfers(dist.Work):
+    """Transfers that are awaited together."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for all of them."""
+        for work in self._works:
             work.wait()
+        return True
 
 
 class _ReduceScatter(_OnCpu, ReduceScatter):
+    """Sums; what others send takes the place of the own part."""
+
     def __call__(
         self,
         output_tensor: Tensor,
@@ -160,8 +185,14 @@ class _ReduceScatter(_OnCpu, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        dist.all_reduce(input_tensor, op=op, group=group)  # as gloo's own reduce-scatter
-        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+        parts, ranks, own = input_tensor.chunk(group.size()), dist.get_process_group_ranks(group), group.rank()
+        output_tensor.copy_(parts[own])
+        for distance in range(1, group.size()):
+            to, other = (own + distance) % group.size(), (own - distance) % group.size()
+            sent = dist.isend(parts[to], dst=ranks[to], group=group)
+            received = dist.irecv(parts[own], src=ranks[other], group=group)
+            _Transfers([x for x in (sent, received) if x is not None]).wait()
+            output_tensor += parts[own]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +255,8 @@ def shard_stages(
                 for layer in captured.layers(stage.index)
             ]
             uses = Counter(name for found in used for name in found)
-            layers = [[x for x in own if x in found and uses[x] == 1] for found in used]
+            layers = [[x] for x in own if uses[x] > 1]  # gathered by each of its layers
+            layers += [[x for x in own if x in found and uses[x] == 1] for found in used]
         stage.shards = ShardedStage(
             stage,
             parameters,

@@ -151,6 +151,7 @@ def plans() -> dict[str, Plan]:
         "weights 1f1b, recomputing": planned("weights", "1f1b", recompute="always"),
         "weights interleaved": planned("weights", "interleaved-1f1b:2"),
         "optimizer zb-v": planned("optimizer", "zb-v"),
+        "weights of 4 replicas": planned("weights", num_replicas=4, recompute="always"),
         "whole": planned("none", "1f1b"),
         "optimizer of 4 replicas": planned("optimizer", num_replicas=4),
         "4 stages": planned("none", num_replicas=1),
