@@ -26,7 +26,9 @@ MESSAGES_OF_OTHERS = {  # of torch and click, or with names that the code puts i
     "no such command …",
     "there is neither gplan.run.json nor gplan.plan.json here",
 }
-OTHER_OPTIONS = {"--help", "--master-port", "--pipeline-model-parallel-layout"}  # of click, torchrun and Megatron-LM
+OTHER_OPTIONS = {  # of click, torchrun and Megatron-LM
+    "--help", "--master-port", "--pipeline-model-parallel-layout", "--profile-ranks", "--use-pytorch-profiler",
+}  # fmt: skip
 
 
 def commands_of(path: Path) -> set[str]:
