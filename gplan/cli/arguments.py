@@ -26,7 +26,9 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def output_option(default: str) -> Decorator:
     """`--output`, the file or folder that a verb writes."""
-    return click.option("--output", default=default, show_default=True, type=PATH, help="Where to write the result.")
+    return click.option(
+        "-o", "--output", default=default, show_default=True, type=PATH, help="Where to write the result."
+    )
 
 
 profile_option = click.option(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from gplan.cli.arguments import MACHINE_FILE, PATH, timeout_option
+from gplan.cli.arguments import MACHINE_FILE, output_option, timeout_option
 from gplan.cli.output import json_option, print_result, progress_bar
 
 _EXAMPLES = """
@@ -23,7 +23,7 @@ Examples:
 @click.option("--device", type=click.Choice(["cpu", "cuda"]),
               help="What the processes send from: gloo on CPUs, nccl on GPUs.  [default: cuda where each has a GPU]")  # fmt: skip
 @timeout_option
-@click.option("-o", "--output", default=MACHINE_FILE, show_default=True, type=PATH, help="Where to write the result.")
+@output_option(MACHINE_FILE)
 @json_option
 def cluster(device: str | None, timeout: float, output: Path, as_json: bool) -> None:
     from gplan import api

@@ -26,7 +26,7 @@ _FORMATS = [*RECEIVERS, "csv", "json"]
 @click.command(help="Write a plan in the format of another trainer, or say why it cannot run the plan.\n" + _EXAMPLES)
 @click.argument("plan", default=PLAN_FILE, type=PATH)
 @click.option("--to", required=True, type=click.Choice(_FORMATS), help="The trainer or format.")
-@click.option("--output", type=PATH, help="The file to write.  [default: print it]")
+@click.option("-o", "--output", type=PATH, help="The file to write.  [default: print it]")
 @click.option(
     "--profile", "profile_file", type=PATH, metavar="FILE",
     help="The profile that the plan was made from; with it the export also checks skip connections and shared weights.  "

@@ -34,7 +34,7 @@ Examples:
 @click.option("--run", "run_file", type=PATH, help=f"With --plan: where to write the run.  [default: {RUN_FILE}]")
 @click.option("--profile", "profile_file", type=PATH,
               help="The profile that the plan was made from: write a copy with the measured times to --output.")  # fmt: skip
-@click.option("--output", type=PATH, help="With --profile: where to write the new profile.")
+@click.option("-o", "--output", type=PATH, help="With --profile: where to write the new profile.")
 @json_option
 def import_trace(
     traces: tuple[Path, ...], plan_file: Path | None, schedule: str | None, run_file: Path | None, profile_file: Path | None,

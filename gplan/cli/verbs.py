@@ -133,9 +133,7 @@ def _no_such_option_text(error: click.NoSuchOption) -> str:
         if isinstance(argument, click.Argument) and found.lstrip("-") in _argument_words(argument, context):
             example = argument.default if isinstance(argument.default, str) else "FILE"
             return f"{verb} has no option {found}: name the file without an option, as in `{verb} {example}`"
-    names = [name for parameter in context.command.params for name in parameter.opts]
-    meant = error.possibilities or [x for x in names if len(found) == 2 and x.startswith(f"-{found}")]  # -o: --output
-    hint = f"did you mean {' or '.join(meant)}? " if meant else ""
+    hint = f"did you mean {' or '.join(error.possibilities)}? " if error.possibilities else ""
     return f"{verb} has no option {found}; {hint}see {verb} --help"
 
 

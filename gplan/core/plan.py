@@ -220,6 +220,12 @@ class Stage:
         return self.end_layer - self.first_layer
 
     @property
+    def layers_text(self) -> str:
+        """The first and the last layer, and how many there are: "embedding … blocks.3 (5)"."""
+        names = self.layer_names
+        return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
+
+    @property
     def on_device(self) -> int:
         """The number of its device."""
         return self.index if self.device is None else self.device
@@ -361,6 +367,21 @@ class Plan:
     def num_devices(self) -> int:
         """K, in one replica."""
         return 1 + max(self.devices)
+
+    @property
+    def num_ranks(self) -> int:
+        """The devices of all replicas."""
+        return self.num_replicas * self.num_devices
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether any device has several stages."""
+        return self.num_stages > self.num_devices
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether replicas divide their stages among them."""
+        return self.sharding != "none" and self.num_replicas > 1
 
     @property
     def batch_size(self) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from gplan.core import Action, ActionKind, Idle, Plan, Run, Span, Stage, Timeline, Transfer
+from gplan.core import Action, ActionKind, Idle, Plan, Run, Span, Timeline, Transfer
 from gplan.reporting.looks import ACTIONS, COMMUNICATION, IDLE, MEASURED_PEAK, MEMORY
 from gplan.reporting.subject import MEASURED, PREDICTED, Subject, plan_of, side_text, timelines_of
 from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
@@ -89,7 +89,9 @@ class _Side:
         threads = {_COMPUTE: "compute", _WAITING: "waiting"}
         threads |= {_FIRST_LANE + lane: f"{COMMUNICATION.name} {lane + 1}" for lane in sorted(lanes)}
         yield _metadata("process_name", pid, _COMPUTE, name=f"{self.name}: device {device}")
-        yield _metadata("process_labels", pid, _COMPUTE, labels="; ".join(_stage_text(x) for x in stages))
+        yield _metadata(
+            "process_labels", pid, _COMPUTE, labels="; ".join(f"stage {x.index}: {x.layers_text}" for x in stages)
+        )
         yield _metadata("process_sort_index", pid, _COMPUTE, sort_index=pid)
         for tid, thread in threads.items():
             yield _metadata("thread_name", pid, tid, name=thread)
@@ -117,7 +119,7 @@ class _Side:
             following = order[place].action
             return {**self._details(following, kind), "before": str(following)}
         stages = self.plan.stages_of(piece.device)
-        held = {"stage": [x.index for x in stages], "layers": "; ".join(_layers_text(x) for x in stages)}
+        held = {"stage": [x.index for x in stages], "layers": "; ".join(x.layers_text for x in stages)}
         return {**held, "microbatch": None, "kind": kind}
 
     def _transfer(self, transfer: Transfer, tid: int) -> Event:
@@ -148,7 +150,7 @@ class _Side:
 
     def _details(self, action: Action, kind: str) -> Event:
         microbatch = None if action.kind is ActionKind.OPTIMIZER else action.microbatch
-        layers = _layers_text(self.plan.stages[action.stage])
+        layers = self.plan.stages[action.stage].layers_text
         return {"stage": action.stage, "microbatch": microbatch, "kind": kind, "layers": layers}
 
     def _place(self, span: Span) -> tuple[int, int]:
@@ -193,15 +195,6 @@ def _at(place: tuple[int, int], moment_ns: int) -> Event:
 def _receiving(action: Action) -> int:
     """The stage that receives the output of an action."""
     return action.stage + (1 if action.kind is ActionKind.FORWARD else -1)
-
-
-def _stage_text(stage: Stage) -> str:
-    return f"stage {stage.index}: {_layers_text(stage)}"
-
-
-def _layers_text(stage: Stage) -> str:
-    names = stage.layer_names
-    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} layers)"
 
 
 def _lanes(transfers: tuple[Transfer, ...]) -> dict[Transfer, int]:

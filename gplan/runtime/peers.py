@@ -23,9 +23,8 @@ import torch
 
 from gplan.core.errors import FileError, GplanError, RunError, UsageError
 from gplan.core.units import counted
-from profiler.host.failure import explain_lost_connection, is_lost_connection
+from profiler.host.failure import failure_text, is_lost_connection
 from profiler.host.links import Store
-from profiler.model.error_location import describe, root_cause
 
 _BEAT_S = 0.5
 _SILENCE_S = 2.0  # without a sign of life a process is lost
@@ -118,7 +117,7 @@ def explained_by_peers(peers: Peers | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        text = explain_lost_connection(str(error) if isinstance(error, GplanError) else describe(root_cause(error)))
+        text = failure_text(error)
         is_lost = is_lost_connection(text)
         if peers is not None:
             peers.report("" if is_lost else text)

@@ -286,11 +286,11 @@ def join_process_group(plan: Plan, device: torch.device, *, timeout_s: float) ->
     if num_ranks == 1:
         return None
     num_devices, num_replicas = plan.num_devices, plan.num_replicas
-    if num_ranks != num_devices * num_replicas:
+    if num_ranks != plan.num_ranks:
         replicas = f" in each of {num_replicas} replicas" if num_replicas > 1 else ""
         raise UsageError(
             f"there are {counted(num_ranks, 'process')}; the plan has {pipeline_text(plan.num_stages, num_devices)}{replicas}: use "
-            f"--nproc-per-node {num_devices * num_replicas} or balance with --k {num_ranks}"
+            f"--nproc-per-node {plan.num_ranks} or balance with --k {num_ranks}"
         )
     return _ranks(plan, timeout)
 
@@ -304,7 +304,7 @@ def _ranks(plan: Plan, timeout: timedelta) -> RankLayout:
     if num_replicas > 1:
         rows = [range(r * num_devices, (r + 1) * num_devices) for r in range(num_replicas)]
         pipelines = [dist.new_group(list(row), timeout=timeout) for row in rows]
-        columns = [range(d, num_devices * num_replicas, num_devices) for d in range(num_devices)]
+        columns = [range(d, plan.num_ranks, num_devices) for d in range(num_devices)]
         replicas = [dist.new_group(list(column), timeout=timeout) for column in columns]
     return RankLayout(
         devices=plan.devices,

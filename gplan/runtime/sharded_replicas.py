@@ -296,7 +296,7 @@ def divided_names(plan: Plan, names: StateNames, model: nn.Module, ranks: RankLa
 
 def check_optimizer(optimizer: Optimizer, plan: Plan) -> None:
     """Raise UsageError for an optimizer whose state cannot be divided over the replicas."""
-    if plan.sharding != "none" and plan.num_replicas > 1 and isinstance(optimizer, LBFGS):
+    if plan.is_sharded and isinstance(optimizer, LBFGS):
         raise UsageError(
             f"{type(optimizer).__name__} keeps one state for all parameters, which replicas cannot divide; use one that "
             "treats each parameter by itself, such as AdamW or SGD, or balance again with --shard none"

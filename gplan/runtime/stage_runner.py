@@ -35,9 +35,8 @@ from gplan.runtime.torch_engine import EnginePass, TorchEngine
 from gplan.runtime.virtual_engine import VirtualEngine
 from gplan.schedules.registry import make_schedule, schedule_info
 from profiler.capture.chain import flat_tensors
-from profiler.host.failure import explain_lost_connection, is_lost_connection
+from profiler.host.failure import failure_text, is_lost_connection
 from profiler.memory.allocations import now_ns
-from profiler.model.error_location import describe, root_cause
 from profiler.model.model_reference import describe_inputs
 
 OutputFn = Callable[[Any, int], Tensor]
@@ -231,7 +230,7 @@ class StageRunner:
         words = [when, action.kind.words + on if action is not None else f"stage {stage.index}"]
         if stage.layer is not None:
             words.append(at_layer(stage.layer, None if action is None else action.kind))
-        return RunError(f"{', '.join(words)}: {explain_lost_connection(describe(root_cause(error)))}")
+        return RunError(f"{', '.join(words)}: {failure_text(error)}")
 
     def _engine(self) -> TorchEngine | VirtualEngine:
         if self._ranks is None:

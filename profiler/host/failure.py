@@ -16,7 +16,7 @@ from typing import Protocol
 
 from gplan.core import errors
 from gplan.core.errors import GplanError, RunError
-from profiler.model.error_location import author_line_of_dump
+from profiler.model.error_location import author_line_of_dump, describe, root_cause
 
 _LOST_CONNECTION = re.compile(
     r"gloo/\S+ .*([Cc]onnect|closed|Broken pipe|[Tt]ime)|monitoredBarrier"
@@ -113,6 +113,11 @@ def is_lost_connection(text: str) -> bool:
     (False, False)
     """
     return _LOST_CONNECTION.search(text) is not None
+
+
+def failure_text(error: BaseException) -> str:
+    """What went wrong first, in one line, with the user's line where the error is not gplan's own."""
+    return explain_lost_connection(str(error) if isinstance(error, GplanError) else describe(root_cause(error)))
 
 
 def explain_lost_connection(text: str) -> str:

@@ -20,7 +20,6 @@ SUGGESTIONS = [
     (("report", "--plan", "x.json"), "report FILE`"),
     (("balance", "--microbatch", "3"), "did you mean --microbatches or --microbatch-size? see "),
     (("balance", "--plan", "x.json"), "balance has no option --plan; did you mean --pin? see "),
-    (("report", "-o", "x"), "report has no option -o; did you mean --output? see "),
     (("run", "-k", "3"), "run has no option -k; see "),
     (("--k", "3"), "has no option --k; see "),
 ]

@@ -123,8 +123,8 @@ def test_the_virtual_engine_is_in_the_name_of_its_devices() -> None:
 def test_a_process_says_which_stages_and_layers_its_device_holds() -> None:
     labels = [x["args"]["labels"] for x in events_of(make_scheduled_plan("zb-v")) if x["name"] == "process_labels"]
     assert labels == [
-        "stage 0: a to b (2 layers); stage 3: g to h (2 layers)",
-        "stage 1: c to d (2 layers); stage 2: e to f (2 layers)",
+        "stage 0: a … b (2); stage 3: g … h (2)",
+        "stage 1: c … d (2); stage 2: e … f (2)",
     ]
 
 
@@ -145,7 +145,7 @@ def test_every_event_says_stage_microbatch_kind_and_layers(events: list[Event]) 
         if event["ph"] in ("X", "s", "t", "f"):
             assert {"stage", "microbatch", "kind", "layers"} <= set(event["args"]), event
     forward = next(x for x in only(events, "X") if x["name"] == "2F5")
-    assert forward["args"] == {"stage": 2, "microbatch": 5, "kind": "forward", "layers": "e to f (2 layers)"}
+    assert forward["args"] == {"stage": 2, "microbatch": 5, "kind": "forward", "layers": "e … f (2)"}
     update = next(x for x in only(events, "X") if x["name"] == "optimizer")
     assert (update["args"]["stage"], update["args"]["microbatch"], update["args"]["kind"]) == (0, None, "optimizer")
 

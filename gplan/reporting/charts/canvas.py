@@ -44,7 +44,7 @@ def stages_text(stages: Sequence[int]) -> str:
 
 def stage_text(plan: Plan, stage: int) -> str:
     """A stage, with its device if devices hold several."""
-    return f"stage {stage}" if plan.num_stages == plan.num_devices else f"stage {stage}, device {plan.devices[stage]}"
+    return f"stage {stage}, device {plan.devices[stage]}" if plan.has_chunks else f"stage {stage}"
 
 
 Floats: TypeAlias = NDArray[np.float64]

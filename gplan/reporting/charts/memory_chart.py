@@ -95,7 +95,7 @@ def moment_text(moment: str, *, with_stage: bool) -> str:
 def _draw_bars(axes: Axes, plan: Plan, measured: Sequence[int], *, scale: float) -> None:
     places, stages = np.arange(plan.num_devices), [plan.stages_of(device) for device in range(plan.num_devices)]
     aside, width = (0.2, 0.36) if measured else (0.0, 0.5)
-    seam_points = 0.5 if plan.num_stages > plan.num_devices else 0.0
+    seam_points = 0.5 if plan.has_chunks else 0.0
     bottom = np.zeros(plan.num_devices)
     for (category, look), chunk in product(MEMORY.items(), range(max(map(len, stages)))):
         held = [getattr(own[chunk].memory, category) if chunk < len(own) else 0 for own in stages]
@@ -131,9 +131,8 @@ def _name_devices(axes: Axes, plan: Plan) -> None:
 
 def _device_text(plan: Plan, device: int) -> str:
     stages = plan.stages_of(device)
-    several = plan.num_stages > plan.num_devices
-    words = moment_text(stages[0].memory.moment, with_stage=several)
-    if not several:
+    words = moment_text(stages[0].memory.moment, with_stage=plan.has_chunks)
+    if not plan.has_chunks:
         return f"device {device}\npeak: {words}"
     return "\n".join([f"device {device}", stages_text([x.index for x in stages]), "peak:", *words.split(", ")])
 
@@ -218,16 +217,14 @@ def _mark_peak(axes: Axes, plan: Plan, peak: Holding, lines: Sequence[int], *, s
     axes.plot([x], [y / scale], marker="o", markersize=4, color=INK.light, clip_on=False)
     for line in sorted(lines):
         y = max(y, line) if line < y + _WORDS * axes.get_ylim()[1] * scale else y
-    several = plan.num_stages > plan.num_devices
-    words = f"{bytes_text(peak.num_bytes)} in {moment_text(peak.action, with_stage=several)}"
+    words = f"{bytes_text(peak.num_bytes)} in {moment_text(peak.action, with_stage=plan.has_chunks)}"
     share = x * time_scale / plan.prediction.step_s
     align = "left" if share < 0.2 else "right" if share > 0.8 else "center"
     note(axes, x, y / scale, words, xytext=(0, 5), ha=align, va="bottom", fontsize=8, color=INK.light)
 
 
 def _name_panel(axes: Axes, plan: Plan, device: int) -> None:
-    several = plan.num_stages > plan.num_devices
-    stages = f"\n{stages_text([x.index for x in plan.stages_of(device)])}" if several else ""
+    stages = f"\n{stages_text([x.index for x in plan.stages_of(device)])}" if plan.has_chunks else ""
     axes.set_ylabel(f"device {device}{stages}", rotation=0, ha="right", va="center", labelpad=12, fontsize=8.5)
     axes.yaxis.label.set_color(INK.light)
     axes.locator_params(axis="y", nbins=3)

@@ -166,7 +166,7 @@ _ROW_INCHES, _CHUNKED_ROW_INCHES = 0.30, 0.36  # the latter has two lines of tex
 def pipeline_chart(subject: Subject) -> Figure:
     """The Gantt chart of one step; the measured one below the predicted one for a Run."""
     plan, timelines = plan_of(subject), timelines_of(subject)
-    row_inches = _ROW_INCHES if plan.num_devices == plan.num_stages else _CHUNKED_ROW_INCHES
+    row_inches = _CHUNKED_ROW_INCHES if plan.has_chunks else _ROW_INCHES
     figure = blank_figure(1.35 + (row_inches * plan.num_devices + 0.45) * len(timelines))
     panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
     longest_s = max(x.step_s for x in timelines.values())

@@ -83,7 +83,7 @@ def plan_view(plan: Plan) -> RenderableType:
 
 def sharding_text(plan: Plan) -> str:
     """What a replica holds where replicas divide stages; "" where they do not."""
-    if plan.sharding == "none" or plan.num_replicas == 1:
+    if not plan.is_sharded:
         return ""
     fullest = max(plan.stages, key=lambda x: x.gathered_bytes)
     state, gathered = (bytes_text(x) for x in (fullest.memory.optimizer_bytes, fullest.gathered_bytes))
@@ -109,9 +109,9 @@ _PASSES = "forward and backward per micro-batch"
 
 def stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
     """One row per stage, by device; `timeline` is the simulated step."""
-    columns = [Column(key="device", is_left=True)] if _has_chunks(plan) else []
+    columns = [Column(key="device", is_left=True)] if plan.has_chunks else []
     columns += [Column(key="stage"), Column(key="layers", is_left=True, is_flexible=True)]
-    if _has_places(plan) and not _has_chunks(plan):
+    if _has_places(plan) and not plan.has_chunks:
         columns.append(Column(key="device", is_left=True))
     if plan.recompute == "selected":
         columns.append(Column(key="recomputed"))
@@ -134,15 +134,14 @@ def stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
 
 def _stage_line(plan: Plan, stage: Stage, timeline: Timeline, idle_s: float | None) -> Line:
     """A stage; `idle_s` is its device's, None where an earlier line has it and the device's peak memory."""
-    first, last = stage.layer_names[0], stage.layer_names[-1]
     stays = plan.devices[stage.index] in plan.devices[stage.index + 1 : stage.index + 2]
     hop_s = 0.0 if stays else stage.cost.activation_s + stage.cost.gradient_s
     device = [_device_text(plan, stage) if idle_s is not None else ""]
     cells = [
-        *(device if _has_chunks(plan) else []),
+        *(device if plan.has_chunks else []),
         str(stage.index),
-        f"{first} … {last} ({stage.num_layers})" if stage.num_layers > 1 else first,
-        *(device if _has_places(plan) and not _has_chunks(plan) else []),
+        stage.layers_text,
+        *(device if _has_places(plan) and not plan.has_chunks else []),
         *([f"{len(stage.recompute_layers)} of {stage.num_layers}"] if plan.recompute == "selected" else []),
         *(seconds_text(timeline.mean_s(*kinds, stage=stage.index)) for kinds in ([ActionKind.FORWARD], BACKWARD_KINDS)),
         seconds_text(timeline.total_s(ActionKind.FORWARD, *BACKWARD_KINDS, stage=stage.index)),
@@ -150,12 +149,8 @@ def _stage_line(plan: Plan, stage: Stage, timeline: Timeline, idle_s: float | No
         seconds_text(idle_s) if idle_s is not None else "",
         _peak_text(plan, stage) if idle_s is not None else "",
     ]
-    return Line(cells=tuple(cells), shorter=(f"{stage.num_layers} from {first}",) if stage.num_layers > 1 else ())
-
-
-def _has_chunks(plan: Plan) -> bool:
-    """Whether any device has several stages."""
-    return plan.num_stages > plan.num_devices
+    short = f"{stage.num_layers} from {stage.layer_names[0]}"
+    return Line(cells=tuple(cells), shorter=(short,) if stage.num_layers > 1 else ())
 
 
 def _has_places(plan: Plan) -> bool:

@@ -49,7 +49,7 @@ def run_view(run: Run) -> RenderableType:
 def comparison_table(run: Run) -> FittedTable:
     """A row for the step, the bubble and its causes, every stage's times and each device's memory."""
     virtual = " (virtual: one process computes all stages, the devices are simulated)"
-    has_chunks = run.plan.num_stages > run.plan.num_devices
+    has_chunks = run.plan.has_chunks
     rows, names = compare(run).rows, ["quantity", *(["device"] if has_chunks else []), "stage", "predicted", "measured"]
     has_speed = any(x.equal_speed_error is not None for x in rows)
     return FittedTable(

@@ -35,10 +35,9 @@ from gplan.runtime.run.loop import train
 from gplan.runtime.run.run_options import ReportStep, RunOptions
 from gplan.runtime.validation import check_fits_here, check_hosts, check_runnable
 from gplan.simulation.without_contention import plan_without_contention
-from profiler.host.failure import explain_lost_connection, is_lost_connection
+from profiler.host.failure import failure_text, is_lost_connection
 from profiler.host.host_info import device_share, pin_to_share
 from profiler.host.processes import end_with_parent, print_stack_on_signal, report_error, run_processes
-from profiler.model.error_location import describe, root_cause
 from profiler.model.given_model import check_nothing_beside
 from profiler.model.model_reference import SettingValue, check_is_there
 
@@ -71,7 +70,7 @@ def run_plan(
 ) -> Run:
     """Train with a plan on the given engine; a plan that cannot run is refused before anything starts."""
     check_runnable(plan)
-    if engine == "virtual" and plan.sharding != "none" and plan.num_replicas > 1:
+    if engine == "virtual" and plan.is_sharded:
         raise UsageError(
             f"the virtual engine does not divide {plan.sharding} over replicas, as one process holds the stages of all of "
             "them; use --engine torch, or balance again with --shard none"
@@ -80,7 +79,7 @@ def run_plan(
         list_checkpoints(Path(options.resume))  # raises before any process starts
     _check_nothing_is_replaced(options)
     if not is_torchrun():
-        num_processes = plan.num_devices * plan.num_replicas if engine == "torch" else 1
+        num_processes = plan.num_ranks if engine == "torch" else 1
         check_fits_here(plan, num_checking=num_processes if options.check else 0)
     if isinstance(model, str):
         check_nothing_beside(model, functions)
@@ -161,7 +160,7 @@ def run_local_processes(
         run_processes(
             "gplan.runtime.run.launch",
             [str(job_file)],
-            num_processes=plan.num_devices * plan.num_replicas,
+            num_processes=plan.num_ranks,
             timeout_s=options.timeout_s,
             on_line=on_line,
             status_of=status_reader(Path(place), plan.layer_names, stages=_only_stages(plan)),
@@ -240,8 +239,7 @@ def _lock_checkpoints(options: RunOptions) -> AbstractContextManager[None]:
 def _work(job: WorkerJob, plan: Plan, heartbeat: Heartbeat) -> None:
     """Run one process of a run on this host."""
     rank, place = int(os.environ["RANK"]), Path(job.folder)
-    num_ranks = plan.num_devices * plan.num_replicas
-    pin_to_share(rank, num_shares=num_ranks, num_threads=plan.device.num_threads)
+    pin_to_share(rank, num_shares=plan.num_ranks, num_threads=plan.device.num_threads)
     # A rank's timeout is longer than its supervisor's, which can better tell the rank at fault.
     options = replace(job.options, timeout_s=10 * job.options.timeout_s)
     heartbeat.enter_action("loading")
@@ -254,7 +252,7 @@ def _work(job: WorkerJob, plan: Plan, heartbeat: Heartbeat) -> None:
             backend_of(own_device(plan, None).type),
             init_method=f"file://{place / 'store'}",
             rank=rank,
-            world_size=num_ranks,
+            world_size=plan.num_ranks,
             timeout=timedelta(seconds=options.timeout_s),
         )
 
@@ -288,8 +286,7 @@ def _main(job_file: Path) -> int:
     except GplanError as error:
         report_error(error)
     except (Exception, SystemExit) as error:
-        text = explain_lost_connection(describe(root_cause(error)))
-        report_error(RunError(f"{heartbeat.read(plan.layer_names).place}: {text}"))
+        report_error(RunError(f"{heartbeat.read(plan.layer_names).place}: {failure_text(error)}"))
     else:
         return 0
     return 5

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gplan.core import GradientCheck, HostLoad, Plan, Run
-from gplan.core.errors import GplanError, ModelError, RunError, UsageError
+from gplan.core.errors import ModelError, RunError, UsageError
 from gplan.core.units import counted
 from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.model_source import ModelSource
@@ -31,12 +31,11 @@ from gplan.runtime.sharded_replicas import check_optimizer
 from gplan.runtime.sharded_tensors import full_tensor, local_tensor
 from gplan.runtime.stage_module import StageModule
 from gplan.runtime.virtual_engine import VirtualEngine
-from profiler.host.failure import explain_lost_connection
+from profiler.host.failure import failure_text
 from profiler.host.host_info import clock_id, garbage_collector_frozen, page_faults, return_large_blocks
 from profiler.host.host_load import load_between, read_load
 from profiler.memory.allocations import AllocationTrace, storage_bytes, traced_allocations
 from profiler.model.data import check_batch, check_target
-from profiler.model.error_location import describe, root_cause
 from profiler.model.lazy_build import random_state, random_state_kept, seed_everything
 from profiler.model.load import Batch, ModelFile
 from profiler.model.memory_budget import available_bytes
@@ -173,8 +172,8 @@ class _TrainingLoop:
         except (RunError, UsageError):
             raise
         except (Exception, SystemExit) as error:
-            text = str(error) if isinstance(error, GplanError) else explain_lost_connection(describe(root_cause(error)))
-            raise RunError(f"{self._heartbeat.read(self._plan.layer_names).place}: {text}") from error
+            place = self._heartbeat.read(self._plan.layer_names).place
+            raise RunError(f"{place}: {failure_text(error)}") from error
 
     def _save(self) -> None:
         self._pipe.save(

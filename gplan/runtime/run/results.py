@@ -220,10 +220,9 @@ def _notes_on_steps(
 def _notes_on_cores(plan: Plan) -> tuple[str, ...]:
     """Note a host with fewer cores than devices."""
     num_threads, num_cores = plan.device.num_threads, os.cpu_count() or 1  # a rank is pinned to its own
-    num_devices = plan.num_devices * plan.num_replicas
-    if num_devices * num_threads <= num_cores:
+    if plan.num_ranks * num_threads <= num_cores:
         return ()
-    shared = f"{num_devices} processes of {num_threads} threads shared {num_cores} cores"
+    shared = f"{plan.num_ranks} processes of {num_threads} threads shared {num_cores} cores"
     return (f"{shared}, so the times are not those of as many devices; --engine virtual times the stages apart",)
 
 
