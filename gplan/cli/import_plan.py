@@ -77,7 +77,9 @@ def _text(layout: str) -> str:
 
     path = Path(layout)
     try:
-        if path.is_dir() or (path.suffix in (".py", ".sh", ".json", ".yaml", ".toml", ".txt") and not path.exists()):
+        if (layout and path.is_dir()) or (
+            path.suffix in (".py", ".sh", ".json", ".yaml", ".toml", ".txt") and not path.exists()
+        ):
             raise FileError(f"{layout} is no file; expected a layout, or a file with one")
         return path.read_text() if path.is_file() else layout
     except (OSError, ValueError) as error:

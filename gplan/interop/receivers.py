@@ -52,7 +52,7 @@ class Receiver:
 _MEGATRON = Receiver(
     title="Megatron-LM",
     checked_with="megatron-core 0.16.1",
-    how="parsed and validated by PipelineParallelLayerLayout",
+    how="parsed and validated by PipelineParallelLayerLayout, and trained by its schedules",
     cuts="decoder",
     schedules={"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B"},
     recompute={"never": "", "always": "full"},
@@ -78,7 +78,7 @@ RECEIVERS: dict[str, Receiver] = {
     "torchtitan": Receiver(
         title="torchtitan",
         checked_with="torchtitan 0.3.0",
-        how="split by _split_module and by the splitter of its transformers backend, and trained",
+        how="split by _split_module and by the splitter of its transformers backend, and trained by its schedules",
         cuts="children",
         schedules=None,
         recompute={"never": "None", "always": "FullAC.Config()"},
@@ -109,7 +109,7 @@ RECEIVERS: dict[str, Receiver] = {
     "deepspeed": Receiver(
         title="DeepSpeed",
         checked_with="deepspeed 0.19.8",
-        how="divided by the bounds of PipelineModule, rank by rank, no processes started",
+        how="divided by the bounds of PipelineModule, and trained by its engine",
         cuts="items",
         schedules={"1f1b": "1F1B"},
         recompute={"never": "none", "always": "whole"},
@@ -364,6 +364,11 @@ def _indivisible(receiver: Receiver, names: Sequence[str], profile: Profile | No
             )
         return  # every stage makes masks and positions itself, and sums the gradients of tied embeddings
     is_built = profile is None or not profile.is_for_megatron  # else a sequence for its sizes can still be written
+    if not is_built and receiver.cuts != "items" and (further := [x for x in names if _PREDICTION.fullmatch(x)]):
+        raise UsageError(
+            f"{further[0]} is multi-token prediction, which models for {title} do not have; leave it out with gplan layout --set "
+            "num_nextn_predict_layers=0"
+        )
     if receiver.cuts != "items" or is_built:
         _check_names(receiver, names)
     if receiver.tied == "one stage":

@@ -67,8 +67,16 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if self.num_hidden_layers > _MOST_LAYERS:
-            raise ValueError(f"num_hidden_layers is {self.num_hidden_layers:,}; expected at most {_MOST_LAYERS:,}")
+        for name in self.__struct_fields__:
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more")
+        for name in ("num_hidden_layers", "num_nextn_predict_layers"):
+            if getattr(self, name) > _MOST_LAYERS:
+                raise ValueError(f"{name} is {getattr(self, name):,}; expected at most {_MOST_LAYERS:,}")
+        if not self._head:
+            raise ValueError(
+                f"{self.num_attention_heads} heads share a hidden_size of {self.hidden_size}; expected no more heads than that"
+            )
 
     @property
     def routed_experts(self) -> int:

@@ -220,4 +220,10 @@ def decoder_profile(
     found = DecoderProfile(name=name, decoder=load_decoder(name, settings), widths=widths, hardware=hardware)
     if min(microbatch_sizes) < 1:
         raise UsageError(f"a micro-batch has {min(microbatch_sizes)} samples; expected at least 1")
+    for what, count, width in (
+        ("heads", found.decoder.num_attention_heads, widths.tensor),
+        ("experts", found.decoder.routed_experts, widths.expert),
+    ):
+        if count % width:
+            raise UsageError(f"{count} {what} cannot be divided over {width} ranks; expected a divisor of {count}")
     return found.profile(microbatch_sizes)

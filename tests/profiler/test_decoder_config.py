@@ -79,6 +79,14 @@ def test_a_config_file_is_read_with_other_values(tmp_path: Path) -> None:
     path.write_text(json.dumps({"hidden_size": "wide"}))
     with pytest.raises(FileError, match="is no configuration of a decoder"):
         load_decoder(str(path))
+    for key, value, told in (
+        ("num_experts", -4, "num_experts is -4"),
+        ("num_nextn_predict_layers", 10**8, "expected at most 10,000"),
+        ("num_attention_heads", 65, "65 heads share a hidden_size of 64"),
+    ):
+        path.write_text(json.dumps({**config, key: value}))
+        with pytest.raises(FileError, match=told):
+            load_decoder(str(path))
     path.write_text("{")
     with pytest.raises(FileError, match="cannot be read"):
         load_decoder(str(path))
@@ -89,6 +97,8 @@ def test_experts_are_divided_over_ranks_that_are_there() -> None:
         Widths(tensor=2, expert=64, data=4)
     with pytest.raises(UsageError, match="the sequence-length size is 0"):
         Widths(sequence_length=0)
+    with pytest.raises(UsageError, match="32 heads cannot be divided over 7 ranks"):
+        profile_of("llama3-8b", tensor=7)
 
 
 MIB = 2**20
