@@ -1,11 +1,12 @@
 """Sharded replicas on four processes: losses, gradients, memory by rank, and resuming, beside one process's plain model.
 
-    python benchmarks/sharded_replicas.py            some 5 minutes on 2 idle cores; writes reports/sharded-replicas/
-    python benchmarks/sharded_replicas.py --small    without the model of 57 million parameters
+    python benchmarks/sharded_replicas.py            some 10 minutes on 2 idle cores; writes reports/sharded-replicas/
+    python benchmarks/sharded_replicas.py --small    without the models of 57 and 124 million parameters
 
 Every run is K = 2 stages by R = 2 replicas unless its row tells otherwise. Gradients and the first loss are those of
 `gplan run --check`, losses of later steps those of a loop over the plain model. Memory is the largest of the replicas.
-Runs that are killed are in benchmarks/random_kills.py --sharded.
+With recompute "selected" a device has as much memory as is halfway between recomputing nothing and everything.
+Tables are written after every run. Runs that are killed are in benchmarks/random_kills.py --sharded.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from typing import Any
 import pandas as pd
 
 import gplan
-from gplan.core import Link, Plan, Profile, Run
-from gplan.core.checks import Sharding
+from gplan.core import Link, Plan, Profile, RecomputeMode, Run
+from gplan.core.checks import SHARDINGS, Sharding
 from gplan.core.units import bytes_text
 from gplan.runtime.model_source import open_source
 from gplan.runtime.run.loop import BatchStream
@@ -36,26 +37,42 @@ SMALL = (
     {"num_blocks": 4, "width": 64, "num_heads": 4, "sequence_length": 32, "tie_embedding": True},
 )
 LARGE = ("examples/transformer_lm.py", {**SMALL[1], "num_blocks": 8, "width": 768, "num_heads": 12})
+GPT2 = ("benchmarks/real_size_models.py", {"name": "gpt2"})
 BATCH_SIZE = 16  # of the small model
 
-Strategy = tuple[str, int, int, Sharding]
-"""Schedule, stages, replicas, sharding."""
+Strategy = tuple[str, int, int, Sharding, RecomputeMode]
+"""Schedule, stages, replicas, sharding, recompute."""
 
 STRATEGIES: tuple[Strategy, ...] = (
-    ("gpipe", 2, 2, "none"),
-    ("gpipe", 2, 2, "optimizer"),
-    ("gpipe", 2, 2, "weights"),
-    ("1f1b", 2, 2, "weights"),
-    ("interleaved-1f1b:2", 2, 2, "optimizer"),
-    ("interleaved-1f1b:2", 2, 2, "weights"),
-    ("zb-h1", 2, 2, "optimizer"),
-    ("gpipe", 1, 4, "weights"),
+    ("gpipe", 2, 2, "none", "never"),
+    ("gpipe", 2, 2, "optimizer", "never"),
+    ("gpipe", 2, 2, "weights", "never"),
+    ("1f1b", 2, 2, "weights", "never"),
+    ("1f1b", 2, 2, "weights", "always"),
+    ("1f1b", 2, 2, "weights", "selected"),
+    ("1f1b", 2, 2, "optimizer", "always"),
+    ("interleaved-1f1b:2", 2, 2, "optimizer", "never"),
+    ("interleaved-1f1b:2", 2, 2, "weights", "never"),
+    ("zb-h1", 2, 2, "optimizer", "never"),
+    ("gpipe", 1, 4, "weights", "never"),
 )
-LARGE_STRATEGIES: tuple[Strategy, ...] = tuple(("1f1b", 2, 2, x) for x in ("none", "optimizer", "weights"))
+LARGE_STRATEGIES: tuple[Strategy, ...] = (
+    *(("1f1b", 2, 2, x, "never") for x in SHARDINGS),
+    ("1f1b", 2, 2, "weights", "always"),
+    ("1f1b", 2, 2, "weights", "selected"),
+    ("gpipe", 2, 2, "weights", "never"),
+)
+UNCHECKED: tuple[tuple[str, str, Mapping[str, str], tuple[Strategy, ...]], ...] = (
+    ("transformer, 57 M", *LARGE, LARGE_STRATEGIES),
+    ("GPT-2, 124 M", *GPT2, LARGE_STRATEGIES[1:3]),
+    ("GPT-2, 124 M, SGD", GPT2[0], {**GPT2[1], "optimizer_name": "sgd"}, LARGE_STRATEGIES[1:3]),
+)
 RESUMED: tuple[tuple[Strategy, Strategy], ...] = (
-    (("1f1b", 2, 2, "weights"), ("gpipe", 4, 1, "none")),
-    (("gpipe", 2, 2, "optimizer"), ("gpipe", 1, 4, "weights")),
-    (("gpipe", 4, 1, "none"), ("interleaved-1f1b:2", 2, 2, "weights")),
+    (("1f1b", 2, 2, "weights", "never"), ("gpipe", 4, 1, "none", "never")),
+    (("1f1b", 2, 2, "weights", "never"), ("gpipe", 2, 2, "optimizer", "never")),
+    (("gpipe", 2, 2, "optimizer", "never"), ("gpipe", 1, 4, "weights", "never")),
+    (("gpipe", 2, 2, "optimizer", "never"), ("gpipe", 2, 2, "none", "never")),
+    (("gpipe", 4, 1, "none", "never"), ("interleaved-1f1b:2", 2, 2, "weights", "never")),
 )
 
 
@@ -88,23 +105,34 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "reports" / "sharded-replicas")
     options = parser.parse_args()
     os.chdir(ROOT)
+    options.output.mkdir(parents=True, exist_ok=True)
+    rows, resumed = list[Row](), list[dict[str, Any]]()
+    for found in found_rows(small=options.small):
+        if isinstance(found, list):
+            rows += found
+        else:
+            resumed.append(found)
+        pd.DataFrame([{**asdict(x), "memory_error": x.memory_error} for x in rows]).to_csv(
+            options.output / "runs.csv", index=False
+        )
+        pd.DataFrame(resumed).to_csv(options.output / "resumed.csv", index=False)
+        (options.output / "README.md").write_text(as_text(rows, resumed))
+    print((options.output / "README.md").read_text())
+
+
+def found_rows(*, small: bool) -> Iterator[list[Row] | dict[str, Any]]:
+    """The rows of each run, or the one of a run that was resumed."""
     reference, settings = SMALL
     profile = profile_of(reference, settings, microbatch_size=2)
-    expected = plain_losses(reference, settings, plan_of(profile, ("gpipe", 1, 1, "none")))
-    rows = [x for strategy in STRATEGIES for x in measured(plan_of(profile, strategy), "transformer, 0.2 M", expected)]
-    rows += measured(plan_of(profile, ("1f1b", 2, 2, "weights"), recompute="always"), "transformer, 0.2 M", expected)
-    resumed = [resume(profile, before, after, expected) for before, after in RESUMED]
-    if not options.small:
-        reference, large = LARGE
-        profile = profile_of(reference, large, microbatch_size=1)
-        for strategy in LARGE_STRATEGIES:
-            rows += measured(plan_of(profile, strategy, batch_size=4), "transformer, 57 M", None)
-    table = pd.DataFrame([{**asdict(x), "memory_error": x.memory_error} for x in rows])
-    options.output.mkdir(parents=True, exist_ok=True)
-    table.to_csv(options.output / "runs.csv", index=False)
-    pd.DataFrame(resumed).to_csv(options.output / "resumed.csv", index=False)
-    (options.output / "README.md").write_text(as_text(rows, resumed))
-    print((options.output / "README.md").read_text())
+    expected = plain_losses(reference, settings, plan_of(profile, ("gpipe", 1, 1, "none", "never")))
+    for before, after in RESUMED:
+        yield resume(profile, before, after, expected)
+    for strategy in STRATEGIES:
+        yield measured(plan_of(profile, strategy), "transformer, 0.2 M", expected)
+    for model, reference, settings, strategies in () if small else UNCHECKED:
+        profile = profile_of(reference, settings, microbatch_size=1)
+        for strategy in strategies:
+            yield measured(plan_of(profile, strategy, batch_size=4), model, None)
 
 
 def profile_of(reference: str, settings: Mapping[str, Any], *, microbatch_size: int) -> Profile:
@@ -120,18 +148,24 @@ def profile_of(reference: str, settings: Mapping[str, Any], *, microbatch_size: 
     )
 
 
-def plan_of(profile: Profile, strategy: Strategy, *, batch_size: int = BATCH_SIZE, **options: Any) -> Plan:
+def plan_of(profile: Profile, strategy: Strategy, *, batch_size: int = BATCH_SIZE) -> Plan:
     """The plan of a strategy; all have mini-batches of `batch_size` samples."""
-    schedule, num_stages, num_replicas, sharding = strategy
-    return gplan.balance(
-        profile,
-        num_devices=num_stages,
-        num_microbatches=batch_size // num_replicas // profile.microbatch_sizes[0],
-        num_replicas=num_replicas,
-        sharding=sharding,
-        schedule=schedule,
-        **options,
-    )
+    schedule, num_stages, num_replicas, sharding, recompute = strategy
+
+    def plan(recompute: RecomputeMode, memory_bytes: int | None = None) -> Plan:
+        return gplan.balance(
+            profile,
+            num_devices=num_stages,
+            num_microbatches=batch_size // num_replicas // profile.microbatch_sizes[0],
+            num_replicas=num_replicas,
+            sharding=sharding,
+            schedule=schedule,
+            recompute=recompute,
+            memory_bytes=memory_bytes,
+        )
+
+    halfway = sum(plan(x).peak_bytes for x in ("never", "always")) // 2 if recompute == "selected" else None
+    return plan(recompute, halfway)
 
 
 def plain_losses(reference: str, settings: Mapping[str, Any], plan: Plan) -> list[float]:
@@ -194,7 +228,7 @@ def largest_error(found: Sequence[float], expected: Sequence[float]) -> float:
 
 def text_of(strategy: Strategy) -> str:
     """A strategy in words."""
-    schedule, num_devices, num_replicas, sharding = strategy
+    schedule, num_devices, num_replicas, sharding, _ = strategy
     return f"K={num_devices} R={num_replicas} {sharding} {schedule}"
 
 
