@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -87,14 +87,11 @@ RECEIVERS: dict[str, Receiver] = {
         skips="remade",
     ),
     "megatron": _MEGATRON,
-    "verl": Receiver(
+    "verl": replace(
+        _MEGATRON,
         title="verl",
-        checked_with="megatron-core 0.16.1 (verl 0.9.1 was read)",
+        checked_with=f"{_MEGATRON.checked_with} (verl 0.9.1 was read)",
         how="parsed by PipelineParallelLayerLayout, to which verl hands the string",
-        cuts=_MEGATRON.cuts,
-        schedules=_MEGATRON.schedules,
-        recompute=_MEGATRON.recompute,
-        skips=_MEGATRON.skips,
     ),
     "automodel": Receiver(
         title="NeMo Automodel",
