@@ -3,7 +3,9 @@
 A partition whose step is at most T has no path longer than T. Each stage is looked at with the paths through its order
 (`order_paths.py`); what such a path takes of the stages before and after is at least what the shortest ways through these
 take, by programs over (stage, position). Candidates with a longer path are left out, which makes the ways through the
-others longer, until no more are; where no partition is left, every step is longer than T. T is bisected. Each round takes O(S P^2).
+others longer, until no more are; where no partition is left, every step is longer than T. T is bisected. Stages with more
+layers than any that fits the memory, or than any whose actions fit into the longest step of interest, are left out before:
+with at most D layers, each round takes O(S P D).
 
 What a stage takes counts with the recompute that it needs to fit where it is: how many micro-batches it has in flight
 there is known in closed form (`least_moments`).
@@ -11,7 +13,6 @@ there is known in closed form (`least_moments`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -26,7 +27,7 @@ from gplan.partition.candidates import stage_seconds
 from gplan.partition.device_bounds import AlikeLayers
 from gplan.partition.dp import INFINITY, Combine
 from gplan.partition.order_paths import order_paths
-from gplan.partition.problem import Problem
+from gplan.partition.problem import Problem, compute_sums_s
 from gplan.partition.recompute import PeakMoments, RecomputeSelector
 from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
 from gplan.schedules.in_flight import NUM_WARMUP, max_in_flight
@@ -43,28 +44,109 @@ _STEEPNESS = 8  # with which candidates with long paths are avoided in them
 _RISE = 1.05  # from one step to the next longer one that is tried
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Where a stage of a chain may begin and end, by rising end, [E]: the same for all stages of a partition.
+
+    Stage s of K begins at position s or later, and at least K - 1 - s layers come after it. So each has as many places,
+    one position on from stage to stage.
+    """
+
+    first: Ints  # of stage 0
+    end: Ints
+    by_first: Ints  # the order by rising first
+    firsts: Ints  # where each first begins in that order
+    ends: Ints  # where each end begins
+    most: int  # layers of a stage
+
+    @property
+    def width(self) -> int:
+        """The number of positions at which a stage may begin."""
+        return len(self.ends)
+
+    def least_largest(self, values: Floats) -> float:
+        """The smallest largest value of the stages of a partition, given the values of each stage, [S, E]; exact."""
+        return float(self._least_to(values, np.maximum)[-1, -1])
+
+    def least_before(self, values: Floats) -> Floats:
+        """[S, ..., E]: the least sum of the stages before each candidate, given the values of each stage, [S, ..., E]."""
+        least: Floats = self._least_to(values, np.add)[:-1, ..., self.first]
+        return least
+
+    def least_after(self, values: Floats) -> Floats:
+        """[S, ..., E]: the least sum of the stages after each candidate."""
+        least = np.full((len(values), *values.shape[1:-1], self.width), INFINITY)
+        least[-1, ..., -1] = 0.0
+        for stage in reversed(range(1, len(values))):
+            sums = values[stage] + least[stage][..., self.end - 1]
+            least[stage - 1] = np.minimum.reduceat(sums[..., self.by_first], self.firsts, axis=-1)
+        found: Floats = least[..., self.end - 1]
+        return found
+
+    def best_ends(self, values: Floats) -> Ints:
+        """[S]: where the stages of the partition end that has the smallest sum of some values of its stages, [S, E]."""
+        least, ends, there = self._least_to(values, np.add), np.zeros(len(values), dtype=np.int64), self.width
+        for stage in reversed(range(len(values))):
+            ends[stage] = stage + there
+            rows = np.flatnonzero(self.end == there)
+            there = int(self.first[rows[np.argmin(values[stage, rows] + least[stage, self.first[rows]])]]) + 1
+        return ends
+
+    def _least_to(self, values: Floats, combine: Combine) -> Floats:
+        """[S + 1, ..., W]: the least of the stages before each one, by where it begins in its window."""
+        least = np.full((len(values) + 1, *values.shape[1:-1], self.width), INFINITY)
+        least[0, ..., 0] = 0.0
+        for stage, own in enumerate(values):
+            least[stage + 1] = np.minimum.reduceat(combine(own, least[stage][..., self.first]), self.ends, axis=-1)
+        return least
+
+    def index(self, first: Ints, end: Ints) -> Ints:
+        """Where pairs of positions are among all pairs."""
+        found: Ints = self.ends[end - 1] + np.minimum(end, self.most) - (end - first)
+        return found
+
+
+@lru_cache(maxsize=512)
+def window(width: int, most: int) -> Window:
+    """Pairs of positions from 0 to `width`, the first before the other by at most `most`."""
+    every = np.arange(1, width + 1)
+    numbers = np.minimum(every, most)  # of pairs that end at each position
+    starts, end = np.cumsum(numbers) - numbers, np.repeat(every, numbers)
+    first = end - np.repeat(numbers + starts, numbers) + np.arange(len(end))
+    by_first = np.argsort(first, kind="stable")
+    firsts = np.searchsorted(first[by_first], np.arange(width))
+    return Window(first=first, end=end, by_first=by_first, firsts=firsts, ends=starts, most=most)
+
+
 @dataclass(frozen=True)
 class ChainStages:
-    """Every stage that a chain can be cut into, by rising end, with its bytes for one micro-batch size.
-
-    Stage s of K begins at position s or later, and at least K - 1 - s layers come after it. So each has a window of as
-    many positions, and the stages of a window are in the same order, [E].
-    """
+    """What the memory of the stages of a chain is made of, for one micro-batch size; shared by many bounds."""
 
     costs: Costs
 
-    def window(self, stage: int, num_stages: int) -> tuple[Ints, Ints]:
-        """[E] each: where the candidates of a stage begin and end."""
-        one, other = _pairs(self.costs.num_positions - num_stages)
-        return one + stage, other + stage
-
     def parts(self, first: Ints, end: Ints) -> StageBytes[Ints]:
         """[E]: what the memory of stages is made of."""
-        return _rows(self._every_part, _index(first, end))
+        return self._rows(first, end, is_emptied=False)
 
     def emptied_parts(self, first: Ints, end: Ints) -> StageBytes[Ints]:
         """[E]: the parts of stages that recompute all layers, with nothing kept of them."""
-        return _rows(self._every_emptied_part, _index(first, end))
+        return self._rows(first, end, is_emptied=True)
+
+    def _rows(self, first: Ints, end: Ints, *, is_emptied: bool) -> StageBytes[Ints]:
+        most = 1 << int((end - first).max() - 1).bit_length()  # so that few sizes are made
+        every = window(self.costs.num_positions - 1, most)
+        if (most, is_emptied) not in self._stacked:
+            parts = self.costs.parts(every.first, every.end)
+            if is_emptied:
+                parts = self.selector.emptied_parts(every.first, every.end, parts)
+            self._stacked[most, is_emptied] = np.array([getattr(parts, x) for x in StageBytes.__struct_fields__])
+        rows = self._stacked[most, is_emptied][:, every.index(first, end)]
+        return StageBytes(**dict(zip(StageBytes.__struct_fields__, rows, strict=True)))
+
+    @cached_property
+    def _stacked(self) -> dict[tuple[int, bool], Ints]:
+        """[parts, stages] each: of all stages of at most so many layers."""
+        return {}
 
     @cached_property
     def whole(self) -> StageBytes[Ints]:
@@ -81,83 +163,11 @@ class ChainStages:
         """Which layers to recompute."""
         return RecomputeSelector(self.costs)
 
-    @cached_property
-    def _every(self) -> tuple[Ints, Ints]:
-        return _pairs(self.costs.num_positions - 1)
 
-    @cached_property
-    def _every_part(self) -> Ints:
-        """[parts, stages]."""
-        return _stacked(self.costs.parts(*self._every))
-
-    @cached_property
-    def _every_emptied_part(self) -> Ints:
-        return _stacked(self.selector.emptied_parts(*self._every, _rows(self._every_part, slice(None))))
-
-    def least_largest(self, values: Sequence[Floats] | Floats) -> float:
-        """The smallest largest value of the stages of a partition, given those of each stage's window; exact."""
-        return float(self._least_to(np.asarray(values), np.maximum)[-1, -1])
-
-    def least_before(self, values: Floats) -> Floats:
-        """[S, ..., E]: the least sum of the stages before each candidate, given the values of each stage, [S, ..., E]."""
-        first, _ = _pairs(self.costs.num_positions - len(values))
-        least: Floats = self._least_to(values, np.add)[:-1, ..., first]
-        return least
-
-    def least_after(self, values: Floats) -> Floats:
-        """[S, ..., E]: the least sum of the stages after each candidate."""
-        width = self.costs.num_positions - len(values)
-        first, end = _pairs(width)
-        by_first, starts = np.argsort(first, kind="stable"), np.concatenate([[0], np.cumsum(np.arange(width, 1, -1))])
-        least = np.full((len(values), *values.shape[1:-1], width), INFINITY)
-        least[-1, ..., -1] = 0.0
-        for stage in reversed(range(1, len(values))):
-            sums = values[stage] + least[stage][..., end - 1]
-            least[stage - 1] = np.minimum.reduceat(sums[..., by_first], starts, axis=-1)
-        found: Floats = least[..., end - 1]
-        return found
-
-    def best_ends(self, values: Floats) -> Ints:
-        """[S]: where the stages of the partition end that has the smallest sum of some values of its stages, [S, E]."""
-        (first, end), least = _pairs(self.costs.num_positions - len(values)), self._least_to(values, np.add)
-        ends, there = np.zeros(len(values), dtype=np.int64), int(end[-1])
-        for stage in reversed(range(len(values))):
-            ends[stage] = stage + there
-            rows = np.flatnonzero(end == there)
-            there = int(first[rows[np.argmin(values[stage, rows] + least[stage, first[rows]])]]) + 1
-        return ends
-
-    def _least_to(self, values: Floats, combine: Combine) -> Floats:
-        """[S + 1, ..., W]: the least of the stages before each one, by where it begins in its window,
-        which is one position on from stage to stage."""
-        width = self.costs.num_positions - len(values)
-        first, _ = _pairs(width)
-        starts = np.concatenate([[0], np.cumsum(np.arange(1, width))])
-        least = np.full((len(values) + 1, *values.shape[1:-1], width), INFINITY)
-        least[0, ..., 0] = 0.0
-        for stage, own in enumerate(values):
-            least[stage + 1] = np.minimum.reduceat(combine(own, least[stage][..., first]), starts, axis=-1)
-        return least
-
-
-@lru_cache(maxsize=512)
-def _pairs(width: int) -> tuple[Ints, Ints]:
-    """Pairs of positions from 0 to `width`, the first before the other, by rising other."""
-    ends = np.arange(1, width + 1)
-    return np.concatenate([np.arange(end) for end in ends]), np.repeat(ends, ends)
-
-
-def _index(first: Ints, end: Ints) -> Ints:
-    """Where pairs of positions are among all pairs."""
-    return end * (end - 1) // 2 + first
-
-
-def _stacked(parts: StageBytes[Ints]) -> Ints:
-    return np.array([getattr(parts, name) for name in StageBytes.__struct_fields__])
-
-
-def _rows(stacked: Ints, index: Ints | slice) -> StageBytes[Ints]:
-    return StageBytes(**dict(zip(StageBytes.__struct_fields__, stacked[:, index], strict=True)))
+def most_layers(sums: Floats, most: float) -> int:
+    """The most layers that together have at most so much of something, given the sums before each position; at least 1."""
+    ends = np.searchsorted(sums, sums[:-1] + most * (1 + _SLACK), side="right") - 1
+    return max(1, int((ends - np.arange(len(ends))).max()))
 
 
 def least_moments(
@@ -220,6 +230,7 @@ class ChainBounds:
 
     problem: Problem
     stages: ChainStages
+    enough_s: float = INFINITY  # above which bounds are not made better
 
     @staticmethod
     def apply_to(problem: Problem) -> bool:
@@ -238,22 +249,22 @@ class ChainBounds:
     @cached_property
     def quick_s(self) -> float:
         """A weaker bound: of single stages, with the shortest ways through all others."""
-        if self.stages.least_largest([np.where(fits, 0.0, INFINITY) for _, fits in self._recomputes]) == INFINITY:
-            return INFINITY
-        return self.stages.least_largest(self._longest_s(self._ways.fits)) * (1 - _SLACK)
+        fits = np.array([fits for _, fits in self._recomputes])
+        if self._window.least_largest(np.where(fits, 0.0, INFINITY)) == INFINITY:
+            return INFINITY if self._most_fitting <= self._window.most else self.enough_s
+        longest_s = self._window.least_largest(self._longest_s(self._ways.fits)) * (1 - _SLACK)
+        return min(longest_s, self.enough_s)
 
-    def step_s(self, *, enough_s: float = INFINITY) -> float:
-        """A lower bound of the step of every partition that fits the memory; infinite where none fits.
-
-        Above `enough_s` it is not made better.
-        """
+    @cached_property
+    def step_s(self) -> float:
+        """A lower bound of the step of every partition that fits the memory; infinite where none fits."""
         low_s, left = self.quick_s, self._ways.fits
-        if low_s == INFINITY or low_s >= enough_s:
+        if low_s == INFINITY or low_s >= self.enough_s:
             return low_s
-        if enough_s < INFINITY:
-            found = self._left_within(enough_s, left)
+        if self.enough_s < INFINITY:
+            found = self._left_within(self.enough_s, left)
             if found is None:
-                return enough_s
+                return self.enough_s
             left = found
         high_s, factor = low_s, 1 + _PRECISION
         while (found := self._left_within(high_s * factor, left)) is None:
@@ -263,11 +274,11 @@ class ChainBounds:
             middle_s = 0.5 * (low_s + high_s)
             found = self._left_within(middle_s, left)
             low_s, high_s, left = (middle_s, high_s, left) if found is None else (low_s, middle_s, found)
-        return low_s
+        return min(low_s, self.enough_s)
 
     def promising_ends(self) -> list[Ints]:
         """[S] each: where the stages of some partitions end that are made of candidates with short paths."""
-        step_s, found = self.step_s(), dict[tuple[int, ...], Ints]()
+        step_s, found = self.step_s, dict[tuple[int, ...], Ints]()
         if step_s == INFINITY:
             return []
         for factor in _PROMISING:
@@ -275,7 +286,7 @@ class ChainBounds:
             if left is not None:
                 shares = (self._longest_s(left) / (step_s * factor)) ** _STEEPNESS
                 for values in (np.where(left, self._ways.after[:, 1], INFINITY), shares):
-                    ends = self.stages.best_ends(values)
+                    ends = self._window.best_ends(values)
                     found[tuple(ends.tolist())] = ends
         return list(found.values())
 
@@ -293,13 +304,28 @@ class ChainBounds:
     def _longest_s(self, left: Bools) -> Floats:
         """[S, E]: the longest path of each candidate, with the shortest ways through the others that are left."""
         ways, hidden = self._ways, np.where(left, 0.0, INFINITY)
-        earlier = self.stages.least_before(ways.before + hidden[:, None])
-        later = self.stages.least_after(ways.after + hidden[:, None])
+        earlier = self._window.least_before(ways.before + hidden[:, None])
+        later = self._window.least_after(ways.after + hidden[:, None])
         reached = left & np.isfinite(earlier).all(axis=1) & np.isfinite(later).all(axis=1)
         earlier, later = (np.where(reached[:, None], x, 0.0) for x in (earlier, later))
         rounds = np.einsum("spk,ske->spe", ways.rounds, later + ways.crossing[:, None])
         longest: Floats = (ways.own + earlier[:, ways.returns] + rounds).max(axis=1)
         return np.where(reached, longest, INFINITY)
+
+    @cached_property
+    def _window(self) -> Window:
+        """The stages that are looked at: no longer than fits the memory, and than a step of interest takes."""
+        problem = self.problem
+        most = min(self._most_fitting, most_layers(compute_sums_s(problem), self.enough_s / problem.num_microbatches))
+        return window(problem.costs.num_positions - problem.num_stages, most)
+
+    @cached_property
+    def _most_fitting(self) -> int:
+        """The most layers of a stage whose weights, gradients and optimizer's state fit the memory."""
+        limit = self.problem.memory_bytes
+        return most_layers(
+            self.stages.alike.lasting_sums, INFINITY if limit is None else limit + 1
+        )  # bytes are rounded
 
     @cached_property
     def _ways(self) -> _Ways:
@@ -350,7 +376,8 @@ class ChainBounds:
 
     def _times_of(self, stage: int) -> StageSeconds[Floats]:
         """[E]: of a stage's candidates, without what memory makes them recompute."""
-        return self._times.take(_index(*self.stages.window(stage, self.problem.num_stages)))
+        every = window(self.problem.costs.num_positions - 1, self._window.most)
+        return self._times.take(every.index(self._window.first + stage, self._window.end + stage))
 
     def _recompute(self, stage: int, times: StageSeconds[Floats]) -> tuple[Floats, Bools]:
         """[E] each: seconds of recompute for a micro-batch that is recomputed, at least; whether candidates may fit."""
@@ -360,7 +387,7 @@ class ChainBounds:
         seconds = nothing if is_selected or problem.recompute == "never" else times.recompute_s
         if limit is None:
             return seconds, every
-        first, end = self.stages.window(stage, problem.num_stages)
+        first, end = self._window.first + stage, self._window.end + stage
         parts = self.stages.parts(first, end)
         keeping = _moments(problem, stage, "never" if is_selected else problem.recompute) or ()
         is_kept = peak_of(keeping, parts) <= limit
@@ -377,7 +404,8 @@ class ChainBounds:
     @cached_property
     def _times(self) -> StageSeconds[Floats]:
         """Of every stage, wherever it is."""
-        return stage_seconds(self.problem, 0, *_pairs(self.problem.costs.num_positions - 1))
+        every = window(self.problem.costs.num_positions - 1, self._window.most)
+        return stage_seconds(self.problem, 0, every.first, every.end)
 
 
 def _moments(problem: Problem, stage: int, recompute: RecomputeMode) -> tuple[Moment, ...] | None:

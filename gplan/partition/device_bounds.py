@@ -94,6 +94,16 @@ class AlikeLayers:
         }
         return np.array([known.get(name, 0 * gradient) for name in PARTS])
 
+    @cached_property
+    def lasting_sums(self) -> Floats:
+        """[P]: the bytes that the layers before each position hold to the end of a step, whatever stage they are in."""
+        return np.concatenate([[0.0], np.cumsum(_lasting(0) @ self.layer_parts)])
+
+
+def _lasting(num_sent: int) -> Floats:
+    """[parts]: how often each counts when the last backward is done, with so many activations sent."""
+    return np.array([{"sent": num_sent, **_LASTING}.get(name, 0) for name in PARTS], dtype=np.float64)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceWays:
@@ -128,7 +138,7 @@ class DeviceBounds:
         two devices, so only so many devices can have one.
         """
         problem = self.problem
-        lasting = np.array([{"sent": problem.num_microbatches, **_LASTING}.get(name, 0) for name in PARTS])
+        lasting = _lasting(problem.num_microbatches)
         each, totals = float(lasting @ self._alike_parts), list[tuple[int, int]]()
         for stages in problem.stages_by_device:
             limit = problem.memory_of(stages[0])

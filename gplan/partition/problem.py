@@ -128,11 +128,11 @@ class Problem:
 
     def activation_s(self, stage: int) -> Floats:
         """[P]: seconds to send the activations over the cut after the stage, by its position; 0 before stage 0."""
-        return self._sent[stage][0]
+        return self.costs.activation_s(self.link_after(stage)) * self._is_sent(stage)
 
     def gradient_s(self, stage: int) -> Floats:
         """[P]: seconds to send the gradients back over the cut after the stage."""
-        return self._sent[stage][1]
+        return self.costs.gradient_s(self.link_after(stage)) * self._is_sent(stage)
 
     @cached_property
     def tied_links(self) -> tuple[Link, ...]:
@@ -173,13 +173,9 @@ class Problem:
         """Which layers to recompute, where they are selected."""
         return RecomputeSelector(self.costs)
 
-    @cached_property
-    def _sent(self) -> dict[int, tuple[Floats, Floats]]:
-        nothing = np.zeros(self.costs.num_positions)
-        links = {s: self.link_after(s) for s in range(self.num_stages)}
-        sent = {s: (self.costs.activation_s(link), self.costs.gradient_s(link)) for s, link in links.items()}
-        kept = {s: (nothing, nothing) for s in range(-1, self.num_stages) if s < 0 or not self.boundaries(s).after}
-        return {**sent, **kept}
+    def _is_sent(self, stage: int) -> bool:
+        """Whether anything crosses from the stage to the next one by a link."""
+        return stage >= 0 and self.boundaries(stage).after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

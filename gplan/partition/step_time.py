@@ -57,7 +57,8 @@ def smallest_step(
     deadline_s = time.perf_counter() + time_limit_s
     known = Incumbent(ends=ends_of_stages(problem, start.stages), value=goal_s(problem, start.stages), lower_bound=0.0)
     try:
-        limit_s, starts = known.value * (1.0 + _ROUNDING), _starts(problem)
+        limit_s = known.value * (1.0 + _ROUNDING)
+        starts = _starts(problem, limit_s)
         known = _within(problem, known, limit_s, most=_FEW_CANDIDATES, deadline_s=deadline_s, starts=starts)
     except TooManyCandidates:
         known = _deepened(problem, known, deadline_s=deadline_s)
@@ -90,11 +91,11 @@ def _deepened(problem: Problem, known: Incumbent, *, deadline_s: float) -> Incum
     return known
 
 
-def _starts(problem: Problem) -> tuple[Ints, ...]:
+def _starts(problem: Problem, limit_s: float) -> tuple[Ints, ...]:
     """Where the stages of partitions end that large problems are begun with, beside that with the smallest largest stage."""
     if problem.num_stages * problem.num_microbatches < _MANY_ACTIONS or not ChainBounds.apply_to(problem):
         return ()
-    return tuple(ChainBounds(problem, ChainStages(problem.costs)).promising_ends())
+    return tuple(ChainBounds(problem, ChainStages(problem.costs), limit_s).promising_ends())
 
 
 def _within(

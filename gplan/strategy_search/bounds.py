@@ -34,7 +34,7 @@ MOST_EFFORT = 2
 
 INFINITY = float("inf")
 _SLACK = 1e-9
-_HALVINGS = 50
+_HALVINGS = 30
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class StrategyBounds:
 
     def _sharpened_s(self, problem: Problem, effort: int, enough_s: float) -> float:
         if ChainBounds.apply_to(problem):
-            chain = ChainBounds(problem, self._stages)
-            return chain.quick_s if effort == 1 else chain.step_s(enough_s=enough_s)
+            chain = ChainBounds(problem, self._stages, enough_s)
+            return chain.quick_s if effort == 1 else chain.step_s
         if not DeviceBounds.apply_to(problem) or problem.recompute == "selected":
             return 0.0
         devices = DeviceBounds(problem, self._stages.alike)

@@ -30,7 +30,7 @@ INFINITY = float("inf")
 @given(problems(minimize=["step-time"], schedules=ALL_BOUNDARIES))
 def test_no_partition_is_below_the_bound_of_its_stages(problem: Problem) -> None:
     best_s = best_objective_s(problem)
-    _assert_below(ChainBounds(problem, ChainStages(problem.costs)), INFINITY if best_s is None else best_s)
+    _assert_below(problem, INFINITY if best_s is None else best_s)
 
 
 @settings(max_examples=60, deadline=None)
@@ -41,14 +41,16 @@ def test_no_selection_of_layers_is_below_the_bound(problem: Problem, memory_byte
     problem = replace(problem, recompute="selected", memory_bytes=memory_bytes)
     best = solve(problem)
     best_s = INFINITY if best is None else goal_s(problem, best.stages)
-    _assert_below(ChainBounds(problem, ChainStages(problem.costs)), best_s)
+    _assert_below(problem, best_s)
 
 
-def _assert_below(bounds: ChainBounds, best_s: float) -> None:
-    """Also where it is only asked whether steps up to some limit are too short."""
-    assert bounds.quick_s <= bounds.step_s() <= best_s
-    for limit_s in (0.5 * best_s, 0.9 * best_s, best_s):
-        assert bounds.step_s(enough_s=limit_s) <= best_s
+def _assert_below(problem: Problem, best_s: float) -> None:
+    """Also where it is only asked whether steps up to some limit are too short, so that long stages are left out."""
+    stages = ChainStages(problem.costs)
+    every = [ChainBounds(problem, stages, share * best_s) for share in (INFINITY, 0.5, 0.9, 1.0, 1.3)]
+    for bounds in every:
+        assert bounds.quick_s <= bounds.step_s <= best_s
+        assert bounds.enough_s == INFINITY or bounds.step_s <= bounds.enough_s or best_s == INFINITY
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
