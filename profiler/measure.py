@@ -19,14 +19,14 @@ from typing import Literal
 
 import torch
 
-from gplan.core import Device, EngineCost, Granularity, Link, LossReduction, Profile
+from gplan.core import Device, EngineCost, Granularity, Link, Profile
 from gplan.core.errors import ModelError, UsageError
 from profiler.capture.chain import model_state_restored, routing_notes
 from profiler.host.host_info import core_shares, device_share, gpu_state, max_neighbours, processor, software_versions
 from profiler.host.host_load import load_between, read_load
 from profiler.host.links import check_measurable, measure_link
 from profiler.memory.chain_profile import layers_with_weights, values_of
-from profiler.model.data import call_model, check_microbatch_sizes, find_loss_reduction, sample_batch
+from profiler.model.data import LossFacts, call_model, check_microbatch_sizes, find_loss_reduction, sample_batch
 from profiler.model.error_location import is_out_of_memory
 from profiler.model.load import ModelFile
 from profiler.timing.clock import Clock, CpuClock, CudaClock
@@ -126,7 +126,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         read_beside=yardstick.read_beside,
     )
     with device_share(options.num_threads), _on_device(file, options.device), model_state_restored(file.model):
-        reduction, notes = _loss_reduction(file, options)
+        loss = _loss_facts(file, options)
         before = read_load()
         sampled, too_large = _sample_sizes(file, options, setup, progress)
         progress("measuring the optimizer's step", 1.0)
@@ -151,7 +151,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         layers=layers,
         shared_weights=shared,
         loss=tuple(x.loss for x in measured) if file.has_loss else (),
-        loss_reduction=first.loss_reduction or reduction,
+        loss_reduction=first.loss_reduction or loss.reduction,
         step=step(speeds.at_one_speed),
         link=link,
         overhead_s=sum(x.overhead_s for x in measured) / len(measured),
@@ -164,14 +164,14 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
                 (
                     *file.notes,
                     *journal.notes,
-                    *notes,
+                    *loss.notes,
                     *(x for y in measured for x in y.notes),
                     *step_notes,
                     *too_large,
                 )
             )
         ),
-        plan_notes=routing_notes(first.chain, how=_how_routed(file)),
+        plan_notes=(*routing_notes(first.chain, how=_how_routed(file)), *loss.plan_notes),
         granularity=options.granularity,
         values=values,
         precision=file.precision,
@@ -186,10 +186,10 @@ def _how_routed(file: ModelFile) -> str:
     return f"it is the median over up to {NUM_ROUTED_BATCHES} batches, and its spread includes theirs"
 
 
-def _loss_reduction(file: ModelFile, options: ProfileOptions) -> tuple[LossReduction, tuple[str, ...]]:
+def _loss_facts(file: ModelFile, options: ProfileOptions) -> LossFacts:
     """Found by running the model; a model without weights cannot be run here."""
     if file.is_lazy:
-        return file.loss_reduction or "mean", ()
+        return LossFacts(reduction=file.loss_reduction or "mean", notes=())
     return find_loss_reduction(file, options.microbatch_sizes[0], device=options.device)
 
 

@@ -7,6 +7,7 @@ be the same object in both.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -111,18 +112,22 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
+_NOT_RESTORED = frozenset({"training", "_parameters", "_buffers", "_modules"})
+
+
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Restore all modules' plain attributes, and the entries of lists, dicts and sets, at the end.
+    """Restore all modules' plain attributes and hooks, and the entries of lists, dicts and sets, at the end.
 
-    A traced forward may leave fake tensors in them. Parameters, buffers and submodules are not restored.
+    A traced forward may leave fake tensors in them, or hooks with a note that they are there. Parameters, buffers and
+    submodules are not restored.
     """
     before = [(module.__dict__, _snapshot(module.__dict__)) for module in model.modules()]
     try:
         yield
     finally:
         for attributes, kept in before:
-            for name in attributes.keys() - kept.keys() - OF_EVERY_MODULE:
+            for name in attributes.keys() - kept.keys() - _NOT_RESTORED:
                 del attributes[name]
             for name, (value, entries) in kept.items():
                 attributes[name] = value
@@ -132,9 +137,9 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
 def _snapshot(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Every attribute, and a copy of its entries if it has any."""
     return {
-        name: (value, value.copy() if type(value) in (list, dict, set) else None)
+        name: (value, value.copy() if type(value) in (list, dict, set, OrderedDict) else None)
         for name, value in attributes.items()
-        if name not in OF_EVERY_MODULE
+        if name not in _NOT_RESTORED
     }
 
 

@@ -31,8 +31,10 @@ from profiler.capture.grouping import (
     merged,
     non_tensor_spans,
     operations_of,
+    vmap_spans,
 )
 from profiler.capture.inplace import rewrite_in_place, written_state
+from profiler.capture.regions import split_regions
 from profiler.capture.running_norms import RunningNorm, cumulative_momentum_one, graph_calls, running_norms
 from profiler.capture.sequence import SequentialChain
 from profiler.capture.trace import Trace
@@ -175,9 +177,10 @@ def without_generation_cache(model: nn.Module) -> Iterator[None]:
 
 
 def _cut(model: nn.Module, traced: Trace, granularity: Granularity) -> ExportedChain:
+    split_regions(traced.graph, traced.module, model)
     inseparable: list[Collection[Node]] = [*rewrite_in_place(traced.graph, traced.state)]
     operations = operations_of(traced.graph, model)
-    inseparable += non_tensor_spans(operations)
+    inseparable += [*non_tensor_spans(operations), *vmap_spans(operations)]
     if granularity == "layer":
         groups = groups_by_module(traced.graph, model)
     else:

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from profiler.capture.authored_layers import replaced
-from profiler.capture.input_checks import passed_check
 from profiler.capture.repeated_blocks import RepeatRecorder
+from profiler.capture.value_checks import answer_of_batch, on_real_tensors, passed_check, without_draws
 
 MOST_NUMBERS = 2**20  # of a tensor whose value is kept
 
@@ -68,7 +68,7 @@ class _ConstantCall:
 
     def result(self) -> Any:
         """The result in a plain run; raises the function's errors, and _Inconstant."""
-        with _real(), _Pure():  # type: ignore[no-untyped-call]
+        with on_real_tensors(), _Pure():  # type: ignore[no-untyped-call]
             return self.function(*self.args, **self.kwargs)
 
 
@@ -112,7 +112,9 @@ class _Constants(TorchFunctionMode):
             return call.result()
         if function is Tensor.__bool__ and (passes := passed_check(args[0])) is not None:
             return passes
-        output = function(*args, **kwargs)
+        if (answer := answer_of_batch(function, args)) is not NotImplemented:
+            return answer
+        output = without_draws(lambda: function(*args, **kwargs))
         is_followed = call is not None and self._follow(call, output)
         if self._values and not is_followed and _may_write(function, kwargs):
             self._forget_memory_of(pytree.tree_leaves((args, kwargs)))
@@ -123,7 +125,7 @@ class _Constants(TorchFunctionMode):
         value = self._value(tensor) if isinstance(tensor, Tensor) else None
         if value is not None:
             self._asked(value.origins)
-        return value is not None
+        return value is not None or getattr(tensor, "real_tensor", None) is not None
 
     def _asked(self, origins: frozenset[str | None]) -> None:
         self._answers.num_given += 1
@@ -157,7 +159,7 @@ class _Constants(TorchFunctionMode):
             return tensor
         shape, stride = ((0,), (1,)) if function in _NEW else (tensor.size(), tensor.stride())
         try:
-            with _real():
+            with on_real_tensors():
                 made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
         except (RuntimeError, AssertionError):  # there is no such device
             return tensor
@@ -228,14 +230,6 @@ class _Pure(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not is_pure or name.startswith(("empty", "new_empty", "resize")):
             raise _Inconstant(name)
         return function(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _real() -> Iterator[None]:
-    """Inside, operations run on real tensors without being traced."""
-    no_functions, no_dispatcher = torch._C.DisableTorchFunction(), torch._C._DisablePythonDispatcher()
-    with no_functions, _disable_current_modes(), no_dispatcher, torch.no_grad():
-        yield
 
 
 def _num_writes(tensor: Tensor) -> int:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from profiler.capture.chain import TensorSpec
 from profiler.capture.expand import StateTensor
+from profiler.capture.grouping import is_vmap_edge
 from profiler.capture.opaque_modules import fresh
 from profiler.capture.trace import Trace
 
@@ -61,8 +62,10 @@ def gradient_flags(
 ) -> tuple[bool, ...]:
     """requires_grad of the values after a layer, given `flags` of those before it.
 
-    Operations that fake tensors cannot run, such as those with data-dependent shapes, count as differentiable.
+    Operations that fake tensors cannot run, such as those with data-dependent shapes, count as differentiable, and all of
+    a layer with torch.vmap in it.
     """
+    has_vmap = any(is_vmap_edge(node) for node in nodes)
     values: dict[Node, Any] = {}
 
     def value(node: Node) -> Any:
@@ -79,6 +82,8 @@ def gradient_flags(
         for node in nodes:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
             try:
+                if has_vmap:
+                    raise RuntimeError("an operation under torch.vmap cannot be run alone")
                 values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
             except RuntimeError:
                 given = pytree.tree_leaves((args, kwargs))

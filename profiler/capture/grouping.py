@@ -330,3 +330,21 @@ def merged(graph: Graph, groups: Sequence[Group], inseparable: Iterable[Collecti
 def non_tensor_spans(nodes: Iterable[Node]) -> list[set[Node]]:
     """Each value that is not a tensor, such as a size that depends on data, with its readers: it cannot cross a cut."""
     return [{node, *node.users} for node in nodes if node.users and not isinstance(node.meta.get("val"), Tensor)]
+
+
+def vmap_spans(nodes: Iterable[Node]) -> list[set[Node]]:
+    """The first and last operation of each torch.vmap, which must run in one layer."""
+    spans, open_ones = list[set[Node]](), list[Node]()
+    for node in nodes:
+        if not is_vmap_edge(node):
+            continue
+        if "increment" in operation_name(node):
+            open_ones.append(node)
+        else:
+            spans.append({open_ones.pop(), node})
+    return spans
+
+
+def is_vmap_edge(node: Node) -> bool:
+    """Whether a torch.vmap, or another transform of torch.func, begins or ends here."""
+    return operation_name(node).endswith("crement_nesting")

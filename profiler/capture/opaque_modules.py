@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gplan.core.errors import ModelError
 from profiler.capture.authored_layers import OF_EVERY_MODULE, module_key, replaced
 from profiler.capture.autograd_functions import CustomFunction, add_to_graph, untraced
+from profiler.capture.value_checks import give_values
 from profiler.capture.value_forms import Form
 from profiler.memory.allocations import storage_key
 from profiler.model.materialise import on_meta
@@ -184,7 +185,9 @@ def opaque_modules(model: nn.Module, recorded: ModuleRecords, found: list[Custom
         arguments, tensors = _flat(_state(module), args, kwargs)
         with untraced():
             made = [fresh(x, requires_grad=x.requires_grad, device=tensors[0].device) for x in record.results]
-        add_to_graph(CustomFunction(record.call, arguments, record.writes, ()), tensors, made, mode.tracer, found)
+        function = CustomFunction(record.call, arguments, record.writes, ())
+        give_values(made, function, tensors)
+        add_to_graph(function, tensors, made, mode.tracer, found)
         output, attributes = record.form.value(made)
         for (inner, name), value in zip(record.call.attributes, attributes, strict=True):
             setattr(module.get_submodule(inner), name, value)

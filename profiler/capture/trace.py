@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
@@ -33,6 +34,7 @@ from profiler.capture.expand import StateTensor, expanded
 from profiler.capture.inplace import writers
 from profiler.capture.opaque_modules import ModuleRecords, opaque_modules
 from profiler.capture.repeated_blocks import RepeatRecorder, UncertainRepeatError, repeated_units
+from profiler.capture.value_checks import state_of_batch
 from profiler.model.error_location import author_line
 
 _MOST_ATTEMPTS = 8  # each finds one more group of blocks that are not called alike
@@ -70,6 +72,7 @@ class Way:
     as_run: bool = True  # libraries take the path of a plain run, not that for torch.export
     knows_constants: bool = True
     recorded: ModuleRecords = field(default_factory=dict)  # of modules whose calls are single operations
+    follows_batch: bool = False  # control flow that depends on values is that of the batch at hand
 
     def __str__(self) -> str:
         """The end of "the model was traced ..."."""
@@ -77,6 +80,7 @@ class Way:
         words += [] if self.knows_constants else ["without the values of constants"]
         kinds = sorted({call.call.__name__ for calls in self.recorded.values() for call in calls})
         words += [f"with every {', '.join(kinds)} called as it is"] if kinds else []
+        words += ["along the path of one batch"] if self.follows_batch else []
         return ", ".join(words)
 
 
@@ -105,6 +109,8 @@ class _ModelCall:
 
 
 def _trace_repeats_once(call: _ModelCall) -> Trace | None:
+    if call.way.follows_batch:  # blocks may take different paths
+        return None
     units, excluded, seen = repeated_units(call.model), set[Hashable](), set[str]()
     for _ in range(_MOST_ATTEMPTS):
         recorder = RepeatRecorder(call.model, [unit for unit in units if unit.group not in excluded], seen)
@@ -142,11 +148,15 @@ def _as_if_run() -> AbstractContextManager[None]:
 def _attempt(call: _ModelCall, recorder: RepeatRecorder) -> Trace:
     way = call.way
     constants = known_constants(recorder, call.answers) if way.knows_constants else nullcontext()
+    if way.follows_batch:
+        constants = _both(state_of_batch(call.model, _own_tensors(call.model)), constants)
     opaque = opaque_modules(call.model, way.recorded, recorder.functions)
     path = _as_if_run() if way.as_run else nullcontext()
     moves = _without_needless_moves()
     without_stacks = replaced(torch.fx.config, do_not_emit_stack_traces=True)  # they take longer than the trace itself
-    with opaque, recorder.recording(constants), _without_torch_messages(), path, moves, without_stacks, uncompiled():
+    around = _real_values_kept() if way.follows_batch else nullcontext()
+    silent = _without_torch_messages()
+    with around, opaque, recorder.recording(constants), silent, path, moves, without_stacks, uncompiled():
         program = torch.export.export(call.model, call.args, call.kwargs, strict=False)
     if recorder.failed or (recorder.units and recorder.reassigned):
         raise UncertainRepeatError("the model went on after a doubt, or replaced its state")
@@ -159,6 +169,19 @@ def _attempt(call: _ModelCall, recorder: RepeatRecorder) -> Trace:
     structure = program.call_spec.out_spec  # a slow property
     num_repetitions = len(recorder.repetitions)
     return Trace(graph, state, program.graph_module, structure, num_repetitions, recorder.left_out)
+
+
+@contextmanager
+def _real_values_kept() -> Iterator[None]:
+    """Inside, fake tensors have the values of a run beside them; the random numbers that this run draws are given back."""
+    with functorch_config.patch(fake_tensor_propagate_real_tensors=True), torch.random.fork_rng():
+        yield
+
+
+@contextmanager
+def _both(one: AbstractContextManager[None], other: AbstractContextManager[None]) -> Iterator[None]:
+    with one, other:
+        yield
 
 
 def _without_needless_moves() -> AbstractContextManager[None]:

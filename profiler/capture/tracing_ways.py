@@ -3,7 +3,10 @@
 1. As it is run: libraries take the path of a plain run, and constants keep their values.
 2. As libraries run it for torch.export.
 3. Both again without the values of constants, where the code read some.
-4. With the modules whose control flow depends on values called as they are (profiler/capture/opaque_modules.py).
+4. With the modules whose control flow depends on values called as they are (profiler/capture/opaque_modules.py), where
+   these are layers or parts of one.
+5. Along the path of the batch at hand, which is checked in training (profiler/capture/value_checks.py), also as 4.
+6. As 4, with modules that hold several layers too.
 
 Every way is proven: outputs, gradients and buffers after one pass of the layers, each a stage of its own, equal those of
 the model. Three cases are not. A run takes the way of its profile, which proved it. A model without weights has no values
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -28,7 +31,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError
-from profiler.capture.authored_layers import attributes_restored
+from profiler.capture.authored_layers import attributes_restored, unit_paths
 from profiler.capture.chain import Chain, Tensors, call_arguments, flat_tensors, model_state_restored
 from profiler.capture.constants import Answers
 from profiler.capture.opaque_modules import ModuleRecords, recorded_calls
@@ -71,7 +74,7 @@ def captured_in_steps(
                 "constants, the same at every step: draw them with torch (torch.rand), or switch this off, as "
                 "apply_spec_augment = False does in the configs of speech models"
             )
-        chain.traced, chain.notes = "" if is_first else str(way), _notes_on(found, model)
+        chain.traced, chain.notes = "" if is_first else str(way), _notes_on(found, model, way)
         if chain.traced == traced:
             return chain
         is_unproven = plain.has_no_values and traced is None
@@ -91,12 +94,17 @@ def captured_in_steps(
     raise first_error
 
 
-def _notes_on(found: Trace, model: nn.Module) -> tuple[str, ...]:
+def _notes_on(found: Trace, model: nn.Module, way: Way) -> tuple[str, ...]:
     """Notes on what the layers leave out of the model."""
     notes = list[str]()
     if found.left_out:
         kinds = ", ".join(found.left_out)
         notes.append(f"objects of class {kinds} in the model's output are left out, as only tensors leave a stage")
+    if way.follows_batch:
+        notes.append(
+            "the model's control flow depends on values: its layers take the path of the batch that it was captured for, "
+            "and training stops with an error at a batch that takes another one"
+        )
     if any("_orig_mod" in x._modules for x in model.modules()):
         notes.append(
             "the model's own torch.compile has no effect on its layers, which run as the code that it was made from"
@@ -120,17 +128,31 @@ def _ways(model: nn.Module, inputs: object) -> Iterator[_Attempt]:
     for attempt in known:
         if attempt.error is not None and attempt.answers.num_given:
             yield _Attempt(Way(as_run=attempt.way.as_run, knows_constants=False), Answers())
+    if fake_mode_of(model) is not None or known[0].error is None:
+        return
+    units = unit_paths(model)
+    yield from _with_modules_called(model, inputs, units, known[0].error)
+    along = _Attempt(Way(follows_batch=True), Answers())
+    yield along
+    yield from _with_modules_called(model, inputs, units, along.error, follows_batch=True)
+    yield from _with_modules_called(model, inputs, {path for path, _ in model.named_modules()}, known[0].error)
+
+
+def _with_modules_called(
+    model: nn.Module, inputs: object, paths: Container[str], error: BaseException | None, *, follows_batch: bool = False
+) -> Iterator[_Attempt]:
+    """Attempts in which one more class of modules is called as it is, as long as one on these paths is at fault."""
     classes = list[type]()
-    error = known[0].error
-    while error is not None and fake_mode_of(model) is None:
-        at_fault = _class_at_fault(model, error)
+    while error is not None:
+        at_fault = _class_at_fault(model, error, paths)
         if at_fault is None or at_fault in classes:
             return
         classes.append(at_fault)
         try:
-            attempt = _Attempt(Way(recorded=_recorded(model, inputs, classes)), Answers())
+            way = Way(recorded=_recorded(model, inputs, classes), follows_batch=follows_batch)
         except ModelError:
             return
+        attempt = _Attempt(way, Answers())
         yield attempt
         error = attempt.error
 
@@ -141,9 +163,9 @@ def _recorded(model: nn.Module, inputs: object, classes: list[type]) -> ModuleRe
         return recorded_calls(model, lambda: model(*args, **kwargs), classes)
 
 
-def _class_at_fault(model: nn.Module, error: BaseException) -> type | None:
-    """The class of the innermost module on the stack of an error; None for the model itself and for torch's own."""
-    owners = {id(x.__dict__): x for x in model.modules()}
+def _class_at_fault(model: nn.Module, error: BaseException, paths: Container[str]) -> type | None:
+    """The class of the innermost module on the stack of an error; None for the model, torch's own and other paths."""
+    owners = {id(x.__dict__): x for path, x in model.named_modules() if path in paths}
     frame, found = root_cause(error).__traceback__, None
     while frame is not None:
         module = frame.tb_frame.f_locals.get("self")

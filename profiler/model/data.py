@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gplan.core import LossReduction
 from gplan.core.errors import ModelError, UsageError
 from profiler.capture.chain import Tensors, flat_tensors
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
+
+_ROUNDINGS = 16.0  # epsilons by which the losses of a batch and of its parts may differ
 
 
 def sample_batch(file: ModelFile, batch_size: int, *, device: str = "cpu") -> tuple[Any, Any]:
@@ -53,14 +57,20 @@ def check_target(value: Any, batch_size: int, *, what: str) -> None:
             )
 
 
-def find_loss_reduction(
-    file: ModelFile, batch_size: int, *, device: str = "cpu"
-) -> tuple[LossReduction, tuple[str, ...]]:
-    """Whether the loss is a mean or a sum over the samples, and notes on the data and the loss.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossFacts:
+    """How a loss combines samples."""
 
-    Stated by the file, or found by evaluating a batch and its two parts. Raises ModelError for a model that does not
-    accept its inputs, and for a loss that is neither, such as a mean over tokens without padding: the losses of
-    micro-batches would not add up to that of the batch.
+    reduction: LossReduction
+    notes: tuple[str, ...]  # on the data and the loss
+    plan_notes: tuple[str, ...] = ()  # for the plans that are made with it
+
+
+def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu") -> LossFacts:
+    """Whether the loss is a mean or a sum over the samples, stated by the file or found from a batch and its two parts.
+
+    Raises ModelError for a model that does not accept its inputs, and for a loss that is neither, such as a mean over
+    tokens without padding: the losses of micro-batches would not add up to that of the batch.
     """
     batch_size = max(2, batch_size)
     inputs, target = sample_batch(file, batch_size, device=device)
@@ -68,26 +78,46 @@ def find_loss_reduction(
     versions = [x._version for x in file.model.parameters()]
     file.model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), CoarsestNumbers() as numbers:
             output = call_model(file, inputs)
             if not file.has_loss:
-                return "mean", notes
+                return LossFacts(reduction="mean", notes=notes)
             loss = file.loss(output, target)
             whole = float(loss)
-            if file.loss_reduction is not None:
-                return file.loss_reduction, notes
-            parts = [float(file.loss(call_model(file, x), y)) for x, y in _two_parts(inputs, target, batch_size)]
+            found = file.loss_reduction
+            try:
+                parts = [float(file.loss(call_model(file, x), y)) for x, y in _two_parts(inputs, target, batch_size)]
+            except Exception:
+                if found is None:
+                    raise
+                return LossFacts(reduction=found, notes=notes)  # it takes batches of this size only
             if not all(map(math.isfinite, (whole, *parts))):
-                return "mean", (*notes, _not_finite_note(file, inputs, whole, parts))
-            found = _reduction(whole, parts, batch_size, tolerance=loss_tolerance(loss))
+                notes = (*notes, _not_finite_note(file, inputs, whole, parts)) if found is None else notes
+                return LossFacts(reduction=found or "mean", notes=notes)
+            found = found or _reduction(whole, parts, batch_size, tolerance=loss_tolerance(loss))
             if found is None:
                 raise _not_reducible(file, inputs, target, whole, parts)
-            return found, notes
+            combined = _combined(parts, batch_size)[found]
+            is_same = abs(combined - whole) <= _ROUNDINGS * numbers.epsilon * abs(whole)
+            is_random = not is_same and float(file.loss(call_model(file, inputs), target)) != whole
+            return LossFacts(
+                reduction=found,
+                notes=notes,
+                plan_notes=() if is_same or is_random else (_division_note(whole, combined, found),),
+            )
     finally:
         file.model.train()
         if versions != [x._version for x in file.model.parameters()]:
             with torch.no_grad():  # a model that changes its weights for evaluation changes them back
                 call_model(file, inputs)
+
+
+def _division_note(whole: float, combined: float, reduction: LossReduction) -> str:
+    return (
+        f"the loss depends on how a mini-batch is divided: {whole:.6g} for a batch, {combined:.6g} as the {reduction} of two "
+        "halves, as with a router's auxiliary loss, a contrastive loss or a mean over unequally many tokens; a step has the "
+        "gradients of a plain loop over the same micro-batches"
+    )
 
 
 def find_reduction_of_outputs(file: ModelFile, output: Any, target: Any, batch_size: int) -> LossReduction:
@@ -109,12 +139,29 @@ def loss_tolerance(loss: Tensor) -> float:
 
 
 def _reduction(whole: float, parts: list[float], batch_size: int, *, tolerance: float) -> LossReduction | None:
+    near = [x for x, y in _combined(parts, batch_size).items() if abs(y - whole) <= tolerance * abs(whole) + 1e-6]
+    return near[0] if near else None
+
+
+def _combined(parts: list[float], batch_size: int) -> dict[LossReduction, float]:
+    """The loss of a batch from those of its two parts."""
     share = (batch_size // 2) / batch_size
-    mean, total = share * parts[0] + (1 - share) * parts[1], sum(parts)
-    for combined, reduction in ((mean, "mean"), (total, "sum")):
-        if abs(combined - whole) <= tolerance * abs(whole) + 1e-6:
-            return cast(LossReduction, reduction)
-    return None
+    return {"mean": share * parts[0] + (1 - share) * parts[1], "sum": sum(parts)}
+
+
+class CoarsestNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Finds the coarsest floating-point numbers that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.epsilon = 0.0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves(output):
+            if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
+                self.epsilon = max(self.epsilon, torch.finfo(x.dtype).eps)
+        return output
 
 
 def _not_reducible(file: ModelFile, inputs: Any, target: Any, whole: float, parts: list[float]) -> ModelError:

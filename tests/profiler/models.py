@@ -84,7 +84,7 @@ class LongSkip(nn.Module):
 
 
 class Branching(nn.Module):
-    """Decides by the values of its input: cannot be traced."""
+    """Decides by the values of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,6 +94,13 @@ class Branching(nn.Module):
         if x.sum() > 0:
             return self.layer(x)
         return x - self.layer(x)
+
+
+class Throwing(Branching):
+    """Decides by a random number: cannot be traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.rand_like(x) - 0.5)
 
 
 class SmallUNet(nn.Module):

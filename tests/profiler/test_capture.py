@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from gplan.core.errors import ModelError
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, detached
-from tests.profiler.models import Around, Branching, ConvNet, LongSkip, Residual, Tied, WritesIntoView
+from tests.profiler.models import Around, Branching, ConvNet, LongSkip, Residual, Throwing, Tied, WritesIntoView
 
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 ROWS = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
@@ -177,8 +177,12 @@ def test_finding_boundaries_leaves_the_model_untouched() -> None:
 
 
 def test_data_dependent_branch_is_named_with_line() -> None:
+    """At the first batch that takes the other branch."""
+    chain = capture(model := Branching(), ROWS.abs())
+    stage = chain.stage(0, len(chain))
+    assert torch.equal(stage(2 * ROWS.abs())[0], model(2 * ROWS.abs()))
     with pytest.raises(ModelError) as caught:
-        capture(Branching(), ROWS)
+        stage(-ROWS.abs())
     assert "models.py, line" in str(caught.value)
     assert "if x.sum() > 0:" in str(caught.value)
     assert "torch.where" in str(caught.value)
@@ -306,4 +310,4 @@ def test_inputs_that_do_not_fit_are_not_blamed_on_the_exporter() -> None:
         capture(ConvNet(), torch.randn(4, 2, 8, 8))
     assert "torch.where" not in str(caught.value)
     with pytest.raises(ModelError, match=r"cannot be captured by torch.export.*torch.where"):
-        capture(Branching(), ROWS)
+        capture(Throwing(), ROWS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -166,11 +167,20 @@ UNKNOWN: dict[str, Callable[[Decides, Tensor], float]] = {
 
 
 @pytest.mark.parametrize("number", UNKNOWN.values(), ids=UNKNOWN)
-def test_decisions_by_anything_else_are_refused(number: Callable[[Decides, Tensor], float]) -> None:
+def test_decisions_by_anything_else_are_no_constants(number: Callable[[Decides, Tensor], float]) -> None:
+    """Nothing is known of them but for one batch, and of some not even that."""
     model = Decides(number)
     model(ROWS)
+    try:
+        assert capture(model, ROWS).traced.endswith("along the path of one batch")
+    except ModelError as error:
+        assert re.search(r"test_constants\.py, line .* data-dependent", str(error))
+
+
+@pytest.mark.parametrize("kind", ["random numbers", "random positions", "dropped numbers", "drawn numbers"])
+def test_random_decisions_are_refused(kind: str) -> None:
     with pytest.raises(ModelError, match=r"test_constants\.py, line .* data-dependent"):
-        capture(model, ROWS)
+        capture(Decides(UNKNOWN[kind]), ROWS)
 
 
 def test_computing_values_draws_no_random_numbers() -> None:
@@ -281,30 +291,31 @@ def test_trace_falls_back_to_no_constants_where_it_is_right(monkeypatch: pytest.
         return right + other if module.is_fake_tensor(torch.ones(2)) else choose(x.sum() > 0)
 
     model = Decides(number)
-    if other:
-        with pytest.raises(ModelError, match=r"return 2\.0 if condition"):
-            capture(model, ROWS)
-    else:
-        chain = capture(model, ROWS)
-        assert torch.equal(chain.stage(0, len(chain))(ROWS)[0], model(ROWS))
-        assert "without the values of constants" in chain.notes[0]
+    chain = capture(model, ROWS)
+    assert torch.equal(chain.stage(0, len(chain))(ROWS)[0], model(ROWS))
+    assert ("along the path of one batch" if other else "without the values of constants") in chain.notes[-1]
 
 
-def test_input_dependent_branch_is_named_with_line() -> None:
+def test_batch_on_another_path_is_refused_with_the_line() -> None:
     def number(model: Decides, x: Tensor) -> float:
         first = choose(torch.ones(2).sum() > 1)
-        return first if x.sum() > 0 else 0.0
+        return first if x.sum() > 0 else int(x.sum() > -100)
 
-    with pytest.raises(ModelError, match=r"return first if x\.sum\(\) > 0"):
-        capture(Decides(number), ROWS)
+    chain = capture(model := Decides(number), -ROWS.abs())
+    stage, other = chain.stage(0, len(chain)), -2 * ROWS.abs()
+    assert "control flow depends on values" in chain.notes[0] and torch.equal(stage(other)[0], model(other))
+    for batch, line in ((ROWS.abs(), "return first if"), (-100 * ROWS.abs(), "int(x.sum() > -100)")):
+        with pytest.raises(ModelError, match=rf"test_constants\.py, line .*{re.escape(line)}.* use torch\.where"):
+            stage(batch)
 
 
 def test_a_model_that_asks_no_constant_is_traced_once(exports: list[object]) -> None:
     capture(Decides(lambda _, x: torch.arange(3).shape[0]), ROWS)
     assert len(exports) == 1
-    with pytest.raises(ModelError):
-        capture(Decides(UNKNOWN["an input and a constant"]), ROWS)
-    assert len(exports) == 5  # blocks once, then in full; both as it is run and as for export
+    capture(Decides(UNKNOWN["an input and a constant"]), ROWS)
+    assert (
+        len(exports) == 6
+    )  # blocks once, then in full; both as it is run and as for export; along the path of the batch
 
 
 class Checking(nn.Module):

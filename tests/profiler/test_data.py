@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gplan.core.errors import ModelError
-from profiler.model.data import find_loss_reduction, first_difference, first_not_finite
+from profiler.model.data import LossFacts, find_loss_reduction, first_difference, first_not_finite
 from profiler.model.load import ModelFile, model_in_memory
 
 
@@ -37,7 +38,7 @@ class NoisyInEvaluation(nn.Module):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_mean_is_told_from_a_sum(reduction: str) -> None:
     file = file_of(nn.Linear(8, 4), loss=lambda output, target: F.cross_entropy(output, target, reduction=reduction))
-    assert find_loss_reduction(file, 3) == (reduction, ())
+    assert find_loss_reduction(file, 3) == LossFacts(reduction=reduction, notes=())
 
 
 def test_loss_neither_mean_nor_sum_is_refused() -> None:
@@ -58,7 +59,18 @@ def test_a_mean_over_what_is_not_padding_is_refused() -> None:
 
 def test_what_the_file_says_of_its_loss_is_taken() -> None:
     file = file_of(nn.Linear(8, 4), loss=lambda output, _: output.sum() ** 2, loss_reduction="sum")
-    assert find_loss_reduction(file, 3)[0] == "sum"
+    assert find_loss_reduction(file, 3).reduction == "sum"
+
+
+def test_loss_that_depends_on_the_division_is_noted_for_plans() -> None:
+    def contrastive(output: Tensor, _: object) -> Tensor:
+        return F.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+    file = file_of(nn.Linear(8, 4), inputs=lambda n: torch.arange(8.0 * n).view(n, 8).cos(), loss=contrastive)
+    with pytest.raises(ModelError, match="neither|weight every sample equally"):
+        find_loss_reduction(file, 4)
+    stated = find_loss_reduction(replace(file, loss_reduction="mean"), 4).plan_notes
+    assert "the loss depends on how a mini-batch is divided" in stated[0] and "as the mean of two halves" in stated[0]
 
 
 def test_random_loss_in_evaluation_is_named() -> None:
@@ -71,19 +83,19 @@ def test_non_finite_loss_is_noted_with_module() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4))
     with torch.no_grad():
         model[1].weight.fill_(float("nan"))
-    reduction, notes = find_loss_reduction(file_of(model), 4)
-    assert reduction == "mean"
-    assert "not finite" in notes[0] and "first in 1 (Linear)" in notes[0]
+    found = find_loss_reduction(file_of(model), 4)
+    assert found.reduction == "mean"
+    assert "not finite" in found.notes[0] and "first in 1 (Linear)" in found.notes[0]
 
 
 def test_data_that_differ_at_each_reading_are_noted() -> None:
     import random
 
     file = file_of(nn.Linear(8, 4), inputs=lambda n: torch.full((n, 8), random.random()))
-    _, notes = find_loss_reduction(file, 4)
+    notes = find_loss_reduction(file, 4).notes
     assert "batches yields different data each time it starts" in notes[0]
     seeded = file_of(nn.Linear(8, 4), inputs=lambda n: torch.randn(n, 8, generator=torch.Generator().manual_seed(0)))
-    assert find_loss_reduction(seeded, 4)[1] == ()
+    assert find_loss_reduction(seeded, 4).notes == ()
 
 
 class Noise(nn.Module):

@@ -262,7 +262,7 @@ class _TrainingLoop:
         loss = pipe.step(inputs, target)
         if pipe.num_steps == 1 and self._reference is not None:
             found = {name: full_tensor(as_dense(x.grad)) for name, x in pipe.named_parameters() if x.grad is not None}
-            self._errors = gradient_errors(self._reference, found)
+            self._errors = gradient_errors(self._reference.gradients, found)
         for device, stages in enumerate(self._devices):
             self._update(device, stages)
         actions = pipe.runner.engine.recorder.take()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,11 @@ from gplan.core import GradientCheck, Plan
 from gplan.core.errors import UsageError
 from gplan.runtime.microbatches import take_rows
 from profiler.capture.chain import model_state_restored
+from profiler.model.data import CoarsestNumbers
 from profiler.model.load import ModelFile
 
-TOLERANCE = 1e-5  # of float32 and finer numbers
+TOLERANCE = 1e-5  # of float32 numbers
+_FINEST_TOLERANCE = 1e-10  # of float64 numbers
 _ROUNDINGS = 8.0  # epsilons of coarser numbers, plus 2 sqrt(micro-batches), as every sum of gradients is rounded
 _SMALLEST_SCALE = 1e-3  # of the model's largest gradient; see gradient_errors
 
@@ -38,48 +40,61 @@ class Reference:
     tolerance: float
 
 
+@dataclass(frozen=True, slots=True)
+class _PlainRun:
+    """One forward and backward of each part of a mini-batch."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+    epsilon: float  # of the coarsest numbers that were computed
+
+    def tolerance(self, num_microbatches: int) -> float:
+        """By how much the gradients of a pipeline may differ, relative."""
+        if self.epsilon > torch.finfo(torch.float32).eps:
+            return (_ROUNDINGS + 2.0 * math.sqrt(num_microbatches)) * self.epsilon
+        return _FINEST_TOLERANCE if self.epsilon <= torch.finfo(torch.float64).eps else TOLERANCE
+
+
 def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Reference:
     """Run the plain model on the mini-batch; the model is not changed.
 
     Raises UsageError for a model that draws random numbers, as no other run can match its gradients.
     """
-    reason = _why_by_microbatch(file, plan, inputs, target)
-    order = range(plan.num_replicas * plan.num_microbatches if reason else 1)
-    with model_state_restored(file.model):
-        torch.manual_seed(1)
-        loss = accumulate_gradients(file, plan, inputs, target, order)
-        gradients = {n: as_dense(p.grad).clone() for n, p in file.model.named_parameters() if p.grad is not None}
-    with model_state_restored(file.model):
-        torch.manual_seed(2)
-        again = accumulate_gradients(file, plan, inputs, target, order)
-    coarsest = max((torch.finfo(x.dtype).eps for x in gradients.values()), default=0.0)
-    roundings = _ROUNDINGS + 2.0 * math.sqrt(plan.num_replicas * plan.num_microbatches)
-    tolerance = roundings * coarsest if coarsest > torch.finfo(torch.float32).eps else TOLERANCE
-    if abs(again - loss) > TOLERANCE * max(abs(loss), 1e-12):
-        raise UsageError(
-            f"the model draws random numbers: two runs on the same batch gave losses {loss:.6g} and {again:.6g}; "
-            "--check compares with the plain model and needs dropout off, such as --set dropout=0 where the file has that "
-            "setting"
-        )
-    how = f"micro-batch by micro-batch ({reason})" if reason else "the mini-batch in one piece"
-    return Reference(loss=loss, gradients=gradients, how=how, tolerance=tolerance)
+    num_parts = plan.num_replicas * plan.num_microbatches
+    found = divided = _plain_run(file, plan, inputs, target, num_parts=num_parts, seed=1)
+    reason = _why_by_microbatch(file, divided)
+    if reason is None:
+        found = _plain_run(file, plan, inputs, target, num_parts=1, seed=2)
+        difference = _difference(divided, found, num_parts)
+        reason = difference and f"in one piece it has {difference}"
+    if reason is not None:  # the division matters, or random numbers
+        found = _plain_run(file, plan, inputs, target, num_parts=num_parts, seed=2)
+        random = _difference(divided, found, num_parts)
+        if random is not None:
+            raise UsageError(
+                f"the model draws random numbers: two runs on the same batch gave {random}; --check compares with the plain "
+                "model and needs dropout off, such as --set dropout=0 where the file has that setting"
+            )
+    how = "the mini-batch in one piece" if reason is None else f"micro-batch by micro-batch ({reason})"
+    return Reference(loss=found.loss, gradients=found.gradients, how=how, tolerance=found.tolerance(num_parts))
 
 
-def _why_by_microbatch(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> str | None:
-    """Why the loss or its gradients depend on how the mini-batch is divided; None where they do not."""
-    if file.precision.compute == "bfloat16":
-        return "sums in bfloat16 are rounded"
-    if any(isinstance(module, _BatchNorm) for module in file.model.modules()):
-        return "batch norm"
-    losses: list[Tensor] = []
-    for num_parts in (1, plan.num_replicas * plan.num_microbatches):
-        with model_state_restored(file.model), torch.no_grad():
-            torch.manual_seed(1)
-            losses.append(torch.stack(list(_losses(file, plan, inputs, target, range(num_parts)))).sum())
-    whole, divided = (float(x) for x in losses)
-    rounding = _ROUNDINGS * torch.finfo(losses[0].dtype).eps
-    is_same = abs(divided - whole) <= rounding * abs(whole)
-    return None if is_same else f"whose losses combine to {divided:.6g}, where that of the whole is {whole:.6g}"
+def _why_by_microbatch(file: ModelFile, divided: _PlainRun) -> str | None:
+    """Why the whole mini-batch has other results by design; None where it need not."""
+    if divided.epsilon > torch.finfo(torch.float32).eps:
+        return "16-bit numbers are rounded"
+    return "batch norm" if any(isinstance(x, _BatchNorm) for x in file.model.modules()) else None
+
+
+def _difference(one: _PlainRun, other: _PlainRun, num_microbatches: int) -> str | None:
+    """What differs between two runs by more than rounding; None if nothing does."""
+    if abs(other.loss - one.loss) > _ROUNDINGS * one.epsilon * abs(one.loss):
+        return f"losses {one.loss:.6g} and {other.loss:.6g}"
+    errors = gradient_errors(one.gradients, other.gradients)
+    worst = max(errors, key=errors.__getitem__, default="")
+    if worst and errors[worst] > one.tolerance(num_microbatches):
+        return f"gradients of {worst} that are {errors[worst]:.1e} apart"
+    return None
 
 
 def as_dense(gradient: Tensor) -> Tensor:
@@ -87,18 +102,18 @@ def as_dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def gradient_errors(reference: Reference, found: Mapping[str, Tensor]) -> dict[str, float]:
+def gradient_errors(plain: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:
     """Return each gradient's largest absolute difference from the plain model's, by parameter name.
 
     Relative to the largest entry of the plain gradient, or to a thousandth of the model's largest if that is more,
     as a gradient that is zero up to rounding has no scale of its own.
     """
-    largest = max((float(x.abs().max()) for x in reference.gradients.values()), default=0.0)
+    largest = max((float(x.abs().max()) for x in plain.values()), default=0.0)
     errors = {}
     for name, gradient in found.items():
-        plain = reference.gradients.get(name, torch.zeros_like(gradient))
-        scale = max(float(plain.abs().max()), _SMALLEST_SCALE * largest, 1e-30)
-        error = float((gradient - plain).abs().max()) / scale
+        expected = plain.get(name, torch.zeros_like(gradient))
+        scale = max(float(expected.abs().max()), _SMALLEST_SCALE * largest, 1e-30)
+        error = float((gradient - expected).abs().max()) / scale
         errors[name] = error if math.isfinite(error) else sys.float_info.max
     return errors
 
@@ -118,19 +133,21 @@ def gradient_check(reference: Reference, errors: Mapping[str, float], loss: floa
     )
 
 
+def _plain_run(file: ModelFile, plan: Plan, inputs: Any, target: Any, *, num_parts: int, seed: int) -> _PlainRun:
+    with model_state_restored(file.model), CoarsestNumbers() as numbers:
+        torch.manual_seed(seed)
+        loss = accumulate_gradients(file, plan, inputs, target, range(num_parts))
+        gradients = {n: as_dense(p.grad).clone() for n, p in file.model.named_parameters() if p.grad is not None}
+    return _PlainRun(loss, gradients, numbers.epsilon)
+
+
 def accumulate_gradients(file: ModelFile, plan: Plan, inputs: Any, target: Any, order: Sequence[int]) -> float:
     """Accumulate the gradients of the parts of a mini-batch, in this order; return its loss."""
-    total = 0.0
-    for loss in _losses(file, plan, inputs, target, order):
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += float(loss.detach())
-    return total
-
-
-def _losses(file: ModelFile, plan: Plan, inputs: Any, target: Any, order: Sequence[int]) -> Iterator[Tensor]:
-    """The share of each part of a mini-batch in its loss."""
-    scale = 1.0 / len(order) if plan.loss_reduction == "mean" else 1.0
+    total, scale = 0.0, 1.0 / len(order) if plan.loss_reduction == "mean" else 1.0
     num_rows, size = plan.batch_size, plan.batch_size // len(order)
     for part in order:
         rows = slice(part * size, (part + 1) * size)
-        yield file.loss(file.forward(take_rows(inputs, rows, num_rows)), take_rows(target, rows, num_rows)) * scale
+        loss = file.loss(file.forward(take_rows(inputs, rows, num_rows)), take_rows(target, rows, num_rows)) * scale
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    return total

@@ -265,7 +265,7 @@ def test_what_clashes_with_the_model_is_refused() -> None:
         ModelError, match="the model enables torch.autocast itself, which clashes with precision autocast"
     ):
         capture(Casting(enabled=True), inputs, precision=mixed)
-    assert len(capture(Casting(enabled=False), inputs, precision=mixed)) == 1
+    assert len(capture(Casting(enabled=False), inputs, precision=mixed)) == 2
     plan = plan_in("frozen", "mixed")
     with pytest.raises(
         UsageError, match="the plan was made for precision mixed, not autocast; leave the precision out"
