@@ -170,7 +170,7 @@ def balance(
 
 
 def _check_searchable(minimize: str, solver: str, **without_machine: object) -> None:
-    """A search compares plans by their step; other options need every setting fixed, and some a search without a machine."""
+    """Raise UsageError for options that a search does not have; `without_machine` are those it lacks with a machine."""
     from gplan.core.errors import UsageError
 
     clashes = {

@@ -73,7 +73,7 @@ def closed_pipe_ignored() -> Iterator[None]:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, float], None]]:
-    """A bar on standard error, under torchrun that of rank 0; yields a function that shows a text and the share done."""
+    """A bar on standard error, under torchrun of rank 0; yields a function that shows a text and the share done."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

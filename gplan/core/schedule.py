@@ -225,6 +225,16 @@ class Timeline:
             stages[span.device].add(span.action.stage)
         return tuple(tuple(sorted(x)) for x in stages)
 
+    @cached_property
+    def chunks(self) -> dict[int, int]:
+        """The number of each stage among those of its device."""
+        return {stage: chunk for stages in self.stages_by_device for chunk, stage in enumerate(stages)}
+
+    @property
+    def num_chunks(self) -> int:
+        """The stages of the device that has most."""
+        return 1 + max(self.chunks.values())
+
     @property
     def num_stages(self) -> int:
         """The number of stages on all devices."""

@@ -28,15 +28,10 @@ _OPTIONS_S = 8.0  # time limit of the explanation's options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnalysis:
-    """Other choices than the plan, and with its profile the explanation of the plan."""
+    """Other choices than the plan, and with its profile the explanation of the plan: choices are then plans of their own."""
 
     choices: tuple[ScalingPoint, ...]
     explanation: Explanation | None = None  # None: there was no profile
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether each choice is a plan of its own, not this one with other micro-batches."""
-        return self.explanation is not None
 
 
 def analysis_of(
@@ -108,7 +103,7 @@ def side_text(subject: Subject, side: str) -> str:
 
 
 def stages_frame(subject: Subject) -> pd.DataFrame:
-    """One row per stage and side: side, stage, device, its layers, seconds per micro-batch, optimizer seconds per step.
+    """One row per stage and side: side, stage, seconds per micro-batch.
 
     A backward is in `backward_s`, or its halves are in `input_gradient_s` and `weight_gradient_s`. `load_s` is the sum
     per micro-batch, with the transfers that the stage receives. A measured backward includes its recompute:
@@ -125,9 +120,16 @@ def stages_frame(subject: Subject) -> pd.DataFrame:
 def spans_frame(timeline: Timeline) -> pd.DataFrame:
     """One row per action: device, stage, chunk (index among its device's stages), kind, microbatch, start_s,
     end_s."""
-    chunks = {stage: chunk for stages in timeline.stages_by_device for chunk, stage in enumerate(stages)}
     rows = [
-        (x.device, x.action.stage, chunks[x.action.stage], x.action.kind.value, x.action.microbatch, x.start_s, x.end_s)
+        (
+            x.device,
+            x.action.stage,
+            timeline.chunks[x.action.stage],
+            x.action.kind.value,
+            x.action.microbatch,
+            x.start_s,
+            x.end_s,
+        )
         for x in timeline.spans
     ]
     return pd.DataFrame(rows, columns=["device", "stage", "chunk", "kind", "microbatch", "start_s", "end_s"])
@@ -157,16 +159,12 @@ def _side_stages(plan: Plan, timeline: Timeline) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "stage": stages,
-            "device": plan.devices,
-            "first_layer": [stage.first_layer for stage in plan.stages],
-            "end_layer": [stage.end_layer for stage in plan.stages],
             **{
                 column: [timeline.total_s(kind, stage=stage) / num_microbatches for stage in stages]
                 for column, kind in kinds.items()
             },
             "recompute_s": 0.0,
             "communication_s": [timeline.received_s(stage) for stage in stages],
-            "optimizer_s": [timeline.total_s(ActionKind.OPTIMIZER, stage=stage) for stage in stages],
         }
     )
 

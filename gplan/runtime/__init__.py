@@ -1,1 +1,1 @@
-"""Training with a plan: the torch engine (one process per device), the virtual engine, and the training loop over both."""
+"""Training with a plan: the torch engine (one process per device), the virtual engine, the training loop over both."""

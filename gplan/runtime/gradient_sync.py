@@ -2,8 +2,10 @@
 
 Replicas: where backwards are whole, each stage is wrapped in DistributedDataParallel (DDP), and torch's pipelining
 stage reduces in the last backward of a step. DDP does not support a backward in two halves or sparse gradients of a
-whole stage; there gradients are averaged after the step's last pass. Sharded replicas are in `sharded_replicas`. Tied weights: each rank that uses one has a
-copy, copies start with the values of the first stage's, and each gets the sum of the gradients of one step.
+whole stage; there gradients are averaged after the step's last pass. Sharded replicas are in `sharded_replicas`.
+
+Tied weights: each rank that uses one has a copy, copies start with the values of the first stage's, and each gets the
+sum of the gradients of one step.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _ANY = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerWait:
-    """A stage of this rank waits for tensors from a neighbour on another rank, or for that neighbour to take its own."""
+    """A stage of this rank waits for tensors of a neighbour on another rank, or for that neighbour to take its own."""
 
     awaited: Awaited
     stage: int
@@ -34,7 +34,7 @@ class PeerWait:
 
 
 def waits_by_action(schedule: Schedule, device: int) -> dict[Action | None, PeerWait | None]:
-    """Return what a device waits for after each of its actions, derived from the schedule; key None: before the first."""
+    """Return what a device waits for after each of its actions, by the schedule; key None: before the first."""
     order = schedule.orders[device]
     needs = dependencies_of([x for own in schedule.orders for x in own], schedule.num_stages)
     found: dict[Action | None, PeerWait | None] = {}
@@ -178,9 +178,9 @@ class Heartbeat:
         _FROM_AWAITED.pack_into(self._notes, _AWAITED_AT, number, stage, microbatch, time.monotonic())
 
     @contextmanager
-    def waiting(self, awaited: Awaited, *, stage: int = _NONE, microbatch: int = _NONE) -> Iterator[None]:
-        """The block waits for other ranks; `stage` is the neighbour. After an error the position stays."""
-        self.enter_wait(awaited, stage=stage, microbatch=microbatch)
+    def waiting(self, awaited: Awaited) -> Iterator[None]:
+        """The block waits for other ranks. After an error the position stays."""
+        self.enter_wait(awaited)
         yield
         _FROM_AWAITED.pack_into(self._notes, _AWAITED_AT, _NONE, _NONE, _NONE, time.monotonic())
 
@@ -227,7 +227,7 @@ def status_reader(
 
 
 def _mapped(path: Path) -> mmap.mmap:
-    """Create and map a file of one empty record. It is written before it is mapped, so a full disk raises OSError here."""
+    """Create and map a file of one empty record; written before it is mapped, so that a full disk raises OSError here."""
     with path.open("wb+") as file:
         file.write(bytes(_RECORD.size))
         file.flush()

@@ -22,9 +22,7 @@ class MasterWeights:
 
     def __init__(self, masters: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
         """`masters` are this process's tensors by name, `like` has a tensor as stages compute with for each."""
-        self.computing: dict[
-            str, Tensor
-        ] = {}  # by name; buffers and parameters without a master are `masters` themselves
+        self.computing: dict[str, Tensor] = {}  # by name; without a master the tensors of `masters` themselves
         self._weights: dict[nn.Parameter, nn.Parameter] = {}  # by master
         self._fresh: set[nn.Parameter] = set()
         for name, master in masters.items():

@@ -100,7 +100,7 @@ def take_rows(value: Any, rows: slice, num_rows: int) -> Any:
 
 
 def concat_outputs(parts: Sequence[tuple[Any, int]]) -> Any:
-    """Join outputs, each given with its number of samples; values that are not per sample come from the first output."""
+    """Join outputs, each given with its number of samples; values that are not per sample come from the first one."""
     flat = [pytree.tree_flatten(output) for output, _ in parts]
     sizes = [num_rows for _, num_rows in parts]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)

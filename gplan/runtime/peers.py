@@ -1,4 +1,4 @@
-"""The processes of a launcher such as torchrun: which host each is on, whether they fit together, and which one is lost.
+"""The processes of a launcher such as torchrun: the host of each, whether they fit together, and which one is lost.
 
 Each process writes to the launcher's store who it is and what it runs. All read that before they connect, so that
 different versions or plans end every process with the same error. Later each writes a sign of life twice a second, and
@@ -76,7 +76,7 @@ class Peers:
         _within(_ANSWER_S, lambda: self.store.set(f"failed/{self.rank}", reason))
 
     def lost(self) -> str:
-        """Name the process at fault, after this one lost a connection: the one with a reason, or without signs of life."""
+        """Name the process at fault after this one lost a connection: one with a reason, or without signs of life."""
         found: list[str] = []
         _within(_ANSWER_S, lambda: found.append(self._find_lost()))
         return found[0] if found else f"{self.peers[0]}, which keeps the store of all processes, no longer answers"
@@ -209,7 +209,7 @@ def _check_same(peer: Peer, first: Peer) -> None:
 
 
 def _within(seconds: float, action: Callable[[], object]) -> None:
-    """Call a function that uses the store, which may block for long if its host is gone; errors of the store are dropped."""
+    """Call a function of the store, which may block for long if its host is gone; errors of the store are dropped."""
 
     def call() -> None:
         with suppress(RuntimeError):

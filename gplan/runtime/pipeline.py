@@ -134,7 +134,7 @@ class Pipeline(StageState):
         timeout_s: float,
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        """`inputs` may hold any number of samples; they show the structure, shapes and dtypes of the model's arguments."""
+        """`inputs`, of any number of samples, show the structure, shapes and dtypes of the model's arguments."""
         notes = Heartbeat() if heartbeat is None else heartbeat
         notes.enter_action("capturing")
         self.plan = plan
@@ -279,7 +279,7 @@ class Pipeline(StageState):
         return self._total(losses)
 
     def predict(self, inputs: Any) -> Any:
-        """Return the model's output for any number of samples in evaluation mode; None on ranks without the last stage."""
+        """Return the output for any number of samples in evaluation mode; None on ranks without the last stage."""
         self.runner.begin()
         inputs, num_rows = self._checked(inputs, None)
         size, most = self.plan.microbatch_size, self.plan.num_microbatches
@@ -306,7 +306,7 @@ class Pipeline(StageState):
         return split_into_passes(len(share), **sizes, first_row=share.start)
 
     def _checked(self, inputs: Any, targets: Any) -> tuple[Any, int]:
-        """Return the inputs, in the plan's precision, and their number of samples; None stands for a full mini-batch."""
+        """Return the inputs in the plan's precision, and their number of samples; None stands for a full mini-batch."""
         if inputs is not None:
             inputs = convert_floats(inputs, input_dtype(self.plan.precision))
         else:
@@ -342,7 +342,7 @@ class Pipeline(StageState):
         return self.plan.sharding == "weights" and self._num_averaged > 1
 
     def _check_alike(self, num_rows: int) -> None:
-        """Raise UsageError if replicas would run other numbers of micro-batches; they gather the layers of each together."""
+        """Raise UsageError if replicas would run other numbers of micro-batches: they gather layers together."""
         counts = [[x.num_microbatches for x in self._passes_of(i, num_rows)] for i in range(self.plan.num_replicas)]
         odd = next((x for x in counts if x != counts[0]), None)
         if odd is not None:

@@ -250,11 +250,6 @@ class RankLayout:
         """Whether this rank has the last stage and computes the loss."""
         return self.device == self.devices[-1]
 
-    @property
-    def last_rank(self) -> int:
-        """Global rank of the last stage in this replica."""
-        return self.rank_of(self.devices[-1])
-
     def rank_of(self, device: int) -> int:
         """Global rank of a device of this replica."""
         return self.replica * self.num_devices + device
@@ -264,7 +259,7 @@ class RankLayout:
         return tuple(dict.fromkeys(self.devices[stage] for stage in stages))
 
     def new_group(self, devices: Sequence[int], *, backend: str | None = None) -> dist.ProcessGroup:
-        """Create this replica's group of some devices. Collective: all ranks create the same groups in the same order."""
+        """Create this replica's group of some devices. Collective: all ranks create the same groups in one order."""
         groups: list[dist.ProcessGroup] = [
             dist.new_group(
                 sorted(replica * self.num_devices + device for device in devices), timeout=self.timeout, backend=backend
@@ -333,7 +328,7 @@ class LossExchange:
         """Start to receive, when a step begins. After a step that failed on all ranks, its receive is used again."""
         if self._ranks is not None and not self._ranks.is_last and self._expected is None:
             value = torch.zeros((), dtype=torch.float64)
-            work = dist.irecv(value, src=self._ranks.last_rank, group=self._group)
+            work = dist.irecv(value, src=self._ranks.rank_of(self._ranks.devices[-1]), group=self._group)
             assert work is not None
             self._expected = work, value
 

@@ -221,7 +221,7 @@ def written_buffers(module: nn.Module) -> list[Tensor]:
 
 
 def _possibly_written(node: Node) -> list[Node]:
-    """Return the arguments that an operation may write to; schemas of norms omit their moving averages, `running_...`."""
+    """Return the arguments that an operation may write to; schemas of norms omit their averages, `running_...`."""
     if not isinstance(node.target, OpOverload):
         return [] if node.op == "output" else node.all_input_nodes
     arguments = zip(node.args, node.target._schema.arguments, strict=False)

@@ -4,9 +4,10 @@ schedule.
 Every private name of torch that gplan uses is here, each with a contract test: `_PipelineScheduleRuntime` with
 `_prepare_schedule_with_comms`, its lowered orders and its handling of losses, `_Action`, `_ComputationType`,
 `record_function` as it names actions and the check for a profiler, and of a stage its backward methods, `fwd_cache`,
-`bwd_cache`, `args_recv_info`, `grad_recv_info`, `_retrieve_recv_grads`, `stage_backward`, `perform_reduce_grad`. torch keeps all it sends until the step ends
-and allocates receive buffers for all micro-batches; the memory model counts both. Between two stages of one rank the
-tensor itself is passed on and freed after use.
+`bwd_cache`, `args_recv_info`, `grad_recv_info`, `_retrieve_recv_grads`, `stage_backward`, `perform_reduce_grad`.
+
+torch keeps all it sends until the step ends and allocates receive buffers for all micro-batches; the memory model counts
+both. Between two stages of one rank the tensor itself is passed on and freed after use.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def begin():
     notes.enter_layer(rank)
 
 def wait_for_neighbour():
-    with notes.waiting("activations", stage=0, microbatch=2):
-        time.sleep(1000)
+    notes.enter_wait("activations", stage=0, microbatch=2)
+    time.sleep(1000)
 
 def hang():
     time.sleep(1000)

@@ -63,10 +63,9 @@ def test_waiting_is_told_from_computing() -> None:
     notes.enter_step(2)
     notes.enter_action(ActionKind.FORWARD, 1, 0)
     notes.enter_layer(2)
-    with notes.waiting("gradients", stage=2, microbatch=1):
-        assert notes.read(LAYERS).is_waiting
-        assert "in step 3, waiting for the gradients of micro-batch 1 from stage 2 on stage 1" in place(notes)
-    assert not notes.read(LAYERS).is_waiting
+    notes.enter_wait("gradients", stage=2, microbatch=1)
+    assert notes.read(LAYERS).is_waiting
+    assert "in step 3, waiting for the gradients of micro-batch 1 from stage 2 on stage 1" in place(notes)
     with notes.waiting("ranks"):
         assert place(notes).startswith("in step 3, waiting for all ranks to come as far")
         notes.enter_layer(0)

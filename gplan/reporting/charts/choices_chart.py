@@ -58,7 +58,10 @@ def choices_chart(analysis: PlanAnalysis) -> Figure | None:
     axes.set_ylim(bottom=0)
     axes.set(xlabel="micro-batches M", ylabel=f"{unit} per sample")
     axes.grid(axis="y")
-    handles = [_line_handle(line[0].num_devices, look) for line, look in zip(lines, _LINES, strict=False)]
+    handles = [
+        Line2D([], [], marker=shape, color=colour, linewidth=1.4, label=f"K = {line[0].num_devices}")
+        for line, (shape, colour) in zip(lines, _LINES, strict=False)
+    ]
     ring = Line2D([], [], marker="o", linestyle="", markersize=11, markerfacecolor="none", color=INK.light)
     ring.set_label("this plan")
     legend(figure, [*handles, ring], most_in_a_row=3)
@@ -137,10 +140,6 @@ def _draw_line(axes: Axes, line: Sequence[ScalingPoint], look: tuple[str, str], 
         which = f"{counted(x.num_devices, 'device')}, {counted(x.num_microbatches, 'micro-batch')}"
         rate = quantity_text(x.batch_size / x.step_s, "samples_per_s")
         tooltip(mark, which, f"step {seconds_text(x.step_s)}, {rate}", f"bubble {percent_text(x.bubble)}")
-
-
-def _line_handle(num_devices: int, look: tuple[str, str]) -> Line2D:
-    return Line2D([], [], marker=look[0], color=look[1], linewidth=1.4, label=f"K = {num_devices}")
 
 
 def _draw_point(axes: Axes, point: Point, *, scale: float, time_scale: float) -> None:

@@ -156,7 +156,8 @@ def holdings_chart(subject: Subject) -> Figure | None:
     capacity = near_capacity(plan, most_bytes)
     top = max(most_bytes, capacity or 0)
     (unit, scale), (time_unit, time_scale) = bytes_axis(top), seconds_axis(plan.prediction.step_s)
-    figure = blank_figure(1.4 + max(2.6, _panel_inches(len(shown)) * len(shown)), width_inches=HALF_INCHES)
+    panel_inches = 0.85 if len(shown) <= 4 else 0.66
+    figure = blank_figure(1.4 + max(2.6, panel_inches * len(shown)), width_inches=HALF_INCHES)
     panels = figure.subplots(len(shown), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     panels[0].set_ylim(0, _TIMELINE_HEADROOM * top / scale)
     handles = _handles(held, measured)
@@ -192,10 +193,6 @@ def draw_holdings(axes: Axes, held: Sequence[Holding], *, scale: float, time_sca
             where = np.append(edges[:-1][is_new], edges[-1])
             axes.stairs(high[is_new], where, baseline=low[is_new], fill=True, color=look.colour, linewidth=0)
         low = high
-
-
-def _panel_inches(num_panels: int) -> float:
-    return 0.85 if num_panels <= 4 else 0.66
 
 
 def _peak(held: Sequence[Holding], moment: str) -> Holding:

@@ -67,7 +67,7 @@ _WHOLE = " (on stage 0 the whole backward)"
 def draw_gantt(axes: Axes, timeline: Timeline, *, longest_s: float, scale: float) -> None:
     """Draw a timeline on a time axis up to `longest_s`, in units of `scale` seconds."""
     spans, idle = spans_frame(timeline), idle_frame(timeline)
-    num_chunks = 1 + int(spans["chunk"].max())
+    num_chunks = timeline.num_chunks
     if begins_late(timeline):
         before = pd.DataFrame({"device": range(timeline.num_devices), "start_s": 0.0, "end_s": timeline.loop_start_s})
         _draw_boxes(axes, before, BEFORE, scale=scale, height=_BOX)
@@ -91,7 +91,7 @@ def begins_late(timeline: Timeline) -> bool:
 
 def gantt_handles(timelines: Sequence[Timeline]) -> Iterator[Handle]:
     """The legend of what the timelines contain, with the shades of a device's stages side by side."""
-    shown, num_chunks = shown_looks(timelines), max(map(len, timelines[0].stages_by_device))
+    shown, num_chunks = shown_looks(timelines), timelines[0].num_chunks
     for kind, look in ACTIONS.items():
         if look in shown:
             words = _WHOLE if kind is ActionKind.WEIGHT_GRADIENT and any(map(has_whole_backward, timelines)) else ""

@@ -34,7 +34,7 @@ def pipeline_json(subject: Subject) -> str:
     """The timelines of a plan or a run, for a script element; no name in them can close the element."""
     plan, timelines = plan_of(subject), timelines_of(subject)
     tick_s = _tick_s(next(iter(timelines.values())))
-    num_chunks = max(map(len, timelines[PREDICTED].stages_by_device))
+    num_chunks = timelines[PREDICTED].num_chunks
     kinds = [
         {
             "name": look.name,
@@ -81,12 +81,13 @@ def _timeline_json(timeline: Timeline, tick_s: float) -> dict[str, object]:
         return round(piece.start_s / tick_s), round(piece.end_s / tick_s)
 
     kinds, causes = list(ACTIONS), list(IDLE)
-    chunks = {stage: i for stages in timeline.stages_by_device for i, stage in enumerate(stages)}
     boxes, waits, sends = ([list[tuple[int, ...]]() for _ in range(timeline.num_devices)] for _ in range(3))
     places, ends = {}, {}
     for x in timeline.spans:
         places[x.action], ends[x.action] = len(boxes[x.device]), ticks(x)[1]
-        boxes[x.device].append((kinds.index(x.action.kind), chunks[x.action.stage], x.action.microbatch, *ticks(x)))
+        boxes[x.device].append(
+            (kinds.index(x.action.kind), timeline.chunks[x.action.stage], x.action.microbatch, *ticks(x))
+        )
     for piece in idle_pieces(timeline):
         waits[piece.device].append((causes.index(piece.cause), *ticks(piece)))
     for transfer in sorted(timeline.transfers, key=lambda x: places[x.action]):

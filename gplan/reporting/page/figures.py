@@ -59,7 +59,7 @@ _HATCH_ANGLES = {"/": (135,), "\\": (45,), "x": (45, 135), "-": (0,), "|": (90,)
 def charts_of(drawings: Sequence[Drawing], plan: Plan, analysis: PlanAnalysis) -> Callable[..., str]:
     """A function from names of charts to the HTML of those that were drawn; small ones are side by side."""
     by_name = {drawing.name: drawing for drawing in drawings}
-    captions = {**_CAPTIONS, "choices": _PLANNED if analysis.is_planned else _SIMULATED}
+    captions = {**_CAPTIONS, "choices": _SIMULATED if analysis.explanation is None else _PLANNED}
     captions["frontier"] += "" if plan.frontier else _AFTER_A_SEARCH
 
     def charts(*names: str) -> str:
@@ -104,7 +104,7 @@ def _figure(drawing: Drawing, caption: str) -> str:
 
 def _legend(timelines: Sequence[Timeline]) -> Iterator[str]:
     """What the timelines contain; kinds of action with the edges that tell them apart without colours."""
-    shown, num_chunks = shown_looks(timelines), max(map(len, timelines[0].stages_by_device))
+    shown, num_chunks = shown_looks(timelines), timelines[0].num_chunks
     edges = {ActionKind.BACKWARD: "b", ActionKind.INPUT_GRADIENT: "i", ActionKind.WEIGHT_GRADIENT: "w"}
     for kind, look in ACTIONS.items():
         if look in shown:

@@ -1,4 +1,4 @@
-"""The error of a predicted step, divided into parts that add up to it: as a table, or its largest parts in a sentence."""
+"""The error of a predicted step in parts that add up to it: as a table, or the largest parts in a sentence."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def attribution_table(attribution: Attribution) -> FittedTable:
         columns=columns("part", "seconds per step", "of measured"),
         lines=(
             _sum_line("predicted step", attribution.predicted_s, measured_s),
-            *(_part_line(text, seconds, measured_s) for text, seconds in rows),
+            *(
+                Line(cells=(text, _signed_text(seconds), percent_text(seconds / measured_s, signed=True)))
+                for text, seconds in rows
+            ),
             _sum_line("measured step", measured_s, measured_s),
         ),
     )
@@ -40,10 +43,6 @@ def attribution_table(attribution: Attribution) -> FittedTable:
 
 def _sum_line(text: str, seconds: float, measured_s: float) -> Line:
     return Line(cells=(text, seconds_text(seconds), percent_text(seconds / measured_s)), style="bold")
-
-
-def _part_line(text: str, seconds: float, measured_s: float) -> Line:
-    return Line(cells=(text, _signed_text(seconds), percent_text(seconds / measured_s, signed=True)))
 
 
 def _part_text(part: ErrorPart) -> str:

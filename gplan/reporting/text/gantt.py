@@ -153,7 +153,7 @@ class _Drawing:
 def _drawing_of(timeline: Timeline, column_s: float, is_coloured: bool) -> _Drawing:
     return _Drawing(
         rows=boxes_of(timeline, column_s),
-        num_chunks=max(map(len, timeline.stages_by_device)),
+        num_chunks=timeline.num_chunks,
         columns=_shortest_s(timeline) / column_s * (1 + _ROUNDING),
         is_coloured=is_coloured,
         has_whole_backward=has_whole_backward(timeline),
@@ -175,7 +175,6 @@ def _shortest_s(timeline: Timeline) -> float:
 def boxes_of(timeline: Timeline, column_s: float) -> list[list[ActionCell]]:
     """For each device its actions that take a column or more, from left to right."""
     rows: list[list[ActionCell]] = [[] for _ in range(timeline.num_devices)]
-    stages = timeline.stages_by_device
     for span in timeline.spans:
         first, end = (round(moment / column_s) for moment in (span.start_s, span.end_s))
         if end > first:
@@ -185,7 +184,7 @@ def boxes_of(timeline: Timeline, column_s: float) -> list[list[ActionCell]]:
                     end=end,
                     kind=span.action.kind,
                     microbatch=span.action.microbatch,
-                    chunk=stages[span.device].index(span.action.stage),
+                    chunk=timeline.chunks[span.action.stage],
                 )
             )
     return rows

@@ -87,14 +87,13 @@ def sharding_text(plan: Plan) -> str:
         return ""
     fullest = max(plan.stages, key=lambda x: x.gathered_bytes)
     state, gathered = (bytes_text(x) for x in (fullest.memory.optimizer_bytes, fullest.gathered_bytes))
-    if plan.sharding == "optimizer":
-        return (
-            f"each of {plan.num_replicas} replicas keeps its part of parameters and optimizer state (stage {fullest.index}: {state} of state), and "
-            f"gathers the whole stage for a step (up to {gathered}, counted with the weights)"
-        )
+    gathers = {
+        "optimizer": f"the whole stage for a step (up to {gathered}, counted with the weights)",
+        "weights": f"a layer whenever it runs (up to {gathered} and as much again for the message, counted as workspace)",
+    }
     return (
-        f"each of {plan.num_replicas} replicas keeps its part of parameters and optimizer state (stage {fullest.index}: {state} of state), and "
-        f"gathers a layer whenever it runs (up to {gathered} and as much again for the message, counted as workspace)"
+        f"each of {plan.num_replicas} replicas keeps its part of parameters and optimizer state (stage {fullest.index}: "
+        f"{state} of state), and gathers {gathers[plan.sharding]}"
     )
 
 
@@ -177,7 +176,7 @@ def _comparisons(plan: Plan) -> Iterator[RenderableType]:
         rows += [
             (x.label, _cells(plan.prediction.step_s, x.step_s, x.peak_bytes, x.bubble), x.cuts) for x in plan.rivals
         ]
-        lines = [Line(cells=(label, *cells, _cuts_text(cuts))) for label, cells, cuts in rows]
+        lines = [Line(cells=(label, *cells, " ".join(map(str, cuts)) or "none")) for label, cells, cuts in rows]
         yield _comparison("compared with", ("plan", *_COMPARED, "cuts"), lines, flexible="cuts")
     if len(plan.frontier) > 1:
         yield Text("")
@@ -212,10 +211,6 @@ def _comparison(title: str, names: Sequence[str], lines: Sequence[Line], *, flex
 def _cells(this_s: float, step_s: float, peak_bytes: int, bubble: float) -> tuple[str, ...]:
     change = percent_text(step_s / this_s - 1, signed=True) if step_s != this_s else ""
     return seconds_text(step_s), change, percent_text(bubble), bytes_text(peak_bytes)
-
-
-def _cuts_text(cuts: Sequence[int]) -> str:
-    return " ".join(map(str, cuts)) or "none"
 
 
 def alternative_text(x: Alternative) -> str:

@@ -31,7 +31,7 @@ def plain_text(number: float) -> str:
 
 
 def trial_view(trial: Trial, *, time_text: TimeText = plain_text) -> RenderableType:
-    """The chart, the step and its bubble, one row per device, and a sentence about the largest part of the idle time."""
+    """The chart, the step and its bubble, one row per device, a sentence about the largest part of the idle time."""
     law = f"{trial.law.formula} = " if trial.law else ""
     equal = law + equal_stages_text(trial.equal_bubble, trial.law, trial.timeline)
     step = f"step {time_text(trial.step_s)}, bubble {percent_text(trial.bubble)}; equal stages, free transfers: {equal}"
