@@ -29,7 +29,6 @@ from gplan.core.plan import (
     Run,
     Stage,
     StageBytes,
-    StageCost,
     StageMemory,
 )
 from gplan.core.precision import PRECISION_NAMES, FloatType, Precision, PrecisionName
@@ -47,4 +46,5 @@ from gplan.core.schedule import (
     is_recomputed,
     runs_forward_again,
 )
+from gplan.core.stage_cost import Contention, Floats, Seconds, StageCost, StageSeconds, StageTimes
 from gplan.core.verification import Contender, LeftOut, Verification

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import geometric_mean
 from typing import Generic, TypeVar
@@ -30,6 +30,7 @@ from gplan.core.machine import Device, Link, MachineDevice
 from gplan.core.precision import Precision
 from gplan.core.profile import ModelId
 from gplan.core.schedule import Timeline
+from gplan.core.stage_cost import Contention, StageCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,73 +84,6 @@ class StageBytes(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contention:
-    """How many times longer a stage's work takes while the other devices, processes of one host, compute too."""
-
-    forward: float = 1.0
-    backward: float = 1.0
-    recompute: float = 1.0
-    input_gradient: float = 1.0
-    weight_gradient: float = 1.0
-    optimizer: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_positive(self, *self.__slots__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageCost:
-    """Seconds per micro-batch of one stage, and what crosses the cut to the next one (0 on the last stage)."""
-
-    forward_s: float
-    backward_s: float  # without recompute
-    recompute_s: float  # extra seconds of a backward that recomputes
-    optimizer_s: float  # once per step
-    activation_bytes: int
-    gradient_bytes: int
-    activation_s: float  # until what was sent of the activations is with the next stage
-    gradient_s: float  # until what the next stage sent back of their gradients is here
-    all_reduce_s: float = 0.0  # once per step, before the update: gradients of tied weights and of replicas are summed
-    input_gradient_s: float | None = None  # the halves of a split backward, without recompute; None: not known
-    weight_gradient_s: float | None = None
-    gap_s: float = 0.0  # what the engine itself takes of the device after every action
-    forward_sending_s: float = 0.0  # for how much longer the device is kept by sending the activations on,
-    backward_sending_s: float = 0.0  # and by sending gradients to the stage before
-    around_s: float = 0.0  # once per step, of the first stage: what the engine takes before the loop and after it
-
-    def __post_init__(self) -> None:
-        check_amounts(self)
-
-    def contended(self, by: Contention) -> StageCost:
-        """The same work beside the other devices of the host: contention applied to a stage of a plan."""
-        first_s, second_s = self.input_gradient_s, self.weight_gradient_s
-        return replace(
-            self,
-            forward_s=self.forward_s * by.forward,
-            backward_s=self.backward_s * by.backward,
-            recompute_s=self.recompute_s * by.recompute,
-            optimizer_s=self.optimizer_s * by.optimizer,
-            input_gradient_s=None if first_s is None else first_s * by.input_gradient,
-            weight_gradient_s=None if second_s is None else second_s * by.weight_gradient,
-        )
-
-    @property
-    def forward_gap_s(self) -> float:
-        """From the end of a forward until the device can begin its next action."""
-        return self.gap_s + self.forward_sending_s
-
-    @property
-    def before_update_s(self) -> float:
-        """From when the device has done all its actions, or the update before, until the stage's update begins."""
-        return self.all_reduce_s + self.around_s
-
-    @property
-    def backward_gap_s(self) -> float:
-        """From the end of a backward, or of its first half, until the device can begin its next action."""
-        return self.gap_s + self.backward_sending_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
     """Memory of one stage by category, at the moment of its device's peak."""
 
@@ -189,7 +123,7 @@ class Stage:
     layer_backward_s: tuple[float, ...]  # the last layer's times include the loss
     cost: StageCost  # on a host of its own, like the layers' seconds
     memory: StageMemory
-    contention: Contention = Contention()
+    contention: Contention = field(default_factory=Contention)
     recompute_layers: tuple[str, ...] = ()  # with recompute "selected": the layers to recompute, one by one
     machine_device: MachineDevice | None = None  # None: no machine was given
     device: int | None = None  # None: the stage's number, as each device has one stage

@@ -10,15 +10,14 @@ the layer after its last.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from gplan.core import LayerCost, Link, Profile, Sharding, StageCost, Timing
+from gplan.core import Contention, LayerCost, Link, Profile, Sharding, StageBytes, StageCost, StageTimes, Timing
 from gplan.core.interpolation import cost_at
-from gplan.core.plan import Contention, StageBytes
 from gplan.cost.sharding import EXCHANGED
 from gplan.cost.stage_bytes import MEGATRON, MicrobatchTerms, TransferMemory, microbatch_bytes, transfer_memory
 from gplan.cost.workspaces import Workspaces
@@ -461,13 +460,84 @@ class Costs:
         has_none = self.num_devices == 1 or not self.profile.num_neighbours
         return self if has_none else replace(self, num_devices=1)
 
-    def columns(self, first: Ints, end: Ints, place: StagePlace | None = None) -> StageColumns:
-        """The seconds of the stages [first, end), on one place, by default the profiled device with the profile's link."""
-        return StageColumns(self, first, end, place or StagePlace(link=self.profile.link))
+    def columns(
+        self,
+        first: Ints,
+        end: Ints,
+        place: StagePlace | None = None,
+        *,
+        halves: bool | None = None,
+        recomputes: bool = True,
+    ) -> StageTimes[Floats]:
+        """[E] each: the times of stages on one place, by default the profiled device with the profile's link.
+
+        With `halves` those of a split backward are there; None: where the profile has them. Without `recomputes`, the
+        recompute of whole stages counts as 0.
+        """
+        place = place or StagePlace(link=self.profile.link)
+        before, after, speed = place.boundaries.before, place.boundaries.after, place.speed
+        has_halves = self.has_halves if halves is None else halves
+
+        def of_pass(seconds_of: Callable[[Ints, Ints], Floats]) -> Floats:
+            return (seconds_of(first, end) + self.profile.overhead_s) / speed
+
+        return StageTimes(
+            forward_s=of_pass(self.forward_s),
+            backward_s=of_pass(self.backward_s),
+            recompute_s=self.recompute_s(first, end) / speed if recomputes else np.zeros(len(first)),
+            optimizer_s=self.optimizer_s(first, end) / speed,
+            activation_s=self.activation_s(place.link)[end] * after,
+            gradient_s=self.gradient_s(place.link)[end] * after,
+            input_gradient_s=of_pass(self.input_gradient_s) if has_halves else None,
+            weight_gradient_s=of_pass(self.weight_gradient_s) if has_halves else None,
+            all_reduce_s=self._all_reduce_s(first, end, place.tied_links),
+            gap_s=np.full(len(first), self.gap_s / speed),
+            forward_sending_s=self.activation_sending_s[end] * after / speed,
+            backward_sending_s=self.gradient_sending_s[first] * before / speed,
+            around_s=np.where(first == 0, self.around_s / speed, 0.0),
+        )
+
+    def _all_reduce_s(self, first: Ints, end: Ints, tied_links: Sequence[Link]) -> Floats:
+        """[E]: seconds in which gradients of stages are summed once per step, by their bytes alone.
+
+        First with those of the other device that holds the same weights, then with the replicas'; from the stage's last
+        backward on, as if the others were ready then.
+        """
+        seconds = np.zeros(len(first))
+        if tied_links:
+            tied_bytes = self.tied_bytes(first, end)
+            seconds = np.maximum.reduce([link.collectives_s("all_reduce", tied_bytes, 2) for link in tied_links])
+        if self.num_replicas > 1:
+            for kind, field in EXCHANGED[self.sharding]:
+                num_bytes = self.held_bytes(field, first, end)
+                seconds = seconds + self.profile.link.collectives_s(kind, num_bytes, self.num_replicas)
+        return seconds
 
     def stage_cost(self, first: int, end: int, place: StagePlace | None = None) -> StageCost:
-        """The seconds of one stage on a host of its own."""
-        return self.columns(np.array([first]), np.array([end]), place).row()
+        """The seconds of one stage on a host of its own, and what crosses the cut after it."""
+        found = self.uncontended.columns(np.array([first]), np.array([end]), place)
+        after = place.boundaries.after if place else True
+        return StageCost(
+            **{name: float(seconds[0]) for name, seconds in found.present.items()},
+            activation_bytes=int(self.activation_bytes[end]) * after,
+            gradient_bytes=int(self.gradient_bytes[end]) * after,
+        )
+
+    def stage_contention(
+        self, first: int, end: int, place: StagePlace | None = None, *, recompute: float | None = None
+    ) -> Contention:
+        """How many times longer one stage takes beside the other devices of its host.
+
+        `recompute` replaces the factor of recomputing the whole stage.
+        """
+        if self.uncontended is self:
+            return Contention()
+        contended, alone = (
+            x.columns(np.array([first]), np.array([end]), place).present for x in (self, self.uncontended)
+        )
+        names = [x.removesuffix("_s") for x in contended if x.removesuffix("_s") in Contention.__slots__]
+        found = Contention(**{x: _ratio(contended[f"{x}_s"], alone[f"{x}_s"]) for x in names})
+        return found if recompute is None else replace(found, recompute=recompute)
 
     def one_stage_bytes(self, first: int, end: int, boundaries: DeviceBoundaries = ALL_BOUNDARIES) -> StageBytes[int]:
         """The parts of the memory of one stage."""
@@ -577,152 +647,6 @@ class Costs:
         users = np.zeros(self.num_layers, dtype=np.int64)
         users[list(layers)] = 1
         return users
-
-
-@dataclass(frozen=True)
-class StageColumns:
-    """The seconds of stages [first, end) that run on one place, [E] each: `StageTimes` of arrays.
-
-    One stage is row 0 of columns of one row.
-    """
-
-    costs: Costs
-    first: Ints
-    end: Ints
-    place: StagePlace
-
-    @property
-    def forward_s(self) -> Floats:
-        """A micro-batch's forward, with the stage's overhead."""
-        return self._of_pass(self.costs.forward_s)
-
-    @property
-    def backward_s(self) -> Floats:
-        """A micro-batch's whole backward on average, without recompute."""
-        return self._of_pass(self.costs.backward_s)
-
-    @property
-    def input_gradient_s(self) -> Floats:
-        """The first half of a split backward; only with `Costs.has_halves`."""
-        return self._of_pass(self.costs.input_gradient_s)
-
-    @property
-    def weight_gradient_s(self) -> Floats:
-        """The second half of a split backward; only with `Costs.has_halves`."""
-        return self._of_pass(self.costs.weight_gradient_s)
-
-    @property
-    def recompute_s(self) -> Floats:
-        """What recomputing the whole stage adds to a backward."""
-        return self.costs.recompute_s(self.first, self.end) / self.place.speed
-
-    @property
-    def optimizer_s(self) -> Floats:
-        """zero_grad and the update, once per step."""
-        return self.costs.optimizer_s(self.first, self.end) / self.place.speed
-
-    @property
-    def activation_s(self) -> Floats:
-        """The transfer of activations to the next stage."""
-        return self.costs.activation_s(self.place.link)[self.end] * self.place.boundaries.after
-
-    @property
-    def gradient_s(self) -> Floats:
-        """The transfer of their gradients back from the next stage."""
-        return self.costs.gradient_s(self.place.link)[self.end] * self.place.boundaries.after
-
-    @property
-    def gap_s(self) -> Floats:
-        """What the engine takes of the device after every action."""
-        return np.full(len(self.first), self.costs.gap_s / self.place.speed)
-
-    @property
-    def forward_sending_s(self) -> Floats:
-        """For how much longer sending activations on keeps the device."""
-        return self.costs.activation_sending_s[self.end] * self.place.boundaries.after / self.place.speed
-
-    @property
-    def backward_sending_s(self) -> Floats:
-        """For how much longer sending gradients back keeps the device."""
-        return self.costs.gradient_sending_s[self.first] * self.place.boundaries.before / self.place.speed
-
-    @property
-    def forward_gap_s(self) -> Floats:
-        """From the end of a forward until the device can begin its next action."""
-        return self.gap_s + self.forward_sending_s
-
-    @property
-    def backward_gap_s(self) -> Floats:
-        """From the end of a backward, or of its first half, until the device can begin its next action."""
-        return self.gap_s + self.backward_sending_s
-
-    @property
-    def all_reduce_s(self) -> Floats:
-        """In which gradients are summed once per step, by their bytes alone.
-
-        First with those of the other device that holds the same weights, then with the replicas'; from the stage's last
-        backward on, as if the others were ready then.
-        """
-        costs, place, seconds = self.costs, self.place, np.zeros(len(self.first))
-        if place.tied_links:
-            tied_bytes = costs.tied_bytes(self.first, self.end)
-            seconds = np.maximum.reduce([link.collectives_s("all_reduce", tied_bytes, 2) for link in place.tied_links])
-        if costs.num_replicas > 1:
-            for kind, field in EXCHANGED[costs.sharding]:
-                num_bytes = costs.held_bytes(field, self.first, self.end)
-                seconds = seconds + costs.profile.link.collectives_s(kind, num_bytes, costs.num_replicas)
-        return seconds
-
-    @property
-    def around_s(self) -> Floats:
-        """What the engine takes before and after the loop, once per step, on the first stage."""
-        return np.where(self.first == 0, self.costs.around_s / self.place.speed, 0.0)
-
-    @property
-    def before_update_s(self) -> Floats:
-        """From the device's last action, or the update before, until the stage's update begins."""
-        return self.all_reduce_s + self.around_s
-
-    def row(self) -> StageCost:
-        """The first of the stages, on a host of its own, with what crosses the cut after it."""
-        if self.costs.uncontended is not self.costs:
-            return StageColumns(self.costs.uncontended, self.first, self.end, self.place).row()
-        costs, after, end = self.costs, self.place.boundaries.after, int(self.end[0])
-        return StageCost(
-            forward_s=float(self.forward_s[0]),
-            backward_s=float(self.backward_s[0]),
-            recompute_s=float(self.recompute_s[0]),
-            optimizer_s=float(self.optimizer_s[0]),
-            activation_bytes=int(costs.activation_bytes[end]) * after,
-            gradient_bytes=int(costs.gradient_bytes[end]) * after,
-            activation_s=float(self.activation_s[0]),
-            gradient_s=float(self.gradient_s[0]),
-            all_reduce_s=float(self.all_reduce_s[0]),
-            input_gradient_s=float(self.input_gradient_s[0]) if costs.has_halves else None,
-            weight_gradient_s=float(self.weight_gradient_s[0]) if costs.has_halves else None,
-            gap_s=float(self.gap_s[0]),
-            forward_sending_s=float(self.forward_sending_s[0]),
-            backward_sending_s=float(self.backward_sending_s[0]),
-            around_s=float(self.around_s[0]),
-        )
-
-    def contention_row(self, *, recompute: float | None = None) -> Contention:
-        """The contention of the first of the stages; `recompute` replaces that of recomputing the whole stage."""
-        if self.costs.uncontended is self.costs:
-            return Contention()
-        alone = StageColumns(self.costs.uncontended, self.first, self.end, self.place)
-        halves = self.costs.has_halves
-        return Contention(
-            forward=_ratio(self.forward_s, alone.forward_s),
-            backward=_ratio(self.backward_s, alone.backward_s),
-            recompute=_ratio(self.recompute_s, alone.recompute_s) if recompute is None else recompute,
-            input_gradient=_ratio(self.input_gradient_s, alone.input_gradient_s) if halves else 1.0,
-            weight_gradient=_ratio(self.weight_gradient_s, alone.weight_gradient_s) if halves else 1.0,
-            optimizer=_ratio(self.optimizer_s, alone.optimizer_s),
-        )
-
-    def _of_pass(self, seconds_of: Callable[[Ints, Ints], Floats]) -> Floats:
-        return (seconds_of(self.first, self.end) + self.costs.profile.overhead_s) / self.place.speed
 
 
 def _ratio(contended: Floats, alone: Floats) -> float:

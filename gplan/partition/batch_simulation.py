@@ -8,8 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from gplan.core import ActionKind, RecomputeMode
-from gplan.cost.stage_seconds import StageSeconds
+from gplan.core import ActionKind, RecomputeMode, StageSeconds
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.candidates import Candidates
 from gplan.partition.problem import Problem

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gplan.cost.stage_seconds import StageSeconds, occupied
+from gplan.core import StageSeconds
+from gplan.cost.stage_seconds import occupied
 from gplan.graph.down_sets import Bools, DownSets, Floats, Ints
 from gplan.partition.constraints import ConstraintCheck
 from gplan.partition.device_memory import counts_of, part_bytes, peaks_of
@@ -172,10 +173,14 @@ def pairs_within(
 
 def stage_seconds(problem: Problem, stage: int, first: Ints, end: Ints) -> StageSeconds[Floats]:
     """[E] each: for how long candidates keep the device of a stage; for selected layers, see `fitting`."""
-    columns = problem.costs.columns(first, end, problem.stage_place(stage))
-    halves = any(problem.split_shares)
-    recompute_s = np.zeros(len(first)) if problem.recompute == "selected" else None
-    return occupied(columns, halves=halves, recompute_s=recompute_s)
+    columns = problem.costs.columns(
+        first,
+        end,
+        problem.stage_place(stage),
+        halves=any(problem.split_shares),
+        recomputes=problem.recompute != "selected",
+    )
+    return occupied(columns)
 
 
 def loads_s(problem: Problem, stage: int, first: Ints, times: StageSeconds[Floats]) -> Floats:

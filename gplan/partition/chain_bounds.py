@@ -18,10 +18,10 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from gplan.core import RecomputeMode, StageBytes
+from gplan.core import RecomputeMode, StageBytes, StageSeconds
 from gplan.cost.memory_moments import RESTING, Moment, peak_of
 from gplan.cost.stage_costs import Costs
-from gplan.cost.stage_seconds import ActionKey, StageSeconds, action_s
+from gplan.cost.stage_seconds import ActionKey, action_s
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.candidates import stage_seconds
 from gplan.partition.device_bounds import AlikeLayers

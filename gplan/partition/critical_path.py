@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gplan.cost.stage_seconds import StageSeconds
+from gplan.core import StageSeconds
 from gplan.graph.down_sets import Floats
 from gplan.partition.batch_simulation import window_program
 from gplan.partition.problem import Problem

@@ -22,15 +22,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from gplan.core import Action, ActionKind, Profile, is_recomputed
+from gplan.core import Action, ActionKind, Profile, StageSeconds, is_recomputed
 from gplan.cost.stage_bytes import MicrobatchTerms, microbatch_bytes
 from gplan.cost.stage_costs import Costs, DeviceBoundaries
-from gplan.cost.stage_seconds import ActionKey, StageSeconds, action_s
+from gplan.cost.stage_seconds import ActionKey, action_s
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.bounds import least_hops_s
 from gplan.partition.device_memory import PARTS, fullest_counts
 from gplan.partition.dp import INFINITY
-from gplan.partition.memory_feasibility import most_passing
 from gplan.partition.problem import Problem, recomputed_share
 from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
 from gplan.schedules.in_flight import chunk_warmup
@@ -75,8 +74,12 @@ class AlikeLayers:
 
     @cached_property
     def passing(self) -> tuple[Ints, Ints]:
-        """[P] each: the most that may only pass the stage before a cut."""
-        return most_passing(self.costs)
+        """[P] each: the most of what crosses a cut that may have crossed the one before it too: stages of one layer's."""
+        first, end, _ = self.costs.downsets.covers
+        most = np.zeros((2, self.costs.num_positions), dtype=np.int64)
+        for row, pass_through in zip(most, self.costs.pass_through.activation_bytes(first, end), strict=True):
+            np.maximum.at(row, end, pass_through)
+        return most[0], most[1]
 
     @cached_property
     def layer_parts(self) -> Floats:

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from gplan.core import Action, RecomputeMode, StageBytes, is_recomputed
-from gplan.cost.memory_moments import Moment, change_of
+from gplan.cost.memory_moments import change_of
 from gplan.cost.stage_costs import Costs, DeviceBoundaries
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.pareto import undominated
@@ -111,22 +111,6 @@ def _parts_of(held: Ints) -> Ints:
     found[..., [PARTS.index(name) for name in _HELD]] = held
     found[..., PARTS.index("gradient")] = held[..., _HELD.index("sent")] > 0
     return found
-
-
-def counts_at(moment: Moment) -> list[int]:
-    """[parts]: how many of each part a stage holds at a moment."""
-    held = {
-        "weight": 1,
-        "optimizer": 1,
-        "buffer": 1,
-        "gradient": int(moment.has_gradients),
-        "stash": moment.num_stashes,
-        "checkpoint": moment.num_checkpoints,
-        "recomputed_stash": moment.num_recomputing,
-        "pending": moment.num_pending,
-        "sent": moment.num_done,
-    }
-    return [held.get(name, int(moment.workspace == name)) for name in PARTS]
 
 
 def _line_ends(rows: Ints) -> Ints:

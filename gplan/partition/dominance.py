@@ -22,7 +22,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gplan.cost.stage_seconds import StageSeconds
+from gplan.core import StageSeconds
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.dp import suffix_tables
 from gplan.partition.partial_plans import PartialPlans, SimulatedPrefixes, best_by_end, empty_prefix

@@ -1,4 +1,4 @@
-"""What fits the memory where each device has one stage, told by bytes alone: no time is looked at, nothing is searched.
+"""What fits the memory of devices: bytes alone are looked at, no times. With one stage per device nothing is searched.
 
 Candidates are the stages that need no more than a limit by themselves, and a dynamic program over (stage, position)
 joins them. Of what a stage holds at some moment, weights, optimizer state, gradients and stashes grow with its layers,
@@ -15,14 +15,12 @@ from functools import cached_property
 
 import numpy as np
 
-from gplan.core import StageBytes
-from gplan.cost.memory_moments import Moment, device_moments, peak_of
-from gplan.cost.stage_bytes import MicrobatchTerms, microbatch_bytes
+from gplan.cost.memory_moments import Moment, peak_of
 from gplan.cost.stage_costs import Costs
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.candidates import Candidates, TooManyCandidates, pairs_within
 from gplan.partition.constraints import ConstraintCheck
-from gplan.partition.device_memory import PARTS, counts_at, counts_of, part_bytes, peaks_of
+from gplan.partition.device_memory import counts_of, part_bytes, peaks_of
 from gplan.partition.dp import INFINITY, best_path, suffix_tables
 from gplan.partition.problem import Problem, peak_moments_of
 from gplan.partition.recompute import PeakMoments
@@ -272,84 +270,3 @@ class DeviceMemoryLimits:
     def _least_parts(self) -> list[Ints]:
         """[parts, 1] for each stage: the least of each part."""
         return [self.all_parts(stage).min(axis=1, keepdims=True) for stage in range(len(self.candidates))]
-
-
-def least_mean_peak(problem: Problem) -> float:
-    """Bytes that the fullest device of any partition holds at least, whatever memory there is; O(S P).
-
-    The largest peak is no smaller than the mean over the devices, each at one of its moments. What stages hold at a
-    moment is a sum of their layers' bytes and of bytes at their two cuts, so the partition for which it is smallest
-    needs no pairs of positions: with I_s what the layers before a position add to stage s, B_s and E_s what beginning
-    or ending there does,
-        v_{s+1}[end] = E_s[end] + I_s[end] + min over first < end of (v_s[first] + B_s[first] - I_s[first])
-    Workspaces are left out.
-    """
-    costs = problem.costs
-    layers, pass_through = bytes_before(costs), most_passing(costs)
-    value = np.where(np.arange(costs.num_positions) == 0, 0.0, np.inf)
-    for stage, count in enumerate(_mean_counts(problem)):
-        held = dict(zip(PARTS, count.tolist(), strict=True))
-        inside = sum(held[name] * layers[name] for name in ("weight", "gradient", "optimizer"))
-        inside = inside + _held_bytes(
-            costs, held, MicrobatchTerms(layers_stash=costs.stash_sums, layers_pending=costs.pending_sums)
-        )
-        begin, end = _at_cuts(problem, stage, held, pass_through)
-        least = np.minimum.accumulate(value + begin - inside)
-        value = np.concatenate([[np.inf], least[:-1]]) + inside + end
-    rounded = problem.num_stages  # the optimizer's state of a stage is a whole number of bytes
-    return (float(value[-1]) - rounded) / problem.num_devices
-
-
-def _mean_counts(problem: Problem) -> Ints:
-    """[S, parts]: how many of each part a device holds of a stage,
-    when it holds most if stages have even shares of all."""
-    whole = problem.costs.one_stage_bytes(0, problem.costs.num_positions - 1)
-    even = StageBytes(**{name: getattr(whole, name) // problem.num_stages for name in PARTS})
-    schedule, counts = problem.made_schedule, np.zeros((problem.num_stages, len(PARTS)), dtype=np.int64)
-    for device, stages in enumerate(problem.stages_by_device):
-        moments = device_moments(schedule, device, dict.fromkeys(stages, even), recompute=problem.recompute)
-        fullest = max(moments, key=lambda moment: moment.num_bytes)
-        for stage, moment in fullest.moments.items():
-            counts[stage] = counts_at(moment)
-    return counts
-
-
-def _at_cuts(problem: Problem, stage: int, held: dict[str, int], passing: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
-    """[P] each: what a stage holds of what crosses the cut before it, and of what crosses that after it, at least."""
-    costs, boundaries, crossing = problem.costs, problem.boundaries(stage), problem.costs.crossing
-    pass_through, passing_unsaved = (x * boundaries.before for x in passing)
-    before = MicrobatchTerms(
-        received_activation=costs.activation_bytes * boundaries.before,
-        sent_gradient=costs.gradient_bytes * boundaries.before,
-    )
-    is_inside = np.arange(costs.num_positions) < costs.num_positions - 1
-    after = MicrobatchTerms(
-        sent_activation=costs.activation_bytes * boundaries.after,
-        received_gradient=costs.gradient_bytes * boundaries.after,
-        output=crossing.kept_bytes,
-        output_before_loss=crossing.kept_bytes * is_inside,
-        output_unsaved=crossing.unsaved_bytes,
-        output_saved_later=crossing.saved_later_bytes,
-        pass_through=pass_through,
-        passing_unsaved=passing_unsaved,
-        passing_sent=pass_through * boundaries.after,
-    )
-    return _held_bytes(costs, held, before), _held_bytes(costs, held, after)
-
-
-def _held_bytes(costs: Costs, counts: dict[str, int], terms: MicrobatchTerms[Ints]) -> Ints:
-    """[P]: what a stage holds of these terms, by how many of each part it holds."""
-    parts = microbatch_bytes(terms, costs.transfers)
-    found: Ints = counts["buffer"] * costs.num_buffers * parts.received
-    for name in ("stash", "checkpoint", "recomputed_stash", "pending", "sent"):
-        found = found + counts[name] * getattr(parts, name)
-    return found
-
-
-def most_passing(costs: Costs) -> tuple[Ints, Ints]:
-    """[P] each: the most of what crosses a cut that may have crossed the one before it too: stages of one layer's."""
-    first, end, _ = costs.downsets.covers
-    most = np.zeros((2, costs.num_positions), dtype=np.int64)
-    for row, pass_through in zip(most, costs.pass_through.activation_bytes(first, end), strict=True):
-        np.maximum.at(row, end, pass_through)
-    return most[0], most[1]

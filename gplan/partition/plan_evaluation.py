@@ -14,10 +14,21 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from gplan.core import Constraints, HostSpeed, Plan, Prediction, Proof, Stage, StageBytes, StageMemory
+from gplan.core import (
+    Constraints,
+    HostSpeed,
+    Plan,
+    Prediction,
+    Proof,
+    Seconds,
+    Stage,
+    StageBytes,
+    StageMemory,
+    StageSeconds,
+)
 from gplan.core.errors import UsageError
 from gplan.cost.memory_moments import device_memory, stage_memory
-from gplan.cost.stage_seconds import PassTimes, Seconds, occupied
+from gplan.cost.stage_seconds import occupied
 from gplan.partition.device_memory import device_peaks
 from gplan.partition.problem import Problem as Problem
 from gplan.partition.problem import Solution as Solution
@@ -26,12 +37,12 @@ from gplan.partition.recompute import RecomputeChoice
 from gplan.simulation.simulator import equal_bubble, step_and_bubble
 
 
-def compute_s(problem: Problem, stage: int, times: PassTimes[Seconds]) -> Seconds:
+def compute_s(problem: Problem, stage: int, times: StageSeconds[Seconds]) -> Seconds:
     """Seconds that a stage computes for a micro-batch, on average over a step."""
     return passes_s(problem, stage, times) + recomputed_share(problem) * times.recompute_s
 
 
-def passes_s(problem: Problem, stage: int, times: PassTimes[Seconds]) -> Seconds:
+def passes_s(problem: Problem, stage: int, times: StageSeconds[Seconds]) -> Seconds:
     """Seconds of a forward and a backward of a stage, on average over a step, without recompute.
 
     Raises ValueError where the schedule splits backwards of which the halves are not known.
@@ -184,7 +195,7 @@ def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
     forward_s, backward_s = (of(places, places + 1) / speed for of in (alone.forward_s, alone.backward_s))
     choice = _recomputed(problem, index, first, end)
     recompute_s = _recompute_alone_s(problem, choice, first, end)
-    columns = costs.columns(np.array([first]), np.array([end]), problem.stage_place(index))
+    place, slower = problem.stage_place(index), choice.recompute_s / recompute_s if recompute_s else 1.0
     parts = StageBytes(**{name: int(getattr(choice.parts, name)[0]) for name in StageBytes.__struct_fields__})
     return Stage(
         index=index,
@@ -193,8 +204,8 @@ def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
         layer_names=tuple(costs.profile.layers[i].name for i in places),
         layer_forward_s=tuple(forward_s.tolist()),
         layer_backward_s=tuple(backward_s.tolist()),
-        cost=replace(columns.row(), recompute_s=recompute_s / speed),
-        contention=columns.contention_row(recompute=choice.recompute_s / recompute_s if recompute_s else 1.0),
+        cost=replace(costs.stage_cost(first, end, place), recompute_s=recompute_s / speed),
+        contention=costs.stage_contention(first, end, place, recompute=slower),
         memory=stage_memory(choice.moments, parts),
         parts=parts,
         gathered_bytes=costs.gathered_at_once(first, end),

@@ -38,7 +38,7 @@ from gplan.partition.candidates import (
 from gplan.partition.device_bounds import AlikeLayers, DeviceBounds
 from gplan.partition.device_memory import device_peaks
 from gplan.partition.lagrangian import Goal, WeightedBounds, WeightUpdates, first_weighted_bounds
-from gplan.partition.memory_feasibility import DeviceMemoryLimits, least_mean_peak
+from gplan.partition.memory_feasibility import DeviceMemoryLimits, lasting_bytes
 from gplan.partition.minimax import ends_of_stages, least_load_s, smallest_largest, stages_between
 from gplan.partition.objectives import LoadGoal, PeakGoal, StepGoal
 from gplan.partition.partial_plans import WeightedPrefixes
@@ -307,7 +307,7 @@ def _peak_search(free: Problem, enough: float | None) -> GoalSearch:
         problem=free,
         goal_of=PeakGoal,
         cap_of=lambda _: everything,
-        least=least_mean_peak(free),
+        least=lasting_bytes(free) / free.num_devices,
         enough=enough,
         num_even_plans=_NUM_EVEN_PLANS,
     )

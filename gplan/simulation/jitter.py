@@ -19,8 +19,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from gplan.core import Action, ActionKind, Plan, StageCost
-from gplan.cost.stage_seconds import StageSeconds, action_s
+from gplan.core import Action, ActionKind, Plan, StageCost, StageSeconds
+from gplan.cost.stage_seconds import action_s
 from gplan.cost.stage_spread import StageSpread
 from gplan.simulation.batch_layout import Floats, lay_out_steps
 from gplan.simulation.kernel import whole_program

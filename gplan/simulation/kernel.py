@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gplan.core import Action, ActionKind, RecomputeMode, Schedule
-from gplan.cost.stage_seconds import ActionKey, Seconds, StageSeconds, action_s
+from gplan.core import Action, ActionKind, RecomputeMode, Schedule, Seconds, StageSeconds
+from gplan.cost.stage_seconds import ActionKey, action_s
 from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS, execution_order
 
 NONE = -1

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from gplan.core import LayerCost, Plan, Profile
-from gplan.core.plan import Contention
+from gplan.core import Contention, LayerCost, Plan, Profile
 from gplan.simulation.simulator import simulate
 
 NOTE = "one process computes alone: the prediction leaves out the contention of processes that share a host"

@@ -130,13 +130,13 @@ def with_contention(profile: Profile, num_neighbours: int) -> Profile:
 
 def test_stages_that_share_a_host_take_longer_by_the_contention_that_was_measured() -> None:
     profile = with_contention(make_profile([2, 2], optimizer_s=8.0, weight_bytes=4), num_neighbours=1)
-    columns = Costs(profile, 1, 4, num_devices=2).columns(np.array([0]), np.array([1]))
-    contention, cost = columns.contention_row(), columns.row()
+    costs = Costs(profile, 1, 4, num_devices=2)
+    contention, cost = costs.stage_contention(0, 1), costs.stage_cost(0, 1)
     assert (contention.forward, contention.optimizer) == pytest.approx((1.5, 2.0))
     assert (cost.forward_s, cost.optimizer_s) == (2, 4)
     both = cost.contended(contention)
     assert (both.forward_s, both.backward_s, both.recompute_s, both.optimizer_s) == pytest.approx((3, 6, 3, 8))
-    assert columns.forward_s.tolist() == pytest.approx([both.forward_s])
+    assert costs.columns(np.array([0]), np.array([1])).forward_s.tolist() == pytest.approx([both.forward_s])
 
 
 def test_contention_grows_with_the_stages_up_to_the_company_it_was_measured_in() -> None:

@@ -165,3 +165,9 @@ def test_constraints_are_granted_by_stage() -> None:
     solution = smallest_shared(constrained)
     assert solution is not None
     assert solution.cuts[:2] == (1, 2)
+
+
+def test_nothing_is_searched_where_the_devices_cannot_hold_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem([1] * 24, num_stages=8, schedule="looped-bfs:2", weight_bytes=1000, memory_bytes=5_000)
+    monkeypatch.setattr(shared_device_search, "candidates_within", lambda *_, **__: pytest.fail("candidates were made"))
+    assert smallest_shared(problem) is None

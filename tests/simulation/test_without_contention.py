@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 import gplan
-from gplan.core import Link, Machine, MachineDevice, Profile
-from gplan.core.plan import Contention
+from gplan.core import Contention, Link, Machine, MachineDevice, Profile
 from gplan.simulation.simulator import simulate
 from gplan.simulation.without_contention import NOTE, plan_without_contention, profile_without_contention
 from tests.made import FREE_LINK, make_profile

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any
 
-from gplan.core import Action, ActionKind, Schedule
+from gplan.core import Action, ActionKind, Schedule, StageSeconds
 from gplan.core.machine import num_messages
 from gplan.cost.sharding import EXCHANGED
 from gplan.cost.stage_seconds import ActionKey, action_s
@@ -24,21 +24,10 @@ from gplan.partition.problem import Problem
 from gplan.schedules.dependencies import dependencies_of
 
 
-class PassTerms(NamedTuple):
-    """The seconds of a stage's passes as expressions, in units, with the engine's time after each (`PassTimes`)."""
-
-    forward_s: Expression
-    backward_s: Expression
-    recompute_s: Expression
-    input_gradient_s: Expression | None
-    weight_gradient_s: Expression | None
-    optimizer_s: Expression = 0.0  # the update is no pass: see `StepTimeRows`
-
-
 def pass_terms(
     choices: StageAssignment, cuts: BoundaryTerms, k: int, *, figures: LayerSeconds, unit_s: float
-) -> PassTerms:
-    """What the passes of stage k take."""
+) -> StageSeconds[Any]:
+    """What the passes of stage k take, in units, with the engine's time after each, as expressions."""
     costs, speed = figures.costs, figures.problem.speed(k)
     scale = 1.0 / speed / unit_s
 
@@ -51,12 +40,15 @@ def pass_terms(
     back = cuts.gradient_sending(k - 1)
     unfinished = (costs.unfinished_s * scale).tolist()
     recompute_s = seconds("full_recompute_s", overhead_s=0.0)
-    return PassTerms(
+    return StageSeconds(
         forward_s=seconds("forward_s", cuts.activation_sending(k)),
         backward_s=seconds("backward_s", back),
         recompute_s=weighted([(1.0, recompute_s), (-1.0, choices.of_last(k, unfinished))]),
         input_gradient_s=seconds("input_gradient_s", back) if costs.has_halves else None,
         weight_gradient_s=seconds("weight_gradient_s") if costs.has_halves else None,
+        optimizer_s=0.0,  # the update is no pass: see `StepTimeRows`
+        activation_s=0.0,
+        gradient_s=0.0,
     )
 
 
@@ -127,7 +119,7 @@ class StepTimeRows:
             require(self.program.goal, at_least=total([ends[order[-1]], *updates]))
 
     @cached_property
-    def _passes(self) -> list[PassTerms]:
+    def _passes(self) -> list[StageSeconds[Any]]:
         """Of every stage."""
         choices, cuts = self.choices, self.cuts
         return [pass_terms(choices, cuts, k, figures=self.figures, unit_s=self.unit_s) for k in choices.stages]
