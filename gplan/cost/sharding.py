@@ -5,6 +5,7 @@ divide by torch's FSDP2 (`gplan/runtime/sharded_replicas.py`): of each parameter
 the first dimension, padded, and the optimizer's state for that part. Gradients are summed whole over the micro-batches of
 a step and then reduce-scattered. With P the padded parameters and p = P / R, G and g the same of gradients, it holds
     optimizer   p + P from the first action to the last: the stage is gathered when a step begins
+                (with master weights p is a part of those, which the optimizer's state holds already)
     weights     p, and P of a layer while it runs: it is gathered for its forward, its recompute and its backward
 A layer begins with 2 P, the message and the parameters made of it. On a GPU the message of a forward stays until the
 next layer's parameters are made, and in a backward the layer before is received meanwhile; the first layer of a stage is
@@ -37,8 +38,11 @@ def sharded(profile: Profile, *, num_replicas: int, sharding: Sharding) -> Profi
     if num_replicas == 1 or sharding == "none":
         return profile
     in_place = profile.is_for_megatron and sharding == "optimizer"
-    layers = [_divided(x, num_replicas, sharding, in_place=in_place) for x in profile.layers]
-    shared_weights = [_divided(x, num_replicas, sharding, in_place=in_place) for x in profile.shared_weights]
+
+    def divided(held: Held) -> Held:
+        return _divided(held, num_replicas, sharding, in_place=in_place, has_masters=profile.precision.master_weights)
+
+    layers, shared_weights = [divided(x) for x in profile.layers], [divided(x) for x in profile.shared_weights]
     if sharding == "weights":
         ring = _Ring(link=profile.link, num_replicas=num_replicas, overlaps=profile.device.kind != "cpu")
         gathered = [x.gathered_bytes for x in layers]
@@ -73,7 +77,7 @@ def division_gains(profile: Profile, *, num_replicas: int) -> bool:
     return min(gains) >= 0 and sum(gains) > 0
 
 
-def _divided(held: Held, num_replicas: int, sharding: Sharding, *, in_place: bool) -> Held:
+def _divided(held: Held, num_replicas: int, sharding: Sharding, *, in_place: bool, has_masters: bool) -> Held:
     """A layer or a shared weight with what one replica holds of it."""
     known = held.parameters or _evenly(held.weight_bytes, is_trained=held.gradient_bytes > 0)
     divided = [x for x in known if x.num_rows and (x.is_trained or sharding == "weights")]
@@ -88,7 +92,8 @@ def _divided(held: Held, num_replicas: int, sharding: Sharding, *, in_place: boo
         reduced_bytes=0 if in_place else round(per_byte * num_replicas * updated_bytes),
         updated_bytes=round(per_byte * (updated_bytes + undivided_bytes)),
     )
-    kept_bytes = (0 if in_place else part_bytes) + (gathered_bytes if sharding == "optimizer" else 0)
+    own_bytes = 0 if in_place else part_bytes - has_masters * updated_bytes
+    kept_bytes = own_bytes + (gathered_bytes if sharding == "optimizer" else 0)
     weight_bytes = held.weight_bytes - sum(x.num_bytes for x in divided) + kept_bytes
     if isinstance(held, SharedWeight):
         return replace(held, weight_bytes=weight_bytes, share=share)

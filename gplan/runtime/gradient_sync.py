@@ -99,6 +99,8 @@ def _sum_dense(bucket: Sequence[nn.Parameter], group: dist.ProcessGroup, divisor
             parameter.grad = with_part(part.clone(), like=parameter)
         else:
             local_tensor(parameter.grad).copy_(part)
+    if len(rows) > 1:
+        message.untyped_storage().resize_(0)  # gloo's thread may hold it until after the update
 
 
 def _flat_gradient(parameter: nn.Parameter) -> Tensor:

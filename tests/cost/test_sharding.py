@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gplan.core import Link, SharedWeight
 from gplan.core.checks import SHARDINGS
 from gplan.core.machine import Collective
+from gplan.core.precision import Precision
 from gplan.core.profile import ParameterSize, Profile
 from gplan.cost.memory_moments import stage_memory, stage_moments
 from gplan.cost.sharding import division_gains, sharded
@@ -62,6 +63,13 @@ def test_weights_are_divided() -> None:
     assert parts.optimizer_workspace == gathered  # of the gradients of one layer
     assert parts.forward_workspace == 2 * gathered - 7  # when a layer begins, before there is its stash
     assert parts.backward_workspace == 2 * gathered
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", "weights"])
+def test_part_of_master_weights_is_held_once(sharding: str) -> None:
+    profile = replace(made(), precision=Precision.named("mixed"))
+    whole, part = (sharded(x, num_replicas=4, sharding=sharding).layers[0].weight_bytes for x in (profile, made()))
+    assert part - whole == 3 * 8
 
 
 def test_messages_on_gpus() -> None:
