@@ -23,14 +23,15 @@ from gplan.core import (
     Verification,
 )
 from gplan.core.errors import UsageError
-from gplan.evaluate.calibration import calibrate, calibrated
+from gplan.evaluate.calibration import calibrate as calibrate
+from gplan.evaluate.calibration import calibrated as calibrated
 from gplan.evaluate.verify import NUM_ROUNDS, NUM_STEPS
 from gplan.evaluate.verify import verify as verify_by
 from gplan.files import json_files
-from gplan.interop.planning import import_plan
-from gplan.partition.balance import balance
-from gplan.simulation.simulator import simulate
-from gplan.strategy_search.search import search
+from gplan.interop.planning import import_plan as import_plan
+from gplan.partition.balance import balance as balance
+from gplan.simulation.simulator import simulate as simulate
+from gplan.strategy_search.search import search as search
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,23 +42,6 @@ if TYPE_CHECKING:
     from profiler.measure import ProfileOptions
     from profiler.model.given_model import GivenModel
     from profiler.model.model_reference import SettingValue
-
-__all__ = [
-    "balance",
-    "calibrate",
-    "calibrated",
-    "import_plan",
-    "import_trace",
-    "load",
-    "pipeline",
-    "profile",
-    "report",
-    "run",
-    "save",
-    "search",
-    "simulate",
-    "verify",
-]
 
 
 def profile(
@@ -94,12 +78,16 @@ def profile(
 
     `device` is "cpu", "cuda", "cuda:1", or "meta": then seconds are computed for `hardware` (a name such as "h100", or
     a TOML file), corrected by a measured profile where `calibrate` gives one, and bytes come from a run on fake
-    tensors; `fused` names kernels that training fuses, "all", or some such as "attention,normalization". `contention` processes do the same work beside (by default one on every other core of a CPU). The link, and
-    on a CPU what the engine itself takes, are measured between two processes where `link` is not given. `granularity`
-    "op" makes every operation a layer: the model must then be one that torch.export can trace, an nn.Sequential too.
+    tensors; `fused` names kernels that training fuses, "all", or some such as "attention,normalization".
+
+    `contention` processes do the same work beside (by default one on every other core of a CPU). The link, and on a CPU
+    what the engine itself takes, are measured between two processes where `link` is not given. `granularity` "op" makes
+    every operation a layer: the model must then be one that torch.export can trace, an nn.Sequential too.
+
     `precision` is that of the training, by default as the model is made: "float32", "bfloat16" (all in one type), "mixed"
     (bfloat16 parameters and activations, float32 master weights, optimizer states and gradients), "mixed-bf16-gradients"
     (the same with gradients accumulated in bfloat16) or "autocast" (torch.autocast in bfloat16).
+
     `journal` keeps what was measured until the profile is whole, and a second call goes on from there. `progress` is
     called with a text and the share done. The model's parameters, gradients, buffers and the random state are left as
     they were.

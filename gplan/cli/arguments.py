@@ -39,8 +39,22 @@ engine_option = click.option(
     help="torch: one process per device. virtual: one process computes everything, the devices are simulated.",
 )  # fmt: skip
 timeout_option = click.option(
-    "--timeout", default=120.0, show_default=True, metavar="SECONDS", help="Give up after this long without progress."
-)
+    "--timeout", default=120.0, show_default=True, metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
+    help="Give up after this long without progress.",
+)  # fmt: skip
+
+
+def memory_option(default: str) -> Decorator:
+    """`--memory`, passed on in bytes as `memory_bytes`; `default` is in words."""
+    help_text = f"Memory of each device, such as 80GiB.  [default: {default}]"
+    return click.option("--memory", "memory_bytes", metavar="SIZE", callback=_parsed_bytes, help=help_text)
+
+
+def _parsed_bytes(_context: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
+    from gplan.core.units import parse_bytes
+
+    return None if text is None else parse_bytes(text)
+
 
 SCHEDULE_HELP = (
     "gpipe, 1f1b, eager-1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-v; name:4 has 4 stages per device; or a file "

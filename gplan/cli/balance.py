@@ -16,6 +16,7 @@ from gplan.cli.arguments import (
     RECEIVERS,
     SCHEDULE_HELP,
     calibrated_profile,
+    memory_option,
     output_option,
     schedule_counts,
     schedule_named,
@@ -74,7 +75,7 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
 @click.option("--shard", default="none", show_default=True, type=click.Choice(["none", "optimizer", "weights", "auto"]),
               help="What the replicas of a stage (--devices) divide among them: nothing, the optimizer's state (ZeRO-1), or the "
                    "weights too (FSDP).")  # fmt: skip
-@click.option("--memory", metavar="SIZE", help="Memory of each device, such as 16GiB.  [default: no limit]")
+@memory_option("no limit")
 @click.option("--minimize", default="step-time", show_default=True, type=click.Choice(["step-time", "max-stage"]),
               help="The objective: the simulated step, or the slowest stage with its transfers.")  # fmt: skip
 @click.option("--solver", default="auto", show_default=True, type=click.Choice(["auto", "dp", "milp", "cbc"]),
@@ -97,7 +98,7 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
 @json_option
 def balance(
     profile: Path, num_devices: Any, devices: int | None, microbatches: Any, microbatch_size: int | None,
-    batch_size: int | None, schedule: str | None, recompute: Any, shard: str, memory: str | None, minimize: Any, solver: Any, time_limit: float | None,
+    batch_size: int | None, schedule: str | None, recompute: Any, shard: str, memory_bytes: int | None, minimize: Any, solver: Any, time_limit: float | None,
     machine: Path | None, cut_after: tuple[str, ...], keep_together: tuple[str, ...], pin: tuple[str, ...],
     receiver: str | None, calibration: str | None, output: Path,
     as_json: bool,
@@ -107,7 +108,6 @@ def balance(
     from gplan import api
     from gplan.core import Profile
     from gplan.core.errors import UsageError
-    from gplan.core.units import parse_bytes
     from gplan.files import json_files
     from gplan.files.machine_file import load_machine
     from gplan.interop.planning import ForReceiver
@@ -132,7 +132,7 @@ def balance(
         "schedule": schedule,
         "recompute": recompute,
         "sharding": shard,
-        "memory_bytes": parse_bytes(memory) if memory is not None else None,
+        "memory_bytes": memory_bytes,
         "constraints": _constraints(cut_after, keep_together, pin),
     }
     if rules is not None:

@@ -27,13 +27,10 @@ Examples:
 @json_option
 def cluster(device: str | None, timeout: float, output: Path, as_json: bool) -> None:
     from gplan import api
-    from gplan.core.errors import UsageError
     from gplan.files.json_files import check_writable
     from gplan.files.machine_file import save_machine
     from gplan.reporting.text.machine import machine_view
 
-    if not timeout > 0:
-        raise UsageError(f"the timeout is {timeout:g} s; expected more than 0")
     if api.is_main_process():
         check_writable(output)
     with progress_bar() as progress:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from gplan.cli.arguments import PATH, PLAN_FILE, PROFILE_FILE, RECEIVERS, output_option, schedule_named
+from gplan.cli.arguments import PATH, PLAN_FILE, PROFILE_FILE, RECEIVERS, memory_option, output_option, schedule_named
 from gplan.cli.output import json_option, print_result
 
 _EXAMPLES = """
@@ -42,22 +42,19 @@ Examples:
 )
 @click.option("--recompute", default="never", show_default=True, type=click.Choice(["never", "always", "except-last"]),
               help="What the trainer recomputes.")  # fmt: skip
-@click.option("--memory", metavar="SIZE", help="Memory of each device, such as 80GiB.  [default: that of the profile]")
+@memory_option("that of the profile")
 @output_option(PLAN_FILE)
 @json_option
 def import_plan(
     layout: str, receiver: str, profile_file: Path, num_devices: int | None, microbatches: int | None,
-    microbatch_size: int | None, schedule: str | None, recompute: str, memory: str | None, output: Path, as_json: bool,
+    microbatch_size: int | None, schedule: str | None, recompute: Any, memory_bytes: int | None, output: Path, as_json: bool,
 ) -> None:  # fmt: skip
     from gplan.core import Profile
-    from gplan.core.units import parse_bytes
     from gplan.files import json_files
     from gplan.interop.planning import import_plan as imported
     from gplan.reporting.text.plan import plan_view
 
     profile = json_files.load(Profile, profile_file)
-    options: dict[str, Any] = {"microbatch_size": microbatch_size, "recompute": recompute}
-    options["memory_bytes"] = parse_bytes(memory) if memory is not None else None
     plan = imported(
         _text(layout),
         profile,
@@ -65,7 +62,9 @@ def import_plan(
         num_devices=num_devices,
         num_microbatches=microbatches,
         schedule=schedule_named(schedule) if schedule is not None else None,
-        **options,
+        microbatch_size=microbatch_size,
+        recompute=recompute,
+        memory_bytes=memory_bytes,
     )
     json_files.save(plan, output)
     print_result(plan, lambda: plan_view(plan), as_json=as_json, written=output)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from gplan.cli.arguments import PATH, PLAN_FILE, PROFILE_FILE, RECEIVERS, output_option
+from gplan.cli.arguments import PATH, PLAN_FILE, PROFILE_FILE, RECEIVERS, memory_option, output_option
 from gplan.cli.output import json_option, print_result
 
 _EXAMPLES = """
@@ -43,7 +43,7 @@ Examples:
 @click.option("--microbatch-size", type=int, default=1, show_default=True, help="Samples per micro-batch.")
 @click.option("--recompute", default="never", show_default=True, type=click.Choice(["never", "always"]),
               help="Whether activations are recomputed in the backward.")  # fmt: skip
-@click.option("--memory", metavar="SIZE", help="Memory of each device, such as 80GiB.  [default: that of the hardware]")
+@memory_option("that of the hardware")
 @click.option(
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Another value for a key of the configuration."
 )
@@ -55,12 +55,11 @@ Examples:
 @json_option
 def layout(
     config: str, num_devices: int, num_chunks: int, hardware: str, receiver: str, tensor: int, expert: int, data: int,
-    sequence_length: int, microbatches: int | None, microbatch_size: int, recompute: str, memory: str | None,
+    sequence_length: int, microbatches: int | None, microbatch_size: int, recompute: str, memory_bytes: int | None,
     settings: tuple[str, ...], time_limit: float | None, profile_file: Path, output: Path, as_json: bool,
 ) -> None:  # fmt: skip
     from dataclasses import replace
 
-    from gplan.core.units import parse_bytes
     from gplan.files import json_files
     from gplan.interop.export.exporters import export
     from gplan.interop.planning import best_for_receiver
@@ -84,7 +83,7 @@ def layout(
         num_chunks=num_chunks,
         num_microbatches=4 * num_devices if microbatches is None else microbatches,
         recompute=recompute,
-        memory_bytes=parse_bytes(memory) if memory is not None else None,
+        memory_bytes=memory_bytes,
         time_limit_s=time_limit,
     )
     has_replicas = RECEIVER_RULES[receiver].replicas
