@@ -138,7 +138,7 @@ class _PassState:
         self._activation_buffers = [buffers(stage, specs) for stage, specs in enumerate(into, start=1)]
         wanted = [[x for x in specs if x.requires_grad and work.trains] for specs in into]
         self._gradient_buffers = [buffers(stage, specs) for stage, specs in enumerate(wanted)]
-        self._work = work
+        self._work, self._device = work, device
         self._activations: dict[_Key, tuple[Tensors, Tensors]] = {}  # inputs and outputs, kept until the backward
         self._input_gradients: dict[_Key, _Gradients] = {}  # until the previous stage takes them
         self._halves: dict[_Key, SecondHalf] = {}
@@ -241,8 +241,13 @@ class _PassState:
 
     def _store_input_gradients(self, stage: int, microbatch: int, gradients: _Gradients) -> None:
         self._input_gradients[stage, microbatch] = gradients
-        if self._is_sent[stage - 1]:
-            self._sent.extend(x for x in gradients if x is not None)
+        if not self._is_sent[stage - 1]:
+            return
+        for spec, gradient in zip(self._work.captured.boundary(stage), gradients, strict=True):
+            if spec.requires_grad and gradient is None:  # the torch engine sends a marker of this size
+                gradient = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+            if gradient is not None:
+                self._sent.append(gradient)
 
     def _forget(self) -> None:
         for kept in (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class Call:
     form: Form
     writes: bool  # into an input tensor
     returns_input: bool  # an input tensor, or a view of one
+    passed: tuple[int | None, ...]  # for each output the input that it is; None: the child made it
     overlaps: bool  # two output tensors have elements in common
     norms: tuple[RecordedCall, ...]  # its norms that write moving averages
 
@@ -69,14 +70,27 @@ def call_child(name: str, child: nn.Module, tensors: Tensors, form: Form) -> Cal
             f"{name} ({type(child).__name__}) fails on inputs of shape {shapes}: {describe(error)}"
         ) from error
     made, outputs = Form.of(value, what=output_of(name, child))
+    writes = [x._version for x in given] != before
     return Call(
         outputs,
         made,
-        writes=[x._version for x in given] != before,
+        writes=writes,
         returns_input=any(_share_memory(x, y) for x, y in product(given, outputs)),
+        passed=(None,) * len(outputs) if writes else _passed(given, outputs),
         overlaps=any(_overlap(x, y) for x, y in combinations(outputs, 2)),
         norms=tuple(norms),
     )
+
+
+def _passed(given: Tensors, outputs: Tensors) -> tuple[int | None, ...]:
+    """For each output the input that it is, in the order of the inputs; an output out of this order counts as made."""
+    found: list[int | None] = []
+    following = 0
+    for output in outputs:
+        index = next((i for i in range(following, len(given)) if given[i] is output), None)
+        following = following if index is None else index + 1
+        found.append(index)
+    return tuple(found)
 
 
 def output_of(name: str, child: nn.Module) -> str:
@@ -134,6 +148,7 @@ class SequentialChain(Chain):
         super().__init__(model, [name for name, _ in children], [type(child).__name__ for _, child in children])
         self._children = children
         self._forms, self._specs, self._calls = self._trace(inputs)
+        self._routes = self._found_routes()
         check_overlaps(self.names, self._calls)
 
     def _stage(self, first: int, end: int, at_layer: AtLayer | None) -> nn.Module:
@@ -152,8 +167,13 @@ class SequentialChain(Chain):
         return self._specs[boundary]
 
     def routes(self, boundary: int) -> tuple[Route, ...]:
-        """From one child to the next; an input that a child returns counts as made by it."""
-        return (Route(boundary - 1 if boundary else None, (boundary,)),) * len(self._specs[boundary])
+        """From the child that makes a tensor to all that are given it, as children may read any of their inputs."""
+        return self._routes[boundary]
+
+    @property
+    def pinned(self) -> tuple[tuple[int, int], ...]:
+        """Each child and the next one, also where it only hands on what it is given."""
+        return tuple(pairwise(range(len(self))))
 
     def reordered(self, order: Sequence[int]) -> SequentialChain:
         """Only the identity: every child reads the output of the one before it."""
@@ -184,6 +204,22 @@ class SequentialChain(Chain):
     def model_output(self, tensors: Tensors) -> Any:
         """The output of the last child."""
         return self._forms[-1].value(tensors)
+
+    def _found_routes(self) -> list[tuple[Route, ...]]:
+        makers: list[tuple[int | None, ...]] = [(None,) * len(self._specs[0])]
+        for layer, call in enumerate(self._calls):
+            makers.append(tuple(layer if i is None else makers[-1][i] for i in call.passed))
+        last: list[tuple[int, ...]] = [(len(self),) * len(self._specs[-1])]  # the last layers that are given each
+        for layer in range(len(self) - 1, -1, -1):
+            after = dict(zip(self._calls[layer].passed, last[-1], strict=True))
+            last.append(tuple(after.get(i, layer) for i in range(len(self._specs[layer]))))
+        return [
+            tuple(
+                Route(maker, tuple(range(0 if maker is None else maker + 1, end + 1)))
+                for maker, end in zip(*ends, strict=True)
+            )
+            for ends in zip(makers, reversed(last), strict=True)
+        ]
 
     def _writes_into_input(self, first: int, end: int) -> bool:
         """Whether one of these children writes into the stage's input, returned by those before it."""

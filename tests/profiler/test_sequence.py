@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError
-from profiler.capture.chain import detached, flat_tensors, roots_with_gradients
+from profiler.capture.chain import Route, detached, flat_tensors, roots_with_gradients
 from profiler.capture.sequence import SequentialChain
 from profiler.model.lazy_build import build_without_weights, to_fake_tensors
 from tests.profiler.models import Branching
@@ -215,6 +215,30 @@ def test_a_tensor_that_stands_twice_crosses_once() -> None:
     chain = SequentialChain(sequence(lambda x: {"x": x, "y": (x, None, x)}, lambda v: v["x"]), ROWS)
     assert len(chain.specs(2)) == 1
     assert len(chain.routes(2)) == 1
+
+
+def test_a_tensor_that_children_hand_on_is_one_value() -> None:
+    def keep(value: Any) -> Any:
+        return value[0] * 2, value[1]
+
+    chain = SequentialChain(sequence(lambda x: (x.sin(), x.cos()), keep, keep, lambda v: v[0] + v[1]), ROWS)
+    assert [chain.routes(i) for i in range(2, 5)] == [
+        (Route(1, (2,)), Route(1, (2, 3, 4))),
+        (Route(2, (3,)), Route(1, (2, 3, 4))),
+        (Route(3, (4,)), Route(1, (2, 3, 4))),
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda v: (v[1], v[0]), lambda v: (v[0].add_(1), v[1]), lambda v: (v[0].view_as(v[0]), v[1].clone())],
+    ids=["exchanged", "written into", "views and copies"],
+)
+def test_a_tensor_that_is_not_handed_on_as_it_is(change: Callable[[Any], Any]) -> None:
+    model = sequence(lambda x: (x.sin(), x.cos()), change, lambda v: v[0] - v[1])
+    producers = [x.producer for x in SequentialChain(model, ROWS).routes(3)]
+    assert producers in ([1, 2], [2, 2])
+    assert_every_cut_trains_alike(model, ROWS, torch.sum)
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {

@@ -114,6 +114,26 @@ def batches(n):
     while True:
         yield rows(n, 4), rows(n, 4)
 """,
+    "tensors that children hand on, exchange and leave out": """
+class Pair(nn.Module):
+    def __init__(self, exchanges):
+        super().__init__()
+        self.layer, self.exchanges = nn.Linear(4, 4), exchanges
+    def forward(self, value):
+        x, kept = value if isinstance(value, tuple) else (value, value * 2)
+        made = torch.tanh(self.layer(x)) + kept.mean(1, keepdim=True)
+        return (kept, made) if self.exchanges else (made, kept)
+class Last(nn.Linear):
+    def forward(self, value):
+        return super().forward(value[1])
+def model():
+    return nn.Sequential(*(Pair(x) for x in (False, False, True, False, False)), Last(4, 2))
+def loss(output, target):
+    return ((output - target) ** 2).mean()
+def batches(n):
+    while True:
+        yield rows(n, 4), rows(n, 2)
+""",
     "a weight that three layers share": """
 class Net(nn.Module):
     def __init__(self):
