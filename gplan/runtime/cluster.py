@@ -260,16 +260,12 @@ def machine_of(peers: Sequence[Peer], found: Sequence[RankFindings], *, backend:
     within = [x for (a, b), times in of_hosts.items() if a == b for x in times]
     between = [x for (a, b), times in of_hosts.items() if a != b for x in times]
     collectives = [x for findings in found for x in findings.collectives]
-    usual = {
-        True: _with_collectives(_link(within or between), collectives, peers, is_within=True),
-        False: _with_collectives(_link(between or within), collectives, peers, is_within=False),
-    }
     links = tuple(
         HostLink(hosts=(a, b), link=_link(times))
         for (a, b), times in of_hosts.items()
         if len(within if a == b else between) > len(times) and _differs(times, within if a == b else between)
     )
-    started = datetime.now(UTC).isoformat(timespec="seconds")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
     sizes = {sum(x.host == host for x in peers) for host in hosts}
     of_each = f"{counted(min(sizes), 'device')} each" if len(sizes) == 1 else f"{len(peers)} devices"
     missing = "" if within and between else "; links within hosts were not measured" if between else ""
@@ -281,11 +277,11 @@ def machine_of(peers: Sequence[Peer], found: Sequence[RankFindings], *, backend:
             )
             for x, f in zip(peers, found, strict=True)
         ),
-        within=usual[True],
-        between=usual[False],
+        within=_with_collectives(_link(within or between), collectives, peers, is_within=True),
+        between=_with_collectives(_link(between or within), collectives, peers, is_within=False),
         links=links,
         notes=(
-            f"measured {started} by gplan {facts['gplan']}, torch {facts['torch']}, {backend}: "
+            f"measured {now} by gplan {facts['gplan']}, torch {facts['torch']}, {backend}: "
             f"{counted(len(hosts), 'host')} of {of_each}{missing}",
             *_slow_notes(pairs, peers, within, between),
             *_lossy_notes(resent, peers),
@@ -296,13 +292,14 @@ def machine_of(peers: Sequence[Peer], found: Sequence[RankFindings], *, backend:
 
 
 def _link(all_times: Sequence[Times]) -> Link:
-    """The link of the median seconds by size, of the sizes that all measured."""
-    sizes = _common_sizes(all_times)
-    return fit_link(sizes, [median(dict(times)[size] for times in all_times) for size in sizes])
+    sizes, seconds = zip(*_medians(all_times), strict=True)
+    return fit_link(sizes, seconds)
 
 
-def _common_sizes(all_times: Sequence[Times]) -> list[int]:
-    return sorted(set.intersection(*(set(dict(times)) for times in all_times)))
+def _medians(all_times: Sequence[Times]) -> Times:
+    """The median seconds by size, of the sizes that all measured."""
+    by_size = [dict(times) for times in all_times]
+    return [(size, median(x[size] for x in by_size)) for size in sorted(set.intersection(*map(set, by_size)))]
 
 
 def _with_collectives(link: Link, found: Sequence[CollectiveTimes], peers: Sequence[Peer], *, is_within: bool) -> Link:
@@ -322,15 +319,13 @@ def _collective(kind: CollectiveKind, num_devices: int, all_times: Sequence[Time
 
 def _ratios(times: Times, usual: Sequence[Times]) -> tuple[float, float]:
     """How many times longer than usual the smallest and the largest message take that all measured."""
-    sizes = _common_sizes([times, *usual])
-    found = [dict(times)[size] / median(dict(x)[size] for x in usual) for size in (sizes[0], sizes[-1])]
-    return found[0], found[1]
+    own = dict(times)
+    ratios = [own[size] / seconds for size, seconds in _medians(usual) if size in own]
+    return ratios[0], ratios[-1]
 
 
 def _differs(times: Sequence[Times], usual: Sequence[Times]) -> bool:
-    sizes = _common_sizes([*times, *usual])
-    largest = [(size, median(dict(x)[size] for x in times)) for size in sizes]
-    ratio = _ratios(largest, usual)[1]
+    ratio = _ratios(_medians(times), usual)[1]
     return max(ratio, 1 / ratio) > _OWN_LINK
 
 
