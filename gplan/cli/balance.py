@@ -26,22 +26,6 @@ from gplan.cli.output import json_option, print_result, progress_bar
 if TYPE_CHECKING:
     from gplan.core import Constraints, Pin
 
-_EXAMPLES = """
-\b
-Examples:
-  gplan balance --k 2
-  gplan balance --k 4 --microbatches 16 --schedule 1f1b --memory 16GiB --recompute always
-  gplan balance --k 4 --schedule interleaved-1f1b:2
-  gplan balance --schedule my_order.csv
-  gplan balance --k 4 --minimize max-stage --solver milp
-  gplan balance --k 4 --cut-after blocks.5 --keep-together blocks.0..blocks.2 --pin head=3
-  gplan balance --k 8 --machine cluster.toml
-  gplan balance --k 2 --machine cluster.toml --batch-size 32 --microbatches auto --schedule auto
-  gplan balance --devices 64 --memory 80GiB --microbatches auto --schedule auto --recompute auto
-  gplan balance --devices 64 --memory 80GiB --shard auto --schedule auto
-  gplan balance --k 8 --batch-size 256 --microbatches auto --recompute selected
-  gplan balance --k 8 --schedule interleaved-1f1b:2 --for megatron"""
-
 
 def _count(_context: click.Context, _parameter: click.Parameter, text: str | None) -> int | str | None:
     """A number or "auto"; the planner checks whether the number can be used."""
@@ -53,10 +37,7 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
         raise click.BadParameter(f"{text!r} is neither a whole number nor auto") from None
 
 
-@click.command(
-    help="Find the best partition of a model's layers over K devices, and prove it. Options set to auto are searched "
-    "together.\n" + _EXAMPLES
-)
+@click.command()
 @click.argument("profile", default=PROFILE_FILE, type=PATH)
 @click.option("--k", "num_devices", metavar="N|auto", callback=_count, help="Devices in one pipeline.")
 @click.option("--devices", type=int, help="Devices in all: stages times replicas.  [--k is then auto]")
@@ -103,6 +84,23 @@ def balance(
     receiver: str | None, calibration: str | None, output: Path,
     as_json: bool,
 ) -> None:  # fmt: skip
+    """Find the best partition of a model's layers over K devices, and prove it. Options set to auto are searched together.
+
+    \b
+    Examples:
+      gplan balance --k 2
+      gplan balance --k 4 --microbatches 16 --schedule 1f1b --memory 16GiB --recompute always
+      gplan balance --k 4 --schedule interleaved-1f1b:2
+      gplan balance --schedule my_order.csv
+      gplan balance --k 4 --minimize max-stage --solver milp
+      gplan balance --k 4 --cut-after blocks.5 --keep-together blocks.0..blocks.2 --pin head=3
+      gplan balance --k 8 --machine cluster.toml
+      gplan balance --k 2 --machine cluster.toml --batch-size 32 --microbatches auto --schedule auto
+      gplan balance --devices 64 --memory 80GiB --microbatches auto --schedule auto --recompute auto
+      gplan balance --devices 64 --memory 80GiB --shard auto --schedule auto
+      gplan balance --k 8 --batch-size 256 --microbatches auto --recompute selected
+      gplan balance --k 8 --schedule interleaved-1f1b:2 --for megatron
+    """
     from dataclasses import replace
 
     from gplan import api

@@ -9,23 +9,22 @@ import click
 from gplan.cli.arguments import MACHINE_FILE, output_option, timeout_option
 from gplan.cli.output import json_option, print_result, progress_bar
 
-_EXAMPLES = """
-\b
-Examples:
-  torchrun --nproc-per-node 2 -m gplan cluster --device cpu -o here.toml
-  torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint host-a:29500 -m gplan cluster"""
 
-
-@click.command(
-    help="Measure the devices of several hosts, the links within and between hosts, and collectives. Started by "
-    "torchrun on all hosts at once; rank 0 writes the file that `gplan balance --machine` reads.\n" + _EXAMPLES
-)
+@click.command()
 @click.option("--device", type=click.Choice(["cpu", "cuda"]),
               help="What the processes send from: gloo on CPUs, nccl on GPUs.  [default: cuda where each has a GPU]")  # fmt: skip
 @timeout_option
 @output_option(MACHINE_FILE)
 @json_option
 def cluster(device: str | None, timeout: float, output: Path, as_json: bool) -> None:
+    """Measure the devices of several hosts, the links within and between hosts, and collectives. Started by torchrun on
+    all hosts at once; rank 0 writes the file that `gplan balance --machine` reads.
+
+    \b
+    Examples:
+      torchrun --nproc-per-node 2 -m gplan cluster --device cpu -o here.toml
+      torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint host-a:29500 -m gplan cluster
+    """
     from gplan import api
     from gplan.files.json_files import check_writable
     from gplan.files.machine_file import save_machine

@@ -9,22 +9,21 @@ import click
 from gplan.cli.arguments import PATH, PLAN_FILE, load_calibration, profile_option
 from gplan.cli.output import json_option, print_result, progress_bar
 
-_EXAMPLES = """
-\b
-Examples:
-  gplan explain
-  gplan explain gplan.plan.json --profile gplan.profile.json
-  gplan explain --json"""
 
-
-@click.command(
-    help="Explain a plan: what limits its step, what would make it faster, and how much a layer may change before "
-    "another plan is better.\n" + _EXAMPLES
-)
+@click.command()
 @click.argument("plan", default=PLAN_FILE, type=PATH)
 @profile_option
 @json_option
 def explain(plan: Path, profile_file: Path, as_json: bool) -> None:
+    """Explain a plan: what limits its step, what would make it faster, and how much a layer may change before another plan
+    is better.
+
+    \b
+    Examples:
+      gplan explain
+      gplan explain gplan.plan.json --profile gplan.profile.json
+      gplan explain --json
+    """
     from gplan.core import Plan, Profile
     from gplan.evaluate.calibration import pricing_profile
     from gplan.evaluate.explain.explain import explain as explain_plan

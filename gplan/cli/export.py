@@ -13,17 +13,10 @@ from gplan.cli.output import json_option, print_result
 if TYPE_CHECKING:
     from gplan.core import Plan, Profile
 
-_EXAMPLES = """
-\b
-Examples:
-  gplan export --to torchgpipe
-  gplan export --to megatron > arguments.sh
-  gplan export plan.json --to torchtitan --output pipeline_plan.py"""
-
 _FORMATS = [*RECEIVERS, "csv", "json"]
 
 
-@click.command(help="Write a plan in the format of another trainer, or say why it cannot run the plan.\n" + _EXAMPLES)
+@click.command()
 @click.argument("plan", default=PLAN_FILE, type=PATH)
 @click.option("--to", required=True, type=click.Choice(_FORMATS), help="The trainer or format.")
 @click.option("-o", "--output", type=PATH, help="The file to write.  [default: print it]")
@@ -34,6 +27,14 @@ _FORMATS = [*RECEIVERS, "csv", "json"]
 )  # fmt: skip
 @json_option
 def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, as_json: bool) -> None:
+    """Write a plan in the format of another trainer, or say why it cannot run the plan.
+
+    \b
+    Examples:
+      gplan export --to torchgpipe
+      gplan export --to megatron > arguments.sh
+      gplan export plan.json --to torchtitan --output pipeline_plan.py
+    """
     from gplan.core import Plan
     from gplan.core.errors import UsageError
     from gplan.files import json_files

@@ -10,23 +10,8 @@ import click
 from gplan.cli.arguments import PATH, PLAN_FILE, PROFILE_FILE, RECEIVERS, memory_option, output_option, schedule_named
 from gplan.cli.output import json_option, print_result
 
-_EXAMPLES = """
-\b
-LAYOUT is what the trainer reads, or a file that holds it: Megatron's string, torchtitan's or Automodel's lists of modules,
-DeepSpeed's boundaries, the counts of vLLM, SGLang or torchgpipe, torch's split points.
-\b
-Examples:
-  gplan import-plan 'Ettt|tt|tt|tL' --from megatron
-  gplan import-plan pretrain.sh --from megatron --k 4 --microbatches 32 --memory 80GiB
-  gplan import-plan pipeline_plan.py --from torchtitan
-  gplan import-plan 0,5,11 --from deepspeed --recompute always
-  gplan import-plan 6,5 --from vllm"""
 
-
-@click.command(
-    name="import-plan",
-    help="Price the layout of another trainer by a profile, and compare it with the best one.\n" + _EXAMPLES,
-)
+@click.command(name="import-plan")
 @click.argument("layout")
 @click.option("--from", "receiver", required=True, type=click.Choice(RECEIVERS), help="The trainer.")
 @click.option(
@@ -49,6 +34,19 @@ def import_plan(
     layout: str, receiver: str, profile_file: Path, num_devices: int | None, microbatches: int | None,
     microbatch_size: int | None, schedule: str | None, recompute: Any, memory_bytes: int | None, output: Path, as_json: bool,
 ) -> None:  # fmt: skip
+    """Price the layout of another trainer by a profile, and compare it with the best one.
+
+    \b
+    LAYOUT is what the trainer reads, or a file that holds it: Megatron's string, torchtitan's or Automodel's lists of modules,
+    DeepSpeed's boundaries, the counts of vLLM, SGLang or torchgpipe, torch's split points.
+    \b
+    Examples:
+      gplan import-plan 'Ettt|tt|tt|tL' --from megatron
+      gplan import-plan pretrain.sh --from megatron --k 4 --microbatches 32 --memory 80GiB
+      gplan import-plan pipeline_plan.py --from torchtitan
+      gplan import-plan 0,5,11 --from deepspeed --recompute always
+      gplan import-plan 6,5 --from vllm
+    """
     from gplan.core import Profile
     from gplan.files import json_files
     from gplan.interop.planning import import_plan as imported

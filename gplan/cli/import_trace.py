@@ -9,24 +9,8 @@ import click
 from gplan.cli.arguments import PATH, RUN_FILE, SCHEDULE_HELP, schedule_named
 from gplan.cli.output import json_option, print_result
 
-_EXAMPLES = """
-\b
-TRACE is a file that prof.export_chrome_trace wrote, .json or .json.gz: one for every rank of one pipeline.
-\b
-Examples:
-  gplan import-trace rank0.json rank1.json
-  gplan import-trace rank*.json.gz --schedule 1f1b
-  gplan import-trace rank*.json --plan gplan.plan.json         -> gplan.run.json
-  gplan report gplan.run.json
-  gplan import-trace rank*.json --plan gplan.plan.json --profile gplan.profile.json --output new.profile.json
-  gplan balance new.profile.json --k 4"""
 
-
-@click.command(
-    name="import-trace",
-    help="Measure a torch.distributed.pipelining run by its torch.profiler traces; with the plan that was run, compare "
-    "it with the prediction.\n" + _EXAMPLES,
-)
+@click.command(name="import-trace")
 @click.argument("traces", nargs=-1, required=True, metavar="TRACE...", type=PATH)
 @click.option("--plan", "plan_file", type=PATH, help="The plan that was run.")
 @click.option("--schedule", metavar="NAME|FILE",
@@ -40,6 +24,20 @@ def import_trace(
     traces: tuple[Path, ...], plan_file: Path | None, schedule: str | None, run_file: Path | None, profile_file: Path | None,
     output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
+    """Measure a torch.distributed.pipelining run by its torch.profiler traces; with the plan that was run, compare it with
+    the prediction.
+
+    \b
+    TRACE is a file that prof.export_chrome_trace wrote, .json or .json.gz: one for every rank of one pipeline.
+    \b
+    Examples:
+      gplan import-trace rank0.json rank1.json
+      gplan import-trace rank*.json.gz --schedule 1f1b
+      gplan import-trace rank*.json --plan gplan.plan.json         -> gplan.run.json
+      gplan report gplan.run.json
+      gplan import-trace rank*.json --plan gplan.plan.json --profile gplan.profile.json --output new.profile.json
+      gplan balance new.profile.json --k 4
+    """
     from rich.console import Group
 
     from gplan.core import Plan, Profile

@@ -9,21 +9,8 @@ import click
 from gplan.cli.arguments import PATH, PLAN_FILE, PROFILE_FILE, RECEIVERS, memory_option, output_option
 from gplan.cli.output import json_option, print_result
 
-_EXAMPLES = """
-\b
-CONFIG is llama3-8b, llama3-70b, mixtral-8x7b, qwen3-0.6b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, kimi-k2, or the
-config.json of such a model.
-\b
-Examples:
-  gplan layout llama3-70b --pp 8 --vpp 5 --tensor 4 --microbatches 32
-  gplan layout deepseek-v3 --pp 16 --vpp 2 --tensor 2 --expert 64 --data 64 --microbatches 128 --hardware h100
-  gplan layout config.json --pp 4 --to torchtitan --set num_hidden_layers=40"""
 
-
-@click.command(
-    help="Compute a language model's costs from its configuration, and print the best layout for a trainer.\n"
-    + _EXAMPLES
-)
+@click.command()
 @click.argument("config")
 @click.option("--pp", "num_devices", type=int, required=True, help="Devices in one pipeline.")
 @click.option("--vpp", "num_chunks", type=int, default=1, show_default=True, help="Stages on each device.")
@@ -58,6 +45,17 @@ def layout(
     sequence_length: int, microbatches: int | None, microbatch_size: int, recompute: str, memory_bytes: int | None,
     settings: tuple[str, ...], time_limit: float | None, profile_file: Path, output: Path, as_json: bool,
 ) -> None:  # fmt: skip
+    """Compute a language model's costs from its configuration, and print the best layout for a trainer.
+
+    \b
+    CONFIG is llama3-8b, llama3-70b, mixtral-8x7b, qwen3-0.6b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, kimi-k2, or the
+    config.json of such a model.
+    \b
+    Examples:
+      gplan layout llama3-70b --pp 8 --vpp 5 --tensor 4 --microbatches 32
+      gplan layout deepseek-v3 --pp 16 --vpp 2 --tensor 2 --expert 64 --data 64 --microbatches 128 --hardware h100
+      gplan layout config.json --pp 4 --to torchtitan --set num_hidden_layers=40
+    """
     from dataclasses import replace
 
     from gplan.files import json_files

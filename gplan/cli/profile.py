@@ -14,18 +14,8 @@ from gplan.cli.output import json_option, print_result, progress_bar
 if TYPE_CHECKING:
     from gplan.core import Granularity, Link, PrecisionName
 
-_EXAMPLES = """
-\b
-Examples:
-  gplan profile model.py
-  gplan profile examples/transformer_lm.py --set num_blocks=12 --microbatch-size 1,2,4
-  gplan profile package.module:Net --input-shape 8,3,224,224 --link 25GB/s,5us
-  gplan profile examples/unet.py --granularity op
-  gplan profile model.py --device cuda --precision mixed
-  gplan profile big.py --device meta --hardware h100 --fused all"""
 
-
-@click.command(help="Measure the layers of MODEL: model.py, model.py:NAME or package.module:NAME.\n" + _EXAMPLES)
+@click.command()
 @click.argument("model")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="An argument of the model's constructor.")
 @click.option("--microbatch-size", default="4", show_default=True, metavar="N[,N...]", help="Samples per micro-batch.")
@@ -60,6 +50,17 @@ def profile(
     link: str | None, granularity: Granularity, precision: PrecisionName, budget: float, seed: int, output: Path,
     as_json: bool,
 ) -> None:  # fmt: skip
+    """Measure the layers of MODEL: model.py, model.py:NAME or package.module:NAME.
+
+    \b
+    Examples:
+      gplan profile model.py
+      gplan profile examples/transformer_lm.py --set num_blocks=12 --microbatch-size 1,2,4
+      gplan profile package.module:Net --input-shape 8,3,224,224 --link 25GB/s,5us
+      gplan profile examples/unet.py --granularity op
+      gplan profile model.py --device cuda --precision mixed
+      gplan profile big.py --device meta --hardware h100 --fused all
+    """
     from gplan import api
     from gplan.core import Profile
     from gplan.files import json_files

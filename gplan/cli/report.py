@@ -21,18 +21,8 @@ from gplan.cli.output import json_option, print_result, progress_bar
 if TYPE_CHECKING:
     from gplan.core import Plan, Profile, Run
 
-_EXAMPLES = """
-\b
-Examples:
-  gplan report
-  gplan report gplan.plan.json --output charts
-  gplan report demo.run.json --profile demo.profile.json"""
 
-
-@click.command(
-    help="Draw a run beside its prediction, or a plan alone: one HTML page, its charts and a Chrome trace. Without a "
-    f"file, the newer of {RUN_FILE} and {PLAN_FILE} is drawn.\n" + _EXAMPLES
-)
+@click.command()
 @click.argument("subject", required=False, type=PATH)
 @click.option(
     "--profile", "profile_file", type=PATH,
@@ -42,6 +32,15 @@ Examples:
 @output_option(REPORT_FOLDER)
 @json_option
 def report(subject: Path | None, profile_file: Path | None, output: Path, as_json: bool) -> None:
+    """Draw a run beside its prediction, or a plan alone: one HTML page, its charts and a Chrome trace. Without a file, the
+    newer of gplan.run.json and gplan.plan.json is drawn.
+
+    \b
+    Examples:
+      gplan report
+      gplan report gplan.plan.json --output charts
+      gplan report demo.run.json --profile demo.profile.json
+    """
     from gplan import api
     from gplan.core import Plan, Run, Verification
     from gplan.core.errors import UsageError

@@ -18,20 +18,8 @@ from gplan.cli.arguments import (
 )
 from gplan.cli.output import json_option, print_result, progress_bar
 
-_EXAMPLES = """
-\b
-Examples:
-  gplan run --steps 60 --check
-  gplan run --engine virtual
-  gplan run --steps 1000 --save-every 100
-  gplan run --steps 1000 --save-every 100 --resume
-  torchrun --nproc-per-node 2 -m gplan run --steps 60"""
 
-
-@click.command(
-    help="Train with a plan and compare the measured step with the prediction. MODEL is by default the plan's own model "
-    "file.\n" + _EXAMPLES
-)
+@click.command()
 @click.argument("model", required=False)
 @click.option("--plan", "plan_file", default=PLAN_FILE, show_default=True, type=PATH, help="The plan to run.")
 @engine_option
@@ -54,6 +42,16 @@ def run(
     model: str | None, plan_file: Path, engine: Any, steps: int, check: bool, seed: int, weights: Path | None,
     save_every: int | None, checkpoints: Path, resume: str | None, timeout: float, output: Path, as_json: bool,
 ) -> None:  # fmt: skip
+    """Train with a plan and compare the measured step with the prediction. MODEL is by default the plan's own model file.
+
+    \b
+    Examples:
+      gplan run --steps 60 --check
+      gplan run --engine virtual
+      gplan run --steps 1000 --save-every 100
+      gplan run --steps 1000 --save-every 100 --resume
+      torchrun --nproc-per-node 2 -m gplan run --steps 60
+    """
     from gplan import api
     from gplan.core import Plan
     from gplan.core.errors import RunError, UsageError

@@ -13,15 +13,8 @@ from gplan.cli.output import json_option, print_result
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_EXAMPLES = """
-\b
-Examples:
-  gplan show
-  gplan show --sort memory --all
-  gplan show gplan.run.json"""
 
-
-@click.command(help="Print a profile, plan, run, verification or calibration that was written before.\n" + _EXAMPLES)
+@click.command()
 @click.argument("file", default=PROFILE_FILE, type=PATH)
 @click.option("--sort", type=click.Choice(["cost", "order", "memory"]),
               help="Which layers of a profile come first.  [default: cost]")  # fmt: skip
@@ -31,6 +24,14 @@ Examples:
 @click.option("--all", "show_all", is_flag=True, help="One row for every layer of a profile, even if layers are alike.")
 @json_option
 def show(file: Path, sort: Any, microbatch_size: int | None, show_all: bool, as_json: bool) -> None:
+    """Print a profile, plan, run, verification or calibration that was written before.
+
+    \b
+    Examples:
+      gplan show
+      gplan show --sort memory --all
+      gplan show gplan.run.json
+    """
     from gplan.core import Calibration, Plan, Profile, Run
     from gplan.core.errors import UsageError
     from gplan.files import json_files

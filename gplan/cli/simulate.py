@@ -19,29 +19,11 @@ if TYPE_CHECKING:
     ScheduleTrial: TypeAlias = Callable[[str | None], Trial]
     """Tries a schedule by its name; None: the default one."""
 
-_EXAMPLES = """
-\b
-Examples:
-  gplan simulate --k 8 --schedule 1f1b --microbatches 16
-  gplan simulate --forward 1,1,2 --backward 2,2,4 --link 0.1 --optimizer 1
-  gplan simulate --k 4 --schedule interleaved-1f1b:2
-  gplan simulate --k 4 --schedule zb-h1 --backward 1.5+0.5
-  gplan simulate --k 4 --schedule all
-  gplan simulate --schedule my_order.csv
-  gplan simulate gplan.plan.json
-
-Times given by hand can be in any unit. Each is the time of one micro-batch on one device: one value for all devices, or
-one per device. A device with several stages divides its time among them, unless there is one value per stage. A file
-with an order has one line per device, such as 0F0 0F1 0B0 0B1: stage, forward (F) or backward (B, or its halves I and
-W), micro-batch."""
-
 _ALL = "all"
 _DEFAULT = "gpipe"
 
 
-@click.command(
-    help="Draw a schedule and say why its devices wait, with times given by hand or those of PLAN.\n" + _EXAMPLES
-)
+@click.command()
 @click.argument("plan", required=False, type=PATH)
 @click.option("--k", "num_devices", metavar="N", type=click.IntRange(min=1), help="Devices.")
 @click.option("--schedule", metavar="NAME|FILE|all", help=f"{SCHEDULE_HELP}  [default: {_DEFAULT}, or the plan's]")
@@ -63,6 +45,23 @@ def simulate(
     plan: Path | None, num_devices: int | None, schedule: str | None, microbatches: int | None, as_json: bool,
     **costs: str | None,
 ) -> None:  # fmt: skip
+    """Draw a schedule and say why its devices wait, with times given by hand or those of PLAN.
+
+    \b
+    Examples:
+      gplan simulate --k 8 --schedule 1f1b --microbatches 16
+      gplan simulate --forward 1,1,2 --backward 2,2,4 --link 0.1 --optimizer 1
+      gplan simulate --k 4 --schedule interleaved-1f1b:2
+      gplan simulate --k 4 --schedule zb-h1 --backward 1.5+0.5
+      gplan simulate --k 4 --schedule all
+      gplan simulate --schedule my_order.csv
+      gplan simulate gplan.plan.json
+
+    Times given by hand can be in any unit. Each is the time of one micro-batch on one device: one value for all devices, or
+    one per device. A device with several stages divides its time among them, unless there is one value per stage. A file
+    with an order has one line per device, such as 0F0 0F1 0B0 0B1: stage, forward (F) or backward (B, or its halves I and
+    W), micro-batch.
+    """
     from gplan.core.units import seconds_text
     from gplan.reporting.text.schedule_trial import plain_text, trial_view, trials_view
     from gplan.schedules.registry import schedule_info

@@ -22,22 +22,8 @@ from gplan.cli.output import json_option, print_result, progress_bar
 if TYPE_CHECKING:
     from gplan.core import Calibration, Plan, Profile, Verification
 
-_EXAMPLES = """
-\b
-Examples:
-  gplan verify
-  gplan verify gplan.plan.json --profile gplan.profile.json --engine virtual
-  gplan verify --rounds 6 --rivals 3
-  gplan verify --calibrate
-  gplan verify model.py --k 2
 
-The rivals: equal numbers of layers, the second-best plan, one cut moved by a layer, another schedule, half and double
-the micro-batches (with the same batch if those sizes were profiled). A model file is first profiled and balanced."""
-
-
-@click.command(
-    help="Run a plan and its rivals in turns, and compare the measurements with the predictions.\n" + _EXAMPLES
-)
+@click.command()
 @click.argument("subject", default=PLAN_FILE, metavar="[PLAN|MODEL]")
 @profile_option
 @click.option("--k", "num_devices", type=click.IntRange(min=1), help="Devices, with a model file.  [default: 2]")
@@ -55,6 +41,19 @@ def verify(
     subject: str, profile_file: Path, num_devices: int | None, engine: Any, steps: int, rounds: int, rivals: int | None,
     is_calibrating: bool, timeout: float, output: Path, as_json: bool,
 ) -> None:  # fmt: skip
+    """Run a plan and its rivals in turns, and compare the measurements with the predictions.
+
+    \b
+    Examples:
+      gplan verify
+      gplan verify gplan.plan.json --profile gplan.profile.json --engine virtual
+      gplan verify --rounds 6 --rivals 3
+      gplan verify --calibrate
+      gplan verify model.py --k 2
+
+    The rivals: equal numbers of layers, the second-best plan, one cut moved by a layer, another schedule, half and double
+    the micro-batches (with the same batch if those sizes were profiled). A model file is first profiled and balanced.
+    """
     from rich.console import Group
     from rich.text import Text
 
