@@ -13,17 +13,19 @@ with (m) for a micro-batch's way through the stages after:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from gplan.core import Action, ActionKind, RecomputeMode, is_recomputed
+from gplan.core import ActionKind, RecomputeMode, is_recomputed
 from gplan.cost.stage_seconds import ActionKey
-from gplan.graph.down_sets import Ints
+from gplan.graph.down_sets import Bools, Ints
 from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
 from gplan.schedules.registry import make_schedule
+
+_KINDS = (ActionKind.FORWARD, *INPUT_GRADIENT_KINDS, ActionKind.WEIGHT_GRADIENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,62 +42,68 @@ class OrderPaths:
     last_again: bool  # whether the micro-batch of the last gradients is recomputed
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def order_paths(
     schedule: str, *, num_devices: int, num_microbatches: int, recompute: RecomputeMode
 ) -> tuple[OrderPaths, ...]:
     """[S]: the paths of each stage, of a schedule with one stage for each device."""
+    again = np.array(
+        [is_recomputed(x, num_microbatches=num_microbatches, recompute=recompute) for x in range(num_microbatches)]
+    )
+    orders = _orders(schedule, num_devices, num_microbatches)
+    return tuple(_paths_of(stage, kinds, microbatches, again) for stage, (kinds, microbatches) in enumerate(orders))
+
+
+@lru_cache(maxsize=16)
+def _orders(schedule: str, num_devices: int, num_microbatches: int) -> tuple[tuple[Ints, Ints], ...]:
+    """[S] of [actions] each: which of `_KINDS` the actions of each stage are, and of which micro-batches."""
     made = make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
-    return tuple(_paths_of(order, num_microbatches, recompute) for order in made.orders)
-
-
-def _paths_of(order: Sequence[Action], num_microbatches: int, recompute: RecomputeMode) -> OrderPaths:
-    index: dict[ActionKey, int] = {}
-    own = [ActionKey.of(x, num_microbatches=num_microbatches, recompute=recompute) for x in order]
-    kinds = [index.setdefault(key, len(index)) for key in own]
-    before = np.zeros((len(order) + 1, len(index)), dtype=np.int64)  # how many of each kind
-    before[np.arange(1, len(order) + 1), kinds] = 1
-    before = before.cumsum(axis=0)
-    there = {x.microbatch: i for i, x in enumerate(order) if x.kind is ActionKind.FORWARD}
-    back = {x.microbatch: i for i, x in enumerate(order) if x.kind in INPUT_GRADIENT_KINDS}
-    first, last = min(there, key=there.__getitem__), max(there, key=there.__getitem__)
-    last_back = max(back, key=back.__getitem__)
-
-    def again(microbatch: int) -> bool:
-        return is_recomputed(microbatch, num_microbatches=num_microbatches, recompute=recompute)
-
-    def path(leaving: Sequence[int], end: int) -> tuple[Ints, list[int]]:
-        """What a path takes that leaves with the forwards of some micro-batches."""
-        position, counts, rounds = 0, np.zeros(len(index), dtype=np.int64), [0, 0]
-        for x in leaving:
-            counts = counts + before[there[x] + 1] - before[position]
-            position = back[x]
-            rounds[again(x)] += 1
-        return counts + before[end] - before[position], rounds
-
-    twice = [first, last] if there[last] > back[first] else [last]
-    leaving: tuple[list[int], ...] = ([], [first], [last], twice, _often(there, back))
-    of_update = [path(x, len(order)) for x in ([], [first])]
-    of_gradients = [path(x, back[last_back] + 1) for x in leaving]
-    recomputed = max(filter(again, back), key=back.__getitem__, default=last_back)
-    end = back[recomputed] + 1
-    sooner = leaving if recomputed != last_back else ()
-    of_recomputed = [path([y for y in x if back[y] < end], end) for x in sooner]
-    counts, rounds = zip(*of_update, *of_gradients, *of_recomputed, strict=True)
-    return OrderPaths(
-        keys=tuple(index),
-        counts=np.array(counts),
-        rounds=np.array(rounds),
-        returns=np.repeat([0, 1, 2], [len(of_update), len(of_gradients), len(of_recomputed)]),
-        last_again=again(last_back),
+    numbers = {kind: i for i, kind in enumerate(_KINDS)}
+    return tuple(
+        (np.array([numbers[x.kind] for x in order]), np.array([x.microbatch for x in order])) for order in made.orders
     )
 
 
-def _often(there: Mapping[int, int], back: Mapping[int, int]) -> list[int]:
+def _paths_of(stage: int, kinds: Ints, microbatches: Ints, again: Bools) -> OrderPaths:
+    """The paths of a stage's order, [actions] each, with the micro-batches that are recomputed, [M]."""
+    used, index = np.unique(2 * kinds + again[microbatches], return_inverse=True)
+    before = np.zeros((len(kinds) + 1, len(used)), dtype=np.int64)  # how many of each kind
+    before[np.arange(1, len(kinds) + 1), index] = 1
+    before = before.cumsum(axis=0)
+    is_back = np.isin(kinds, [_KINDS.index(kind) for kind in INPUT_GRADIENT_KINDS])
+    there, back = np.zeros_like(again, dtype=np.int64), np.zeros_like(again, dtype=np.int64)
+    for places, some in ((there, kinds == 0), (back, is_back)):
+        places[microbatches[some]] = np.flatnonzero(some)
+    first, last, last_back = int(there.argmin()), int(there.argmax()), int(back.argmax())
+
+    def path(leaving: Sequence[int], end: int) -> tuple[Ints, Ints]:
+        """What a path takes that leaves with the forwards of some micro-batches."""
+        some = np.array(leaving, dtype=np.int64)
+        taken = before[[*(there[some] + 1), end]] - before[[0, *back[some]]]
+        return taken.sum(axis=0), np.bincount(again[some], minlength=2)
+
+    twice = [first, last] if there[last] > back[first] else [last]
+    leaving: tuple[list[int], ...] = ([], [first], [last], twice, _often(there, back))
+    of_update = [path(x, len(kinds)) for x in ([], [first])]
+    of_gradients = [path(x, back[last_back] + 1) for x in leaving]
+    end = int(back[again].max(initial=-1)) + 1 or int(back[last_back]) + 1  # of the last one that is recomputed
+    sooner = leaving if end <= back[last_back] else ()
+    of_recomputed = [path([y for y in x if back[y] < end], end) for x in sooner]
+    counts, rounds = zip(*of_update, *of_gradients, *of_recomputed, strict=True)
+    return OrderPaths(
+        keys=tuple(ActionKey(stage, _KINDS[int(x) // 2], bool(x % 2)) for x in used),
+        counts=np.array(counts),
+        rounds=np.array(rounds),
+        returns=np.repeat([0, 1, 2], [len(of_update), len(of_gradients), len(of_recomputed)]),
+        last_again=bool(again[last_back]),
+    )
+
+
+def _often(there: Ints, back: Ints) -> list[int]:
     """The micro-batches with which a path can leave that does so as often as it can, given where their actions are."""
-    found, position = list[int](), -1
-    for microbatch, place in sorted(there.items(), key=lambda x: x[1]):
-        if place > position:
-            found.append(microbatch)
-            position = back[microbatch]
+    order, found, i = np.argsort(there), list[int](), 0
+    places = there[order]
+    while i < len(order):
+        found.append(int(order[i]))
+        i = int(np.searchsorted(places, back[order[i]], side="right"))
     return found
