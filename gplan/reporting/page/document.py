@@ -19,6 +19,7 @@ from gplan.reporting.page.figures import charts_of, pipeline_figure, strip
 from gplan.reporting.page.html import facts_list, table
 from gplan.reporting.subject import PlanAnalysis, Subject, plan_of
 from gplan.reporting.summary_tables import Headline, headlines, notes_of, plan_facts, run_facts
+from gplan.reporting.text.attribution import OTHER_ORDER, attribution_table
 from gplan.reporting.text.plan import setting_text, stages_table
 from gplan.reporting.text.run import comparison_table, devices_table
 from gplan.simulation.simulator import simulate
@@ -128,11 +129,10 @@ def _sections(subject: Subject, drawings: Sequence[Drawing], analysis: PlanAnaly
     yield "pipeline", "Pipeline", pipeline_figure(subject, drawings)
     yield "memory", "Memory", charts("memory-timeline", "memory")
     if isinstance(subject, Run):
-        yield (
-            "accuracy",
-            "Predicted against measured",
-            charts("accuracy", "errors") + _ERRORS + table(comparison_table(subject)),
-        )
+        parts = attribution_table(subject)
+        why = f"<p>{OTHER_ORDER}.</p>" if parts is None else f"<h3>{parts.title.capitalize()}</h3>{table(parts)}"
+        compared = charts("accuracy", "errors") + _ERRORS + table(comparison_table(subject)) + why
+        yield "accuracy", "Predicted against measured", compared
     yield "choices", "Other choices", charts("choices", "frontier")
     if analysis.explanation is not None:
         yield "reasons", "Why this plan", reasons(analysis.explanation)

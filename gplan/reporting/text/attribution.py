@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from gplan.core import Run
 from gplan.core.units import percent_text, seconds_text
-from gplan.evaluate.attribution import Attribution, ErrorCause, ErrorPart
+from gplan.evaluate.attribution import Attribution, ErrorCause, ErrorPart, attribute_error
+from gplan.evaluate.compare import order_difference
 from gplan.reporting.text.fitted_table import FittedTable, Line, columns
 
 _LEAST_IN_TABLE, _LEAST_IN_SENTENCE, _ROUNDING = 5e-4, 5e-3, 1e-6  # of the measured step
@@ -19,8 +21,14 @@ _CAUSES = {
 }
 
 
-def attribution_table(attribution: Attribution) -> FittedTable:
-    """From the predicted step, part by part, to the measured one; parts below 0.05 % are one row."""
+def attribution_table(run: Run) -> FittedTable | None:
+    """From the predicted step, part by part, to the measured one; parts below 0.05 % are one row.
+
+    None where the devices ran the actions in another order than the plan's (`OTHER_ORDER`).
+    """
+    if order_difference(run.plan, run.timeline):
+        return None
+    attribution = attribute_error(run)
     measured_s = attribution.measured_s
     parts = [x for x in attribution.parts if abs(x.seconds) >= _LEAST_IN_TABLE * measured_s]
     rows = [(_part_text(x), x.seconds) for x in parts]
@@ -53,7 +61,12 @@ def _signed_text(seconds: float) -> str:
     return f"{'+' if seconds >= 0 else ''}{seconds_text(seconds)}"
 
 
-def attribution_text(attribution: Attribution) -> str:
+def attribution_text(run: Run) -> str:
+    """The largest parts in a sentence; `OTHER_ORDER` where the error has none."""
+    return OTHER_ORDER if order_difference(run.plan, run.timeline) else largest_parts_text(attribute_error(run))
+
+
+def largest_parts_text(attribution: Attribution) -> str:
     """The largest parts, those of at least 0.5 % of the measured step."""
     least_s = _LEAST_IN_SENTENCE * attribution.measured_s
     parts = sorted(attribution.parts, key=lambda part: -abs(part.seconds))

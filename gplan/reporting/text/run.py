@@ -9,7 +9,6 @@ from rich.text import Text
 
 from gplan.core import GradientCheck, Run
 from gplan.core.units import bytes_text, error_text, quantity_text, seconds_text
-from gplan.evaluate.attribution import attribute_error
 from gplan.evaluate.compare import (
     BACKWARD,
     FORWARD,
@@ -19,9 +18,8 @@ from gplan.evaluate.compare import (
     WEIGHT_GRADIENT,
     ComparisonRow,
     compare,
-    order_difference,
 )
-from gplan.reporting.text.attribution import OTHER_ORDER, attribution_text
+from gplan.reporting.text.attribution import attribution_text
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, note_lines
 from gplan.simulation.simulator import simulate
 
@@ -37,7 +35,7 @@ def run_view(run: Run) -> RenderableType:
     losses = f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps; " if run.losses else ""
     return Group(
         comparison_table(run),
-        Text(OTHER_ORDER if order_difference(run.plan, run.timeline) else attribution_text(attribute_error(run))),
+        Text(attribution_text(run)),
         *(Text(x) for x in reserved_lines(run)),
         *(Text(x) for x in host_speed_lines(run)),
         Text(f"{losses}measured over {run.steps_text}"),

@@ -9,8 +9,7 @@ from rich.text import Text
 
 from gplan.core import Calibration, Contender, HeldOut, Verification
 from gplan.core.units import counted, error_text, percent_text, seconds_text
-from gplan.evaluate.attribution import attribute_error
-from gplan.evaluate.compare import order_difference, samples_per_s
+from gplan.evaluate.compare import samples_per_s
 from gplan.evaluate.verify import Ranking, ranking_of
 from gplan.reporting.text.attribution import OTHER_ORDER, attribution_table
 from gplan.reporting.text.explanation import rate_text
@@ -84,9 +83,7 @@ def verification_view(verification: Verification) -> RenderableType:
         *(Text(x) for x in host_speed_lines(chosen.run)),
         Text("this is the run closest to the mean of its rounds; the mean is in the table of rivals", style="dim"),
         Text(),
-        Text(OTHER_ORDER)
-        if order_difference(chosen.run.plan, chosen.run.timeline)
-        else attribution_table(attribute_error(chosen.run)),
+        attribution_table(chosen.run) or Text(OTHER_ORDER),
         Text(),
         _rivals_table(verification),
         *_standing_lines(verification),
