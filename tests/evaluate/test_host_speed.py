@@ -28,8 +28,8 @@ from gplan.evaluate.profile_difference import profile_difference
 from gplan.evaluate.retiming import retime_profile
 from gplan.evaluate.verify import verify
 from gplan.files import json_files
+from gplan.reporting.page.facts import run_facts, step_rows
 from gplan.reporting.page.html import comparison
-from gplan.reporting.summary_tables import run_facts, step_rows
 from gplan.reporting.text.profile_difference import difference_view
 from gplan.reporting.text.run import run_view
 from gplan.simulation.simulator import schedule_of, simulate, timeline_of

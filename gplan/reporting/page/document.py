@@ -15,10 +15,10 @@ from gplan.core.precision import precision_suffix
 from gplan.reporting.charts.draw import Drawing
 from gplan.reporting.looks import NEUTRALS, Neutral
 from gplan.reporting.page.explanation_section import reasons, sentences
+from gplan.reporting.page.facts import Headline, headlines, notes_of, plan_facts, run_facts
 from gplan.reporting.page.figures import charts_of, pipeline_figure, strip
 from gplan.reporting.page.html import facts_list, table
 from gplan.reporting.subject import PlanAnalysis, Subject, plan_of
-from gplan.reporting.summary_tables import Headline, headlines, notes_of, plan_facts, run_facts
 from gplan.reporting.text.attribution import OTHER_ORDER, attribution_table
 from gplan.reporting.text.plan import setting_text, stages_table
 from gplan.reporting.text.run import comparison_table, devices_table

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from gplan.core.units import percent_text
-from gplan.reporting.summary_tables import Fact
+from gplan.reporting.page.facts import Fact
 from gplan.reporting.text.fitted_table import Column, FittedTable
 
 
