@@ -8,8 +8,8 @@ The optimizer gets this replica's part of each parameter, a DTensor that is divi
 divided too. Forwards use the gathered parameter: always the same tensor, with memory only while it is gathered.
 Gradients of micro-batches are summed whole and reduce-scattered once a step, as torch's pipelining does with FSDP2.
 
-These stay whole on every replica, and their gradients are averaged: parameters without dimensions, of another dtype
-than most, or of several stages of one process, and with "optimizer" those that are frozen. Buffers stay whole too.
+These stay whole on every replica, and their gradients are averaged: parameters without dimensions or entries, of another
+dtype than most, or of several stages of one process, and with "optimizer" those that are frozen. Buffers stay whole too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from gplan.core import Plan
 from gplan.core.checks import Sharding
@@ -288,16 +288,28 @@ def divided_names(plan: Plan, names: StateNames, model: nn.Module, ranks: RankLa
         name
         for name, x in parameters.items()
         if x.dim()
+        and x.numel()
         and x.is_contiguous()
         and name not in repeated
         and (x.dtype in dtypes if x.requires_grad else plan.sharding == "weights")
     }
 
 
+_UNDIVIDED = {
+    "LBFGS": "keeps one state for all parameters",
+    "Muon": "works on whole matrices",
+    "Adafactor": "works on whole matrices",
+    "Rprop": "works on whole tensors",
+}
+"""Optimizers, by class, that cannot update a part of a parameter by itself, and why."""
+
+
 def check_optimizer(optimizer: Optimizer, plan: Plan) -> None:
     """Raise UsageError for an optimizer whose state cannot be divided over the replicas."""
-    if plan.is_sharded and isinstance(optimizer, LBFGS):
+    if plan.sharding == "none" or plan.num_replicas == 1:
+        return
+    for reason in [_UNDIVIDED[x.__name__] for x in type(optimizer).__mro__ if x.__name__ in _UNDIVIDED][:1]:
         raise UsageError(
-            f"{type(optimizer).__name__} keeps one state for all parameters, which replicas cannot divide; use one that "
-            "treats each parameter by itself, such as AdamW or SGD, or balance again with --shard none"
+            f"{type(optimizer).__name__} {reason}, which replicas cannot divide; use one that treats each number by "
+            "itself, such as AdamW or SGD, or balance again with --shard none"
         )

@@ -29,15 +29,16 @@ MOST_NORM = 0.05
 
 
 class Mix(nn.Module):
-    """A linear layer with a parameter without dimensions, one that nothing uses, and one that some rows use."""
+    """A linear layer with parameters without dimensions and without entries, one unused, and one that some rows use."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, WIDTH))
         self.unused, self.sometimes = nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((WIDTH,), 0.1))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.tanh(self.linear(x)) * self.scale
+        y: Tensor = torch.tanh(self.linear(x)) * self.scale + self.empty.sum()
         return y + self.sometimes if float(x.detach().sum()) > 0.0 else y
 
 
@@ -215,6 +216,8 @@ def test_refusals() -> None:
     plan = planned("optimizer")
     with pytest.raises(UsageError, match="LBFGS keeps one state for all parameters, which replicas cannot divide"):
         check_optimizer(torch.optim.LBFGS([torch.zeros(1)]), plan)
+    with pytest.raises(UsageError, match="Adafactor works on whole matrices, which replicas cannot divide"):
+        check_optimizer(torch.optim.Adafactor([torch.zeros(1)]), plan)
     with pytest.raises(UsageError, match="the virtual engine does not divide"):
         gplan.run(plan, model=build(), engine="virtual", loss=F.cross_entropy)
     with pytest.raises(UsageError, match="zb-h1 splits backwards, whose second half needs weights"):
