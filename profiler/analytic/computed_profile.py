@@ -176,7 +176,9 @@ def _fused_notes(options: ComputeOptions, size: _ComputedSize) -> Iterator[str]:
 
 def _notes(file: ModelFile, options: ComputeOptions) -> tuple[str, ...]:
     hardware, fit = options.figures, options.calibration
-    shares = ", ".join(f"{x.kind} {percent_text(x.flops)} / {percent_text(x.bandwidth)}" for x in hardware.efficiencies)
+    shares = ", ".join(
+        f"{kind} {percent_text(x.flops)} / {percent_text(x.bandwidth)}" for kind, x in hardware.efficiencies.items()
+    )
     stated = dict(hardware.sources)["efficiency"]
     origin = "assumed" if stated == "not given" else stated
     if fit is not None:
@@ -198,7 +200,7 @@ def _notes(file: ModelFile, options: ComputeOptions) -> tuple[str, ...]:
             f"{percent_text(fit.after.median_error)}, the worst from {percent_text(fit.before.worst_error)} to "
             f"{percent_text(fit.after.worst_error)}{', so some layers are predicted worse than before' if is_worse else ''}"
         )
-        above = [x.kind for x in hardware.efficiencies if max(x.flops, x.bandwidth) > 1]
+        above = [kind for kind, x in hardware.efficiencies.items() if max(x.flops, x.bandwidth) > 1]
         if above:
             notes.append(
                 f"calibrated above 100 % of the peak: {', '.join(above)}; the peak rates given for {hardware.name} are lower "

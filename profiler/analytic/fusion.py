@@ -21,12 +21,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gplan.core import OperationKind, Work
 from profiler.analytic.hardware import FusedKernel
 from profiler.analytic.roofline import Operation
-from profiler.analytic.shapes import AttentionShape, Direction
+from profiler.analytic.shapes import AttentionShape, Direction, dtype_name
+from profiler.memory.allocations import tensors_in
 
 _ATEN = torch.ops.aten
 _KINDS: dict[FusedKernel, OperationKind] = {
@@ -73,7 +75,8 @@ class _Fusion:
 
     def count(self, region: _Region, direction: Direction, inputs: Sequence[Tensor], moved: Sequence[Tensor]) -> None:
         """Count a kernel that reads or writes each of `moved` once."""
-        shape = _attention_shape(inputs, direction) if region.kernel == "attention" else None
+        is_attention = region.kernel == "attention" and len(inputs) >= 3 and all(x.dim() == 4 for x in inputs[:3])
+        shape = AttentionShape.of(inputs[0], inputs[1], inputs[2], direction) if is_attention else None
         work = Work(
             kind=_KINDS[region.kernel],
             num_operations=1,
@@ -83,7 +86,7 @@ class _Fusion:
         self.note(
             Operation(
                 work=work,
-                dtype=str(inputs[0].dtype).removeprefix("torch."),
+                dtype=dtype_name(inputs[0]),
                 shape=shape if region.is_causal else None,
                 kernel="cross-entropy" if region.kernel == "cross-entropy" else None,
             )
@@ -106,6 +109,11 @@ def fusing(fused: Fused, note: Callable[[Operation], None]) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
+def _is_causal(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of torch's attention with these arguments is causal; False for other operations."""
+    return kwargs.get("is_causal", len(args) > _CAUSAL and args[_CAUSAL]) is True
+
+
 class _Functions(TorchFunctionMode):
     """Runs torch's own functions as fused kernels."""
 
@@ -117,18 +125,14 @@ class _Functions(TorchFunctionMode):
         kernel = _FUNCTIONS.get(func)
         if kernel is None or kernel not in self._fused.kernels:
             return func(*args, **(kwargs or {}))
-        leaves, structure = torch.utils._pytree.tree_flatten((args, kwargs or {}))
-        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        call = args, kwargs or {}
 
         def run(*tensors: Tensor) -> Any:
-            filled = list(leaves)
-            for place, tensor in zip(places, tensors, strict=True):
-                filled[place] = tensor
-            given, named = torch.utils._pytree.tree_unflatten(filled, structure)
+            rest = iter(tensors)
+            given, named = pytree.tree_map_only(Tensor, lambda _: next(rest), call)
             return func(*given, **named)
 
-        is_causal = (kwargs or {}).get("is_causal", len(args) > _CAUSAL and args[_CAUSAL])
-        return _Region(kernel, run, is_causal=bool(is_causal))(*(leaves[i] for i in places))
+        return _Region(kernel, run, is_causal=_is_causal(*call))(*tensors_in(call))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,17 +182,6 @@ class _Fused(torch.autograd.Function):
         return (None, None, None, *made)
 
 
-def _attention_shape(inputs: Sequence[Tensor], direction: Direction) -> AttentionShape | None:
-    """The shape by queries, keys and values; None unless all are (batch, heads, sequence, width)."""
-    if len(inputs) < 3 or any(x.dim() != 4 for x in inputs[:3]):
-        return None
-    (batch, heads, sequence, width), key, value = inputs[0].shape, inputs[1], inputs[2]
-    return AttentionShape(
-        batch=batch, sequence=sequence, heads=heads, kv_heads=key.shape[1], qk_dim=width, v_dim=value.shape[-1],
-        direction=direction, dtype=str(key.dtype).removeprefix("torch."),
-    )  # fmt: skip
-
-
 def with_fused_regions(layer: nn.Module, kernels: Sequence[FusedKernel]) -> nn.Module:
     """The layer with its fused regions as single nodes, with the same parameters; itself where it is no graph."""
     if not isinstance(layer, fx.GraphModule) or not kernels:
@@ -221,10 +214,10 @@ def _replaced(graph: fx.Graph, kernel: FusedKernel, nodes: _GraphNodes) -> bool:
     for node in nodes:
         places[node] = region.node_copy(node, places.__getitem__)
     region.output(places[results[0]])
-    run, last = fx.GraphModule(nn.Module(), region), nodes[-1]
-    is_causal = last.kwargs.get("is_causal", len(last.args) > _CAUSAL and last.args[_CAUSAL])
+    run = fx.GraphModule(nn.Module(), region).forward
+    fused = _Region(kernel, run, is_causal=_is_causal(nodes[-1].args, nodes[-1].kwargs))
     with graph.inserting_before(results[0]):
-        call = graph.call_function(_named(_Region(kernel, run.forward, is_causal=is_causal is True)), tuple(inputs))
+        call = graph.call_function(_named(fused), tuple(inputs))
     results[0].replace_all_uses_with(call)
     for node in reversed(nodes):
         graph.erase_node(node)

@@ -23,7 +23,7 @@ import msgspec
 from gplan.core import Collective, CollectiveKind, Device, Link, OperationKind
 from gplan.core.checks import check_not_negative, check_positive
 from gplan.core.errors import FileError, UsageError
-from profiler.analytic.shapes import AttentionShape, Direction, Layout, MatmulShape, Shape, ShapeTable
+from profiler.analytic.shapes import AttentionShape, MatmulShape, Shape, ShapeTable
 
 FusedKernel: TypeAlias = Literal["attention", "cross-entropy", "normalization", "activation"]
 """Kernels that training may fuse: attention without the square of scores, cross-entropy in place of the logits, norms,
@@ -45,18 +45,12 @@ _MOST_SHARE = 2.0  # a causal attention that counts the whole square may reach t
 _LEAST = {"bytes_per_s": 1e8, "memory_bytes": 1e6}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Efficiency:
-    """The shares of the peak flop rate and of the memory bandwidth that operations of one kind reach."""
+class Efficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The shares of the peak flop rate and of the memory bandwidth that some operations reach."""
 
-    kind: OperationKind
     flops: float
     bandwidth: float
     latency_s: float = 0.0  # of each operation, beside the bytes it moves
-
-    def __post_init__(self) -> None:
-        check_positive(self, "flops", "bandwidth")
-        check_not_negative(self, "latency_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +64,7 @@ class Hardware:
     flops_per_s: tuple[tuple[str, float], ...]  # peak by dtype, and by "tf32"
     launch_s: float  # to start one operation
     link: Link
-    efficiencies: tuple[Efficiency, ...]  # one for every kind of operation
+    efficiencies: Mapping[OperationKind, Efficiency]  # one for every kind, in the order of KINDS
     sources: tuple[tuple[str, str], ...]  # where the figures come from, by group
     shapes: ShapeTable = field(default_factory=ShapeTable)  # shares by shape, in place of `efficiencies`
     kernels: Mapping[KernelName, Efficiency] = field(default_factory=dict)  # in place of those of their kind
@@ -80,16 +74,15 @@ class Hardware:
     def __post_init__(self) -> None:
         check_positive(self, "bytes_per_s")
         check_not_negative(self, "launch_s")
-        kinds = tuple(x.kind for x in self.efficiencies)
-        if kinds != KINDS:
-            raise ValueError(f"efficiencies are for {kinds}; expected {KINDS}")
+        if tuple(self.efficiencies) != KINDS:
+            raise ValueError(f"efficiencies are for {tuple(self.efficiencies)}; expected {KINDS}")
         if "float32" not in dict(self.flops_per_s):
             raise ValueError(f"flops_per_s is for {[x for x, _ in self.flops_per_s]}; expected float32 among them")
 
     def efficiency(self, kind: OperationKind, kernel: KernelName | None = None) -> Efficiency:
         """The efficiency of a kernel where it has one of its own, else of operations of its kind."""
         own = self.kernels.get(kernel) if kernel else None
-        return own or self.efficiencies[KINDS.index(kind)]
+        return own or self.efficiencies[kind]
 
     def peak_flops_per_s(self, kind: OperationKind, dtype: str) -> float:
         """The peak for operations of a kind on tensors of a dtype; raises UsageError where the device has none."""
@@ -111,51 +104,26 @@ class Hardware:
         return Device(name=self.name, kind=self.kind, memory_bytes=self.memory_bytes)
 
 
-class _Shares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    flops: float
-    bandwidth: float
-    latency_s: float = 0.0
-
-
-class _MatmulShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    m: int
-    k: int
-    n: int
+class _MatmulShare(MatmulShape, frozen=True, kw_only=True):
     flops: float  # the share
-    groups: int = 1
-    layout: Layout = "TN"
-    accumulate: bool = False
-    dtype: str = "bfloat16"
-    out_dtype: str = "bfloat16"
 
 
-class _AttentionShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    batch: int
-    sequence: int
-    heads: int
-    qk_dim: int
-    v_dim: int
+class _AttentionShare(AttentionShape, frozen=True, kw_only=True):
     flops: float  # the share
-    kv_heads: int = 0  # 0: as heads
-    direction: Direction = "forward"
-    dtype: str = "bfloat16"
 
 
 class _ShapeShares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     matmul: list[_MatmulShare] = []
     attention: list[_AttentionShare] = []
 
-    def table(self) -> ShapeTable:
-        shares: dict[Shape, float] = {}
-        for x in self.matmul:
-            values = msgspec.structs.asdict(x)
-            share = values.pop("flops")
-            shares[MatmulShape(**values)] = share
-        for y in self.attention:
-            values = msgspec.structs.asdict(y)
-            share = values.pop("flops")
-            shares[AttentionShape(**{**values, "kv_heads": y.kv_heads or y.heads})] = share
-        return ShapeTable(shares)
+    @property
+    def rows(self) -> list[tuple[Shape, float]]:
+        """The shapes with their shares."""
+        found: list[tuple[Shape, float]] = []
+        for kind, rows in ((MatmulShape, self.matmul), (AttentionShape, self.attention)):
+            for x in rows:
+                found.append((kind(**{name: getattr(x, name) for name in kind.__struct_fields__}), x.flops))
+        return found
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -197,11 +165,11 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     launch_s: float
     flops_per_s: dict[str, float]
     link: _LinkFigures
-    efficiency: dict[OperationKind, _Shares]
+    efficiency: dict[OperationKind, Efficiency]
     sources: _Sources = _Sources()
     memory_bytes: float | None = None
     shapes: _ShapeShares = _ShapeShares()
-    kernels: dict[KernelName, _Shares] = {}
+    kernels: dict[KernelName, Efficiency] = {}
     fused: list[FusedKernel] = []
     all_to_all: _Message | None = None
 
@@ -278,25 +246,13 @@ def _hardware(content: dict[str, Any], *, name: str, place: str) -> Hardware:
         flops_per_s=tuple(entry.flops_per_s.items()),
         launch_s=entry.launch_s,
         link=entry.link.link(),
-        efficiencies=tuple(_efficiency(x, entry.efficiency[x]) for x in KINDS),
+        efficiencies={kind: entry.efficiency[kind] for kind in KINDS},
         sources=tuple(msgspec.structs.asdict(entry.sources).items()),
-        shapes=entry.shapes.table(),
-        kernels={name: _efficiency(_KERNEL_KINDS[name], shares) for name, shares in entry.kernels.items()},
+        shapes=ShapeTable(dict(entry.shapes.rows)),
+        kernels=entry.kernels,
         fused=tuple(entry.fused),
         all_to_all=entry.all_to_all.link() if entry.all_to_all else None,
     )
-
-
-_KERNEL_KINDS: dict[KernelName, OperationKind] = {
-    "cross-entropy": "reduction",
-    "unfused-cross-entropy": "reduction",
-    "permute-forward": "indexing",
-    "permute-backward": "indexing",
-}
-
-
-def _efficiency(kind: OperationKind, shares: _Shares) -> Efficiency:
-    return Efficiency(kind=kind, flops=shares.flops, bandwidth=shares.bandwidth, latency_s=shares.latency_s)
 
 
 def _check(entry: _Entry, place: str) -> None:
@@ -330,11 +286,9 @@ def _check(entry: _Entry, place: str) -> None:
             raise FileError(f"{place}: efficiency.{kind} is {shares}; expected shares above 0 and at most 1")
         if not 0 <= shares.latency_s < 1:
             raise FileError(f"{place}: latency_s of {kind} is {shares.latency_s:g}; expected seconds, such as 5e-6")
-    rows: list[_MatmulShare | _AttentionShare] = [*entry.shapes.matmul, *entry.shapes.attention]
-    for row in rows:
-        sizes = {key: x for key, x in msgspec.structs.asdict(row).items() if type(x) is int and key != "kv_heads"}
-        if min(sizes.values()) < 1 or not 0 < row.flops <= _MOST_SHARE:
+    for shape, share in entry.shapes.rows:
+        if min(shape.sizes) < 1 or not 0 < share <= _MOST_SHARE:
             raise FileError(
-                f"{place}: shapes has {row}; expected sizes of 1 or more and flops, the share of the peak, above 0 and "
-                f"at most {_MOST_SHARE:g}"
+                f"{place}: shapes has {shape} with flops {share:g}; expected sizes of 1 or more and flops, the share of the "
+                f"peak, above 0 and at most {_MOST_SHARE:g}"
             )

@@ -2,9 +2,9 @@
 
 Operations of one kind take max(FLOPs / peak, bytes / bandwidth), each times the efficiency of the kind (Williams et al.,
 Roofline, CACM 2009); kinds add up. A product whose shape has a measured share of the peak on the device takes its FLOPs
-at that share instead, and a kernel with rates of its own takes those. Each operation costs one launch: added on a CPU; on a GPU or TPU, where launches run
-ahead, their sum is a lower bound. Left out: caches, overlap of kinds, and small operations that leave a device idle,
-whose mean effect calibration finds.
+at that share instead, and a kernel with rates of its own takes those. Each operation costs one launch: added on a CPU;
+on a GPU or TPU, where launches run ahead, their sum is a lower bound. Left out: caches, overlap of kinds, and small
+operations that leave a device idle, whose mean effect calibration finds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from gplan.core import OperationKind, Profile, StepCost, Work
 from gplan.core.errors import UsageError
-from profiler.analytic.hardware import KINDS, Hardware, KernelName
+from profiler.analytic.hardware import KINDS, Efficiency, Hardware, KernelName
 from profiler.analytic.shapes import Shape
 
 LEAST_SAMPLES = 8  # forwards and backwards of different layers, for as many figures to be fitted
@@ -218,13 +218,12 @@ def _least_squares(terms: _Numbers, wanted: _Numbers) -> _Numbers:
 
 def _scaled(hardware: Hardware, factors: _Numbers) -> Hardware:
     """The hardware with every kind `factor` times slower."""
-    scaled = tuple(
-        replace(
-            x,
+    scaled = {
+        kind: Efficiency(
             flops=x.flops / float(factor),
             bandwidth=x.bandwidth / float(factor),
             latency_s=x.latency_s * float(factor),
         )
-        for x, factor in zip(hardware.efficiencies, factors, strict=False)
-    )
+        for (kind, x), factor in zip(hardware.efficiencies.items(), factors, strict=False)
+    }
     return replace(hardware, efficiencies=scaled, launch_s=hardware.launch_s * float(factors[-1]))

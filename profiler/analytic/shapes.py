@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeAlias
 
+import msgspec
 import numpy as np
+from torch import Tensor
 
 Layout: TypeAlias = Literal["TN", "NN", "NT"]
 Direction: TypeAlias = Literal["forward", "backward"]
@@ -24,8 +26,12 @@ Direction: TypeAlias = Literal["forward", "backward"]
 _NUM_NEAREST = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MatmulShape:
+def dtype_name(tensor: Tensor) -> str:
+    """The name of a tensor's dtype, such as "bfloat16"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+class MatmulShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`groups` products of m x k and k x n."""
 
     m: int
@@ -53,18 +59,36 @@ class MatmulShape:
         return 2 * self.groups * self.m * self.k * self.n
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
+class AttentionShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A fused attention over `heads` heads of each of `batch` sequences."""
 
     batch: int
     sequence: int
     heads: int
-    kv_heads: int
+    kv_heads: int = 0  # 0: as many as heads
     qk_dim: int
     v_dim: int
     direction: Direction = "forward"
     dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if not self.kv_heads:
+            msgspec.structs.force_setattr(self, "kv_heads", self.heads)
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor, direction: Direction) -> AttentionShape:
+        """The shape of an attention over tensors (batch, heads, sequence, width)."""
+        batch, heads, sequence, width = query.shape
+        return cls(
+            batch=batch,
+            sequence=sequence,
+            heads=heads,
+            kv_heads=key.shape[1],
+            qk_dim=width,
+            v_dim=value.shape[-1],
+            direction=direction,
+            dtype=dtype_name(key),
+        )
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from gplan.core import OperationKind, Work
 from profiler.analytic.hardware import PRODUCTS
 from profiler.analytic.roofline import Operation
-from profiler.analytic.shapes import AttentionShape, Layout, MatmulShape, Shape
+from profiler.analytic.shapes import AttentionShape, Direction, Layout, MatmulShape, Shape, dtype_name
 from profiler.memory.allocations import storage_key, tensors_in
 
 _ATEN = torch.ops.aten
@@ -77,7 +77,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._operations.append(
                 Operation(
                     work=work,
-                    dtype=_dtype_name(first),
+                    dtype=dtype_name(first),
                     shape=_shape(func, args, kwargs or {}, result),
                     time=self._now(),
                 )
@@ -161,25 +161,16 @@ def _shape(func: Any, args: Any, kwargs: Any, result: Any) -> Shape | None:
             k=a.shape[-1],
             n=b.shape[-1],
             layout=_LAYOUTS[_is_transposed(b), _is_transposed(a)],
-            dtype=_dtype_name(a),
-            out_dtype=_dtype_name(result),
+            dtype=dtype_name(a),
+            out_dtype=dtype_name(result),
         )
     if "attention" not in name:
         return None
     given = dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | kwargs
     if not given.get("is_causal") or given["query"].shape[-2] != given["key"].shape[-2]:
         return None
-    (batch, heads, sequence, qk_dim), key, value = given["query"].shape, given["key"], given["value"]
-    return AttentionShape(
-        batch=batch,
-        sequence=sequence,
-        heads=heads,
-        kv_heads=key.shape[1],
-        qk_dim=qk_dim,
-        v_dim=value.shape[-1],
-        direction="backward" if "backward" in name else "forward",
-        dtype=_dtype_name(key),
-    )
+    direction: Direction = "backward" if "backward" in name else "forward"
+    return AttentionShape.of(given["query"], given["key"], given["value"], direction)
 
 
 _MATMUL_OPERANDS = {"mm": slice(0, 2), "bmm": slice(0, 2), "addmm": slice(1, 3), "baddbmm": slice(1, 3)}
@@ -193,10 +184,6 @@ _LAYOUTS: dict[tuple[bool, bool], Layout] = {
 
 def _is_transposed(matrix: Tensor) -> bool:
     return matrix.stride(-1) != 1 and matrix.stride(-2) == 1
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _gradients_of_convolution(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any, out_val: Any, **_: Any) -> int:

@@ -153,17 +153,6 @@ class Chain(ABC):
         parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.model.named_parameters()]
         return hashlib.sha256(repr((self.names, self.kinds, parameters)).encode()).hexdigest()[:16]
 
-    def boundaries(self, inputs: Tensors) -> tuple[tuple[TensorSpec, ...], ...]:
-        """The specs of all L+1 boundaries, found by running the layers once; the model is left unchanged."""
-        specs = [TensorSpec.of_all(inputs)]
-        with model_state_restored(self.model):
-            tensors = inputs
-            for layer in range(len(self)):
-                tensors = self.stage(layer, layer + 1)(*tensors)
-                specs.append(TensorSpec.of_all(tensors))
-                tensors = detached(tensors)
-        return tuple(specs)
-
 
 def routing_notes(chain: Chain, *, how: str) -> tuple[str, ...]:
     """A note on the layers whose time depends on routing, and how it was found; for a profile and every plan made from it."""

@@ -16,7 +16,7 @@ from gplan.core import Link, Profile, StepCost, Timing, Work
 from gplan.core.errors import ModelError, UsageError
 from gplan.files import json_files
 from profiler.analytic.computed_profile import ComputeOptions, computed_profile
-from profiler.analytic.hardware import load_hardware
+from profiler.analytic.hardware import Efficiency, load_hardware
 from profiler.analytic.layer_work import analyse, analyse_halves
 from profiler.analytic.roofline import Fit, Operation, RooflineCalibration, roofline_seconds, total_work
 from profiler.capture.capture import capture
@@ -257,7 +257,7 @@ def test_the_notes_say_what_was_assumed() -> None:
 
 def test_a_calibration_is_used_and_noted() -> None:
     slower = replace(H100, launch_s=1.0)
-    efficiencies = tuple(replace(x, flops=6.0) if x.kind == "matmul" else x for x in slower.efficiencies)
+    efficiencies = {**slower.efficiencies, "matmul": Efficiency(flops=6.0, bandwidth=0.8)}
     slower = replace(slower, efficiencies=efficiencies)
     step = StepCost(
         optimizer=Timing.exactly(3.0),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 from functools import cache
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -130,13 +131,13 @@ def test_torchs_attention_is_found_by_its_shape() -> None:
     shapes = [x.shape for x in (*first.forward, *first.backward) if isinstance(x.shape, AttentionShape)]
     sizes = {"batch": 2, "sequence": 5, "heads": 3, "kv_heads": 3, "qk_dim": 4, "v_dim": 4, "dtype": "float32"}
     forward = AttentionShape(**sizes)  # type: ignore[arg-type]
-    assert shapes == [forward, replace(forward, direction="backward")]
+    assert shapes == [forward, msgspec.structs.replace(forward, direction="backward")]
 
 
 def test_a_computed_profile_states_what_was_fused() -> None:
     file = model_in_memory(MODEL, loss=lambda y, _: y.sum(), inputs=lambda n: torch.randn(n, LENGTH, WIDTH))
     options = ComputeOptions(hardware=load_hardware("h100"), microbatch_sizes=(1,), fused=FUSED_KERNELS)
-    fused, plain = computed_profile(file, options), computed_profile(file, replace(options, fused=()))
+    fused, plain = computed_profile(file, options), computed_profile(file, dataclasses.replace(options, fused=()))
     assert "counted as fused kernels: attention, normalization, activation" in fused.notes
     assert "to be fused, but found in no layer: cross-entropy" in fused.notes
     before, after = plain.layers[1].costs[0], fused.layers[1].costs[0]

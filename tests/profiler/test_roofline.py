@@ -22,7 +22,7 @@ CPU = Hardware(
     flops_per_s=(("float32", 1e11), ("bfloat16", 2e11)),
     launch_s=1e-5,
     link=Link(latency_s=0.0, bytes_per_s=1e9),
-    efficiencies=tuple(Efficiency(kind=kind, flops=0.5, bandwidth=0.25) for kind in KINDS),
+    efficiencies={kind: Efficiency(flops=0.5, bandwidth=0.25) for kind in KINDS},
     sources=(("memory", "made"),),
 )
 GPU = replace(CPU, kind="cuda", memory_bytes=2**30)
@@ -78,10 +78,10 @@ def profile_of(truth: Hardware, works: Sequence[tuple[Work, ...]], *, noise: flo
 
 
 def scaled(hardware: Hardware, factors: dict[OperationKind, float], launch: float) -> Hardware:
-    efficiencies = tuple(
-        replace(x, flops=x.flops * factors.get(x.kind, 1.0), bandwidth=x.bandwidth * factors.get(x.kind, 1.0))
-        for x in hardware.efficiencies
-    )
+    efficiencies = {
+        kind: Efficiency(flops=x.flops * factors.get(kind, 1.0), bandwidth=x.bandwidth * factors.get(kind, 1.0))
+        for kind, x in hardware.efficiencies.items()
+    }
     return replace(hardware, efficiencies=efficiencies, launch_s=hardware.launch_s * launch)
 
 
@@ -131,7 +131,7 @@ def test_calibration_is_robust_to_outliers() -> None:
 def test_a_kind_without_seconds_of_its_own_stays_above_zero() -> None:
     works = [(work("matmul", flops=10**9), work("reduction", moved=10**7 * (i + 1))) for i in range(10)]
     found = calibrated(replace(CPU, launch_s=0.0), profile_of(scaled(CPU, {"reduction": 1e6}, 0.0), works))
-    assert all(x.flops > 0 and x.bandwidth > 0 for x in found.hardware.efficiencies)
+    assert all(x.flops > 0 and x.bandwidth > 0 for x in found.hardware.efficiencies.values())
     assert found.after.worst_error < found.before.worst_error
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.nn import functional as F
@@ -65,21 +66,21 @@ SYSTEM: dict[str, Any] = {
 
 
 def test_a_measured_shape_has_its_share_and_others_lie_between_the_nearest() -> None:
-    other = replace(MEASURED, n=8192)
-    table = ShapeTable({MEASURED: 0.4, other: 0.6, replace(MEASURED, layout="NN"): 0.1})
+    other = msgspec.structs.replace(MEASURED, n=8192)
+    table = ShapeTable({MEASURED: 0.4, other: 0.6, msgspec.structs.replace(MEASURED, layout="NN"): 0.1})
     assert table.share(MEASURED) == 0.4
-    between = table.share(replace(MEASURED, n=4096))
+    between = table.share(msgspec.structs.replace(MEASURED, n=4096))
     assert between == pytest.approx(1 / (0.5 / 0.4 + 0.5 / 0.6))  # the mean of the seconds
-    assert table.share(replace(MEASURED, n=4096, out_dtype="float32")) == pytest.approx(between)
-    assert table.share(replace(MEASURED, dtype="float32")) is None
-    assert table.share(replace(MEASURED, layout="NT")) is None
+    assert table.share(msgspec.structs.replace(MEASURED, n=4096, out_dtype="float32")) == pytest.approx(between)
+    assert table.share(msgspec.structs.replace(MEASURED, dtype="float32")) is None
+    assert table.share(msgspec.structs.replace(MEASURED, layout="NT")) is None
 
 
 def test_flops_of_shapes_are_those_of_the_products() -> None:
     assert MatmulShape(m=2, k=3, n=5, groups=7).num_flops == 2 * 2 * 3 * 5 * 7
     attention = AttentionShape(batch=2, sequence=8, heads=4, kv_heads=2, qk_dim=6, v_dim=5)
     assert attention.num_flops == 2 * 2 * 4 * 8 * 8 * (6 + 5)
-    assert replace(attention, direction="backward").num_flops == 2 * 2 * 4 * 8 * 8 * (3 * 6 + 2 * 5)
+    assert msgspec.structs.replace(attention, direction="backward").num_flops == 2 * 2 * 4 * 8 * 8 * (3 * 6 + 2 * 5)
 
 
 def test_a_file_of_ones_own_has_shapes_kernels_and_links(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_a_file_of_ones_own_has_shapes_kernels_and_links(tmp_path: Path) -> None
     shape = MatmulShape(m=64, k=32, n=16)
     flops = shape.num_flops
     product = Operation(work=Work(kind="matmul", num_operations=1, num_flops=flops, num_bytes=1), shape=shape)
-    fast = replace(hardware, launch_s=0.0)
+    fast = dataclasses.replace(hardware, launch_s=0.0)
     assert operations_seconds([product], fast, dtype="bfloat16") == pytest.approx(flops / (120e12 * 0.25))
     moved = Work(kind="reduction", num_operations=1, num_flops=1, num_bytes=10**9)
     rate = operations_seconds([Operation(work=moved, kernel="cross-entropy")], fast, dtype="bfloat16")
