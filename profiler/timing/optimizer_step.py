@@ -1,8 +1,9 @@
 """Measure zero_grad and the optimizer's step on copies of the parameters.
 
-With master weights the copies are in float32, and rounding them into the parameters belongs to the step. Time model: seconds per tensor (measured on as many tensors of one element) plus seconds per byte. If the parameters
-exceed 256 MiB, only the first ones are copied, and time and state are scaled by bytes. On a CPU other memory is read
-before each sample, because after a whole backward pass no gradient is in a core's own caches.
+With master weights the copies are in float32, and rounding them into the parameters belongs to the step. Time model:
+seconds per tensor (measured on as many tensors of one element) plus seconds per byte. If the parameters exceed 256 MiB,
+only the first ones are copied, and time and state are scaled by bytes. On a CPU other memory is read before each
+sample, because after a whole backward pass no gradient is in a core's own caches.
 """
 
 from __future__ import annotations
