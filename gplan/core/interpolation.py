@@ -9,11 +9,8 @@ from gplan.core.errors import UsageError
 from gplan.core.layer_cost import LayerCost, Leftover, Timing
 from gplan.core.profile import ValueCost
 
-_NUMBERS = (
-    "stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "output_bytes", "output_gradient_bytes",
-    "output_unsaved_bytes", "output_saved_later_bytes", "pending_bytes",
-)  # fmt: skip
-_TIMINGS = ("forward", "backward", "recompute", "last_recompute", "first_backward", "input_gradient", "weight_gradient")
+_NUMBERS = tuple(x.name for x in fields(LayerCost) if x.name.endswith("_bytes"))
+_TIMINGS = tuple(x.name for x in fields(LayerCost) if str(x.type).startswith("Timing"))
 
 
 def cost_at(costs: tuple[LayerCost, ...], microbatch_size: int) -> LayerCost:

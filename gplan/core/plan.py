@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import geometric_mean
@@ -163,14 +162,6 @@ class Stage:
     def on_device(self) -> int:
         """The number of its device."""
         return self.index if self.device is None else self.device
-
-
-def peaks_by_device(stages: Sequence[Stage]) -> tuple[int, ...]:
-    """Peak memory of each device in bytes, the sum over its stages."""
-    peaks = [0] * (1 + max(x.on_device for x in stages))
-    for stage in stages:
-        peaks[stage.on_device] += stage.memory.peak_bytes
-    return tuple(peaks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,7 +325,7 @@ class Plan:
     @property
     def device_peak_bytes(self) -> tuple[int, ...]:
         """Peak memory of each device, the sum over its stages."""
-        return peaks_by_device(self.stages)
+        return tuple(sum(x.memory.peak_bytes for x in self.stages_of(device)) for device in range(self.num_devices))
 
     @property
     def peak_bytes(self) -> int:

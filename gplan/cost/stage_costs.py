@@ -25,25 +25,31 @@ from gplan.graph.boundary import Crossing, PassThrough, crossing_of, saved_outpu
 from gplan.graph.down_sets import DownSets, Floats, Ints, Output, Prefixes, Waiting
 
 
-def mean_backward_s(cost: LayerCost, num_microbatches: int) -> float:
-    """Mean seconds of a backward in one piece over a step of M micro-batches.
+def layer_seconds(cost: LayerCost, *, num_microbatches: int, has_halves: bool) -> dict[str, float]:
+    """Seconds of a layer, or of the loss, for one micro-batch of M in a step, by what they are of.
 
-    The first backward of a step makes the gradients and costs more; each of the M gets its share of the difference.
+    The first backward of a step makes the gradients and costs more; each of the M gets its share of the difference. Of a
+    split backward that belongs to the second half.
     """
-    return cost.backward.median_s + _share_of_first_s(cost, num_microbatches)
-
-
-def mean_weight_gradient_s(cost: LayerCost, num_microbatches: int) -> float:
-    """Seconds of the second half of a split backward; none where there is no such half."""
-    if cost.weight_gradient is None:
-        return 0.0
-    return max(0.0, cost.weight_gradient.median_s + _share_of_first_s(cost, num_microbatches))
-
-
-def first_half_s(cost: LayerCost) -> float:
-    """Seconds of the first half of a split backward."""
-    timing = first_half(cost)
-    return timing.median_s if timing is not None else 0.0
+    once_s = (cost.first_backward or cost.backward).median_s - cost.backward.median_s
+    forward_s, backward_s = cost.forward.median_s, cost.backward.median_s + once_s / num_microbatches
+    first, second = first_half(cost), cost.weight_gradient
+    first_s = first.median_s if first is not None else 0.0
+    second_s = max(0.0, second.median_s + once_s / num_microbatches) if second is not None else 0.0
+    least_backward_s = min(backward_s, first_s + second_s) if has_halves else backward_s
+    return {
+        "forward": forward_s,
+        "backward": backward_s,
+        "input_gradient": first_s,
+        "weight_gradient": second_s,
+        "least_backward": least_backward_s,
+        "least_first_half": min(backward_s, first_s),
+        "compute": forward_s + backward_s,
+        "least_compute": forward_s + least_backward_s,
+        "recompute": cost.recompute_s,
+        "last_recompute": cost.last_recompute_s,
+        "unfinished": cost.recompute_s - cost.last_recompute_s,
+    }
 
 
 def first_half(cost: LayerCost) -> Timing | None:
@@ -68,11 +74,6 @@ def contention_factor(contention: float, num_others: int, *, num_measured: int) 
 def contention_share(num_others: int, *, num_measured: int) -> float:
     """The share of the measured contention that `num_others` devices cause; 0 where none was measured."""
     return min(1.0, num_others / num_measured) if num_measured else 0.0
-
-
-def _share_of_first_s(cost: LayerCost, num_microbatches: int) -> float:
-    first = cost.first_backward or cost.backward
-    return (first.median_s - cost.backward.median_s) / num_microbatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,11 +150,11 @@ class Costs:
 
     def forward_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: seconds of the forward of stages without overhead; the loss is in the last layer."""
-        return _between(self._forward_sums, first, end)
+        return self._seconds("forward", first, end)
 
     def backward_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: mean seconds of a step's backwards of stages, without recompute and overhead."""
-        return _between(self._backward_sums, first, end)
+        return self._seconds("backward", first, end)
 
     @property
     def gap_s(self) -> float:
@@ -183,19 +184,19 @@ class Costs:
 
     def input_gradient_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: seconds of the first half of a split backward, as `backward_s`; only with `has_halves`."""
-        return _between(self._input_gradient_sums, first, end)
+        return self._seconds("input_gradient", first, end)
 
     def weight_gradient_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: mean seconds of the second halves of a step; only with `has_halves`."""
-        return _between(self._weight_gradient_sums, first, end)
+        return self._seconds("weight_gradient", first, end)
 
     def least_backward_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: below which no backward of stages is, in one piece or in halves together; only with `has_halves`."""
-        return _between(self._least_backward_sums, first, end)
+        return self._seconds("least_backward", first, end)
 
     def least_first_half_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: below which gradients do not come through stages, split or not; only with `has_halves`."""
-        return _between(self._least_first_half_sums, first, end)
+        return self._seconds("least_first_half", first, end)
 
     def recompute_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: seconds that recomputing whole stages adds; the loss is not recomputed."""
@@ -206,18 +207,16 @@ class Costs:
 
     def full_recompute_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: seconds of recomputing all layers of stages to their ends; a recompute leaves out `unfinished_s`."""
-        return _between(self._recompute_sums, first, end)
+        return self._seconds("recompute", first, end)
 
     def least_recompute_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: below which the sum of `recompute_s` is not, however layers are divided among stages."""
-        return _between(self._least_recompute_sums, first, end)
+        return self._seconds("last_recompute", first, end)
 
     @cached_property
     def unfinished_s(self) -> Floats:
         """[L]: seconds that a recompute leaves out where it ends with this layer, at the last tensor that is saved."""
-        return np.array([
-            (x.recompute_s - x.last_recompute_s) * self._contention_factor(x.contention) for x in self.layer_costs
-        ])  # fmt: skip
+        return self._of_layers("unfinished")
 
     def optimizer_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: seconds of zero_grad and optimizer step for the weights of stages that a replica updates."""
@@ -227,23 +226,17 @@ class Costs:
     @cached_property
     def layer_compute_s(self) -> Floats:
         """[L]: seconds of forward and backward of each layer, without the loss."""
-        return np.array([
-            (x.forward.median_s + self._mean_backward_s(x)) * self._contention_factor(x.contention) for x in self.layer_costs
-        ])  # fmt: skip
+        return self._of_layers("compute")
 
     @cached_property
     def layer_least_compute_s(self) -> Floats:
         """[L]: seconds of forward and backward of each layer at least, whether the backward is split or not."""
-        return np.array([
-            (x.forward.median_s + self._least_backward_s(x)) * self._contention_factor(x.contention) for x in self.layer_costs
-        ])  # fmt: skip
+        return self._of_layers("least_compute")
 
     @cached_property
     def layer_recompute_s(self) -> Floats:
         """[L]: seconds that recomputing each layer by itself adds."""
-        return np.array([
-            x.last_recompute_s * self._contention_factor(x.contention) for x in self.layer_costs
-        ])  # fmt: skip
+        return self._of_layers("last_recompute")
 
     @property
     def tensor_s(self) -> float:
@@ -364,8 +357,8 @@ class Costs:
             self.transfers,
         )
         return StageBytes(
-            weight=self.weight_bytes(first, end),
-            gradient=self.trained_bytes(first, end),
+            weight=self.held_bytes("weight_bytes", first, end),
+            gradient=self.held_bytes("gradient_bytes", first, end),
             optimizer=np.rint(trained * self.profile.step.state_bytes).astype(np.int64),
             stash=held.stash,
             checkpoint=held.checkpoint,
@@ -379,14 +372,6 @@ class Costs:
             optimizer_workspace=self._optimizer_workspace(first, end),
             buffer=self.num_buffers * held.received,
         )
-
-    def weight_bytes(self, first: Ints, end: Ints) -> Ints:
-        """[E]: bytes of parameters and buffers of stages, a shared one once where any of its layers is held."""
-        return self.held_bytes("weight_bytes", first, end)
-
-    def trained_bytes(self, first: Ints, end: Ints) -> Ints:
-        """[E]: bytes of the gradients of stages, of a shared weight once."""
-        return self.held_bytes("gradient_bytes", first, end)
 
     def tied_bytes(self, first: Ints, end: Ints) -> Ints:
         """[E]: bytes of the gradients, on stages, of shared weights that other stages use too."""
@@ -409,7 +394,7 @@ class Costs:
         found = np.rint(num_bytes).astype(np.int64)
         if not self.is_sharded:
             return found
-        left = self.held_bytes("updated_bytes", first, end) - self.trained_bytes(first, end)
+        left = self.held_bytes("updated_bytes", first, end) - self.held_bytes("gradient_bytes", first, end)
         if self.sharding == "weights":
             return np.maximum(found + left, self._largest("reduced_bytes", first, end))
         copied = self.held_bytes("reduced_bytes", first, end)
@@ -545,38 +530,6 @@ class Costs:
         return StageBytes(**{name: int(getattr(parts, name)[0]) for name in StageBytes.__struct_fields__})
 
     @cached_property
-    def _forward_sums(self) -> Floats:
-        return self._sums(lambda cost: cost.forward.median_s)
-
-    @cached_property
-    def _backward_sums(self) -> Floats:
-        return self._sums(self._mean_backward_s)
-
-    @cached_property
-    def _input_gradient_sums(self) -> Floats:
-        return self._sums(first_half_s)
-
-    @cached_property
-    def _weight_gradient_sums(self) -> Floats:
-        return self._sums(self._mean_weight_gradient_s)
-
-    @cached_property
-    def _least_backward_sums(self) -> Floats:
-        return self._sums(self._least_backward_s)
-
-    @cached_property
-    def _least_first_half_sums(self) -> Floats:
-        return self._sums(lambda cost: min(self._mean_backward_s(cost), first_half_s(cost)))
-
-    @cached_property
-    def _recompute_sums(self) -> Floats:
-        return self._sums(lambda cost: cost.recompute_s, with_loss=False)
-
-    @cached_property
-    def _least_recompute_sums(self) -> Floats:
-        return self._sums(lambda cost: cost.last_recompute_s, with_loss=False)
-
-    @cached_property
     def _trained_total_bytes(self) -> int:
         return self.profile.trained_bytes
 
@@ -596,23 +549,33 @@ class Costs:
         engine = self.profile.engine
         return engine.sending.transfers_s(num_bytes) if engine else np.zeros(self.num_positions)
 
-    def _sums(self, seconds_of: Callable[[LayerCost], float], *, with_loss: bool = True) -> Floats:
-        """[P]: seconds of the layers before each position, beside the other devices of the host."""
-        values = np.array([seconds_of(x) * self._contention_factor(x.contention) for x in self.layer_costs])
-        sums = self.downsets.sums(values)
-        if self.loss and with_loss:
-            sums[-1] += seconds_of(self.loss) * self._contention_factor(self.loss.contention)
-        return sums
+    def _seconds(self, name: str, first: Ints, end: Ints) -> Floats:
+        """[E]: seconds of the layers of stages by `layer_seconds`, beside the other devices of the host, with the loss."""
+        if name not in self._second_sums:
+            sums = self.downsets.sums(self._of_layers(name))
+            if self.loss and not name.endswith("recompute"):
+                sums[-1] += self._contended_s(self.loss)[name]
+            self._second_sums[name] = sums
+        sums = self._second_sums[name]
+        return np.maximum(sums[end] - sums[first], 0.0)
 
-    def _mean_backward_s(self, cost: LayerCost) -> float:
-        return mean_backward_s(cost, self.num_microbatches)
+    @cached_property
+    def _second_sums(self) -> dict[str, Floats]:
+        """[P] by name: of the layers before each position."""
+        return {}
 
-    def _mean_weight_gradient_s(self, cost: LayerCost) -> float:
-        return mean_weight_gradient_s(cost, self.num_microbatches)
+    def _of_layers(self, name: str) -> Floats:
+        """[L]: the same of each layer."""
+        return np.array([x[name] for x in self._layer_seconds])
 
-    def _least_backward_s(self, cost: LayerCost) -> float:
-        whole_s = self._mean_backward_s(cost)
-        return min(whole_s, first_half_s(cost) + self._mean_weight_gradient_s(cost)) if self.has_halves else whole_s
+    @cached_property
+    def _layer_seconds(self) -> list[dict[str, float]]:
+        return [self._contended_s(x) for x in self.layer_costs]
+
+    def _contended_s(self, cost: LayerCost) -> dict[str, float]:
+        found = layer_seconds(cost, num_microbatches=self.num_microbatches, has_halves=self.has_halves)
+        factor = self._contention_factor(cost.contention)
+        return {name: seconds * factor for name, seconds in found.items()}
 
     def _contention_factor(self, contention: float) -> float:
         """The contention beside the plan's other devices, given that beside as many as were measured."""
@@ -651,8 +614,3 @@ class Costs:
 
 def _ratio(contended: Floats, alone: Floats) -> float:
     return float(contended[0] / alone[0]) if alone[0] > 0 else 1.0
-
-
-def _between(sums: Floats, first: Ints, end: Ints) -> Floats:
-    difference: Floats = np.maximum(sums[end] - sums[first], 0.0)
-    return difference

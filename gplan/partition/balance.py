@@ -13,7 +13,18 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from gplan.core import OBJECTIVES, Alternative, Constraints, Machine, Objective, Plan, Profile, RecomputeMode, Sharding
+from gplan.core import (
+    OBJECTIVES,
+    RECOMPUTE_MODES,
+    Alternative,
+    Constraints,
+    Machine,
+    Objective,
+    Plan,
+    Profile,
+    RecomputeMode,
+    Sharding,
+)
 from gplan.core.errors import UsageError
 from gplan.cost.sharding import sharded
 from gplan.cost.stage_costs import Costs
@@ -25,8 +36,6 @@ from gplan.partition.problem import Problem
 from gplan.partition.solve import SOLVERS, TooManyDownSets, solve, with_down_sets
 from gplan.partition.validation import check_choice, check_counts, check_recompute, check_sharding, check_split_backward
 from gplan.schedules.registry import canonical, check_custom_counts, num_stages_of, schedule_info
-
-RECOMPUTE_CHOICES = ("never", "always", "except-last", "selected")
 
 
 def balance(
@@ -106,7 +115,7 @@ def problem_of(
 
     Raises UsageError for arguments that cannot be used.
     """
-    check_choice("recompute", recompute, RECOMPUTE_CHOICES)
+    check_choice("recompute", recompute, RECOMPUTE_MODES)
     check_choice("minimize", minimize, OBJECTIVES)
     check_counts(
         profile, schedule, num_devices=num_devices, num_microbatches=num_microbatches, num_replicas=num_replicas

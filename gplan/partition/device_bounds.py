@@ -22,10 +22,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from gplan.core import Action, ActionKind, Profile, StageSeconds, is_recomputed
+from gplan.core import ActionKind, Profile, StageSeconds, is_recomputed
 from gplan.cost.stage_bytes import MicrobatchTerms, microbatch_bytes
 from gplan.cost.stage_costs import Costs, DeviceBoundaries
-from gplan.cost.stage_seconds import ActionKey, action_s
+from gplan.cost.stage_seconds import action_keys, action_s
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.bounds import least_hops_s
 from gplan.partition.device_memory import PARTS, fullest_counts
@@ -303,7 +303,7 @@ class DeviceBounds:
         """For each stage of a device, [paths, most + 1]: what it adds to each path with so many of the layers."""
         problem, stages = self.problem, self.problem.stages_by_device[device]
         order = problem.made_schedule.orders[device]
-        keys, kinds = _keys(problem, order)
+        keys, kinds = action_keys(order, num_microbatches=problem.num_microbatches, recompute=problem.recompute)
         before = np.concatenate([np.zeros((1, len(keys))), np.cumsum(np.eye(len(keys))[kinds], axis=0)])
         heads, tails = list[tuple[int, float]](), [(len(order), 0.0)]
         last = {(x.stage, x.kind, self._is_again(x.microbatch)): i for i, x in enumerate(order)}
@@ -494,18 +494,6 @@ def updated_shares(profile: Profile) -> Floats:
 _LASTING = dict.fromkeys(("weight", "gradient", "optimizer", "buffer"), 1)
 _BY_MICROBATCH = ("stash", "checkpoint", "recomputed_stash", "pending", "sent")
 _ONCE = ("recompute_s", "optimizer_s")  # of `StageSeconds`, without the overhead of an action
-
-
-def _keys(problem: Problem, order: Sequence[Action]) -> tuple[list[ActionKey], Ints]:
-    """What the durations of an order's actions depend on, and which of them each action has."""
-    index: dict[ActionKey, int] = {}
-    kinds = [
-        index.setdefault(
-            ActionKey.of(x, num_microbatches=problem.num_microbatches, recompute=problem.recompute), len(index)
-        )
-        for x in order
-    ]
-    return list(index), np.array(kinds)
 
 
 def _summed(tables: Sequence[Floats], counts: Ints) -> Floats:

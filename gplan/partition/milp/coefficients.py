@@ -27,14 +27,6 @@ class ParameterBytes:
         self._tied: dict[int, list[Expression]] = {}
         self._waits_between: dict[tuple[tuple[int, ...], int, int], Expression] = {}
 
-    def weight_bytes(self, k: int) -> Expression:
-        """Bytes of parameters and buffers on stage k."""
-        return self.held_bytes(k, "weight_bytes")
-
-    def trained_bytes(self, k: int) -> Expression:
-        """Bytes of the gradients on stage k."""
-        return self.held_bytes(k, "gradient_bytes")
-
     def tied_bytes(self, k: int) -> Expression:
         """Bytes of the gradients on stage k of shared weights that other stages use too."""
         pairs = zip(self._profile.shared_weights, self._tied_on(k), strict=True)
@@ -76,10 +68,6 @@ class ParameterBytes:
     def trained_share(self, k: int) -> Expression:
         """Which share of the model's trained bytes a replica updates on stage k."""
         return weighted([(1.0 / (self._profile.trained_bytes or 1), self.held_bytes(k, "updated_bytes"))])
-
-    def num_trained(self, k: int) -> Expression:
-        """Trained tensors on stage k."""
-        return self.held_bytes(k, "num_trained")
 
     def largest_bytes(self, k: int, field: str) -> Expression:
         """The largest number of the layers and shared weights on stage k, one row for each that may be."""

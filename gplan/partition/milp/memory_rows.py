@@ -50,8 +50,8 @@ class MemoryRows:
         costs, step = self.figures.costs, self.figures.costs.profile.step
         share, held = self.weights.trained_share(k), self._microbatch_bytes(k)
         return StageBytes(
-            weight=self.weights.weight_bytes(k),
-            gradient=self.weights.trained_bytes(k),
+            weight=self.weights.held_bytes(k, "weight_bytes"),
+            gradient=self.weights.held_bytes(k, "gradient_bytes"),
             optimizer=weighted([(step.state_bytes, share)]),
             stash=held.stash,
             checkpoint=held.checkpoint,
@@ -71,7 +71,7 @@ class MemoryRows:
             update.append((step.largest_workspace, weights.largest_bytes(k, "largest_trained_bytes")))
         if not costs.is_sharded:
             return weighted(update)
-        update += [(1.0, weights.held_bytes(k, "updated_bytes")), (-1.0, weights.trained_bytes(k))]
+        update += [(1.0, weights.held_bytes(k, "updated_bytes")), (-1.0, weights.held_bytes(k, "gradient_bytes"))]
         is_whole = costs.sharding == "optimizer"  # gradients are reduced of the whole stage, and all parameters freed
         copied = weights.held_bytes(k, "reduced_bytes") if is_whole else weights.largest_bytes(k, "reduced_bytes")
         rows = [weighted((x / limit_bytes, term) for x, term in some) for some in (update, [(1.0, copied)])]

@@ -141,7 +141,7 @@ class StepTimeRows:
         costs, scale = self.figures.costs, 1.0 / self.problem.speed(k) / self.unit_s
         optimizer = [
             (costs.optimizer_bytes_s * scale, self.weights.trained_share(k)),
-            (costs.tensor_s * scale, self.weights.num_trained(k)),
+            (costs.tensor_s * scale, self.weights.held_bytes(k, "num_trained")),
             (costs.around_s * scale if k == 0 else 0.0, 1),
         ]
         return total([weighted(optimizer), self._tied(k), self._replicas(k)])
