@@ -179,7 +179,7 @@ class Costs:
 
     @cached_property
     def has_halves(self) -> bool:
-        """Whether the profile knows the two halves of a split backward."""
+        """Whether the profile has times of the two halves of a split backward."""
         return any(x.input_gradient or x.weight_gradient for x in self.layer_costs)
 
     def input_gradient_s(self, first: Ints, end: Ints) -> Floats:

@@ -84,14 +84,14 @@ def saved_outputs(
     With `only_later` the part that the layer itself does not keep, up to the value's first reader: in a stage that ends
     before it, a recompute does not make it again.
     """
-    room = [x.stash_bytes for x in layer_costs]
+    left = [x.stash_bytes for x in layer_costs]
     found: list[Output] = []
     for value in values_of(profile):
         if value.producer is None:
             continue
         cost = value_cost_at(value.costs, microbatch_size)
-        saved = min(room[value.producer], cost.num_bytes - cost.unsaved_bytes)
-        room[value.producer] -= saved
+        saved = min(left[value.producer], cost.num_bytes - cost.unsaved_bytes)
+        left[value.producer] -= saved
         if only_later:
             found.append(((value.producer, value.consumers[:1]), min(saved, cost.saved_later_bytes)))
         else:

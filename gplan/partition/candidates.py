@@ -83,7 +83,7 @@ def candidates_within(problem: Problem, cap: CandidateLimit, *, most: int = MOST
     candidates: list[Candidates] = []
     starts = np.array([0])
     for stage in range(problem.num_stages):
-        made = maker.candidates(stage, starts, room=most - sum(len(x) for x in candidates))
+        made = maker.candidates(stage, starts, most=most - sum(len(x) for x in candidates))
         if not len(made):
             return None
         candidates.append(made)
@@ -196,19 +196,19 @@ class _Maker:
         self._constraints = ConstraintCheck(problem)
         self._sums = compute_sums_s(problem)
 
-    def candidates(self, stage: int, starts: Ints, *, room: int) -> Candidates:
+    def candidates(self, stage: int, starts: Ints, *, most: int) -> Candidates:
         """The candidates from these positions that are within the cap, fit the memory and grant the constraints."""
         problem, downsets = self._problem, self._problem.costs.downsets
-        most = self._cap.seconds_of(stage, starts)
-        span = np.maximum(most * problem.speed(stage) * (1 + _SLACK), 0.0)
+        most_s = self._cap.seconds_of(stage, starts)
+        span = np.maximum(most_s * problem.speed(stage) * (1 + _SLACK), 0.0)
         low, high = self._window(stage)
         parts, count = [], 0
         ends = self._ends(stage)
         for first, end in pairs_within(downsets, self._sums, starts, ends, most=span, low=low, high=high):
-            some = self._kept(stage, first, end, most[np.searchsorted(starts, first)])
+            some = self._kept(stage, first, end, most_s[np.searchsorted(starts, first)])
             parts.append(some)
             count += len(some)
-            if count > room:
+            if count > most:
                 raise TooManyCandidates
         return _joined(parts)
 

@@ -216,7 +216,7 @@ class DeviceMemoryLimits:
     candidates: Sequence[Candidates]
 
     def may_fit(self, paths: Ints) -> Bools:
-        """[N]: whether the device of the last of these stages, [N, s], may have room for all its own; of all, has."""
+        """[N]: whether the device of the last of these stages, [N, s], may hold all its own; with all stages: whether it can."""
         stage = paths.shape[1] - 1
         limit = self.problem.memory_of(stage)
         if limit is None:
@@ -233,7 +233,7 @@ class DeviceMemoryLimits:
         return fits
 
     def fitting(self, stage: int) -> Bools:
-        """[E]: whether the device of a stage may have room for each candidate, beside the least of its other stages."""
+        """[E]: whether the device of a stage may hold each candidate, beside the least of its other stages."""
         limit, device = self.problem.memory_of(stage), self.problem.devices[stage]
         if limit is None:
             return np.ones(len(self.candidates[stage]), dtype=np.bool_)

@@ -5,7 +5,7 @@ Ties are settled exactly too: among the partitions with the smallest largest loa
 among those, the fewest bytes across cuts. Three programs find them in turn, the later two with one stage exempt from
 the lower cap, as a plan has one largest stage.
 
-A plan that fits the memory though it was found without looking at it is the best; that none fits is told by bytes alone
+The best plan without a memory limit is also the best one with it if it fits. Whether any plan fits follows from bytes alone
 (`memory_feasibility.py`). Only stages up to a cap are looked at, which rises from a lower bound until there is a plan: every plan
 that is better than one within the cap is within it too.
 """

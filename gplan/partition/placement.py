@@ -4,7 +4,7 @@ Arrangements with the same speeds, memories and links count once. Each gets a lo
 which takes milliseconds; those that could beat the best plan are solved in the order of their bounds, until none is
 left or the time is up, in which case the bound of the best unsolved one enters the proof. Exact, except for machines with
 more than `MOST_ARRANGEMENTS`: then only arrangements that keep the devices of a host together are tried, the bound
-assumes the best device everywhere and free transfers, and a note tells.
+assumes the best device everywhere and free transfers, and a note says so.
 """
 
 from __future__ import annotations

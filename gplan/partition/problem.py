@@ -34,7 +34,7 @@ class Problem:
     schedule: str
     recompute: RecomputeMode
     minimize: Objective
-    memory_bytes: int | None = None  # of every device; None: no limit, but for what the places say
+    memory_bytes: int | None = None  # of every device; None: only the limits of `machine_devices`
     machine_devices: tuple[MachineDevice, ...] = ()  # the device of each stage; none: all are as the profiled one
     links: tuple[Link, ...] = ()  # from each stage but the last to the next; none: all are the profile's
     constraints: Constraints = field(default_factory=Constraints)
@@ -52,8 +52,8 @@ class Problem:
     @property
     def num_devices(self) -> int:
         """K; each holds as many stages as the schedule has chunks."""
-        said = schedule_info(self.schedule)
-        return said.num_devices or self.num_stages // said.num_chunks
+        info = schedule_info(self.schedule)
+        return info.num_devices or self.num_stages // info.num_chunks
 
     @property
     def made_schedule(self) -> Schedule:

@@ -49,7 +49,7 @@ def smallest_step(
     """The partition with the smallest simulated step; None where no partition is possible.
 
     `start` is a plan to begin with, by default that with the smallest largest stage. Raises TooManyCandidates for graphs
-    with very many down-sets, of which it is not even told a plan.
+    with very many down-sets if no `start` is given.
     """
     start = start or smallest_largest(problem)
     if start is None:

@@ -1,7 +1,7 @@
 """What each device holds over the simulated step, by category: the moments of its order at the times of its actions.
 
-While an action runs, its device is said to hold the most of what it holds at any point of it; from its end to the start
-of the next action, what is left. Before its first action and after its optimizers it holds what it always holds. So the
+While an action runs, its device counts with the most that it holds at any point of it; from its end to the start of the
+next action, with what is left. Before its first action and after its optimizers it holds what it always holds. So the
 most of all is, to the byte, the peak that plans are made with (`gplan/cost/memory_moments.py`).
 """
 

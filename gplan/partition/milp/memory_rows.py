@@ -40,10 +40,10 @@ class MemoryRows:
                 used = {name for name, most in zip(PARTS, counts[:, each].max(axis=0).tolist(), strict=True) if most}
                 of_stage = self._parts(k, limit_bytes, used=used)
                 parts += [getattr(of_stage, name) for name in PARTS]
-            room = 1.0 + 1.0 / limit_bytes  # a byte is left for rounding in the shares of the optimizer
+            limit = 1.0 + 1.0 / limit_bytes  # a byte is left for rounding in the shares of the optimizer
             for moment in counts.reshape(len(counts), -1).tolist():
                 held = weighted((count / limit_bytes, part) for count, part in zip(moment, parts, strict=True) if count)
-                self.program.require(room, at_least=held)
+                self.program.require(limit, at_least=held)
 
     def _parts(self, k: int, limit_bytes: int, *, used: set[str]) -> StageBytes[Expression]:
         """The parts of the memory of stage k, as `Costs.parts` has them."""

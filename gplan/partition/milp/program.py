@@ -1,6 +1,6 @@
 """HiGHS, in process, and CBC, a program of its own: a start handed over, a time limit kept, an honest status back.
 
-After a time limit PuLP calls any answer optimal; only `sol_status` tells. PuLP's HiGHS ignores a warm start, so that
+After a time limit PuLP calls any answer optimal; only `sol_status` shows whether it is. PuLP's HiGHS ignores a warm start, so that
 the start is set on the solver itself, which runs in a thread that Ctrl-C can stop. HiGHS runs without its presolve:
 that takes up to twice the time, but 1.14.0 (HiGHS issues 3043, 3073, 3094) and 1.15.1 (a test has it) call plans
 optimal that are not.
