@@ -161,7 +161,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, fusion: _Fusion, region: _Region, example: Tensor, *inputs: Tensor) -> Tensor:
-        result = torch.empty(example.shape, dtype=example.dtype, device=example.device)
+        result = torch.empty_like(example)  # with its strides, which decide whether what follows copies it
         saved = list(inputs)
         if region.kernel == "attention":  # and what the softmax is divided by, of each query
             saved += [result, torch.empty(example.shape[:-1], dtype=torch.float32, device=example.device)]

@@ -134,6 +134,27 @@ def test_torchs_attention_is_found_by_its_shape() -> None:
     assert shapes == [forward, msgspec.structs.replace(forward, direction="backward")]
 
 
+def test_torchs_attention_makes_rows_without_a_copy() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            query, key, value = self.heads(x).unflatten(-1, (3, 3, 8)).permute(2, 0, 3, 1, 4)
+            found: Tensor = self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+            return found
+
+    x = torch.randn(2, 16, 24, requires_grad=True)
+    chain = capture(nn.Sequential(Attention(), nn.Linear(24, 24)), x)
+    layers = [chain.stage(i, i + 1) for i in range(len(chain))]
+    plain, fused = (
+        analyse(layers, (x,), lambda y: y[0].sum(), fused=Fused(kernels=kernels))[0].memory.stash_bytes
+        for kernels in ((), FUSED_KERNELS)
+    )
+    assert fused == plain
+
+
 def test_a_computed_profile_states_what_was_fused() -> None:
     file = model_in_memory(MODEL, loss=lambda y, _: y.sum(), inputs=lambda n: torch.randn(n, LENGTH, WIDTH))
     options = ComputeOptions(hardware=load_hardware("h100"), microbatch_sizes=(1,), fused=FUSED_KERNELS)
