@@ -81,7 +81,7 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
             num_key_value_heads=self.kv_head_num or self.head_num,
             head_dim=self.head_size,
             vocab_size=-(-self.vocab_size // multiple) * multiple,
-            q_lora_rank=self.q_lora_rank if is_latent else None,
+            q_lora_rank=(self.q_lora_rank or 0) if is_latent else 0,
             kv_lora_rank=(self.kv_lora_rank or 0) if is_latent else 0,
             qk_nope_head_dim=self.qk_head_dim if is_latent else 0,
             qk_rope_head_dim=self.qk_pos_emb_head_dim if is_latent else 0,

@@ -197,6 +197,9 @@ _LIMITS = """## What this does not show
 - verl hands its string to Megatron-core, whose parser read it; verl itself was read, not run. vLLM was not installed.
 - Megatron-core 0.16.1, the newest on the package index, reads the symbols of hybrid patterns but no "|" between stages: the
   tests have its `allocate_layers` read the symbols; the stages were not parsed.
+- `python3 go.py test` sends 200 such plans through each receiver that installs beside all pinned packages: Megatron-core (also for
+  verl) and torchgpipe. torchtitan needs `datasets`, which asks for an older fsspec than the pinned one; DeepSpeed is built from
+  source, NeMo Automodel and SGLang are large. These are checked by this script alone.
 - Plans of inference receivers are plans for training: what a rank of a served model takes is not priced.
 """
 

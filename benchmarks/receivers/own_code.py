@@ -312,11 +312,13 @@ READERS: dict[str, Callable[[Plan], Stages]] = {
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the receivers' own log lines."""
+    """Without the receivers' own log lines and warnings."""
     import logging
+    import warnings
 
     logging.disable(logging.WARNING)
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):
+            yield
     finally:
         logging.disable(logging.NOTSET)

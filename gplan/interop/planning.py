@@ -192,27 +192,14 @@ def import_plan(
     given = Constraints(
         cut_after=tuple(names[x - 1] for x in found.cuts), profile_order=rules.constraints.profile_order
     )
-    plan = _priced(profile, given, common)
+    fixed = {**common, "memory_bytes": options.get("memory_bytes") or profile.device.memory_bytes}
+    fixed.pop("time_limit_s", None)  # nothing is searched
+    plan = best_plan(problem_of(profile, constraints=given, **fixed))
     best = min(balance(profile, constraints=rules.constraints, **common), plan, key=lambda x: x.prediction.step_s)
     rivals = (alternative_of(best, label=f"best for {receiver_named(receiver).title}"), *_free(best))
     bound_s = min(best.proof.lower_bound_s, plan.proof.objective_s)
     proof = replace(plan.proof, solver="the layout given", lower_bound_s=bound_s)
     return replace(plan, rivals=rivals, proof=proof, notes=(*plan.notes, comparison_text(plan, best)))
-
-
-def _priced(profile: Profile, constraints: Constraints, options: dict[str, Any]) -> Plan:
-    """The plan of constraints that fix the partition, by `balance`'s options without the search for a rival."""
-    limit = options.get("memory_bytes")
-    defaults = {
-        "microbatch_size": None,
-        "recompute": "never",
-        "minimize": "step-time",
-        "num_replicas": 1,
-        "sharding": "none",
-    }
-    chosen = {**defaults, **{name: x for name, x in options.items() if name != "time_limit_s"}}
-    chosen["memory_bytes"] = profile.device.memory_bytes if limit is None else limit
-    return best_plan(problem_of(profile, constraints=constraints, **chosen))
 
 
 def _free(best: Plan) -> Sequence[Alternative]:

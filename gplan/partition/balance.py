@@ -102,14 +102,14 @@ def problem_of(
     *,
     num_devices: int,
     num_microbatches: int,
-    microbatch_size: int | None,
+    microbatch_size: int | None = None,
     schedule: str,
-    recompute: str,
+    recompute: str = "never",
     memory_bytes: int | None,
-    minimize: str,
+    minimize: str = "step-time",
     constraints: Constraints,
-    num_replicas: int,
-    sharding: str,
+    num_replicas: int = 1,
+    sharding: str = "none",
 ) -> Problem:
     """What is to be balanced, with the meaning that `balance` gives these; `memory_bytes` of None is no limit here.
 

@@ -1,7 +1,13 @@
-"""The sizes of language models: the config.json of Hugging Face (keys of Llama, Mixtral, Qwen3-MoE, DeepSeek-V3), or by name."""
+"""The sizes of language models: the config.json of Hugging Face, or by name.
+
+A key that is neither used nor known to leave layers as they are is named in `Decoder.unused`, and so in the profile's notes.
+Checked against the parameters of Hugging Face's own models of `FAMILIES`; another family is computed as a Llama, and a
+note says so.
+"""
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +23,43 @@ from gplan.core.errors import FileError, UsageError
 _TABLE = Path(__file__).with_name("decoders.toml")
 _SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size")
 _MOST_LAYERS = 10_000  # of a model; more would take all memory
+_KINDS = {
+    "layer_types": {"full_attention", "sliding_attention", "chunked_attention"},
+    "mlp_layer_types": {"dense", "sparse"},
+}
+
+_QWEN: dict[str, Any] = {"use_sliding_window": False}
+_GEMMA: dict[str, Any] = {"num_block_norms": 4, "tie_word_embeddings": True}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "mixtral": {},
+    "qwen2": {**_QWEN, "qkv_bias": True},
+    "qwen2_moe": {**_QWEN, "qkv_bias": True, "has_shared_gate": True},
+    "qwen3": {**_QWEN, "has_head_norms": True},
+    "qwen3_moe": {**_QWEN, "has_head_norms": True},
+    "llama4": {"n_shared_experts": 1, "attention_chunk_size": 8192, "full_attention_interval": 4},
+    "deepseek_v3": {},
+    "gpt_oss": {"attention_bias": True, "has_sinks": True, "has_expert_biases": True, "full_attention_interval": 2},
+    "gemma2": {**_GEMMA, "sliding_window": 4096, "full_attention_interval": 2},
+    "gemma3": {**_GEMMA, "sliding_window": 4096, "has_head_norms": True, "full_attention_interval": 6},
+}
+"""By `model_type`, without `_text`: what no key says, and keys whose default there is another one."""
+
+_SAME_KEY = {
+    "sliding_window_pattern": "full_attention_interval",
+    "no_rope_layer_interval": "full_attention_interval",
+    "experts_per_token": "num_experts_per_tok",
+    "num_mtp_layers": "num_nextn_predict_layers",
+}
+_NO_EFFECT = re.compile(  # on the weights of layers and their work
+    r".*(_token_ids?|_token_index|_dropout|_eps|_coef|_range|rope.*|_scal(e|ing|ar|ing_factor)|_map)|_.*|"
+    r"(torch_)?dtype|architectures|transformers_version|use_cache|hidden_act|hidden_activation|max_position_embeddings|"
+    r"pretraining_tp|norm_topk_prob|output_.*|return_dict|router_jitter_noise|n_group|topk_group|topk_method|scoring_func|"
+    r"seq_aux|aux_loss_alpha|ep_size|qk_head_dim|for_llm_compression|attn_temperature_tuning|floor_scale|"
+    r"swiglu_(alpha|limit)|initial_context_length|cache_implementation|chunk_size_feed_forward|"
+    r"is_encoder_decoder|id2label|label2id|problem_type|name_or_path|model_type"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +92,7 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     num_key_value_heads: int = 0
     head_dim: int | None = None
     tie_word_embeddings: bool = False
-    q_lora_rank: int | None = None
+    q_lora_rank: int = 0
     kv_lora_rank: int = 0  # multi-head latent attention
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
@@ -62,14 +105,54 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     n_shared_experts: int = 0
     first_k_dense_replace: int = 0
     num_nextn_predict_layers: int = 0  # multi-token prediction
+    shared_expert_intermediate_size: int = 0
+    intermediate_size_mlp: int = 0  # of blocks without experts, where `intermediate_size` is that of experts
+    decoder_sparse_step: int = 1
+    interleave_moe_layer_step: int = 1
+    moe_layer_freq: int | tuple[int, ...] = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    moe_layers: tuple[int, ...] | None = None
+    mlp_layer_types: tuple[str, ...] = ()
+    layer_types: tuple[str, ...] = ()
+    no_rope_layers: tuple[int, ...] = ()  # 0: without rotary positions, and with attention to all tokens
+    sliding_window: int = 0
+    attention_chunk_size: int = 0
+    use_sliding_window: bool = True
+    max_window_layers: int = 0
+    full_attention_interval: int = 0  # 0: windows in all blocks
+    attention_bias: bool = False
+    qkv_bias: bool = False
+    mlp_bias: bool = False
+    num_block_norms: int = 2
+    has_head_norms: bool = False  # of queries and keys
+    has_sinks: bool = False
+    has_expert_biases: bool = False
+    has_shared_gate: bool = False
+    unused: tuple[str, ...] = ()  # sentences on keys that were not used, and so may change what is computed
 
     def __post_init__(self) -> None:
         for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         for name in self.__struct_fields__:
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more")
+            if isinstance(value := getattr(self, name), int) and value < 0:
+                raise ValueError(f"{name} is {value}; expected 0 or more")
+        for name in ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is 0; expected at least 1")
+        for name in ("layer_types", "no_rope_layers", "mlp_layer_types", "moe_layer_freq"):
+            given = getattr(self, name)
+            if isinstance(given, tuple) and 0 < len(given) < self.num_hidden_layers:
+                raise ValueError(
+                    f"{name} has {len(given)} entries; expected one for each of the {self.num_hidden_layers} layers"
+                )
+        for name, kinds in _KINDS.items():
+            if strange := {*getattr(self, name)} - kinds:
+                raise ValueError(
+                    f"{name} has {min(strange)}; expected {' or '.join(sorted(kinds))}: no other layer is computed"
+                )
+        if self.routed_experts and not self.num_experts_per_tok:
+            raise ValueError(f"num_experts_per_tok is 0 of {self.routed_experts} experts; expected at least 1")
         for name in ("num_hidden_layers", "num_nextn_predict_layers"):
             if getattr(self, name) > _MOST_LAYERS:
                 raise ValueError(f"{name} is {getattr(self, name):,}; expected at most {_MOST_LAYERS:,}")
@@ -87,6 +170,16 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     def expert_width(self) -> int:
         """The intermediate size of an expert."""
         return self.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def dense_width(self) -> int:
+        """The intermediate size of a block without experts."""
+        return self.intermediate_size_mlp or self.intermediate_size
+
+    @property
+    def shared_width(self) -> int:
+        """The intermediate size of all shared experts together."""
+        return self.shared_expert_intermediate_size or self.n_shared_experts * self.expert_width
 
     @property
     def value_width(self) -> int:
@@ -128,9 +221,49 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         latent = (hidden, self.kv_lora_rank + self.qk_rope_head_dim)
         return (*queries, latent, (self.kv_lora_rank, expanded), (self.value_width, hidden))
 
+    @property
+    def block_values(self) -> int:
+        """Parameters of a block outside of matrices, without those of its perceptron: norms, biases and sinks."""
+        latent = self.kv_lora_rank and self.kv_lora_rank + self.q_lora_rank
+        biases = 0
+        if self.attention_bias and self.kv_lora_rank:
+            biases = self.q_lora_rank + self.kv_lora_rank + self.qk_rope_head_dim + self.hidden_size
+        elif self.attention_bias or self.qkv_bias:
+            biases = self.query_width + 2 * self.key_width + self.attention_bias * self.hidden_size
+        own = self.has_head_norms * 2 * self._head + self.has_sinks * self.num_attention_heads
+        return self.num_block_norms * self.hidden_size + latent + biases + own
+
     def is_sparse(self, block: int) -> bool:
         """Whether a block has experts."""
-        return bool(self.routed_experts) and block >= self.first_k_dense_replace
+        if not self.routed_experts:
+            return False
+        if self.moe_layers is not None:
+            return block in self.moe_layers
+        if self.mlp_layer_types[block:]:
+            return self.mlp_layer_types[block] == "sparse"
+        if isinstance(self.moe_layer_freq, tuple):
+            return bool(self.moe_layer_freq[block]) if self.moe_layer_freq[block:] else True
+        is_dense = block < self.first_k_dense_replace or block in self.mlp_only_layers or block % self.moe_layer_freq
+        return not (is_dense or (block + 1) % (self.decoder_sparse_step * self.interleave_moe_layer_step))
+
+    def attended(self, block: int, sequence: int) -> float:
+        """Which share of all earlier tokens a token of a block attends to, on average over a sequence."""
+        window = self.attention_chunk_size or (self.sliding_window if self.use_sliding_window else 0)
+        if not 0 < window < sequence:
+            return 1.0
+        if self.layer_types or block >= self.num_hidden_layers:
+            is_local = self.layer_types[block : block + 1] not in ((), ("full_attention",))
+        elif self.no_rope_layers:
+            is_local = bool(self.no_rope_layers[block])
+        else:
+            interval = self.full_attention_interval
+            is_local = block >= self.max_window_layers and (not interval or (block + 1) % interval > 0)
+        if not is_local:
+            return 1.0
+        if self.attention_chunk_size:
+            chunks, rest = divmod(sequence, window)
+            return (chunks * window**2 + rest**2) / sequence**2
+        return 1 - (1 - window / sequence) ** 2
 
 
 @cache
@@ -158,11 +291,12 @@ def load_decoder(name: str, settings: Mapping[str, Any] = MappingProxyType({})) 
             raise FileError(f"{path} cannot be read: {error}; expected the config.json of a model") from error
     else:
         raise UsageError(f"no model is named {name}; expected {', '.join(decoder_names())}, or a config.json")
-    strange = [key for key in settings if key not in Decoder.__struct_fields__]
+    known = set(Decoder.__struct_fields__) - {"unused"}
+    strange = [key for key in settings if key not in known]
     if strange:
-        raise UsageError(f"a decoder has no {strange[0]}; expected one of {', '.join(Decoder.__struct_fields__)}")
+        raise UsageError(f"a decoder has no {strange[0]}; expected one of {', '.join(sorted(known))}")
     try:
-        return msgspec.convert({**_without_nothing(found), **settings}, Decoder)
+        return msgspec.convert({**_described(found), **settings}, Decoder)
     except (msgspec.ValidationError, TypeError) as error:
         raise FileError(
             f"{name} is no configuration of a decoder: {error}; expected the keys of Llama: {', '.join(_SIZES)}"
@@ -185,6 +319,18 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _without_nothing(found: Any) -> Any:
-    """Keys that are null have their defaults."""
-    return {key: value for key, value in found.items() if value is not None} if isinstance(found, Mapping) else found
+def _described(found: Any) -> Any:
+    """The keys of a Decoder: those of the language model in a larger one, with what its family adds. Null is a default."""
+    if not isinstance(found, Mapping):
+        return found
+    inner = found.get("text_config")
+    flat = {**found, **inner, "text_config": None} if isinstance(inner, Mapping) else found
+    flat = {_SAME_KEY.get(key, key): value for key, value in flat.items()}
+    family = str(flat.get("model_type") or "llama").removesuffix("_text")
+    known = set(Decoder.__struct_fields__) - {"unused"}
+    not_used = [x for x, value in flat.items() if value and x not in known and not _NO_EFFECT.fullmatch(x)]
+    notes = [f"{x} of the configuration is not used; layers are computed as without it" for x in not_used]
+    if family not in FAMILIES:
+        notes.append(f"the layers of {family} are computed as those of Llama with the same keys")
+    given = {**FAMILIES.get(family, {}), **{key: x for key, x in flat.items() if key in known}}
+    return {**{key: value for key, value in given.items() if value is not None}, "unused": notes}

@@ -154,24 +154,27 @@ class LayerKernels:
         """Of the hidden states."""
         return self._bytes(self.decoder.hidden_size)
 
-    def block(self, name: str, *, is_sparse: bool) -> Part:
-        """Attention and a perceptron or experts, each added to the hidden states."""
+    def block(self, name: str, *, is_sparse: bool, attended: float = 1.0) -> Part:
+        """Attention and a perceptron or experts, each added to the hidden states; attention to a share of earlier tokens."""
         model, split = self.decoder, self.widths.tensor
-        attention = (self._norm(model.hidden_size), *self._attention(), self._sum())
-        matrices, held = list(model.attention_matrices), 2 * model.hidden_size
+        after = [self._norm(model.hidden_size, keeps=self.hidden_bytes)] * (model.num_block_norms > 2)
+        attention = (self._norm(model.hidden_size), *self._attention(attended), *after, self._sum())
+        matrices, held = list(model.attention_matrices), model.block_values
         experts, routed = 0, list[tuple[int, int]]()
         if is_sparse:
             routed = [(model.hidden_size, 2 * model.expert_width), (model.expert_width, model.hidden_size)]
             local = -(-model.routed_experts // self.widths.expert)
-            experts = local * sum(map(prod, routed))
-            held += model.hidden_size * model.routed_experts
-            shared = self._gated(model.expert_width * model.n_shared_experts) if model.n_shared_experts else []
-            matrices += shared
-            perceptron = (self._norm(model.hidden_size, keeps=self.hidden_bytes), *self._experts(local), self._sum())
+            biases = (2 * model.expert_width + model.hidden_size) * model.has_expert_biases
+            experts = local * (sum(map(prod, routed)) + biases)
+            held += (model.hidden_size + model.has_expert_biases) * model.routed_experts
+            held += model.hidden_size * model.has_shared_gate
+            matrices += self._gated(model.shared_width) if model.shared_width else []
+            gated = self._experts(local)
         else:
-            matrices += self._gated(model.intermediate_size)
-            gated = self._perceptron(model.intermediate_size)
-            perceptron = (self._norm(model.hidden_size, keeps=self.hidden_bytes), *gated, self._sum())
+            held += (2 * model.dense_width + model.hidden_size) * model.mlp_bias
+            matrices += self._gated(model.dense_width)
+            gated = self._perceptron(model.dense_width)
+        perceptron = (self._norm(model.hidden_size, keeps=self.hidden_bytes), *gated, *after, self._sum())
         return Part(
             name=name,
             kind="SparseBlock" if is_sparse else "DenseBlock",
@@ -211,7 +214,7 @@ class LayerKernels:
             kind="MultiTokenPrediction",
             kernels=(*joined, *block.kernels),
             branches=(len(joined) + block.branches[0], block.branches[1]),
-            parameters=block.parameters + 2 * hidden * hidden // self.widths.tensor,
+            parameters=block.parameters + 2 * hidden * hidden // self.widths.tensor + 3 * hidden,
             experts=block.experts,
             weights=block.weights,
             output=block.output,
@@ -290,15 +293,15 @@ class LayerKernels:
             beside=beside,
         )
 
-    def _attention(self) -> tuple[Kernel, ...]:
+    def _attention(self, attended: float) -> tuple[Kernel, ...]:
         """The products before attention, the attention itself, and the product after it."""
         model = self.decoder
         before = self._latent_products() if model.kv_lora_rank else self._direct_products()
         last = self._linear(model.value_width, model.hidden_size, keeps=0, by_input=True)
-        return (*before, self._core(), last)
+        return (*before, self._core(attended), last)
 
     def _direct_products(self) -> tuple[Kernel, ...]:
-        """One product; queries are copied out of its result, queries and keys rotated, values copied."""
+        """One product; queries are copied out of its result, queries and keys normalized and rotated, values copied."""
         model = self.decoder
         query, keys = self._bytes(model.query_width), self._bytes(model.key_width)
         product = self._linear(model.hidden_size, model.query_width + 2 * model.key_width, keeps=self.hidden_bytes)
@@ -309,7 +312,9 @@ class LayerKernels:
             makes=query + 2 * keys,
             input_gradient=query + 2 * keys,
         )
-        return product, rotation
+        width = model.query_width + model.key_width
+        norms = [self._norm(width, keeps=self._bytes(width))] * model.has_head_norms
+        return product, *norms, rotation
 
     def _latent_products(self) -> tuple[Kernel, ...]:
         """Multi-head latent attention: down, norm and up for queries, and for keys and values together."""
@@ -334,8 +339,8 @@ class LayerKernels:
         joined = Kernel(forward=moved, backward=moved, makes=2 * query + value, input_gradient=2 * query + value)
         return (*queries, *keys, joined)
 
-    def _core(self) -> Kernel:
-        """Causal attention; with sums over keys in float32."""
+    def _core(self, attended: float) -> Kernel:
+        """Causal attention to a share of the earlier tokens; with sums over keys in float32."""
         model, split = self.decoder, self.widths.tensor
         heads = model.num_attention_heads // split
         kv_heads = max(1, (model.num_key_value_heads or model.num_attention_heads) // split)
@@ -354,7 +359,12 @@ class LayerKernels:
         ]  # fmt: skip
         kept = query + keys + values + value
         works = [
-            Work(kind="attention", num_operations=1, num_flops=shape.num_flops // 2, num_bytes=size)  # causal: half
+            Work(
+                kind="attention",
+                num_operations=1,
+                num_bytes=size,
+                num_flops=round(attended * (shape.num_flops // 2)),  # causal: half
+            )
             for shape, size in zip(shapes, (kept, 2 * kept), strict=True)
         ]
         forward, backward = (Operation(work=work, shape=shape) for work, shape in zip(works, shapes, strict=True))
@@ -411,8 +421,8 @@ class LayerKernels:
             input_gradient=hidden,
         )
         shared: tuple[Kernel, ...] = ()
-        if model.n_shared_experts:
-            dense = self._perceptron(width * model.n_shared_experts)
+        if model.shared_width:
+            dense = self._perceptron(model.shared_width)
             shared = (_without_stash(dense[0]), *dense[1:])
         ways: tuple[KernelName, KernelName] = ("permute-forward", "permute-backward")
         out, back = (

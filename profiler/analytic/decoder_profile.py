@@ -56,10 +56,11 @@ class DecoderProfile:
         """Embedding, blocks, multi-token prediction, and the head with norm and loss."""
         model = self.decoder
         kernels = LayerKernels(model, self.widths, self.fused, microbatch_size)
-        sparse = [model.is_sparse(i) for i in range(model.num_hidden_layers)]
-        made = {x: kernels.block("", is_sparse=x) for x in set(sparse)}
+        sequence = self.widths.sequence_length
+        looks = [(model.is_sparse(i), model.attended(i, sequence)) for i in range(model.num_hidden_layers)]
+        made = {x: kernels.block("", is_sparse=x[0], attended=x[1]) for x in set(looks)}
         blocks = [
-            replace(made[x], name=f"model.layers.{i}", is_recomputed=i in self.recomputed) for i, x in enumerate(sparse)
+            replace(made[x], name=f"model.layers.{i}", is_recomputed=i in self.recomputed) for i, x in enumerate(looks)
         ]
         further = [kernels.prediction(f"mtp.{i}") for i in range(model.num_nextn_predict_layers)]
         return (kernels.embedding(), *blocks, *further, kernels.head())
@@ -123,6 +124,7 @@ class DecoderProfile:
             notes=(
                 f"computed from the sizes of {self.name} for {self.hardware.name}; nothing was built or measured",
                 "collectives within layers are not counted, but for the exchange of experts' tokens",
+                *self.decoder.unused,
             ),
             precision=Precision.named("mixed"),
         )
@@ -181,9 +183,9 @@ class DecoderProfile:
         return tuple((name, str(getattr(self.widths, name))) for name in self.widths.__slots__)
 
     def _costs(self, parts: tuple[Part, ...], size: int) -> list[LayerCost]:
-        alike = {(part.kind, part.is_recomputed): part for part in parts}
-        found = {key: self._cost(part, size) for key, part in alike.items()}
-        return [found[part.kind, part.is_recomputed] for part in parts]
+        alike = [replace(part, name="") for part in parts]
+        found = {part: self._cost(part, size) for part in set(alike)}
+        return [found[part] for part in alike]
 
     def _cost(self, part: Part, size: int) -> LayerCost:
         forward_s, backward_s = part.seconds(self.hardware, num_ranks=self.widths.expert)

@@ -64,7 +64,7 @@ def test_the_receivers_own_code_has_the_stages_of_the_plan(receiver: str) -> Non
     if own_code.installed(receiver) is None:
         pytest.skip(f"{own_code.PACKAGES[receiver]} is not installed; pip install 'gplan[receivers]'")
     with own_code.quiet():
-        for plan in random_plans(receiver, 20, seed=2):
+        for plan in random_plans(receiver, 200, seed=2):
             try:
                 found = own_code.READERS[receiver](plan)
             except ModuleNotFoundError as error:

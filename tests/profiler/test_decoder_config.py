@@ -83,6 +83,14 @@ def test_a_config_file_is_read_with_other_values(tmp_path: Path) -> None:
         ("num_experts", -4, "num_experts is -4"),
         ("num_nextn_predict_layers", 10**8, "expected at most 10,000"),
         ("num_attention_heads", 65, "65 heads share a hidden_size of 64"),
+        ("num_local_experts", 4, "num_experts_per_tok is 0 of 4 experts"),
+        ("decoder_sparse_step", 0, "decoder_sparse_step is 0; expected at least 1"),
+        ("moe_layer_freq", [0], "moe_layer_freq has 1 entries; expected one for each of the 2 layers"),
+        (
+            "layer_types",
+            ["full_attention", "mamba"],
+            "layer_types has mamba; expected chunked_attention or full_attention",
+        ),
     ):
         path.write_text(json.dumps({**config, key: value}))
         with pytest.raises(FileError, match=told):
@@ -172,3 +180,61 @@ def test_experts_on_one_rank_alone_hold_their_state() -> None:
     assert alone.weight_bytes == 2 * dense + (2 + 4 + 12) * experts
     assert spread.gradient_bytes == 4 * spread.num_parameters
     assert spread.weight_bytes == 2 * spread.num_parameters + 12 * experts // 2 - 12 * experts // 8
+
+
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 6,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "vocab_size": 99,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("keys", "sparse"),
+    [
+        ({}, "111111"),
+        ({"first_k_dense_replace": 2}, "001111"),
+        ({"decoder_sparse_step": 2}, "010101"),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, "010001"),
+        ({"interleave_moe_layer_step": 3}, "001001"),
+        ({"moe_layers": [0, 5]}, "100001"),
+        ({"moe_layer_freq": 2, "first_k_dense_replace": 1}, "001010"),
+        ({"moe_layer_freq": [0, 1, 1, 0, 1, 1]}, "011011"),
+        ({"mlp_layer_types": ["dense", *["sparse"] * 5]}, "011111"),
+    ],
+)
+def test_which_blocks_have_experts(keys: dict[str, object], sparse: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **EXPERTS, **keys}))
+    decoder = load_decoder(str(tmp_path / "config.json"))
+    assert [decoder.is_sparse(i) for i in range(6)] == [x == "1" for x in sparse]
+
+
+def test_attention_to_a_window_is_counted_by_pairs_of_tokens(tmp_path: Path) -> None:
+    path, sequence, window = tmp_path / "config.json", 32000, 9000
+    pairs = {
+        "sliding_attention": sum(min(i + 0.5, window) for i in range(sequence)),
+        "chunked_attention": sum(i % window + 0.5 for i in range(sequence)),
+    }
+    for kind, key in (("sliding_attention", "sliding_window"), ("chunked_attention", "attention_chunk_size")):
+        path.write_text(json.dumps({**SMALL, key: window, "layer_types": [kind, *["full_attention"] * 5]}))
+        profile = decoder_profile(str(path), H100, widths=Widths(sequence_length=sequence))
+        windowed, full = (
+            next(x.num_flops for x in profile.layers[i].costs[0].forward_work if x.kind == "attention") for i in (1, 2)
+        )
+        assert windowed / full == pytest.approx(2 * pairs[kind] / sequence**2, rel=1e-3)
+        assert profile.layers[1].costs[0].forward.median_s < profile.layers[2].costs[0].forward.median_s
+
+
+def test_keys_that_are_not_used_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    text = {**SMALL, "index_topk": 7, "attention_dropout": 0.1, "index_head_dim": None}
+    path.write_text(json.dumps({"model_type": "vision_thing", "text_config": text, "vision_config": {"depth": 3}}))
+    assert load_decoder(str(path)).unused == (
+        "vision_config of the configuration is not used; layers are computed as without it",
+        "index_topk of the configuration is not used; layers are computed as without it",
+        "the layers of vision_thing are computed as those of Llama with the same keys",
+    )
+    assert not any(load_decoder(name).unused for name in decoder_names())
