@@ -17,9 +17,9 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from gplan.core import Floats as Floats
 from gplan.graph.layer_graph import LayerGraph
 
-Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Numbers = TypeVar("Numbers", Floats, Ints)

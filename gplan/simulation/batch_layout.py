@@ -11,14 +11,13 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gplan.core import Action, ActionKind, Plan
+from gplan.core import Floats as Floats
 from gplan.cost.stage_seconds import occupied
 from gplan.simulation.kernel import NONE, Entry, action_times, whole_program
 from gplan.simulation.simulator import gap_s, schedule_of
 
-Floats: TypeAlias = NDArray[np.float64]
 Amount: TypeAlias = Floats | float
 """One number for all steps, or one for each."""
 
