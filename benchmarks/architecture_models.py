@@ -45,6 +45,8 @@ def model(name: str = "gpt2") -> nn.Module:
     for module in made.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        if hasattr(module, "dropout_prob"):  # of class labels
+            module.dropout_prob = 0.0
     return made.train()
 
 
@@ -140,7 +142,11 @@ def configured(name: str, **settings: Any) -> Any:
 
 def _turn_dropout_off(config: Any) -> None:
     for key, value in vars(config).items():
-        if ("drop" in key or key.startswith("mask_")) and isinstance(value, float) and not isinstance(value, bool):
+        if (
+            ("drop" in key or "jitter" in key or key.startswith("mask_"))
+            and isinstance(value, float)
+            and not isinstance(value, bool)
+        ):
             setattr(config, key, 0.0)
         elif hasattr(value, "model_type"):
             _turn_dropout_off(value)
@@ -238,6 +244,9 @@ causal(
     DiffLlama=GROUPED,
     NanoChat=GROUPED,
     Apertus=GROUPED,
+    SeedOss={**GROUPED, "head_dim": 8},
+    BitNet=GROUPED,
+    CTRL={"vocab_size": VOCABULARY, "n_embd": 32, "dff": 64, "n_layer": 4, "n_head": 4, "n_positions": 2 * LENGTH},
 )
 causal(
     "mixture of experts",
@@ -261,6 +270,11 @@ causal(
         **EXPERTS, "head_dim": 8, "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     },
+    JetMoe={**EXPERTS, "kv_channels": 8, "num_key_value_heads": 2, "num_attention_heads": 4},
+    MiniMax={**EXPERTS, "head_dim": 8, "block_size": 8},
+    Lfm2Moe={**EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
+    Dots1={**EXPERTS, "head_dim": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    FlexOlmo={**EXPERTS, "pad_token_id": 0},
 )  # fmt: skip
 causal(
     "state space or recurrent",
@@ -280,6 +294,22 @@ causal(
         "mamba_chunk_size": 8,
     },
     Lfm2={**GROUPED, "full_attn_idxs": [1, 3]},
+    FalconH1={
+        **GROUPED, "head_dim": 8, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
+    },
+    Zamba2={
+        **SMALL, "num_hidden_layers": 6, "layers_block_type": ["mamba", "hybrid"] * 3, "mamba_d_state": 8, "n_mamba_heads": 8,
+        "mamba_headdim": 8, "mamba_ngroups": 1, "chunk_size": 8, "num_mem_blocks": 1,
+    },
+    GraniteMoeHybrid={
+        **EXPERTS, "layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
+        "mamba_n_groups": 1, "mamba_chunk_size": 8, "shared_intermediate_size": 32,
+    },
+    xLSTM={
+        "vocab_size": VOCABULARY, "hidden_size": 32, "embedding_dim": 32, "num_hidden_layers": 3, "num_blocks": 3, "num_heads": 4,
+        "chunk_size": 16,
+    },
 )  # fmt: skip
 
 
@@ -329,6 +359,8 @@ encoder(
     "AutoModelForSequenceClassification",
     named(input_ids=TOKENS, attention_mask=ones(LENGTH), labels=CLASSES),
     XLMRoberta={**SMALL, "num_labels": NUM_CLASSES},
+    LayoutLM={**SMALL, "num_labels": NUM_CLASSES},
+    NomicBert={**SMALL, "num_labels": NUM_CLASSES},
     XLNet={
         "vocab_size": VOCABULARY,
         "d_model": 32,
@@ -390,6 +422,25 @@ sequence_to_sequence(
         "AutoModelForSeq2SeqLM",
         {**TWO_SIDED, "attention_window": 4, "max_encoder_position_embeddings": 32, "max_decoder_position_embeddings": 32},
         SEQUENCE_PAIRS,
+    ),
+    ProphetNet=(
+        "ProphetNetForConditionalGeneration",
+        {
+            "vocab_size": VOCABULARY, "hidden_size": 32, "num_encoder_layers": 2, "num_decoder_layers": 2, "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64, "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4,
+            "max_position_embeddings": 32, "disable_ngram_loss": True, "num_buckets": 8, "relative_max_distance": 16,
+        },
+        SEQUENCE_PAIRS,
+    ),
+    PegasusX=("AutoModelForSeq2SeqLM", {**TWO_SIDED, "num_global_tokens": 4, "block_size": 8}, SEQUENCE_PAIRS),
+    Moonshine=(
+        "MoonshineForConditionalGeneration",
+        {
+            "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "encoder_num_hidden_layers": 2,
+            "decoder_num_hidden_layers": 2, "encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4,
+            "max_position_embeddings": 64, "pad_token_id": 0, "decoder_start_token_id": 1,
+        },
+        named(input_values=floats(4000), labels=integers(LENGTH // 2)),
     ),
     LongT5=("AutoModelForSeq2SeqLM", {**T5_SIZES, "local_radius": 3, "encoder_attention_type": "local"}, SEQUENCE_PAIRS),
     Whisper=(
@@ -453,6 +504,14 @@ vision(
     Hiera=(CLASSIFIER, {**STAGED, "image_size": [IMAGE_SIZE, IMAGE_SIZE], "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "query_stride": [2, 2], "num_query_pool": 1, "masked_unit_size": [4, 4]}),
     DPT=("DPTForDepthEstimation", {**PATCHES, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 16}),
     Yolos=("YolosForObjectDetection", {**PATCHES, "image_size": [IMAGE_SIZE, IMAGE_SIZE], "num_detection_tokens": 5}),
+    DINOv3ViT=("AutoModel", {**PATCHES, "pos_embed_rescale": None}),
+    VitDet=("VitDetModel", PATCHES),
+    FocalNet=(CLASSIFIER, {**STAGED, "embed_dim": 8, "depths": [1, 1], "hidden_sizes": [8, 16], "focal_levels": [2, 2], "focal_windows": [3, 3], "patch_size": 4}),
+    SwiftFormer=(CLASSIFIER, {**STAGED, "embed_dims": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}),
+    Perceiver=(
+        "PerceiverForImageClassificationLearned",
+        {**STAGED, "num_latents": 8, "d_latents": 32, "d_model": 32, "num_blocks": 2, "num_self_attends_per_block": 2, "num_self_attention_heads": 4, "num_cross_attention_heads": 4},
+    ),
     CLIPVision=("CLIPVisionModelWithProjection", {**PATCHES, "projection_dim": 16}),
     IJepa=("IJepaModel", PATCHES),
 )  # fmt: skip
@@ -488,6 +547,31 @@ hugging_face(
 )  # fmt: skip
 hugging_face("detr", "vision", "DetrForObjectDetection", detr_config, named(pixel_values=IMAGES))
 
+hugging_face(
+    "videomae", "vision", "VideoMAEForVideoClassification",
+    lambda: configured("VideoMAE", **PATCHES, num_frames=4, tubelet_size=2),
+    named(pixel_values=floats(4, 3, IMAGE_SIZE, IMAGE_SIZE), labels=CLASSES),
+)  # fmt: skip
+hugging_face(
+    "timesformer", "vision", "TimesformerForVideoClassification", lambda: configured("Timesformer", **PATCHES, num_frames=4),
+    named(pixel_values=floats(4, 3, IMAGE_SIZE, IMAGE_SIZE), labels=CLASSES),
+)  # fmt: skip
+hugging_face(
+    "sam, vision encoder", "vision", "SamVisionModel",
+    lambda: configured("SamVision", **PATCHES, output_channels=16, mlp_dim=64, window_size=2, global_attn_indexes=[1, 3]),
+    named(pixel_values=IMAGES),
+)  # fmt: skip
+hugging_face(
+    "mask2former", "vision", "Mask2FormerModel",
+    lambda: configured(
+        "Mask2Former", feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=64, encoder_layers=2,
+        decoder_layers=2, num_attention_heads=4, dim_feedforward=64, num_queries=5,
+        backbone_config=configured("Swin", **STAGED, patch_size=4, embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2],
+                                   window_size=4, out_features=["stage1", "stage2", "stage3", "stage4"]),
+    ),
+    named(pixel_values=floats(3, 64, 64)),
+)  # fmt: skip
+
 WAVES = floats(800)
 WAVE_SIZES = {
     **SMALL, "conv_dim": [16, 16], "conv_kernel": [10, 4], "conv_stride": [8, 4], "num_feat_extract_layers": 2,
@@ -519,6 +603,21 @@ hugging_face(
     lambda: configured("PatchTSMixer", num_input_channels=3, context_length=32, patch_length=8, patch_stride=8, d_model=16,
                        num_layers=3, prediction_length=8, loss="mse"),
     named(past_values=floats(32, 3), future_values=floats(8, 3)),
+)  # fmt: skip
+
+
+hugging_face(
+    "time series transformer", "time series", "TimeSeriesTransformerForPrediction",
+    lambda: configured("TimeSeriesTransformer", prediction_length=8, context_length=16, lags_sequence=[1, 2], num_time_features=1,
+                       d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=32, decoder_ffn_dim=32),
+    named(past_values=floats(18), past_time_features=floats(18, 1), past_observed_mask=ones(18), future_values=floats(8),
+          future_time_features=floats(8, 1)),
+)  # fmt: skip
+hugging_face(
+    "decision transformer", "time series", "DecisionTransformerModel",
+    lambda: configured("DecisionTransformer", state_dim=6, act_dim=2, hidden_size=32, n_layer=3, n_head=4, max_ep_len=32),
+    named(states=floats(LENGTH, 6), actions=floats(LENGTH, 2), rewards=floats(LENGTH, 1), returns_to_go=floats(LENGTH, 1),
+          timesteps=integers(LENGTH, most=32), attention_mask=ones(LENGTH)),
 )  # fmt: skip
 
 
@@ -572,6 +671,30 @@ hugging_face(
     ),
     text_with_image,
 )  # fmt: skip
+hugging_face(
+    "gemma3, with images", "text and image", "Gemma3ForConditionalGeneration",
+    lambda: configured(
+        "Gemma3",
+        text_config={**GROUPED, "head_dim": 8, "sliding_window": 8, "max_position_embeddings": 64},
+        vision_config={**PATCHES, "vision_use_head": False}, mm_tokens_per_image=4, image_token_index=IMAGE_TOKEN,
+    ),
+    lambda n, g: _four_places_of_an_image(text_with_image(n, g)),
+)  # fmt: skip
+hugging_face(
+    "smolvlm", "text and image", "SmolVLMForConditionalGeneration",
+    lambda: configured(
+        "SmolVLM", text_config=configured("Llama", **{**GROUPED, "max_position_embeddings": 64, "pad_token_id": 0}),
+        vision_config={**PATCHES}, scale_factor=2, image_token_id=IMAGE_TOKEN, pad_token_id=0,
+    ),
+    lambda n, g: {**(x := _four_places_of_an_image(text_with_image(n, g))), "pixel_values": x["pixel_values"][:, None]},
+)  # fmt: skip
+
+
+def _four_places_of_an_image(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    kept = {name: x[:, NUM_IMAGE_TOKENS - 4 :] for name, x in given.items() if name != "pixel_values"}
+    return {**kept, "pixel_values": given["pixel_values"], "token_type_ids": (kept["labels"] < 0).long()}
+
+
 hugging_face(
     "paligemma", "text and image", "PaliGemmaForConditionalGeneration",
     lambda: configured(
@@ -762,6 +885,33 @@ diffusion(
         "norm_num_groups": 4, "latent_channels": 4, "sample_size": 16,
     },
     named(sample=floats(3, 16, 16)),
+)  # fmt: skip
+
+
+diffusion(
+    "Flux", "FluxTransformer2DModel",
+    {
+        "in_channels": 4, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 8, "num_attention_heads": 4,
+        "joint_attention_dim": 32, "pooled_projection_dim": 16, "axes_dims_rope": (2, 2, 4),
+    },
+    named(hidden_states=floats(LENGTH, 4), encoder_hidden_states=STATES, pooled_projections=floats(16), timestep=floats(),
+          img_ids=floats(LENGTH, 3), txt_ids=floats(LENGTH, 3)),
+)  # fmt: skip
+diffusion(
+    "Wan", "WanTransformer3DModel",
+    {
+        "patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4,
+        "text_dim": 32, "freq_dim": 16, "ffn_dim": 48, "num_layers": 3, "rope_max_seq_len": 32,
+    },
+    named(hidden_states=floats(4, 2, 8, 8), timestep=STEPS, encoder_hidden_states=STATES),
+)  # fmt: skip
+diffusion(
+    "CogVideoX", "CogVideoXTransformer3DModel",
+    {
+        "num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4, "time_embed_dim": 8, "text_embed_dim": 32,
+        "num_layers": 3, "sample_width": 8, "sample_height": 8, "sample_frames": 5, "max_text_seq_length": LENGTH,
+    },
+    named(hidden_states=floats(2, 4, 8, 8), timestep=STEPS, encoder_hidden_states=STATES),
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import subprocess
 import tempfile
 import time
 import warnings
@@ -46,9 +47,10 @@ LINK = Link(latency_s=1e-5, bytes_per_s=1e10)
 ON_TORCH = (
     "gpt2", "gemma3text", "albert", "t5", "swin", "mamba", "clip", "mixtral", "UNet2DConditionModel", "llama, LoRA",
 )  # fmt: skip
+_UNKNOWN = "an earlier one"
 COLUMNS = (
     "model", "group", "engine", "parameters", "trained", "layers", "traced", "gradient_difference", "tolerance",
-    "worst_parameter", "reference", "seconds", "refusal", "plain",
+    "worst_parameter", "reference", "seconds", "refusal", "plain", "commit",
 )  # fmt: skip
 
 
@@ -145,7 +147,14 @@ class _Examination:
                 f"no result within {TIME_LIMIT_S:g} s" if code == -9 else f"the process ended with {code}"
             )
         group = models.ARCHITECTURES[self._name].group
-        return {**dict.fromkeys(COLUMNS, ""), "model": self._name, "group": group, "engine": self._engine, **found}
+        known = {"model": self._name, "group": group, "engine": self._engine, "commit": _commit()}
+        return {**dict.fromkeys(COLUMNS, ""), **known, **found}
+
+
+def _commit() -> str:
+    """The commit of the code that is examined."""
+    command = ("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*")
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _examine_into(name: str, engine: str, place: Path) -> None:
@@ -231,16 +240,17 @@ def as_text(rows: pd.DataFrame) -> str:
             f"[rows.csv](rows.csv). {_versions()}. Each model is tiny and random; it is profiled, balanced (K = 2, 1F1B, "
             f"{NUM_MICROBATCHES} micro-batches of {MICROBATCH_SIZE}), and its first step is compared with the plain model: the "
             "largest difference of a gradient or of the loss, relative to the largest entry of that gradient (or to a "
-            "thousandth of the model's largest).",
+            "thousandth of the model's largest). Where the plain model's own results depend on how the mini-batch is divided, as "
+            "with a router's auxiliary loss, it runs micro-batch by micro-batch too (marked M, with the reason).",
             "",
             f"**{len(rows)} runs of {rows.model.nunique()} architectures: {len(right)} right, {len(wrong)} with other gradients, "
-            f"{len(refused)} refused.**",
+            f"{len(refused)} refused.** Rows by the commit of the code: "
+            f"{', '.join(f'{n} by {x or _UNKNOWN}' for x, n in rows.commit.value_counts().items())}.",
             "",
             "| architecture | kind | engine | layers | traced | gradients | seconds |",
             "|---|---|---|---|---|---|---|",
             *(
-                f"| {x.model} | {x.group} | {x.engine} | {x.layers} | {x.traced} | {float(x.gradient_difference):.1e}"
-                f"{'' if _is_right(x) else f' **over {float(x.tolerance):.0e}**'} | {x.seconds} |"
+                f"| {x.model} | {x.group} | {x.engine} | {x.layers} | {x.traced} | {_difference(x)} | {x.seconds} |"
                 for x in (*right, *wrong)
             ),
             "",
@@ -249,6 +259,14 @@ def as_text(rows: pd.DataFrame) -> str:
             *_refusals(refused),
         ]
     )
+
+
+def _difference(row: Any) -> str:
+    """The difference of the gradients, and what is special about it."""
+    tolerance, by_microbatch = float(row.tolerance), row.reference.partition("micro-batch by micro-batch ")[2]
+    over = "" if _is_right(row) else f" **over {tolerance:.0e}**"
+    rounded = f" (16-bit numbers, up to {tolerance:.0e})" if tolerance > 1e-5 and not over else ""
+    return f"{float(row.gradient_difference):.1e}{over}{rounded}{f' M {by_microbatch}' if by_microbatch else ''}"
 
 
 def _refusals(rows: Iterable[Any]) -> Iterable[str]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -173,8 +174,18 @@ def _attempt(call: _ModelCall, recorder: RepeatRecorder) -> Trace:
 
 @contextmanager
 def _real_values_kept() -> Iterator[None]:
-    """Inside, fake tensors have the values of a run beside them; the random numbers that this run draws are given back."""
-    with functorch_config.patch(fake_tensor_propagate_real_tensors=True), torch.random.fork_rng():
+    """Inside, fake tensors have the values of a run beside them; the random numbers that this run draws are given back.
+
+    Floating-point numbers stay unknown: torch adds no assertion to the graph for a decision by one.
+    """
+    keep = ShapeEnv.set_real_tensor_prop_unbacked_vals
+
+    def keep_integers(shapes: ShapeEnv, symbol: Any, value: Any) -> None:
+        if symbol.is_integer:
+            keep(shapes, symbol, value)
+
+    integers_only = replaced(ShapeEnv, set_real_tensor_prop_unbacked_vals=keep_integers)
+    with integers_only, functorch_config.patch(fake_tensor_propagate_real_tensors=True), torch.random.fork_rng():
         yield
 
 

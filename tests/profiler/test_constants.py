@@ -309,6 +309,13 @@ def test_batch_on_another_path_is_refused_with_the_line() -> None:
             stage(batch)
 
 
+def test_decisions_by_floating_point_numbers_are_refused() -> None:
+    """No assertion of the graph could check them at other batches."""
+    for ask in (Tensor.item, float):
+        with pytest.raises(ModelError, match=r"test_constants\.py, line .*"):
+            capture(Decides(lambda _, x, ask=ask: 1.0 if ask(x.abs().max()) > 100 else 2.0), ROWS)
+
+
 def test_a_model_that_asks_no_constant_is_traced_once(exports: list[object]) -> None:
     capture(Decides(lambda _, x: torch.arange(3).shape[0]), ROWS)
     assert len(exports) == 1
