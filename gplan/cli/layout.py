@@ -86,6 +86,7 @@ def layout(
     )
     has_replicas = RECEIVER_RULES[receiver].replicas
     made = export(replace(plan, num_replicas=data if has_replicas else 1), to=receiver, profile=profile)
+    made = replace(made, notes=(*profile.notes, *made.notes))
     json_files.save(profile, profile_file)
     json_files.save(plan, output)
     print_result(made, lambda: made.text.removesuffix("\n"), as_json=as_json)

@@ -266,6 +266,9 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         return 1 - (1 - window / sequence) ** 2
 
 
+_KEYS = tuple(x for x in Decoder.__struct_fields__ if x != "unused")
+
+
 @cache
 def _known() -> dict[str, dict[str, Any]]:
     return tomllib.loads(_TABLE.read_text())
@@ -291,10 +294,8 @@ def load_decoder(name: str, settings: Mapping[str, Any] = MappingProxyType({})) 
             raise FileError(f"{path} cannot be read: {error}; expected the config.json of a model") from error
     else:
         raise UsageError(f"no model is named {name}; expected {', '.join(decoder_names())}, or a config.json")
-    known = set(Decoder.__struct_fields__) - {"unused"}
-    strange = [key for key in settings if key not in known]
-    if strange:
-        raise UsageError(f"a decoder has no {strange[0]}; expected one of {', '.join(sorted(known))}")
+    if strange := [key for key in settings if key not in _KEYS]:
+        raise UsageError(f"a decoder has no {strange[0]}; expected one of {', '.join(_KEYS)}")
     try:
         return msgspec.convert({**_described(found), **settings}, Decoder)
     except (msgspec.ValidationError, TypeError) as error:
@@ -327,10 +328,9 @@ def _described(found: Any) -> Any:
     flat = {**found, **inner, "text_config": None} if isinstance(inner, Mapping) else found
     flat = {_SAME_KEY.get(key, key): value for key, value in flat.items()}
     family = str(flat.get("model_type") or "llama").removesuffix("_text")
-    known = set(Decoder.__struct_fields__) - {"unused"}
-    not_used = [x for x, value in flat.items() if value and x not in known and not _NO_EFFECT.fullmatch(x)]
+    not_used = [x for x, value in flat.items() if value and x not in _KEYS and not _NO_EFFECT.fullmatch(x)]
     notes = [f"{x} of the configuration is not used; layers are computed as without it" for x in not_used]
     if family not in FAMILIES:
         notes.append(f"the layers of {family} are computed as those of Llama with the same keys")
-    given = {**FAMILIES.get(family, {}), **{key: x for key, x in flat.items() if key in known}}
-    return {**{key: value for key, value in given.items() if value is not None}, "unused": notes}
+    given = {**FAMILIES.get(family, {}), **{key: x for key, x in flat.items() if key in _KEYS}}
+    return {key: value for key, value in given.items() if value is not None} | {"unused": notes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -340,6 +341,16 @@ def test_layout_of_a_known_model_in_one_command(here: Path, capsys: pytest.Captu
     assert "no model is named gpt-9; expected llama3-8b" in capsys.readouterr().err
     assert gplan_exits("layout", "llama3-8b", "--pp", "2", "--set", "layers=3") == 2
     assert "a decoder has no layers" in capsys.readouterr().err
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "vocab_size": 99,
+    }
+    Path("config.json").write_text(json.dumps({**sizes, "index_topk": 2}))
+    assert gplan_exits("layout", "config.json", "--pp", "2") == 0
+    assert "note: index_topk of the configuration is not used" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
