@@ -67,7 +67,7 @@ NOTHING_FUSED = Fused()
 
 
 @dataclass(frozen=True, slots=True)
-class _Fusion:
+class _KernelCounter:
     """Counts fused kernels."""
 
     fused: Fused
@@ -93,17 +93,17 @@ class _Fusion:
         )
 
 
-_CURRENT: ContextVar[_Fusion | None] = ContextVar("fusion", default=None)
+_CURRENT: ContextVar[_KernelCounter | None] = ContextVar("fusion", default=None)
 
 
 @contextmanager
 def fusing(fused: Fused, note: Callable[[Operation], None]) -> Iterator[None]:
     """Inside, regions of graphs and torch's functions run as fused kernels, which are counted by `note`."""
-    token = _CURRENT.set(_Fusion(fused, note))
+    token = _CURRENT.set(_KernelCounter(fused, note))
     try:
         with ExitStack() as stack:
             if fused.kernels:
-                stack.enter_context(_Functions(fused))
+                stack.enter_context(_TorchFunctions(fused))
             yield
     finally:
         _CURRENT.reset(token)
@@ -114,7 +114,7 @@ def _is_causal(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return kwargs.get("is_causal", len(args) > _CAUSAL and args[_CAUSAL]) is True
 
 
-class _Functions(TorchFunctionMode):
+class _TorchFunctions(TorchFunctionMode):
     """Runs torch's own functions as fused kernels."""
 
     def __init__(self, fused: Fused) -> None:
@@ -153,14 +153,14 @@ class _Region:
         if not isinstance(example, Tensor):
             return self.run(*inputs)
         fusion.fused.found[self.kernel] += 1
-        return _Fused.apply(fusion, self, example, *inputs)  # type: ignore[no-untyped-call]
+        return _KernelFunction.apply(fusion, self, example, *inputs)  # type: ignore[no-untyped-call]
 
 
-class _Fused(torch.autograd.Function):
+class _KernelFunction(torch.autograd.Function):
     """A kernel from its inputs to one result, on fake tensors."""
 
     @staticmethod
-    def forward(ctx: Any, fusion: _Fusion, region: _Region, example: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, fusion: _KernelCounter, region: _Region, example: Tensor, *inputs: Tensor) -> Tensor:
         result = torch.empty_like(example)  # with its strides, which decide whether what follows copies it
         saved = list(inputs)
         if region.kernel == "attention":  # and what the softmax is divided by, of each query

@@ -109,9 +109,7 @@ class LayerAnalysis:
 class HalvesAnalysis:
     """Operations of the two halves of the backward of one layer, or of the loss, and the bytes kept between them."""
 
-    input_half: (
-        tuple[Operation, ...] | None
-    )  # None: no input wants a gradient, and the second half is the whole backward
+    input_half: tuple[Operation, ...] | None  # None: no input requires a gradient; the second half is the whole
     weight_half: tuple[Operation, ...]
     pending_bytes: int
 

@@ -242,9 +242,7 @@ class TiedUse:
     layer: int
     previous: int  # the last layer before it that uses the parameter
     parameter: nn.Parameter
-    is_shared: bool = (
-        False  # whether its gradient, as it comes, shares its storage, so that nothing is added to it in place
-    )
+    is_shared: bool = False  # whether its gradient comes as a view: then nothing is added to it in place
 
     def watch(self, leaf: Tensor) -> None:
         """Set `is_shared` when the gradient of this leaf, which takes the parameter's place, comes."""
