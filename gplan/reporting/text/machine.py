@@ -43,7 +43,10 @@ def _host_lines(machine: Machine) -> Iterator[Line]:
 
 
 def _link_lines(machine: Machine) -> Iterator[Line]:
-    for name, link in (("devices of a host", machine.within), ("hosts", machine.between)):
+    links = [("devices of a host", machine.within)]
+    if len({x.host for x in machine.devices}) > 1:
+        links.append(("hosts", machine.between))
+    for name, link in links:
         yield _line(name, link)
         for x in link.collectives:
             seconds = (float(link.collectives_s(x.kind, size, x.num_devices)) for size in _SIZES)
