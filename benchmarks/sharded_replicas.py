@@ -6,7 +6,7 @@
 Every run is K = 2 stages by R = 2 replicas unless its row tells otherwise. Gradients and the first loss are those of
 `gplan run --check`, losses of later steps those of a loop over the plain model. Memory is the largest of the replicas.
 With recompute "selected" a device has as much memory as is halfway between recomputing nothing and everything.
-Tables are written after every run. Runs that are killed are in benchmarks/random_kills.py --sharded.
+Tables are written after every run, and a run with rows in them is left out; --again runs all. Runs that are killed are in benchmarks/random_kills.py --sharded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ SMALL = (
 )
 LARGE = ("examples/transformer_lm.py", {**SMALL[1], "num_blocks": 8, "width": 768, "num_heads": 12})
 GPT2 = ("benchmarks/real_size_models.py", {"name": "gpt2"})
+TABLES = ("runs.csv", "resumed.csv")
 BATCH_SIZE = 16  # of the small model
 
 Strategy = tuple[str, int, int, Sharding, RecomputeMode]
@@ -62,7 +63,7 @@ LARGE_STRATEGIES: tuple[Strategy, ...] = (
     ("1f1b", 2, 2, "weights", "selected"),
     ("gpipe", 2, 2, "weights", "never"),
 )
-UNCHECKED: tuple[tuple[str, str, Mapping[str, str], tuple[Strategy, ...]], ...] = (
+UNCHECKED: tuple[tuple[str, str, Mapping[str, Any], tuple[Strategy, ...]], ...] = (
     ("transformer, 57 M", *LARGE, LARGE_STRATEGIES),
     ("GPT-2, 124 M", *GPT2, LARGE_STRATEGIES[1:3]),
     ("GPT-2, 124 M, SGD", GPT2[0], {**GPT2[1], "optimizer_name": "sgd"}, LARGE_STRATEGIES[1:3]),
@@ -93,6 +94,11 @@ class Row:
     loss_error: float | None  # the largest of all steps, relative
 
     @property
+    def key(self) -> tuple[Any, ...]:
+        """The model, and what `Strategy` has."""
+        return self.model, self.schedule, self.stages, self.replicas, self.sharding, self.recompute
+
+    @property
     def memory_error(self) -> float:
         """Of the prediction, relative to the measurement."""
         return (self.predicted_bytes - self.measured_bytes) / self.measured_bytes
@@ -102,12 +108,14 @@ def main() -> None:
     """Run, then write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--again", action="store_true")
     parser.add_argument("--output", type=Path, default=ROOT / "reports" / "sharded-replicas")
     options = parser.parse_args()
     os.chdir(ROOT)
     options.output.mkdir(parents=True, exist_ok=True)
-    rows, resumed = list[Row](), list[dict[str, Any]]()
-    for found in found_rows(small=options.small):
+    rows, resumed = ([], []) if options.again else known_rows(options.output)
+    done = {x.key for x in rows} | {(x["saved_by"], x["resumed_by"]) for x in resumed}
+    for found in found_rows(done, small=options.small):
         if isinstance(found, list):
             rows += found
         else:
@@ -120,19 +128,34 @@ def main() -> None:
     print((options.output / "README.md").read_text())
 
 
-def found_rows(*, small: bool) -> Iterator[list[Row] | dict[str, Any]]:
-    """The rows of each run, or the one of a run that was resumed."""
-    reference, settings = SMALL
-    profile = profile_of(reference, settings, microbatch_size=2)
-    expected = plain_losses(reference, settings, plan_of(profile, ("gpipe", 1, 1, "none", "never")))
-    for before, after in RESUMED:
-        yield resume(profile, before, after, expected)
-    for strategy in STRATEGIES:
-        yield measured(plan_of(profile, strategy), "transformer, 0.2 M", expected)
-    for model, reference, settings, strategies in () if small else UNCHECKED:
-        profile = profile_of(reference, settings, microbatch_size=1)
-        for strategy in strategies:
-            yield measured(plan_of(profile, strategy, batch_size=4), model, None)
+def known_rows(place: Path) -> tuple[list[Row], list[dict[str, Any]]]:
+    """The rows of an earlier call."""
+    if not (place / "runs.csv").exists() or not (place / "resumed.csv").exists():
+        return [], []
+    runs, resumed = (pd.read_csv(place / x).astype(object).replace(float("nan"), None) for x in TABLES)
+    found = [
+        {str(key): value for key, value in x.items()} for x in runs.drop(columns="memory_error").to_dict("records")
+    ]
+    return [Row(**x) for x in found], [{str(k): v for k, v in x.items()} for x in resumed.to_dict("records")]
+
+
+def found_rows(done: Collection[tuple[Any, ...]], *, small: bool) -> Iterator[list[Row] | dict[str, Any]]:
+    """The rows of each run that is not done, or the one of a run that was resumed."""
+    missing = [x for x in RESUMED if (text_of(x[0]), text_of(x[1])) not in done]
+    some = [x for x in STRATEGIES if ("transformer, 0.2 M", *x) not in done]
+    if missing or some:
+        reference, settings = SMALL
+        profile = profile_of(reference, settings, microbatch_size=2)
+        expected = plain_losses(reference, settings, plan_of(profile, ("gpipe", 1, 1, "none", "never")))
+        for before, after in missing:
+            yield resume(profile, before, after, expected)
+        for strategy in some:
+            yield measured(plan_of(profile, strategy), "transformer, 0.2 M", expected)
+    for model, reference, large, strategies in () if small else UNCHECKED:
+        if some := [x for x in strategies if (model, *x) not in done]:
+            profile = profile_of(reference, large, microbatch_size=1)
+            for strategy in some:
+                yield measured(plan_of(profile, strategy, batch_size=4), model, None)
 
 
 def profile_of(reference: str, settings: Mapping[str, Any], *, microbatch_size: int) -> Profile:

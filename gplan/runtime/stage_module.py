@@ -134,17 +134,28 @@ class GatheredLayers(nn.Module):
         self._groups = tuple(map(tuple, groups))  # modules of the stage
 
     def forward(self, *tensors: Tensor) -> Tensors:
-        """Boundary tensors in, boundary tensors out."""
-        for layer, groups in zip(self.layers, self._groups, strict=True):
+        """Boundary tensors in, boundary tensors out.
+
+        A recompute begins in the backward of the last layer, which is gathered by then: it is freed until it runs again.
+        """
+        last = {group: layer for layer, groups in enumerate(self._groups) for group in groups if group.is_gathered}
+        for group in last:
+            if group not in self._groups[0]:
+                _free(group)
+        for index, (layer, groups) in enumerate(zip(self.layers, self._groups, strict=True)):
             run: Callable[..., Tensors] = layer
             for group in groups:
                 run = partial(group, run)
-            waiting = [group for group in groups if not group.is_gathered]
+            waiting = [group for group in groups if not group.is_gathered and last.get(group) != index]
             tensors = run(*tensors)
             for group in waiting:  # torch frees them after a forward, but not after its recompute
-                assert isinstance(group, FSDPModule)
-                group.reshard()
+                _free(group)
         return tensors
+
+
+def _free(group: ParameterGroup) -> None:
+    assert isinstance(group, FSDPModule)
+    group.reshard()
 
 
 def make_segments(
