@@ -306,10 +306,6 @@ causal(
         **EXPERTS, "layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
         "mamba_n_groups": 1, "mamba_chunk_size": 8, "shared_intermediate_size": 32,
     },
-    xLSTM={
-        "vocab_size": VOCABULARY, "hidden_size": 32, "embedding_dim": 32, "num_hidden_layers": 3, "num_blocks": 3, "num_heads": 4,
-        "chunk_size": 16,
-    },
 )  # fmt: skip
 
 
