@@ -15,6 +15,7 @@ from gplan.core.errors import ModelError
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, detached
 from tests.profiler.models import Around, Branching, ConvNet, LongSkip, Residual, Throwing, Tied, WritesIntoView
+from tests.profiler.training import boundaries
 
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 ROWS = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
@@ -123,13 +124,13 @@ def test_a_size_that_depends_on_data_does_not_cross_a_cut() -> None:
 
 
 def test_a_skip_is_alive_at_every_boundary_it_crosses() -> None:
-    boundaries = capture(LongSkip(), WIDE).boundaries((WIDE,))
-    assert [len(x) for x in boundaries] == [1, 1, 2, 2, 1]
+    found = boundaries(capture(LongSkip(), WIDE), (WIDE,))
+    assert [len(x) for x in found] == [1, 1, 2, 2, 1]
 
 
 def test_a_boundary_knows_which_tensors_want_gradients() -> None:
-    boundaries = capture(Tied(), TOKENS).boundaries((TOKENS,))
-    by_dtype = {spec.dtype: spec.requires_grad for spec in boundaries[2]}
+    found = boundaries(capture(Tied(), TOKENS), (TOKENS,))
+    by_dtype = {spec.dtype: spec.requires_grad for spec in found[2]}
     assert by_dtype == {torch.bool: False, torch.float32: True}
 
 
@@ -170,7 +171,7 @@ def test_finding_boundaries_leaves_the_model_untouched() -> None:
     model = ConvNet()
     before = {name: x.clone() for name, x in model.state_dict().items()}
     state = torch.random.get_rng_state()
-    capture(model, IMAGES).boundaries((IMAGES,))
+    boundaries(capture(model, IMAGES), (IMAGES,))
     for name, x in model.state_dict().items():
         assert torch.equal(x, before[name]), name
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -243,7 +244,7 @@ def test_the_digest_changes_with_the_parameters_shapes() -> None:
 def test_batch_norm_inside_a_block_counts_its_batches_once() -> None:
     model = nn.Sequential(Residual(3), Residual(3))
     chain = capture(model, IMAGES)
-    chain.boundaries((IMAGES,))
+    boundaries(chain, (IMAGES,))
     assert int(model[0].norm.num_batches_tracked) == 0
     chain.stage(0, 2)(IMAGES)
     assert int(model[0].norm.num_batches_tracked) == 1
@@ -252,7 +253,7 @@ def test_batch_norm_inside_a_block_counts_its_batches_once() -> None:
 @pytest.mark.parametrize(("make", "inputs"), MODELS[:4], ids=lambda x: getattr(x, "__name__", ""))
 def test_specs_match_a_real_run(make: Callable[[], nn.Module], inputs: Tensor) -> None:
     chain = capture(make(), inputs)
-    assert tuple(chain.specs(i) for i in range(len(chain) + 1)) == chain.boundaries((inputs,))
+    assert tuple(chain.specs(i) for i in range(len(chain) + 1)) == boundaries(chain, (inputs,))
 
 
 def test_the_state_of_a_layer_is_the_models_own_by_its_names() -> None:

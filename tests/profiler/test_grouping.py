@@ -17,7 +17,7 @@ from profiler.capture.chain import Chain
 from profiler.model.lazy_build import build_without_weights, to_fake_tensors
 from tests.example_files import NEEDS_TRANSFORMERS, SMALL, apply, call, load
 from tests.profiler.models import Branching, ConvNet, Counting, Residual, SmallUNet, Tied, TwoTowers, WritesIntoView
-from tests.profiler.training import assert_trained_alike, gradients, total, train_in_stages
+from tests.profiler.training import assert_trained_alike, boundaries, gradients, total, train_in_stages
 
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 ROWS = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
@@ -205,7 +205,7 @@ def test_cuts_between_operations_keep_gradients(make: Callable[[], nn.Module], i
     for name, buffer in model.named_buffers():
         buffer.zero_() if name == "calls" else None
     chain = operations(model, inputs)
-    assert tuple(chain.specs(i) for i in range(len(chain) + 1)) == chain.boundaries((inputs,))
+    assert tuple(chain.specs(i) for i in range(len(chain) + 1)) == boundaries(chain, (inputs,))
     train_in_stages(chain, range(1, len(chain)), (inputs,))
     assert_trained_alike(gradients(model), expected)
 

@@ -13,7 +13,7 @@ from gplan.core.errors import ModelError
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, Route
 from tests.profiler.models import Counting, LongSkip, SmallUNet, TwoTowers, WritesIntoView
-from tests.profiler.training import assert_trained_alike, gradients, total, train_in_stages
+from tests.profiler.training import assert_trained_alike, boundaries, gradients, total, train_in_stages
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 ROWS = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
@@ -58,7 +58,7 @@ def test_a_boundary_is_what_crosses_the_layers_so_far() -> None:
     other = chain.reordered([2, 3, 0, 1, 4, 5])
     assert other.names == ("right.0", "right.1", "left.0", "left.1", "mul", "head")
     assert other.routes(3) == (Route(2, (3,)), Route(1, (4,)))
-    assert tuple(other.specs(i) for i in range(7)) == other.boundaries((ROWS,))
+    assert tuple(other.specs(i) for i in range(7)) == boundaries(other, (ROWS,))
     assert other.state(0).keys() == {"right.0.weight", "right.0.bias"}
 
 

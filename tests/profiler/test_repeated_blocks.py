@@ -16,6 +16,7 @@ from profiler.capture import trace
 from profiler.capture.capture import ExportedChain, exported
 from profiler.capture.chain import Chain, call_arguments
 from tests.profiler.repeating import NOT_REPEATING, REPEATING, ROWS, Block, LeavesBehind, Shelf, Stack, many
+from tests.profiler.training import boundaries
 
 
 def plain_chain(model: nn.Module, inputs: object) -> ExportedChain:
@@ -58,9 +59,9 @@ def assert_indistinguishable(make: Callable[[], nn.Module], inputs: Tensor) -> E
     for layer in range(len(chain)):
         assert chain.structure(layer) == plain.structure(layer)
         assert list(chain.state(layer).items()) == list(plain.state(layer).items())
-    boundaries = chain.boundaries((inputs,))
+    specs = boundaries(chain, (inputs,))
     for boundary in range(len(chain) + 1):
-        assert chain.specs(boundary) == plain.specs(boundary) == boundaries[boundary]
+        assert chain.specs(boundary) == plain.specs(boundary) == specs[boundary]
     found = trained(model, lambda: by_layer(chain, inputs))
     assert found.keys() == expected.keys()
     for name in expected:

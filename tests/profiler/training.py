@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from profiler.capture.chain import Chain, Tensors, detached, roots_with_gradients
+from profiler.capture.chain import Chain, Tensors, TensorSpec, detached, model_state_restored, roots_with_gradients
 
 
 def total(output: Any) -> Tensor:
@@ -23,6 +23,16 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     found = {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
     model.zero_grad()
     return found
+
+
+def boundaries(chain: Chain, inputs: Tensors) -> tuple[tuple[TensorSpec, ...], ...]:
+    """The specs of all L+1 boundaries, found by running the layers once."""
+    tensors, specs = inputs, [TensorSpec.of_all(inputs)]
+    with model_state_restored(chain.model):
+        for layer in range(len(chain)):
+            tensors = chain.stage(layer, layer + 1)(*detached(tensors))
+            specs.append(TensorSpec.of_all(tensors))
+    return tuple(specs)
 
 
 def train_in_stages(chain: Chain, cuts: Sequence[int], inputs: Tensors) -> None:
