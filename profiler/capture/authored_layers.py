@@ -7,9 +7,13 @@ be the same object in both.
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from functools import _lru_cache_wrapper
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -132,6 +136,36 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
             for name, (value, entries) in kept.items():
                 attributes[name] = value
                 _refill(value, entries)
+
+
+@contextmanager
+def caches_empty(model: nn.Module) -> Iterator[None]:
+    """Empty the caches of functools.lru_cache in the model's classes and beside them, now and at the end.
+
+    A traced forward leaves fake tensors in them, which another run cannot use.
+    """
+    caches = list(_caches_of(model))
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        yield
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+
+
+def _caches_of(model: nn.Module) -> Iterator[_lru_cache_wrapper[Any]]:
+    """Also those that a decorator hides in a closure."""
+    classes = {x for kind in {type(x) for x in model.modules()} for x in kind.__mro__}
+    own = [x for x in classes if x.__module__.partition(".")[0] not in ("torch", "builtins")]
+    modules = {x.__module__ for x in own} & sys.modules.keys()
+    for space in [*map(vars, own), *(vars(sys.modules[name]) for name in modules)]:
+        for value in list(space.values()):
+            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            cells = (function.__closure__ or ()) if isinstance(function, FunctionType) else ()
+            for found in (function, *gc.get_referents(*cells)):
+                if isinstance(found, _lru_cache_wrapper) and found.__module__ in modules:
+                    yield found
 
 
 def _snapshot(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

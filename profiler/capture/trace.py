@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError
 from profiler.capture import fake_kernels as fake_kernels  # registers them
-from profiler.capture.authored_layers import replaced
+from profiler.capture.authored_layers import caches_empty, replaced
 from profiler.capture.autograd_functions import put_custom_functions
 from profiler.capture.chain import call_arguments, model_state_restored
 from profiler.capture.constants import Answers, known_constants
@@ -92,7 +92,8 @@ def trace(model: nn.Module, inputs: object, way: Way, answers: Answers) -> Trace
     """
     args, kwargs = call_arguments(inputs)
     call = _ModelCall(model, args, kwargs, way, answers)
-    found = _trace_repeats_once(call) or _trace_all(call)
+    with caches_empty(model):
+        found = _trace_repeats_once(call) or _trace_all(call)
     _check_outputs(model, found)
     _check_parameters(found)
     return found

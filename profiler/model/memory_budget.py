@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from profiler.capture.authored_layers import caches_empty
 from profiler.capture.chain import model_state_restored
 from profiler.memory.allocations import gradient_bytes, storage_bytes, storage_key
 from profiler.model.data import sample_batch
@@ -138,7 +139,7 @@ def saved_bytes(file: ModelFile, batch_size: int) -> int:
         kept[storage_key(tensor)] = tensor
         return tensor
 
-    with model_state_restored(file.model):
+    with model_state_restored(file.model), caches_empty(file.model):
         try:
             inputs = sample_batch(file, batch_size)[0]
             with mode, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -207,3 +208,24 @@ def test_fake_grouped_product_is_like_the_real_one(layout: str) -> None:
         fakes = [None if x is None else mode.from_tensor(x) for x in (a, b, ends)]
         fake = F.grouped_mm(fakes[0], fakes[1], offs=fakes[2])  # type: ignore[arg-type]
     assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_a_trace_leaves_nothing_in_caches_of_functions() -> None:
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        @staticmethod
+        @lru_cache
+        def places(count: int) -> Tensor:
+            return torch.arange(count).flip(0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)[:, self.places(4)]
+            return x
+
+    model = Cached()
+    chain = capture(model, ROWS)
+    torch.testing.assert_close(chain.stage(0, len(chain))(ROWS)[0], model(ROWS))

@@ -108,14 +108,18 @@ def gradient_errors(plain: Mapping[str, Tensor], found: Mapping[str, Tensor]) ->
     Relative to the largest entry of the plain gradient, or to a thousandth of the model's largest if that is more,
     as a gradient that is zero up to rounding has no scale of its own.
     """
-    largest = max((float(x.abs().max()) for x in plain.values()), default=0.0)
+    largest = max(map(_largest, plain.values()), default=0.0)
     errors = {}
     for name, gradient in found.items():
         expected = plain.get(name, torch.zeros_like(gradient))
-        scale = max(float(expected.abs().max()), _SMALLEST_SCALE * largest, 1e-30)
-        error = float((gradient - expected).abs().max()) / scale
+        scale = max(_largest(expected), _SMALLEST_SCALE * largest, 1e-30)
+        error = _largest(gradient - expected) / scale
         errors[name] = error if math.isfinite(error) else sys.float_info.max
     return errors
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def gradient_check(reference: Reference, errors: Mapping[str, float], loss: float) -> GradientCheck:
