@@ -56,14 +56,14 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
 @click.option("--shard", default="none", show_default=True, type=click.Choice(["none", "optimizer", "weights", "auto"]),
               help="What the replicas of a stage (--devices) divide among them: nothing, the optimizer's state (ZeRO-1), or the "
                    "weights too (FSDP).")  # fmt: skip
-@memory_option("no limit")
+@memory_option("that of the profile or machine; no limit if it has none")
 @click.option("--minimize", default="step-time", show_default=True, type=click.Choice(["step-time", "max-stage"]),
               help="The objective: the simulated step, or the slowest stage with its transfers.")  # fmt: skip
 @click.option("--solver", default="auto", show_default=True, type=click.Choice(["auto", "dp", "milp", "cbc"]),
               help="dp: dynamic programming with branch and bound. milp: a mixed-integer program, solved by HiGHS; cbc: the same "
     "program, solved by CBC.")  # fmt: skip
 @click.option(
-    "--time-limit", type=float, metavar="SECONDS", help="Longest search.  [default: 10; with auto 18, MILP 60]"
+    "--time-limit", type=float, metavar="SECONDS", help="Longest search.  [default: 10; with auto 18, --machine 20, MILP 60]"
 )
 @click.option("--machine", metavar="FILE", type=PATH, help="A TOML file with devices and links that differ.")
 @click.option("--cut-after", multiple=True, metavar="LAYER", help="End a stage after this layer; given K-1 times, it fixes the "
