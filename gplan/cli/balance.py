@@ -63,7 +63,10 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
               help="dp: dynamic programming with branch and bound. milp: a mixed-integer program, solved by HiGHS; cbc: the same "
     "program, solved by CBC.")  # fmt: skip
 @click.option(
-    "--time-limit", type=float, metavar="SECONDS", help="Longest search.  [default: 10; with auto 18, --machine 20, MILP 60]"
+    "--time-limit",
+    type=float,
+    metavar="SECONDS",
+    help="Longest search.  [default: 10; with auto 18, --machine 20, MILP 60]",
 )
 @click.option("--machine", metavar="FILE", type=PATH, help="A TOML file with devices and links that differ.")
 @click.option("--cut-after", multiple=True, metavar="LAYER", help="End a stage after this layer; given K-1 times, it fixes the "

@@ -44,16 +44,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 import msgspec
 
-from gplan.core import Collective, CollectiveKind, HostLink, Link, LinkPoint, Machine, MachineDevice
+from gplan.core import HostLink, Link, Machine, MachineDevice
 from gplan.core.errors import FileError, UsageError
 from gplan.core.units import parse_bytes, parse_link
 from gplan.files.json_files import write_bytes
+from gplan.files.link_table import LinkTable
 
 _REMEDY = (
     "known are [[host]] with name, devices, memory, speed, hardware and [[host.device]], [links] with within and between, "
@@ -77,30 +77,14 @@ class _Host(msgspec.Struct, forbid_unknown_fields=True):
     device: list[_Device] = []
 
 
-class _Message(msgspec.Struct, forbid_unknown_fields=True):
-    latency_s: float
-    bytes_per_s: float
-    points: list[tuple[int, float]] = []  # bytes and seconds
-
-
-class _Collective(msgspec.Struct, forbid_unknown_fields=True):
-    kind: CollectiveKind
-    num_devices: int
-    message: _Message
-
-
-class _Measured(_Message, forbid_unknown_fields=True):
-    collective: list[_Collective] = []
-
-
 class _Links(msgspec.Struct, forbid_unknown_fields=True):
-    within: str | _Measured | None = None
-    between: str | _Measured | None = None
+    within: str | LinkTable | None = None
+    between: str | LinkTable | None = None
 
 
 class _HostLink(msgspec.Struct, forbid_unknown_fields=True):
     hosts: tuple[str, str]
-    link: str | _Measured
+    link: str | LinkTable
 
 
 class _Content(msgspec.Struct, forbid_unknown_fields=True):
@@ -230,7 +214,7 @@ def _host_links(content: _Content, path: Path) -> tuple[HostLink, ...]:
     return tuple(links)
 
 
-def _default(text: str | _Measured | None, default_link: Link | None, path: Path, where: str) -> Link:
+def _default(text: str | LinkTable | None, default_link: Link | None, path: Path, where: str) -> Link:
     if text is not None:
         return _link(text, path, where)
     if default_link is None:
@@ -238,20 +222,12 @@ def _default(text: str | _Measured | None, default_link: Link | None, path: Path
     return default_link
 
 
-def _link(found: str | _Measured, path: Path, where: str) -> Link:
+def _link(found: str | LinkTable, path: Path, where: str) -> Link:
     with _located(path, where):
         if isinstance(found, str):
             bytes_per_s, latency_s = parse_link(found)
             return Link(bytes_per_s=bytes_per_s, latency_s=latency_s)
-        collectives = (
-            Collective(kind=x.kind, num_devices=x.num_devices, message=_message(x.message)) for x in found.collective
-        )
-        return replace(_message(found), collectives=tuple(collectives))
-
-
-def _message(found: _Message) -> Link:
-    points = (LinkPoint(num_bytes=n, seconds=s) for n, s in found.points)
-    return Link(latency_s=found.latency_s, bytes_per_s=found.bytes_per_s, points=tuple(points), origin="measured")
+        return found.link("measured")
 
 
 def _check_distinct(names: Iterable[str], *, what: str) -> None:

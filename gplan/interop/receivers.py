@@ -268,7 +268,7 @@ _ORDER_PROBLEMS: dict[str, Callable[[Settings], Iterator[str]]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decoder:
+class DecoderLayers:
     """Where the layers of a language model are: embeddings, one list of blocks, multi-token prediction, head."""
 
     blocks: range
@@ -295,7 +295,7 @@ _ENTRY = re.compile(r"(.+)\.(\d+)")  # of a list of modules
 _PREDICTION = re.compile(r"(?:.*\.)?mtp(?:_\w+)?(?:\..*)?|.*\.mtp_?\d*")  # mtp.0, model.mtp_layers.1
 
 
-def decoder_of(names: Sequence[str], title: str) -> Decoder:
+def decoder_of(names: Sequence[str], title: str) -> DecoderLayers:
     """The parts of a language model by the names of its layers; raises UsageError for other models."""
     found = [i for i, name in enumerate(names) if _PREDICTION.fullmatch(name)]
     entries = [
@@ -313,7 +313,7 @@ def decoder_of(names: Sequence[str], title: str) -> Decoder:
     prediction = range(found[0], found[-1] + 1) if found else range(blocks.stop, blocks.stop)
     if len(prediction) != len(found) or prediction.start != blocks.stop:
         raise _not_a_decoder(f"{names[found[0]]} does not follow the blocks at once", title)
-    decoder = Decoder(blocks=blocks, prediction=prediction, num_layers=len(names))
+    decoder = DecoderLayers(blocks=blocks, prediction=prediction, num_layers=len(names))
     if not decoder.embeddings or not decoder.head:
         raise _not_a_decoder(f"no layer stands {'after' if decoder.embeddings else 'before'} the blocks", title)
     return decoder
@@ -417,7 +417,7 @@ def _check_child(module: str) -> None:
         )
 
 
-def _check_blocks(decoder: Decoder, profile: Profile | None, title: str) -> None:
+def _check_blocks(decoder: DecoderLayers, profile: Profile | None, title: str) -> None:
     """Raise UsageError unless the output of each block goes to the next layer only, and no two share a weight."""
     if profile is None:
         return

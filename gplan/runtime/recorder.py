@@ -49,7 +49,7 @@ class ActionRecorder:
         """Record what runs inside the block. Two blocks in a row of one action, a forward and its loss, count as one."""
         self.under_way = action
         self.heartbeat.enter_action(action.kind, action.stage, action.microbatch)
-        return self._on_gpu(action) if self.is_on_gpu else _OnCpu(self, self._noted, action)
+        return self._on_gpu(action) if self.is_on_gpu else _CpuBlock(self, self._noted, action)
 
     def take(self) -> tuple[ActionTiming, ...]:
         """Return the actions recorded since the last call."""
@@ -81,7 +81,7 @@ class ActionRecorder:
         self.under_way = None
 
 
-class _OnCpu(AbstractContextManager[None]):
+class _CpuBlock(AbstractContextManager[None]):
     """A block on the CPU; one that raises is not recorded and stays `under_way`."""
 
     def __init__(self, recorder: ActionRecorder, noted: list[_Raw], action: Action) -> None:

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 
-from gplan.core import Collective, CollectiveKind, Device, Link, OperationKind
+from gplan.core import Device, Link, OperationKind
 from gplan.core.checks import check_not_negative, check_positive
 from gplan.core.errors import FileError, UsageError
+from gplan.files.link_table import LinkTable, MessageTable
 from profiler.analytic.shapes import AttentionShape, MatmulShape, Shape, ShapeTable
 
 FusedKernel: TypeAlias = Literal["attention", "cross-entropy", "normalization", "activation"]
@@ -126,30 +127,6 @@ class _ShapeShares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return found
 
 
-class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    latency_s: float
-    bytes_per_s: float
-
-    def link(self) -> Link:
-        return Link(latency_s=self.latency_s, bytes_per_s=self.bytes_per_s)
-
-
-class _Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    kind: CollectiveKind
-    num_devices: int
-    message: _Message  # of those that a ring passes on
-
-
-class _LinkFigures(_Message, frozen=True, forbid_unknown_fields=True):
-    collective: list[_Collective] = []
-
-    def link(self) -> Link:
-        collectives = (
-            Collective(kind=x.kind, num_devices=x.num_devices, message=x.message.link()) for x in self.collective
-        )
-        return replace(super().link(), collectives=tuple(collectives))
-
-
 class _Sources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: str = "not given"
     flops: str = "not given"
@@ -164,14 +141,14 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes_per_s: float
     launch_s: float
     flops_per_s: dict[str, float]
-    link: _LinkFigures
+    link: LinkTable
     efficiency: dict[OperationKind, Efficiency]
     sources: _Sources = _Sources()
     memory_bytes: float | None = None
     shapes: _ShapeShares = _ShapeShares()
     kernels: dict[KernelName, Efficiency] = {}
     fused: list[FusedKernel] = []
-    all_to_all: _Message | None = None
+    all_to_all: MessageTable | None = None
 
 
 def parse_fused(text: str) -> tuple[FusedKernel, ...]:
@@ -265,7 +242,7 @@ def _check(entry: _Entry, place: str) -> None:
     if entry.memory_bytes is None and entry.kind != "cpu":
         raise FileError(f"{place} has no memory_bytes; expected the memory of one device, such as 80e9")
     rates = {f"flops_per_s.{dtype}": value for dtype, value in entry.flops_per_s.items()}
-    links: dict[str, _Message | None] = {"link": entry.link, "all_to_all": entry.all_to_all}
+    links: dict[str, MessageTable | None] = {"link": entry.link, "all_to_all": entry.all_to_all}
     links |= {f"link.collective.{x.kind}": x.message for x in entry.link.collective}
     if few := [x for x in entry.link.collective if x.num_devices < 2]:
         raise FileError(f"{place}: num_devices of {few[0].kind} is {few[0].num_devices}; expected at least 2")

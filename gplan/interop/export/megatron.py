@@ -25,7 +25,7 @@ from math import gcd
 from gplan.core import Plan, Profile
 from gplan.core.errors import UsageError
 from gplan.interop.export.requirements import Export, skipping_values
-from gplan.interop.receivers import RECEIVERS, Decoder, check_plan, decoder_of
+from gplan.interop.receivers import RECEIVERS, DecoderLayers, check_plan, decoder_of
 
 _TITLE = RECEIVERS["megatron"].title
 _HYBRID = {"mamba": "M", "gateddeltanet": "G", "attention": "*", "moe": "E", "mlp": "-"}  # in names of classes
@@ -81,7 +81,7 @@ def to_verl(plan: Plan, profile: Profile | None) -> Export:
     return Export(format="verl", text=" \\\n".join(lines) + "\n", notes=notes)
 
 
-def _check_prediction(plan: Plan, decoder: Decoder) -> None:
+def _check_prediction(plan: Plan, decoder: DecoderLayers) -> None:
     """Raise UsageError for multi-token prediction where Megatron does not take it."""
     if not decoder.prediction:
         return
@@ -98,7 +98,7 @@ def _check_prediction(plan: Plan, decoder: Decoder) -> None:
         )
 
 
-def layout_of(plan: Plan, decoder: Decoder) -> str:
+def layout_of(plan: Plan, decoder: DecoderLayers) -> str:
     """The stages in Megatron's letters, runs of equal ones in parentheses."""
     counts = [decoder.counts(x.first_layer, x.end_layer) for x in plan.stages]
     return _layout(["t" * blocks + "m" * predictions for blocks, predictions in counts])
@@ -120,7 +120,7 @@ def _repeated(letter: str, count: int) -> str:
     return f"{letter}*{count}" if count > 2 else letter * count
 
 
-def _hybrid_pattern(plan: Plan, profile: Profile | None, decoder: Decoder) -> str:
+def _hybrid_pattern(plan: Plan, profile: Profile | None, decoder: DecoderLayers) -> str:
     """The pattern of a model with state-space layers, "" for others."""
     if profile is None:
         return ""
@@ -138,7 +138,7 @@ def _hybrid_pattern(plan: Plan, profile: Profile | None, decoder: Decoder) -> st
     return "|".join("".join(symbols[first - start : end - start]) for first, end in bounds)
 
 
-def _recompute(plan: Plan, decoder: Decoder) -> list[tuple[str, str | int]]:
+def _recompute(plan: Plan, decoder: DecoderLayers) -> list[tuple[str, str | int]]:
     """Recompute in chunks of blocks whose size divides every stage; one chunk per stage if stages are equal."""
     if plan.recompute == "never":
         return []
@@ -150,7 +150,7 @@ def _recompute(plan: Plan, decoder: Decoder) -> list[tuple[str, str | int]]:
     ]
 
 
-def _notes(plan: Plan, profile: Profile | None, decoder: Decoder) -> tuple[str, ...]:
+def _notes(plan: Plan, profile: Profile | None, decoder: DecoderLayers) -> tuple[str, ...]:
     names, head = plan.layer_names, decoder.head
     notes = [
         f"E stands for {', '.join(names[: decoder.blocks.start])}; L for {', '.join(names[head.start :])} and the loss",
