@@ -194,7 +194,6 @@ class ExportedChain(Chain):
 
     def __init__(self, model: nn.Module, traced: Trace, groups: Sequence[Group], *, digest: str | None = None) -> None:
         super().__init__(model, [group.name for group in groups], [group.kind for group in groups])
-        self.num_repetitions = traced.num_repetitions
         self._trace = traced
         self._groups = tuple(groups)
         self._digest = digest

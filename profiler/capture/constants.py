@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from profiler.capture.authored_layers import replaced
-from profiler.capture.repeated_blocks import RepeatRecorder
 from profiler.capture.value_checks import answer_of_batch, on_real_tensors, passed_check, without_draws
 
 MOST_NUMBERS = 2**20  # of a tensor whose value is kept
@@ -53,7 +52,6 @@ class _Value:
 
     real: Tensor
     num_writes: int  # into the fake tensor, when this value was valid
-    origins: frozenset[str | None]  # paths of the repeated blocks in which it was computed; None outside of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,6 @@ class _ConstantCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     fakes: tuple[Tensor, ...]  # the original arguments
-    origins: frozenset[str | None]
 
     def result(self) -> Any:
         """The result in a plain run; raises the function's errors, and _Inconstant."""
@@ -80,12 +77,9 @@ class Answers:
 
 
 @contextmanager
-def known_constants(recorder: RepeatRecorder, answers: Answers) -> Iterator[None]:
-    """Inside, constants made by the model's code keep their values; entered around its forward.
-
-    A block that reads a constant from outside cannot represent the blocks like it; it is refused at `recorder`.
-    """
-    constants = _Constants(recorder, answers)
+def known_constants(answers: Answers) -> Iterator[None]:
+    """Inside, constants made by the model's code keep their values; entered around its forward."""
+    constants = _Constants(answers)
     with _not_called_fake(constants), constants:
         yield
 
@@ -97,9 +91,9 @@ class _Inconstant(Exception):
 class _Constants(TorchFunctionMode):
     """Repeats every call that depends on constants alone on real tensors."""
 
-    def __init__(self, recorder: RepeatRecorder, answers: Answers) -> None:
+    def __init__(self, answers: Answers) -> None:
         super().__init__()
-        self._recorder, self._answers = recorder, answers
+        self._answers = answers
         self._values: MutableMapping[Tensor, _Value] = WeakIdKeyDictionary()
 
     def __torch_function__(
@@ -108,7 +102,7 @@ class _Constants(TorchFunctionMode):
         kwargs = kwargs or {}
         call = self._constant_call(function, args, kwargs)
         if call is not None and function in _QUESTIONS:
-            self._asked(call.origins)
+            self._answers.num_given += 1
             return call.result()
         if function is Tensor.__bool__ and (passes := passed_check(args[0])) is not None:
             return passes
@@ -124,14 +118,8 @@ class _Constants(TorchFunctionMode):
         """Whether the value of a tensor is known; counts as a read, because the model may depend on it."""
         value = self._value(tensor) if isinstance(tensor, Tensor) else None
         if value is not None:
-            self._asked(value.origins)
+            self._answers.num_given += 1
         return value is not None or getattr(tensor, "real_tensor", None) is not None
-
-    def _asked(self, origins: frozenset[str | None]) -> None:
-        self._answers.num_given += 1
-        unit = self._recorder.running
-        if unit is not None and origins != {unit.path}:
-            raise self._recorder.refuse(unit.group)
 
     def _constant_call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> _ConstantCall | None:
         """The call on real tensors, or None if it may depend on anything but constants."""
@@ -147,11 +135,10 @@ class _Constants(TorchFunctionMode):
         is_constant = all(values.values()) and all(isinstance(x, Tensor) or _is_plain(x) for x in leaves)
         if not is_constant or not (fakes or function in _MAKERS):
             return None
-        origins = frozenset[str | None]().union(*(x.origins for x in values.values() if x)) or self._here()
         real_args, real_kwargs = pytree.tree_unflatten(
             [x.real if (x := values.get(id(leaf))) else leaf for leaf in leaves], structure
         )
-        return _ConstantCall(function, real_args, real_kwargs, fakes, origins)
+        return _ConstantCall(function, real_args, real_kwargs, fakes)
 
     def _stand_in(self, tensor: Any, function: Callable[..., Any]) -> Any:
         """A real tensor in place of an argument of which only shape, dtype and device are read."""
@@ -163,12 +150,8 @@ class _Constants(TorchFunctionMode):
                 made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
         except (RuntimeError, AssertionError):  # there is no such device
             return tensor
-        self._values[made] = _Value(made, _num_writes(made), self._here())
+        self._values[made] = _Value(made, _num_writes(made))
         return made
-
-    def _here(self) -> frozenset[str | None]:
-        unit = self._recorder.running
-        return frozenset([unit.path if unit is not None else None])
 
     def _follow(self, call: _ConstantCall, output: Any) -> bool:
         """Repeat a call on the real tensors; returns whether the values of its results are known."""
@@ -183,7 +166,7 @@ class _Constants(TorchFunctionMode):
         if len(fakes) != len(reals) or not all(map(_is_like, fakes, reals)):
             return False
         for fake, real in (*self._written(call), *zip(fakes, reals, strict=True)):
-            self._values[fake] = _Value(real, _num_writes(fake), call.origins)
+            self._values[fake] = _Value(real, _num_writes(fake))
         return True
 
     def _written(self, call: _ConstantCall) -> list[tuple[Tensor, Tensor]]:
@@ -211,7 +194,7 @@ def _may_write(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     """Whether a function may write into its arguments, or expose their memory, without torch counting the write."""
     name = getattr(function, "__name__", "").partition(".")[0]
     is_in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set"))
-    is_foreign = isinstance(function, _OPERATORS) and str(function).partition(".")[0] not in ("aten", "gplan")
+    is_foreign = isinstance(function, _OPERATORS) and str(function).partition(".")[0] != "aten"
     has_statistics = any(x in name for x in ("batch_norm", "instance_norm", "fused"))
     return is_in_place or is_foreign or has_statistics or "out" in kwargs or function in _UNCOUNTED
 

@@ -19,10 +19,9 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from profiler.capture.chain import TensorSpec
-from profiler.capture.expand import StateTensor
 from profiler.capture.grouping import is_vmap_edge
 from profiler.capture.opaque_modules import fresh
-from profiler.capture.trace import Trace
+from profiler.capture.trace import StateTensor, Trace
 
 _MOST_NUMBERS = 64  # elements of a constant that is compared by value
 

@@ -1,9 +1,7 @@
 """Trace a model into one graph of operations, by torch.export(strict=False) in training mode.
 
-Repeated blocks are traced once (profiler/capture/repeated_blocks.py) and copied (profiler/capture/expand.py). An attempt
-that fails names the blocks to trace in full, and the last attempt traces all. Constants may keep their values during the
-trace (profiler/capture/constants.py), and modules may be single operations of it (profiler/capture/opaque_modules.py);
-profiler/capture/tracing_ways.py chooses. Errors name the user's line.
+Constants may keep their values during the trace (profiler/capture/constants.py), and modules may be single operations of
+it (profiler/capture/opaque_modules.py); profiler/capture/tracing_ways.py chooses. Errors name the user's line.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,18 +25,24 @@ from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError
 from profiler.capture import fake_kernels as fake_kernels  # registers them
-from profiler.capture.authored_layers import caches_empty, replaced
-from profiler.capture.autograd_functions import put_custom_functions
+from profiler.capture.authored_layers import attributes_restored, caches_empty, replaced
+from profiler.capture.autograd_functions import CustomFunction, custom_functions, put_custom_functions
 from profiler.capture.chain import call_arguments, model_state_restored
 from profiler.capture.constants import Answers, known_constants
-from profiler.capture.expand import StateTensor, expanded
 from profiler.capture.inplace import writers
 from profiler.capture.opaque_modules import ModuleRecords, opaque_modules
-from profiler.capture.repeated_blocks import RepeatRecorder, UncertainRepeatError, repeated_units
 from profiler.capture.value_checks import state_of_batch
+from profiler.capture.value_forms import without_objects
 from profiler.model.error_location import author_line
 
-_MOST_ATTEMPTS = 8  # each finds one more group of blocks that are not called alike
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A tensor of a model's state: a parameter, a buffer, or a constant found by the trace."""
+
+    name: str
+    tensor: Tensor
+    is_constant: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,6 @@ class Trace:
     state: dict[Node, StateTensor]  # what the placeholders of state stand for
     module: GraphModule  # holds the bodies of no_grad blocks and their like
     structure: pytree.TreeSpec  # of what the model returns
-    num_repetitions: int  # calls of blocks that were copied
     left_out: tuple[str, ...]  # classes of objects in the model's output that no stage can pass on
 
     @property
@@ -91,52 +94,57 @@ def trace(model: nn.Module, inputs: object, way: Way, answers: Answers) -> Trace
     Raises ModelError, with the author's line, for a model that cannot be traced or that writes into parameters.
     """
     args, kwargs = call_arguments(inputs)
-    call = _ModelCall(model, args, kwargs, way, answers)
-    with caches_empty(model):
-        found = _trace_repeats_once(call) or _trace_all(call)
+    run = _ModelRun(model)
+    try:
+        with caches_empty(model):
+            found = _traced(run, args, kwargs, way, answers)
+    except Exception as error:
+        raise _untraceable(model, args, kwargs, error) from error
+    if run.reassigned:
+        raise ModelError(reassigned(model, run.reassigned[0]))
     _check_outputs(model, found)
     _check_parameters(found)
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _ModelCall:
-    """The model and its arguments, and how it is traced."""
+class _ModelRun:
+    """What the forward of a model does in an export."""
 
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    way: Way
-    answers: Answers
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.functions: list[CustomFunction] = []  # called, in their order
+        self.reassigned: tuple[str, ...] = ()  # weights that it replaced by new tensors
+        self.left_out: tuple[str, ...] = ()  # classes of objects in the output that no stage can pass on
+        self._is_running = False
+
+    @contextmanager
+    def recorded(self, around: AbstractContextManager[object]) -> Iterator[None]:
+        """Inside, an export is recorded; the forward runs inside `around`. The model is restored at the end."""
+        plain: Callable[..., Any] = nn.Module._call_impl
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module.__dict__ is not self.model.__dict__ or self._is_running:
+                return plain(module, *args, **kwargs)
+            before = _weights(self.model)
+            self._is_running = True
+            try:
+                with around, custom_functions(self.functions):
+                    output = plain(module, *args, **kwargs)
+            finally:
+                self._is_running = False
+            after = _weights(self.model)
+            self.reassigned = tuple(name for name, tensor in before.items() if after.get(name) is not tensor)
+            output, self.left_out = without_objects(output)
+            return output
+
+        with attributes_restored(self.model), replaced(nn.Module, _call_impl=call):
+            yield
 
 
-def _trace_repeats_once(call: _ModelCall) -> Trace | None:
-    if call.way.follows_batch:  # blocks may take different paths
-        return None
-    units, excluded, seen = repeated_units(call.model), set[Hashable](), set[str]()
-    for _ in range(_MOST_ATTEMPTS):
-        recorder = RepeatRecorder(call.model, [unit for unit in units if unit.group not in excluded], seen)
-        if not recorder.units:
-            return None
-        try:
-            return _attempt(call, recorder)
-        except Exception:  # the model is then traced in full, which reports the error if it remains
-            if not recorder.refused | recorder.revealed:
-                return None
-        excluded |= recorder.refused
-        seen |= recorder.revealed
-    return None
-
-
-def _trace_all(call: _ModelCall) -> Trace:
-    recorder = RepeatRecorder(call.model, [], set())
-    try:
-        found = _attempt(call, recorder)
-    except Exception as error:
-        raise _untraceable(call, error) from error
-    if recorder.reassigned:
-        raise ModelError(reassigned(call.model, recorder.reassigned[0]))
-    return found
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters, and the buffers of submodules; torch.export tracks the model's own buffers itself."""
+    buffers = {name: x for name, x in model.named_buffers(remove_duplicate=False) if "." in name}
+    return {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
 
 
 def _as_if_run() -> AbstractContextManager[None]:
@@ -147,30 +155,33 @@ def _as_if_run() -> AbstractContextManager[None]:
     return replaced(torch.compiler, is_exporting=lambda: False, is_compiling=lambda: False)
 
 
-def _attempt(call: _ModelCall, recorder: RepeatRecorder) -> Trace:
-    way = call.way
-    constants = known_constants(recorder, call.answers) if way.knows_constants else nullcontext()
+def _traced(run: _ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], way: Way, answers: Answers) -> Trace:
+    model = run.model
+    own = _own_tensors(model)
+    constants = known_constants(answers) if way.knows_constants else nullcontext()
     if way.follows_batch:
-        constants = _both(state_of_batch(call.model, _own_tensors(call.model)), constants)
-    opaque = opaque_modules(call.model, way.recorded, recorder.functions)
+        constants = _both(state_of_batch(model, own), constants)
+    opaque = opaque_modules(model, way.recorded, run.functions)
     path = _as_if_run() if way.as_run else nullcontext()
     moves = _without_needless_moves()
     without_stacks = replaced(torch.fx.config, do_not_emit_stack_traces=True)  # they take longer than the trace itself
     around = _real_values_kept() if way.follows_batch else nullcontext()
     silent = _without_torch_messages()
-    with around, opaque, recorder.recording(constants), silent, path, moves, without_stacks, uncompiled():
-        program = torch.export.export(call.model, call.args, call.kwargs, strict=False)
-    if recorder.failed or (recorder.units and recorder.reassigned):
-        raise UncertainRepeatError("the model went on after a doubt, or replaced its state")
-    _erase_assertions(program.graph_module)
-    put_custom_functions(program.graph_module, recorder.functions)
-    own = _own_tensors(call.model)
-    graph, found = expanded(program.graph_module, _state_tensors(program, own), recorder)
+    with around, opaque, run.recorded(constants), silent, path, moves, without_stacks, uncompiled():
+        program = torch.export.export(model, args, kwargs, strict=False)
+    module = program.graph_module
+    _erase_assertions(module)
+    put_custom_functions(module, run.functions)
+    graph, copies = Graph(owning_module=module), dict[Node, Node]()  # the users of the exported graph can be incomplete
+    for node in module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
     canonical = {id(tensor): name for name, tensor in own.items()}  # of tied tensors the last name
-    state = {node: replace(x, name=canonical.get(id(x.tensor), x.name)) for node, x in found.items()}
+    state = {
+        copies[node]: replace(x, name=canonical.get(id(x.tensor), x.name))
+        for node, x in _state_tensors(program, own).items()
+    }
     structure = program.call_spec.out_spec  # a slow property
-    num_repetitions = len(recorder.repetitions)
-    return Trace(graph, state, program.graph_module, structure, num_repetitions, recorder.left_out)
+    return Trace(graph, state, module, structure, run.left_out)
 
 
 @contextmanager
@@ -306,13 +317,12 @@ def parameter_changed(path: str, parameter: str) -> str:
     )
 
 
-def _untraceable(call: _ModelCall, error: Exception) -> ModelError:
+def _untraceable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> ModelError:
     """The error for a model that torch.export rejects with `error`."""
-    model = call.model
     if isinstance(error, ModelError):
         return error
     if _DATA_OF_A_TENSOR in str(error):
-        for name, is_changed in _parameters_whose_data_is_used(model, call.args, call.kwargs):
+        for name, is_changed in _parameters_whose_data_is_used(model, args, kwargs):
             path = name.rpartition(".")[0]
             return ModelError(parameter_changed(path, name) if is_changed else _data_used(path, name))
     where = author_line(error)

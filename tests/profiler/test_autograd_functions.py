@@ -83,7 +83,6 @@ def assert_trains_alike(model: nn.Module) -> None:
 
 def test_custom_backward_in_repeated_blocks() -> None:
     model = Row(tenfold)
-    assert exported(model, ROWS)._trace.num_repetitions == 2  # the first is called on an input, which needs no gradient
     assert_trains_alike(model)
 
 

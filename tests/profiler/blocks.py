@@ -1,4 +1,4 @@
-"""Models whose blocks repeat, with how often, and models whose blocks only seem to."""
+"""Models of blocks that are alike, or only seem to be."""
 
 from __future__ import annotations
 
@@ -18,16 +18,13 @@ TOKENS = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(
 
 
 class Block(nn.Module):
-    """Adds to its input; counts the calls of forward, traced ones among them."""
-
-    num_calls = 0
+    """Adds to its input."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        Block.num_calls += 1
         return x + self.dropout(torch.tanh(self.linear(x)))
 
 
@@ -331,25 +328,22 @@ def alternating() -> nn.Module:
     return Stack(*(kind() for _ in range(4) for kind in (Block, Gate)))
 
 
-REPEATING: dict[str, tuple[Callable[[], nn.Module], Tensor, int]] = {
-    "a transformer": (lambda: language_model(tied=False), TOKENS, 11),
-    "a transformer with a tied embedding": (lambda: language_model(tied=True), TOKENS, 11),
-    "batch norm and in-place activations": (conv_net, IMAGES, 4),
-    "skips between blocks": (UNet, ROWS, 6),
-    "two kinds in turn": (alternating, ROWS, 6),
-    "shared arguments": (masked, ROWS, 4),
-    "a shared submodule": (sharing, ROWS, 4),
-    "dicts, numbers and None": (structured, ROWS, 3),
-    "buffers and constants": (lambda: Stack(*many(Counting)), ROWS, 4),
-    "tensors as attributes": (lambda: Stack(*many(Table)), ROWS, 4),
-    "weights tied across blocks": (tied_across, ROWS, 4),
-    "frozen blocks": (partly_frozen, ROWS, 4),
-    "blocks of blocks": (lambda: Stack(*many(Nested)), ROWS, 4),
-    "dropout": (lambda: Stack(*many(lambda: Block(0.5))), ROWS, 4),
-    "two numbers in turn": (lambda: Calling(lambda b, i, x, _: b(x, i % 2), *many(Scaled)), ROWS, 3),
-}
-
-NOT_REPEATING: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+BLOCKS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "a transformer": (lambda: language_model(tied=False), TOKENS),
+    "a transformer with a tied embedding": (lambda: language_model(tied=True), TOKENS),
+    "batch norm and in-place activations": (conv_net, IMAGES),
+    "skips between blocks": (UNet, ROWS),
+    "two kinds in turn": (alternating, ROWS),
+    "shared arguments": (masked, ROWS),
+    "a shared submodule": (sharing, ROWS),
+    "dicts, numbers and None": (structured, ROWS),
+    "buffers and constants": (lambda: Stack(*many(Counting)), ROWS),
+    "tensors as attributes": (lambda: Stack(*many(Table)), ROWS),
+    "weights tied across blocks": (tied_across, ROWS),
+    "frozen blocks": (partly_frozen, ROWS),
+    "blocks of blocks": (lambda: Stack(*many(Nested)), ROWS),
+    "dropout": (lambda: Stack(*many(lambda: Block(0.5))), ROWS),
+    "two numbers in turn": (lambda: Calling(lambda b, i, x, _: b(x, i % 2), *many(Scaled)), ROWS),
     "numbers that differ": (lambda: Calling(lambda b, i, x, _: b(x, i), *many(Scaled)), ROWS),
     "writing into the input": (lambda: Stack(*many(WritesIntoInput)), ROWS),
     "views of the input": (

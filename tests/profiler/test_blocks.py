@@ -1,4 +1,4 @@
-"""Repeated blocks are traced once with the same result as a full trace."""
+"""Models of blocks: their layers compute what the model does, and a capture leaves the model as it was."""
 
 from __future__ import annotations
 
@@ -12,18 +12,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from profiler.capture import trace
-from profiler.capture.capture import ExportedChain, exported
+from profiler.capture.capture import exported
 from profiler.capture.chain import Chain, call_arguments
-from tests.profiler.repeating import NOT_REPEATING, REPEATING, ROWS, Block, LeavesBehind, Shelf, Stack, many
+from tests.profiler.blocks import BLOCKS, ROWS, Block, LeavesBehind, Shelf, Stack, many
 from tests.profiler.training import boundaries
-
-
-def plain_chain(model: nn.Module, inputs: object) -> ExportedChain:
-    """The model traced in full."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace, "_trace_repeats_once", lambda *_: None)
-        return exported(model, inputs)
 
 
 def total(output: Any) -> Tensor:
@@ -47,56 +39,31 @@ def by_layer(chain: Chain, inputs: Tensor) -> Any:
     return chain.model_output(tensors)
 
 
-def assert_indistinguishable(make: Callable[[], nn.Module], inputs: Tensor) -> ExportedChain:
-    """The chain of a model computes what the model does, and looks like the chain of the model traced in full."""
+def assert_trains_alike(make: Callable[[], nn.Module], inputs: Tensor) -> None:
     torch.manual_seed(0)
     model = make().train()
     other = copy.deepcopy(model)
     args, kwargs = call_arguments(inputs)
     expected = trained(other, lambda: other(*args, **kwargs))
-    chain, plain = exported(model, inputs), plain_chain(model, inputs)
-    assert (chain.names, chain.kinds, len(chain)) == (plain.names, plain.kinds, len(plain))
-    for layer in range(len(chain)):
-        assert chain.structure(layer) == plain.structure(layer)
-        assert list(chain.state(layer).items()) == list(plain.state(layer).items())
+    chain = exported(model, inputs)
     specs = boundaries(chain, (inputs,))
-    for boundary in range(len(chain) + 1):
-        assert chain.specs(boundary) == plain.specs(boundary) == specs[boundary]
+    assert all(chain.specs(boundary) == specs[boundary] for boundary in range(len(chain) + 1))
     found = trained(model, lambda: by_layer(chain, inputs))
     assert found.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
-    return chain
 
 
-@pytest.mark.parametrize("name", REPEATING)
-def test_repeated_blocks_equal_full_trace(name: str) -> None:
-    make, inputs, num_repetitions = REPEATING[name]
-    assert assert_indistinguishable(make, inputs).num_repetitions == num_repetitions
+@pytest.mark.parametrize("name", BLOCKS)
+def test_layers_compute_what_the_model_does(name: str) -> None:
+    assert_trains_alike(*BLOCKS[name])
 
 
-@pytest.mark.parametrize("name", NOT_REPEATING)
-def test_blocks_that_perhaps_do_not_repeat_are_traced_in_full(name: str) -> None:
-    make, inputs = NOT_REPEATING[name]
-    assert assert_indistinguishable(make, inputs).num_repetitions == 0
-
-
-def test_requires_grad_distinguishes_repeated_calls() -> None:
-    chain = assert_indistinguishable(lambda: Stack(*many(Block), first=nn.Identity()), ROWS)
-    assert chain.num_repetitions == 3
-
-
-def test_a_repeated_block_runs_its_forward_once() -> None:
-    model, Block.num_calls = Stack(*many(Block, 40)), 0
-    exported(model, ROWS, traced="")  # without the proof, which runs the model itself
-    assert Block.num_calls == 1
-
-
-def test_blocks_with_hooks_are_traced_in_full() -> None:
+def test_blocks_with_hooks() -> None:
     blocks = many(Block)
     for block in blocks:
         block.register_forward_hook(lambda _, __, output: output * 2)
-    assert assert_indistinguishable(lambda: Stack(*blocks), ROWS).num_repetitions == 0
+    assert_trains_alike(lambda: Stack(*blocks), ROWS)
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes .* were assigned during export")
@@ -106,7 +73,6 @@ def test_value_left_by_a_block_is_kept(in_list: bool) -> None:
     model = Stack(*many(lambda: LeavesBehind(shelf.values if in_list else shelf)))
     model.register_forward_hook(lambda _, __, output: output + sum(shelf.values[-5:]))
     chain = exported(model, ROWS)
-    assert chain.num_repetitions == 0
     torch.testing.assert_close(by_layer(chain, ROWS), model(ROWS))
 
 
@@ -124,11 +90,10 @@ def test_after_a_capture_the_model_is_what_it_was() -> None:
 
 @pytest.mark.parametrize("name", ["a transformer with a tied embedding", "batch norm and in-place activations"])
 def test_fake_model_is_captured_as_a_real_one(name: str) -> None:
-    make, inputs, num_repetitions = REPEATING[name]
+    make, inputs = BLOCKS[name]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         model = make().train()
     chain, real = exported(model, inputs), exported(make().train(), inputs)
-    assert chain.num_repetitions == num_repetitions
     tensors: tuple[Tensor, ...] = (mode.from_tensor(inputs),)
     with mode:
         for layer in range(len(chain)):
