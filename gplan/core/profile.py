@@ -91,6 +91,13 @@ class ParameterSize:
         return -(-self.num_rows // num_replicas) * self.num_bytes // self.num_rows
 
 
+BUCKET_BYTES = 25 * 2**20
+"""Most bytes of the copy that replicas make of small gradients to average them in one message."""
+
+LARGE_GRADIENT_BYTES = 2**20
+"""From which size on they average a gradient in place."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaShare:
     """What one of several replicas exchanges and updates of parameters that they divide (`gplan/cost/sharding.py`)."""
@@ -106,6 +113,7 @@ class Sharable:
     __slots__ = ()
     weight_bytes: int
     gradient_bytes: int
+    parameters: tuple[ParameterSize, ...]
     share: ReplicaShare | None
 
     @property
@@ -117,6 +125,14 @@ class Sharable:
     def reduced_bytes(self) -> int:
         """Bytes of gradients of which there is a copy while replicas sum them."""
         return self.share.reduced_bytes if self.share else 0
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of small gradients, which whole replicas copy to average them; all where sizes are not known."""
+        trained = [x.num_bytes for x in self.parameters if x.is_trained]
+        per_byte = self.gradient_bytes / (sum(trained) or 1)  # gradients may be of another type
+        small = sum(x for x in trained if x * per_byte < LARGE_GRADIENT_BYTES)
+        return round(per_byte * small) if trained else self.gradient_bytes
 
     @property
     def updated_bytes(self) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 
 from gplan.core import Contention, LayerCost, Link, Profile, Sharding, StageBytes, StageCost, StageTimes, Timing
 from gplan.core.interpolation import cost_at
+from gplan.core.profile import BUCKET_BYTES
 from gplan.cost.sharding import EXCHANGED
 from gplan.cost.stage_bytes import MEGATRON, MicrobatchTerms, TransferMemory, microbatch_bytes, transfer_memory
 from gplan.cost.workspaces import Workspaces
@@ -384,14 +385,18 @@ class Costs:
     def _optimizer_workspace(self, first: Ints, end: Ints) -> Ints:
         """[E]: temporary bytes of the update: by the trained bytes of stages, and by their largest trained tensor.
 
-        Where replicas divide stages, above all gradients and gathered parameters, though not all are there: the most at
-        the update or, before it, while gradients are reduced.
+        With replicas, the most at the update or, before it, while gradients are averaged. Where they divide stages, above
+        all gradients and gathered parameters, though not all are there.
         """
         step = self.profile.step
         num_bytes = self.trained_share(first, end) * step.workspace_bytes
         if step.largest_workspace:
             num_bytes = num_bytes + step.largest_workspace * self._largest("largest_trained_bytes", first, end)
         found = np.rint(num_bytes).astype(np.int64)
+        if self.averaging_factor:
+            copied = np.minimum(self.averaging_factor * self.held_bytes("copied_bytes", first, end), BUCKET_BYTES)
+            more = (self.averaging_factor - 1.0) * self.held_bytes("gradient_bytes", first, end)
+            found = np.maximum(found, np.rint(more + copied).astype(np.int64))
         if not self.is_sharded:
             return found
         left = self.held_bytes("updated_bytes", first, end) - self.held_bytes("gradient_bytes", first, end)
@@ -399,6 +404,16 @@ class Costs:
             return np.maximum(found + left, self._largest("reduced_bytes", first, end))
         copied = self.held_bytes("reduced_bytes", first, end)
         return np.maximum(found + left, copied) - self.held_bytes("gathered_bytes", first, end)
+
+    @cached_property
+    def averaging_factor(self) -> float:
+        """Bytes of a gradient while whole replicas average it over those before: more where master weights have another type.
+
+        0 where nothing is averaged in copies: without whole replicas, and in Megatron-LM, which has gradients in one buffer.
+        """
+        if self.num_replicas == 1 or self.is_sharded or self.profile.is_for_megatron:
+            return 0.0
+        return max(1.0, self.profile.step.master_bytes / (self._trained_total_bytes or 1))
 
     def _largest(self, field: str, first: Ints, end: Ints) -> Ints:
         """[E]: the largest of the layers and shared weights of stages."""

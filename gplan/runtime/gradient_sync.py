@@ -1,8 +1,7 @@
 """Gradients across ranks: averaged over replicas, summed over the copies of tied weights, and their common norm.
 
-Replicas: where backwards are whole, each stage is wrapped in DistributedDataParallel (DDP), and torch's pipelining
-stage reduces in the last backward of a step. DDP does not support a backward in two halves or sparse gradients of a
-whole stage; there gradients are averaged after the step's last pass. Sharded replicas are in `sharded_replicas`.
+Replicas: gradients are averaged after the step's last pass, whatever the schedule, precision and form of gradient. Small
+ones are copied into one bucket at a time; large ones are reduced in place. Sharded replicas are in `sharded_replicas`.
 
 Tied weights: each rank that uses one has a copy, copies start with the values of the first stage's, and each gets the
 sum of the gradients of one step.
@@ -14,21 +13,17 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
-from torch.nn.parallel import DistributedDataParallel
 
 from gplan.core.errors import UsageError
+from gplan.core.profile import BUCKET_BYTES, LARGE_GRADIENT_BYTES
 from gplan.runtime.process_group import RankLayout
-from gplan.runtime.sharded_tensors import is_divided, local_gradients, local_tensor, with_part
-from gplan.runtime.stage_module import StageModule
-
-_BUCKET_BYTES = 25 * 2**20  # in one message, as in DistributedDataParallel
+from gplan.runtime.sharded_tensors import is_divided, local_gradients, local_tensor
 
 
 class _GradientForm(IntEnum):
@@ -49,8 +44,8 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, 
         return
     forms = _forms(parameters, group)
     by_form = {form: [x for x, found in zip(parameters, forms, strict=True) if found == form] for form in _GradientForm}
-    for bucket in _buckets(by_form[_GradientForm.DENSE]):
-        _sum_dense(bucket, group, divisor)
+    for message in _messages(map(_dense_gradient, by_form[_GradientForm.DENSE])):
+        _sum_dense(message, group, divisor)
     for parameter in by_form[_GradientForm.SPARSE]:
         _sum_sparse(parameter, group, divisor)
 
@@ -73,41 +68,43 @@ def _forms(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list
     return found
 
 
-def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Split parameters into runs of one dtype and of at most a bucket's bytes, or of one parameter."""
-    bucket: list[nn.Parameter] = []
-    num_bytes = 0
-    for parameter in parameters:
-        own_bytes = local_tensor(parameter).nbytes
-        if bucket and (parameter.dtype != bucket[0].dtype or num_bytes + own_bytes > _BUCKET_BYTES):
+def _dense_gradient(parameter: nn.Parameter) -> Tensor:
+    """Make the gradient dense, zeros if there is none; return this replica's part."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+    elif parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.to_dense()
+    return local_tensor(parameter.grad)
+
+
+def _messages(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Group gradients into messages, the same on all ranks: large ones alone, by rows; small ones of one dtype together."""
+    bucket, num_bytes = list[Tensor](), 0
+    for gradient in gradients:
+        if gradient.nbytes >= LARGE_GRADIENT_BYTES:
+            yield from ([rows] for rows in gradient.chunk(-(-gradient.nbytes // BUCKET_BYTES)))
+            continue
+        if bucket and (gradient.dtype != bucket[0].dtype or num_bytes + gradient.nbytes > BUCKET_BYTES):
             yield bucket
             bucket, num_bytes = [], 0
-        bucket.append(parameter)
-        num_bytes += own_bytes
+        bucket.append(gradient)
+        num_bytes += gradient.nbytes
     if bucket:
         yield bucket
 
 
-def _sum_dense(bucket: Sequence[nn.Parameter], group: dist.ProcessGroup, divisor: int) -> None:
-    """Reduce a bucket in one message; the gradient of a single parameter is changed in place."""
-    rows = [_flat_gradient(x) for x in bucket]
-    message = rows[0] if len(rows) == 1 else torch.cat(rows)
+def _sum_dense(gradients: list[Tensor], group: dist.ProcessGroup, divisor: int) -> None:
+    """Reduce gradients in one message: a contiguous one in place, else a copy that is freed at once."""
+    if len(gradients) == 1 and gradients[0].is_contiguous():
+        dist.all_reduce(gradients[0].div_(divisor), group=group)
+        return
+    message = gradients[0].new_empty(sum(x.numel() for x in gradients))
+    parts = torch.split(message, [x.numel() for x in gradients])
+    copies = [part.view_as(x) for part, x in zip(parts, gradients, strict=True)]
+    torch._foreach_copy_(copies, gradients)
     dist.all_reduce(message.div_(divisor), group=group)
-    for parameter, total in zip(bucket, torch.split(message, [x.numel() for x in rows]), strict=True):
-        part = total.view_as(local_tensor(parameter))
-        if parameter.grad is None or parameter.grad.is_sparse:
-            parameter.grad = with_part(part.clone(), like=parameter)
-        else:
-            local_tensor(parameter.grad).copy_(part)
-    if len(rows) > 1:
-        message.untyped_storage().resize_(0)  # gloo's thread may hold it until after the update
-
-
-def _flat_gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        part = local_tensor(parameter).detach()
-        return part.new_zeros(part.numel())
-    return (parameter.grad.to_dense() if parameter.grad.is_sparse else local_tensor(parameter.grad)).reshape(-1)
+    torch._foreach_copy_(gradients, copies)
+    message.untyped_storage().resize_(0)  # gloo's thread may hold it until after the update
 
 
 def _sum_sparse(parameter: nn.Parameter, group: dist.ProcessGroup, divisor: int) -> None:
@@ -174,18 +171,6 @@ def broadcast_tensor(rank: int, tensor: Tensor, group: dist.ProcessGroup) -> Non
     part.copy_(values.view_as(part))
 
 
-def wrap_for_replicas(stage: StageModule, group: dist.ProcessGroup) -> nn.Module:
-    """Return the stage in a DDP wrapper over `group`; a stage that trains nothing is returned as it is.
-
-    Its values are the same on all ranks already.
-    """
-    if not any(x.requires_grad for x in stage.parameters()):
-        return stage
-    return DistributedDataParallel(
-        _ReplicatedStage(stage), process_group=group, find_unused_parameters=True, init_sync=False
-    )
-
-
 def broadcast_first_replica(tensors: Iterable[Tensor], ranks: RankLayout) -> None:
     """Copy the first replica's tensors to all replicas."""
     if ranks.replicas is not None:
@@ -217,32 +202,6 @@ def _is_sparse(node: Node) -> bool:
         return False
     arguments = zip(node.target._schema.arguments, node.args, strict=False)
     return node.kwargs.get("sparse") is True or any(x.name == "sparse" and value is True for x, value in arguments)
-
-
-def reduction_root(module: nn.Module) -> Tensor | None:
-    """Return a tensor from which a reducing backward must also start, or None for a module without DDP.
-
-    DDP reduces when the backward reaches a parameter. If the loss uses no parameter of the stage, it would never
-    reduce, and the other replicas would wait.
-    """
-    stage = module.module if isinstance(module, DistributedDataParallel) else None
-    return stage.reached.sum() * 0.0 if isinstance(stage, _ReplicatedStage) else None
-
-
-class _ReplicatedStage(nn.Module):
-    """A stage with two extra parameters: one that nothing uses and one that every reducing backward reaches.
-
-    A loss may leave parts of a stage unused, so DDP must look for unused parameters; it warns if it then finds none.
-    """
-
-    def __init__(self, stage: StageModule) -> None:
-        super().__init__()
-        self.stage = stage
-        device = next(stage.parameters()).device
-        self.unused, self.reached = (nn.Parameter(torch.zeros(1, device=device)) for _ in range(2))
-
-    def forward(self, *tensors: Tensor) -> Any:
-        return self.stage(*tensors)
 
 
 def gradient_norm(

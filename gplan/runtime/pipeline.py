@@ -235,8 +235,8 @@ class Pipeline(StageState):
 
     def _losses_of(self, inputs: Any, targets: Any, num_rows: int, scale: float) -> list[Tensor]:
         """Run all passes of a mini-batch; return the weighted losses of its micro-batches."""
-        passes, losses = self._passes(num_rows), list[Tensor]()
-        for part in passes:
+        losses = list[Tensor]()
+        for part in self._passes(num_rows):
             weight = self._loss_weight(part, num_rows)
             found = self.runner.run(
                 part,
@@ -246,7 +246,6 @@ class Pipeline(StageState):
                 output_fn=self._loss_fn(targets, part, num_rows),
                 trains=True,
                 loss_weight=weight * scale,
-                is_last=part is passes[-1],
             )
             losses += [weight * x.double() for x in found]
         return losses

@@ -18,12 +18,7 @@ from gplan.core.errors import GplanError, ModelError, RunError, UsageError
 from gplan.core.units import counted
 from gplan.runtime.buffers import MovingAverages, norm_buffers
 from gplan.runtime.capture_cache import CaptureCache, CapturedModel
-from gplan.runtime.gradient_sync import (
-    average_gradients,
-    broadcast_first_replica,
-    has_sparse_gradients,
-    wrap_for_replicas,
-)
+from gplan.runtime.gradient_sync import average_gradients, broadcast_first_replica, has_sparse_gradients
 from gplan.runtime.heartbeat import Heartbeat, at_layer, on_stage
 from gplan.runtime.microbatches import Pass, take_rows
 from gplan.runtime.process_group import RankLayout
@@ -33,7 +28,7 @@ from gplan.runtime.stage_module import RecomputeSegment, StageModule, StagePass,
 from gplan.runtime.stage_state import StateNames
 from gplan.runtime.torch_engine import EnginePass, TorchEngine
 from gplan.runtime.virtual_engine import VirtualEngine
-from gplan.schedules.registry import make_schedule, schedule_info
+from gplan.schedules.registry import make_schedule
 from profiler.capture.chain import flat_tensors
 from profiler.host.failure import failure_text, is_lost_connection
 from profiler.memory.allocations import now_ns
@@ -71,7 +66,7 @@ class StageRunner:
         self.stages = tuple(stages)
         self._averages = {x.index: MovingAverages(captures.norms(usual, x.index)) for x in stages}
         self._written: dict[tuple[CapturedModel, StageModule, bool], frozenset[int]] = {}
-        self._averaged_at_end = self._stages_averaged_at_end(usual)
+        self._check_sparse(usual)
         self._followed = self._buffers_to_broadcast(usual)
         self.engine = self._engine()
         self.engine.recorder.heartbeat = heartbeat
@@ -99,13 +94,13 @@ class StageRunner:
                 self.engine.reduce_gradients()
 
     def finish(self) -> None:
-        """End a step: average replicas' gradients that no backward reduced, and update moving averages.
+        """End a step: average the replicas' gradients, and update moving averages.
 
         Both count as the devices' updates.
         """
         if self._ranks is not None and self._replicas is not None:
-            with self.updating(0):
-                average_gradients(self.parameters_of(self._averaged_at_end), self._replicas)
+            with self.updating(0), self.engine.recorder.heartbeat.waiting("sums"):
+                average_gradients(self.parameters_of(self.stages), self._replicas)
                 broadcast_first_replica(self._followed, self._ranks)
         for device, stages in enumerate(self.stages_by_device):
             with self.updating(device):
@@ -128,7 +123,6 @@ class StageRunner:
         output_fn: OutputFn,
         trains: bool,
         loss_weight: float = 1.0,
-        is_last: bool = True,
     ) -> list[Tensor]:
         """Run one pass; return the values of `output_fn` by micro-batch if the last stage is on this process.
 
@@ -151,7 +145,6 @@ class StageRunner:
             inputs=tuple(to_device(x, self._random_streams.device) for x in given),
             loss_fn=lambda outputs, microbatch: output_fn(captured.chain.model_output(outputs), microbatch),
             loss_weight=loss_weight,
-            is_last=is_last,
         )
         try:
             with self._captures.training_mode(training=trains):
@@ -218,10 +211,6 @@ class StageRunner:
             found.setdefault(self._plan.devices[stage.index], []).append(stage)
         return [found[device] for device in sorted(found)]
 
-    @property
-    def _splits_backward(self) -> bool:
-        return schedule_info(self._plan.schedule).splits_backward
-
     def _failure(self, error: Exception, when: str) -> RunError:
         """Return the error of a failed action, with step, stage, micro-batch and layer."""
         action = self.engine.recorder.under_way
@@ -235,14 +224,7 @@ class StageRunner:
     def _engine(self) -> TorchEngine | VirtualEngine:
         if self._ranks is None:
             return VirtualEngine(self.stages, device=self._random_streams.device)
-        stages = {x: self._with_replicas(x) for x in self.stages}
-        return TorchEngine(stages, device=self._random_streams.device, group=self._ranks.pipeline)
-
-    def _with_replicas(self, stage: StageModule) -> nn.Module:
-        """Return the stage, wrapped if its last backward averages gradients over the replicas."""
-        if self._replicas is None or stage in self._averaged_at_end:
-            return stage
-        return wrap_for_replicas(stage, self._replicas)
+        return TorchEngine(self.stages, device=self._random_streams.device, group=self._ranks.pipeline)
 
     def _buffers_to_broadcast(self, usual: CapturedModel) -> list[Tensor]:
         """Return the buffers, except moving averages, that forwards may write to; replicas take the first one's."""
@@ -253,21 +235,14 @@ class StageRunner:
         found = {id(x): x for stage in self.stages for x in _written_by(self._segments(usual, stage, True))}
         return [x for key, x in found.items() if key not in known]
 
-    def _stages_averaged_at_end(self, usual: CapturedModel) -> list[StageModule]:
-        """Return the stages whose gradients are averaged over the replicas after the step's last pass.
-
-        Of sharded stages these are the parameters that are whole. Raises UsageError if one has sparse gradients.
-        """
-        if self._replicas is None:
-            return []
-        sparse = [x for x in self.stages if has_sparse_gradients(self._segments(usual, x, True))]
-        if any(x.shards is not None for x in sparse):
-            raise UsageError(
-                f"stage {sparse[0].index} has sparse gradients, as of nn.Embedding(sparse=True), which sharded replicas "
-                "cannot divide; use sparse=False, or balance again with --shard none"
-            )
-        is_apart = self._splits_backward or self._plan.precision.master_weights  # DDP has a gradient like its parameter
-        return [x for x in self.stages if is_apart or x.shards is not None or x in sparse]
+    def _check_sparse(self, usual: CapturedModel) -> None:
+        """Raise UsageError if a sharded stage has sparse gradients."""
+        for stage in self.stages:
+            if stage.shards is not None and has_sparse_gradients(self._segments(usual, stage, True)):
+                raise UsageError(
+                    f"stage {stage.index} has sparse gradients, as of nn.Embedding(sparse=True), which sharded replicas "
+                    "cannot divide; use sparse=False, or balance again with --shard none"
+                )
 
 
 def _written_by(segments: Sequence[nn.Module]) -> list[Tensor]:

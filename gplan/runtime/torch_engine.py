@@ -22,14 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from gplan.core import Action, ActionKind, Schedule
 from gplan.runtime.capture_cache import CapturedModel
-from gplan.runtime.gradient_sync import reduction_root
 from gplan.runtime.heartbeat import PeerWait, waits_by_action
 from gplan.runtime.missing_gradients import MissingGradients
 from gplan.runtime.recorder import ActionRecorder
@@ -68,7 +67,6 @@ class EnginePass:
     inputs: Tensors  # of all micro-batches; used by the first stage
     loss_fn: LossFn  # used by the last stage
     loss_weight: float = 1.0  # initial gradient of each micro-batch's loss
-    is_last: bool = True  # whether it is the step's last pass, in which replicas reduce their gradients
 
     @property
     def trains(self) -> bool:
@@ -79,10 +77,8 @@ class EnginePass:
 class TorchEngine:
     """Runs the stages of this rank; `group` has one rank per device."""
 
-    def __init__(
-        self, stages: Mapping[StageModule, nn.Module], *, device: torch.device, group: dist.ProcessGroup
-    ) -> None:
-        """`stages`, in rising order, have the module that torch runs: the stage or its wrapper for replicas."""
+    def __init__(self, stages: Sequence[StageModule], *, device: torch.device, group: dist.ProcessGroup) -> None:
+        """`stages` are in rising order."""
         self.recorder = ActionRecorder()
         self._stages, self._device, self._group = stages, device, group
         self._runtimes: dict[tuple[CapturedModel, bool, int], _Runtime] = {}
@@ -120,7 +116,7 @@ class TorchEngine:
     def _timed(self, work: EnginePass, stage: StageModule, rank: _RankContext) -> _TimedStage:
         index = stage.index
         timed = _TimedStage(
-            self._stages[stage],
+            stage,
             index,
             work.schedule.num_stages,
             self._device,
@@ -128,7 +124,7 @@ class TorchEngine:
             output_args=tuple(spec.on_meta() for spec in work.captured.boundary(index + 1)),
             group=self._group,
         )
-        timed.module, timed.context = stage, rank
+        timed.context = rank
         return timed
 
 
@@ -139,7 +135,6 @@ class _RankContext:
     recorder: ActionRecorder
     waits: Mapping[Action | None, PeerWait | None]
     stages: Collection[int]  # on this rank
-    syncs: bool = True  # whether replicas reduce their gradients in the last backward
     loss_weight: float = 1.0
 
     def note_wait(self, action: Action | None) -> None:
@@ -157,7 +152,7 @@ class _TimedStage(PipelineStage):
     torch sends zeros for a missing gradient; here the previous stage gets None (see `MissingGradients`).
     """
 
-    module: StageModule
+    submod: StageModule
     context: _RankContext
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -180,7 +175,7 @@ class _TimedStage(PipelineStage):
             return
         action = self._begin_action(ActionKind.BACKWARD if full_backward else ActionKind.INPUT_GRADIENT, bwd_chunk_id)
         with self.context.recorder.note(action):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward and self.context.syncs)
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             if not self.is_first:
                 self.bwd_cache[bwd_chunk_id] = self._outgoing_gradients(bwd_chunk_id, self.bwd_cache[bwd_chunk_id])
         self.context.note_wait(action)
@@ -190,7 +185,7 @@ class _TimedStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         action = self._begin_action(ActionKind.WEIGHT_GRADIENT, bwd_chunk_id)
         with self.context.recorder.note(action):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward and self.context.syncs)
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self.context.note_wait(action)
 
     def backward_maybe_with_nosync(
@@ -207,15 +202,11 @@ class _TimedStage(PipelineStage):
             bwd_kwargs["stage_output"] = ()  # else the caller keeps them until the second half
             return first_half(outputs, gradients, bwd_kwargs["input_values"])
         roots = [(x, y) for x, y in zip(outputs, gradients, strict=True) if y is not None]
-        reduction = reduction_root(self.submod) if last_backward else None
-        if reduction is not None:
-            roots.append((reduction, None))
         if not roots:
             return (None,) * len(bwd_kwargs["input_values"]), None
         bwd_kwargs["stage_output"], bwd_kwargs["output_grads"] = zip(*roots, strict=True)
-        if self.module.shards is not None:  # torch would keep the parameters of each layer after its backward
-            return stage_backward(*(bwd_kwargs[x] for x in ("stage_output", "output_grads", "input_values"))), None
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        # Not by torch's method, which would keep the gathered parameters of each layer after its backward.
+        return stage_backward(*(bwd_kwargs[x] for x in ("stage_output", "output_grads", "input_values"))), None
 
     def _outgoing_gradients(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Return the input gradients as they are sent; None for inputs that need none."""
@@ -254,7 +245,7 @@ class _TimedStage(PipelineStage):
         return [info.buffer for infos in received for info in infos if info.buffer is not None]
 
     def _begin_action(self, kind: ActionKind, microbatch: int) -> Action:
-        self.module.enter_action(microbatch)
+        self.submod.enter_action(microbatch)
         return Action(self.stage_index, kind, microbatch)
 
 
@@ -279,7 +270,7 @@ class _Runtime(_PipelineScheduleRuntime):
 
     def run(self, work: EnginePass) -> list[Tensor]:
         """Run all actions; return the losses by micro-batch if the last stage is on this rank."""
-        self.context.syncs, self.context.loss_weight, self._at_end = work.is_last, work.loss_weight, work.loss_fn
+        self.context.loss_weight, self._at_end = work.loss_weight, work.loss_fn
         self._losses.clear()
         step = self.step if work.trains else self.eval
         self.context.note_wait(None)

@@ -87,7 +87,22 @@ def test_messages_on_gpus() -> None:
 def test_peaks_fall() -> None:
     peaks = [peak(costs_of(x)) for x in ("none", "optimizer", "weights")]
     held = 168 + 2 * 7 + 5  # gradients, both micro-batches, and what a layer's backward needs
-    assert peaks == [held + 2 * 100 + 336, held + 2 * 140 + 112, held - 5 + 2 * 44 + 112 + 2 * 96]
+    averaging = 2 * 168  # gradients and their copy
+    assert peaks == [averaging + 2 * 100 + 336, held + 2 * 140 + 112, held - 5 + 2 * 44 + 112 + 2 * 96]
+
+
+def test_copies_of_gradients_while_replicas_average_them() -> None:
+    """Large ones are not copied, small ones 25 MiB at a time; with master weights in their type."""
+    small, large = (ParameterSize(num_rows=1, num_bytes=x * 2**18) for x in (3, 4))
+    layer = replace(made().layers[0], parameters=(small, large), gradient_bytes=7 * 2**18)
+    profile = replace(made(), layers=(layer,))
+    masters = replace(profile, step=replace(profile.step, master_bytes=14 * 2**18))
+    many = replace(profile, layers=(replace(layer, parameters=40 * (small,), gradient_bytes=40 * small.num_bytes),))
+    found = [
+        Costs(x, 1, 2, num_replicas=num_replicas).one_stage_bytes(0, 1).optimizer_workspace
+        for x, num_replicas in ((profile, 1), (profile, 2), (masters, 2), (many, 2))
+    ]
+    assert found == [0, small.num_bytes, (7 + 2 * 3) * 2**18, 25 * 2**20]
 
 
 @pytest.mark.parametrize(

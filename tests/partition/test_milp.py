@@ -51,6 +51,14 @@ def test_a_shared_weight_is_held_by_every_stage_that_uses_it() -> None:
     assert smallest_by_milp(replace(problem, memory_bytes=needed)) is not None
 
 
+@pytest.mark.parametrize("excess_bytes", [-1, 0])
+def test_replicas_average_in_one_bucket(excess_bytes: int) -> None:
+    """Two layers of 20 MiB each: beside weights, gradients and states, twice as many, 25 MiB for a copy."""
+    problem = make_problem([1] * 4, num_stages=2, weight_bytes=20 * 2**20)
+    problem = replace(problem, costs=replace(problem.costs, num_replicas=2), memory_bytes=185 * 2**20 + excess_bytes)
+    assert (smallest_by_milp(problem) is not None) == (excess_bytes == 0)
+
+
 @pytest.mark.parametrize("memory_bytes", [400 * 10**9, 400 * 10**9 - 1])
 def test_a_plan_that_is_one_byte_too_large_does_not_pass_by_tolerance(memory_bytes: int) -> None:
     problem = make_problem([1] * 4, num_stages=2, num_microbatches=2, stash_bytes=10**11, memory_bytes=memory_bytes)

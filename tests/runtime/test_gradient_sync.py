@@ -18,6 +18,7 @@ from gplan.core.errors import UsageError
 from gplan.runtime.gradient_sync import average_gradients
 from gplan.runtime.pipeline import Pipeline
 from gplan.runtime.run.run_options import RunOptions
+from profiler.memory.allocations import now_ns, traced_allocations
 from profiler.model.load import model_in_memory
 from tests.runtime.forked import run_forked
 from tests.runtime.plans import SMALL, plan_for, run_virtually, scheduled, small_example
@@ -155,6 +156,7 @@ class Parts(nn.Module):
         self.nowhere = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
         self.frozen = nn.Parameter(torch.zeros(5), requires_grad=False)
         self.large = nn.Parameter(torch.zeros(7, 1024, 1024))
+        self.turned = nn.Parameter(torch.zeros(512, 1024).t())
 
 
 def test_average_gradients_in_place() -> None:
@@ -163,25 +165,63 @@ def test_average_gradients_in_place() -> None:
         assert group is not None
         parts, other = Parts(), nn.Linear(1, 1)
         other.weight = parts.everywhere  # of two stages; it counts once
-        for name in ("everywhere", "wide", "large"):
+        for name in ("everywhere", "wide", "large", "turned"):
             parameter = parts.get_parameter(name)
             values = torch.arange(float(parameter.numel())).view_as(parameter)
             parameter.grad = torch.empty_like(parameter).copy_(values * (1 + 2 * rank))
         if rank == 1:
             parts.once.grad = torch.full_like(parts.once, 3.0)
-        before = parts.wide.grad
+        before = [x.grad for x in parts.parameters()]
         average_gradients(dict.fromkeys([*parts.parameters(), *other.parameters()]), group)
         average_gradients([], group)
-        assert parts.wide.grad is before
+        assert all(x.grad is y for x, y in zip(parts.parameters(), before, strict=True) if y is not None)
         return [x.grad for x in parts.parameters()]
 
-    for everywhere, wide, once, nowhere, frozen, large in on_ranks(2, job):
+    for everywhere, wide, once, nowhere, frozen, large, turned in on_ranks(2, job):
         assert torch.equal(everywhere, torch.arange(6.0).view(3, 2) * 2)
         assert torch.equal(wide, torch.arange(72.0).view(2, 4, 3, 3) * 2)
         assert torch.equal(once, torch.full((4,), 1.5, dtype=torch.bfloat16))
         assert nowhere is None
         assert frozen is None
         assert torch.equal(large.flatten(), torch.arange(7.0 * 2**20) * 2)
+        assert torch.equal(turned.flatten(), torch.arange(2.0**19) * 2)
+
+
+def stack() -> nn.Sequential:
+    """3 MiB of small parameters, which are averaged in a bucket, and 2 MiB of a large one, which is not."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)), nn.Linear(256, 2048, bias=False))
+
+
+def test_memory_of_replicas() -> None:
+    """Counted from before the pipeline is built, so what is allocated with it and kept is seen."""
+    inputs, targets = torch.ones(8, 256), torch.zeros(8, dtype=torch.long)
+    file = model_in_memory(
+        stack(),
+        inputs=inputs,
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda x: torch.optim.SGD(x, lr=0.1),
+        batches=lambda n: iter(lambda: (inputs[:n], targets[:n]), None),
+    )
+    plan = plan_for(file, num_devices=1, num_microbatches=2, num_replicas=2)
+
+    def job(_rank: int) -> int:
+        with traced_allocations() as trace:
+            pipe = gplan.pipeline(stack, plan, loss=nn.functional.cross_entropy, timeout_s=30.0)
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+            for _ in range(3):
+                start_ns = now_ns()
+                pipe.step(inputs, targets)
+                optimizer.step()
+                optimizer.zero_grad()
+        return trace.peak_bytes(start_ns)
+
+    (stage,) = plan.stages
+    copied_bytes = sum(x.nbytes for x in stack()[:-1].parameters())
+    assert stage.memory.moment == "optimizer"  # gradients are averaged before it
+    assert stage.memory.workspace_bytes == copied_bytes
+    for measured_bytes in on_ranks(2, job):
+        assert measured_bytes == pytest.approx(stage.memory.peak_bytes, rel=0.01)
 
 
 class Drawn(nn.Sequential):

@@ -51,11 +51,11 @@ def alone(name: str, *, num_stages: int) -> tuple[list[float], list[float], list
     chain = capture(module, torch.ones(1))
     cpu = torch.device("cpu")
     notes = tuple(LayerInfo(str(i), i, None) for i in range(num_stages))
-    stages: dict[StageModule, nn.Module] = {}
+    stages = list[StageModule]()
     for i in range(num_stages):
         stage = StageModule(i, module[i].parameters(), RandomStreams(0, cpu), Heartbeat())
         stage.begin(StagePass(segments=(chain.stage(i, i + 1),), layers=notes, num_microbatches=3, recompute="never"))
-        stages[stage] = stage
+        stages.append(stage)
     assert dist.group.WORLD is not None
     engine = TorchEngine(stages, device=cpu, group=dist.group.WORLD)
     work = EnginePass(

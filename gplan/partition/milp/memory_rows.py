@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gplan.core import StageBytes
+from gplan.core.profile import BUCKET_BYTES
 from gplan.cost.stage_bytes import MicrobatchBytes, MicrobatchTerms, microbatch_bytes
 from gplan.partition.device_memory import PARTS, counts_of
 from gplan.partition.milp.assignment import StageAssignment
@@ -69,6 +70,9 @@ class MemoryRows:
         update = [(float(step.workspace_bytes), weights.trained_share(k))]
         if step.largest_workspace:
             update.append((step.largest_workspace, weights.largest_bytes(k, "largest_trained_bytes")))
+        if costs.averaging_factor:
+            rows = [weighted((x / limit_bytes, term) for x, term in update), self._averaging(k, limit_bytes)]
+            return weighted([(limit_bytes, self.program.at_least(f"exchange_{k}", rows))])
         if not costs.is_sharded:
             return weighted(update)
         update += [(1.0, weights.held_bytes(k, "updated_bytes")), (-1.0, weights.held_bytes(k, "gradient_bytes"))]
@@ -77,6 +81,19 @@ class MemoryRows:
         rows = [weighted((x / limit_bytes, term) for x, term in some) for some in (update, [(1.0, copied)])]
         most = self.program.at_least(f"exchange_{k}", rows)
         return weighted([(limit_bytes, most), (-1.0 if is_whole else 0.0, weights.held_bytes(k, "gathered_bytes"))])
+
+    def _averaging(self, k: int, limit_bytes: int) -> Expression:
+        """What stage k holds above its gradients while replicas average them, in limits.
+
+        The copy has the bytes of all small gradients or, with a binary that is 1, those of a bucket.
+        """
+        costs, held_bytes = self.figures.costs, self.weights.held_bytes
+        factor, everything = costs.averaging_factor, (*costs.profile.layers, *costs.profile.shared_weights)
+        excess = max(0.0, factor * sum(x.copied_bytes for x in everything) - BUCKET_BYTES) / limit_bytes
+        is_full = self.program.variable(f"full_{k}", is_binary=True) if excess else 0.0
+        all_copied = weighted([(factor / limit_bytes, held_bytes(k, "copied_bytes")), (-excess, is_full)])
+        copied = self.program.at_least(f"copied_{k}", [all_copied, weighted([(BUCKET_BYTES / limit_bytes, is_full)])])
+        return weighted([(1.0, copied), ((factor - 1.0) / limit_bytes, held_bytes(k, "gradient_bytes"))])
 
     def _microbatch_bytes(self, k: int) -> MicrobatchBytes[Expression]:
         """What stage k holds for one micro-batch."""
