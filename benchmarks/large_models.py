@@ -193,8 +193,8 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         "Made by `python benchmarks/large_models.py`, which goes on where it was; every figure is in [rows.csv](rows.csv). "
         "The models are those of `benchmarks/large_model_configs.py`: public configurations, bfloat16, AdamW, 4096 tokens "
-        "a sample (T5: 512 and 512), for the h100 of `gplan profile --device meta`. Seconds are processor time; a search ends after 18 s by the clock, and "
-        "where other work ran beside it, it had a third to a half of them.",
+        "a sample (T5: 512 and 512), for the h100 of `gplan profile --device meta`. Seconds are processor time; a search ends after 18 s by the clock, so "
+        "other work beside it makes gaps larger.",
         "",
         "## Profiles",
         "",
