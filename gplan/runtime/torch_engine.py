@@ -28,6 +28,7 @@ from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from gplan.core import Action, ActionKind, Schedule
+from gplan.cost.stage_bytes import transfer_memory
 from gplan.runtime.capture_cache import CapturedModel
 from gplan.runtime.heartbeat import PeerWait, waits_by_action
 from gplan.runtime.missing_gradients import MissingGradients
@@ -51,7 +52,9 @@ _AWAITED = {
     _ComputationType.FULL_BACKWARD: _ComputationType.RECV_B,
     _ComputationType.BACKWARD_INPUT: _ComputationType.RECV_B,
 }
-_ACTIONS_AHEAD = 2  # how many actions before its use a receive is posted
+_ACTIONS_AHEAD = 2 if transfer_memory(torch.__version__).most_buffers else 12
+"""How many forwards or backwards before its use a receive is posted; a sender waits until its receive is posted. A few
+where buffers are allocated then, more where all exist from the start."""
 _OF_SHARDS = (_ComputationType.UNSHARD, _ComputationType.RESHARD, _ComputationType.REDUCE_GRAD)
 _FORWARDS = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.RECV_F)
 _TORCH_LOG = "torch.distributed.pipelining.schedules"
@@ -313,9 +316,9 @@ class _Runtime(_PipelineScheduleRuntime):
 
 
 def advance_receives(order: Sequence[_Action]) -> list[_Action]:
-    """Post each receive two forwards or backwards before the one that needs it, so that early data need not wait.
+    """Post each receive some forwards or backwards before the one that needs it, so that early data need not wait.
 
-    Receives keep their order, which is the order in which every sender sends, and few are outstanding at a time.
+    Receives keep their order, which is the order in which every sender sends.
     """
     receives = [x for x in order if x.computation_type in _RECEIVES]
     place = {(x.computation_type, x.stage_index, x.microbatch_index): i for i, x in enumerate(receives, start=1)}
