@@ -33,7 +33,7 @@ from gplan.reporting.text.plan import alternative_text
 from gplan.schedules.registry import schedule_info
 
 SHOWN = ("llama3-405b", 1024)
-"""The search whose frontier is told."""
+"""The search whose frontier the report shows."""
 
 TIME_WAS_UP = "the time was up"
 """How the note of a search begins that ended by its limit."""

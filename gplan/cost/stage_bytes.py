@@ -34,7 +34,7 @@ class TransferMemory:
 
 PREALLOCATED = TransferMemory()
 JUST_IN_TIME = TransferMemory(most_buffers=3, keeps_sent=False)
-"""A buffer is allocated when its receive is posted, up to two actions ahead (`runtime/torch_engine.py`), and belongs to
+"""A buffer is allocated when its receive is posted (`runtime/torch_engine.py`: two actions ahead), and belongs to
 the stage's forward after that; outputs are released when they were sent."""
 
 MEGATRON = TransferMemory(most_buffers=1, keeps_sent=False, frees_outputs=True)

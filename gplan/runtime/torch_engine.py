@@ -52,9 +52,10 @@ _AWAITED = {
     _ComputationType.FULL_BACKWARD: _ComputationType.RECV_B,
     _ComputationType.BACKWARD_INPUT: _ComputationType.RECV_B,
 }
-_ACTIONS_AHEAD = 2 if transfer_memory(torch.__version__).most_buffers else 12
-"""How many forwards or backwards before its use a receive is posted; a sender waits until its receive is posted. A few
-where buffers are allocated then, more where all exist from the start."""
+_MOST_BUFFERS = transfer_memory(torch.__version__).most_buffers
+_ACTIONS_AHEAD = 12 if _MOST_BUFFERS is None else _MOST_BUFFERS - 1
+"""How many forwards or backwards before its use a receive is posted, as a sender waits until it is. Where a receive
+allocates its buffer, the number of buffers decides."""
 _OF_SHARDS = (_ComputationType.UNSHARD, _ComputationType.RESHARD, _ComputationType.REDUCE_GRAD)
 _FORWARDS = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.RECV_F)
 _TORCH_LOG = "torch.distributed.pipelining.schedules"

@@ -155,7 +155,7 @@ def caches_empty(model: nn.Module) -> Iterator[None]:
 
 
 def _caches_of(model: nn.Module) -> Iterator[_lru_cache_wrapper[Any]]:
-    """Also those that a decorator hides in a closure."""
+    """The caches, also those that a decorator keeps in a closure."""
     classes = {x for kind in {type(x) for x in model.modules()} for x in kind.__mro__}
     own = [x for x in classes if x.__module__.partition(".")[0] not in ("torch", "builtins")]
     modules = {x.__module__ for x in own} & sys.modules.keys()

@@ -227,10 +227,8 @@ def _joined(plan: Plan, options: RunOptions, facts: Mapping[str, str]) -> Peers 
 def _write_torchrun_error(text: str) -> None:
     """Write an error to the file that torchrun reads, in the format of torch's ErrorHandler, for torchrun's summary."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        before_others = (
-            int(time.time()) - 1
-        )  # torchrun's clock has whole seconds; ranks that only lost this one come later
-        extra = {"py_callstack": text, "timestamp": str(before_others)}
+        # torchrun compares whole seconds: a second less puts this rank before those that only lost it.
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}
         json_files.write_bytes(Path(path), msgspec.json.encode({"message": {"message": text, "extraInfo": extra}}))
 
 
