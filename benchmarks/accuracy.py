@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from host_speed import yardstick_of
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
@@ -151,6 +152,7 @@ def errors_of(plan: Plan, run: Run) -> dict[str, Any]:
         "memory_error": max((predicted / found - 1 for predicted, found in peaks), key=abs),
         "num_counted": run.num_counted,
         "num_disturbed": run.num_disturbed,
+        **yardstick_of(run),
     }
 
 

@@ -142,14 +142,14 @@ def configured(name: str, **settings: Any) -> Any:
 
 def _turn_dropout_off(config: Any) -> None:
     for key, value in vars(config).items():
-        if (
-            ("drop" in key or "jitter" in key or key.startswith("mask_"))
-            and isinstance(value, float)
-            and not isinstance(value, bool)
-        ):
-            setattr(config, key, 0.0)
-        elif hasattr(value, "model_type"):
+        if hasattr(value, "model_type"):
             _turn_dropout_off(value)
+        elif not ("drop" in key or "jitter" in key or key.startswith("mask_")):
+            continue
+        elif isinstance(value, float):
+            setattr(config, key, 0.0)
+        elif isinstance(value, (list, tuple)):  # one rate for each stage
+            setattr(config, key, [0.0] * len(value))
 
 
 def hugging_face(name: str, group: str, head: str, config: Callable[[], Any], inputs: Inputs) -> None:

@@ -239,9 +239,10 @@ def as_text(rows: pd.DataFrame) -> str:
             "Made by `python benchmarks/architectures.py`, which goes on where it was; all columns are in "
             f"[rows.csv](rows.csv). {_versions()}. Each model is tiny and random; it is profiled, balanced (K = 2, 1F1B, "
             f"{NUM_MICROBATCHES} micro-batches of {MICROBATCH_SIZE}), and its first step is compared with the plain model: the "
-            "largest difference of a gradient or of the loss, relative to the largest entry of that gradient (or to a "
-            "thousandth of the model's largest). Where the plain model's own results depend on how the mini-batch is divided, as "
-            "with a router's auxiliary loss, it runs micro-batch by micro-batch too (marked M, with the reason).",
+            "largest difference of a gradient or of the loss, relative to the largest entry of the gradients of that "
+            "module (or to a thousandth of the model's largest). Where the plain model's own results depend on how the "
+            "mini-batch is divided, as with a router's auxiliary loss, it runs micro-batch by micro-batch too (marked M, "
+            "with the reason).",
             "",
             f"**{len(rows)} runs of {rows.model.nunique()} architectures: {len(right)} right, {len(wrong)} with other gradients, "
             f"{len(refused)} refused.** Rows by the commit of the code: "

@@ -1,4 +1,4 @@
-"""Runs of one plan over an hour or more: their errors as they came, and at equal host speed.
+"""Runs of one plan over an hour or more: their raw errors, and those at equal host speed.
 
     python benchmarks/host_speed.py --every 180      20 runs of the demo's plan, one every 3 minutes
     python benchmarks/host_speed.py --runs 1         one more run; goes on where it was
@@ -13,19 +13,21 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
 import gplan
-from gplan.core import Plan
+from gplan.core import Plan, Run
+from gplan.core.host_speed import slowdown_of
 from gplan.core.units import percent_text, seconds_text
 from gplan.evaluate.compare import STEP_TIME, compare
 
 ROOT = Path(__file__).parent.parent
 NUM_RUNS = 20
-ERRORS = {"error": "as it came", "equal_speed_error": "at equal host speed"}
+ERRORS = {"error": "raw", "equal_speed_error": "at equal host speed"}
 PARTS = ("compute", "memory", "interpreter")
 
 
@@ -48,6 +50,7 @@ def main() -> None:
         rows.to_csv(path, index=False)
         if index + 1 < missing:
             time.sleep(max(0.0, options.every - (time.monotonic() - start_s)))
+    rows["equal_speed_error"] = (1 + rows.error) * slowdown_of(rows[[*PARTS]].to_numpy().T) * rows.waits - 1
     draw(rows).savefig(options.output / "host-speed.png", dpi=150)
     (options.output / "README.md").write_text(as_text(rows))
     print((options.output / "README.md").read_text())
@@ -62,23 +65,28 @@ def planned(folder: Path) -> Plan:
 
 
 def measured(plan: Plan, num_steps: int) -> dict[str, Any]:
-    """The step's two errors, and the yardstick's parts over those of the profile, by the mean over ranks and steps."""
+    """The step's raw error, the yardstick's parts over those of the profile, and how waits for cores lengthened it."""
     run = gplan.run(plan, num_steps=num_steps)
     step = compare(run).row(STEP_TIME)
-    row = {
+    print(run.created, percent_text(step.error or 0.0, signed=True), seconds_text(step.measured), flush=True)
+    return {
         "at": run.created,
         "predicted_s": step.predicted,
         "measured_s": step.measured,
         "error": step.error,
-        "equal_speed_error": step.equal_speed_error,
+        **yardstick_of(run),
+        "waits": geometric_mean(run.core_stretch) if run.counts_waits else 1.0,
     }
-    times = [x for window in run.timed_speed for x in window.ranks if x is not None]
-    assert plan.host_speed is not None, "a profile has readings of the yardstick"
-    for part in PARTS:
-        mean_s = sum(getattr(x, f"{part}_s") for x in times) / len(times)
-        row[part] = mean_s / getattr(plan.host_speed.reference, f"{part}_s")
-    print(row["at"], percent_text(step.error or 0.0, signed=True), seconds_text(step.measured), flush=True)
-    return row
+
+
+def yardstick_of(run: Run) -> dict[str, float]:
+    """The yardstick's parts over those of the profile, the means over ranks and steps; {} without readings."""
+    reference = run.plan.host_speed
+    times = [(x, len(window.ranks)) for window in run.timed_speed for x in window.ranks if x is not None]
+    if reference is None or not times:
+        return {}
+    parts = zip(*(reference.ratios(x, num_devices=num) for x, num in times), strict=True)
+    return dict(zip(PARTS, map(geometric_mean, parts), strict=True))
 
 
 def draw(rows: pd.DataFrame) -> Figure:
@@ -106,7 +114,8 @@ def as_text(rows: pd.DataFrame) -> str:
         f"# {len(rows)} runs of one plan\n",
         "Made by `python benchmarks/host_speed.py`, which goes on where it was: the demo's plan, K = 2 on two processes. "
         "The spread is the distance of the first and the third quartile; an error is predicted over measured, less 1; "
-        "the yardstick's parts are over those of the profile.\n",
+        "the yardstick's parts are over those of the profile, and the error at equal speed is by their means over ranks and "
+        "steps.\n",
         "| error | median | median size | spread | least | largest |",
         "|---|---|---|---|---|---|",
     ]

@@ -2,17 +2,20 @@
 
     python benchmarks/regret.py                about 15 minutes on 2 idle cores; writes reports/regret/
     python benchmarks/regret.py --real-size    GPT-2, Llama and T5 of 124 to 223 million parameters, with and without
-                                               recompute: the chosen cut and the two to either side; about 40 minutes;
+                                               recompute: the chosen cut and the two to either side; about 80 minutes;
                                                writes reports/regret/real-size/
 
-Each model is profiled once; then its cuts run in turns, the second round in reverse order, so that drift of the
-host hits all alike. A cut's time is the smaller of its two rounds' median steps, as disturbances only ever add. Regret:
-the chosen cut's time over the best one's, less 1; the two rounds of the same cut say how much of that is noise.
+Each model is profiled once; then its cuts run in turns, every second round in reverse order, so that drift of the
+host hits all alike. A cut's time is the smallest of its rounds' median steps, as disturbances only ever add. Regret: the
+chosen cut's time over the best one's, less 1; how far a cut's two smallest rounds are apart says how much of that is
+noise. At real size the rounds that are there are not run again, so more of them are added by --rounds 4.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -78,56 +81,68 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", help="only these")
     parser.add_argument("--real-size", action="store_true", help="models of real size, cuts around the chosen one")
+    parser.add_argument("--recompute", nargs="*", default=["never", "always"], help="only these")
+    parser.add_argument("--rounds", type=int, default=2, help="over the cuts of a case")
     parser.add_argument("--steps", type=int, default=10, help="of each run")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    cases = [x for x in (REAL_SIZE if options.real_size else EXAMPLES) if x.model in (options.models or [x.model])]
+    cases = [
+        x
+        for x in (REAL_SIZE if options.real_size else EXAMPLES)
+        if x.model in (options.models or [x.model]) and x.recompute in options.recompute
+    ]
     folder = options.output or ROOT / "reports" / "regret" / ("real-size" if options.real_size else "")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "regret.csv"
-    table = pd.read_csv(path) if options.real_size and path.exists() else pd.DataFrame({"model": []})
-    for case in cases:  # at real size a case that is there is not run again
-        if case.name not in set(table["model"]):
-            table = pd.concat([table, measured(case, options.steps)], ignore_index=True)
-            table.to_csv(path, index=False)
-    tables = [part.reset_index(drop=True) for _, part in table.groupby("model", sort=False)]
+    rows = pd.read_csv(path) if options.real_size and path.exists() else pd.DataFrame({"model": [], "round": []})
+    for case in cases:
+        there = rows[rows.model == case.name]
+        for found in measured(case, range(there["round"].nunique(), options.rounds), options.steps):
+            rows = pd.concat([rows, found], ignore_index=True)
+            rows.to_csv(path, index=False)
+    tables = [by_cut(part) for _, part in rows.groupby("model", sort=False)]
     draw(tables).savefig(folder / "regret.png", dpi=150)
     (folder / "README.md").write_text(as_text(tables, options))
     print((folder / "README.md").read_text())
 
 
-def measured(case: Case, num_steps: int) -> pd.DataFrame:
-    """One row for each cut of a model."""
+def measured(case: Case, rounds: range, num_steps: int) -> Iterator[pd.DataFrame]:
+    """For each round one row for each cut of a model."""
+    if not rounds:
+        return
     profile = case.profile()
     chosen = case.planned(profile)
     plans = [case.planned(profile, cut) for cut in case.cuts(profile, chosen)]
-    rounds = [[gplan.run(plan, num_steps=num_steps) for plan in turn] for turn in (plans, plans[::-1])]
-    rows = []
-    for plan, one, other in zip(plans, rounds[0], rounds[1][::-1], strict=True):
-        steps_s = one.timeline.step_s, other.timeline.step_s
-        rows.append(
-            {
+    for number in rounds:
+        found = []
+        for plan in plans[:: -1 if number % 2 else 1]:
+            run = gplan.run(plan, num_steps=num_steps)
+            row = {
                 "model": case.name,
+                "round": number,
                 "cut_after": plan.stages[0].layer_names[-1],
                 "is_chosen": plan.cuts == chosen.cuts,
                 "predicted_s": plan.prediction.step_s,
-                "measured_s": min(steps_s),
-                "rounds_apart": max(steps_s) / min(steps_s) - 1,
-                "num_counted": one.num_counted + other.num_counted,
-                "num_disturbed": one.num_disturbed + other.num_disturbed,
+                "measured_s": run.timeline.step_s,
+                "num_counted": run.num_counted,
+                "num_disturbed": run.num_disturbed,
                 "device": profile.device.name,
-                "created": one.created[:10],
-                "torch": dict(one.versions)["torch"],
+                "created": run.created[:10],
+                "torch": dict(run.versions)["torch"],
             }
-        )
-        print(
-            case.name,
-            rows[-1]["cut_after"],
-            seconds_text(plan.prediction.step_s),
-            *map(seconds_text, steps_s),
-            flush=True,
-        )
-    return pd.DataFrame(rows)
+            print(case.name, number, row["cut_after"], seconds_text(run.timeline.step_s), flush=True)
+            found.append(row)
+        yield pd.DataFrame(found)
+
+
+def by_cut(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row for each cut of a model, in the model's order: its smallest step, and how far the second one is apart."""
+    lines = []
+    for _, part in rows.groupby("cut_after", sort=False):
+        least, *others = sorted(part.measured_s)
+        apart = others[0] / least - 1 if others else math.nan
+        lines.append({**part.iloc[0], "measured_s": least, "rounds_apart": apart, "rounds": len(part)})
+    return pd.DataFrame(lines)
 
 
 def draw(tables: list[pd.DataFrame]) -> Figure:
@@ -149,13 +164,13 @@ def draw(tables: list[pd.DataFrame]) -> Figure:
 def as_text(tables: list[pd.DataFrame], options: argparse.Namespace) -> str:
     """The regret of each model's chosen cut, and how it was measured."""
     first = tables[0].iloc[0]
-    head = "| model | cuts | chosen: after | measured | best measured: after | measured | regret | two rounds apart | rank correlation |"
-    lines = [head, "|" + "---|" * 9]
+    head = "| model | cuts | rounds | chosen: after | measured | best measured: after | measured | regret | two rounds apart | rank correlation |"
+    lines = [head, "|" + "---|" * 10]
     for table in tables:
         chosen, best = table[table.is_chosen].iloc[0], table.iloc[table.measured_s.argmin()]
         rank = rank_correlation(list(table.predicted_s), list(table.measured_s))
         lines.append(
-            f"| {chosen.model} | {len(table)} | {chosen.cut_after} | {seconds_text(chosen.measured_s)} | {best.cut_after} | "
+            f"| {chosen.model} | {len(table)} | {chosen.rounds} | {chosen.cut_after} | {seconds_text(chosen.measured_s)} | {best.cut_after} | "
             f"{seconds_text(best.measured_s)} | {percent_text(chosen.measured_s / best.measured_s - 1)} | "
             f"{percent_text(median(table.rounds_apart))} | {rank:.2f} |"
         )
@@ -163,11 +178,11 @@ def as_text(tables: list[pd.DataFrame], options: argparse.Namespace) -> str:
         [
             f"# {'Cuts around the chosen one at real size' if options.real_size else 'Every cut of four models'}, measured\n",
             f"`python benchmarks/regret.py{' --real-size' if options.real_size else ''}`: K = 2 on two processes, GPipe, "
-            f"M = {NUM_MICROBATCHES} micro-batches of {1 if options.real_size else MICROBATCH_SIZE}, two rounds of "
-            f"{options.steps} steps for each cut, the second in reverse order; all cuts are in regret.csv. "
+            f"M = {NUM_MICROBATCHES} micro-batches of {1 if options.real_size else MICROBATCH_SIZE}, rounds of "
+            f"{options.steps} steps over the cuts, every second one in reverse order; all are in regret.csv. "
             f"{first.device}; torch {first.torch}; {first.created}. Regret is the chosen cut's measured step over the "
-            "best measured one's, less 1; *two rounds apart* is the median over the cuts of what the same cut's two "
-            "rounds differ by.\n",
+            "best measured one's, less 1, by the smallest step of the rounds; *two rounds apart* is the median over the cuts "
+            "of what a cut's two smallest rounds differ by.\n",
             *lines,
             "\n![every cut](regret.png)\n",
         ]

@@ -6,7 +6,8 @@
 Every run is K = 2 stages by R = 2 replicas unless its row tells otherwise. Gradients and the first loss are those of
 `gplan run --check`, losses of later steps those of a loop over the plain model. Memory is the largest of the replicas.
 With recompute "selected" a device has as much memory as is halfway between recomputing nothing and everything.
-Tables are written after every run, and a run with rows in them is left out; --again runs all. Runs that are killed are in benchmarks/random_kills.py --sharded.
+Tables are written after every run, and a run with rows in them is left out; --again runs all, with --small those of the
+small model. Runs that are killed are in benchmarks/random_kills.py --sharded.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from profiler.host.host_info import processor, software_versions
 
 ROOT = Path(__file__).parent.parent
 NUM_STEPS = 5
+SMALL_MODEL = "transformer, 0.2 M"
 SMALL = (
     "examples/transformer_lm.py",
     {"num_blocks": 4, "width": 64, "num_heads": 4, "sequence_length": 32, "tie_embedding": True},
@@ -62,6 +64,8 @@ LARGE_STRATEGIES: tuple[Strategy, ...] = (
     ("1f1b", 2, 2, "weights", "always"),
     ("1f1b", 2, 2, "weights", "selected"),
     ("gpipe", 2, 2, "weights", "never"),
+    ("interleaved-1f1b:2", 2, 2, "weights", "never"),
+    ("zb-h1", 2, 2, "optimizer", "never"),
 )
 UNCHECKED: tuple[tuple[str, str, Mapping[str, Any], tuple[Strategy, ...]], ...] = (
     ("transformer, 57 M", *LARGE, LARGE_STRATEGIES),
@@ -113,7 +117,9 @@ def main() -> None:
     options = parser.parse_args()
     os.chdir(ROOT)
     options.output.mkdir(parents=True, exist_ok=True)
-    rows, resumed = ([], []) if options.again else known_rows(options.output)
+    rows, resumed = known_rows(options.output)
+    if options.again:
+        rows, resumed = [x for x in rows if options.small and x.model != SMALL_MODEL], []
     done = {x.key for x in rows} | {(x["saved_by"], x["resumed_by"]) for x in resumed}
     for found in found_rows(done, small=options.small):
         if isinstance(found, list):
@@ -142,7 +148,7 @@ def known_rows(place: Path) -> tuple[list[Row], list[dict[str, Any]]]:
 def found_rows(done: Collection[tuple[Any, ...]], *, small: bool) -> Iterator[list[Row] | dict[str, Any]]:
     """The rows of each run that is not done, or the one of a run that was resumed."""
     missing = [x for x in RESUMED if (text_of(x[0]), text_of(x[1])) not in done]
-    some = [x for x in STRATEGIES if ("transformer, 0.2 M", *x) not in done]
+    some = [x for x in STRATEGIES if (SMALL_MODEL, *x) not in done]
     if missing or some:
         reference, settings = SMALL
         profile = profile_of(reference, settings, microbatch_size=2)
@@ -150,7 +156,7 @@ def found_rows(done: Collection[tuple[Any, ...]], *, small: bool) -> Iterator[li
         for before, after in missing:
             yield resume(profile, before, after, expected)
         for strategy in some:
-            yield measured(plan_of(profile, strategy), "transformer, 0.2 M", expected)
+            yield measured(plan_of(profile, strategy), SMALL_MODEL, expected)
     for model, reference, large, strategies in () if small else UNCHECKED:
         if some := [x for x in strategies if (model, *x) not in done]:
             profile = profile_of(reference, large, microbatch_size=1)
@@ -261,8 +267,9 @@ def as_text(rows: Sequence[Row], resumed: Sequence[Mapping[str, Any]]) -> str:
         "# Sharded replicas on four processes\n",
         f"`python benchmarks/sharded_replicas.py`: {NUM_STEPS} steps each. {processor()}, {os.cpu_count()} cores; "
         f"{', '.join(f'{name} {version}' for name, version in software_versions())}. Gradients are those of the first "
-        "step, relative to the largest entry of each parameter; losses those of all steps, relative, where the plain "
+        "step, relative to the largest entry of all of the same module; losses those of all steps, relative, where the plain "
         "model of one process was run. Memory is the largest of the replicas of a stage, by PyTorch's allocator.\n",
+        "Runs that were killed: [kills](kills/README.md).\n",
         "| model | schedule | K x R | sharding | recompute | stage | gradients | losses | predicted | measured | error |",
         "|" + "---|" * 11,
     ]

@@ -130,13 +130,14 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         before = read_load()
         sampled, too_large = _sample_sizes(file, options, setup, progress)
         progress("measuring the optimizer's step", 1.0)
-        step, step_notes = sample_step(
+        step, partly_used, step_notes = sample_step(
             file,
             clock,
             device=options.device,
             shares=shares,
             work_beside=_training_pass(file, options),
             read_yardstick=yardstick.read_if_due,
+            read_beside=yardstick.read_beside,
         )
     load = load_between(before, read_load())
     speeds = SpeedHistory(yardstick.parts, yardstick.parts_beside)
@@ -144,7 +145,9 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
     progress("measuring the link between two processes", 1.0)
     link = options.link or measure_link(device_kind=options.device_kind)
     first, values = measured[0], values_of([x.crossings for x in measured])
-    layers, shared = layers_with_weights(first.chain, first.sources, [x.layers for x in measured])
+    layers, shared = layers_with_weights(
+        first.chain, first.sources, [x.layers for x in measured], partly_used=partly_used
+    )
     return Profile(
         model=file.identity(first.chain),
         device=_device(options),

@@ -17,8 +17,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))  # some ben
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for work spin, on cores that other tests need
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and it decides where the tables break
 
-settings.register_profile("untimed", deadline=None)  # how long an example takes depends on what else the host does
-settings.load_profile("untimed")
+# How long an example takes depends on what else the host does. Examples are the same in every run; others are drawn with
+# pytest --hypothesis-profile random.
+settings.register_profile("random", deadline=None)
+settings.register_profile("repeated", deadline=None, derandomize=True)
+settings.load_profile("repeated")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -49,10 +49,13 @@ def check_not_negative(value: object, *fields: str) -> None:
             raise ValueError(f"{field} is {number!r}; expected a finite number of 0 or more")
 
 
-def check_amounts(value: object) -> None:
-    """Each field that counts something, or has seconds or bytes, is a finite number of 0 or more, or None."""
+def check_amounts(value: object, *, signed: str = "") -> None:
+    """Each field that counts something, or has seconds or bytes, is a finite number of 0 or more, or None.
+
+    The field `signed` may be negative.
+    """
     names = _amounts(type(value))  # type: ignore[arg-type]  # a class is hashable
-    check_not_negative(value, *(x for x in names if getattr(value, x) is not None))
+    check_not_negative(value, *(x for x in names if x != signed and getattr(value, x) is not None))
 
 
 @cache

@@ -45,7 +45,8 @@ def value_cost_at(costs: tuple[ValueCost, ...], microbatch_size: int) -> ValueCo
 
 def _between(low: LayerCost, high: LayerCost, microbatch_size: int) -> LayerCost:
     share = (microbatch_size - low.microbatch_size) / (high.microbatch_size - low.microbatch_size)
-    numbers = {x: round(_mixed(getattr(low, x), getattr(high, x), share)) for x in _NUMBERS}
+    pairs = {x: (getattr(low, x), getattr(high, x)) for x in _NUMBERS}
+    numbers = {x: round(_mixed(*pair, share)) for x, pair in pairs.items() if None not in pair}
     timings = {x: _timing_between(getattr(low, x), getattr(high, x), share) for x in _TIMINGS}
     return LayerCost(
         microbatch_size=microbatch_size,

@@ -112,20 +112,30 @@ class LayerCost:
     output_gradient_bytes: int  # of their gradients
     output_unsaved_bytes: int  # of those that no layer keeps for its backward pass
     output_saved_later_bytes: int = 0  # of those that later layers keep and those before the cut do not
+    unkept_output_bytes: int = 0  # of the loss: the model's outputs that layers keep and the loss does not
     recompute: Timing | None = None  # added to the backward by recomputing the layer; None: as forward
     last_recompute: Timing | None = None  # the same where it is the last layer recomputed together; None: as recompute
     first_backward: Timing | None = None  # of the first micro-batch, which allocates gradients; None: as backward
     input_gradient: Timing | None = None  # first half of a split backward; None: there is none, or it is unknown
     weight_gradient: Timing | None = None  # second half, or all of it if there is no first; None: unknown
-    pending_bytes: int = 0  # kept between the halves of a split backward, above the stash
+    pending_bytes: int = 0  # kept between the halves of a split backward, above the stash; below 0: less is kept
+    input_workspace_bytes: int | None = None  # peak of the first half above what is there then; None: unknown
+    grown_bytes: int = 0  # allocated by the first half until all layers are through it, when it frees stashes
+    weight_workspace_bytes: int | None = None  # peak of the second half above what is there then; None: unknown
     leftovers: tuple[Leftover, ...] = ()  # the part of backward_workspace_bytes due to later layers
+    gathering_bytes: int = 0  # the part due to gathering parameters; a recompute has gathered its last layer already
     contention: float = 1.0  # slow-down of all times while other processes on the host do the same
     forward_work: tuple[Work, ...] = ()
     backward_work: tuple[Work, ...] = ()
 
     def __post_init__(self) -> None:
         check_positive(self, "microbatch_size", "contention")
-        check_amounts(self)
+        check_amounts(self, signed="pending_bytes")
+        if self.pending_bytes < -self.stash_bytes:
+            raise ValueError(
+                f"pending_bytes is {self.pending_bytes}; expected at least {-self.stash_bytes}, as a stash is freed "
+                "only once"
+            )
 
     def renumbered(self, distance: Callable[[int], int]) -> LayerCost:
         """The costs with leftovers at distance `distance(num_later)`; those of layers that now come earlier are dropped."""
@@ -172,6 +182,28 @@ class LayerCost:
         return min(self.recompute_s, (self.last_recompute or self.recompute or self.forward).median_s)
 
     @property
+    def last_backward_workspace_bytes(self) -> int:
+        """`backward_workspace_bytes` where it is the last layer recomputed together."""
+        return self.backward_workspace_bytes - self.gathering_bytes
+
+    @property
+    def between_bytes(self) -> int:
+        """Kept between the halves of a split backward, in place of the stash."""
+        return self.stash_bytes + self.pending_bytes
+
+    @property
+    def first_half_workspace_bytes(self) -> int:
+        """Peak of the first half of a split backward, above what is there then; if unknown, of the whole one."""
+        known = self.input_workspace_bytes
+        return self.backward_workspace_bytes if known is None else known
+
+    @property
+    def second_half_workspace_bytes(self) -> int:
+        """Peak of the second half of a split backward, above what is there then; if unknown, of the whole one."""
+        known = self.weight_workspace_bytes
+        return self.backward_workspace_bytes if known is None else known
+
+    @property
     def workspace_bytes(self) -> int:
         """The larger of the transient peaks of forward and backward."""
         return max(self.forward_workspace_bytes, self.backward_workspace_bytes)
@@ -187,13 +219,15 @@ class StepCost:
     state_bytes: int
     workspace_bytes: int  # of temporary memory that is proportional to the trained bytes
     largest_workspace: float = 0.0  # temporary memory beside it, as a multiple of the largest trained tensor
-    contention: float = 1.0  # slow-down while other processes on the host do the same
+    contention: float = 1.0  # slow-down while other processes of the host run forward and backward
+    update_contention: float = 1.0  # slow-down while other processes of the host update at the same time
     master_bytes: int = 0  # part of state_bytes: float32 weights beside the parameters
     tensor_s: float = 0.0  # part of both for each trained tensor; the rest is proportional to bytes
+    partly_used_factor: float = 1.0  # seconds of a byte of partly used parameters over those of other bytes
 
     def __post_init__(self) -> None:
         check_amounts(self)
-        check_positive(self, "contention")
+        check_positive(self, "contention", "update_contention", "partly_used_factor")
         if self.largest_workspace:
             check_factor(self, "largest_workspace")
 
@@ -216,10 +250,14 @@ class StepCost:
         tensor_s = min(self.tensor_s, self.update_s / num_tensors) if num_tensors else 0.0
         return tensor_s, max(0.0, self.update_s - num_tensors * tensor_s)
 
-    def grown(self, by_bytes: float, *, num_tensors: int, num_all: int) -> StepCost:
-        """The costs scaled from `num_tensors` tensors to `num_all` with `by_bytes` times the bytes."""
+    def grown(self, by_bytes: float, *, num_tensors: int, num_all: int, by_weighted: float | None = None) -> StepCost:
+        """The costs scaled from `num_tensors` tensors to `num_all` with `by_bytes` times the bytes.
+
+        `by_weighted`: times the bytes where partly used ones count `partly_used_factor` times; None: as all bytes.
+        """
         tensor_s, bytes_s = self.shares_s(num_tensors)
-        factor = (by_bytes * bytes_s + num_all * tensor_s) / self.update_s if self.update_s else 1.0
+        bytes_s *= by_bytes if by_weighted is None else by_weighted
+        factor = (bytes_s + num_all * tensor_s) / self.update_s if self.update_s else 1.0
         return replace(
             self,
             optimizer=self.optimizer.times(factor),

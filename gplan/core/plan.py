@@ -80,6 +80,8 @@ class StageBytes(
     recomputing_workspace: Bytes  # of a whole backward that recomputes
     optimizer_workspace: Bytes
     buffer: Bytes
+    input_workspace: Bytes  # of the first half of a split backward
+    weight_workspace: Bytes  # of the second half
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -44,14 +46,16 @@ class ValueCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A tensor from its producer to its consumers; tensors with the same producer and consumers are one value.
+    """A tensor from its producer to its consumers; tensors with the same producer, consumers and views are one value.
 
-    It crosses every cut with the producer on one side and any consumer on the other.
+    It crosses every cut with the producer on one side and any consumer on the other. `view_of` is for a tensor in the
+    storage of another value, which only its producer reads, as after a dropout that is switched off.
     """
 
     producer: int | None  # a layer; None: an input of the model
     consumers: tuple[int, ...]  # layers, rising; L, the number of layers, is the model's output
     costs: tuple[ValueCost, ...]  # by rising micro-batch size
+    view_of: int | None = None  # index in `Profile.values`
 
     def __post_init__(self) -> None:
         check_not_empty("consumers", self.consumers)
@@ -78,6 +82,7 @@ class ParameterSize:
     num_rows: int  # of its first dimension; 0: it stays whole
     num_bytes: int
     is_trained: bool = True
+    is_partly_used: bool = False  # one micro-batch leaves rows of it without a gradient, as of an embedding
 
     def __post_init__(self) -> None:
         check_amounts(self)
@@ -138,6 +143,18 @@ class Sharable:
     def updated_bytes(self) -> int:
         """Bytes of the gradients that the optimizer of a replica uses."""
         return self.share.updated_bytes if self.share else self.gradient_bytes
+
+    @property
+    def partly_used_bytes(self) -> int:
+        """The part of `updated_bytes` in parameters that are partly used."""
+        return round(self.updated_bytes * self.partly_used_share)
+
+    @property
+    def partly_used_share(self) -> float:
+        """The share of the trained bytes that is in partly used parameters."""
+        trained = [x for x in self.parameters if x.is_trained]
+        partly = sum(x.num_bytes for x in trained if x.is_partly_used)
+        return partly / sum(x.num_bytes for x in trained) if partly else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +244,7 @@ class Profile:
     notes: tuple[str, ...] = ()  # shown with the profile
     plan_notes: tuple[str, ...] = ()  # shown with the profile and with every plan made from it
     granularity: Granularity = "layer"
-    values: tuple[Value, ...] = ()  # what layers pass to each other; none: each layer feeds the next
+    values: tuple[Value, ...] = ()  # what layers pass to each other; none: each layer feeds the next, without views
     engine: EngineCost | None = None  # None: not measured, assumed to be zero
     host_speed: HostSpeed | None = None  # that the times belong to; None: not measured
     precision: Precision = field(default_factory=Precision)  # that it was measured or computed in
@@ -325,8 +342,10 @@ class Profile:
             return (
                 "profile again, and if the difference stays, this model's layers do not add up when measured one by one"
             )
+        phases = self.host_speed.phases if self.host_speed is not None else ()
         change = self.host_speed.change if self.host_speed is not None else 1.0
-        figures = f"{self.host_load.text}, its speed changed by a factor of {change:.2f}"
+        changed = f"changed by a factor of {change:.2f}" if phases else "was measured too seldom to tell"
+        figures = f"{self.host_load.text}, its speed {changed}"
         if self.host_load.is_evidence or change > ONE_PHASE:
             return f"this host was not quiet meanwhile ({figures}): profile again when it is"
         return (
@@ -356,6 +375,18 @@ class Profile:
     def trained_bytes(self) -> int:
         """Bytes of all gradients of the model, shared ones once."""
         return sum(x.gradient_bytes for x in self.layers) + sum(x.gradient_bytes for x in self.shared_weights)
+
+    @property
+    def weighted_trained_bytes(self) -> float:
+        """`trained_bytes`, where partly used ones count `StepCost.partly_used_factor` times."""
+        return math.fsum(self._weighted(x, x.gradient_bytes) for x in (*self.layers, *self.shared_weights))
+
+    def weighted_updated_bytes(self, held: Sharable) -> float:
+        """The same of what a replica updates of a layer or shared weight."""
+        return self._weighted(held, held.updated_bytes)
+
+    def _weighted(self, held: Sharable, num_bytes: int) -> float:
+        return num_bytes + (self.step.partly_used_factor - 1.0) * round(num_bytes * held.partly_used_share)
 
     @property
     def num_samples(self) -> int:
@@ -402,11 +433,17 @@ class Profile:
 
     def _check_values(self) -> None:
         num_layers = len(self.layers)
+        for place, count in Counter(x.view_of for x in self.values if x.view_of is not None).items():
+            if count > 1:
+                raise ValueError(f"{count} values are views of value {place}; expected at most one")
         for value in self.values:
             of = "the model's input" if value.producer is None else f"the value of layer {value.producer}"
             for layer in (value.producer or 0, *value.consumers):
                 if not 0 <= layer <= num_layers or value.producer == num_layers:
                     raise ValueError(f"{of} names layer {layer}; there are {num_layers} layers")
+            viewed = None if value.view_of is None else self.values[value.view_of : value.view_of + 1]
+            if viewed is not None and not (viewed and viewed[0].consumers == (value.producer,)):
+                raise ValueError(f"{of} is a view of value {value.view_of}; expected a value that only the layer reads")
             if value.producer is not None and value.consumers[0] < value.producer:
                 raise ValueError(
                     f"{of} is read by layer {value.consumers[0]} before it; expected layers in an order in which they can run"

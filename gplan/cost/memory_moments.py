@@ -7,9 +7,9 @@ activations that only pass a stage are sent out of the buffers. Gradients appear
 backward holds its layers' stash anew, beside the checkpoint; on the last stage in its place, as the backward of the
 loss, which comes first, frees what the loss kept.
 
-The first half of a split backward leaves the whole stash and, on top of it, what is pending: what the second half works
-on and what was sent back. All that is there until the second half is done. On the first stage, whose inputs want no
-gradient, the first half does nothing and the second is the whole backward.
+The first half of a split backward leaves the stash and what is pending: what the second half works on and what was sent
+back, less what the first half frees of the stash. All that is there until the second half is done. On the first stage,
+whose inputs want no gradient, the first half does nothing and the second is the whole backward.
 
 The peak is the largest moment. Without recompute, and with nothing sent, this equals
     W + O + max(n a + tmp, n_G a + tmp + G)
@@ -210,9 +210,9 @@ def _held_during(action: Action, now: _Held, again: bool) -> tuple[_Held, tuple[
     if kind is ActionKind.INPUT_GRADIENT and is_first:
         return now, (), now
     if kind is ActionKind.WEIGHT_GRADIENT and not is_first:
-        return now, ("backward_workspace",), _Held(stashes - 1, checkpoints, pending - 1, done + 1)
-    if kind is ActionKind.INPUT_GRADIENT:  # which frees nothing, not even what the loss kept
-        workspaces = ("backward_workspace", "forward_workspace") if again else ("backward_workspace",)
+        return now, ("weight_workspace",), _Held(stashes - 1, checkpoints, pending - 1, done + 1)
+    if kind is ActionKind.INPUT_GRADIENT:  # while it runs it frees nothing, not even what the loss kept
+        workspaces = ("input_workspace", "forward_workspace") if again else ("input_workspace",)
         at_work = _Held(stashes + again, checkpoints, pending, done)
         return at_work, workspaces, _Held(stashes + again, checkpoints - again, pending + 1, done)
     at_work = _Held(stashes, checkpoints - again, pending, done, int(again))
@@ -277,7 +277,7 @@ def _undominated(moments: Sequence[Moment]) -> tuple[Moment, ...]:
 
 def _dominates(one: Moment, other: Moment) -> bool:
     return (
-        one.num_stashes >= other.num_stashes
+        one.num_stashes - one.num_pending >= other.num_stashes - other.num_pending  # pending bytes may be negative
         and one.num_checkpoints >= other.num_checkpoints
         and one.num_recomputing >= other.num_recomputing
         and one.num_pending >= other.num_pending

@@ -9,8 +9,8 @@ a step and then reduce-scattered. With P the padded parameters and p = P / R, G 
     weights     p, and P of a layer while it runs: it is gathered for its forward, its recompute and its backward
 A layer begins with 2 P, the message and the parameters made of it. On a GPU the message of a forward stays until the
 next layer's parameters are made, and in a backward the layer before is received meanwhile; the first layer of a stage is
-taken as if the stage before were here. While gradients are reduced, there is a copy of them (of the stage; with
-"weights" of one layer), and then g is left. On a GPU only what a gather takes longer than computing counts.
+taken as if the stage before were here. A recompute leaves its last layer gathered for the backward. While gradients are
+reduced, there is a copy of them (of the stage; with "weights" of one layer), and then g is left. On a GPU only what a gather takes longer than computing counts.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def division_gains(profile: Profile, *, num_replicas: int) -> bool:
     if link.points or link.collectives or not total_bytes:
         return False
     replica = sharded(profile, num_replicas=num_replicas, sharding="optimizer")
-    update_s = step.shares_s(profile.num_trained)[1] / total_bytes  # a byte
+    update_s = step.shares_s(profile.num_trained)[1] / profile.weighted_trained_bytes  # a byte
     state = step.state_bytes / total_bytes
     message_s = (num_replicas - 1) / num_replicas / link.bytes_per_s
     pairs = zip((*profile.layers, *profile.shared_weights), (*replica.layers, *replica.shared_weights), strict=True)
@@ -71,7 +71,8 @@ def division_gains(profile: Profile, *, num_replicas: int) -> bool:
     for whole, part in pairs:
         saved_bytes = whole.gradient_bytes - part.updated_bytes
         copied_bytes = max(0, part.reduced_bytes - part.gathered_bytes)
-        gains.append(update_s * saved_bytes - message_s * (part.gathered_bytes - whole.gradient_bytes))
+        saved_weighted = profile.weighted_updated_bytes(whole) - profile.weighted_updated_bytes(part)
+        gains.append(update_s * saved_weighted - message_s * (part.gathered_bytes - whole.gradient_bytes))
         if part.weight_bytes - whole.weight_bytes + copied_bytes > state * saved_bytes:
             return False
     return min(gains) >= 0 and sum(gains) > 0
@@ -133,6 +134,7 @@ class _Ring:
         message_bytes, before_bytes = (num_bytes or before_bytes, before_bytes) if self.overlaps else (0, 0)
         made_bytes = before_bytes + 2 * num_bytes - cost.stash_bytes  # before the forward
         is_first = cost.input_gradient is not None  # of the halves of a backward
+        running_bytes = num_bytes + before_bytes + cost.backward_workspace_bytes
         return replace(
             cost,
             forward=longer(cost.forward),
@@ -143,5 +145,6 @@ class _Ring:
             input_gradient=longer_if(cost.input_gradient),
             weight_gradient=cost.weight_gradient if is_first else longer_if(cost.weight_gradient),
             forward_workspace_bytes=max(message_bytes + num_bytes + cost.forward_workspace_bytes, made_bytes),
-            backward_workspace_bytes=num_bytes + max(num_bytes, before_bytes + cost.backward_workspace_bytes),
+            backward_workspace_bytes=max(2 * num_bytes, running_bytes),
+            gathering_bytes=max(0, 2 * num_bytes - running_bytes),
         )

@@ -61,7 +61,7 @@ class MicrobatchTerms(Generic[Term]):
     layers_pending: Term | int = 0  # that layers and loss keep between the halves of a split backward
     loss_stash: Term | int = 0  # that the loss keeps, on the last stage
     received_activation: Term | int = 0  # over the cut before, from another device
-    sent_gradient: Term | int = 0  # back over the cut before, to another device
+    sent_gradient: Term | int = 0  # back over the cut before, without what is sent out of a receive buffer
     sent_activation: Term | int = 0  # over the cut after, to another device
     received_gradient: Term | int = 0  # back over the cut after, from another device
     output: Term | int = 0  # what crosses the cut after; after the last stage, the model's outputs that are kept

@@ -25,6 +25,8 @@ from gplan.cost.workspaces import Workspaces
 from gplan.graph.boundary import Crossing, PassThrough, crossing_of, saved_outputs
 from gplan.graph.down_sets import DownSets, Floats, Ints, Output, Prefixes, Waiting
 
+_ROUNDING = 1e-9  # the share of seconds below which a difference of sums is nothing
+
 
 def layer_seconds(cost: LayerCost, *, num_microbatches: int, has_halves: bool) -> dict[str, float]:
     """Seconds of a layer, or of the loss, for one micro-batch of M in a step, by what they are of.
@@ -79,10 +81,19 @@ def contention_share(num_others: int, *, num_measured: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBoundaries:
-    """Whether the stages before and after one are on other devices: else nothing is sent, received or kept for that."""
+    """Whether the stages before and after one are on other devices: else nothing is sent, received or kept for that.
+
+    Also whether the stage splits all its backwards.
+    """
 
     before: bool = True
     after: bool = True
+    in_halves: bool = False  # whether every backward of the stage is split, so that gradients pass without a copy
+
+    @property
+    def returns(self) -> bool:
+        """Whether gradients that only pass the stage are sent out of the receive buffers."""
+        return self.before and self.after and self.in_halves
 
 
 ALL_BOUNDARIES = DeviceBoundaries()
@@ -204,7 +215,8 @@ class Costs:
         seconds = self.full_recompute_s(first, end)
         if not self.unfinished_s.any():
             return seconds
-        return np.maximum(seconds - self.unfinished_s[self.downsets.last_layers(first, end)], 0.0)
+        left = seconds - self.unfinished_s[self.downsets.last_layers(first, end)]
+        return np.where(left > _ROUNDING * seconds, left, 0.0)
 
     def full_recompute_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: seconds of recomputing all layers of stages to their ends; a recompute leaves out `unfinished_s`."""
@@ -222,7 +234,17 @@ class Costs:
     def optimizer_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: seconds of zero_grad and optimizer step for the weights of stages that a replica updates."""
         of_tensors = self.tensor_s * self.held_bytes("num_trained", first, end).astype(np.float64)
-        return self.trained_share(first, end) * self.optimizer_bytes_s + of_tensors
+        return self.update_share(first, end) * self.optimizer_bytes_s + of_tensors
+
+    @cached_property
+    def tied_update_factor(self) -> float:
+        """How many times `optimizer_s` an update takes where another device holds one of its weights; at least 1.
+
+        Both devices wait for the summed gradients and then update at the same time.
+        """
+        step, others = self.profile.step, min(1, self.num_devices - 1)
+        together = contention_factor(step.update_contention, others, num_measured=self.profile.num_neighbours)
+        return max(1.0, together / self._contention_factor(step.contention))
 
     @cached_property
     def layer_compute_s(self) -> Floats:
@@ -277,7 +299,7 @@ class Costs:
     @cached_property
     def crossing(self) -> Crossing:
         """What crosses the cut at each position; nothing at both ends."""
-        return crossing_of(self.profile, self.layer_costs, self.downsets, self.microbatch_size)
+        return crossing_of(self.profile, self.layer_costs, self.loss, self.downsets, self.microbatch_size)
 
     @cached_property
     def pass_through(self) -> PassThrough:
@@ -338,13 +360,14 @@ class Costs:
         trained, crossing = self.trained_share(first, end), self.crossing
         pass_through, passing_unsaved = (x * boundaries.before for x in self.pass_through.activation_bytes(first, end))
         is_last = end == self.num_positions - 1
+        returned = self.pass_through.returned_bytes(first, end) if boundaries.returns else 0
         held = microbatch_bytes(
             MicrobatchTerms(
                 layers_stash=self.stash_sums[end] - self.stash_sums[first],
                 layers_pending=self.pending_sums[end] - self.pending_sums[first],
                 loss_stash=np.where(is_last, self.loss.stash_bytes if self.loss else 0, 0),
                 received_activation=self.activation_bytes[first] * boundaries.before,
-                sent_gradient=self.gradient_bytes[first] * boundaries.before,
+                sent_gradient=self.gradient_bytes[first] * boundaries.before - returned,
                 sent_activation=self.activation_bytes[end] * boundaries.after,
                 received_gradient=self.gradient_bytes[end] * boundaries.after,
                 output=crossing.kept_bytes[end],
@@ -368,6 +391,8 @@ class Costs:
             sent=held.sent,
             forward_workspace=self.workspaces.above_stash("forward", first, end),
             backward_workspace=self.workspaces.above_stash("backward", first, end),
+            input_workspace=self.workspaces.of_first_half(first, end),
+            weight_workspace=self.workspaces.above_between(first, end),
             recompute_workspace=self.workspaces.alone(first, end),
             recomputing_workspace=self.workspaces.above_recomputed_stash(first, end, held.recomputed_stash),
             optimizer_workspace=self._optimizer_workspace(first, end),
@@ -454,6 +479,13 @@ class Costs:
         share: Floats = self.held_bytes("updated_bytes", first, end) / (self._trained_total_bytes or 1)
         return share
 
+    def update_share(self, first: Ints, end: Ints) -> Floats:
+        """[E]: which share of the model's `optimizer_bytes_s` a replica of stages takes."""
+        more = self.profile.step.partly_used_factor - 1.0
+        partly = self.held_bytes("partly_used_bytes", first, end) if more else 0
+        share: Floats = (self.held_bytes("updated_bytes", first, end) + more * partly) / self._weighted_trained_bytes
+        return share
+
     @cached_property
     def uncontended(self) -> Costs:
         """The costs of devices that do not share a host."""
@@ -485,7 +517,7 @@ class Costs:
             forward_s=of_pass(self.forward_s),
             backward_s=of_pass(self.backward_s),
             recompute_s=self.recompute_s(first, end) / speed if recomputes else np.zeros(len(first)),
-            optimizer_s=self.optimizer_s(first, end) / speed,
+            optimizer_s=self._update_s(first, end, place.tied_links) / speed,
             activation_s=self.activation_s(place.link)[end] * after,
             gradient_s=self.gradient_s(place.link)[end] * after,
             input_gradient_s=of_pass(self.input_gradient_s) if has_halves else None,
@@ -496,6 +528,13 @@ class Costs:
             backward_sending_s=self.gradient_sending_s[first] * before / speed,
             around_s=np.where(first == 0, self.around_s / speed, 0.0),
         )
+
+    def _update_s(self, first: Ints, end: Ints, tied_links: Sequence[Link]) -> Floats:
+        """[E]: `optimizer_s`, times `tied_update_factor` where another device holds one of the weights."""
+        seconds = self.optimizer_s(first, end)
+        if not tied_links or self.tied_update_factor == 1.0:
+            return seconds
+        return seconds * np.where(self.tied_bytes(first, end) > 0, self.tied_update_factor, 1.0)
 
     def _all_reduce_s(self, first: Ints, end: Ints, tied_links: Sequence[Link]) -> Floats:
         """[E]: seconds in which gradients of stages are summed once per step, by their bytes alone.
@@ -547,6 +586,10 @@ class Costs:
     @cached_property
     def _trained_total_bytes(self) -> int:
         return self.profile.trained_bytes
+
+    @cached_property
+    def _weighted_trained_bytes(self) -> float:
+        return self.profile.weighted_trained_bytes or 1.0
 
     @cached_property
     def stash_sums(self) -> Ints:
@@ -628,4 +671,4 @@ class Costs:
 
 
 def _ratio(contended: Floats, alone: Floats) -> float:
-    return float(contended[0] / alone[0]) if alone[0] > 0 else 1.0
+    return float(contended[0] / alone[0]) if contended[0] > 0 and alone[0] > 0 else 1.0

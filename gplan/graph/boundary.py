@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,23 +21,24 @@ class Crossing:
     gradient_bytes: Ints
     unsaved_bytes: Ints  # of the activations, what no layer keeps; nothing at both ends
     saved_later_bytes: Ints  # of the activations, what only layers behind the cut keep; nothing at both ends
-    kept_bytes: Ints  # the activations; at the last position the model's outputs that the last layers or the loss keep
+    kept_bytes: Ints  # the activations; at the last position the model's outputs that the loss keeps
 
 
 def crossing_of(
-    profile: Profile, layer_costs: Sequence[LayerCost], downsets: DownSets, microbatch_size: int
+    profile: Profile, layer_costs: Sequence[LayerCost], loss: LayerCost | None, downsets: DownSets, microbatch_size: int
 ) -> Crossing:
     """What crosses the cut at every position: from the values of a profile, or without any from its layers."""
+    unkept = loss.unkept_output_bytes if loss else 0
     later = np.zeros(downsets.size, dtype=np.int64)
     for way, num_bytes in saved_outputs(profile, layer_costs, microbatch_size, only_later=True):
         later += num_bytes * _crosses(way, downsets)
     if profile.values:
-        return _of_values(profile, downsets, microbatch_size, later)
+        return _of_values(profile, downsets, microbatch_size, later, unkept)
     outputs, gradients, unsaved = (
         np.array([0, *(getattr(x, field) for x in layer_costs)], dtype=np.int64)
         for field in ("output_bytes", "output_gradient_bytes", "output_unsaved_bytes")
     )
-    return _ended(outputs, gradients, unsaved, later)
+    return _ended(outputs, gradients, unsaved, later, unkept)
 
 
 def is_crossing(value: Value, downsets: DownSets) -> Bools:
@@ -53,17 +54,17 @@ def _crosses(way: Way, downsets: DownSets) -> Bools:
     return made if is_last_output else made & ~np.logical_and.reduce(readers)
 
 
-def _of_values(profile: Profile, downsets: DownSets, microbatch_size: int, later: Ints) -> Crossing:
+def _of_values(profile: Profile, downsets: DownSets, microbatch_size: int, later: Ints, unkept: int) -> Crossing:
     activations, gradients, unsaved = (np.zeros(downsets.size, dtype=np.int64) for _ in range(3))
-    for value in profile.values:
+    for value in values_of(profile):
         cost, crosses = value_cost_at(value.costs, microbatch_size), is_crossing(value, downsets)
         activations += crosses * cost.num_bytes
         gradients += crosses * cost.gradient_bytes
         unsaved += crosses * cost.unsaved_bytes
-    return _ended(activations, gradients, unsaved, later)
+    return _ended(activations, gradients, unsaved, later, unkept)
 
 
-def _ended(activations: Ints, gradients: Ints, unsaved: Ints, later: Ints) -> Crossing:
+def _ended(activations: Ints, gradients: Ints, unsaved: Ints, later: Ints, unkept: int) -> Crossing:
     """Nothing crosses before the first layer and after the last."""
     inside = np.ones(len(activations), dtype=np.int64)
     inside[[0, -1]] = 0
@@ -72,7 +73,7 @@ def _ended(activations: Ints, gradients: Ints, unsaved: Ints, later: Ints) -> Cr
         gradient_bytes=gradients * inside,
         unsaved_bytes=unsaved * inside,
         saved_later_bytes=later * inside,
-        kept_bytes=np.concatenate([[0], activations[1:-1], np.maximum(0, activations[-1:] - unsaved[-1:])]),
+        kept_bytes=np.concatenate([[0], activations[1:-1], np.maximum(0, activations[-1:] - unsaved[-1:] - unkept)]),
     )
 
 
@@ -100,13 +101,29 @@ def saved_outputs(
 
 
 def values_of(profile: Profile) -> tuple[Value, ...]:
-    """The values of a profile; without any, the outputs that each layer passes to the next."""
+    """The values of a profile by storage; without any, the outputs that each layer passes to the next."""
     if profile.values:
-        return profile.values
+        return storages_of(profile)
     return tuple(
         Value(producer=i, consumers=(i + 1,), costs=tuple(_handed_on(x) for x in layer.costs))
         for i, layer in enumerate(profile.layers[:-1])
     )
+
+
+def storages_of(profile: Profile) -> tuple[Value, ...]:
+    """The values of a profile, a view and what it is a view of as one; a layer that makes only views reads nothing.
+
+    A plain chain has none.
+    """
+    makers = {x.producer for x in profile.values if x.view_of is None}
+    found = dict(enumerate(profile.values))
+    views = [(x.producer or 0, place, x.view_of) for place, x in found.items() if x.view_of is not None]
+    for _, place, place_of_viewed in sorted(views, reverse=True):
+        view, viewed = found.pop(place), found[place_of_viewed]
+        readers = viewed.consumers if view.producer in makers else ()
+        costs = tuple(replace(x, viewed_bytes=y.viewed_bytes) for x, y in zip(viewed.costs, view.costs, strict=True))
+        found[place_of_viewed] = replace(viewed, consumers=(*readers, *view.consumers), costs=costs)
+    return tuple(found.values())
 
 
 def _handed_on(cost: LayerCost) -> ValueCost:
@@ -125,7 +142,8 @@ class PassThrough:
 
     The stage holds such an activation once: it is sent on from the buffer in which it was received. A gradient that no
     layer of the stage adds to is held twice, as autograd copies it from the receive buffer. So is a gradient that is
-    only a part of the received one, as that of a skip which the stage's last layer concatenates.
+    only a part of the received one, as that of a skip which the stage's last layer concatenates. The first half of a
+    split backward copies only the latter: it sends the others out of the receive buffer.
     """
 
     profile: Profile
@@ -148,13 +166,21 @@ class PassThrough:
         return self._is_inside(first, end) * self._gradients(first, end)
 
     @cached_property
+    def _storages(self) -> tuple[Value, ...]:
+        return storages_of(self.profile)
+
+    def returned_bytes(self, first: Ints, end: Ints) -> Ints:
+        """[E]: bytes of the gradients that the first half of a split backward sends back as they were received."""
+        return self._is_inside(first, end) * self._returned(first, end)
+
+    @cached_property
     def gradient_ways(self) -> tuple[list[Way], Ints]:
         """Producers and consumers of all values that have gradients, and [W] the bytes of the gradients.
 
         A gradient that is a view passes the consumer that makes the view: it counts as read by the layer after that.
         """
         sizes: dict[Way, int] = {}
-        for value in self.profile.values:
+        for value in self._storages:
             cost, consumers = value_cost_at(value.costs, self.microbatch_size), value.consumers
             viewed = cost.viewed_bytes if self._is_read_next(consumers) else 0
             for way, size in (
@@ -168,12 +194,23 @@ class PassThrough:
     def _is_read_next(self, consumers: tuple[int, ...]) -> bool:
         """Whether there is one consumer and the layer after it reads what it makes."""
         return len(consumers) == 1 and any(
-            x.producer == consumers[0] and x.consumers[0] == consumers[0] + 1 for x in self.profile.values
+            x.producer == consumers[0] and x.consumers[0] == consumers[0] + 1 for x in self._storages
         )
 
     @cached_property
     def _gradients(self) -> Callable[[Ints, Ints], Ints]:
         return self.downsets.pass_through(*self.gradient_ways, is_unread=True)
+
+    @cached_property
+    def returned_ways(self) -> tuple[list[Way], Ints]:
+        """Producers and consumers of all storages that have gradients, and [W] the bytes of the gradients."""
+        sizes = [value_cost_at(x.costs, self.microbatch_size).gradient_bytes for x in self._storages]
+        ways = [(x.producer, x.consumers) for x, size in zip(self._storages, sizes, strict=True) if size]
+        return ways, np.array([size for size in sizes if size], dtype=np.int64)
+
+    @cached_property
+    def _returned(self) -> Callable[[Ints, Ints], Ints]:
+        return self.downsets.pass_through(*self.returned_ways, is_unread=True)
 
     @cached_property
     def _saved_later(self) -> Callable[[Ints, Ints], Ints]:
@@ -182,8 +219,8 @@ class PassThrough:
 
     @cached_property
     def _activations(self) -> tuple[Callable[[Ints, Ints], Ints], Callable[[Ints, Ints], Ints]]:
-        costs = [value_cost_at(x.costs, self.microbatch_size) for x in self.profile.values]
-        ways = [(x.producer, x.consumers) for x in self.profile.values]
+        costs = [value_cost_at(x.costs, self.microbatch_size) for x in self._storages]
+        ways = [(x.producer, x.consumers) for x in self._storages]
         every, unsaved = (
             np.array(sizes, dtype=np.int64)
             for sizes in ([x.num_bytes for x in costs], [x.unsaved_bytes for x in costs])

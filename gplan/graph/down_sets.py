@@ -86,6 +86,7 @@ class Prefixes:
         *,
         kept: Ints,
         own: Ints,
+        own_of_last: Ints | None = None,
         leftovers: Sequence[Made] = (),
         outputs: Sequence[Output] = (),
         waiting: Sequence[Waiting] = (),
@@ -93,24 +94,25 @@ class Prefixes:
         """[E]: the peak memory while the layers of a stage run in order, less what they keep at the end.
 
         Each layer v keeps kept[v] and needs max(0, own[v] - leftovers) more while it runs; its `leftovers` of layers
-        that do not lie before the end are subtracted. `outputs` are the part of kept[v] that is there all the time if a
-        consumer does not lie before the end. A gradient that is `waiting` is there from the stage's first use of its
-        weight to before the last.
+        that do not lie before the end are subtracted. The stage's last layer has own_of_last[v] in place of own[v], if
+        that is given. `outputs` are the part of kept[v] that is there all the time if a consumer does not lie before the
+        end. A gradient that is `waiting` is there from the stage's first use of its weight to before the last.
 
         O(L log L) and O(1) for each stage. O(L) for each end if there are leftovers, waiting gradients, or outputs that
         are not read by the next layer.
         """
-        totals = np.cumsum(kept)
+        totals, of_last = np.cumsum(kept), own if own_of_last is None else own_of_last
         if (
             not leftovers
             and not waiting
             and all(read == (made + 1,) for (made, read), _ in outputs if made is not None)
         ):
             peaks = _largest_between(totals + own, first, end)
-            if outputs:
-                of_last = self._outputs_at(outputs)[end]
-                before_last = _largest_between(totals + own, first, np.maximum(end - 1, first + 1)) + of_last
-                peaks = np.where(end - first > 1, np.maximum(before_last, (totals + own)[end - 1]), peaks)
+            if outputs or own_of_last is not None:
+                before_last = _largest_between(totals + own, first, np.maximum(end - 1, first + 1))
+                at_last = (totals + of_last)[end - 1]
+                more = np.maximum(before_last + self._outputs_at(outputs)[end], at_last)
+                peaks = np.where(end - first > 1, more, at_last)
             return peaks - totals[end - 1]
         layer, maker, num_bytes = np.array(leftovers, dtype=np.int64).reshape(-1, 3).T
         spans = [(made, read[-1], size) for (made, read), size in outputs]
@@ -119,6 +121,7 @@ class Prefixes:
         for some in np.split(order, np.flatnonzero(np.diff(end[order])) + 1) if len(end) else ():
             last = int(end[some[0]])
             needed, freed = own[:last].copy(), kept[:last].copy()
+            needed[last - 1] = of_last[last - 1]
             if last < self.num_layers:
                 absent, held_on = (layer < last) & (maker >= last), (producer < last) & (reader >= last)
                 np.subtract.at(needed, layer[absent], num_bytes[absent])
@@ -260,6 +263,7 @@ class GraphDownSets:
         *,
         kept: Ints,
         own: Ints,
+        own_of_last: Ints | None = None,
         leftovers: Sequence[Made] = (),
         outputs: Sequence[Output] = (),
         waiting: Sequence[Waiting] = (),
@@ -273,7 +277,7 @@ class GraphDownSets:
             by_producer.setdefault(made, []).append((self._unread(read), num_bytes))
         for start in range(0, len(first), _STAGES_AT_ONCE):
             chunk = slice(start, start + _STAGES_AT_ONCE)
-            peaks[chunk] = self._peaks(first[chunk], end[chunk], kept, own, by_layer, by_producer, waiting)
+            peaks[chunk] = self._peaks(first[chunk], end[chunk], kept, own, own_of_last, by_layer, by_producer, waiting)
         return peaks
 
     def _peaks(
@@ -282,12 +286,15 @@ class GraphDownSets:
         end: Ints,
         kept: Ints,
         own: Ints,
+        own_of_last: Ints | None,
         leftovers: Mapping[int, Sequence[tuple[int, int]]],
         outputs: Mapping[int | None, Sequence[tuple[Bools, int]]],
         waiting: Sequence[Waiting],
     ) -> Ints:
         running = np.zeros(len(first), dtype=np.int64)
         largest = np.full(len(first), np.iinfo(np.int64).min)
+        if own_of_last is not None:
+            last = self.num_layers - 1 - np.argmax((self.members[end] & ~self.members[first])[:, ::-1], axis=1)
         uses = [sum(self._inside(x, first, end).astype(np.int64) for x in users) for users, _ in waiting]
         seen = [np.zeros(len(first), dtype=np.int64) for _ in waiting]
         for layer in range(self.num_layers):
@@ -295,7 +302,8 @@ class GraphDownSets:
             running += inside * kept[layer]
             for unread, num_bytes in outputs.get(layer, ()):
                 running -= inside * unread[end] * num_bytes
-            needed = own[layer] - sum(x * self._lacks(end, maker) for maker, x in leftovers.get(layer, ()))
+            own_bytes = own[layer] if own_of_last is None else np.where(last == layer, own_of_last[layer], own[layer])
+            needed = own_bytes - sum(x * self._lacks(end, maker) for maker, x in leftovers.get(layer, ()))
             needed = np.maximum(needed, 0)
             for i, (users, num_bytes) in enumerate(waiting):
                 seen[i] += inside * (layer in users)

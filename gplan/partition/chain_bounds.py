@@ -20,7 +20,7 @@ import numpy as np
 
 from gplan.core import RecomputeMode, StageBytes, StageSeconds
 from gplan.cost.memory_moments import RESTING, Moment, peak_of
-from gplan.cost.stage_costs import Costs
+from gplan.cost.stage_costs import ALL_BOUNDARIES, Costs, DeviceBoundaries
 from gplan.cost.stage_seconds import ActionKey, action_s
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.candidates import stage_seconds
@@ -124,27 +124,28 @@ class ChainStages:
 
     costs: Costs
 
-    def parts(self, first: Ints, end: Ints) -> StageBytes[Ints]:
+    def parts(self, first: Ints, end: Ints, boundaries: DeviceBoundaries) -> StageBytes[Ints]:
         """[E]: what the memory of stages is made of."""
-        return self._rows(first, end, is_emptied=False)
+        return self._rows(first, end, boundaries, is_emptied=False)
 
     def emptied_parts(self, first: Ints, end: Ints) -> StageBytes[Ints]:
         """[E]: the parts of stages that recompute all layers, with nothing kept of them."""
-        return self._rows(first, end, is_emptied=True)
+        return self._rows(first, end, ALL_BOUNDARIES, is_emptied=True)
 
-    def _rows(self, first: Ints, end: Ints, *, is_emptied: bool) -> StageBytes[Ints]:
+    def _rows(self, first: Ints, end: Ints, boundaries: DeviceBoundaries, *, is_emptied: bool) -> StageBytes[Ints]:
         most = 1 << int((end - first).max() - 1).bit_length()  # so that few sizes are made
         every = window(self.costs.num_positions - 1, most)
-        if (most, is_emptied) not in self._stacked:
-            parts = self.costs.parts(every.first, every.end)
+        key = most, boundaries, is_emptied
+        if key not in self._stacked:
+            parts = self.costs.parts(every.first, every.end, boundaries)
             if is_emptied:
                 parts = self.selector.emptied_parts(every.first, every.end, parts)
-            self._stacked[most, is_emptied] = np.array([getattr(parts, x) for x in StageBytes.__struct_fields__])
-        rows = self._stacked[most, is_emptied][:, every.index(first, end)]
+            self._stacked[key] = np.array([getattr(parts, x) for x in StageBytes.__struct_fields__])
+        rows = self._stacked[key][:, every.index(first, end)]
         return StageBytes(**dict(zip(StageBytes.__struct_fields__, rows, strict=True)))
 
     @cached_property
-    def _stacked(self) -> dict[tuple[int, bool], Ints]:
+    def _stacked(self) -> dict[tuple[int, DeviceBoundaries, bool], Ints]:
         """[parts, stages] each: of all stages of at most so many layers."""
         return {}
 
@@ -193,8 +194,9 @@ def least_moments(
     if recompute == "except-last" and in_flight == 1 < num_microbatches:
         done -= 1  # the last one, which is in flight alone, is kept
     is_halved = schedule == "zb-h1" and stage > 0
+    num_pending = min(in_flight, stage + 1) if is_halved else 0
     if is_halved:  # between the halves a recomputed micro-batch is there as a whole
-        restored = min(again, stage + 1)
+        restored = min(again, num_pending)
         again, kept = again - restored, kept + restored
     last_is_first = schedule == "gpipe" and recompute == "except-last"  # on the way back
     num_recomputing = int(again > 0 and not is_halved and not last_is_first)
@@ -203,9 +205,10 @@ def least_moments(
         num_stashes=kept,
         num_checkpoints=again - num_recomputing,
         num_recomputing=num_recomputing,
+        num_pending=num_pending,
         num_done=done,
         has_gradients=done > 0,
-        workspace="" if num_recomputing else "backward_workspace",
+        workspace="" if num_recomputing else "weight_workspace" if is_halved else "backward_workspace",
     )
     return full, replace(RESTING, num_done=num_microbatches, has_gradients=True)
 
@@ -388,7 +391,7 @@ class ChainBounds:
         if limit is None:
             return seconds, every
         first, end = self._window.first + stage, self._window.end + stage
-        parts = self.stages.parts(first, end)
+        parts = self.stages.parts(first, end, problem.boundaries(stage))
         keeping = _moments(problem, stage, "never" if is_selected else problem.recompute) or ()
         is_kept = peak_of(keeping, parts) <= limit
         if not is_selected or is_kept.all():

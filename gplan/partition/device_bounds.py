@@ -364,10 +364,10 @@ class DeviceBounds:
     @property
     def _optimizer_s(self) -> Floats:
         """[L]: seconds of the update of the weights that only one layer has."""
-        costs, layers = self.problem.costs, self.problem.costs.profile.layers
-        return updated_shares(costs.profile) * costs.optimizer_bytes_s + costs.tensor_s * np.array(
-            [x.num_trained for x in layers]
-        )
+        costs, profile = self.problem.costs, self.problem.costs.profile
+        updated = np.array([profile.weighted_updated_bytes(x) for x in profile.layers])
+        shares = updated / (profile.weighted_trained_bytes or 1.0)
+        return shares * costs.optimizer_bytes_s + costs.tensor_s * np.array([x.num_trained for x in profile.layers])
 
     def _parts(self, stage: int, *, usual: bool = False) -> Floats:
         """[parts]: the least of what the memory of a stage is made of, without its alike layers; between usual cuts."""
@@ -385,7 +385,10 @@ class DeviceBounds:
     @cached_property
     def _alike_parts(self) -> Floats:
         """[parts]: the least that one of the alike layers adds to the memory of its stage."""
-        least: Floats = self._alike.layer_parts[:, self._alike.index].min(axis=1)
+        parts = self._alike.layer_parts[:, self._alike.index]
+        least: Floats = parts.min(axis=1)
+        stash, pending = PARTS.index("stash"), PARTS.index("pending")
+        least[pending] = (parts[stash] + parts[pending]).min() - least[stash]  # together they are 0 or more
         return least
 
     def _edges(self, stage: int, cuts: Ints) -> Floats:
@@ -401,7 +404,7 @@ class DeviceBounds:
             MicrobatchTerms(
                 loss_stash=costs.loss.stash_bytes if costs.loss and is_last else 0,
                 received_activation=activation,
-                sent_gradient=gradient,
+                sent_gradient=0 if boundaries.returns and costs.profile.values else gradient,
                 sent_activation=crossing.activation_bytes[after] * boundaries.after,
                 received_gradient=crossing.gradient_bytes[after] * boundaries.after,
                 output=crossing.kept_bytes[after],

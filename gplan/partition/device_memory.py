@@ -74,7 +74,11 @@ def _counts(schedule: str, num_devices: int, num_microbatches: int, device: int,
     corners = _line_ends(np.unique(rows[:, varying], axis=0))
     found = np.tile(rows[0], (len(corners), 1))
     found[:, varying] = corners
-    return found[undominated(-corners)].reshape(-1, len(made.stages_of(device)), len(PARTS))
+    counts = found.reshape(len(found), -1, len(PARTS))
+    apart = counts.copy()  # pending bytes may be negative, but not those of a pending micro-batch with its stash
+    apart[:, :, PARTS.index("stash")] -= counts[:, :, PARTS.index("pending")]
+    flat = apart.reshape(found.shape)
+    return counts[undominated(-flat[:, flat.max(axis=0) > flat.min(axis=0)])]
 
 
 def _rows(

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from gplan.core import Constraints, Machine, Plan, Profile, Stage
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.schedule import Action
@@ -89,33 +91,34 @@ class SmallestPeakPlan:
     """The device with the largest peak, in the partition whose largest peak is smallest."""
 
     stages: tuple[Stage, ...]
+    peak_bytes: int  # of all its stages together, as the search counts it
     is_proven: bool  # else a smaller peak may exist
-
-    @property
-    def peak_bytes(self) -> int:
-        """The peak memory of all its stages together."""
-        return sum(stage.memory.peak_bytes for stage in self.stages)
 
 
 def tightest_device(problem: Problem) -> SmallestPeakPlan:
     """The device that determines the least memory limit with which any partition fits."""
     if not problem.has_chunks:
-        return SmallestPeakPlan(stages=(_tightest_stage(problem),), is_proven=True)
+        stage, peak_bytes = _tightest_stage(problem)
+        return SmallestPeakPlan(stages=(stage,), peak_bytes=peak_bytes, is_proven=True)
     found = smallest_peak(problem, deadline_s=time.perf_counter() + _SEARCH_S)
     assert found is not None, "without a limit there is a partition"
     stages = stages_of(*in_stage_order(without_memory(problem), stages_between(problem, found.ends.tolist())))
     devices = [tuple(stages[k] for k in numbers) for numbers in problem.stages_by_device]
-    return max(
-        (SmallestPeakPlan(stages=x, is_proven=found.proven) for x in devices), key=lambda device: device.peak_bytes
-    )
+    peaks = [sum(stage.memory.peak_bytes for stage in x) for x in devices]
+    largest = max(range(len(devices)), key=peaks.__getitem__)
+    return SmallestPeakPlan(stages=devices[largest], peak_bytes=peaks[largest], is_proven=found.proven)
 
 
-def _tightest_stage(problem: Problem) -> Stage:
-    """As `tightest_device`, with one stage on each device."""
+def _tightest_stage(problem: Problem) -> tuple[Stage, int]:
+    """As `tightest_device`, with one stage on each device; and its peak."""
     unlimited = without_memory(problem)
     peak_bytes, ends = least_peak(unlimited)
-    stages = stages_of(*in_stage_order(replace(unlimited, memory_bytes=peak_bytes), stages_between(unlimited, ends)))
-    return max(stages, key=lambda stage: stage.memory.peak_bytes)
+    laid, cuts = in_stage_order(replace(unlimited, memory_bytes=peak_bytes), stages_between(unlimited, ends))
+
+    def least_peak_bytes(stage: Stage) -> int:
+        return int(laid.peak_bytes(stage.index, np.array([stage.first_layer]), np.array([stage.end_layer]))[0])
+
+    return max(stages_of(laid, cuts), key=least_peak_bytes), peak_bytes
 
 
 def is_feasible(problem: Problem) -> bool | None:
@@ -213,10 +216,10 @@ def _stages_text(problem: Problem) -> str:
             return f"no number of {what} up to {number} {word} this memory (larger ones were not tried)"
     if problem.has_chunks:
         return f"no number of devices {word} this memory{'' if word == 'fits' else ' in time'}"
-    stage = _tightest_stage(replace(problem, num_stages=problem.num_layers))
+    stage, peak_bytes = _tightest_stage(replace(problem, num_stages=problem.num_layers))
     return (
         "no number of stages fits this memory: with one layer per stage, "
-        f"stage {stage.index} ({_layers_text(stage)}) needs {_size_text(stage.memory.peak_bytes)}"
+        f"stage {stage.index} ({_layers_text(stage)}) needs {_size_text(peak_bytes)}"
     )
 
 

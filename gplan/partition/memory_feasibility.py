@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from gplan.cost.memory_moments import Moment, peak_of
-from gplan.cost.stage_costs import Costs
+from gplan.cost.stage_costs import Costs, DeviceBoundaries
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.candidates import Candidates, TooManyCandidates, pairs_within
 from gplan.partition.constraints import ConstraintCheck
@@ -148,16 +148,16 @@ class _Within:
 
     def __init__(self, problem: Problem, most_bytes: float) -> None:
         self._problem, self._most_bytes = problem, most_bytes
-        self._known: dict[PeakMoments, FittingStages] = {}
+        self._known: dict[tuple[PeakMoments, DeviceBoundaries], FittingStages] = {}
 
     def candidates(self, requested: Problem, stage: int) -> FittingStages:
         """Those of a stage of the same problem, with any number of stages."""
-        peak_moments = _demand(requested, stage)
-        if peak_moments not in self._known:
-            self._known[peak_moments] = self._made(peak_moments)
-        return self._known[peak_moments]
+        demand = _demand(requested, stage), requested.boundaries(stage)
+        if demand not in self._known:
+            self._known[demand] = self._made(*demand)
+        return self._known[demand]
 
-    def _made(self, peak_moments: PeakMoments) -> FittingStages:
+    def _made(self, peak_moments: PeakMoments, boundaries: DeviceBoundaries) -> FittingStages:
         costs, parts = self._problem.costs, list[FittingStages]()
         longest = costs.num_layers - self._problem.num_stages + 1
         every, held = np.arange(costs.num_positions), _least_held(self._problem, peak_moments)
@@ -167,16 +167,18 @@ class _Within:
             if len(parts) == _MOST_CHUNKS:
                 raise TooManyCandidates
             short = costs.downsets.num_before[end] - costs.downsets.num_before[first] <= longest
-            parts.append(self._fitting(first[short], end[short], peak_moments))
+            parts.append(self._fitting(first[short], end[short], peak_moments, boundaries))
         fields = ("first", "end", "peak_bytes")
         return FittingStages(**{x: np.concatenate([getattr(some, x) for some in parts]) for x in fields})
 
-    def _fitting(self, first: Ints, end: Ints, peak_moments: PeakMoments) -> FittingStages:
+    def _fitting(
+        self, first: Ints, end: Ints, peak_moments: PeakMoments, boundaries: DeviceBoundaries
+    ) -> FittingStages:
         problem = self._problem
         if problem.recompute == "selected":
             peaks = problem.selector.least_peak_bytes(first, end, peak_moments)
         else:
-            peaks = peak_of(peak_moments.keeping, problem.costs.parts(first, end))
+            peaks = peak_of(peak_moments.keeping, problem.costs.parts(first, end, boundaries))
         found = FittingStages(first=first, end=end, peak_bytes=peaks.astype(np.float64))
         return found.take(found.peak_bytes <= self._most_bytes)
 
@@ -201,7 +203,7 @@ def _least_held(problem: Problem, peak_moments: PeakMoments) -> Floats:
     may_stash = problem.recompute != "selected"  # else a layer's stash may be given up
     held = [
         always
-        + may_stash * (x.num_stashes + x.num_recomputing) * layers["stash"]
+        + may_stash * (x.num_stashes - x.num_pending + x.num_recomputing) * layers["stash"]
         + x.has_gradients * layers["gradient"]
         for x in peak_moments.selecting
     ]

@@ -195,7 +195,8 @@ def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
     forward_s, backward_s = (of(places, places + 1) / speed for of in (alone.forward_s, alone.backward_s))
     choice = _recomputed(problem, index, first, end)
     recompute_s = _recompute_alone_s(problem, choice, first, end)
-    place, slower = problem.stage_place(index), choice.recompute_s / recompute_s if recompute_s else 1.0
+    place = problem.stage_place(index)
+    slower = choice.recompute_s / recompute_s if choice.recompute_s and recompute_s else 1.0
     parts = StageBytes(**{name: int(getattr(choice.parts, name)[0]) for name in StageBytes.__struct_fields__})
     return Stage(
         index=index,

@@ -102,10 +102,12 @@ class Problem:
         return self.costs.num_layers
 
     def boundaries(self, stage: int) -> DeviceBoundaries:
-        """Whether the stages before and after this one are on other devices."""
+        """Whether the stages before and after this one are on other devices, and all its backwards in halves."""
         here, last = self.devices[stage], self.num_stages - 1
         return DeviceBoundaries(
-            before=stage == 0 or self.devices[stage - 1] != here, after=stage == last or self.devices[stage + 1] != here
+            before=stage == 0 or self.devices[stage - 1] != here,
+            after=stage == last or self.devices[stage + 1] != here,
+            in_halves=self.split_shares[stage] == 1.0,
         )
 
     def speed(self, stage: int) -> float:

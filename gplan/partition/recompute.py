@@ -4,8 +4,9 @@ For a micro-batch a stage keeps the stash of all its layers, less what each reco
     saved_v = stash_v - made_v - read_v        (bytes)
 made_v are its outputs that later layers keep; read_v its inputs that no layer keeps, which become its checkpoint, except
 inputs from before the stage, which are in the receive buffers. While a recomputed layer runs, it needs
-t_v = stash_v + max(forward, backward workspace), so the workspaces of the stage are at least the largest t_v. A stage
-that recomputes nothing is as with "never".
+t_v = stash_v + max(forward, backward workspace), in a backward beside gradients that wait or pass. The search takes the
+largest t_v as the workspace of the stage, beside all that it keeps. Once a choice fits, its memory is computed layer by
+layer, and is never more. A stage that recomputes nothing is as with "never".
 
 For each bound on t_v this is a knapsack, solved by Pareto fronts (`ParetoFront`): exact, unless a front exceeds
 `MOST_LABELS`; `RecomputeSelector.inflation` then bounds the error.
@@ -14,9 +15,10 @@ For each bound on t_v this is a knapsack, solved by Pareto fronts (`ParetoFront`
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import structs
@@ -25,6 +27,7 @@ from gplan.core.interpolation import value_cost_at
 from gplan.core.plan import StageBytes
 from gplan.cost.memory_moments import Moment, moment_bytes, peak_of
 from gplan.cost.stage_costs import Costs
+from gplan.cost.workspaces import DIRECTIONS
 from gplan.graph.boundary import values_of
 from gplan.graph.down_sets import Bools, Floats, Ints
 
@@ -126,7 +129,7 @@ class RecomputeSelector:
         left = np.flatnonzero(found > 0)
         if not len(left) or not len(self._levels):
             return found
-        needs = self._needs(self._single_layer_workspaces(first, end, parts), parts.stash, peak_moments, limit_bytes)
+        needs = self._needs(self._base(first, end, parts), parts.stash, peak_moments, limit_bytes)
         for i in left:
             level, index = self._cheapest(int(first[i]), int(end[i]), [int(need[i]) for need in needs])
             if level is not None:
@@ -142,11 +145,25 @@ class RecomputeSelector:
         kept = RecomputeChoice(layers=(), recompute_s=0.0, moments=peak_moments.keeping, parts=parts)
         if limit_bytes is None or peak_of(peak_moments.keeping, parts)[0] <= limit_bytes or not len(self._levels):
             return kept
-        needs = self._needs(self._single_layer_workspaces(one, other, parts), parts.stash, peak_moments, limit_bytes)
+        base = self._base(one, other, parts)
+        needs = self._needs(base, parts.stash, peak_moments, limit_bytes)
         level, index = self._cheapest(first, end, [int(need[0]) for need in needs])
+        fits = level is not None
         if level is None:
             level, index = int(np.argmin(self._least_peaks(one, other, parts, peak_moments))) - 1, -1
-        return kept if level < 0 else self._chosen(first, end, parts, peak_moments, level, index)
+        if level < 0:
+            return kept
+        front, sequence = self._front(first, end, level), self._sequence(first, end, level)
+        index %= len(front.seconds)
+        saved = {v: x for (v, (x, _)), is_taken in zip(sequence, front.taken(index), strict=True) if is_taken}
+        running = max((self._running_bytes[v] for v in saved), default=0)
+        searched = _at_level(base, running, kept_bytes=parts.stash - sum(saved.values()))
+        return RecomputeChoice(
+            layers=tuple(saved),
+            recompute_s=float(front.seconds[index]),
+            moments=peak_moments.selecting,
+            parts=self._layer_by_layer(first, end, searched, saved) if fits else searched,
+        )
 
     def least_peak_bytes(self, first: Ints, end: Ints, peak_moments: PeakMoments) -> Ints:
         """[E]: the least peak memory of each stage over all selections."""
@@ -155,8 +172,7 @@ class RecomputeSelector:
 
     def emptied_parts(self, first: Ints, end: Ints, parts: StageBytes[Ints]) -> StageBytes[Ints]:
         """The parts of stages that recompute layers with the least workspace, with nothing kept of them."""
-        base = self._single_layer_workspaces(first, end, parts)
-        return _recomputing(base, min(self._levels, default=0), kept_bytes=np.zeros_like(parts.stash))
+        return _at_level(self._base(first, end, parts), min(self._levels, default=0))
 
     def least_saved_bytes(
         self, emptied: StageBytes[Ints], stash: Ints, peak_moments: PeakMoments, *, limit_bytes: int
@@ -213,7 +229,8 @@ class RecomputeSelector:
     @cached_property
     def _running_bytes(self) -> list[int]:
         """[L]: t_v."""
-        return [x.stash_bytes + x.workspace_bytes for x in self.costs.layer_costs]
+        costs = self.costs.layer_costs
+        return [x.stash_bytes + max(x.forward_workspace_bytes, x.last_backward_workspace_bytes) for x in costs]
 
     @cached_property
     def _levels(self) -> list[int]:
@@ -264,9 +281,9 @@ class RecomputeSelector:
             self._fronts[key] = front
         return self._fronts[key]
 
-    def _needs(self, base: StageBytes[Ints], stash: Ints, peak_moments: PeakMoments, limit_bytes: int) -> list[Ints]:
+    def _needs(self, base: _Base, stash: Ints, peak_moments: PeakMoments, limit_bytes: int) -> list[Ints]:
         """For each level, [E]: the bytes to save so that a stage fits."""
-        emptied = (_recomputing(base, level_bytes, kept_bytes=np.zeros_like(stash)) for level_bytes in self._levels)
+        emptied = (_at_level(base, level_bytes) for level_bytes in self._levels)
         return [_saved_bytes(empty, stash, peak_moments, limit_bytes) for empty in emptied]
 
     def _cheapest(self, first: int, end: int, needs: Sequence[int]) -> tuple[int | None, int]:
@@ -286,39 +303,40 @@ class RecomputeSelector:
                 break
         return best
 
-    def _chosen(
-        self, first: int, end: int, parts: StageBytes[Ints], peak_moments: PeakMoments, level: int, index: int
-    ) -> RecomputeChoice:
-        front, sequence = self._front(first, end, level), self._sequence(first, end, level)
-        index %= len(front.seconds)
-        layers = tuple(v for (v, _), is_taken in zip(sequence, front.taken(index), strict=True) if is_taken)
-        base = self._single_layer_workspaces(np.array([first]), np.array([end]), parts)
-        running = max((self._running_bytes[v] for v in layers), default=0)
-        return RecomputeChoice(
-            layers=layers,
-            recompute_s=float(front.seconds[index]),
-            moments=peak_moments.selecting,
-            parts=_recomputing(base, running, kept_bytes=parts.stash - front.saved_bytes[index]),
-        )
+    def _layer_by_layer(
+        self, first: int, end: int, parts: StageBytes[Ints], saved: Mapping[int, int]
+    ) -> StageBytes[Ints]:
+        """The parts of a stage whose layers `saved` save so many bytes, with its workspaces layer by layer."""
+        costs = list(self.costs.layer_costs)
+        for v, saved_bytes in saved.items():
+            kept_bytes, cost = costs[v].stash_bytes - saved_bytes, costs[v]
+            costs[v] = replace(
+                cost,
+                stash_bytes=kept_bytes,
+                pending_bytes=0,
+                forward_workspace_bytes=saved_bytes + cost.forward_workspace_bytes,
+                backward_workspace_bytes=self._running_bytes[v] - kept_bytes,
+                gathering_bytes=0,
+                leftovers=(),
+            )
+        workspaces, one, other = replace(self.costs.workspaces, layer_costs=costs), np.array([first]), np.array([end])
+        forward, backward = (workspaces.above_stash(x, one, other) for x in DIRECTIONS)
+        return _selecting(parts, forward=forward, backward=backward, kept_bytes=parts.checkpoint)
 
     def _least_peaks(self, first: Ints, end: Ints, parts: StageBytes[Ints], peak_moments: PeakMoments) -> list[Ints]:
         """The peaks, [E] each: without recompute, and with all layers of each level recomputed."""
-        peaks, base = [peak_of(peak_moments.keeping, parts)], self._single_layer_workspaces(first, end, parts)
+        peaks, base = [peak_of(peak_moments.keeping, parts)], self._base(first, end, parts)
         pairs = list(zip(first.tolist(), end.tolist(), strict=True))
         for level, level_bytes in enumerate(self._levels):
             saved = np.array([self._front(i, j, level).saved_bytes[-1] for i, j in pairs], dtype=np.int64)
-            peaks.append(
-                peak_of(peak_moments.selecting, _recomputing(base, level_bytes, kept_bytes=parts.stash - saved))
-            )
+            peaks.append(peak_of(peak_moments.selecting, _at_level(base, level_bytes, kept_bytes=parts.stash - saved)))
         return peaks
 
-    def _single_layer_workspaces(self, first: Ints, end: Ints, parts: StageBytes[Ints]) -> StageBytes[Ints]:
-        """The parts with the largest workspace of a single layer or the loss."""
-        largest = self.costs.workspaces.largest
-        forward, backward = largest("forward", first, end), largest("backward", first, end)
-        return structs.replace(
-            parts, recompute_workspace=forward, backward_workspace=backward, recomputing_workspace=backward
-        )
+    def _base(self, first: Ints, end: Ints, parts: StageBytes[Ints]) -> _Base:
+        workspaces = self.costs.workspaces
+        forward, backward = (workspaces.largest(x, first, end) for x in DIRECTIONS)
+        emptied = _selecting(parts, forward=forward, backward=backward, kept_bytes=np.zeros_like(parts.stash))
+        return _Base(emptied, workspaces.beside_backward(first, end))
 
     def _note_error(self, first: int, end: int, error_s: float, recompute_s: float) -> None:
         if error_s:
@@ -339,15 +357,32 @@ def _saved_bytes(emptied: StageBytes[Ints], stash: Ints, peak_moments: PeakMomen
     return need
 
 
-def _recomputing(base: StageBytes[Ints], running_bytes: int, *, kept_bytes: Ints) -> StageBytes[Ints]:
-    """The parts of stages that recompute layers; `running_bytes` is the largest t_v of those."""
+def _selecting(parts: StageBytes[Ints], *, forward: Ints, backward: Ints, kept_bytes: Ints) -> StageBytes[Ints]:
+    """The parts of stages that recompute selected layers: they keep so many bytes, and have these workspaces."""
     return structs.replace(
-        base,
+        parts,
         stash=np.zeros_like(kept_bytes),
         checkpoint=kept_bytes,
         recomputed_stash=kept_bytes,
-        forward_workspace=np.full_like(kept_bytes, running_bytes),
-        recompute_workspace=np.maximum(base.recompute_workspace, running_bytes),
-        recomputing_workspace=np.maximum(base.recomputing_workspace, running_bytes),
-        backward_workspace=np.maximum(base.backward_workspace, running_bytes),
+        forward_workspace=forward,
+        recompute_workspace=forward,
+        recomputing_workspace=backward,
+        backward_workspace=backward,
+    )
+
+
+class _Base(NamedTuple):
+    """Stages that keep nothing, before it is known which layers they recompute."""
+
+    parts: StageBytes[Ints]  # with the largest workspaces of a single layer or the loss
+    beside: Ints  # [E]: what is there in a backward beside a layer that is recomputed
+
+
+def _at_level(base: _Base, level_bytes: int, *, kept_bytes: Ints | None = None) -> StageBytes[Ints]:
+    """The parts of stages that recompute layers of at most this t_v, which is there beside all that is kept."""
+    return _selecting(
+        base.parts,
+        forward=np.maximum(base.parts.recompute_workspace, level_bytes),
+        backward=np.maximum(base.parts.recomputing_workspace, level_bytes + base.beside),
+        kept_bytes=base.parts.checkpoint if kept_bytes is None else kept_bytes,
     )

@@ -240,9 +240,11 @@ class _PassState:
         return tuple(buffer.copy_(y) if buffer is not None and y is not None else None for buffer, y in found)
 
     def _store_input_gradients(self, stage: int, microbatch: int, gradients: _Gradients) -> None:
-        self._input_gradients[stage, microbatch] = gradients
         if not self._is_sent[stage - 1]:
+            self._input_gradients[stage, microbatch] = gradients
             return
+        gradients = tuple(x if x is None else x.contiguous() for x in gradients)  # as the torch engine sends them
+        self._input_gradients[stage, microbatch] = gradients
         for spec, gradient in zip(self._work.captured.boundary(stage), gradients, strict=True):
             if spec.requires_grad and gradient is None:  # the torch engine sends a marker of this size
                 gradient = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)

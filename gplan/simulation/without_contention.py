@@ -30,7 +30,7 @@ def profile_without_contention(profile: Profile) -> Profile:
         profile,
         layers=tuple(replace(x, costs=_alone(x.costs)) for x in profile.layers),
         loss=_alone(profile.loss),
-        step=replace(profile.step, contention=1.0),
+        step=replace(profile.step, contention=1.0, update_contention=1.0),
     )
 
 

@@ -110,7 +110,9 @@ class StrategyBounds:
             for crossing in (costs.activation_bytes + costs.gradient_bytes, costs.gradient_bytes)
         )
         lasting = int(whole.weight[0] + whole.optimizer[0]) + received
-        held = lasting + int(whole.gradient[0]) + sent_back  # activations may be sent out of where they were received
+        # activations, and with split backwards gradients, may be sent out of the buffers in which they were received
+        may_return = costs.profile.values and any(problem.split_shares)
+        held = lasting + int(whole.gradient[0]) + (0 if may_return else sent_back)
         if problem.recompute == "never":
             num_in_flight = self._num if problem.schedule.partition(":")[0] in ("gpipe", "looped-bfs") else 1
             held = max(held, lasting + num_in_flight * int(whole.stash[0]))

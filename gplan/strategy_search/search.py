@@ -214,9 +214,11 @@ def _notes(
         notes.append(f"whether {ways} a plan that fits was not found in time")
     used = plan.num_devices * plan.num_replicas
     if request.most_devices is not None and used < request.most_devices:
-        notes.append(
-            f"{used} of {request.most_devices} devices are used; no plan that uses more was found to be faster"
-        )
+        k, num_idle = request.num_devices, request.most_devices - used
+        reason = "no plan that uses more was found to be faster"
+        if isinstance(k, int) and num_idle < k:
+            reason = f"another pipeline needs {k}, {num_idle} {'is' if num_idle == 1 else 'are'} left; --k auto tries other numbers"
+        notes.append(f"{used} of {request.most_devices} devices are used; {reason}")
     return notes
 
 

@@ -135,7 +135,12 @@ def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> _Comp
         sources=found,
         layers=tuple(costs[x] for x in found),
         loss=_cost(loss, of_loss, size, options.figures),
-        crossings=Crossings(microbatch_size=size, chain=chain, after=tuple(by_layer[x].memory.crossing for x in found)),
+        crossings=Crossings(
+            microbatch_size=size,
+            chain=chain,
+            after=tuple(by_layer[x].memory.crossing for x in found),
+            views=tuple(by_layer[x].memory.views for x in found),
+        ),
     )
 
 
@@ -163,7 +168,7 @@ def _cost(analysis: LayerAnalysis, halves: HalvesAnalysis | None, size: int, har
         weight_gradient=second_half if halves else None,
         forward_work=total_work(analysis.forward),
         backward_work=total_work(analysis.backward),
-        **{**analysis.memory.fields, "pending_bytes": halves.pending_bytes if halves else 0},
+        **(replace(analysis.memory, halves=halves.memory) if halves else analysis.memory).fields,
     )
 
 

@@ -28,12 +28,13 @@ from profiler.backward.rematerialize import noting_saves
 from profiler.capture.chain import Tensors
 from profiler.memory.allocations import StorageRecorder, storage_key
 from profiler.memory.layer_memory import (
+    HalvesBytes,
     LayerBytes,
     TiedUse,
+    halves_bytes,
     layer_bytes,
     pass_in_halves,
     pass_through,
-    pending_bytes,
     tied_by_layer,
     tied_uses,
     with_sums,
@@ -107,11 +108,11 @@ class LayerAnalysis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalvesAnalysis:
-    """Operations of the two halves of the backward of one layer, or of the loss, and the bytes kept between them."""
+    """Operations and memory of the two halves of the backward of one layer, or of the loss."""
 
     input_half: tuple[Operation, ...] | None  # None: no input requires a gradient; the second half is the whole
     weight_half: tuple[Operation, ...]
-    pending_bytes: int
+    memory: HalvesBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +142,20 @@ def analyse(
     tied = tied_uses(layers)
     with _on_fake_tensors(layers, inputs, tied, fused=fused) as fake:
         now, ends = fake.recorder.now, dict[int, int]()  # by layer: when it saved its last tensor
-        saved = [set[int]() for _ in layers]
+        saved = [set[int]() for _ in (*layers, loss)]
 
         def note(layer: int, tensor: Tensor) -> None:
             ends[layer] = now()
             saved[layer].add(storage_key(tensor))
 
         calls = [noting_saves(call, partial(note, i)) for i, call in enumerate(fake.calls)]
-        passage = pass_through(calls, fake.inputs, loss, now=fake.recorder.now, address_of=storage_key)
+        noting_loss = noting_saves(lambda *outputs: (loss(outputs),), partial(note, len(layers)))
+        passage = pass_through(
+            calls, fake.inputs, lambda x: noting_loss(*x)[0], now=fake.recorder.now, address_of=storage_key
+        )
     found = []
-    saved_by_maker = [[x.address in own for x in some] for some, own in zip(passage.crossings, saved, strict=True)]
+    outputs = (*passage.crossings, passage.crossings[-1])
+    saved_by_maker = [[x.address in own for x in some] for some, own in zip(outputs, saved, strict=True)]
     memories = with_sums(layer_bytes(fake.recorder.trace(), passage, saved_by_maker), tied)
     for layer, (forward, backward, memory) in enumerate(
         zip(passage.forwards, passage.backwards, memories, strict=True)
@@ -178,17 +183,17 @@ def analyse_halves(
     """As `analyse`, with a backward in two halves; raises ModelError also for a backward that cannot be split."""
     with _on_fake_tensors(layers, inputs, fused=fused) as fake:
         passage = pass_in_halves(fake.calls, fake.parameters, fake.inputs, loss, now=fake.recorder.now)
-    pending, between = pending_bytes(fake.recorder.trace(), passage), fake.counter.between
-    work: list[list[Operation]] = [[] for _ in pending]
+    memories, between = halves_bytes(fake.recorder.trace(), passage), fake.counter.between
+    work: list[list[Operation]] = [[] for _ in memories]
     for layer, window in passage.weights:
         work[layer] += between(*window)
     return tuple(
         HalvesAnalysis(
             input_half=between(*passage.inputs[i - passage.first]) if i >= passage.first else None,
             weight_half=tuple(work[i]),
-            pending_bytes=pending[i],
+            memory=memory,
         )
-        for i in range(len(pending))
+        for i, memory in enumerate(memories)
     )
 
 

@@ -16,7 +16,7 @@ These accumulate like any other backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -74,8 +74,14 @@ class SecondHalf:
 
     def run(self) -> None:
         """Accumulate the gradients of the weights."""
+        for _ in self.run_parts():
+            pass
+
+    def run_parts(self) -> Iterator[None]:
+        """The same, with a pause after each part, when what it held is freed."""
         while self._parts:
             self._parts.pop().run()
+            yield
 
 
 def first_half(

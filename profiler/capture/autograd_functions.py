@@ -1,8 +1,9 @@
 """Keep each call of a custom autograd function as one operation of a trace, with its own backward.
 
 torch.export traces into the forward of a torch.autograd.Function and drops its backward. Here a call becomes the
-operator `gplan::function` during the trace, and a CustomFunction afterwards. Under no_grad it is traced like other
-code. Exception: torch's reentrant checkpoint is traced through, because the plan decides what is recomputed.
+operator `gplan::function` during the trace, and a CustomFunction afterwards. Under no_grad, and in torch.vmap
+where no argument wants a gradient, it is traced like other code. Exception: torch's reentrant checkpoint is traced
+through, because the plan decides what is recomputed.
 """
 
 from __future__ import annotations
@@ -70,6 +71,11 @@ def custom_functions(found: list[CustomFunction]) -> AbstractContextManager[None
         mode = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
         if mode is None or not torch.is_grad_enabled():
             return plain()
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):  # inside a transform such as torch.vmap
+            takes_context = function.setup_context is torch.autograd.Function.setup_context
+            can_be_traced = not takes_context and not any(x.requires_grad for x in tensors)
+            return function.forward(*args, **kwargs) if can_be_traced else plain()
         if function is CheckpointFunction:
             return _without_checkpoint(*args)
         return _traced(function, plain, (args, kwargs), mode.tracer, found)

@@ -29,8 +29,8 @@ from profiler.capture.grouping import (
     groups_by_module,
     groups_by_operation,
     merged,
-    non_tensor_spans,
     operations_of,
+    uncut_spans,
     vmap_spans,
 )
 from profiler.capture.inplace import rewrite_in_place, written_state
@@ -180,7 +180,7 @@ def _cut(model: nn.Module, traced: Trace, granularity: Granularity) -> ExportedC
     split_regions(traced.graph, traced.module, model)
     inseparable: list[Collection[Node]] = [*rewrite_in_place(traced.graph, traced.state)]
     operations = operations_of(traced.graph, model)
-    inseparable += [*non_tensor_spans(operations), *vmap_spans(operations)]
+    inseparable += [*uncut_spans(operations), *vmap_spans(operations)]
     if granularity == "layer":
         groups = groups_by_module(traced.graph, model)
     else:

@@ -81,6 +81,7 @@ class Chain(ABC):
         self.traced = ""  # the way that was taken, if it is not the first
         self.precision = AS_MADE  # whose autocast each stage runs under
         self.notes: tuple[str, ...] = ()  # on how the model was captured, for readers of a profile
+        self.lacks_tensors = False  # whether tensors of the model's output are left out, as their size depends on data
 
     def __len__(self) -> int:
         return len(self.names)
@@ -163,7 +164,7 @@ def routing_notes(chain: Chain, *, how: str) -> tuple[str, ...]:
         ", ".join(routed) if len(routed) <= 3 else f"{routed[0]}, {routed[1]} ... {routed[-1]} ({len(routed)} layers)"
     )
     return (
-        f"the time of {names} depends on routing, that is on which experts the tokens of a batch are sent to: {how}",
+        f"the time of {names} depends on routing, that is on what a batch selects, such as the experts of its tokens: {how}",
     )
 
 

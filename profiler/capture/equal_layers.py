@@ -37,7 +37,8 @@ def layer_form(traced: Trace, nodes: Sequence[Node], before: Sequence[Node], aft
                 names[node] = "state", len(used)
                 used.append(_held_key(traced.state[node]))
             else:
-                names[node] = _graph_form(traced.attribute(str(node.target)))
+                held = traced.attribute(str(node.target))  # a graph, or the structure of an operation's arguments
+                names[node] = _graph_form(held) if isinstance(held, GraphModule) else repr(held)
         return names[node]
 
     operations = []

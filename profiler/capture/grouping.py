@@ -31,6 +31,7 @@ from torch.fx import Graph, Node
 from gplan.core.errors import ModelError
 from profiler.capture.authored_layers import unit_paths
 from profiler.capture.trace import Trace, module_path
+from profiler.capture.value_forms import has_fixed_size
 from profiler.capture.wiring import (
     Wiring,
     bytes_of,
@@ -327,9 +328,10 @@ def merged(graph: Graph, groups: Sequence[Group], inseparable: Iterable[Collecti
     return [Group(name, run[0].kind, nodes) for name, run, nodes in zip(names, runs, nodes_of, strict=True)]
 
 
-def non_tensor_spans(nodes: Iterable[Node]) -> list[set[Node]]:
-    """Each value that is not a tensor, such as a size that depends on data, with its readers: it cannot cross a cut."""
-    return [{node, *node.users} for node in nodes if node.users and not isinstance(node.meta.get("val"), Tensor)]
+def uncut_spans(nodes: Iterable[Node]) -> list[set[Node]]:
+    """Each value that cannot cross a cut (not a tensor, or one whose size depends on data), with its readers."""
+    values = ((node, node.meta.get("val")) for node in nodes if node.users)
+    return [{node, *node.users} for node, x in values if not (isinstance(x, Tensor) and has_fixed_size(x))]
 
 
 def vmap_spans(nodes: Iterable[Node]) -> list[set[Node]]:

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from profiler.capture.authored_layers import unit_paths
-from profiler.capture.grouping import groups_by_module, merged, non_tensor_spans, operations_of, vmap_spans
+from profiler.capture.grouping import groups_by_module, merged, operations_of, uncut_spans, vmap_spans
 from profiler.capture.inplace import rewrite_in_place
 from profiler.capture.trace import module_path
 
@@ -45,7 +45,7 @@ def _parts(body: GraphModule, model: nn.Module) -> list[tuple[Node, ...]]:
         return []
     given = [x for x in body.graph.nodes if x.op == "placeholder"]
     operations = operations_of(body.graph, model)
-    inseparable = [*rewrite_in_place(body.graph, given), *non_tensor_spans(operations), *vmap_spans(operations)]
+    inseparable = [*rewrite_in_place(body.graph, given), *uncut_spans(operations), *vmap_spans(operations)]
     return [x.nodes for x in merged(body.graph, groups_by_module(body.graph, model), inseparable)]
 
 

@@ -32,7 +32,7 @@ from profiler.capture.constants import Answers, known_constants
 from profiler.capture.inplace import writers
 from profiler.capture.opaque_modules import ModuleRecords, opaque_modules
 from profiler.capture.value_checks import state_of_batch
-from profiler.capture.value_forms import without_objects
+from profiler.capture.value_forms import stage_output
 from profiler.model.error_location import author_line
 
 
@@ -53,7 +53,7 @@ class Trace:
     state: dict[Node, StateTensor]  # what the placeholders of state stand for
     module: GraphModule  # holds the bodies of no_grad blocks and their like
     structure: pytree.TreeSpec  # of what the model returns
-    left_out: tuple[str, ...]  # classes of objects in the model's output that no stage can pass on
+    left_out: Mapping[int, str]  # what no stage can return, by place among the leaves of the model's output
 
     @property
     def outputs(self) -> list[Any]:
@@ -114,7 +114,7 @@ class _ModelRun:
         self.model = model
         self.functions: list[CustomFunction] = []  # called, in their order
         self.reassigned: tuple[str, ...] = ()  # weights that it replaced by new tensors
-        self.left_out: tuple[str, ...] = ()  # classes of objects in the output that no stage can pass on
+        self.left_out: Mapping[int, str] = {}  # of the output; see Trace
         self._is_running = False
 
     @contextmanager
@@ -134,7 +134,7 @@ class _ModelRun:
                 self._is_running = False
             after = _weights(self.model)
             self.reassigned = tuple(name for name, tensor in before.items() if after.get(name) is not tensor)
-            output, self.left_out = without_objects(output)
+            output, self.left_out = stage_output(output)
             return output
 
         with attributes_restored(self.model), replaced(nn.Module, _call_impl=call):
@@ -273,9 +273,11 @@ def _state_tensors(program: ExportedProgram, own: Mapping[str, Tensor]) -> dict[
 def _check_outputs(model: nn.Module, found: Trace) -> None:
     leaves = found.outputs
     if not any(isinstance(x, Node) for x in leaves):
-        kinds = ", ".join([*found.left_out, *(f"{type(x).__name__} ({x!r:.40})" for x in leaves)]) or "nothing"
+        others = [f"{type(x).__name__} ({x!r:.40})" for i, x in enumerate(leaves) if i not in found.left_out]
+        kinds = ", ".join(dict.fromkeys([*found.left_out.values(), *others])) or "nothing"
         raise ModelError(
-            f"{type(model).__name__} returns {kinds}; expected at least one tensor: return what the loss needs"
+            f"{type(model).__name__} returns {kinds}; expected at least one tensor whose size does not depend on data: "
+            "return what the loss needs"
         )
     returned = [found.state[x].name for x in leaves if isinstance(x, Node) and x in found.state]
     if returned:

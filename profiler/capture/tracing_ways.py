@@ -36,6 +36,7 @@ from profiler.capture.chain import Chain, Tensors, call_arguments, flat_tensors,
 from profiler.capture.constants import Answers
 from profiler.capture.opaque_modules import ModuleRecords, recorded_calls
 from profiler.capture.trace import Trace, UntraceableError, Way, trace, uncompiled
+from profiler.capture.value_forms import DATA_DEPENDENT
 from profiler.model.error_location import describe, root_cause
 from profiler.model.lazy_build import fake_mode_of, random_state_kept, seed_everything
 
@@ -75,10 +76,11 @@ def captured_in_steps(
                 "apply_spec_augment = False does in the configs of speech models"
             )
         chain.traced, chain.notes = "" if is_first else str(way), _notes_on(found, model, way)
+        chain.lacks_tensors = DATA_DEPENDENT in found.left_out.values()
         if chain.traced == traced:
             return chain
         is_unproven = plain.has_no_values and traced is None
-        difference = None if is_unproven else plain.difference_from(chain, epsilon=_coarsest_epsilon(found))
+        difference = None if is_unproven else plain.difference_from(chain, found)
         if difference is None or (is_first and plain.draws):
             if not is_first:
                 proof = ", which is not proven, as the model has no weights here" if is_unproven else ""
@@ -98,8 +100,8 @@ def _notes_on(found: Trace, model: nn.Module, way: Way) -> tuple[str, ...]:
     """Notes on what the layers leave out of the model."""
     notes = list[str]()
     if found.left_out:
-        kinds = ", ".join(found.left_out)
-        notes.append(f"objects of class {kinds} in the model's output are left out, as only tensors leave a stage")
+        left_out = " and ".join(sorted({*found.left_out.values()}))
+        notes.append(f"{left_out} in the model's output are left out: a stage returns only tensors whose size is known")
     if way.follows_batch:
         notes.append(
             "the model's control flow depends on values: its layers take the path of the batch that it was captured for, "
@@ -187,20 +189,23 @@ class _PlainModel:
     def _results(self) -> Results | None:
         return self._results_with()
 
-    def _results_with(self, *, seed: int = 0, host_seed: int = 0) -> Results | None:
+    def _results_with(self, *, seed: int = 0, host_seed: int = 0, left_out: Container[int] = ()) -> Results | None:
+        """The results without the leaves of the output at the indices `left_out`; None if the model fails."""
+
         def run() -> Any:
             args, kwargs = call_arguments(_copied(self._inputs))
             with uncompiled():
-                return self._model(*args, **kwargs)
+                leaves = pytree.tree_leaves(self._model(*args, **kwargs))
+            return [None if place in left_out else x for place, x in enumerate(leaves)]
 
         try:
             return _results_of(self._model, run, seed=seed, host_seed=host_seed)
         except Exception:  # what fails is reported where the model is run for its own sake
             return None
 
-    def _changes(self, **seeds: int) -> bool:
+    def _changes(self, *, seed: int = 0, host_seed: int = 0) -> bool:
         """Whether other seeds give other results; True for a model that cannot be run."""
-        again = None if self._results is None else self._results_with(**seeds)
+        again = None if self._results is None else self._results_with(seed=seed, host_seed=host_seed)
         return again is None or self._results is None or self._results.difference_from(again) is not None
 
     @property
@@ -218,15 +223,18 @@ class _PlainModel:
         """Whether the results depend on random numbers of Python or numpy."""
         return self._changes(host_seed=1)
 
-    def difference_from(self, chain: Chain, *, epsilon: float) -> str | None:
+    def difference_from(self, chain: Chain, traced: Trace) -> str | None:
         """Where the layers compute something else than the model; None: nowhere, or the model itself fails."""
         if self.has_no_values:
             return "the model has no weights here"
-        if self._results is None:
+        expected = self._results
+        if DATA_DEPENDENT in traced.left_out.values():
+            expected = self._results_with(left_out=traced.left_out)
+        if expected is None:
             return None
         try:
             found = _results_of(self._model, partial(_output_by_layers, chain, self._inputs))
-            return self._results.difference_from(found, epsilon=epsilon)
+            return expected.difference_from(found, epsilon=_coarsest_epsilon(traced))
         except Exception as error:
             return f"they fail, {describe(error)}"
 

@@ -93,22 +93,34 @@ class Form:
         return tuple(tensors.values())
 
 
-def without_objects(value: object) -> tuple[Any, tuple[str, ...]]:
-    """The value with None in place of all objects that are neither tensors, constants nor containers; their classes.
+DATA_DEPENDENT = "tensors whose size depends on data"
 
+
+def stage_output(value: object) -> tuple[Any, dict[int, str]]:
+    """The output of a trace with None for each leaf that no stage can return, and what these leaves are, by index.
+
+    Left out are objects that are neither tensors, constants nor containers, and tensors whose size depends on data.
     Dataclasses and subclasses of dict that torch.utils._pytree does not know become known containers.
     """
     leaves, structure = pytree.tree_flatten(value)
-    unknown = {
-        type(x): x for x in leaves if not isinstance(x, (Tensor, *PLAIN, torch.SymInt, torch.SymFloat, torch.SymBool))
-    }
-    containers = [kind for kind, x in unknown.items() if is_dataclass(x) or isinstance(x, dict)]
+    known = Tensor, *PLAIN, torch.SymInt, torch.SymFloat, torch.SymBool
+    unknown = {place: x for place, x in enumerate(leaves) if not isinstance(x, known)}
+    containers = {type(x) for x in unknown.values() if is_dataclass(x) or isinstance(x, dict)}
     for kind in containers:
         _register(kind)
     if containers:
-        return without_objects(value)
-    kept = [None if type(x) in unknown else x for x in leaves]
-    return pytree.tree_unflatten(kept, structure), tuple(f"{x.__module__}.{x.__qualname__}" for x in unknown)
+        return stage_output(value)
+    left_out = {place: f"objects of class {type(x).__module__}.{type(x).__qualname__}" for place, x in unknown.items()}
+    for place, x in enumerate(leaves):
+        if isinstance(x, Tensor) and not has_fixed_size(x):
+            left_out[place] = DATA_DEPENDENT
+    kept = [None if place in left_out else x for place, x in enumerate(leaves)]
+    return pytree.tree_unflatten(kept, structure), left_out
+
+
+def has_fixed_size(tensor: Tensor) -> bool:
+    """Whether no dimension of a tensor of a trace depends on data."""
+    return all(isinstance(x, int) for x in tensor.shape)
 
 
 def _register(kind: type) -> None:

@@ -8,8 +8,9 @@ bytes of the layer before it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +25,20 @@ from profiler.memory.layer_memory import NO_BYTES, TensorBytes
 
 
 def layers_with_weights(
-    chain: Chain, sources: Sequence[int], costs: Sequence[Sequence[LayerCost]]
+    chain: Chain,
+    sources: Sequence[int],
+    costs: Sequence[Sequence[LayerCost]],
+    *,
+    partly_used: Collection[nn.Parameter] = (),
 ) -> tuple[tuple[Layer, ...], tuple[SharedWeight, ...]]:
     """The layers of a chain with their weights and costs, and the weights used by several layers.
 
     `sources[i]` is the layer measured for layer i; `costs[s][i]` is the cost of layer i at size s.
+    `partly_used`: see `ParameterSize.is_partly_used`.
     """
     states = [chain.state(layer) for layer in range(len(chain))]
     users, places = _users(states), ChainPositions(sources)
-    most_trained = _most_trained(chain.model)
+    size_of = partial(_size, most_trained=_most_trained(chain.model), partly_used=partly_used)
     layers = []
     for index, state in enumerate(states):
         own = [x for x in _parameters(state) if len(users[x]) == 1]
@@ -48,17 +54,24 @@ def layers_with_weights(
                 same_as=None if sources[index] == index else sources[index],
                 num_trained=sum(x.requires_grad for x in own),
                 largest_trained_bytes=max(map(gradient_bytes, own), default=0),
-                parameters=tuple(_size(x, most_trained) for x in own),
+                parameters=tuple(map(size_of, own)),
             )
         )
-    return tuple(layers), _shared_weights(chain.model, users)
+    return tuple(layers), _shared_weights(chain.model, users, size_of)
 
 
-def _size(parameter: nn.Parameter, most_trained: torch.dtype | None) -> ParameterSize:
+def _size(
+    parameter: nn.Parameter, *, most_trained: torch.dtype | None, partly_used: Collection[nn.Parameter]
+) -> ParameterSize:
     """How replicas may divide a parameter: trained ones of another type than most stay whole, as those without rows."""
     is_divisible = parameter.dim() > 0 and (not parameter.requires_grad or parameter.dtype == most_trained)
     num_rows = parameter.shape[0] if is_divisible else 0
-    return ParameterSize(num_rows=num_rows, num_bytes=parameter.nbytes, is_trained=parameter.requires_grad)
+    return ParameterSize(
+        num_rows=num_rows,
+        num_bytes=parameter.nbytes,
+        is_trained=parameter.requires_grad,
+        is_partly_used=parameter in partly_used,
+    )
 
 
 def _most_trained(model: nn.Module) -> torch.dtype | None:
@@ -74,7 +87,11 @@ def _placed(cost: LayerCost, layer: int, places: ChainPositions) -> LayerCost:
     return cost.renumbered(lambda num_later: places.after(layer, num_later) - layer)
 
 
-def _shared_weights(model: nn.Module, users: Mapping[nn.Parameter, Sequence[int]]) -> tuple[SharedWeight, ...]:
+def _shared_weights(
+    model: nn.Module,
+    users: Mapping[nn.Parameter, Sequence[int]],
+    size_of: Callable[[nn.Parameter], ParameterSize],
+) -> tuple[SharedWeight, ...]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     return tuple(
         SharedWeight(
@@ -83,7 +100,7 @@ def _shared_weights(model: nn.Module, users: Mapping[nn.Parameter, Sequence[int]
             num_parameters=x.numel(),
             weight_bytes=x.nbytes,
             gradient_bytes=gradient_bytes(x),
-            parameters=(_size(x, _most_trained(model)),),
+            parameters=(size_of(x),),
         )
         for x, layers in users.items()
         if len(layers) > 1
@@ -111,33 +128,55 @@ class Crossings:
     microbatch_size: int
     chain: Chain
     after: tuple[tuple[TensorBytes, ...], ...]  # at the cut after each layer, in the order of the chain's boundary
+    views: tuple[tuple[int | None, ...], ...] = ()  # as `LayerBytes.views`
 
 
 def values_of(sizes: Sequence[Crossings]) -> tuple[Value, ...]:
     """The values at all micro-batch sizes, by producer and consumers; none for a plain chain.
 
-    In a plain chain each layer reads only the output of the layer before it. A value that does not exist at one of the
-    sizes has 0 bytes there; so has the value between two layers whose order is fixed by a shared buffer alone. Raises
-    ModelError if the layers differ between sizes.
+    In a plain chain each layer reads only the output of the layer before it and returns no view of it. A value that does
+    not exist at one of the sizes has 0 bytes there; so has the value between two layers whose order is fixed by a shared
+    buffer alone. Raises ModelError if the layers differ between sizes.
     """
     _check_alike(sizes)
-    found = [_bytes_by_route(x) for x in sizes]
-    routes = sorted(
-        {route for x in found for route in x}, key=lambda x: (-1 if x.producer is None else x.producer, x.consumers)
-    )
-    if all(_is_to_the_next(route) for route in routes):
+    found = [_bytes_by_way(x) for x in sizes]
+    ways = sorted({way for x in found for way in x}, key=_order)
+    if all(_is_to_the_next(way.route) and not way.before for way in ways):
         return ()
     return tuple(
         Value(
-            producer=route.producer,
-            consumers=route.consumers,
+            producer=way.route.producer,
+            consumers=way.route.consumers,
             costs=tuple(
-                ValueCost(microbatch_size=size.microbatch_size, **asdict(of_size.get(route, NO_BYTES)))
+                ValueCost(microbatch_size=size.microbatch_size, **asdict(of_size.get(way, NO_BYTES)))
                 for size, of_size in zip(sizes, found, strict=True)
             ),
+            view_of=ways.index(way.viewed) if way.before else None,
         )
-        for route in routes
+        for way in ways
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """The route of a tensor, and of tensors in its storage: those that it is a view of, and its own views."""
+
+    route: Route
+    before: tuple[Route, ...] = ()
+    after: tuple[Route, ...] = ()
+
+    @property
+    def viewed(self) -> _Way:
+        *before, last = self.before
+        return _Way(last, tuple(before), (self.route, *self.after))
+
+
+def _order(way: _Way) -> list[tuple[int, tuple[int, ...]]]:
+    return [(_producer(x), x.consumers) for x in (way.route, *way.before, *way.after)]
+
+
+def _producer(route: Route) -> int:
+    return -1 if route.producer is None else route.producer
 
 
 def _check_alike(sizes: Sequence[Crossings]) -> None:
@@ -156,18 +195,51 @@ def _is_to_the_next(route: Route) -> bool:
     return route.consumers == ((0 if route.producer is None else route.producer + 1),)
 
 
-def _bytes_by_route(crossings: Crossings) -> Mapping[Route, TensorBytes]:
+def _bytes_by_way(crossings: Crossings) -> Mapping[_Way, TensorBytes]:
     chain = crossings.chain
-    totals: dict[Route, TensorBytes] = {}
-    cuts = [(i + 1, tensors) for i, tensors in enumerate(crossings.after)]
-    for boundary, tensors in [*cuts, (0, tuple(map(_of_input, chain.specs(0))))]:
-        here: dict[Route, TensorBytes] = {}
-        for route, tensor in zip(chain.routes(boundary), tensors, strict=True):
-            here[route] = here.get(route, NO_BYTES) + tensor
-        totals = {**here, **totals}
-    for before, after in chain.pinned:
-        totals.setdefault(Route(before, (after,)), NO_BYTES)
-    return {route: x for route, x in totals.items() if route.consumers}
+    tensors = [_numbered(chain.routes(boundary)) for boundary in range(len(chain) + 1)]
+    viewed: dict[_Tensor, _Tensor] = {}
+    for layer, views in enumerate(crossings.views):
+        for tensor, index in zip(tensors[layer + 1], views, strict=True):
+            if tensor[0].producer == layer and index is not None:
+                source = tensors[layer][index]
+                if source[0].consumers == (layer,) and source not in viewed.values():
+                    viewed[tensor] = source
+    views_of = {source: tensor for tensor, source in viewed.items()}
+    sizes: dict[_Tensor, TensorBytes] = {}
+    for found, of_cut in zip(
+        (*tensors[1:], tensors[0]), (*crossings.after, map(_of_input, chain.specs(0))), strict=True
+    ):
+        sizes = {**dict(zip(found, of_cut, strict=True)), **sizes}
+    totals: dict[_Way, TensorBytes] = {}
+    for tensor, num_bytes in sizes.items():
+        way = _Way(tensor[0], _routes(viewed, tensor)[::-1], _routes(views_of, tensor))
+        totals[way] = totals.get(way, NO_BYTES) + num_bytes
+    known = {way.route for way in totals}
+    totals.update((_Way(x), NO_BYTES) for x in (Route(i, (j,)) for i, j in chain.pinned) if x not in known)
+    return {way: x for way, x in totals.items() if way.route.consumers}
+
+
+_Tensor = tuple[Route, int]
+"""A tensor, by its number among those at a cut with the same route, which cross all of its cuts in the same order."""
+
+
+def _numbered(routes: Iterable[Route]) -> list[_Tensor]:
+    seen = Counter[Route]()
+    found: list[_Tensor] = []
+    for route in routes:
+        found.append((route, seen[route]))
+        seen[route] += 1
+    return found
+
+
+def _routes(following: Mapping[_Tensor, _Tensor], tensor: _Tensor) -> tuple[Route, ...]:
+    """The routes of the tensors that follow one, in order."""
+    found: list[Route] = []
+    while tensor in following:
+        tensor = following[tensor]
+        found.append(tensor[0])
+    return tuple(found)
 
 
 def _of_input(spec: TensorSpec) -> TensorBytes:

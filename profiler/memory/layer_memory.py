@@ -1,4 +1,4 @@
-"""Stash, workspace and pending bytes of each layer, from one forward and backward with a trace of allocations.
+"""Stash, workspaces and pending bytes of each layer, from one forward and backward with a trace of allocations.
 
 The layers run as one graph, so each storage is charged once, to the layer that created it. The stash of a layer is what
 is still alive after the forward. Its workspace is the peak while it runs, above the stash of all layers up to it. In a
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import pairwise
-from typing import Any
+from itertools import count, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -99,6 +99,15 @@ class TensorBytes:
 NO_BYTES = TensorBytes(num_bytes=0, gradient_bytes=0, unsaved_bytes=0)
 
 
+class HalvesBytes(NamedTuple):
+    """The memory of one layer, or of the loss, in a backward in two halves."""
+
+    pending_bytes: int = 0  # kept between them above the stash; below 0 where the first frees more than it leaves
+    input_workspace_bytes: int | None = None  # peak of the first above what is there when it begins; None: not known
+    grown_bytes: int = 0  # by the first until all layers are through; what it frees is freed only then
+    weight_workspace_bytes: int | None = None  # peak of the second above what is there then; None: not known
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
     """The memory of one layer, or of the loss, for one micro-batch."""
@@ -107,8 +116,10 @@ class LayerBytes:
     forward_workspace_bytes: int
     backward_workspace_bytes: int
     crossing: tuple[TensorBytes, ...]  # the tensors at the cut after the layer; none after the loss
-    pending_bytes: int = 0  # kept between the halves of a split backward, above the stash
+    halves: HalvesBytes = field(default_factory=HalvesBytes)
     leftovers: tuple[Leftover, ...] = ()  # the part of the backward workspace left by later layers
+    unkept_output_bytes: int = 0  # of the loss: the model's outputs that layers keep and the loss does not
+    views: tuple[int | None, ...] = ()  # of each crossing tensor, the index of that before the layer with its storage
 
     @property
     def output(self) -> TensorBytes:
@@ -118,13 +129,18 @@ class LayerBytes:
     @property
     def fields(self) -> dict[str, Any]:
         """The fields of a LayerCost for this memory."""
-        names = ("stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "pending_bytes", "leftovers")
+        names = (
+            "stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "leftovers", "unkept_output_bytes",
+        )  # fmt: skip
+        halves = self.halves._asdict()
+        halves["pending_bytes"] = max(-self.stash_bytes, self.halves.pending_bytes)  # measured in another pass
         return {
             "output_bytes": self.output.num_bytes,
             "output_gradient_bytes": self.output.gradient_bytes,
             "output_unsaved_bytes": self.output.unsaved_bytes,
             "output_saved_later_bytes": self.output.saved_later_bytes,
             **{name: getattr(self, name) for name in names},
+            **halves,
         }
 
 
@@ -225,7 +241,7 @@ def measure_bytes(
     """The memory of each layer, and last of the loss. Gradient buffers must already be allocated."""
     tied = tied_uses(layers)
     calls = layers_apart(layers, tied)
-    saved_by_maker = outputs_saved_by_maker(calls, inputs)
+    saved_by_maker = outputs_saved_by_maker(calls, inputs, loss)
     with traced_allocations(device) as trace:
         passage = pass_through(calls, inputs, loss, now=now_ns, address_of=_address)
     return with_sums(layer_bytes(trace, passage, saved_by_maker), tied)
@@ -318,8 +334,10 @@ def _with_leftover(layer: LayerBytes, num_later: int, num_bytes: int) -> LayerBy
     )
 
 
-def outputs_saved_by_maker(layers: Sequence[Callable[..., Tensors]], inputs: Tensors) -> list[list[bool]]:
-    """For each layer and each of its outputs, whether the layer itself saves it for its backward.
+def outputs_saved_by_maker(
+    layers: Sequence[Callable[..., Tensors]], inputs: Tensors, loss: Callable[[Tensors], Tensor]
+) -> list[list[bool]]:
+    """For each layer and each of its outputs, whether the layer itself saves it; last, which of them the loss saves.
 
     One forward, each layer in a graph of its own.
     """
@@ -329,7 +347,9 @@ def outputs_saved_by_maker(layers: Sequence[Callable[..., Tensors]], inputs: Ten
         outputs = noting_saves(layer, partial(_note_address, saved))(*detached(tensors))
         found.append([_address(x) in saved for x in outputs])
         tensors = detached(outputs)
-    return found
+    of_loss: list[int] = []
+    noting_saves(lambda *outputs: (loss(outputs),), partial(_note_address, of_loss))(*tensors)
+    return [*found, [_address(x) in of_loss for x in tensors]]
 
 
 def _note_address(addresses: list[int], tensor: Tensor) -> None:
@@ -396,13 +416,14 @@ def layer_bytes(
 ) -> tuple[LayerBytes, ...]:
     """The memory of each layer, and last of the loss, from the trace of a passage.
 
-    `saved_by_maker` says of each layer's outputs whether the layer itself saves them.
+    `saved_by_maker` says of each layer's outputs whether the layer itself saves them, and last whether the loss does.
     """
     forward_end = passage.backwards[-1][0]
     below, found = 0, []
     later = LaterLayers(trace, passage.forwards, passage.backwards)
     viewed = {place for x in passage.gradients for place in x.viewed(trace)}
-    for layer, (forward, crossing) in enumerate(zip(passage.forwards, (*passage.crossings, ()), strict=True)):
+    cuts = ((), *passage.crossings, ())
+    for layer, (forward, before, crossing) in enumerate(zip(passage.forwards, cuts, cuts[1:], strict=False)):
         stash = sum(trace.alive(*forward, forward_end).values())
         below += stash
         backward_bytes, leftovers = later.workspace(layer, below)
@@ -421,9 +442,15 @@ def layer_bytes(
                     )
                     for i, x in enumerate(crossing)
                 ),
+                views=tuple(before.index(x) if x.num_bytes and x in before else None for x in crossing),
             )
         )
-    return tuple(found)
+    unkept = (
+        x.num_bytes
+        for x, is_own in zip(passage.crossings[-1], saved_by_maker[-1], strict=True)
+        if not is_own and trace.is_kept(x.address, passage.forwards[-1][0], forward_end)
+    )
+    return (*found[:-1], replace(found[-1], unkept_output_bytes=sum(unkept)))
 
 
 def _tensor_bytes(tensor: CrossingTensor, *, is_kept: bool, is_own: bool, is_viewed: bool) -> TensorBytes:
@@ -455,15 +482,16 @@ class SplitPassage:
     inputs: tuple[Window, ...]  # of their first halves
     between: int  # a moment between the halves
     weights: tuple[tuple[int, Window], ...]  # of the second halves, with the layer of each
+    tied: frozenset[int]  # layers that share a trained parameter; its gradient is computed once, for the first of them
 
 
-def measure_pending(
+def measure_halves(
     layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor], *, device: str = "cpu"
-) -> tuple[int, ...]:
-    """The pending bytes of each layer, and last of the loss, by the allocator; accumulates into the gradients."""
+) -> tuple[HalvesBytes, ...]:
+    """What both halves take of each layer, and last of the loss, by the allocator; accumulates into the gradients."""
     with traced_allocations(device) as trace:
         passage = pass_in_halves(layers, [tuple(x.parameters()) for x in layers], inputs, loss, now=now_ns)
-    return pending_bytes(trace, passage)
+    return halves_bytes(trace, passage)
 
 
 def pass_in_halves(
@@ -494,6 +522,7 @@ def pass_in_halves(
         inputs=backward_windows(starts, between),
         between=between,
         weights=tuple(_second_half(rest, enumerate(parameters[first:], start=first), now)) if rest else (),
+        tied=_tied_layers(enumerate(parameters[first:], start=first)),
     )
 
 
@@ -515,37 +544,65 @@ def _first_half(value: Tensor, leaves: Tensors) -> SecondHalf | None:
     return rest
 
 
+def _tied_layers(parameters: Iterable[tuple[int, Sequence[Tensor]]]) -> frozenset[int]:
+    """The layers that use a trained parameter of another one."""
+    users: dict[Tensor, set[int]] = {}
+    for layer, weights in parameters:
+        for x in weights:
+            users.setdefault(x, set()).add(layer)
+    return frozenset().union(*(used for x, used in users.items() if x.requires_grad and len(used) > 1))
+
+
 def _second_half(
     rest: SecondHalf, parameters: Iterable[tuple[int, Sequence[Tensor]]], now: Callable[[], int]
 ) -> Iterator[tuple[int, Window]]:
-    """The windows from one weight gradient to the next; a weight used by several layers counts for the first."""
+    """The windows from one weight gradient of a part to the next; a shared weight counts for its first layer."""
     layer_of: dict[Tensor, int] = {}
     for layer, weights in parameters:
         layer_of = {**dict.fromkeys(weights, layer), **layer_of}
-    ends: list[tuple[int, int]] = []
+    ends: list[tuple[int | None, int]] = [(None, now())]  # without a layer: a part of it begins
     hooks = [
         x.register_post_accumulate_grad_hook(lambda x: ends.append((layer_of[x], now())))  # type: ignore[no-untyped-call]
         for x in layer_of
         if x.requires_grad
     ]
-    start = now()
-    rest.run()
+    for _ in rest.run_parts():
+        ends.append((None, now()))
     for hook in hooks:
         hook.remove()
-    for layer, end in ends:
-        yield layer, (start, end)
-        start = end
+    for (_, start), (ended, end) in pairwise(ends):
+        if ended is not None:
+            yield ended, (start, end)
 
 
-def pending_bytes(trace: AllocationTrace, passage: SplitPassage) -> tuple[int, ...]:
-    """The bytes that each layer, and last the loss, keeps between the halves, above its stash.
+def halves_bytes(trace: AllocationTrace, passage: SplitPassage) -> tuple[HalvesBytes, ...]:
+    """The memory of each layer, and last of the loss, from the trace of a passage.
 
-    Pending are the gradients that the second half starts from, charged to the layer whose first half made them. What
-    the first half frees, such as the stash of the loss, is subtracted, down to 0 per layer.
+    Pending are the gradients that the second half starts from, charged to the layer whose first half made them, less
+    what the first half frees of the layer's stash.
     """
+    found = [HalvesBytes()] * passage.first
+    if not passage.weights:  # nothing is trained
+        return (*found, *(HalvesBytes() for _ in passage.forwards))
+    windows: list[list[Window]] = [[] for _ in range(passage.first + len(passage.forwards))]
+    for layer, window in passage.weights:
+        windows[layer].append(window)
     before, between = passage.inputs[-1][0], passage.between
-    found = [0] * passage.first
-    for forward, backward in zip(passage.forwards, passage.inputs, strict=True):
+    for layer, forward, backward in zip(count(passage.first), passage.forwards, passage.inputs):
         stash, kept = (sum(trace.alive(*forward, moment).values()) for moment in (before, between))
-        found.append(max(0, kept - stash + sum(trace.alive(*backward, between).values())))
+        start, end = (trace.peak_bytes(moment, moment) for moment in backward)
+        found.append(
+            HalvesBytes(
+                pending_bytes=kept - stash + sum(trace.alive(*backward, between).values()),
+                input_workspace_bytes=trace.peak_bytes(*backward) - start,
+                grown_bytes=max(0, end - start),
+                weight_workspace_bytes=None if layer in passage.tied else _peak_above_start(trace, windows[layer]),
+            )
+        )
     return tuple(found)
+
+
+def _peak_above_start(trace: AllocationTrace, windows: Sequence[Window]) -> int:
+    """The peak in some windows above what is there when the first begins; 0 without any."""
+    begins = min((start for start, _ in windows), default=0)
+    return max((trace.peak_bytes(*x) - trace.peak_bytes(begins, begins) for x in windows), default=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +23,19 @@ _ROUNDINGS = 16.0  # epsilons by which the losses of a batch and of its parts ma
 
 def sample_batch(file: ModelFile, batch_size: int, *, device: str = "cpu") -> tuple[Any, Any]:
     """Inputs and target for one micro-batch; the target is None if the file defines no batches."""
+    return next(sample_batches(file, batch_size, device=device))
+
+
+def sample_batches(file: ModelFile, batch_size: int, *, device: str = "cpu") -> Iterator[tuple[Any, Any]]:
+    """Inputs and targets of the file's batches, or one example without a target if it defines none."""
     if file.has("batches"):
-        inputs, target = next(file.batches(batch_size))
-        check_batch(inputs, batch_size, what=f"the inputs of batches({batch_size}) in {file.name}")
-        check_target(target, batch_size, what=f"the targets of batches({batch_size}) in {file.name}")
+        found, source = file.batches(batch_size), "batches"
     else:
-        inputs, target = file.example_inputs(batch_size), None
-        check_batch(inputs, batch_size, what=f"the inputs of example_inputs({batch_size}) in {file.name}")
-    moved: tuple[Any, Any] = pytree.tree_map_only(Tensor, lambda x: x.to(device), (inputs, target))
-    return moved
+        found, source = iter([(file.example_inputs(batch_size), None)]), "example_inputs"
+    for inputs, target in found:
+        check_batch(inputs, batch_size, what=f"the inputs of {source}({batch_size}) in {file.name}")
+        check_target(target, batch_size, what=f"the targets of {source}({batch_size}) in {file.name}")
+        yield pytree.tree_map_only(Tensor, lambda x: x.to(device), (inputs, target))
 
 
 def check_microbatch_sizes(sizes: Sequence[int]) -> None:

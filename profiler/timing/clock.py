@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -96,7 +96,13 @@ class Samples:
         return bool(self.launch_s) and median_s(self.launch_s) >= _LAUNCH_BOUND_SHARE * median_s(self.clean_s)
 
 
-AtOneSpeed: TypeAlias = Callable[[Samples], Samples]
+class AtOneSpeed(Protocol):
+    """Brings samples to one speed of the host; `beside`: those taken while other processes computed."""
+
+    def __call__(self, samples: Samples, *, beside: bool = False) -> Samples:
+        """The samples as they would be at that speed."""
+
+
 """Brings samples to one speed of the host; it is known when everything is sampled."""
 
 

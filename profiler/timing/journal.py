@@ -31,7 +31,7 @@ def part(progress: Progress, index: int, count: int) -> Progress:
     return lambda text, share: progress(text, (index + share) / count)
 
 
-_FORMAT = "gplan.journal/2"
+_FORMAT = "gplan.journal/3"
 _SAVE_EVERY_S = 5.0
 
 

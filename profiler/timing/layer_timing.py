@@ -27,13 +27,14 @@ from profiler.analytic.layer_work import LayerAnalysis, analyse, analyse_halves
 from profiler.analytic.roofline import total_work
 from profiler.backward.rematerialize import share_run_again
 from profiler.capture.capture import capture
-from profiler.capture.chain import Chain, Tensors, TensorSpec, flat_tensors
+from profiler.capture.chain import Chain, Tensors, TensorSpec, flat_tensors, model_state_restored
 from profiler.host.host_info import garbage_collector_frozen
 from profiler.host.host_load import load_between, read_load
 from profiler.memory.allocations import traced_allocations
 from profiler.memory.chain_profile import Crossings
-from profiler.memory.layer_memory import LayerBytes, allocate_gradients, measure_bytes, measure_pending
-from profiler.model.data import find_reduction_of_outputs, sample_batch
+from profiler.memory.layer_memory import HalvesBytes, LayerBytes, allocate_gradients, measure_bytes, measure_halves
+from profiler.model.data import call_model, find_reduction_of_outputs, sample_batch, sample_batches
+from profiler.model.lazy_build import random_state_kept
 from profiler.model.load import ModelFile
 from profiler.model.materialise import materialised, real_like
 from profiler.timing.bench import (
@@ -51,6 +52,8 @@ from profiler.timing.neighbours import BESIDE_OTHERS, NEIGHBOUR_FAILED, contenti
 from profiler.timing.rounds import NO_CORRECTIONS, Corrections, TimingRounds, common_variance, corrections_of, net
 
 _NUM_PAIRS_NAMED = 3
+_SAME_LOSS = 1e-3  # share by which a loss may differ by the order of operations
+_BATCHES_OF_LOSS_CHECK = 16  # a batch may have none of the tensors whose size depends on data
 _SHARE_RUNS = 3  # whose median is the share of a forward that is run again
 NUM_ROUTED_BATCHES = 4  # on which the layers of a model with routed ones are measured
 _TIMES_IN_A_ROW = 3  # how often a layer measured alone follows itself, where it can
@@ -94,9 +97,37 @@ def sample_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: P
     progress(f"micro-batch size {microbatch_size}: capturing the layers", 0.0)
     inputs, target = sample_batch(file, microbatch_size, device=setup.device)
     chain = capture(file.model, inputs, granularity=setup.granularity, precision=file.precision)
+    if chain.lacks_tensors and file.has_loss and not file.is_lazy:
+        for batch in islice(sample_batches(file, microbatch_size, device=setup.device), _BATCHES_OF_LOSS_CHECK):
+            _check_loss(file, chain, *batch)
     found, keys = layers_to_measure(chain)
     measure = _sample_alone if file.is_lazy else _sample_together
     return measure(_Subject(file, chain, microbatch_size, inputs, target, found, keys), setup, progress)
+
+
+def _check_loss(file: ModelFile, chain: Chain, inputs: Any, target: Any) -> None:
+    """Raise ModelError for a loss that uses what the layers leave out of the model's output."""
+
+    def loss_of(output_of: Callable[[], Any], seed: int) -> float:
+        with model_state_restored(file.model), random_state_kept(), torch.no_grad():
+            torch.manual_seed(seed)
+            return float(file.loss(output_of(), target))
+
+    def output_of_layers() -> Any:
+        return chain.model_output(chain.stage(0, len(chain))(*flat_tensors(inputs, what="the inputs")))
+
+    plain, other = (loss_of(lambda: call_model(file, inputs), seed) for seed in (0, 1))
+    tolerance = max(_SAME_LOSS * abs(plain), 10.0 * abs(plain - other))  # random numbers may be drawn in another order
+    try:
+        is_same = abs(loss_of(output_of_layers, 0) - plain) <= tolerance
+    except Exception:  # the author's loss may raise anything without them
+        is_same = False
+    if not is_same:
+        raise ModelError(
+            f"the loss of {file.name} uses tensors of the model's output whose size depends on data, which no stage can "
+            "return; expected a loss of the other outputs: reduce these tensors inside the model, to their mean or to "
+            "their part of the loss"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +153,9 @@ class _Subject:
         def found(name: str) -> Samples:
             return journal.samples(f"{self.microbatch_size}/{bench}/{name}")
 
-        return found if at_one_speed is None else cache(lambda name: at_one_speed(found(name)))
+        if at_one_speed is None:
+            return found
+        return cache(lambda name: at_one_speed(found(name), beside=name.endswith(BESIDE_OTHERS)))
 
 
 def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> SampledSize:
@@ -132,8 +165,8 @@ def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> Sam
     notes = _sampled(bench, subject, setup, progress)
     memories = measure_bytes(bench.layers, bench.inputs, bench.loss, device=setup.device)
     if _are_split(bench.keys, subject.samples(setup.journal, bench.name)):
-        pending = measure_pending(bench.layers, bench.inputs, bench.loss, device=setup.device)
-        memories = tuple(replace(x, pending_bytes=y) for x, y in zip(memories, pending, strict=True))
+        halves = measure_halves(bench.layers, bench.inputs, bench.loss, device=setup.device)
+        memories = tuple(replace(x, halves=y) for x, y in zip(memories, halves, strict=True))
     analyses, shares = _analysed(bench), _shares_run_again(bench, setup.device)
     if analyses[-1] is None:
         notes += ("operations are not counted, as control flow depends on the values of tensors",)
@@ -239,8 +272,8 @@ def _sample_alone(subject: _Subject, setup: Setup, progress: Progress) -> Sample
                 shares |= _shares_run_again(bench, setup.device)
             benches[bench.name] = bench
             stage.zero_grad()
-    pending = _pending_alone(list(stages.values()), subject.tensors, loss_bench.loss)
-    memories = [replace(x.memory, pending_bytes=y) for x, y in zip(analyses, pending, strict=True)]
+    halves = _halves_alone(list(stages.values()), subject.tensors, loss_bench.loss)
+    memories = [replace(x.memory, halves=y) for x, y in zip(analyses, halves, strict=True)]
     reduction = find_reduction_of_outputs(subject.file, chain.model_output(outputs), subject.target, size)
 
     def measured(at_one_speed: AtOneSpeed) -> MeasuredSize:
@@ -259,12 +292,14 @@ def _sample_alone(subject: _Subject, setup: Setup, progress: Progress) -> Sample
     return measured
 
 
-def _pending_alone(layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]) -> Sequence[int]:
-    """Bytes by following storages; 0 where the backward cannot be split, which a note reports."""
+def _halves_alone(
+    layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]
+) -> Sequence[HalvesBytes]:
+    """Bytes by following storages; unknown where the backward cannot be split, which a note reports."""
     try:
-        return [x.pending_bytes for x in analyse_halves(layers, inputs, loss)]
+        return [x.memory for x in analyse_halves(layers, inputs, loss)]
     except ModelError:
-        return [0] * (1 + len(layers))
+        return [HalvesBytes()] * (1 + len(layers))
 
 
 def _bench_alone(subject: _Subject, layer: int, stage: nn.Module, *, device: str) -> Bench:
@@ -427,7 +462,7 @@ def _measured_size(
 ) -> MeasuredSize:
     """Copy the costs of measured layers to the layers like them; the last of `costs` and `memories` is the loss's."""
     by_layer = dict(zip(subject.keys, costs[:-1], strict=True))
-    crossing = {layer: memory.crossing for layer, memory in zip(subject.keys, memories, strict=False)}
+    of_layer = dict(zip(subject.keys, memories, strict=False))
     return MeasuredSize(
         chain=subject.chain,
         sources=subject.sources,
@@ -436,7 +471,8 @@ def _measured_size(
         crossings=Crossings(
             microbatch_size=subject.microbatch_size,
             chain=subject.chain,
-            after=tuple(crossing[source] for source in subject.sources),
+            after=tuple(of_layer[source].crossing for source in subject.sources),
+            views=tuple(of_layer[source].views for source in subject.sources),
         ),
         whole=None,
         overhead_s=sum(x.overhead_s for x in corrections) / len(corrections),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -21,6 +22,8 @@ BESIDE_OTHERS = " beside others"
 """Suffix of the names of samples while the neighbours compute."""
 NEIGHBOUR_FAILED = "a neighbour process failed: the measured contention is too low"
 _PR_SET_PDEATHSIG = 1
+_LEAD_S = 0.1
+"""Cores of a virtual machine that wake up may share one of the host at first, and are 1.6 times slower then."""
 
 
 class Neighbours:
@@ -38,9 +41,11 @@ class Neighbours:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, the processes compute."""
+        """Inside, the processes compute, as does this one for `_LEAD_S` before."""
         self._send(signal.SIGCONT)
         try:
+            if self._process_ids:
+                _compute_until(time.monotonic() + _LEAD_S)
             yield
         finally:
             self._send(signal.SIGSTOP)
@@ -72,6 +77,11 @@ def neighbours(
         yield found
     finally:
         found.end()
+
+
+def _compute_until(end_s: float) -> None:
+    while time.monotonic() < end_s:
+        pass
 
 
 def _fork(work: Callable[[], object], parameters: Sequence[nn.Parameter], cores: set[int]) -> int:

@@ -4,12 +4,15 @@ With master weights the copies are in float32, and rounding them into the parame
 seconds per tensor (measured on as many tensors of one element) plus seconds per byte. If the parameters exceed 256 MiB,
 only the first ones are copied, and time and state are scaled by bytes. On a CPU other memory is read before each
 sample, because after a whole backward pass no gradient is in a core's own caches.
+
+Rows of a table that one micro-batch does not use have zero gradients here too, and such tables have a rate of their own
+(docs/cost-model.md, Optimizer).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -25,6 +28,7 @@ from profiler.timing.clock import AtOneSpeed, Clock, Samples
 from profiler.timing.neighbours import NEIGHBOUR_FAILED, Neighbours, contention, neighbours
 
 _STEPS = 8
+_BLOCKS = 2  # of steps alone, and of as many among neighbours
 _WARMUP = 2
 _SWEPT_BYTES = 64 * 2**20  # more than what a core's own caches hold
 MOST_COPIED_BYTES = 256 * 2**20  # of copied parameters
@@ -39,6 +43,7 @@ class _Steps:
     clock: Clock
     owner: str
     swept: Tensor  # of _SWEPT_BYTES; empty on a GPU
+    unused_rows: tuple[Tensor | None, ...]  # of each copy: those without a gradient; None: every row has one
 
     def once(self, step: Samples, zeroing: Samples, *, is_cold: bool = True) -> None:
         """One step: create gradients, flush them from the caches, update, zero_grad."""
@@ -57,16 +62,21 @@ class _Steps:
         """A step without samples."""
         self.once(Samples(), Samples(), is_cold=False)
 
-    def once_among(self, others: Neighbours, step: Samples) -> None:
-        """A step while the neighbours compute, after a first one that lets them begin."""
+    def among(
+        self, others: Neighbours, step: Samples, *, times: int, read_beside: Callable[[], object] = lambda: None
+    ) -> None:
+        """Steps while the neighbours compute."""
         with others.running():
-            self.unsampled()
-            self.once(step, Samples())
+            for _ in range(times):
+                read_beside()
+                self.once(step, Samples())
 
     def make_gradients(self) -> None:
         """A small gradient for every parameter."""
-        for copy in self.copies:
+        for copy, unused in zip(self.copies, self.unused_rows, strict=True):
             copy.grad = torch.full_like(copy, 1e-3)
+            if unused is not None:
+                copy.grad[unused] = 0.0
 
 
 SampledStep: TypeAlias = Callable[[AtOneSpeed], StepCost]
@@ -81,27 +91,44 @@ def sample_step(
     shares: Sequence[set[int]] = (),
     work_beside: Callable[[], object] | None = None,
     read_yardstick: Callable[[], object] = lambda: None,
-) -> tuple[SampledStep, tuple[str, ...]]:
-    """Sample the optimizer's step, alone and beside one process on each of `shares` (sets of cores); also notes.
+    read_beside: Callable[[], object] = lambda: None,
+) -> tuple[SampledStep, frozenset[nn.Parameter], tuple[str, ...]]:
+    """Sample the optimizer's step alone, and beside one process on each of `shares` (sets of cores).
 
-    The processes repeat `work_beside`, by default the same step. In a pipeline it is the backward pass of other stages.
+    Also returned are the parameters of which `work_beside` leaves rows without a gradient, and notes.
+
+    The processes repeat `work_beside`, in a pipeline the backward pass of other stages, and then the same step. Without
+    `work_beside` both slow-downs are those beside the same step.
     """
     trained = [x for x in file.model.parameters() if x.requires_grad]
     if not file.has("optimizer") or not trained:
-        return lambda _: StepCost.none(), ()
+        return lambda _: StepCost.none(), frozenset(), ()
     some = _some(trained)
     copies = [_copy(x, file.precision, device) for x in some]
-    steps = _steps(file, copies, clock, device)
-    alone, beside, zeroing = Samples(), Samples(), Samples()
-    work, parameters = (work_beside, trained) if work_beside else (steps.unsampled, copies)
-    with neighbours(shares, work, parameters) as others:
-        for _ in range(_STEPS):
-            read_yardstick()
-            steps.once(alone, zeroing)
-            if shares:
-                steps.once_among(others, beside)
-        clock.flush()
-        notes = () if others.are_alive else (NEIGHBOUR_FAILED,)
+    unused = _unused_rows(trained, work_beside)
+    steps = _steps(file, copies, clock, device, [unused.get(x) for x in some])
+    partly = [(copy, unused[x]) for copy, x in zip(copies, some, strict=True) if x in unused]
+    tables, partly_notes = _steps_of_tables(file, partly if len(partly) < len(copies) else [], clock, device)
+    of_tables, of_tables_zeroing = Samples(), Samples()  # in turns with those of all: of the same phases of the host
+    alone, zeroing, beside_updates = Samples(), Samples(), Samples()
+    beside = beside_updates if work_beside is None else Samples()
+    notes = set[str]()
+    works: list[tuple[Callable[[], object], list[nn.Parameter], Samples]] = [(steps.unsampled, copies, beside_updates)]
+    if work_beside is not None and shares:
+        works.insert(0, (work_beside, trained, beside))
+    for work, parameters, found in works:
+        with neighbours(shares, work, parameters) as others:
+            for _ in range(_BLOCKS):
+                for _ in range(_STEPS // _BLOCKS):
+                    read_yardstick()
+                    steps.once(alone, zeroing)
+                    if tables is not None:
+                        tables.once(of_tables, of_tables_zeroing)
+                if shares:
+                    steps.among(others, found, times=_STEPS // _BLOCKS, read_beside=read_beside)
+            clock.flush()
+            if not others.are_alive:
+                notes.add(NEIGHBOUR_FAILED)
     tensor_s, tensor_notes = _sample_tensors(file, copies, clock, device)
     some_bytes, masters = sum(map(gradient_bytes, some)), master_bytes(some, file.precision)
     state_bytes = optimizer_state_bytes(steps.optimizer) + masters
@@ -109,6 +136,8 @@ def sample_step(
     workspace_bytes += max(0, masters - some_bytes)  # gradients for the optimizer, in the dtype of master weights
     largest_workspace *= sum(x.nbytes for x in copies) / some_bytes  # from a tensor to its gradient
     by_bytes = sum(map(gradient_bytes, trained)) / some_bytes
+    partly_bytes = sum(gradient_bytes(x) for x in some if x in unused)
+    all_partly_bytes = sum(gradient_bytes(x) for x in trained if x in unused)
 
     def measured(at_one_speed: AtOneSpeed) -> StepCost:
         cost = StepCost(
@@ -118,23 +147,78 @@ def sample_step(
             state_bytes=state_bytes,
             workspace_bytes=workspace_bytes,
             largest_workspace=largest_workspace,
-            contention=contention([(at_one_speed(alone), at_one_speed(beside))]),
+            contention=contention([(at_one_speed(alone), at_one_speed(beside, beside=True))]),
+            update_contention=contention([(at_one_speed(alone), at_one_speed(beside_updates, beside=True))]),
             tensor_s=tensor_s(at_one_speed),
             master_bytes=masters,
         )
-        return cost.grown(by_bytes, num_tensors=len(copies), num_all=len(trained))
+        factor = 1.0
+        if tables is not None:
+            partly_s = sum(at_one_speed(x).timing().median_s for x in (of_tables, of_tables_zeroing))
+            partly_s -= len(partly) * cost.tensor_s
+            others_s = cost.shares_s(len(copies))[1] - partly_s
+            if partly_s > 0 and others_s > 0:
+                factor = partly_s / partly_bytes / (others_s / (some_bytes - partly_bytes))
+        more = factor - 1.0
+        by_weighted = (by_bytes * some_bytes + more * all_partly_bytes) / (some_bytes + more * partly_bytes)
+        grown = cost.grown(by_bytes, num_tensors=len(copies), num_all=len(trained), by_weighted=by_weighted)
+        return replace(grown, partly_used_factor=factor)
 
-    return measured, (*notes, *tensor_notes)
+    return measured, frozenset(unused), (*notes, *tensor_notes, *partly_notes)
 
 
-def _steps(file: ModelFile, copies: Sequence[nn.Parameter], clock: Clock, device: str) -> _Steps:
+def _unused_rows(trained: Sequence[nn.Parameter], work: Callable[[], object] | None) -> dict[nn.Parameter, Tensor]:
+    """The rows without a gradient, of those parameters that `work` gives gradients in some rows only."""
+    if work is None:
+        return {}
+    without = [x for x in trained if x.grad is None]
+    for parameter in trained:
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+    work()
+    found = {x: _empty_rows(x.grad) for x in trained}
+    for parameter in without:
+        parameter.grad = None
+    return {x: rows for x, rows in found.items() if rows is not None}
+
+
+def _empty_rows(gradient: Tensor | None) -> Tensor | None:
+    if gradient is None or gradient.is_sparse or gradient.dim() < 2:
+        return None
+    empty = (gradient == 0).flatten(1).all(1)
+    return empty if empty.any() and not empty.all() else None
+
+
+def _steps_of_tables(
+    file: ModelFile, partly: Sequence[tuple[nn.Parameter, Tensor]], clock: Clock, device: str
+) -> tuple[_Steps | None, tuple[str, ...]]:
+    """Updates of partly used tables alone; None and a note for an optimizer that rejects those."""
+    if not partly:
+        return None, ()
+    tables, unused_rows = zip(*partly, strict=True)
+    try:
+        return _steps(file, tables, clock, device, unused_rows), ()
+    except Exception as error:  # the author's optimizer may raise anything
+        cause = describe(error.__cause__ or error)
+        return None, (
+            f"parameters with unused rows are updated at the rate of the others, as the optimizer rejects them alone: {cause}",
+        )
+
+
+def _steps(
+    file: ModelFile,
+    copies: Sequence[nn.Parameter],
+    clock: Clock,
+    device: str,
+    unused_rows: Sequence[Tensor | None] = (),
+) -> _Steps:
     """The steps, warmed up."""
     swept = torch.zeros(_SWEPT_BYTES if device == "cpu" else 0, dtype=torch.uint8)
     optimizer = file.optimizer(copies)
     if file.precision.master_weights:
         weights = [x.detach().to(input_dtype(file.precision)) for x in copies]
         optimizer.register_step_post_hook(lambda *_: round_into(weights, copies))
-    steps = _Steps(optimizer, tuple(copies), clock, file.name, swept)
+    steps = _Steps(optimizer, tuple(copies), clock, file.name, swept, tuple(unused_rows or [None] * len(copies)))
     for _ in range(_WARMUP):
         steps.unsampled()
     return steps

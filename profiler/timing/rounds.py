@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import count, pairwise
 
 import torch
 from torch import Tensor
@@ -186,6 +186,7 @@ class TimingRounds:
         self._benches = (bench, *bench.others)  # of as many batches
         self._read_yardstick, self._read_beside = read_yardstick, read_beside
         self._splits_backward, self._others = splits_backward, others
+        self._calls_beside = count()
 
     def sample(self, budget_s: float, report: Callable[[int, float], None], *, num_done: int = 0) -> None:
         """Run rounds until the medians settle or `budget_s` is spent; `report` gets the round and the share done.
@@ -294,8 +295,14 @@ class TimingRounds:
 
     def _round_beside_others(self, samples: Callable[[str], Samples]) -> None:
         if self._others is not None:
+            num_layers = len(self._bench.layers)
+
+            def between() -> None:  # about twice a round, before another layer each time, as its caches are cold then
+                if next(self._calls_beside) % (num_layers + 1) == 0:
+                    self._read_beside()
+
             with self._others.running():
-                self.layer_round(lambda name: samples(f"{name}{BESIDE_OTHERS}"))
+                self.layer_round(lambda name: samples(f"{name}{BESIDE_OTHERS}"), between=between)
                 self._read_beside()
                 self._clock.flush()
 

@@ -1,4 +1,4 @@
-"""The yardstick: fixed work of about a millisecond that is timed beside the samples, to know how fast the host was.
+"""The yardstick: fixed work of about half a millisecond, timed beside the samples to know how fast the host was.
 
 Its parts are bound by compute, by memory, and by the interpreter. The speed of a shared host changes between phases of
 some seconds or minutes. Samples are divided by the slowdown of their moment (`SpeedHistory`).
@@ -10,18 +10,19 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
+from statistics import median
 from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gplan.core.host_speed import HostSpeed, SpeedWindow, YardstickTimes
+from gplan.core.host_speed import HostSpeed, SpeedWindow, YardstickTimes, slowdown_of
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.neighbours import BESIDE_OTHERS
 
 MOST_SHARE = 0.01
-"""The most of the time that readings may take."""
+"""The most of the time that readings may take, from the beginning of the profile or of the run."""
 
 Floats = NDArray[np.float64]
 
@@ -33,8 +34,8 @@ SAMPLES = "yardstick/"
 
 _LEAST_READING_S = 1e-3  # on a GPU the host only launches it
 _LEAST_READINGS = 5
-_NUM_BESIDE = 3  # readings in a round beside others
 _NUM_AROUND = 9  # readings whose median is the speed of a moment
+_NUM_AROUND_BESIDE = 3  # the same beside other processes, which is measured in short stretches
 _WINDOW_S = 1.0  # the shortest window
 _NUM_STORED = 20  # windows in a profile
 _STREAMED_FLOATS = 2**24  # 64 MiB, more than the caches hold that a core shares
@@ -45,15 +46,15 @@ Part: TypeAlias = tuple[Callable[[], object], int]
 
 
 def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
-    """The parts on a device: 192 x 192 products, sums over 4 MiB of memory, a loop; on a GPU larger, and small launches.
+    """The parts on a device: 192 x 192 products, sums over 1 MiB of memory, a loop; on a GPU larger, and small launches.
 
     The sums go on through 64 MiB, so that what they read has left the caches, whatever ran in between. They allocate
     nothing and draw no random numbers.
     """
     on_gpu = device != "cpu"
-    width, num_floats = (2048, 2**23) if on_gpu else (192, 2**20)
+    width, num_floats = (2048, 2**23) if on_gpu else (192, 2**18)
     left, right, product = (torch.ones(width, width, device=device) for _ in range(3))
-    addends = cycle(torch.zeros(_STREAMED_FLOATS // num_floats, num_floats, device=device).unbind())
+    addends = cycle(torch.ones(_STREAMED_FLOATS // num_floats, num_floats, device=device).unbind())
     total = torch.zeros(num_floats, device=device)
     small = torch.zeros(1, device=device)
 
@@ -66,9 +67,9 @@ def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
             number += i & 7
 
     return {
-        "compute": (partial(torch.mm, left, right, out=product), 1 if on_gpu else 4),
+        "compute": (partial(torch.mm, left, right, out=product), 1 if on_gpu else 2),
         "memory": (add_next, 1 if on_gpu else 3),
-        "interpreter": (partial(small.add_, 1), 32) if on_gpu else (loop, 4),
+        "interpreter": (partial(small.add_, 1), 32) if on_gpu else (loop, 2),
     }
 
 
@@ -87,7 +88,7 @@ class Yardstick:
         self._clock, self._samples, self._parts, self._share, self._now = clock, samples, parts, share, now
         for work, _ in parts.values():  # a library chooses its kernels
             work()
-        self._due_s = now()
+        self._start_s, self._spent_s = now(), 0.0
 
     @property
     def parts(self) -> tuple[Samples, ...]:
@@ -100,35 +101,31 @@ class Yardstick:
         return tuple(self._samples(f"{SAMPLES}{name}{BESIDE_OTHERS}") for name in BESIDE)
 
     def read_if_due(self) -> None:
-        """Time every part once, unless that would take more than its share of the time since the last reading."""
-        if self._now() >= self._due_s:
-            self._read(self.parts)
+        """Time every part once, unless earlier readings took their share of the time since the yardstick was made."""
+        start_s = self._now()
+        if self._spent_s > self._share * (start_s - self._start_s):
+            return
+        for samples, name in zip(self.parts, PARTS, strict=True):
+            self._time(samples, name)
+        self._spent_s += max(_LEAST_READING_S, self._now() - start_s)
 
     def read_beside(self) -> None:
-        """Time the parts of BESIDE while other processes compute."""
-        for _ in range(_NUM_BESIDE):
-            for name, samples in zip(BESIDE, self.parts_beside, strict=True):
-                self._time(samples, name)
+        """Time the parts of BESIDE once, while other processes compute."""
+        for name, samples in zip(BESIDE, self.parts_beside, strict=True):
+            self._time(samples, name)
 
-    def seconds(self, *names: str) -> tuple[float | None, ...]:
-        """Time these parts now. Waits for the device. None for one that was interrupted."""
+    def seconds(self, *names: str, num_readings: int = 1) -> tuple[float | None, ...]:
+        """Time these parts now; the median of each. Waits for the device. None for one always interrupted."""
         parts = [Samples() for _ in names]
-        for samples, name in zip(parts, names, strict=True):
-            self._time(samples, name)
+        for _ in range(num_readings):
+            for samples, name in zip(parts, names, strict=True):
+                self._time(samples, name)
         self._clock.flush()
-        return tuple(x.clean_s[0] if x.clean_s else None for x in parts)
-
-    def _read(self, parts: Sequence[Samples]) -> None:
-        start_s = self._now()
-        for samples, name in zip(parts, PARTS, strict=True):
-            self._time(samples, name)
-        end_s = self._now()
-        reading_s = max(_LEAST_READING_S, end_s - start_s)
-        self._due_s = end_s + reading_s * (1 / self._share - 1)
+        return tuple(median(x.clean_s) if x.clean_s else None for x in parts)
 
     def _time(self, samples: Samples, name: str) -> None:
         work, count = self._parts[name]
-        work()  # unsampled: caches are the same whatever ran before
+        _repeat(work, 2 * count)  # unsampled: caches and clock rates are the same whatever ran before
         self._clock.time(samples, _repeat, work, count)
 
 
@@ -154,23 +151,29 @@ class SpeedHistory:
         self._is_known = min(len(x.clean_s) for x in parts) >= _LEAST_READINGS
         if found is None or not self._is_known:
             return
-        self._at = [np.array(x.clean_at_s) for x in parts]
-        self._ratios = [np.array(x.clean_s) / np.median(x.clean_s) for x in parts]
+        self._ratios = [_ratios(x) for x in parts]
+        self._beside = [_ratios(x) for x in beside]
         start_s, end_s = min(x.clean_at_s[0] for x in parts), max(x.clean_at_s[-1] for x in parts)
         windows = tuple(_stored_windows(parts, start_s, max(_WINDOW_S, (end_s - start_s) / _NUM_STORED)))
         self.host_speed = HostSpeed(reference=found, windows=windows, beside=_times_beside(found, beside))
 
-    def slowdowns(self, at_s: Sequence[float]) -> Floats:
-        """The slowdown at each moment: by the medians of the nearest readings of each part, the median part."""
+    def slowdowns(self, at_s: Sequence[float], *, beside: bool = False) -> Floats:
+        """The slowdown at each moment, by the medians of the nearest readings of each part.
+
+        With `beside` the parts of BESIDE count as they were read beside other processes.
+        """
         if not self._is_known:
             return np.ones(len(at_s))
-        nearest = [_nearest_median(at, x, np.array(at_s)) for at, x in zip(self._at, self._ratios, strict=True)]
-        slowdowns: Floats = np.median(nearest, axis=0)
-        return slowdowns
+        moments_s = np.array(at_s)
+        nearest = {x: _nearest_median(*of, moments_s, _NUM_AROUND) for x, of in zip(PARTS, self._ratios, strict=True)}
+        if beside:
+            found = zip(BESIDE, self._beside, strict=False)
+            nearest |= {x: _nearest_median(*of, moments_s, _NUM_AROUND_BESIDE) for x, of in found if len(of[0])}
+        return slowdown_of(np.array(list(nearest.values())))
 
-    def at_one_speed(self, samples: Samples) -> Samples:
+    def at_one_speed(self, samples: Samples, *, beside: bool = False) -> Samples:
         """The samples as they would be at the median speed."""
-        return samples.divided(self.slowdowns)
+        return samples.divided(partial(self.slowdowns, beside=beside))
 
 
 def _times_beside(reference: YardstickTimes, beside: Sequence[Samples]) -> YardstickTimes | None:
@@ -195,9 +198,14 @@ def _stored_windows(parts: Sequence[Samples], start_s: float, window_s: float) -
             )
 
 
-def _nearest_median(at_s: Floats, values: Floats, moments_s: Floats) -> Floats:
+def _ratios(readings: Samples) -> tuple[Floats, Floats]:
+    """When they were taken, and each over the median."""
+    return np.array(readings.clean_at_s), np.array(readings.clean_s) / (np.median(readings.clean_s or [1.0]))
+
+
+def _nearest_median(at_s: Floats, values: Floats, moments_s: Floats, num_around: int) -> Floats:
     """For each moment the median of the nearest values in time."""
-    num = min(_NUM_AROUND, len(at_s))
+    num = min(num_around, len(at_s))
     first = np.clip(np.searchsorted(at_s, moments_s) - num // 2, 0, len(at_s) - num)
     medians: Floats = np.median(values[first[:, None] + np.arange(num)], axis=1)
     return medians

@@ -36,9 +36,11 @@ def test_nothing_is_known_beyond_the_sizes() -> None:
         cost_at((cost(2), cost(6)), 7)
 
 
-def test_less_than_nothing_cannot_wait() -> None:
-    with pytest.raises(ValueError, match="pending_bytes is -1"):
-        replace(cost(2), pending_bytes=-1)
+def test_a_first_half_frees_no_more_than_the_stash() -> None:
+    some = replace(cost(2), stash_bytes=8, pending_bytes=-8)
+    assert cost_at((some, replace(cost(6), stash_bytes=3, pending_bytes=-3)), 5).pending_bytes == -4
+    with pytest.raises(ValueError, match="pending_bytes is -8; expected at least -7"):
+        replace(some, stash_bytes=7)
 
 
 def test_what_only_one_size_has_of_later_layers_is_nothing_at_the_other() -> None:

@@ -35,8 +35,9 @@ NONE = StageBytes(**dict.fromkeys(StageBytes.__struct_fields__, 0))
 
 
 def some_parts(rng: random.Random) -> StageBytes[int]:
-    """Any sizes; often some are nothing."""
-    return StageBytes(**{x: rng.choice([0, rng.randrange(100)]) for x in StageBytes.__struct_fields__})
+    """Any sizes; often some are nothing, and pending is less than nothing."""
+    found = StageBytes(**{x: rng.choice([0, rng.randrange(100)]) for x in StageBytes.__struct_fields__})
+    return replace(found, pending=found.pending - rng.choice([0, rng.randint(0, found.stash)]))
 
 
 def told(
@@ -55,13 +56,13 @@ def told(
             workspace = own.recompute_workspace if again else own.forward_workspace
         elif action.kind is INPUT and begins_backward:
             blocks["stash", *micro] = own.stash
-            workspace = max(own.backward_workspace, own.forward_workspace if again else 0)
+            workspace = max(own.input_workspace, own.forward_workspace if again else 0)
         elif begins_backward and again:
             del blocks["checkpoint", *micro]
             blocks["again", *micro] = own.recomputed_stash
             workspace = own.recomputing_workspace
         elif begins_backward or action.kind is WEIGHT:
-            workspace = own.backward_workspace
+            workspace = own.backward_workspace if begins_backward else own.weight_workspace
         yield str(action), sum(blocks.values()) + workspace
         if begins_backward:
             blocks.pop(("checkpoint", *micro), None)
@@ -134,7 +135,7 @@ def test_a_few_moments_are_left_however_many_devices_there_are(name: str, mode: 
     """Every candidate stage of a plan is priced at each of them."""
     for stage in (0, 5, 15):
         moments = stage_moments(name, num_devices=16, num_microbatches=48, stage=stage, recompute=mode)
-        assert len(moments) <= 24
+        assert len(moments) <= 25
 
 
 @given(names, devices, microbatches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from random import Random
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from gplan.core import EngineCost, LayerCost, Link, Profile, SharedWeight, Timing, Value, ValueCost, WholeModel
 from gplan.core.errors import UsageError
 from gplan.core.interpolation import cost_at
+from gplan.core.profile import ParameterSize
 from gplan.cost.stage_costs import Costs, DeviceBoundaries, StagePlace
+from gplan.graph.boundary import storages_of
 from tests.graphs import Graph
 from tests.made import FREE_LINK, make_profile
 from tests.partition.graphs import graph_profiles
@@ -49,20 +52,33 @@ def test_the_loss_belongs_to_the_last_stage_and_is_not_recomputed() -> None:
     assert costs.one_stage_bytes(0, 1).stash == 0
 
 
+@pytest.mark.parametrize("unkept_bytes", [0, 3])
 @pytest.mark.parametrize("loss_bytes", [3, 500])
-def test_a_recomputing_backward_holds_the_stash_anew_once_that_of_the_loss_is_gone(loss_bytes: int) -> None:
+def test_a_recomputing_backward_holds_the_stash_anew_once_that_of_the_loss_is_gone(
+    loss_bytes: int, unkept_bytes: int
+) -> None:
     plain = make_profile([1, 1, 1], stash_bytes=[10, 20, 30], workspace_bytes=[5, 50, 7], output_bytes=[2, 2, 4])
     loss = LayerCost(
         microbatch_size=1, forward=Timing.exactly(1.0), backward=Timing.exactly(1.0), stash_bytes=loss_bytes,
         forward_workspace_bytes=0, backward_workspace_bytes=11, output_bytes=0, output_gradient_bytes=0,
-        output_unsaved_bytes=0,
+        output_unsaved_bytes=0, unkept_output_bytes=unkept_bytes,
     )  # fmt: skip
     costs = Costs(replace(plain, loss=(loss,)), 1, 4)
     first, last = costs.one_stage_bytes(0, 2), costs.one_stage_bytes(1, 3)
     assert (first.recomputed_stash, first.recomputing_workspace) == (10 + 20 + 2, 50)  # what it sent is still there
     assert last.recomputed_stash == 20 + 30
-    in_layers, in_loss = max(20 + 50, 20 + 30 + 7), 4 + loss_bytes + 11  # the model's outputs, of which 4 are kept
+    kept_bytes = 4 - unkept_bytes  # of the model's outputs, by the loss
+    assert last.checkpoint == kept_bytes + loss_bytes
+    in_layers, in_loss = max(20 + 50, 20 + 30 + 7), kept_bytes + loss_bytes + 11
     assert last.recomputed_stash + last.recomputing_workspace == max(in_layers, in_loss)
+
+
+def test_output_of_a_forward_that_is_recomputed_is_held_once() -> None:
+    """It is in the checkpoint already."""
+    profile = make_profile([1, 1, 1], stash_bytes=[10, 20, 30], workspace_bytes=[5, 7, 9], output_bytes=[4, 6, 0])
+    costs = Costs(profile, 1, 4)
+    found = [costs.one_stage_bytes(*x).recompute_workspace for x in ((0, 1), (1, 2), (0, 2), (1, 3))]
+    assert found == [10 + 5 - 4, 20 + 7 - 6, 20 + 7 - 6, 30 + 9]
 
 
 def with_costs(profile: Profile, **changes: object) -> Profile:
@@ -156,7 +172,7 @@ def test_a_shared_weight_is_held_once_by_every_stage_that_uses_it() -> None:
 def viewed_bytes(profile: Profile, value: Value) -> int:
     """Of the gradient of a value, the views of the gradient of what its one reader makes for the layer after it."""
     layer, *others = value.consumers
-    is_read = any((x.producer, x.consumers[0]) == (layer, layer + 1) for x in profile.values)
+    is_read = any((x.producer, x.consumers[0]) == (layer, layer + 1) for x in storages_of(profile))
     return 0 if others or not is_read else value.costs[0].viewed_bytes
 
 
@@ -164,26 +180,33 @@ def viewed_bytes(profile: Profile, value: Value) -> int:
 def test_what_crosses_both_cuts_of_a_stage_was_made_before_it_and_is_read_after_it(data: st.DataObject) -> None:
     profile = data.draw(graph_profiles(max_layers=6, min_layers=3))
     num_layers, pairs = len(profile.layers), [*profile.precedence]
+    stored = replace(profile, values=storages_of(profile))
     graph, chain = Costs(profile, 1, 4, 1, Graph(num_layers, pairs).positions), Costs(profile, 1, 4)
     for costs in (graph, chain):
         downsets = costs.downsets
         before = [{v for v in range(num_layers) if downsets.contain(v)[i]} for i in range(downsets.size)]
         stages = [(i, j) for i, j in product(range(downsets.size), repeat=2) if before[i] < before[j]]
         first, end = np.array(stages).T
-        expected, expected_back = [], []
+        expected, expected_back, expected_returned = [], [], []
         for i, j in stages:
             is_inside = i > 0 and j < downsets.size - 1
-            made = [x for x in profile.values if {x.producer} <= before[i] | {None}]
+            made = [x for x in stored.values if {x.producer} <= before[i] | {None}]
             pass_through = [x for x in made if is_inside and not {*x.consumers} <= before[j]]
             sizes = [(x.costs[0].num_bytes, x.costs[0].unsaved_bytes) for x in pass_through]
             expected.append([sum(column) for column in zip((0, 0), *sizes, strict=True)])
             unread = [x for x in pass_through if not {*x.consumers} & (before[j] - before[i])]
-            copied = sum(x.costs[0].gradient_bytes - viewed_bytes(profile, x) for x in unread)
+            copied = sum(x.costs[0].gradient_bytes - viewed_bytes(stored, x) for x in unread)
             after = {num_layers, *range(num_layers)} - before[j]
             views = [x for x in made if is_inside and x.consumers[0] + 1 in after]
-            expected_back.append(copied + sum(viewed_bytes(profile, x) for x in views))
+            expected_returned.append(sum(x.costs[0].gradient_bytes for x in unread))
+            expected_back.append(copied + sum(viewed_bytes(stored, x) for x in views))
         assert np.array(costs.pass_through.activation_bytes(first, end)).T.tolist() == expected
         assert costs.pass_through.gradient_bytes(first, end).tolist() == expected_back
+        assert costs.pass_through.returned_bytes(first, end).tolist() == expected_returned
+        for boundaries in (DeviceBoundaries(in_halves=True), DeviceBoundaries(in_halves=True, after=False)):
+            whole, halves = (costs.parts(first, end, x) for x in (replace(boundaries, in_halves=False), boundaries))
+            returned = [x * boundaries.after * costs.transfers.keeps_sent for x in expected_returned]
+            assert (whole.sent - halves.sent).tolist() == (whole.pending - halves.pending).tolist() == returned
 
 
 def test_a_gradient_that_is_part_of_the_received_one_is_copied() -> None:
@@ -256,6 +279,17 @@ def test_an_update_takes_its_time_by_tensors_and_by_bytes_and_the_engine_its_own
     assert [x.around_s for x in stages] == [100.0, 0.0, 0.0]
 
 
+def test_partly_used_tables_take_longer_by_their_factor() -> None:
+    profile = make_profile([1] * 3, optimizer_s=30.0, weight_bytes=[4, 4, 8])
+    table = ParameterSize(num_rows=2, num_bytes=4, is_partly_used=True)
+    layers = (replace(profile.layers[0], parameters=(table,)), *profile.layers[1:])
+    profile = replace(profile, layers=layers, step=replace(profile.step, partly_used_factor=2.0))
+    costs = Costs(profile, 1, 4)
+    assert [costs.stage_cost(i, i + 1).optimizer_s for i in range(3)] == pytest.approx([12.0, 6.0, 12.0])
+    two_tables = replace(layers[1], parameters=(table, replace(table, is_partly_used=False)))
+    assert two_tables.partly_used_bytes == 2
+
+
 def test_tensors_take_no_more_than_the_whole_update() -> None:
     profile = make_profile([1, 1], optimizer_s=3.0, tensor_s=2.0, weight_bytes=[4, 12])
     assert [Costs(profile, 1, 4).stage_cost(i, i + 1).optimizer_s for i in (0, 1)] == pytest.approx([1.5, 1.5])
@@ -271,6 +305,19 @@ def test_a_recompute_ends_at_the_last_saved_tensor() -> None:
     assert costs.recompute_s(first, end).tolist() == [8.0, 8.5, 0.5, 14.0, 22.0]
     assert costs.layer_recompute_s.tolist() == [4.0, 4.0, 0.5, 2.0]
     assert float(costs.least_recompute_s(np.array([0]), np.array([4]))[0]) == 10.5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_head_alone_is_not_run_again_whatever_sums_round_to(seed: int) -> None:
+    rng = Random(seed)
+    seconds, contention = [rng.random() for _ in range(4)], 1.0 + rng.random()
+    profile = with_costs(make_profile(seconds), contention=contention)
+    head = replace(profile.layers[3].costs[0], last_recompute=Timing.exactly(0.0))
+    layers = (*profile.layers[:3], replace(profile.layers[3], costs=(head,)))
+    costs = Costs(replace(profile, layers=layers, num_neighbours=1), 1, 4, num_devices=2)
+    assert costs.recompute_s(np.array([3]), np.array([4])).tolist() == [0.0]
+    assert costs.stage_contention(3, 4).recompute == 1.0
+    assert costs.stage_contention(2, 4).recompute == pytest.approx(contention)
 
 
 def test_the_update_works_in_multiples_of_the_largest_tensor() -> None:

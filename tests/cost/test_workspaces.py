@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gplan.core import Profile, Value, ValueCost
+from gplan.cost.sharding import sharded
 from gplan.cost.stage_costs import Costs
 from tests.graphs import Graph
 from tests.made import make_profile
@@ -17,28 +18,60 @@ from tests.partition.graphs import graph_profiles
 from tests.partition.problems import profiles, with_costs_by_layer
 
 
-def told(costs: Costs, before: set[int], end: set[int]) -> int:
-    """The most that the stage with the layers `end - before` holds above its stash, without the loss."""
+def told_second_half(costs: Costs, stage: set[int]) -> int:
+    """The most that a stage with these layers holds in the second half of a backward, above what is there before it."""
+    peak = 0
+    for v in stage:
+        cost = costs.layer_costs[v]
+        own = cost.backward_workspace_bytes if cost.weight_workspace_bytes is None else cost.weight_workspace_bytes
+        for shared in costs.profile.shared_weights:
+            used = stage & {*shared.layers}
+            own += shared.gradient_bytes * bool(used and min(used) <= v < max(used))
+        later = [costs.layer_costs[u] for u in stage if u > v]
+        peak = max(peak, own - sum(x.stash_bytes + x.pending_bytes for x in later))
+    return peak
+
+
+def told_first_half(costs: Costs, stage: set[int]) -> int:
+    """The most that a stage with these layers holds in the first half of a backward, above its stash."""
+    made = peak = 0
+    for v in sorted(stage, reverse=True):
+        cost = costs.layer_costs[v]
+        own = cost.backward_workspace_bytes if cost.input_workspace_bytes is None else cost.input_workspace_bytes
+        peak = max(peak, made + own)
+        made += cost.grown_bytes
+    return peak
+
+
+def told(costs: Costs, before: set[int], end: set[int], *, again: bool) -> int:
+    """The most that the stage with the layers `end - before` holds above its stash in a backward, without the loss.
+
+    `again` if it recomputes: then each layer runs forward too, the last one is gathered once for both, and outputs that
+    only later stages keep are there all the time.
+    """
     num_layers, stage, peak = costs.num_layers, end - before, 0
     behind = set() if len(end) == num_layers else {*range(num_layers + 1)} - end
     for v in stage:
         cost = costs.layer_costs[v]
         absent = sum(x.num_bytes for x in cost.leftovers if v + x.num_later in behind)
-        held = max(0, cost.backward_workspace_bytes - absent)
-        held -= sum(costs.layer_costs[u].stash_bytes for u in stage if u > v)
-        for (producer, readers), num_bytes in costs.held_outputs:
-            held += num_bytes * (producer in stage and producer > v and bool(behind & {*readers}))
+        is_gathered = again and v == max(stage)
+        own = max(0, cost.backward_workspace_bytes - is_gathered * cost.gathering_bytes - absent)
         for shared in costs.profile.shared_weights:
             used = stage & {*shared.layers}
-            held += shared.gradient_bytes * bool(used and min(used) <= v < max(used))
+            own += shared.gradient_bytes * bool(used and min(used) <= v < max(used))
+        held = max(own, cost.forward_workspace_bytes) if again else own
+        held -= sum(costs.layer_costs[u].stash_bytes for u in stage if u > v)
+        for (producer, readers), num_bytes in costs.workspaces.saved_later if again else costs.held_outputs:
+            held += num_bytes * (producer in stage and producer > v and bool(behind & {*readers}))
         peak = max(peak, held)
     return peak
 
 
 @settings(deadline=None)
-@given(st.one_of(graph_profiles(max_layers=6), profiles(max_layers=6)))
-def test_a_backward_holds_what_is_left_at_every_layer(profile: Profile) -> None:
-    profile, num_layers = replace(profile, loss=()), len(profile.layers)
+@given(st.one_of(graph_profiles(max_layers=6), profiles(max_layers=6)), st.sampled_from([1, 2]))
+def test_a_backward_holds_what_is_left_at_every_layer(profile: Profile, num_replicas: int) -> None:
+    profile = sharded(replace(profile, loss=()), num_replicas=num_replicas, sharding="weights")
+    num_layers = len(profile.layers)
     for downsets in (None, Graph(num_layers, [*profile.precedence]).positions):
         costs = Costs(profile, 1, 4, 1, downsets)
         before = [{v for v in range(num_layers) if costs.downsets.contain(v)[i]} for i in range(costs.num_positions)]
@@ -46,9 +79,16 @@ def test_a_backward_holds_what_is_left_at_every_layer(profile: Profile) -> None:
         first, end = np.array(stages).T
         passing = costs.pass_through.gradient_bytes(first, end)
         found = costs.workspaces.above_stash("backward", first, end)
+        found_first = costs.workspaces.of_first_half(first, end)
+        found_halves = costs.workspaces.above_between(first, end)
+        found_again = costs.workspaces.above_recomputed_stash(first, end, np.zeros_like(first))
         for i, stage in enumerate(stages):
             if not passing[i]:
-                assert found[i] == told(costs, *(before[x] for x in stage))
+                layers = [before[x] for x in stage]
+                assert found[i] == told(costs, *layers, again=False)
+                assert max(0, found_again[i]) == told(costs, *layers, again=True)
+                assert found_first[i] == told_first_half(costs, layers[1] - layers[0])
+                assert found_halves[i] == told_second_half(costs, layers[1] - layers[0])
 
 
 def test_outputs_that_were_sent_stay_while_earlier_layers_run() -> None:

@@ -142,7 +142,7 @@ def graph_profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Pro
         for producer in [None, *range(num_layers)]
         for _ in range(draw(st.integers(0, 2)))
     ]
-    values = tuple(values or [_value(draw, None, num_layers)])
+    values = _with_views(draw, values or [_value(draw, None, num_layers)])
     return replace(profile, values=values, link=draw(st.sampled_from(LINKS)))
 
 
@@ -154,6 +154,17 @@ def _value(draw: st.DrawFn, producer: int | None, num_layers: int) -> Value:
         consumers=tuple(sorted(consumers)),
         costs=(_value_cost(draw),),
     )
+
+
+def _with_views(draw: st.DrawFn, values: Sequence[Value]) -> tuple[Value, ...]:
+    """Some values are views of one that only their producer reads."""
+    found = list(values)
+    for place, value in enumerate(found):
+        free = {i for i, x in enumerate(found) if x.consumers == (value.producer,)} - {x.view_of for x in found}
+        if free and draw(st.booleans()):
+            viewed = draw(st.sampled_from(sorted(free)))
+            found[place] = replace(value, costs=found[viewed].costs, view_of=viewed)
+    return tuple(found)
 
 
 def _value_cost(draw: st.DrawFn) -> ValueCost:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from hypothesis import strategies as st
 
 from gplan.core import Layer, LayerCost, Leftover, Link, Profile, SharedWeight, Stage, Timing
 from gplan.core.checks import SHARDINGS
+from gplan.core.profile import ParameterSize
 from gplan.cost.memory_moments import device_moments
 from gplan.cost.sharding import sharded
 from gplan.cost.stage_costs import Costs
@@ -26,6 +27,8 @@ from gplan.partition.problem import Problem
 from gplan.schedules.registry import num_stages_of, schedule_info
 from tests.made import FREE_LINK, SLOW_ENGINE, make_profile
 from tests.scheduled import OWN
+
+_Held = TypeVar("_Held", Layer, SharedWeight)
 
 Cuts = tuple[int, ...]
 
@@ -128,8 +131,9 @@ def problems(
     num_layers = len(profile.layers)
     num_devices = said.num_devices or draw(st.integers(1, min(num_layers, max_stages) // said.num_chunks))
     num_microbatches = [m for m in (1, 2, 4, 8) if m <= (said.num_microbatches or m)]
+    costs = Costs(profile, 1, draw(st.sampled_from(num_microbatches)), num_devices=num_devices)
     problem = Problem(
-        costs=replica_costs(draw, Costs(profile, 1, draw(st.sampled_from(num_microbatches)))),
+        costs=replica_costs(draw, costs),
         num_stages=num_stages_of(schedule, num_devices),
         schedule=schedule,
         recompute=draw(st.sampled_from(["never", "always", "except-last"])),
@@ -146,6 +150,13 @@ def replica_costs(draw: st.DrawFn, costs: Costs) -> Costs:
     num_replicas, sharding = draw(st.sampled_from([(1, "none"), *((r, x) for r in (2, 3) for x in SHARDINGS)]))
     profile = sharded(costs.profile, num_replicas=num_replicas, sharding=sharding)
     return replace(costs, profile=profile, num_replicas=num_replicas, sharding=sharding)
+
+
+def _partly_used(held: _Held) -> _Held:
+    """The same, all of it in one parameter of which a micro-batch uses some rows."""
+    num_bytes = held.gradient_bytes
+    size = ParameterSize(num_rows=num_bytes, num_bytes=num_bytes, is_partly_used=True)
+    return replace(held, parameters=(size,) if num_bytes else ())
 
 
 @st.composite
@@ -174,12 +185,30 @@ def profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Profile:
     if draw(st.booleans()):  # a recompute ends before the end of its last layer
         profile = with_costs_by_layer(profile, [{"last_recompute": Timing.exactly(x)} for x in numbers(9)])
         profile = with_costs_by_layer(profile, [{"output_saved_later_bytes": x} for x in numbers(4)])
-    layers = zip(profile.layers, numbers(6), numbers(6), numbers(9), strict=True)
+    frees = draw(st.booleans())
+    pending = [
+        x - draw(st.integers(0, frees * y.costs[0].stash_bytes))
+        for x, y in zip(numbers(9), profile.layers, strict=True)
+    ]
+    layers = zip(profile.layers, numbers(6), numbers(6), pending, numbers(20), strict=True)
     profile = replace(
         profile,
         layers=tuple(replace(_in_halves(*x), largest_trained_bytes=x[0].gradient_bytes // 2) for x in layers),
-        step=replace(profile.step, largest_workspace=draw(st.sampled_from([0.0, 1.0, 2.0]))),
+        step=replace(
+            profile.step,
+            largest_workspace=draw(st.sampled_from([0.0, 1.0, 2.0])),
+            contention=draw(st.sampled_from([1.0, 1.25])),
+            update_contention=draw(st.sampled_from([1.0, 1.5, 2.0])),
+        ),
+        num_neighbours=draw(st.integers(0, 2)),
     )
+    if draw(st.booleans()):
+        profile = replace(
+            profile,
+            layers=tuple(_partly_used(x) if draw(st.booleans()) else x for x in profile.layers),
+            shared_weights=tuple(map(_partly_used, profile.shared_weights)),
+            step=replace(profile.step, partly_used_factor=draw(st.sampled_from([0.5, 1.5, 4.0]))),
+        )
     if draw(st.booleans()):
         profile = replace(
             profile, layers=tuple(_with_waiting(draw, x, i, num_layers) for i, x in enumerate(profile.layers))
@@ -207,10 +236,19 @@ def in_halves(profile: Profile) -> Profile:
     return replace(profile, layers=layers)
 
 
-def _in_halves(layer: Layer, input_s: float, weight_s: float, pending_bytes: int) -> Layer:
-    first, second = Timing.exactly(input_s), Timing.exactly(weight_s)
+def _in_halves(layer: Layer, input_s: float, weight_s: float, pending_bytes: int, workspace_bytes: int) -> Layer:
+    """With the workspace of the second half unknown where it would be 0."""
     costs = [
-        replace(cost, input_gradient=first, weight_gradient=second, pending_bytes=pending_bytes) for cost in layer.costs
+        replace(
+            cost,
+            input_gradient=Timing.exactly(input_s),
+            weight_gradient=Timing.exactly(weight_s),
+            pending_bytes=pending_bytes,
+            input_workspace_bytes=workspace_bytes or None,
+            grown_bytes=workspace_bytes // 2,
+            weight_workspace_bytes=workspace_bytes or None,
+        )
+        for cost in layer.costs
     ]
     return replace(layer, costs=tuple(costs))
 
@@ -247,4 +285,5 @@ def _loss(draw: st.DrawFn) -> LayerCost:
         output_bytes=0,
         output_gradient_bytes=0,
         output_unsaved_bytes=0,
+        unkept_output_bytes=draw(st.integers(0, 4)),
     )

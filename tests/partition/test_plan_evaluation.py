@@ -82,6 +82,17 @@ def test_stages_that_hold_the_same_weight_add_up_its_gradients_once_a_step() -> 
     )
 
 
+def test_stages_that_hold_the_same_weight_update_at_the_same_time() -> None:
+    """Both wait until its gradients are added up; a stage without it updates while the first still trains."""
+    problem = make_problem([1] * 4, num_stages=3, weight_bytes=[4, 4, 4, 4], optimizer_s=12.0, **TIED)
+    profile = problem.costs.profile
+    step = replace(profile.step, contention=1.5, update_contention=3.0)
+    contended = replace(profile, step=step, num_neighbours=1)
+    problem = replace(problem, costs=replace(problem.costs, profile=contended, num_devices=3))
+    costs = [x.cost.contended(x.contention) for x in stages_of(problem, (1, 2))]
+    assert [x.optimizer_s for x in costs] == pytest.approx([3 * 6, 1.5 * 2, 3 * 8])
+
+
 def test_over_links_of_their_own_the_gradients_of_tied_weights_take_as_long_as_over_the_slowest() -> None:
     problem = replace(make_problem([1] * 4, num_stages=3, link=LINK, **TIED), links=(LINK, SLOW))
     assert [x.cost.all_reduce_s for x in stages_of(problem, (1, 2))] == [9, 0, 9]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, combinations
 
@@ -72,18 +72,52 @@ def _ways(problem: Problem, stage: Stage) -> Iterator[tuple[float, int]]:
 
 
 def _peak_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
-    """The peak where these layers are recomputed, none of them no layer."""
+    """The peak where these layers are recomputed, none of them no layer: each beside all that the stage keeps."""
     costs, loss = problem.costs, problem.costs.loss
     at_loss = loss if stage.end_layer == costs.num_layers else None
     layers = range(stage.first_layer, stage.end_layer)
-    running = max(costs.layer_costs[v].stash_bytes + costs.layer_costs[v].workspace_bytes for v in chosen)
-    forward, backward = (
-        max([need(v) for v in layers] + ([getattr(at_loss, name)] if at_loss else []))
-        for name, need in (
-            ("forward_workspace_bytes", lambda v: costs.layer_costs[v].forward_workspace_bytes),
-            ("backward_workspace_bytes", lambda v: _backward_bytes(costs, v, stage)),
+    running = max(_running_bytes(costs.layer_costs[v]) for v in chosen)
+    forward = [running, *(costs.layer_costs[v].forward_workspace_bytes for v in layers)]
+    backward = [running + max(_waiting_bytes(costs, v, stage) for v in layers)]
+    backward += [_backward_bytes(costs, v, stage) for v in layers]
+    if at_loss:
+        forward.append(at_loss.forward_workspace_bytes)
+        backward.append(at_loss.backward_workspace_bytes)
+    return _peak_with(problem, stage, chosen, forward=max(forward), backward=max(backward))
+
+
+def _told_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
+    """The same layer by layer: what a layer needs beside what those before it keep."""
+    costs, loss = problem.costs, problem.costs.loss
+    layers, is_last = range(stage.first_layer, stage.end_layer), stage.end_layer == costs.num_layers
+    kept = {v: _kept_of(problem, stage, chosen, v) for v in layers}
+
+    def most(needs: Iterable[int], loss_bytes: int) -> int:
+        above = max(need - sum(kept[u] for u in layers if u > v) for v, need in zip(layers, needs, strict=True))
+        return max(0, max(above - loss.stash_bytes, loss_bytes) if loss and is_last else above)
+
+    def forward_bytes(v: int) -> int:
+        cost = costs.layer_costs[v]
+        return cost.forward_workspace_bytes + (cost.stash_bytes - kept[v] if v in chosen else 0)
+
+    def backward_bytes(v: int) -> int:
+        sent = (
+            num_bytes
+            for (made, readers), num_bytes in costs.held_outputs
+            if made in layers and made is not None and made > v and not is_last and max(readers) >= stage.end_layer
         )
-    )
+        if v not in chosen:
+            return _backward_bytes(costs, v, stage) + sum(sent)
+        return _running_bytes(costs.layer_costs[v]) - kept[v] + _waiting_bytes(costs, v, stage) + sum(sent)
+
+    forward = most(map(forward_bytes, layers), loss.forward_workspace_bytes if loss else 0)
+    backward = most(map(backward_bytes, layers), loss.backward_workspace_bytes if loss else 0)
+    return _peak_with(problem, stage, chosen, forward=forward, backward=backward)
+
+
+def _peak_with(problem: Problem, stage: Stage, chosen: set[int], *, forward: int, backward: int) -> int:
+    """The peak with these workspaces."""
+    costs, at_loss = problem.costs, problem.costs.loss if stage.end_layer == problem.costs.num_layers else None
     kept = _kept_bytes(problem, stage, chosen) + (at_loss.stash_bytes if at_loss else 0)
     parts = structs.replace(
         costs.one_stage_bytes(stage.first_layer, stage.end_layer),
@@ -91,38 +125,52 @@ def _peak_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
         pending=0,
         checkpoint=kept,
         recomputed_stash=kept,
-        forward_workspace=running,
-        recompute_workspace=max(forward, running),
-        recomputing_workspace=max(backward, running),
-        backward_workspace=max(backward, running),
+        forward_workspace=forward,
+        recompute_workspace=forward,
+        recomputing_workspace=backward,
+        backward_workspace=backward,
     )
     return max(moment_bytes(moment, parts) for moment in peak_moments_of(problem, stage.index).selecting)
+
+
+def _running_bytes(cost: LayerCost) -> int:
+    """What a layer needs while it is recomputed and then runs backward: its parameters are gathered once for both."""
+    backward_bytes = cost.backward_workspace_bytes - cost.gathering_bytes
+    return cost.stash_bytes + max(cost.forward_workspace_bytes, backward_bytes)
 
 
 def _backward_bytes(costs: Costs, layer: int, stage: Stage) -> int:
     """A layer's workspace without what layers behind its stage did before, with the gradients that wait meanwhile."""
     cost, end = costs.layer_costs[layer], stage.end_layer
     beyond = [x for x in cost.leftovers if layer + x.num_later >= end and end < costs.num_layers]
-    users = [(x.gradient_bytes, {*range(stage.first_layer, end)} & {*x.layers}) for x in costs.profile.shared_weights]
-    waiting = sum(num_bytes for num_bytes, used in users if used and min(used) <= layer < max(used))
-    return max(0, cost.backward_workspace_bytes - sum(x.num_bytes for x in beyond)) + waiting
+    return max(0, cost.backward_workspace_bytes - sum(x.num_bytes for x in beyond)) + _waiting_bytes(
+        costs, layer, stage
+    )
+
+
+def _waiting_bytes(costs: Costs, layer: int, stage: Stage) -> int:
+    """The gradients of shared weights that wait while the layer's backward runs."""
+    inside = {*range(stage.first_layer, stage.end_layer)}
+    users = [(x.gradient_bytes, inside & {*x.layers}) for x in costs.profile.shared_weights]
+    return sum(num_bytes for num_bytes, used in users if used and min(used) <= layer < max(used))
 
 
 def _kept_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
-    """What stays of a micro-batch, cut by cut along a chain."""
-    costs = problem.costs.layer_costs
-    total = 0
-    for v in range(stage.first_layer, stage.end_layer):
-        before, is_first = costs[v - 1], v == stage.first_layer
-        total += 0 if v in chosen else costs[v].stash_bytes
-        if v in chosen and not is_first:
-            total += before.output_bytes if v - 1 in chosen else before.output_unsaved_bytes
-        elif v - 1 in chosen and not is_first:
-            total += before.output_bytes - before.output_unsaved_bytes
-    last = costs[stage.end_layer - 1]
-    if stage.end_layer == len(costs):
-        return total + (last.output_bytes - last.output_unsaved_bytes if stage.end_layer - 1 in chosen else 0)
-    return total + (last.output_bytes if stage.end_layer - 1 in chosen else last.output_unsaved_bytes)
+    """What stays of a micro-batch, layer by layer along a chain, and what crosses the cut behind the stage."""
+    costs, end = problem.costs.layer_costs, stage.end_layer
+    total = sum(_kept_of(problem, stage, chosen, v) for v in range(stage.first_layer, end))
+    return total + (costs[end - 1].output_unsaved_bytes if end < len(costs) else 0)
+
+
+def _kept_of(problem: Problem, stage: Stage, chosen: set[int], v: int) -> int:
+    """Its stash, or of a recomputed layer its outputs that are kept, and its inputs that are not."""
+    cost, loss = problem.costs.layer_costs[v], problem.costs.loss
+    if v not in chosen:
+        return cost.stash_bytes
+    made = cost.output_bytes - cost.output_unsaved_bytes
+    if loss and v == problem.costs.num_layers - 1:
+        made = max(0, made - loss.unkept_output_bytes)
+    return made + (problem.costs.layer_costs[v - 1].output_unsaved_bytes if v > stage.first_layer else 0)
 
 
 def brute_force_s(problem: Problem) -> float | None:
@@ -149,7 +197,8 @@ def test_the_smallest_largest_stage_equals_brute_force(problem: Problem) -> None
     best_s, solution = brute_force_s(problem), smallest_largest(problem)
     assert (best_s is None) == (solution is None)
     if solution is not None:
-        assert objective_s(problem, stages_of(problem, solution.cuts)) == solution.lower_bound_s == best_s
+        objective = objective_s(problem, stages_of(problem, solution.cuts))
+        assert (objective, solution.lower_bound_s) == pytest.approx((best_s, best_s), rel=1e-12)
 
 
 @settings(max_examples=70, deadline=None)
@@ -159,7 +208,8 @@ def test_the_smallest_step_equals_brute_force_and_is_proven(problem: Problem) ->
     assert (best_s is None) == (solution is None)
     if solution is not None and best_s is not None:
         stages = stages_of(problem, solution.cuts)
-        assert objective_s(problem, stages) == solution.lower_bound_s == pytest.approx(best_s, rel=1e-9)
+        assert solution.lower_bound_s == pytest.approx(objective_s(problem, stages), rel=1e-12)
+        assert solution.lower_bound_s == pytest.approx(best_s, rel=1e-9)
         assert max(stage.memory.peak_bytes for stage in stages) <= (problem.memory_bytes or 0)
 
 
@@ -170,7 +220,10 @@ def test_a_stage_names_layers_whose_peak_and_seconds_are_its_own(problem: Proble
     for stage in stages_of(problem, all_cuts(problem)[-1]):
         chosen = {names.index(x) for x in stage.recompute_layers}
         kept = _stages(problem, all_cuts(problem)[-1])[stage.index]
-        assert stage.memory.peak_bytes == (_peak_bytes(problem, kept, chosen) if chosen else kept.memory.peak_bytes)
+        searched = _peak_bytes(problem, kept, chosen) if chosen else kept.memory.peak_bytes
+        fits = searched <= (problem.memory_of(stage.index) or searched)
+        told = _told_bytes(problem, kept, chosen) if chosen and fits else searched
+        assert stage.memory.peak_bytes == told <= searched
         assert stage.cost.recompute_s == sum(problem.costs.layer_recompute_s[list(chosen)])
 
 

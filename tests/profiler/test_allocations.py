@@ -148,7 +148,7 @@ OF_CONVOLUTIONS = {"resnet.py", "unet.py"}
 def recorded(layers: list[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]) -> tuple[LayerBytes, ...]:
     tied = tied_uses(layers)
     calls = layers_apart(layers, tied)
-    saved_by_maker = outputs_saved_by_maker(calls, inputs)
+    saved_by_maker = outputs_saved_by_maker(calls, inputs, loss)
     with StorageRecorder() as recorder:
         passage = pass_through(calls, inputs, loss, now=recorder.now, address_of=storage_key)
     return with_sums(layer_bytes(recorder.trace(), passage, saved_by_maker), tied)

@@ -123,6 +123,83 @@ def test_a_size_that_depends_on_data_does_not_cross_a_cut() -> None:
         torch.testing.assert_close(chain.stage(0, len(chain))(ROWS)[0], model(ROWS))
 
 
+class OnlyPositive(Around):
+    """Its rows with a positive sum go through `first` and `inner`, and are returned too."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        kept = x[x.sum(1) > 0]
+        hidden = self.inner(self.first(kept))
+        return {"rows": hidden, "y": self.last(x + hidden.sum(0))}
+
+
+def test_a_tensor_of_a_size_that_depends_on_data_does_not_cross_a_cut() -> None:
+    """Such as the features of as many images as a batch has; the model's output is without them."""
+    model = OnlyPositive(nn.Linear(4, 4))
+    chain = capture(model, ROWS)
+    assert chain.names == ("first..inner", "last")
+    for rows in (ROWS, ROWS + 1.0):
+        output = chain.model_output(chain.stage(1, 2)(*chain.stage(0, 1)(rows)))
+        torch.testing.assert_close(output["y"], model(rows)["y"])
+        assert output["rows"] is None
+    assert "tensors whose size depends on data in the model's output are left out" in chain.notes[0]
+    assert len(capture(model, ROWS, granularity="op")) == 1
+
+
+def test_a_custom_function_under_vmap_is_traced_like_other_code() -> None:
+    """As in the masks that transformers makes by torch.vmap."""
+
+    class Chosen(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(values: Tensor, place: Tensor) -> Tensor:
+            return values.index_select(0, place.reshape(1)).squeeze(0)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return None, None
+
+    class Masks(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            kinds = (x.detach().sum(1) > 0).long()
+            mask = torch.vmap(lambda place: Chosen.apply(kinds, place))(torch.arange(len(x)))
+            return super().forward(x) * mask[:, None]
+
+    model = Masks(nn.Linear(4, 4))
+    chain = capture(model, ROWS)
+    assert len(chain) == 3
+    torch.testing.assert_close(chain.stage(0, 3)(ROWS)[0], model(ROWS))
+
+
+def test_a_backward_of_its_own_under_vmap_is_not_dropped() -> None:
+    """Whether or not it can be captured."""
+
+    class StraightThrough(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.sign()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            return gradient
+
+    class Signs(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            noise = torch.rand_like(x)
+            return super().forward(torch.vmap(StraightThrough.apply)(self.first(x)) + noise)
+
+    with pytest.raises(ModelError, match="cannot be captured"):
+        capture(Signs(nn.Linear(4, 4)), ROWS)
+
+
 def test_a_skip_is_alive_at_every_boundary_it_crosses() -> None:
     found = boundaries(capture(LongSkip(), WIDE), (WIDE,))
     assert [len(x) for x in found] == [1, 1, 2, 2, 1]

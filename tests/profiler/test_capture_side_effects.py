@@ -118,7 +118,8 @@ def test_objects_in_the_output_are_left_out() -> None:
     assert type(output) is Made and type(output.names) is Named and output.names["cache"] is None
     assert torch.equal(output.x, model(ROWS).x) and torch.equal(output.names["double"], 2 * output.x)  # type: ignore[arg-type]
     assert chain.notes == (
-        "objects of class gplan.core.errors.ModelError in the model's output are left out, as only tensors leave a stage",
+        "objects of class gplan.core.errors.ModelError in the model's output are left out: a stage returns only tensors "
+        "whose size is known",
     )
 
 
@@ -129,7 +130,20 @@ def test_output_of_objects_alone_is_named() -> None:
             return ModelError()
 
     with pytest.raises(
-        ModelError, match="returns gplan.core.errors.ModelError, NoneType .None.; expected at least one tensor"
+        ModelError,
+        match="returns objects of class gplan.core.errors.ModelError; expected at least one tensor whose size",
+    ):
+        capture(Returns(nn.Linear(4, 4)), ROWS)
+
+
+def test_an_output_whose_size_depends_on_data_is_named() -> None:
+    class Returns(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            made = super().forward(x)
+            return made[made.sum(1) > 0]
+
+    with pytest.raises(
+        ModelError, match="returns tensors whose size depends on data; expected at least one tensor whose"
     ):
         capture(Returns(nn.Linear(4, 4)), ROWS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 import gplan
 from gplan.core import LayerCost, Link, Profile, Value, ValueCost
 from gplan.core.errors import ModelError
-from gplan.graph.boundary import is_crossing
+from gplan.graph.boundary import is_crossing, storages_of
 from gplan.graph.down_sets import Prefixes
 from profiler.capture.capture import capture
 from profiler.memory.chain_profile import Crossings, layers_with_weights, values_of
@@ -117,6 +118,57 @@ def test_a_chain_has_no_values_and_a_sequential_is_one() -> None:
 
     assert in_memory(Plain(), torch.randn(4, 4)).values == ()
     assert in_memory(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4)).values == ()
+
+
+def test_view_of_a_value_that_another_layer_reads_has_bytes_of_its_own() -> None:
+    class Shaped(nn.Module):
+        def __init__(self, *, reads_both: bool) -> None:
+            super().__init__()
+            self.first, self.flat, self.last, self.reads_both = (
+                nn.Linear(4, 4),
+                nn.Flatten(),
+                nn.Linear(8, 4),
+                reads_both,
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            found: Tensor = self.last(self.flat(y))
+            return found + y.sum() if self.reads_both else found
+
+    for reads_both in (False, True):
+        profile = in_memory(Shaped(reads_both=reads_both), torch.randn(4, 2, 4))
+        ways = {(x.producer, x.consumers): x.view_of for x in profile.values}
+        of_first = (0, (1, 2) if reads_both else (1,))
+        assert (ways[of_first], ways[1, (2,)]) == (None, None if reads_both else 1)
+        storages = {(x.producer, x.consumers): x.costs[0].num_bytes for x in storages_of(profile)}
+        assert (storages.get((0, (2,))), storages.get((1, (2,)))) == ((None, 64) if reads_both else (64, None))
+
+
+def test_views_of_two_values_on_one_route_are_two_values() -> None:
+    class Flat(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return x.flatten(1), y.flatten(1)
+
+    class Streams(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.flat = nn.Linear(4, 4), nn.Linear(4, 4), Flat()
+            self.join = nn.Bilinear(8, 8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, other = self.flat(self.first(x), self.second(x))
+            found: Tensor = self.join(one, other)
+            return found
+
+    profile = in_memory(Streams(), torch.randn(4, 2, 4))
+    viewed = [profile.values[x.view_of].producer for x in profile.values if x.view_of is not None]
+    assert sorted(viewed, key=str) == [0, 1]
+    place = next(i for i, x in enumerate(profile.values) if x.view_of is not None)
+    twice = replace(profile.values[place + 1], view_of=profile.values[place].view_of)
+    values = (*profile.values[: place + 1], twice, *profile.values[place + 2 :])
+    with pytest.raises(ValueError, match=r"2 values are views of value \d; expected at most one"):
+        replace(profile, values=values)
 
 
 def test_shared_input_has_no_producer() -> None:

@@ -21,7 +21,7 @@ from profiler.analytic.layer_work import analyse, analyse_halves
 from profiler.analytic.roofline import Fit, Operation, RooflineCalibration, roofline_seconds, total_work
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, Tensors, flat_tensors
-from profiler.memory.layer_memory import allocate_gradients, measure_bytes, measure_pending
+from profiler.memory.layer_memory import allocate_gradients, measure_bytes, measure_halves
 from profiler.model.load import ModelFile, model_in_memory
 from tests.profiler.models import Branching, ConvNet, Tied
 
@@ -121,9 +121,9 @@ def test_a_weight_that_layers_share_has_its_second_half_once() -> None:
 def test_pending_bytes_match_the_allocator() -> None:
     model = ConvNet()
     _, layers, tensors = captured(model, torch.randn(2, 3, 8, 8))
-    computed = tuple(x.pending_bytes for x in analyse_halves(layers, tensors, sum_of_squares))
+    computed = [x.memory.pending_bytes for x in analyse_halves(layers, tensors, sum_of_squares)]
     allocate_gradients(model)
-    assert computed == measure_pending(layers, tensors, sum_of_squares)
+    assert computed == [x.pending_bytes for x in measure_halves(layers, tensors, sum_of_squares)]
     assert any(computed)
 
 
@@ -134,6 +134,8 @@ def test_a_computed_profile_has_halves(profile: Profile) -> None:
     assert second.pending_bytes == profile.layers[4].costs[0].pending_bytes > 0  # blocks are alike
     one, two = (cost.pending_bytes for cost in profile.layers[3].costs)
     assert two == 2 * one
+    assert second.weight_workspace_bytes is not None
+    assert 0 < second.weight_workspace_bytes < second.backward_workspace_bytes
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,36 @@ def test_contention_is_measured() -> None:
     assert found.step.contention >= 1.0
 
 
+class OnlyPositive(nn.Module):
+    """Returns its rows with a positive sum too, whose number depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden, is_chosen = self.first(x), x.sum(1) > 0
+        rows = 2.0 * hidden[is_chosen]
+        return {"rows": rows, "y": self.last(hidden.masked_scatter(is_chosen[:, None], rows))}
+
+
+@pytest.mark.parametrize("uses_rows", ["never", "if they are there", "always"])
+def test_a_loss_of_outputs_that_no_stage_returns_is_refused(uses_rows: str) -> None:
+    torch.manual_seed(0)
+
+    def loss(output: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+        found = nn.functional.cross_entropy(output["y"], target)
+        uses = uses_rows == "always" or (uses_rows != "never" and output["rows"] is not None)
+        return found + output["rows"].sum() / len(target) if uses else found
+
+    file = in_memory(OnlyPositive(), lambda n: torch.randn(n, 8), classes, loss=loss)
+    if uses_rows == "never":
+        assert any("whose size depends on data" in x for x in measure_profile(file, OPTIONS).notes)
+        return
+    with pytest.raises(ModelError, match="uses tensors of the model's output whose size depends on data"):
+        measure_profile(file, OPTIONS)
+
+
 def test_too_much_contention_is_refused() -> None:
     with pytest.raises(UsageError, match="has cores for"):
         ProfileOptions(contention=10_000)
@@ -298,7 +328,8 @@ def test_unsplittable_backward_is_noted() -> None:
 def test_a_profile_from_before_there_were_halves_is_read(profile: Profile) -> None:
     content = json.loads(json_files.to_json(profile))
     for cost in [*(cost for layer in content["layers"] for cost in layer["costs"]), *content["loss"]]:
-        del cost["pending_bytes"], cost["input_gradient"], cost["weight_gradient"]
+        del cost["pending_bytes"], cost["input_gradient"], cost["weight_gradient"], cost["weight_workspace_bytes"]
+        del cost["input_workspace_bytes"], cost["grown_bytes"]
     found = json_files.parse(Profile, json.dumps(content).encode(), name="old.json")
     assert not found.layers[2].costs[0].has_halves
     assert found.layers[2].costs[0].backward == profile.layers[2].costs[0].backward

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,9 +21,19 @@ from profiler.timing.clock import Clock, CpuClock, Samples
 from profiler.timing.optimizer_step import sample_step
 
 
+class Sleeping(torch.optim.Optimizer):
+    """A step takes a millisecond."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        time.sleep(1e-3)
+
+
 def measured_step(file: ModelFile, clock: Clock) -> tuple[StepCost, tuple[str, ...]]:
-    sampled, notes = sample_step(file, clock)
-    return sampled(lambda samples: samples), notes
+    sampled, _, notes = sample_step(file, clock)
+    return sampled(lambda samples, beside=False: samples), notes
 
 
 def test_adam_state_per_parameter() -> None:
@@ -44,6 +56,44 @@ def test_workspace_of_one_tensor_or_of_all(is_list: bool, expected: tuple[int, f
     assert (found.workspace_bytes / 52_000, found.largest_workspace) == pytest.approx(
         (by_bytes / 52_000, largest), abs=0.01
     )
+
+
+@pytest.mark.parametrize("has_work", [True, False])
+def test_the_step_is_sampled_beside_a_pass_and_beside_other_steps(
+    has_work: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a pass of the neighbours it takes twice as long here, and beside their steps three times."""
+    works = list[Callable[[], object]]()
+
+    class Others:
+        are_alive = True
+
+        @contextmanager
+        def running(self) -> Iterator[None]:
+            yield
+
+    @contextmanager
+    def recorded(_shares: object, work: Callable[[], object], _parameters: object) -> Iterator[Others]:
+        works.append(work)
+        yield Others()
+
+    def slower(steps: Any, _others: object, samples: Samples, *, times: int, **_: object) -> None:
+        with monkeypatch.context() as patch:
+            factor = 2.0 if works[-1] is a_pass else 3.0
+            patch.setattr(steps.optimizer, "step", lambda: time.sleep(factor * 1e-3))
+            for _ in range(times):
+                steps.once(samples, Samples())
+
+    def a_pass() -> None: ...
+
+    monkeypatch.setattr(optimizer_step, "neighbours", recorded)
+    monkeypatch.setattr(optimizer_step._Steps, "among", slower)
+    file = model_in_memory(nn.Linear(4, 4), optimizer=lambda p: Sleeping(p))
+    sampled, _, _ = sample_step(file, CpuClock(), shares=[{0}], work_beside=a_pass if has_work else None)
+    found = sampled(lambda samples, beside=False: samples)
+    assert len(works) == 1 + has_work
+    assert found.update_contention == pytest.approx(3.0, rel=0.3)
+    assert found.contention == pytest.approx(2.0 if has_work else 3.0, rel=0.3)
 
 
 def test_the_model_is_not_trained_by_it() -> None:
@@ -111,8 +161,9 @@ def test_tensors_and_bytes_take_their_own_times(monkeypatch: pytest.MonkeyPatch,
 
 def test_all_times_are_brought_to_one_speed() -> None:
     model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(4)))
-    sampled, _ = sample_step(model_in_memory(model, optimizer=torch.optim.Adam), Counting())
-    usual, slow = sampled(lambda x: x), sampled(lambda x: x.divided(lambda at_s: np.full(len(at_s), 2.0)))
+    sampled, _, _ = sample_step(model_in_memory(model, optimizer=torch.optim.Adam), Counting())
+    usual = sampled(lambda x, beside=False: x)
+    slow = sampled(lambda x, beside=False: x.divided(lambda at_s: np.full(len(at_s), 2.0)))
     assert usual.tensor_s > 0
     assert (slow.tensor_s, slow.update_s) == pytest.approx((usual.tensor_s / 2, usual.update_s / 2))
 
@@ -131,3 +182,48 @@ def test_optimizer_that_rejects_small_tensors() -> None:
     assert note.startswith(
         "update times are divided by bytes alone, as the optimizer rejects small tensors: ValueError: too narrow"
     )
+
+
+class SlowForEmptyRows(torch.optim.Optimizer):
+    """A step takes 20 microseconds for every row, and five times as long for every row without a gradient."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        used = torch.cat([x.grad.flatten(1).any(1) for group in self.param_groups for x in group["params"]])
+        time.sleep(2e-5 * torch.where(used, 1, 5).sum().item())
+
+
+class NeedsAMatrix(SlowForEmptyRows):
+    """Refuses parameters of which none is wider than long."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        if all(x.shape[0] >= x.shape[-1] for group in self.param_groups for x in group["params"]):
+            raise ValueError("nothing to do")
+
+
+def test_an_optimizer_that_rejects_the_table_alone_counts_all_alike() -> None:
+    table, mix = nn.Embedding(100, 50), nn.Linear(50, 20, bias=False)
+    file = model_in_memory(nn.Sequential(table, mix), optimizer=lambda p: NeedsAMatrix(p))
+    work = lambda: file.model(torch.arange(20)).sum().backward()  # noqa: E731
+    sampled, partly_used, notes = sample_step(file, CpuClock(), work_beside=work)
+    assert partly_used == {table.weight}
+    assert sampled(lambda samples, beside=False: samples).partly_used_factor == 1.0
+    assert any("as the optimizer rejects them alone" in note and "nothing to do" in note for note in notes)
+
+
+def test_a_table_has_its_own_rate_where_rows_get_no_gradient() -> None:
+    table, mix = nn.Embedding(100, 50), nn.Linear(50, 100, bias=False)
+    file = model_in_memory(nn.Sequential(table, mix), optimizer=lambda p: SlowForEmptyRows(p))
+    tokens = torch.arange(20)
+
+    def a_pass() -> None:
+        file.model(tokens).sum().backward()
+
+    sampled, partly_used, _ = sample_step(file, CpuClock(), work_beside=a_pass)
+    assert partly_used == {table.weight}
+    assert table.weight.grad is None
+    found = sampled(lambda samples, beside=False: samples)
+    assert found.partly_used_factor == pytest.approx((20 + 80 * 5) / 100, rel=0.4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import shutil
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gplan
-from gplan.core import ActionKind, Constraints, Plan, Run, YardstickTimes
+from gplan.core import ActionKind, Constraints, Link, Plan, Run, YardstickTimes
 from gplan.core.errors import FileError, ModelError, RunError, UsageError
 from gplan.runtime.run.loop import BatchStream
 from gplan.runtime.run.reference import Reference, gradient_check, gradient_errors, plain_reference
@@ -126,10 +127,44 @@ def test_concatenated_skip_copies_its_gradient() -> None:
     assert plan.stages[1].memory.peak_bytes == pytest.approx(run.peak_bytes[1], rel=0.005)
 
 
+def batches_of_64(size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    while True:
+        yield torch.randn(size, 64), torch.randn(size, 64)
+
+
+def test_layer_that_returns_its_input_costs_no_memory() -> None:
+    """The stage of a dropout that is switched off sends its receive buffer."""
+
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.dropout, self.last = nn.Linear(64, 64), nn.Dropout(0.0), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.last(self.dropout(self.first(x)))
+            return y
+
+    model = Dropping()
+    training: dict[str, Any] = {
+        "loss": nn.functional.mse_loss, "optimizer": torch.optim.SGD, "batches": batches_of_64
+    }  # fmt: skip
+    profile = gplan.profile(
+        model, inputs=lambda size: torch.randn(size, 64), microbatch_sizes=[64], budget_s=0.01, contention=0,
+        link=Link(latency_s=0.0, bytes_per_s=1e9), **training,
+    )  # fmt: skip
+    assert [x.view_of for x in profile.values] == [None, None, 1, None]
+    for recompute in ("never", "always"):
+        plan = gplan.balance(profile, num_devices=3, num_microbatches=4, recompute=recompute)
+        run = gplan.run(plan, model=model, engine="virtual", num_steps=2, **training)
+        assert plan.device_peak_bytes[1] == pytest.approx(run.peak_bytes[1], abs=17_000)  # of 4 x 16384 sent bytes
+
+
 def test_yardstick_is_read_in_timed_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reading in the warm-up would only put off those that count."""
     left = iter([(1e-3, 1e-3), (1e-3,), (2e-3, 2e-3), (2e-3,)])
-    monkeypatch.setattr("gplan.runtime.run.speed_readings.Yardstick.seconds", lambda _, *names: next(left))
+    monkeypatch.setattr(
+        "gplan.runtime.run.speed_readings.Yardstick.seconds", lambda _, *names, num_readings: next(left)
+    )
     monkeypatch.setattr("gplan.runtime.run.speed_readings.MOST_SHARE", 1.0)  # after every step
     file, options = small_example("transformer_lm"), RunOptions(num_steps=5)
     run = run_virtually(file, plan_for(file, num_devices=2), options)
@@ -279,6 +314,15 @@ def test_nan_gradient_fails_check() -> None:
     check = gradient_check(plain, gradient_errors(plain.gradients, found), loss=1.0)
     assert (check.passed, check.worst_parameter) == (False, "b")
     assert gradient_check(plain, gradient_errors(plain.gradients, {"a": torch.ones(2)}), loss=1.0).passed is False
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_has_the_scale_of_its_module() -> None:
+    """As that of a bias before a batch norm."""
+    plain = {"fuse.weight": torch.tensor([2.0]), "fuse.bias": torch.tensor([1e-7]), "head.bias": torch.tensor([1e-7])}
+    found = {**plain, "fuse.bias": torch.tensor([-1e-7]), "head.bias": torch.tensor([-1e-7])}
+    errors = gradient_errors(plain, found)
+    assert errors == pytest.approx({"fuse.weight": 0.0, "fuse.bias": 1e-7, "head.bias": 1e-4})
+    assert gradient_errors(plain, {"fuse.bias": torch.tensor([1e-4])})["fuse.bias"] > 4e-5  # far from rounding
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float16", 0.012), ("bfloat16", 0.1)])

@@ -17,7 +17,9 @@ from tests.scheduled import EVERY_SCHEDULE, scheduled_plan
 def with_contention(factor: float) -> Profile:
     made = make_profile([1.0, 2.0, 3.0, 4.0], optimizer_s=4.0, weight_bytes=4)
     layers = tuple(replace(x, costs=tuple(replace(y, contention=factor) for y in x.costs)) for x in made.layers)
-    return replace(made, layers=layers, num_neighbours=1, step=replace(made.step, contention=factor))
+    return replace(
+        made, layers=layers, num_neighbours=1, step=replace(made.step, contention=factor, update_contention=factor)
+    )
 
 
 def test_alone_a_plan_predicts_what_a_profile_without_contention_does() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 from gplan.core import Plan, Profile, Stage
 from gplan.core.errors import NoPlanError
@@ -85,7 +86,7 @@ def _why_no_sensitivities(profile: Profile, same: Option) -> str:
     num_stages = same.setting.num_stages
     if num_stages == 1:
         return "one stage has no cut that could move"
-    if num_stages == len(profile.layers) and not profile.values:
+    if num_stages == len(profile.layers) and {*pairwise(range(num_stages))} <= {*profile.precedence}:
         return "every stage has one layer, and none can move"
     if same.outcome is not None and not same.outcome.is_proven:
         return "the best plan itself was not proven in time"

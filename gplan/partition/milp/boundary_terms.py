@@ -72,7 +72,7 @@ def always_sent(costs: Costs, graph: LayerGraph, *, way: str) -> bool:
     field = "num_bytes" if way == "activation" else "gradient_bytes"
     edges = (
         (-1 if x.producer is None else x.producer, reader)
-        for x in values_of(costs.profile)
+        for x in costs.profile.values or values_of(costs.profile)  # views too, as they join layers
         if getattr(value_cost_at(x.costs, costs.microbatch_size), field)
         for reader in x.consumers
     )
@@ -275,13 +275,18 @@ class PassThroughTerms:
         n >= y[reader, k] + ... + y[last reader, k] - (R - 1)     read by all R before the next one
     and one that the gradient does, a row for each reader r that may come behind the stage while no other q is on it:
         m >= y[producer, k-1] - y[r, k] - sum of (y[q, k] - y[q, k-1]) over all q but r
+    The first half of a split backward returns such a gradient without a copy. A variable says that it is not returned:
+    at least the rows of n, and
+        o >= y[q, k] - y[q, k-1]                                  read on the stage, for each reader q
     """
 
     def __init__(self, program: LinearProgram, problem: Problem, costs: Costs, choices: StageAssignment) -> None:
         self._program, self._problem, self._choices = program, problem, choices
         self._groups = value_groups(costs, choices.graph)
         self._gradients = list(zip(*costs.pass_through.gradient_ways, strict=True))
-        self._stays, self._returns = cache(self._add_stays), cache(self._add_returns)
+        self._returned = list(zip(*costs.pass_through.returned_ways, strict=True))
+        self._stays, self._copied = cache(self._add_stays), cache(self._add_copied)
+        self._not_returned = cache(self._add_not_returned)
 
     def activation_bytes(self, k: int) -> Expression:
         """Of the activations that cross both cuts of stage k, where the stage before is on another device."""
@@ -296,8 +301,15 @@ class PassThroughTerms:
         if not self._is_inside(k):
             return 0.0
         return weighted(
-            (float(size), self._returns(i, k)) for i, (way, size) in enumerate(self._gradients) if self._may_pass(way)
+            (float(size), self._copied(i, k)) for i, (way, size) in enumerate(self._gradients) if self._may_pass(way)
         )
+
+    def returned_bytes(self, k: int) -> Expression:
+        """Of the gradients that stage k sends back as it received them."""
+        if not self._is_inside(k) or not self._problem.boundaries(k).returns:
+            return 0.0
+        returned = ((i, float(size)) for i, (way, size) in enumerate(self._returned) if self._may_pass(way))
+        return weighted(x for i, size in returned for x in ((size, 1.0), (-size, self._not_returned(i, k))))
 
     def _activations(self, k: int, sizes: list[int]) -> Expression:
         if not self._is_inside(k) or not self._problem.boundaries(k).before:
@@ -316,12 +328,22 @@ class PassThroughTerms:
         return not self._choices.graph.is_chain or max(read) > (-1 if made is None else made) + 1
 
     def _add_stays(self, group: int, k: int) -> Expression:
-        producer, readers, y = self._groups[group].producer, self._groups[group].readers, self._choices.up_to
+        way = self._groups[group].producer, self._groups[group].readers
+        return self._program.at_least(f"stays_{group}_{k}", self._staying(way, k), high=1)
+
+    def _staying(self, way: Way, k: int) -> list[Expression]:
+        """The rows of a value that does not cross both cuts of stage k."""
+        (producer, readers), y = way, self._choices.up_to
         not_made = 0.0 if producer is None else weighted([(1.0, 1.0), (-1.0, y(producer, k - 1))])
         read = weighted([*((1.0, y(x, k)) for x in readers), (1.0 - len(readers), 1.0)])
-        return self._program.at_least(f"stays_{group}_{k}", [not_made, read], high=1)
+        return [not_made, read]
 
-    def _add_returns(self, way: int, k: int) -> Expression:
+    def _add_not_returned(self, way: int, k: int) -> Expression:
+        value_way, _ = self._returned[way]
+        here = [self._choices.is_on(x, k) for x in value_way[1] if x < self._choices.graph.num_layers]
+        return self._program.at_least(f"ends_{way}_{k}", [*self._staying(value_way, k), *here], high=1)
+
+    def _add_copied(self, way: int, k: int) -> Expression:
         (producer, readers), _ = self._gradients[way]
         made = 1.0 if producer is None else self._choices.up_to(producer, k - 1)
         on_stage = {x: self._choices.is_on(x, k) for x in readers if x < self._choices.graph.num_layers}

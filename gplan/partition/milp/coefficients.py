@@ -25,6 +25,7 @@ class ParameterBytes:
         self._program, self._choices, self._profile, self._waiting = program, choices, profile, waiting
         self._shared: dict[int, list[Expression]] = {}
         self._tied: dict[int, list[Expression]] = {}
+        self._any_tied: dict[int, Expression] = {}
         self._waits_between: dict[tuple[tuple[int, ...], int, int], Expression] = {}
 
     def tied_bytes(self, k: int) -> Expression:
@@ -61,13 +62,21 @@ class ParameterBytes:
 
     def is_any_tied(self, k: int) -> Expression:
         """Whether stage k holds any such gradient."""
-        pairs = zip(self._profile.shared_weights, self._tied_on(k), strict=True)
-        tied = [is_tied for weight, is_tied in pairs if weight.gradient_bytes]
-        return self._program.at_least(f"tied_{k}", tied, high=1)
+        if k not in self._any_tied:
+            pairs = zip(self._profile.shared_weights, self._tied_on(k), strict=True)
+            tied = [is_tied for weight, is_tied in pairs if weight.gradient_bytes]
+            self._any_tied[k] = self._program.at_least(f"tied_{k}", tied, high=1)
+        return self._any_tied[k]
 
     def trained_share(self, k: int) -> Expression:
         """Which share of the model's trained bytes a replica updates on stage k."""
         return weighted([(1.0 / (self._profile.trained_bytes or 1), self.held_bytes(k, "updated_bytes"))])
+
+    def update_share(self, k: int) -> Expression:
+        """As `Costs.update_share`."""
+        share, more = 1.0 / (self._profile.weighted_trained_bytes or 1.0), self._profile.step.partly_used_factor - 1.0
+        partly = [(more * share, self.held_bytes(k, "partly_used_bytes"))] if more else []
+        return weighted([(share, self.held_bytes(k, "updated_bytes")), *partly])
 
     def largest_bytes(self, k: int, field: str) -> Expression:
         """The largest number of the layers and shared weights on stage k, one row for each that may be."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from gplan.core import StageBytes
 from gplan.core.profile import BUCKET_BYTES
@@ -14,7 +15,10 @@ from gplan.partition.milp.boundary_terms import BoundaryTerms, OutputTerms, Pass
 from gplan.partition.milp.coefficients import LayerSeconds, ParameterBytes
 from gplan.partition.milp.program import Expression, LinearProgram, total, weighted
 
-_WORKSPACES = ("forward_workspace", "backward_workspace", "recompute_workspace", "recomputing_workspace")
+_WORKSPACES = (
+    "forward_workspace", "backward_workspace", "input_workspace", "weight_workspace", "recompute_workspace",
+    "recomputing_workspace",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,9 @@ class MemoryRows:
                 layers_pending=total([pending, loss.pending_bytes if loss and is_last else 0.0]),
                 loss_stash=loss.stash_bytes if loss and is_last else 0,
                 received_activation=cuts.activation_bytes(k - 1),
-                sent_gradient=cuts.gradient_bytes(k - 1),
+                sent_gradient=weighted(
+                    [(1.0, cuts.gradient_bytes(k - 1)), (-1.0, self.pass_through.returned_bytes(k))]
+                ),
                 sent_activation=cuts.activation_bytes(k),
                 received_gradient=cuts.gradient_bytes(k),
                 output=cuts.kept_bytes(k),
@@ -128,7 +134,26 @@ class MemoryRows:
             return self._alone(k, limit_bytes)
         if name == "recomputing_workspace":
             return self._above_recomputed_stash(k, limit_bytes)
+        if name == "input_workspace":
+            return self._of_first_half(k, limit_bytes)
+        if name == "weight_workspace":
+            return weighted([(limit_bytes, self._above_layers(k, "second_half_workspace_bytes", limit_bytes))])
         return self._above_stash(k, f"{name}_bytes", limit_bytes)
+
+    def _of_first_half(self, k: int, limit_bytes: int) -> Expression:
+        """The most that stage k holds above its stash in the first half of a split backward, in bytes.
+
+        Layer by layer, each at least what was held before and what it leaves, and its own workspace.
+        """
+        costs, held = self.figures.costs, 0.0
+        for v, cost in enumerate(costs.layer_costs):
+            sizes = cost.grown_bytes, cost.first_half_workspace_bytes
+            grown, own = (weighted([(x / limit_bytes, self.choices.is_on(v, k))]) for x in sizes)
+            held = self.program.at_least(f"first_half_{v}_{k}", [total([held, grown]), own])
+        if costs.loss and k == self.choices.stages[-1]:
+            grown, own = (x / limit_bytes for x in (costs.loss.grown_bytes, costs.loss.first_half_workspace_bytes))
+            held = self.program.at_least(f"first_half_loss_{k}", [total([held, grown]), own])
+        return weighted([(limit_bytes, held)])
 
     def _above_recomputed_stash(self, k: int, limit_bytes: int) -> Expression:
         """The most that stage k holds above `recomputed_stash` in a backward that recomputes.
@@ -155,19 +180,40 @@ class MemoryRows:
         Layer by layer, each at least what was held before without the layer's own stash, and the layer's workspace.
         What leaves the stage is there all the time: in a recompute, with `prefix`, beside what is made again.
         """
-        is_backward = field == "backward_workspace_bytes"
+        is_backward, costs = field == "backward_workspace_bytes", self.figures.costs.layer_costs
+        is_forward, is_second = field == "forward_workspace_bytes", field == "second_half_workspace_bytes"
         held: Expression = 0.0
-        for v, cost in enumerate(self.figures.costs.layer_costs):
+        for v, cost in enumerate(costs):
             is_on = self.choices.is_on(v, k)
             left = self.outputs.left_by(v, k, only_later=bool(prefix)) if prefix or is_backward else 0.0
-            after = weighted([(1.0, held), (-cost.stash_bytes / limit_bytes, is_on), (1.0 / limit_bytes, left)])
+            kept_bytes = cost.between_bytes if is_second else cost.stash_bytes
+            after = weighted([(1.0, held), (-kept_bytes / limit_bytes, is_on), (1.0 / limit_bytes, left)])
             own = weighted([(getattr(cost, field) / limit_bytes, is_on), *self._absent(v, k, field, limit_bytes)])
-            waiting = weighted([(1.0 / limit_bytes, self.weights.waiting_bytes(v, k))]) if is_backward else 0.0
+            if prefix and is_backward and cost.gathering_bytes:  # but for the last layer of the stage
+                own = self._less_if_last(own, v, k, cost.gathering_bytes / limit_bytes)
+            waiting = 0.0 if is_forward else weighted([(1.0 / limit_bytes, self.weights.waiting_bytes(v, k))])
             rows = [after, own] if isinstance(waiting, float) else [after, total([own, waiting]), waiting]
             held = self.program.at_least(f"{prefix}{field}_{v}_{k}", rows)
         if not is_backward:
             return held
         return weighted([(1.0, held), (1.0 / limit_bytes, self.pass_through.gradient_bytes(k))])
+
+    def _less_if_last(self, own: Expression, v: int, k: int, share: float) -> Expression:
+        """Less a share where no later layer than v is on stage k."""
+        return weighted([(1.0, own), (share, self._later(k)[v]), (-share, 1.0)]) if share else own
+
+    def _later(self, k: int) -> Sequence[Expression]:
+        """[L]: whether a layer after each is on stage k."""
+        if k not in self._known_later:
+            found: list[Expression] = [0.0]
+            for v in range(len(self.figures.costs.layer_costs) - 1, 0, -1):
+                found.append(self.program.at_least(f"later_{v - 1}_{k}", [self.choices.is_on(v, k), found[-1]]))
+            self._known_later[k] = found[::-1]
+        return self._known_later[k]
+
+    @cached_property
+    def _known_later(self) -> dict[int, Sequence[Expression]]:
+        return {}
 
     def _absent(self, v: int, k: int, field: str, limit_bytes: int) -> Iterator[tuple[float, Expression]]:
         """What layer v's backward has less, where it is on stage k, as later stages have the layers that make it."""
@@ -189,10 +235,13 @@ class MemoryRows:
         return weighted([(limit_bytes, held)])
 
     def _alone(self, k: int, limit_bytes: int) -> Expression:
-        """The most that a layer of stage k, or the loss, holds in a forward that keeps nothing."""
-        costs, is_on = self.figures.costs, self.choices.is_on
-        sizes = [x.stash_bytes + x.forward_workspace_bytes for x in costs.layer_costs]
-        rows: Sequence[Expression] = [weighted([(x / limit_bytes, is_on(v, k))]) for v, x in enumerate(sizes)]
+        """The most that a layer of stage k, or the loss, holds above the checkpoint in a forward that keeps nothing else."""
+        costs = self.figures.costs
+        rows: list[Expression] = []
+        for v, (cost, output_bytes) in enumerate(zip(costs.layer_costs, costs.workspaces.stashed_outputs, strict=True)):
+            num_bytes = cost.stash_bytes + cost.forward_workspace_bytes
+            own = weighted([(num_bytes / limit_bytes, self.choices.is_on(v, k))])
+            rows.append(self._less_if_last(own, v, k, float(output_bytes) / limit_bytes))
         loss_bytes = costs.loss.forward_workspace_bytes if costs.loss else 0
         at_loss = weighted([(loss_bytes / limit_bytes, k == self.choices.stages[-1])])
         return weighted([(limit_bytes, self.program.at_least(f"alone_{k}", [*rows, at_loss]))])

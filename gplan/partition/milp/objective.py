@@ -140,11 +140,21 @@ class StepTimeRows:
     def _update(self, k: int) -> Expression:
         costs, scale = self.figures.costs, 1.0 / self.problem.speed(k) / self.unit_s
         optimizer = [
-            (costs.optimizer_bytes_s * scale, self.weights.trained_share(k)),
+            (costs.optimizer_bytes_s * scale, self.weights.update_share(k)),
             (costs.tensor_s * scale, self.weights.held_bytes(k, "num_trained")),
-            (costs.around_s * scale if k == 0 else 0.0, 1),
         ]
-        return total([weighted(optimizer), self._tied(k), self._replicas(k)])
+        update, around = weighted(optimizer), weighted([(costs.around_s * scale if k == 0 else 0.0, 1)])
+        return total([update, around, self._tied_update(k, update, scale), self._tied(k), self._replicas(k)])
+
+    def _tied_update(self, k: int, update: Expression, scale: float) -> Expression:
+        """What the update takes longer where another device holds one of its weights, as in `Costs.columns`."""
+        costs = self.figures.costs
+        extra = costs.tied_update_factor - 1.0
+        if not self.problem.tied_links or not extra:
+            return 0.0
+        largest = scale * (costs.optimizer_bytes_s + costs.tensor_s * costs.profile.num_trained)
+        row = weighted([(extra, update), (extra * largest, self.weights.is_any_tied(k)), (-extra * largest, 1)])
+        return self.program.at_least(f"tied_update_{k}", [row])
 
     def _tied(self, k: int) -> Expression:
         """Summing the gradients of tied weights, as `Problem.all_reduce_s`."""

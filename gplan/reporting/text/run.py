@@ -22,6 +22,7 @@ from gplan.evaluate.compare import (
 from gplan.reporting.text.attribution import attribution_text
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, note_lines
 from gplan.simulation.simulator import simulate
+from gplan.simulation.without_contention import NOTE
 
 EQUAL_SPEED = "at equal host speed"
 _LEAST_STRETCH = 1.005
@@ -40,7 +41,7 @@ def run_view(run: Run) -> RenderableType:
         *(Text(x) for x in host_speed_lines(run)),
         Text(f"{losses}measured over {run.steps_text}"),
         *([Text(f"gradients {check_text(check)}", style=_CHECK_STYLES[check.passed])] if (check := run.check) else []),
-        *note_lines(run.notes),
+        *note_lines([*run.notes, *(x for x in run.plan.notes if x == NOTE)]),
     )
 
 

@@ -102,7 +102,7 @@ def train(
 
 class _TrainingLoop:
     def __init__(self, source: ModelSource, plan: Plan, options: RunOptions, heartbeat: Heartbeat) -> None:
-        file = source.file
+        start_s, file = time.monotonic(), source.file
         file.require("batches", "loss", "optimizer")
         self._plan, self._options, self._heartbeat = plan, options, heartbeat
         self._data = BatchStream(file, plan.batch_size, seed=options.seed)
@@ -136,6 +136,7 @@ class _TrainingLoop:
             rank=self._pipe.rank,
             num_ranks=self._num_ranks,
             first_step=self.first_step + self._remaining.num_warmup_steps,  # warm-up steps do not count
+            start_s=start_s,
         )
         self._last_step_s = 0.0
 

@@ -105,17 +105,25 @@ def as_dense(gradient: Tensor) -> Tensor:
 def gradient_errors(plain: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:
     """Return each gradient's largest absolute difference from the plain model's, by parameter name.
 
-    Relative to the largest entry of the plain gradient, or to a thousandth of the model's largest if that is more,
-    as a gradient that is zero up to rounding has no scale of its own.
+    An error is relative to the largest entry of all plain gradients of the parameter's module, or to a thousandth of the
+    model's largest entry if that is more. A bias before a batch norm has a gradient that is zero up to rounding and thus no
+    scale of its own; the weight beside it has. An error below that scale's tolerance passes.
     """
-    largest = max(map(_largest, plain.values()), default=0.0)
+    scales = dict[str, float]()
+    for name, gradient in plain.items():
+        module = _module_of(name)
+        scales[module] = max(scales.get(module, 0.0), _largest(gradient))
+    least = max(_SMALLEST_SCALE * max(scales.values(), default=0.0), 1e-30)
     errors = {}
     for name, gradient in found.items():
         expected = plain.get(name, torch.zeros_like(gradient))
-        scale = max(_largest(expected), _SMALLEST_SCALE * largest, 1e-30)
-        error = _largest(gradient - expected) / scale
+        error = _largest(gradient - expected) / max(scales.get(_module_of(name), 0.0), least)
         errors[name] = error if math.isfinite(error) else sys.float_info.max
     return errors
+
+
+def _module_of(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
 
 
 def _largest(tensor: Tensor) -> float:

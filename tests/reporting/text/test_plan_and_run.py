@@ -12,6 +12,7 @@ from gplan.partition.balance import alternative_of
 from gplan.reporting.text.plan import plan_view
 from gplan.reporting.text.run import run_view
 from gplan.simulation.simulator import simulate
+from gplan.simulation.without_contention import NOTE
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
 from tests.reporting.text.printed import printed
 from tests.scheduled import OWN, scheduled_plan
@@ -214,3 +215,10 @@ def test_the_steps_of_a_run_are_counted_as_warm_up_counted_and_refused() -> None
     kept = replace(run, num_counted=6, num_disturbed=4)
     text = "measured over 6 of 8 steps: 2 to warm up, 4 interrupted but counted, as too few were clean"
     assert text in printed(run_view(kept))
+
+
+def test_a_prediction_without_contention_says_so() -> None:
+    run = make_run()
+    alone = replace(run.plan, notes=("of the plan", NOTE))
+    found = [printed(run_view(replace(run, plan=x)), width=200) for x in (run.plan, alone)]
+    assert [sum(NOTE in line for line in lines) for lines in found] == [0, 1]
