@@ -8,6 +8,7 @@ process group only reports that some connection was closed.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import threading
@@ -58,7 +59,9 @@ class Peers:
     def __init__(self, store: Store, peers: Sequence[Peer], *, rank: int) -> None:
         self.peers, self.rank = tuple(peers), rank
         self.store, self._is_ended = store, threading.Event()
-        threading.Thread(target=self._beat, daemon=True).start()
+        self._beating = threading.Thread(target=self._beat, daemon=True)
+        self._beating.start()
+        atexit.register(self._end)  # a thread inside the store while the interpreter ends would abort the process
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -109,6 +112,10 @@ class Peers:
             while not self._is_ended.wait(_BEAT_S):
                 count += 1
                 store.set(f"beat/{self.rank}", str(count))
+
+    def _end(self) -> None:
+        self._is_ended.set()
+        self._beating.join(_ANSWER_S)
 
 
 @contextmanager
