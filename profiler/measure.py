@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Literal
 
@@ -26,13 +27,13 @@ from profiler.host.host_info import core_shares, device_share, gpu_state, max_ne
 from profiler.host.host_load import load_between, read_load
 from profiler.host.links import check_measurable, measure_link
 from profiler.memory.chain_profile import layers_with_weights, values_of
-from profiler.model.data import LossFacts, call_model, check_microbatch_sizes, find_loss_reduction, sample_batch
+from profiler.model.data import LossFacts, call_model, check_microbatch_sizes, find_loss_reduction, sample_batches
 from profiler.model.error_location import is_out_of_memory
 from profiler.model.load import ModelFile
 from profiler.timing.clock import Clock, CpuClock, CudaClock
 from profiler.timing.journal import Journal, Progress, part, silent
 from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, SampledSize, Setup, mean_of_known, sample_size
-from profiler.timing.optimizer_step import sample_step
+from profiler.timing.optimizer_step import MICROBATCHES, sample_step
 from profiler.timing.yardstick import SpeedHistory, Yardstick, yardstick_parts
 
 
@@ -213,11 +214,17 @@ def _sample_sizes(
 
 
 def _training_pass(file: ModelFile, options: ProfileOptions) -> Callable[[], object] | None:
-    """Forward and backward of a micro-batch; None without weights in memory or without a loss."""
+    """Forward and backward of the next of some micro-batches; None without weights in memory or without a loss."""
     if file.is_lazy or not file.has_loss:
         return None
-    inputs, target = sample_batch(file, options.microbatch_sizes[0], device=options.device)
-    return lambda: torch.autograd.backward(file.loss(call_model(file, inputs), target))
+    found = sample_batches(file, options.microbatch_sizes[0], device=options.device)
+    batches = cycle(list(islice(found, MICROBATCHES)))
+
+    def train_once() -> None:
+        inputs, target = next(batches)
+        torch.autograd.backward(file.loss(call_model(file, inputs), target))
+
+    return train_once
 
 
 def _check_device(device: str) -> None:

@@ -82,7 +82,7 @@ class ParameterSize:
     num_rows: int  # of its first dimension; 0: it stays whole
     num_bytes: int
     is_trained: bool = True
-    is_partly_used: bool = False  # one micro-batch leaves rows of it without a gradient, as of an embedding
+    is_partly_used: bool = False  # a first step leaves rows of it without a gradient, as of an embedding
 
     def __post_init__(self) -> None:
         check_amounts(self)

@@ -5,8 +5,8 @@ seconds per tensor (measured on as many tensors of one element) plus seconds per
 only the first ones are copied, and time and state are scaled by bytes. On a CPU other memory is read before each
 sample, because after a whole backward pass no gradient is in a core's own caches.
 
-Rows of a table that one micro-batch does not use have zero gradients here too, and such tables have a rate of their own
-(docs/cost-model.md, Optimizer).
+Rows of a table that no micro-batch of a first step uses have zero gradients here too, and such tables have a rate of
+their own (docs/cost-model.md, Optimizer).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from profiler.model.precision import MASTER_DTYPE, input_dtype, master_bytes, ro
 from profiler.timing.clock import AtOneSpeed, Clock, Samples
 from profiler.timing.neighbours import NEIGHBOUR_FAILED, Neighbours, contention, neighbours
 
+MICROBATCHES = 8  # of the first step, whose unused rows count: a usual number
 _STEPS = 8
 _BLOCKS = 2  # of steps alone, and of as many among neighbours
 _WARMUP = 2
@@ -95,10 +96,10 @@ def sample_step(
 ) -> tuple[SampledStep, frozenset[nn.Parameter], tuple[str, ...]]:
     """Sample the optimizer's step alone, and beside one process on each of `shares` (sets of cores).
 
-    Also returned are the parameters of which `work_beside` leaves rows without a gradient, and notes.
+    Also returned are the parameters of which MICROBATCHES of `work_beside` leave rows without a gradient, and notes.
 
-    The processes repeat `work_beside`, in a pipeline the backward pass of other stages, and then the same step. Without
-    `work_beside` both slow-downs are those beside the same step.
+    The processes repeat `work_beside`, a training pass of the next micro-batch as other stages make them in a pipeline,
+    and then the same step. Without `work_beside` both slow-downs are those beside the same step.
     """
     trained = [x for x in file.model.parameters() if x.requires_grad]
     if not file.has("optimizer") or not trained:
@@ -168,14 +169,15 @@ def sample_step(
 
 
 def _unused_rows(trained: Sequence[nn.Parameter], work: Callable[[], object] | None) -> dict[nn.Parameter, Tensor]:
-    """The rows without a gradient, of those parameters that `work` gives gradients in some rows only."""
+    """The rows without a gradient, of those parameters that a first step gives gradients in some rows only."""
     if work is None:
         return {}
     without = [x for x in trained if x.grad is None]
     for parameter in trained:
         if parameter.grad is not None:
             parameter.grad.zero_()
-    work()
+    for _ in range(MICROBATCHES):
+        work()
     found = {x: _empty_rows(x.grad) for x in trained}
     for parameter in without:
         parameter.grad = None

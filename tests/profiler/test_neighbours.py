@@ -60,8 +60,10 @@ def test_a_neighbour_that_fails_is_seen() -> None:
         raise ValueError
 
     with neighbours([{0}], fail, ()) as others:
+        deadline = time.monotonic() + 10
         with others.running():
-            time.sleep(0.3)
+            while others.are_alive and time.monotonic() < deadline:
+                time.sleep(0.005)
         assert not others.are_alive
 
 

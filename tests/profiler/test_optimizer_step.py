@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,23 @@ from profiler.timing.clock import Clock, CpuClock, Samples
 from profiler.timing.optimizer_step import sample_step
 
 
-class Sleeping(torch.optim.Optimizer):
-    """A step takes a millisecond."""
+class StatedClock(CpuClock):
+    """Work takes the seconds that it returns."""
+
+    def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
+        result = work(*args)
+        samples.add_clean(result if isinstance(result, float) else 0.0, at_s=0.0)
+        return result
+
+
+class OneSecond(torch.optim.Optimizer):
+    """A step takes a second by its clock."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        time.sleep(1e-3)
+    def step(self, closure: Any = None) -> float:  # type: ignore[override]
+        return 1.0
 
 
 def measured_step(file: ModelFile, clock: Clock) -> tuple[StepCost, tuple[str, ...]]:
@@ -79,8 +88,8 @@ def test_the_step_is_sampled_beside_a_pass_and_beside_other_steps(
 
     def slower(steps: Any, _others: object, samples: Samples, *, times: int, **_: object) -> None:
         with monkeypatch.context() as patch:
-            factor = 2.0 if works[-1] is a_pass else 3.0
-            patch.setattr(steps.optimizer, "step", lambda: time.sleep(factor * 1e-3))
+            seconds = 2.0 if works[-1] is a_pass else 3.0
+            patch.setattr(steps.optimizer, "step", lambda: seconds)
             for _ in range(times):
                 steps.once(samples, Samples())
 
@@ -88,12 +97,11 @@ def test_the_step_is_sampled_beside_a_pass_and_beside_other_steps(
 
     monkeypatch.setattr(optimizer_step, "neighbours", recorded)
     monkeypatch.setattr(optimizer_step._Steps, "among", slower)
-    file = model_in_memory(nn.Linear(4, 4), optimizer=lambda p: Sleeping(p))
-    sampled, _, _ = sample_step(file, CpuClock(), shares=[{0}], work_beside=a_pass if has_work else None)
+    file = model_in_memory(nn.Linear(4, 4), optimizer=lambda p: OneSecond(p))
+    sampled, _, _ = sample_step(file, StatedClock(), shares=[{0}], work_beside=a_pass if has_work else None)
     found = sampled(lambda samples, beside=False: samples)
     assert len(works) == 1 + has_work
-    assert found.update_contention == pytest.approx(3.0, rel=0.3)
-    assert found.contention == pytest.approx(2.0 if has_work else 3.0, rel=0.3)
+    assert (found.contention, found.update_contention) == (2.0 if has_work else 3.0, 3.0)
 
 
 def test_the_model_is_not_trained_by_it() -> None:
@@ -185,14 +193,14 @@ def test_optimizer_that_rejects_small_tensors() -> None:
 
 
 class SlowForEmptyRows(torch.optim.Optimizer):
-    """A step takes 20 microseconds for every row, and five times as long for every row without a gradient."""
+    """A step takes a second for every row, and five for every row without a gradient, by its clock."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> float:  # type: ignore[override]
         used = torch.cat([x.grad.flatten(1).any(1) for group in self.param_groups for x in group["params"]])
-        time.sleep(2e-5 * torch.where(used, 1, 5).sum().item())
+        return float(torch.where(used, 1, 5).sum())
 
 
 class NeedsAMatrix(SlowForEmptyRows):
@@ -208,22 +216,25 @@ def test_an_optimizer_that_rejects_the_table_alone_counts_all_alike() -> None:
     table, mix = nn.Embedding(100, 50), nn.Linear(50, 20, bias=False)
     file = model_in_memory(nn.Sequential(table, mix), optimizer=lambda p: NeedsAMatrix(p))
     work = lambda: file.model(torch.arange(20)).sum().backward()  # noqa: E731
-    sampled, partly_used, notes = sample_step(file, CpuClock(), work_beside=work)
+    sampled, partly_used, notes = sample_step(file, StatedClock(), work_beside=work)
     assert partly_used == {table.weight}
     assert sampled(lambda samples, beside=False: samples).partly_used_factor == 1.0
     assert any("as the optimizer rejects them alone" in note and "nothing to do" in note for note in notes)
 
 
-def test_a_table_has_its_own_rate_where_rows_get_no_gradient() -> None:
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_a_table_has_its_own_rate_where_rows_get_no_gradient(num_batches: int) -> None:
     table, mix = nn.Embedding(100, 50), nn.Linear(50, 100, bias=False)
     file = model_in_memory(nn.Sequential(table, mix), optimizer=lambda p: SlowForEmptyRows(p))
-    tokens = torch.arange(20)
+    batches = cycle(torch.arange(20 * x, 20 * x + 20) for x in range(num_batches))
 
     def a_pass() -> None:
-        file.model(tokens).sum().backward()
+        file.model(next(batches)).sum().backward()
 
-    sampled, partly_used, _ = sample_step(file, CpuClock(), work_beside=a_pass)
+    sampled, partly_used, _ = sample_step(file, StatedClock(), work_beside=a_pass)
     assert partly_used == {table.weight}
     assert table.weight.grad is None
+    used = 20 * num_batches
     found = sampled(lambda samples, beside=False: samples)
-    assert found.partly_used_factor == pytest.approx((20 + 80 * 5) / 100, rel=0.4)
+    assert found.tensor_s == 1.0  # an update of one row
+    assert found.partly_used_factor == pytest.approx((used + 5 * (100 - used) - 1) / (100 - 1))
