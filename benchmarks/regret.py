@@ -8,7 +8,7 @@
 Each model is profiled once; then its cuts run in turns, every second round in reverse order, so that drift of the
 host hits all alike. A cut's time is the smallest of its rounds' median steps, as disturbances only ever add. Regret: the
 chosen cut's time over the best one's, less 1; how far a cut's two smallest rounds are apart says how much of that is
-noise. At real size the rounds that are there are not run again, so more of them are added by --rounds 4.
+noise. A second regret is by the median of the rounds' steps, each at equal host speed. At real size the rounds that are there are not run again, so more of them are added by --rounds 4.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from matplotlib.figure import Figure
 from real_size import profile_of
 
 import gplan
-from gplan.core import Constraints, Plan, Profile
+from gplan.core import Constraints, Plan, Profile, Run
 from gplan.core.units import percent_text, seconds_text
+from gplan.evaluate.compare import STEP_TIME, compare
 from gplan.evaluate.verify import rank_correlation
 
 ROOT = Path(__file__).parent.parent
@@ -124,6 +125,7 @@ def measured(case: Case, rounds: range, num_steps: int) -> Iterator[pd.DataFrame
                 "is_chosen": plan.cuts == chosen.cuts,
                 "predicted_s": plan.prediction.step_s,
                 "measured_s": run.timeline.step_s,
+                "slowdown": slowdown(run),
                 "num_counted": run.num_counted,
                 "num_disturbed": run.num_disturbed,
                 "device": profile.device.name,
@@ -135,13 +137,23 @@ def measured(case: Case, rounds: range, num_steps: int) -> Iterator[pd.DataFrame
         yield pd.DataFrame(found)
 
 
+def slowdown(run: Run) -> float:
+    """How many times longer than in the profile the step takes as the host is slower; nan if that was not measured."""
+    step = compare(run).row(STEP_TIME)
+    if step.error is None or step.equal_speed_error is None:
+        return math.nan
+    return (1 + step.equal_speed_error) / (1 + step.error)
+
+
 def by_cut(rows: pd.DataFrame) -> pd.DataFrame:
     """One row for each cut of a model, in the model's order: its smallest step, and how far the second one is apart."""
     lines = []
     for _, part in rows.groupby("cut_after", sort=False):
         least, *others = sorted(part.measured_s)
         apart = others[0] / least - 1 if others else math.nan
-        lines.append({**part.iloc[0], "measured_s": least, "rounds_apart": apart, "rounds": len(part)})
+        equal_s = (part.measured_s / part.get("slowdown", math.nan)).median(skipna=False)
+        line = {"measured_s": least, "equal_s": equal_s, "rounds_apart": apart, "rounds": len(part)}
+        lines.append({**part.iloc[0], **line})
     return pd.DataFrame(lines)
 
 
@@ -164,15 +176,15 @@ def draw(tables: list[pd.DataFrame]) -> Figure:
 def as_text(tables: list[pd.DataFrame], options: argparse.Namespace) -> str:
     """The regret of each model's chosen cut, and how it was measured."""
     first = tables[0].iloc[0]
-    head = "| model | cuts | rounds | chosen: after | measured | best measured: after | measured | regret | two rounds apart | rank correlation |"
-    lines = [head, "|" + "---|" * 10]
+    head = "| model | cuts | rounds | chosen: after | measured | best measured: after | measured | regret | two rounds apart | rank correlation | regret at equal host speed |"
+    lines = [head, "|" + "---|" * 11]
     for table in tables:
         chosen, best = table[table.is_chosen].iloc[0], table.iloc[table.measured_s.argmin()]
         rank = rank_correlation(list(table.predicted_s), list(table.measured_s))
         lines.append(
             f"| {chosen.model} | {len(table)} | {chosen.rounds} | {chosen.cut_after} | {seconds_text(chosen.measured_s)} | {best.cut_after} | "
             f"{seconds_text(best.measured_s)} | {percent_text(chosen.measured_s / best.measured_s - 1)} | "
-            f"{percent_text(median(table.rounds_apart))} | {rank:.2f} |"
+            f"{percent_text(median(table.rounds_apart))} | {rank:.2f} | {equal_speed_text(table)} |"
         )
     return "\n".join(
         [
@@ -182,11 +194,21 @@ def as_text(tables: list[pd.DataFrame], options: argparse.Namespace) -> str:
             f"{options.steps} steps over the cuts, every second one in reverse order; all are in regret.csv. "
             f"{first.device}; torch {first.torch}; {first.created}. Regret is the chosen cut's measured step over the "
             "best measured one's, less 1, by the smallest step of the rounds; *two rounds apart* is the median over the cuts "
-            "of what a cut's two smallest rounds differ by.\n",
+            "of what a cut's two smallest rounds differ by. The last column is by the median of the rounds' steps, each at the "
+            "speed that the host had in the profile.\n",
             *lines,
             "\n![every cut](regret.png)\n",
         ]
     )
+
+
+def equal_speed_text(table: pd.DataFrame) -> str:
+    """The regret at equal host speed, with the best cut if that is another one; "-" if the speed was not measured."""
+    if table.equal_s.isna().any():
+        return "-"
+    chosen, best = table[table.is_chosen].iloc[0], table.iloc[table.equal_s.argmin()]
+    regret = percent_text(chosen.equal_s / best.equal_s - 1)
+    return regret if best.is_chosen else f"{regret} (after {best.cut_after})"
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, SampledSize, Setup,
 from profiler.timing.optimizer_step import MICROBATCHES, sample_step
 from profiler.timing.yardstick import SpeedHistory, Yardstick, yardstick_parts
 
+_SHARE_OF_LAYERS = 0.75  # of the progress of a profile
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
@@ -106,7 +108,7 @@ def measure_profile(
     with journal.saved_on_failure():
         found = _measured(file, options, journal, progress)
         if measure_engine is not None:
-            progress("measuring the engine between two processes", 1.0)
+            progress("measuring the engine between two processes", 0.95)
             found = replace(found, engine=measure_engine())
     journal.close()
     return found
@@ -129,8 +131,10 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
     with device_share(options.num_threads), _on_device(file, options.device), model_state_restored(file.model):
         loss = _loss_facts(file, options)
         before = read_load()
-        sampled, too_large = _sample_sizes(file, options, setup, progress)
-        progress("measuring the optimizer's step", 1.0)
+        sampled, too_large = _sample_sizes(
+            file, options, setup, lambda text, share: progress(text, _SHARE_OF_LAYERS * share)
+        )
+        progress("measuring the optimizer's step", _SHARE_OF_LAYERS)
         step, partly_used, step_notes = sample_step(
             file,
             clock,
@@ -143,7 +147,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
     load = load_between(before, read_load())
     speeds = SpeedHistory(yardstick.parts, yardstick.parts_beside)
     measured = [size(speeds.at_one_speed) for size in sampled]
-    progress("measuring the link between two processes", 1.0)
+    progress("measuring the link between two processes", 0.9)
     link = options.link or measure_link(device_kind=options.device_kind)
     first, values = measured[0], values_of([x.crossings for x in measured])
     layers, shared = layers_with_weights(
@@ -175,7 +179,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
                 )
             )
         ),
-        plan_notes=(*routing_notes(first.chain, how=_how_routed(file)), *loss.plan_notes),
+        plan_notes=(*file.notes_on_missing, *routing_notes(first.chain, how=_how_routed(file)), *loss.plan_notes),
         granularity=options.granularity,
         values=values,
         precision=file.precision,

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
               help="What is trained in: model (as the file makes it), float32, bfloat16, mixed (float32 master weights, states "
                    "and gradients beside bfloat16), mixed-bf16-gradients, or autocast.")  # fmt: skip
 @click.option("--budget", default=10.0, show_default=True, metavar="SECONDS",
-              help="Longest sampling per micro-batch size.")  # fmt: skip
+              help="Longest sampling of the layers per micro-batch size; memory, optimizer and link come on top.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, help="Seed of the weights.")
 @output_option(PROFILE_FILE)
 @json_option

@@ -134,7 +134,7 @@ class HostSpeed:
         )
         return (
             f"the speed of this host changed by a factor of {self.change:.1f} while the profile was "
-            f"measured: {phases} (1 is the median); times are brought to the median speed, and are less certain than "
+            f"measured: {phases} (1 is the speed that the times are brought to); they are less certain than "
             "those of a steady host",
         )
 

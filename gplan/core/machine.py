@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -104,6 +104,16 @@ class Link:
         known_s = [x.seconds for x in self.points] or [self.latency_s]
         beyond_s = np.maximum(sizes - known_bytes[-1], 0.0) / self.bytes_per_s
         return np.where(sizes > 0, np.interp(sizes, known_bytes, known_s) + beyond_s, 0.0)
+
+    def times(self, factor: float) -> Link:
+        """The link with all times multiplied by `factor`, above 0."""
+        return replace(
+            self,
+            latency_s=self.latency_s * factor,
+            bytes_per_s=self.bytes_per_s / factor,
+            points=tuple(replace(x, seconds=x.seconds * factor) for x in self.points),
+            collectives=tuple(replace(x, message=x.message.times(factor)) for x in self.collectives),
+        )
 
     def collectives_s(self, kind: CollectiveKind, num_bytes: ArrayLike, num_devices: int) -> NDArray[np.float64]:
         """Seconds in which a ring of devices reduces or gathers tensors of these sizes, whole, in an array of their shape.

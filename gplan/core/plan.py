@@ -435,11 +435,10 @@ class Run:
         growing = f", {self.num_growing} left out as memory still grew" if self.num_growing else ""
         of_all = f"{self.num_counted} of {len(self.step_s)} steps: {self.num_warmup_steps} to warm up{growing}"
         if not self.num_disturbed:
-            return f"{of_all}, 0 refused"
-        cause = interruption_text(self.host_load)
+            return of_all
         if self.num_counted == len(self.step_s) - self.num_warmup_steps - self.num_growing:
-            return f"{of_all}, {self.num_disturbed} {cause} but counted, as too few were clean"
-        return f"{of_all}, {self.num_disturbed} refused as {cause}"
+            return f"{of_all}, {self.num_disturbed} interrupted but counted, as too few were clean"
+        return f"{of_all}, {self.num_disturbed} left out as {interruption_text(self.host_load)}"
 
     @property
     def timed_speed(self) -> tuple[StepSpeed, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 
-from gplan.core import Constraints, LinkPoint, Objective, Plan, Profile, RecomputeMode, Sharding
+from gplan.core import Constraints, Objective, Plan, Profile, RecomputeMode, Sharding
 from gplan.core.errors import FileError, NoPlanError
 from gplan.core.machine import FREE_LINK
 from gplan.core.units import bytes_text, seconds_text
@@ -131,14 +131,7 @@ def with_layer_times(profile: Profile, index: int, factor: float) -> Profile:
 
 def with_link_times(profile: Profile, factor: float) -> Profile:
     """The profile with every transfer's seconds multiplied by `factor`; 0 makes transfers free."""
-    link = profile.link
-    scaled = FREE_LINK if factor == 0 else replace(
-        link,
-        latency_s=link.latency_s * factor,
-        bytes_per_s=link.bytes_per_s / factor,
-        points=tuple(LinkPoint(num_bytes=x.num_bytes, seconds=x.seconds * factor) for x in link.points),
-    )  # fmt: skip
-    return replace(profile, link=scaled)
+    return replace(profile, link=profile.link.times(factor) if factor else FREE_LINK)
 
 
 def profile_in_plan_order(plan: Plan, profile: Profile) -> Profile:

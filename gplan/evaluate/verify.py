@@ -89,7 +89,7 @@ def check_counts(num_rounds: int, num_steps: int, num_rivals: int | None) -> Non
 
 def _notes(rounds: RoundResults, *, is_crowded: bool) -> Iterator[str]:
     if is_crowded:
-        yield "there are fewer cores than the devices want, so no run was refused as disturbed"
+        yield "there are fewer cores than the devices want, so no run was repeated as disturbed"
     extent = "the whole rounds so far" if len(rounds.contenders[0].steps_s) > 1 else "the first round"
     if rounds.is_interrupted:
         yield f"interrupted: what is shown is of {extent}"

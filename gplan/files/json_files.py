@@ -125,7 +125,9 @@ def _aside(path: Path) -> tuple[int, str]:
             raise IsADirectoryError(21, "it is a folder")
         return tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
-        raise FileError(f"{path} cannot be written: {error.strerror}; name another place with --output") from error
+        file = next((x for x in path.parents if x.is_file()), None)
+        reason = error.strerror if file is None else f"{file} is a file; expected a folder"
+        raise FileError(f"{path} cannot be written: {reason}; name another place with --output") from error
 
 
 def _umask() -> int:

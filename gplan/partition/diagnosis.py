@@ -181,14 +181,18 @@ def _ways_out(problem: Problem, machine: Machine | None) -> str:
     if not (problem.constraints or is_custom_order(problem.schedule)):
         with suppress(TooManyCandidates):
             ways.append(_stages_text(problem) if machine is None else _machine_stages_text(problem, machine))
-    again = replace(problem, recompute="always")
+    changed: dict[str, Problem] = {}
+    if not (problem.has_chunks or is_custom_order(problem.schedule) or problem.schedule == LEAST_MEMORY_SCHEDULE):
+        changed[f"--schedule {LEAST_MEMORY_SCHEDULE}"] = replace(problem, schedule=LEAST_MEMORY_SCHEDULE)
     if problem.recompute != "always":
+        changed["--recompute always"] = replace(problem, recompute="always")
+    for option, other in changed.items():
         if machine is None:
-            does_fit = is_feasible(again)
+            does_fit = is_feasible(other)
         else:
-            does_fit = fits_machine(again, machine, deadline_s=time.perf_counter() + _SEARCH_S)
+            does_fit = fits_machine(other, machine, deadline_s=time.perf_counter() + _SEARCH_S)
         if does_fit:
-            ways.append("with --recompute always it would fit")
+            ways.append(f"with {option} it would fit")
     return "; ".join(ways) or "give the devices more memory, or use more devices"
 
 
@@ -252,7 +256,7 @@ def _size_text(num_bytes: int) -> str:
     return f"{bytes_text(num_bytes)} ({num_bytes} bytes)" if num_bytes >= 1000 else bytes_text(num_bytes)
 
 
-_ONE_DEVICE_SCHEDULE = "1f1b"  # all schedules take equally long on one device; this one needs the least memory
+LEAST_MEMORY_SCHEDULE = "1f1b"  # of those with one stage on each device; on one device all take equally long
 
 
 def one_device_notes(plan: Plan, profile: Profile) -> tuple[str, ...]:
@@ -267,7 +271,7 @@ def one_device_notes(plan: Plan, profile: Profile) -> tuple[str, ...]:
     single = Problem(
         costs=Costs(profile, plan.microbatch_size, plan.num_microbatches * plan.num_replicas),
         num_stages=1,
-        schedule=_ONE_DEVICE_SCHEDULE,
+        schedule=LEAST_MEMORY_SCHEDULE,
         recompute=plan.recompute,
         minimize="step-time",
         memory_bytes=plan.memory_limit_bytes,
@@ -279,6 +283,6 @@ def one_device_notes(plan: Plan, profile: Profile) -> tuple[str, ...]:
     if step_s >= plan.prediction.step_s:
         return ()
     return (
-        f"one device alone (--k 1 --schedule {_ONE_DEVICE_SCHEDULE}) would be faster: {seconds_text(step_s)} for the same "
+        f"one device alone (--k 1 --schedule {LEAST_MEMORY_SCHEDULE}) would be faster: {seconds_text(step_s)} for the same "
         f"batch, where these {counted(num_devices, 'device')} take {seconds_text(plan.prediction.step_s)}",
     )

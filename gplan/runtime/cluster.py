@@ -22,9 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gplan.core import COLLECTIVE_KINDS, Collective, CollectiveKind, HostLink, Link, Machine, MachineDevice
+from gplan.core import COLLECTIVE_KINDS, CollectiveKind, HostLink, Link, Machine, MachineDevice
 from gplan.core.errors import UsageError
-from gplan.core.machine import num_messages
 from gplan.core.units import bytes_text, counted, percent_text, seconds_text
 from gplan.runtime.peers import Peer, Peers, explained_by_peers, local_place
 from gplan.runtime.process_group import backend_of, init_from_environment, rendezvous_from_environment
@@ -34,6 +33,7 @@ from profiler.host.links import (
     collective_times,
     connected_group,
     deprioritize_connection_threads,
+    fit_collective,
     fit_link,
     pair_times,
 )
@@ -308,13 +308,9 @@ def _with_collectives(link: Link, found: Sequence[CollectiveTimes], peers: Seque
     groups: dict[tuple[CollectiveKind, int], list[Times]] = {}
     for x in own:
         groups.setdefault((x.kind, len(x.ranks)), []).append(x.times)
-    return replace(link, collectives=tuple(_collective(*key, times) for key, times in sorted(groups.items())))
-
-
-def _collective(kind: CollectiveKind, num_devices: int, all_times: Sequence[Times]) -> Collective:
-    sent = num_messages(kind, num_devices)
-    messages = [[(size // num_devices, seconds / sent) for size, seconds in times] for times in all_times]
-    return Collective(kind=kind, num_devices=num_devices, message=_link(messages))
+    return replace(
+        link, collectives=tuple(fit_collective(*key, _medians(times)) for key, times in sorted(groups.items()))
+    )
 
 
 def _ratios(times: Times, usual: Sequence[Times]) -> tuple[float, float]:

@@ -98,7 +98,7 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
         origin="computed",
         precision=file.precision,
         notes=(*file.notes, *first.chain.notes, *_notes(file, options), *_fused_notes(options, first)),
-        plan_notes=routing_notes(first.chain, how="it was computed from the shapes"),
+        plan_notes=(*file.notes_on_missing, *routing_notes(first.chain, how="it was computed from the shapes")),
         granularity=options.granularity,
         values=values,
     )

@@ -1,4 +1,4 @@
-"""Measure the link between two processes of this host: transfer time by message size, over gloo or NCCL.
+"""Measure the link between two processes of this host: transfers and all-reduces by size, over gloo or NCCL.
 
 Two processes send messages of increasing size to and fro until the median settles; half a round trip is one transfer.
 The medians, made monotonic, are the points of the link, because protocols change with the size and no single line fits.
@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -24,8 +25,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gplan.core import CollectiveKind, Link, LinkPoint
+from gplan.core import Collective, CollectiveKind, Link, LinkPoint
 from gplan.core.errors import UsageError
+from gplan.core.machine import num_messages
 from profiler.host.host_info import pin_to_share
 from profiler.host.host_load import thread_times, waited_for_others_s
 from profiler.host.processes import end_with_parent, run_processes
@@ -56,6 +58,7 @@ MESSAGE_BYTES = tuple(4**power for power in range(5, 14))  # 1 KiB to 64 MiB
 COLLECTIVE_BYTES = tuple(16**power for power in range(3, 7))  # 4 KiB to 16 MiB
 _LARGE_SHARE = 1 / 16  # the bandwidth is fitted to messages of at least this share of the largest
 _BUDGET_S = 2.0  # of sampling, divided evenly among the sizes
+_ALL_REDUCE_BUDGET_S = 1.0  # the same
 _WARMUP_TIMES = 3
 _TIMES_AT_ONCE = 5
 _ENOUGH = 20  # slow trips may come in a row
@@ -75,8 +78,9 @@ def measure_link(*, device_kind: str = "cpu", timeout_s: float = 60.0) -> Link:
     check_measurable(device_kind)
     with tempfile.TemporaryDirectory(prefix="gplan-link-") as place:
         run_processes("profiler.host.links", [device_kind, place], num_processes=2, timeout_s=timeout_s)
-        times = msgspec.json.decode((Path(place) / "times.json").read_bytes(), type=list[tuple[int, float]])
-    return fit_link(*zip(*times, strict=True))
+        content = (Path(place) / "times.json").read_bytes()
+    times, reduced = msgspec.json.decode(content, type=tuple[list[tuple[int, float]], list[tuple[int, float]]])
+    return replace(fit_link(*zip(*times, strict=True)), collectives=(fit_collective("all_reduce", 2, reduced),))
 
 
 def check_measurable(device_kind: str) -> None:
@@ -103,6 +107,18 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
         points=tuple(LinkPoint(num_bytes=n, seconds=s) for n, s in zip(sizes, rising_s, strict=True)),
         origin="measured",
     )
+
+
+def fit_collective(kind: CollectiveKind, num_devices: int, times: Sequence[tuple[int, float]]) -> Collective:
+    """The collective with these seconds by bytes of the whole tensor, divided among the messages of a ring.
+
+    >>> found = fit_collective("all_reduce", 2, [(2000, 4e-3), (4000, 6e-3), (8000, 10e-3)])
+    >>> found.message.transfer_s(3000)
+    0.004
+    """
+    sent = num_messages(kind, num_devices)
+    sizes, seconds = zip(*((size // num_devices, taken_s / sent) for size, taken_s in times), strict=True)
+    return Collective(kind=kind, num_devices=num_devices, message=fit_link(sizes, seconds))
 
 
 def not_falling(values: Sequence[float]) -> list[float]:
@@ -266,9 +282,11 @@ def _main(device_kind: str, place: Path) -> None:
     end_with_parent()
     rank = int(os.environ["RANK"])
     with _connected(device_kind, rank, place) as (group, device):
-        times = pair_times(GroupTimer(group, device), budget_s=_BUDGET_S)
+        timer = GroupTimer(group, device)
+        times = pair_times(timer, budget_s=_BUDGET_S)
+        reduced = collective_times(timer, "all_reduce", budget_s=_ALL_REDUCE_BUDGET_S)
         if rank == 0:
-            (place / "times.json").write_bytes(msgspec.json.encode(times))
+            (place / "times.json").write_bytes(msgspec.json.encode((times, reduced)))
         group.barrier().wait()
 
 

@@ -181,9 +181,9 @@ def _not_reducible(file: ModelFile, inputs: Any, target: Any, whole: float, part
     return ModelError(
         f"the loss of {file.name} is {whole:.6g} for a batch, and {parts[0]:.6g} and {parts[1]:.6g} for the first and the "
         f"second part of it; expected their mean over the samples or {sum(parts):.6g} (a sum), so that micro-batches add "
-        "up to the batch; weight every sample equally, and compute each independently of the others. A term that is meant "
-        "to be one of each micro-batch, such as a router's auxiliary loss, is trained that way once the model file states "
-        'loss_reduction = "mean" (or "sum")'
+        "up to the batch; weight every sample equally, and compute each independently of the others. A mean "
+        "over unequally many tokens (padding), or a term that is meant to be one of each micro-batch, such as a router's "
+        'auxiliary loss, is trained that way once the model file states loss_reduction = "mean" (or "sum")'
     )
 
 

@@ -170,6 +170,16 @@ class ModelFile:
         """Whether there is a loss and data to compute it from."""
         return self.has("loss") and self.has("batches")
 
+    @property
+    def notes_on_missing(self) -> tuple[str, ...]:
+        """What plans leave out because the file does not define it."""
+        parts = {"optimizer": "its states and its time", "loss": "its time and its memory"}
+        return tuple(
+            f"{self.name} defines no {name}: {what} are in no plan, and a run needs it"
+            for name, what in parts.items()
+            if not self.has(name)
+        )
+
     def require(self, *functions: str) -> None:
         """Raise ModelError, with example code, for the first function that is missing."""
         for function in functions:

@@ -68,12 +68,13 @@ def _module_of(reference: str) -> tuple[ModuleType, str]:
         raise ModelError(f"{place} cannot be imported: {describe(error)}") from error
 
 
-def check_is_there(path: Path) -> None:
+def check_is_there(path: Path, *, named_by: str = "") -> None:
     """Raise ModelError, with the folder searched, for a model file that does not exist."""
     if not path.is_file():
         where = "" if path.is_absolute() else f" (searched in {Path.cwd()})"
+        named = f", which {named_by} names," if named_by else ""
         raise ModelError(
-            f"{path} is not there{where}; name a Python file that defines a model: gplan VERB PATH/model.py"
+            f"{path}{named} is not there{where}; name a Python file that defines a model: gplan VERB PATH/model.py"
         )
 
 

@@ -347,7 +347,9 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
             rounds.sample_pairs()
         if beside is not None and not beside.are_alive:
             notes += (NEIGHBOUR_FAILED,)
-    notes = (*notes, *_notes_on_samples(bench, samples, load), *_notes_on_pairs(bench, samples))
+    notes += tuple(_notes_on_samples(bench, samples, load))
+    if not _adds_up(bench, samples):
+        notes += tuple(_notes_on_pairs(bench, samples, subject.microbatch_size))
     setup.journal.keep(done, notes)
     setup.journal.save()
     return notes
@@ -383,7 +385,7 @@ def _adds_up(bench: Bench, samples: Callable[[str], Samples]) -> bool:
     )
 
 
-def _notes_on_pairs(bench: Bench, samples: Callable[[str], Samples]) -> Iterator[str]:
+def _notes_on_pairs(bench: Bench, samples: Callable[[str], Samples], size: int) -> Iterator[str]:
     """A note on the neighbouring layers whose times alone differ most from their time together, if those were sampled."""
 
     def seconds(*keys: str) -> float:
@@ -398,7 +400,7 @@ def _notes_on_pairs(bench: Bench, samples: Callable[[str], Samples]) -> Iterator
         pairs = ", ".join(
             f"{names} ({seconds_text(x)} one by one, {seconds_text(y)} together)" for x, y, names in worst
         )
-        yield f"layers whose times one by one and together disagree most: {pairs}"
+        yield f"layers whose times one by one and together disagree most at micro-batch size {size}: {pairs}"
 
 
 def _layers_text(bench: Bench, subject: _Subject) -> str:

@@ -34,6 +34,7 @@ SAMPLES = "yardstick/"
 
 _LEAST_READING_S = 1e-3  # on a GPU the host only launches it
 _LEAST_READINGS = 5
+_NUM_KEPT = 2  # of the readings at a stop of a profile
 _NUM_AROUND = 9  # readings whose median is the speed of a moment
 _NUM_AROUND_BESIDE = 3  # the same beside other processes, which is measured in short stretches
 _WINDOW_S = 1.0  # the shortest window
@@ -101,27 +102,30 @@ class Yardstick:
         return tuple(self._samples(f"{SAMPLES}{name}{BESIDE_OTHERS}") for name in BESIDE)
 
     def read_if_due(self) -> None:
-        """Time every part once, unless earlier readings took their share of the time since the yardstick was made."""
+        """Time every part, unless earlier readings took their share of the time since the yardstick was made."""
         start_s = self._now()
         if self._spent_s > self._share * (start_s - self._start_s):
             return
-        for samples, name in zip(self.parts, PARTS, strict=True):
-            self._time(samples, name)
-        self._spent_s += max(_LEAST_READING_S, self._now() - start_s)
+        self._read(PARTS, self.parts, _NUM_KEPT)
+        self._spent_s += max((1 + _NUM_KEPT) * _LEAST_READING_S, self._now() - start_s)
 
     def read_beside(self) -> None:
-        """Time the parts of BESIDE once, while other processes compute."""
-        for name, samples in zip(BESIDE, self.parts_beside, strict=True):
-            self._time(samples, name)
+        """Time the parts of BESIDE, while other processes compute."""
+        self._read(BESIDE, self.parts_beside, _NUM_KEPT)
 
     def seconds(self, *names: str, num_readings: int = 1) -> tuple[float | None, ...]:
         """Time these parts now; the median of each. Waits for the device. None for one always interrupted."""
         parts = [Samples() for _ in names]
-        for _ in range(num_readings):
-            for samples, name in zip(parts, names, strict=True):
-                self._time(samples, name)
+        self._read(names, parts, num_readings)
         self._clock.flush()
         return tuple(median(x.clean_s) if x.clean_s else None for x in parts)
+
+    def _read(self, names: Sequence[str], parts: Sequence[Samples], num_kept: int) -> None:
+        """Time these parts in turns; the first turn, 2 to 3 % slower after layers of a large model, does not count."""
+        dropped = [Samples() for _ in parts]
+        for turn in (dropped, *[parts] * num_kept):
+            for samples, name in zip(turn, names, strict=True):
+                self._time(samples, name)
 
     def _time(self, samples: Samples, name: str) -> None:
         work, count = self._parts[name]

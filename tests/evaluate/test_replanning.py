@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gplan.core import Constraints, Link, LinkPoint, MachineDevice, Plan, Profile
+from gplan.core import Collective, Constraints, Link, LinkPoint, MachineDevice, Plan, Profile
 from gplan.core.errors import FileError
 from gplan.evaluate.replanning import (
     memory_excess,
@@ -80,9 +80,12 @@ def test_with_layer_times() -> None:
 def test_a_faster_link_shortens_every_transfer_alike(factor: float) -> None:
     points = (LinkPoint(num_bytes=100, seconds=1.0), LinkPoint(num_bytes=300, seconds=2.0))
     link = Link(latency_s=1.0, bytes_per_s=100.0, points=points)
+    link = replace(link, collectives=(Collective(kind="all_reduce", num_devices=2, message=link),))
     faster = with_link_times(replace(cut_bound(), link=link), factor).link
     for num_bytes in (50, 200, 1000):
         assert faster.transfer_s(num_bytes) == pytest.approx(factor * link.transfer_s(num_bytes), abs=1e-20)
+        summed_s = (float(x.collectives_s("all_reduce", num_bytes, 2)) for x in (faster, link))
+        assert next(summed_s) == pytest.approx(factor * next(summed_s), abs=1e-20)
 
 
 def test_repricing_selected_layers() -> None:

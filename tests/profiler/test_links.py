@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from gplan.core.errors import UsageError
 from profiler.host.links import (
+    COLLECTIVE_BYTES,
     MESSAGE_BYTES,
     connection_threads,
     deprioritize_connection_threads,
@@ -36,6 +37,9 @@ def test_measure_link() -> None:
     assert (MESSAGE_BYTES[0], MESSAGE_BYTES[-1]) == (KIB, 64 * MIB)
     assert 0 < link.points[0].seconds < link.points[-1].seconds
     assert link.latency_s <= link.points[0].seconds
+    (reduced,) = link.collectives
+    assert (reduced.kind, reduced.num_devices) == ("all_reduce", 2)
+    assert [2 * x.num_bytes for x in reduced.message.points] == list(COLLECTIVE_BYTES)
 
 
 @pytest.mark.parametrize("num_gpus", [0, 1])

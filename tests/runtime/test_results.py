@@ -51,9 +51,9 @@ def test_disturbed_steps_noted(num_clean: int, counted: int, is_told: bool) -> N
     warm_up = RunOptions(num_steps=10).num_warmup_steps
     run = run_of(scheduled_plan("gpipe"), num_steps=warm_up + 5, num_clean=num_clean)
     assert (run.num_counted, run.num_disturbed) == (counted, 5 - num_clean)
-    told = [x for x in run.notes if "count all the same" in x]
+    told = [x for x in run.notes if "steps that count although" in x]
     assert len(told) == is_told
-    assert all(x.startswith("3 of 5 steps were interrupted, and count all the same") for x in told)
+    assert all(x.startswith("steps that count although they were interrupted: 3 of 5") for x in told)
 
 
 @pytest.mark.parametrize(("num_growing", "left_out"), [(2, 2), (3, 0)])

@@ -17,6 +17,7 @@ from gplan.core.errors import NoPlanError, UsageError
 from gplan.evaluate.compare import samples_per_s
 from gplan.evaluate.explain.explanation import Option, OptionKind, OptionResult
 from gplan.evaluate.replanning import TIME_LIMIT_S, PlanSettings, replan, with_link_times
+from gplan.partition.diagnosis import LEAST_MEMORY_SCHEDULE
 from gplan.schedules.custom import is_custom_order
 from gplan.schedules.registry import num_stages_of, schedule_info
 from gplan.strategy_search.space import AUTO_SCHEDULES
@@ -152,5 +153,6 @@ def _device_changes(profile: Profile, setting: PlanSettings) -> Iterator[_Change
             reason = f"the custom order has {num_devices} devices" if count else "there is only one device"
             yield _Change(kind, setting, profile, reason)
         else:
-            changed = replace(setting, num_stages=num_stages_of(schedule, max(1, count)))
+            named = LEAST_MEMORY_SCHEDULE if count == 1 else schedule  # on one device all take equally long
+            changed = replace(setting, schedule=named, num_stages=num_stages_of(named, max(1, count)))
             yield _Change(kind, changed, profile, "" if count else "there is only one device")

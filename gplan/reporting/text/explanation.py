@@ -28,7 +28,8 @@ from gplan.schedules.registry import make_schedule, schedule_info
 SAME_DEVICES: tuple[OptionKind, ...] = (
     "same", "no constraints", "smaller microbatches", "more microbatches", "schedule", "recompute",
 )  # fmt: skip
-OTHER_DEVICES: tuple[OptionKind, ...] = ("more memory", "more devices", "fewer devices", "faster link")
+OTHER_DEVICES: tuple[OptionKind, ...] = ("more memory", "more devices", "faster link")
+FEWER_DEVICES: tuple[OptionKind, ...] = ("fewer devices",)
 _LEAST_GAIN = 0.001  # of the rate, to be named as what would help
 
 
@@ -44,6 +45,7 @@ def option_text(option: Option, *, plan: PlanSettings) -> str:
     memory = f"{bytes_text(setting.memory_bytes)} a device (1 GiB more)" if setting.memory_bytes else "more memory"
     devices = counted(setting.num_devices, "device")
     devices += " a replica" if setting.num_replicas > 1 else ""
+    alone = f", schedule {schedule_info(setting.schedule).title}" if setting.schedule != plan.schedule else ""
     keeping = ", no recompute" if setting.recompute != plan.recompute else ""
     texts: dict[OptionKind, str] = {
         "same": "as it is, balanced again",
@@ -51,7 +53,9 @@ def option_text(option: Option, *, plan: PlanSettings) -> str:
         "more memory": memory + keeping,
         "no memory limit": f"no memory limit{keeping}",
         "more devices": f"{devices} (one more)" if setting.num_devices > plan.num_devices else "one device more",
-        "fewer devices": f"{devices} (one fewer)" if setting.num_devices < plan.num_devices else "one device fewer",
+        "fewer devices": f"{devices} (one fewer){alone}"
+        if setting.num_devices < plan.num_devices
+        else "one device fewer",
         "smaller microbatches": f"{batch} (the same batch)",
         "more microbatches": f"{batch} (twice the batch)",
         "schedule": f"schedule {schedule_info(setting.schedule).title}",
@@ -176,11 +180,12 @@ def _share_text(seconds: float | None, step_s: float) -> str:
 
 
 def _help(explanation: Explanation) -> str:
-    """The best option on the same devices, and the best with others."""
+    """The best option on the same devices, the best with others, and the one with fewer devices if that is better."""
     if explanation.options[0].outcome is None:
         return f"What would help is not known: {explanation.options[0].reason}."
     parts = []
-    for kinds, where in ((SAME_DEVICES, "on the same devices"), (OTHER_DEVICES, "with other hardware")):
+    places = {"on the same devices": SAME_DEVICES, "with other hardware": OTHER_DEVICES, "with less": FEWER_DEVICES}
+    for where, kinds in places.items():
         option = _best(explanation, kinds)
         if option is not None and option.outcome is not None:
             gain = percent_text(option.outcome.samples_per_s / explanation.samples_per_s - 1, signed=True)

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core import HostSpeed, LayerCost, Origin, Profile
+from gplan.core import HostSpeed, LayerCost, Origin, Profile, SharedWeight
 from gplan.core.host_load import interruption_text
 from gplan.core.precision import AS_MADE
 from gplan.core.profile import group_equal
@@ -292,12 +292,17 @@ def _model_lines(profile: Profile) -> Iterator[str]:
     )
     if profile.precision != AS_MADE:
         yield _precision_text(profile)
+    by_users: dict[tuple[int, ...], list[SharedWeight]] = {}
     for weight in profile.shared_weights:
-        users = ", ".join(profile.layers[i].name for i in weight.layers)
-        yield f"shared by {users}: {weight.name}, {bytes_text(weight.weight_bytes)}, not in their weights above"
+        by_users.setdefault(weight.layers, []).append(weight)
+    for layers, weights in by_users.items():
+        users = ", ".join(profile.layers[i].name for i in layers)
+        names = weights[0].name if len(weights) == 1 else f"{len(weights)} weights, {weights[0].name} …"
+        size = bytes_text(sum(x.weight_bytes for x in weights))
+        yield f"shared by {users}: {names}, {size}, not in their weights above"
     yield (
         f"{profile.num_parameters:,} parameters in {len(profile.layers):,} layers; "
-        + (f"{profile.num_samples} samples, {_refused_text(profile)}; " if profile.num_samples else "")
+        + (f"{profile.num_samples} samples, {_left_out_text(profile)}; " if profile.num_samples else "")
         + device_text(profile.device)
     )
     if profile.host_speed is not None:
@@ -319,14 +324,18 @@ def _precision_text(profile: Profile) -> str:
 def _speed_text(speed: HostSpeed) -> str:
     """The range of the host's speed."""
     phases = [1 / slowdown for _, _, slowdown in speed.phases]
-    steady = f"{min(phases):.2f} to {max(phases):.2f} times its median" if phases else "measured too seldom to tell"
-    return f"speed of the host while it was profiled: {steady}"
+    if not phases:
+        return "speed of the host while it was profiled: measured too seldom to tell"
+    return (
+        f"the host ran {min(phases):.2f} to {max(phases):.2f} times as fast, while it was profiled, as at the speed that "
+        "the times are for"
+    )
 
 
-def _refused_text(profile: Profile) -> str:
+def _left_out_text(profile: Profile) -> str:
     if not profile.num_refused:
-        return "0 refused"
-    return f"{profile.num_refused} refused as {interruption_text(profile.host_load)}"
+        return "none left out"
+    return f"{profile.num_refused} left out as {interruption_text(profile.host_load)}"
 
 
 def _engine_text(profile: Profile) -> str:

@@ -149,11 +149,10 @@ def _standing_lines(verification: Verification) -> Iterator[Text]:
     if standing.num_same_batch > 1:
         yield Text(_regret_text(standing, chosen))
     repeated, kept = verification.num_refused, sum(x.num_disturbed for x in verification.contenders)
-    steps = chosen.run.steps_text
-    yield Text(
-        f"{counted(repeated, 'run')} repeated because most steps were interrupted, {kept} such kept; this plan was "
-        f"measured over {steps}"
+    interrupted = (
+        f"most steps of {counted(repeated, 'run')} were interrupted, so they were repeated; {kept} such counted; "
     )
+    yield Text(f"{interrupted if repeated or kept else ''}this plan was measured over {chosen.run.steps_text}")
 
 
 def _ranks_text(standing: Ranking) -> str:

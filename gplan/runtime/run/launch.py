@@ -83,13 +83,13 @@ def run_plan(
         check_fits_here(plan, num_checking=num_processes if options.check else 0)
     if isinstance(model, str):
         check_nothing_beside(model, functions)
+        path = Path(model.partition(":")[0])
+        if path.suffix == ".py":  # raises before any process starts
+            check_is_there(path, named_by="the plan" if model == plan.model.name else "")
     if engine == "torch" and not is_torchrun():
         if not isinstance(model, str):
             kind = type(model).__name__
             raise UsageError(f"the torch engine loads the model from a file in each process; got a {kind} in memory")
-        path = Path(model.partition(":")[0])
-        if path.suffix == ".py":
-            check_is_there(path)  # raises before any process starts
         return run_local_processes(model, dict(settings), plan, options, report=report)
     source_of = partial(
         open_source,

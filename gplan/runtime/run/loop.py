@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gplan.core import GradientCheck, HostLoad, Plan, Run
-from gplan.core.errors import ModelError, RunError, UsageError
+from gplan.core.errors import RunError, UsageError
 from gplan.core.units import counted
 from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.model_source import ModelSource
@@ -153,9 +153,7 @@ class _TrainingLoop:
             if self._scheduler is not None:
                 self._scheduler.step()
         if not math.isfinite(step.loss):
-            raise ModelError(
-                f"the loss is {step.loss} at step {index + 1}; lower the learning rate or look at the data"
-            )
+            raise RunError(f"the loss is {step.loss} at step {index + 1}; lower the learning rate or look at the data")
         report(index, step.loss)
         if self._options.is_saved_after(index + 1):
             self._save()

@@ -30,7 +30,6 @@ from gplan.core import (
 from gplan.core.host_load import interruption_text, largest_load
 from gplan.core.host_speed import average_times
 from gplan.core.schedule import Piece
-from gplan.core.units import counted
 from gplan.evaluate.compare import stale_prediction_notes
 from gplan.runtime.recorder import ActionTiming
 from gplan.runtime.run.run_options import RunOptions, StepRecord
@@ -211,8 +210,8 @@ def _notes_on_steps(
         found.append("too few steps for a warm-up: first-time costs and the reading of memory are in the times")
     if num_disturbed > len(settled) - num_counted:
         found.append(
-            f"{num_disturbed} of {counted(num_counted, 'step')} were {interruption_text(load)}, and count all the same, as too few were clean: "
-            "times and errors are those of such steps; run again on an idle host, or with more --steps"
+            f"steps that count although they were {interruption_text(load)}: {num_disturbed} of {num_counted}, as too few were "
+            "clean; times and errors are those of such steps; run again on an idle host, or with more --steps"
         )
     return tuple(found)
 

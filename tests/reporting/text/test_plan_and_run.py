@@ -210,7 +210,7 @@ def test_a_run_tells_devices_from_stages() -> None:
 
 def test_the_steps_of_a_run_are_counted_as_warm_up_counted_and_refused() -> None:
     run = replace(make_run(), step_s=(1.0,) * 8, losses=(), num_warmup_steps=2, num_counted=5, num_disturbed=1)
-    text = "measured over 5 of 8 steps: 2 to warm up, 1 refused as interrupted"
+    text = "measured over 5 of 8 steps: 2 to warm up, 1 left out as interrupted"
     assert text in printed(run_view(run))
     kept = replace(run, num_counted=6, num_disturbed=4)
     text = "measured over 6 of 8 steps: 2 to warm up, 4 interrupted but counted, as too few were clean"
