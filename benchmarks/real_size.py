@@ -129,7 +129,7 @@ def profile_of(model: str, optimizer: str = "adamw", folder: Path = OUTPUT) -> P
 
 def _layer_rows(model: str, optimizer: str, profile: Profile, seconds: float) -> list[dict[str, Any]]:
     """The layers' sum against the whole model."""
-    place = dict(zip(KEY, [model, optimizer, *LAYERS], strict=True)) | {"stage": ""}
+    place = dict(zip(KEY, [model, optimizer, *LAYERS], strict=True)) | {"stage": "", "created": profile.created}
     whole = profile.whole_model[0]
     forward_s, backward_s = profile.one_stage_s(0)
     pairs = {
@@ -153,10 +153,10 @@ def _run_rows(each: RealSizeRun, profile: Profile, options: argparse.Namespace) 
         recompute=each.recompute,
     )
     run = gplan.run(plan, engine=each.engine, num_steps=options.steps)
-    comparison = compare(run)
+    comparison, made = compare(run), asdict(each) | {"created": run.created}
     for row in comparison.rows:
         yield {
-            **asdict(each),
+            **made,
             "stage": "" if row.stage is None else row.stage,
             "quantity": row.quantity,
             "predicted": row.predicted,
@@ -165,7 +165,7 @@ def _run_rows(each: RealSizeRun, profile: Profile, options: argparse.Namespace) 
             "equal_speed_error": row.equal_speed_error,
         }
     for part, ratio in yardstick_of(run).items():
-        yield {**asdict(each), "stage": "", "quantity": f"yardstick's {part}", "predicted": 1.0, "measured": ratio}
+        yield {**made, "stage": "", "quantity": f"yardstick's {part}", "predicted": 1.0, "measured": ratio}
     step = comparison.row(STEP_TIME)
     print(*asdict(each).values(), percent_text(step.error or 0.0, signed=True), flush=True)
 
@@ -187,12 +187,13 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         "## Runs",
         "",
-        "Worst over the stages for forward, backward, optimizer and peak memory. Runs without the yardstick's parts in rows.csv "
-        "are older than the present rule of the host's slowdown: they took the median of the parts.",
+        "Worst over the stages for forward, backward, optimizer and peak memory. Runs without a date are of "
+        "earlier versions. Their yardstick read up to 2 % slower in a profile than in a run, so their errors at equal speed are "
+        "that much too low; those without its parts in rows.csv took the median of the parts.",
         "",
         "| model | optimizer | engine | K | schedule | recompute | step | error | at equal speed | bubble, points | "
-        "forward | backward | optimizer | peak memory |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "forward | backward | optimizer | peak memory | made |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
         *(_run_line(key, part) for key, part in rows[rows.num_devices > 0].groupby(KEY, sort=False)),
         "",
     ]
@@ -221,6 +222,7 @@ def _run_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
         equal,
         f"{100 * (bubble.predicted - bubble.measured):+.1f}",
         *map(worst, (FORWARD, BACKWARD, OPTIMIZER, PEAK_MEMORY)),
+        str(part.created.iloc[0])[:10] if "created" in part and part.created.notna().any() else "",
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -21,6 +21,7 @@ from gplan.core import (
     Profile,
     Run,
     Verification,
+    YardstickTimes,
 )
 from gplan.core.errors import UsageError
 from gplan.evaluate.calibration import calibrate as calibrate
@@ -363,7 +364,7 @@ def _measured(model: GivenModel, options: ProfileOptions, progress: Callable[[st
     from profiler.host.host_info import usable_cores
     from profiler.measure import measure_profile
 
-    def measured_engine() -> EngineCost:
+    def measured_engine() -> tuple[EngineCost, tuple[YardstickTimes, ...]]:
         from gplan.runtime.overhead import measure_engine
 
         return measure_engine(num_threads=options.num_threads)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch
 
-from gplan.core import Device, EngineCost, Granularity, Link, Profile
+from gplan.core import Device, EngineCost, Granularity, Link, Profile, YardstickTimes
 from gplan.core.errors import ModelError, UsageError
 from profiler.capture.chain import model_state_restored, routing_notes
 from profiler.host.host_info import core_shares, device_share, gpu_state, max_neighbours, processor, software_versions
@@ -34,7 +34,7 @@ from profiler.timing.clock import Clock, CpuClock, CudaClock
 from profiler.timing.journal import Journal, Progress, part, silent
 from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, SampledSize, Setup, mean_of_known, sample_size
 from profiler.timing.optimizer_step import MICROBATCHES, sample_step
-from profiler.timing.yardstick import SpeedHistory, Yardstick, yardstick_parts
+from profiler.timing.yardstick import SpeedHistory, Yardstick, read_by_ranks, read_now, yardstick_parts
 
 _SHARE_OF_LAYERS = 0.75  # of the progress of a profile
 
@@ -97,9 +97,9 @@ def measure_profile(
     options: ProfileOptions,
     *,
     progress: Progress = silent,
-    measure_engine: Callable[[], EngineCost] | None = None,
+    measure_engine: Callable[[], tuple[EngineCost, Sequence[YardstickTimes]]] | None = None,
 ) -> Profile:
-    """Measure every layer of the model on this host, and last the engine, by `measure_engine`.
+    """Measure every layer of the model on this host, and last the engine and the yardstick in a run's processes.
 
     Raises ModelError for a model that cannot be captured, run or trained as the file describes it; the journal then
     keeps the measurements so far.
@@ -109,9 +109,18 @@ def measure_profile(
         found = _measured(file, options, journal, progress)
         if measure_engine is not None:
             progress("measuring the engine between two processes", 0.95)
-            found = replace(found, engine=measure_engine())
+            own = [_yardstick_now(options)]
+            engine, readings = measure_engine()
+            own.append(_yardstick_now(options))
+            host_speed = found.host_speed and read_by_ranks(found.host_speed, readings, own=own)
+            found = replace(found, engine=engine, host_speed=host_speed)
     journal.close()
     return found
+
+
+def _yardstick_now(options: ProfileOptions) -> YardstickTimes | None:
+    with device_share(options.num_threads):
+        return read_now(options.device)
 
 
 def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progress: Progress) -> Profile:

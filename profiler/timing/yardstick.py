@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from statistics import median
@@ -17,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gplan.core.host_speed import HostSpeed, SpeedWindow, YardstickTimes, slowdown_of
-from profiler.timing.clock import Clock, Samples
+from gplan.core.host_speed import HostSpeed, SpeedWindow, YardstickTimes, average_times, slowdown_of
+from profiler.timing.clock import Clock, CpuClock, CudaClock, Samples
 from profiler.timing.neighbours import BESIDE_OTHERS
 
 MOST_SHARE = 0.01
@@ -35,11 +36,13 @@ SAMPLES = "yardstick/"
 _LEAST_READING_S = 1e-3  # on a GPU the host only launches it
 _LEAST_READINGS = 5
 _NUM_KEPT = 2  # of the readings at a stop of a profile
+_MOST_APART = 1.15  # of two references of compute, else one of them was disturbed
 _NUM_AROUND = 9  # readings whose median is the speed of a moment
-_NUM_AROUND_BESIDE = 3  # the same beside other processes, which is measured in short stretches
+_NUM_AROUND_BESIDE = 6  # the same beside other processes, which is measured in short stretches
 _WINDOW_S = 1.0  # the shortest window
 _NUM_STORED = 20  # windows in a profile
 _STREAMED_FLOATS = 2**24  # 64 MiB, more than the caches hold that a core shares
+_HALF_PAGE_FLOATS = 512  # a core is slower to write where what it reads lies whole pages away
 
 
 Part: TypeAlias = tuple[Callable[[], object], int]
@@ -49,26 +52,28 @@ Part: TypeAlias = tuple[Callable[[], object], int]
 def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
     """The parts on a device: 192 x 192 products, sums over 1 MiB of memory, a loop; on a GPU larger, and small launches.
 
-    The sums go on through 64 MiB, so that what they read has left the caches, whatever ran in between. They allocate
-    nothing and draw no random numbers.
+    The sums go on through 64 MiB, so that what they read has left the caches, whatever ran in between. The parts are as
+    fast in every process: their tensors have fixed distances, and they allocate nothing, not even integers. They draw no
+    random numbers.
     """
     on_gpu = device != "cpu"
     width, num_floats = (2048, 2**23) if on_gpu else (192, 2**18)
-    left, right, product = (torch.ones(width, width, device=device) for _ in range(3))
-    addends = cycle(torch.ones(_STREAMED_FLOATS // num_floats, num_floats, device=device).unbind())
-    total = torch.zeros(num_floats, device=device)
-    small = torch.zeros(1, device=device)
+    sizes = [width * width] * 3 + [_STREAMED_FLOATS, _HALF_PAGE_FLOATS, num_floats, 1]
+    left, right, product, streamed, _, total, small = torch.ones(sum(sizes), device=device).split(sizes)  # type: ignore[no-untyped-call]
+    square = partial(torch.Tensor.view, size=(width, width))
+    addends = cycle(streamed.view(-1, num_floats).unbind())
+    cached = tuple(range(8)) * 300  # as all integers up to 256
 
     def add_next() -> None:
         total.add_(next(addends))
 
     def loop() -> None:
         number = 0
-        for i in range(1500):
-            number += i & 7
+        for i in cached:
+            number = (number + i) & 127
 
     return {
-        "compute": (partial(torch.mm, left, right, out=product), 1 if on_gpu else 2),
+        "compute": (partial(torch.mm, *map(square, (left, right)), out=square(product)), 1 if on_gpu else 2),
         "memory": (add_next, 1 if on_gpu else 3),
         "interpreter": (partial(small.add_, 1), 32) if on_gpu else (loop, 2),
     }
@@ -178,6 +183,34 @@ class SpeedHistory:
     def at_one_speed(self, samples: Samples, *, beside: bool = False) -> Samples:
         """The samples as they would be at the median speed."""
         return samples.divided(partial(self.slowdowns, beside=beside))
+
+
+def read_now(device: str) -> YardstickTimes | None:
+    """The yardstick now, in this process; None if it was interrupted."""
+    clock = CpuClock() if device == "cpu" else CudaClock()
+    times = Yardstick(clock, lambda _: Samples(), yardstick_parts(device)).seconds(*PARTS, num_readings=_NUM_AROUND)
+    return YardstickTimes(**{f"{x}_s": s for x, s in zip(PARTS, times, strict=True) if s}) if all(times) else None
+
+
+def read_by_ranks(
+    speed: HostSpeed, ranks: Sequence[YardstickTimes], *, own: Sequence[YardstickTimes | None]
+) -> HostSpeed:
+    """With the reference of the devices of a run as its processes would read it.
+
+    At one speed of the host, processes of a run read other times than that of a profile: on a machine with two cores up to
+    10 % less for the interpreter and up to 20 % less for memory. `ranks` are readings in such processes, `own` those of
+    this one just before and after. Unchanged where a disturbance fell into them.
+    """
+    here, there = average_times(own, median), average_times(ranks, median)
+    if here is None or there is None:
+        return speed
+    found = YardstickTimes(
+        compute_s=speed.reference.compute_s * there.compute_s / here.compute_s,
+        memory_s=speed.reference.memory_s * there.memory_s / here.memory_s,
+        interpreter_s=speed.reference.interpreter_s * there.interpreter_s / here.interpreter_s,
+    )
+    ratio = found.compute_s / (speed.beside or speed.reference).compute_s
+    return replace(speed, beside=found) if max(ratio, 1 / ratio) < _MOST_APART else speed
 
 
 def _times_beside(reference: YardstickTimes, beside: Sequence[Samples]) -> YardstickTimes | None:

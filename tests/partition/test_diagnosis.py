@@ -158,6 +158,16 @@ def test_recomputing_is_offered_only_where_it_helps(memory_bytes: int, would_fit
     assert ("--recompute always" in str(no_plan_error(problem))) == would_fit
 
 
+@pytest.mark.parametrize(
+    ("schedule", "memory_bytes", "is_offered"), [("gpipe", 400, True), ("gpipe", 399, False), ("1f1b", 399, False)]
+)
+def test_a_schedule_that_needs_less_memory_is_offered(schedule: str, memory_bytes: int, is_offered: bool) -> None:
+    problem = make_problem(
+        [1] * 4, num_stages=2, num_microbatches=8, schedule=schedule, stash_bytes=100, memory_bytes=memory_bytes
+    )
+    assert ("with --schedule 1f1b it would fit" in str(no_plan_error(problem))) == is_offered
+
+
 def test_recomputing_is_not_offered_to_those_who_do() -> None:
     problem = make_problem([1] * 4, num_stages=2, recompute="always", stash_bytes=100, memory_bytes=10)
     assert "--recompute" not in str(no_plan_error(problem))

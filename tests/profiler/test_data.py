@@ -73,6 +73,13 @@ def test_loss_that_depends_on_the_division_is_noted_for_plans() -> None:
     assert "the loss depends on how a mini-batch is divided" in stated[0] and "as the mean of two halves" in stated[0]
 
 
+def test_what_a_file_lacks_is_noted() -> None:
+    optimizer, loss = file_of(nn.Linear(8, 4)).notes_on_missing, model_in_memory(nn.Linear(8, 4)).notes_on_missing
+    assert [x.partition(":")[0] for x in (*optimizer, *loss)] == [
+        "Linear defines no optimizer", "Linear defines no optimizer", "Linear defines no loss",
+    ]  # fmt: skip
+
+
 def test_random_loss_in_evaluation_is_named() -> None:
     file = file_of(nn.Sequential(nn.Linear(8, 4), NoisyInEvaluation()))
     with pytest.raises(ModelError, match=r"1 \(NoisyInEvaluation\) draws random numbers.*loss_reduction = \"mean\""):

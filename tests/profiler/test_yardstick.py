@@ -18,6 +18,7 @@ from profiler.timing.yardstick import (
     SpeedHistory,
     Yardstick,
     median_times,
+    read_by_ranks,
     yardstick_parts,
 )
 from tests.profiler.test_clock import Event, Stream
@@ -163,6 +164,17 @@ def test_parts_beside_others_are_the_reference_of_devices_that_read_together() -
     assert found.beside == YardstickTimes(compute_s=2e-3, memory_s=1e-3, interpreter_s=2e-3)
     assert found.slowdown(found.beside, num_devices=2) == pytest.approx(1.0)
     assert found.slowdown(found.beside) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("compute", "expected"), [(1.0, (2.0, 1.6, 1.8)), (1.5, (2.0, 2.0, 2.0))])
+def test_processes_of_a_run_have_a_reference_of_their_own(compute: float, expected: tuple[float, ...]) -> None:
+    """The host is twice as fast at that moment as in the profile; a disturbed moment changes nothing."""
+    usual = YardstickTimes(compute_s=2.0, memory_s=2.0, interpreter_s=2.0)
+    own = YardstickTimes(compute_s=1.0, memory_s=1.0, interpreter_s=1.0)
+    ranks = [YardstickTimes(compute_s=compute, memory_s=0.8, interpreter_s=x) for x in (0.9, 0.9, 5.0)]
+    found = read_by_ranks(HostSpeed(reference=usual, beside=usual), ranks, own=[own, None, own]).beside
+    assert found is not None
+    assert (found.compute_s, found.memory_s, found.interpreter_s) == pytest.approx(expected)
 
 
 def test_a_disturbance_of_one_part_changes_nothing() -> None:

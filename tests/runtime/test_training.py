@@ -292,6 +292,14 @@ def test_model_in_memory_needs_virtual_engine() -> None:
     assert len(gplan.run(plan, model=file.model, engine="virtual", num_steps=2, **given).losses) == 2
 
 
+def test_a_loss_that_is_not_finite_ends_the_run() -> None:
+    file = small_example("transformer_lm")
+    plan = plan_for(file, num_devices=2)
+    file.functions["loss"] = lambda output, _: output.sum() * math.nan  # type: ignore[index]
+    with pytest.raises(RunError, match="the loss is nan at step 1; lower the learning rate"):
+        run_virtually(file, plan, RunOptions(num_steps=2))
+
+
 def test_random_batches_equal_on_all_ranks() -> None:
     file = small_example("transformer_lm")
     seen = []

@@ -163,10 +163,10 @@ def test_options_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time_limits_s[-1] == TIME_LIMIT_S
 
 
-def test_other_devices_keep_stages_per_device() -> None:
+def test_other_devices_keep_stages_per_device_unless_there_is_one() -> None:
     found = tried(make_profile([1.0] * 9), setting(schedule="looped-bfs:3", num_stages=6), options_s=-1.0)
     settings = [found[kind][0].setting for kind in ("more devices", "fewer devices")]  # type: ignore[index]
-    assert [(x.num_devices, x.num_stages) for x in settings] == [(3, 9), (1, 3)]
+    assert [(x.schedule, x.num_devices, x.num_stages) for x in settings] == [("looped-bfs:3", 3, 9), ("1f1b", 1, 1)]
 
 
 def test_a_custom_order_has_the_devices_that_it_has() -> None:

@@ -13,7 +13,7 @@ from gplan.evaluate.explain.explanation import CutCost, Explanation, Sensitiviti
 from gplan.reporting.text.explanation import explanation_view, headline
 from gplan.reporting.text.fitted_table import note_lines
 from gplan.simulation.jitter import StepSpread
-from tests.evaluate.explain.settings import cut_bound, memory_bound, plan_of, uneven
+from tests.evaluate.explain.settings import ONE_GB_PER_S, cut_bound, memory_bound, plan_of, uneven
 from tests.made import make_profile
 from tests.reporting.text.printed import printed
 
@@ -39,6 +39,11 @@ def test_the_headline_names_the_stage_its_dearest_layers_and_what_would_help() -
         "What would help most: on the same devices, schedule interleaved-1f1b:2: +4.1 % samples/s; with other hardware, "
         "3 devices (one more): +15.9 % samples/s.",
     )
+
+
+def test_one_device_that_is_faster_is_in_the_headline() -> None:
+    profile = make_profile([1.0, 1.0], [1.0, 1.0], output_bytes=10**10, link=ONE_GB_PER_S)
+    assert "with less, 1 device (one fewer), schedule 1f1b: +" in told(profile)
 
 
 def test_what_binds_is_said_with_what_it_costs() -> None:
