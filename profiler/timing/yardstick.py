@@ -197,20 +197,23 @@ def read_by_ranks(
 ) -> HostSpeed:
     """With the reference of the devices of a run as its processes would read it.
 
-    At one speed of the host, processes of a run read other times than that of a profile: on a machine with two cores up to
-    10 % less for the interpreter and up to 20 % less for memory. `ranks` are readings in such processes, `own` those of
-    this one just before and after. Unchanged where a disturbance fell into them.
+    At one speed of the host, processes of a run read other times of memory and interpreter than that of a profile: on a
+    machine with two cores up to 20 and 10 % less, but the same of compute. `ranks` are readings in such processes, `own`
+    those of this one just before and after. Unchanged where compute shows a disturbance in them.
     """
     here, there = average_times(own, median), average_times(ranks, median)
     if here is None or there is None:
         return speed
+    compute_s = (speed.beside or speed.reference).compute_s
+    apart = there.compute_s / here.compute_s / (compute_s / speed.reference.compute_s)
+    if max(apart, 1 / apart) > _MOST_APART:
+        return speed
     found = YardstickTimes(
-        compute_s=speed.reference.compute_s * there.compute_s / here.compute_s,
+        compute_s=compute_s,
         memory_s=speed.reference.memory_s * there.memory_s / here.memory_s,
         interpreter_s=speed.reference.interpreter_s * there.interpreter_s / here.interpreter_s,
     )
-    ratio = found.compute_s / (speed.beside or speed.reference).compute_s
-    return replace(speed, beside=found) if max(ratio, 1 / ratio) < _MOST_APART else speed
+    return replace(speed, beside=found)
 
 
 def _times_beside(reference: YardstickTimes, beside: Sequence[Samples]) -> YardstickTimes | None:
