@@ -216,11 +216,11 @@ def as_text(table: pd.DataFrame) -> str:
     return "\n".join(
         [
             "# How wrong the predictions are\n",
-            f"`python benchmarks/accuracy.py`: {len(table)} settings, {table['round'].sum()} runs of {first.num_steps:.0f} "
-            f"steps, micro-batches of {MICROBATCH_SIZE}, one core a process, nothing calibrated, as it came; all rows are in "
+            f"`python benchmarks/accuracy.py`: {len(table)} settings, {table['round'].sum()} runs of "
+            f"{' or '.join(f'{x:.0f}' for x in sorted(table.num_steps.unique()))} steps, micro-batches of {MICROBATCH_SIZE}, one core a process, nothing calibrated, as it came; all rows are in "
             f"accuracy.csv. The runs of one M and way to recompute have a profile of their own, taken right before; a setting's "
-            f"error is the median over its rounds; the link and the engine's own time were measured once.{again} {first.device}; torch {first.torch}; {table.created.min()}. Disturbed steps "
-            f"were refused: {percent_text(refused)}.\n",
+            f"error is the median over its rounds; the link and the engine's own time were measured once.{again} {first.device}; torch {first.torch}; {table.created.min()}. Left out as "
+            f"disturbed: {percent_text(refused)} of the steps.\n",
             "An error is predicted over measured, less 1. *At equal speed*: the prediction at the host's speed during the "
             "run, by the yardstick that profile and run read.\n",
             *summary(table, ["engine"]),
