@@ -159,7 +159,7 @@ def test_recomputing_is_offered_only_where_it_helps(memory_bytes: int, would_fit
 
 
 @pytest.mark.parametrize(
-    ("schedule", "memory_bytes", "is_offered"), [("gpipe", 400, True), ("gpipe", 399, False), ("1f1b", 399, False)]
+    ("schedule", "memory_bytes", "is_offered"), [("gpipe", 300, True), ("gpipe", 299, False), ("1f1b", 299, False)]
 )
 def test_a_schedule_that_needs_less_memory_is_offered(schedule: str, memory_bytes: int, is_offered: bool) -> None:
     problem = make_problem(
