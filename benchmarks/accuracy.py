@@ -207,7 +207,7 @@ def draw(table: pd.DataFrame) -> Figure:
 def as_text(table: pd.DataFrame) -> str:
     """The summary by engine and by model, and how it was measured."""
     first, refused = table.iloc[0], table.num_disturbed.sum() / (table.num_disturbed + table.num_counted).sum()
-    apart = table[table["round"] > 1].apart
+    apart, steps = table[table["round"] > 1].apart, " or ".join(f"{x:.0f}" for x in sorted(table.num_steps.unique()))
     again = (
         f" The rounds of one setting came {percent_text(apart.median())} of the step apart in the median."
         if len(apart)
@@ -216,11 +216,12 @@ def as_text(table: pd.DataFrame) -> str:
     return "\n".join(
         [
             "# How wrong the predictions are\n",
-            f"`python benchmarks/accuracy.py`: {len(table)} settings, {table['round'].sum()} runs of "
-            f"{' or '.join(f'{x:.0f}' for x in sorted(table.num_steps.unique()))} steps, micro-batches of {MICROBATCH_SIZE}, one core a process, nothing calibrated, as it came; all rows are in "
-            f"accuracy.csv. The runs of one M and way to recompute have a profile of their own, taken right before; a setting's "
-            f"error is the median over its rounds; the link and the engine's own time were measured once.{again} {first.device}; torch {first.torch}; {table.created.min()}. Left out as "
-            f"disturbed: {percent_text(refused)} of the steps.\n",
+            f"Made by `python benchmarks/accuracy.py`: {len(table)} settings with {table['round'].sum()} runs of {steps} steps. "
+            f"Micro-batches have {MICROBATCH_SIZE} samples, each process has one core, and nothing is calibrated. Every run is in "
+            "accuracy.csv, whatever came out. Runs with the same M and recompute share a profile, taken right before them. A "
+            f"setting's error is the median over its rounds.{again} The link and the engine's own time were measured once. "
+            f"{percent_text(refused)} of the steps were left out as disturbed. {first.device}; torch {first.torch}; "
+            f"{table.created.min()}.\n",
             "An error is predicted over measured, less 1. *At equal speed*: the prediction at the host's speed during the "
             "run, by the yardstick that profile and run read.\n",
             *summary(table, ["engine"]),

@@ -97,13 +97,13 @@ class Samples:
 
 
 class AtOneSpeed(Protocol):
-    """Brings samples to one speed of the host; `beside`: those taken while other processes computed."""
+    """Brings samples to one speed of the host, which is known when everything is sampled.
+
+    `beside`: those taken while other processes computed.
+    """
 
     def __call__(self, samples: Samples, *, beside: bool = False) -> Samples:
         """The samples as they would be at that speed."""
-
-
-"""Brings samples to one speed of the host; it is known when everything is sampled."""
 
 
 class Clock(Protocol):

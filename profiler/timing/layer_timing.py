@@ -347,9 +347,8 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
             rounds.sample_pairs()
         if beside is not None and not beside.are_alive:
             notes += (NEIGHBOUR_FAILED,)
-    notes += tuple(_notes_on_samples(bench, samples, load))
-    if not _adds_up(bench, samples):
-        notes += tuple(_notes_on_pairs(bench, samples, subject.microbatch_size))
+    pair_notes = _notes_on_pairs(bench, samples, subject.microbatch_size)
+    notes = (*notes, *_notes_on_samples(bench, samples, load), *pair_notes)
     setup.journal.keep(done, notes)
     setup.journal.save()
     return notes
