@@ -234,13 +234,13 @@ def profile_of(num_layers: int, *, sizes: Sequence[int], is_rich: bool, **more: 
             "num_parameters": 1000 * i,
             "weight_bytes": 4000 * i,
             "gradient_bytes": 4000 * i,
-            "num_trained": 2 if i else 0,
+            "update_s": 1e-4 * i,
             "costs": [layer_cost(i, size, is_rich=is_rich) for size in sizes],
         }
         for i in range(num_layers)
     ]
     return {
-        "format": "gplan.profile/3",
+        "format": "gplan.profile/4",
         "model": {"name": "model.py", "settings": [["depth", "3"]], "digest": "d"},
         "device": {"name": "made", "kind": "cpu", "num_threads": 2, "memory_bytes": 2**34},
         "layers": layers,
@@ -249,7 +249,7 @@ def profile_of(num_layers: int, *, sizes: Sequence[int], is_rich: bool, **more: 
         "loss_reduction": "mean",
         "step": {
             "optimizer": timing(1e-3), "zero_grad": timing(1e-4), "optimizer_name": "Adam", "state_bytes": 10**5,
-            "workspace_bytes": 100, "contention": 1.2, "update_contention": 1.3, "tensor_s": 1e-6,
+            "workspace_bytes": 100, "contention": 1.2, "update_contention": 1.3, "fixed_s": 1e-6,
         },
         "link": {"latency_s": 1e-5, "bytes_per_s": 1e9},
         "overhead_s": 1e-5,

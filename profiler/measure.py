@@ -144,7 +144,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
             file, options, setup, lambda text, share: progress(text, _SHARE_OF_LAYERS * share)
         )
         progress("measuring the optimizer's step", _SHARE_OF_LAYERS)
-        step, partly_used, step_notes = sample_step(
+        update, step_notes = sample_step(
             file,
             clock,
             device=options.device,
@@ -159,9 +159,8 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
     progress("measuring the link between two processes", 0.9)
     link = options.link or measure_link(device_kind=options.device_kind)
     first, values = measured[0], values_of([x.crossings for x in measured])
-    layers, shared = layers_with_weights(
-        first.chain, first.sources, [x.layers for x in measured], partly_used=partly_used
-    )
+    step, updates_s = update(speeds.at_one_speed)
+    layers, shared = layers_with_weights(first.chain, first.sources, [x.layers for x in measured], updates_s=updates_s)
     return Profile(
         model=file.identity(first.chain),
         device=_device(options),
@@ -169,7 +168,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         shared_weights=shared,
         loss=tuple(x.loss for x in measured) if file.has_loss else (),
         loss_reduction=first.loss_reduction or loss.reduction,
-        step=step(speeds.at_one_speed),
+        step=step,
         link=link,
         overhead_s=sum(x.overhead_s for x in measured) / len(measured),
         whole_model=tuple(x.whole for x in measured if x.whole is not None),

@@ -40,7 +40,7 @@ def make_profile(
     workspace_bytes: Sequence[int] | int = 0,
     link: Link = FREE_LINK,
     optimizer_s: float = 0.0,
-    tensor_s: float = 0.0,
+    fixed_s: float = 0.0,
     overhead_s: float = 0.0,
     engine: EngineCost | None = None,
     shared_weights: tuple[SharedWeight, ...] = (),
@@ -60,7 +60,6 @@ def make_profile(
             num_parameters=weights[i] // 4,
             weight_bytes=weights[i],
             gradient_bytes=weights[i],
-            num_trained=1 if weights[i] else 0,
             costs=tuple(
                 LayerCost(
                     microbatch_size=size,
@@ -91,7 +90,7 @@ def make_profile(
             optimizer_name="made",
             state_bytes=2 * sum(weights),
             workspace_bytes=0,
-            tensor_s=tensor_s,
+            fixed_s=fixed_s,
         ),
         link=link,
         overhead_s=overhead_s,

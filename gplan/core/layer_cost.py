@@ -222,12 +222,11 @@ class StepCost:
     contention: float = 1.0  # slow-down while other processes of the host run forward and backward
     update_contention: float = 1.0  # slow-down while other processes of the host update at the same time
     master_bytes: int = 0  # part of state_bytes: float32 weights beside the parameters
-    tensor_s: float = 0.0  # part of both for each trained tensor; the rest is proportional to bytes
-    partly_used_factor: float = 1.0  # seconds of a byte of partly used parameters over those of other bytes
+    fixed_s: float = 0.0  # part of both that an update takes however little it updates
 
     def __post_init__(self) -> None:
         check_amounts(self)
-        check_positive(self, "contention", "update_contention", "partly_used_factor")
+        check_positive(self, "contention", "update_contention")
         if self.largest_workspace:
             check_factor(self, "largest_workspace")
 
@@ -237,7 +236,7 @@ class StepCost:
             self,
             optimizer=self.optimizer.corrected(factor),
             zero_grad=self.zero_grad.corrected(factor),
-            tensor_s=self.tensor_s * factor,
+            fixed_s=self.fixed_s * factor,
         )
 
     @property
@@ -245,19 +244,15 @@ class StepCost:
         """Seconds of zero_grad and the optimizer together."""
         return self.zero_grad.median_s + self.optimizer.median_s
 
-    def shares_s(self, num_tensors: int) -> tuple[float, float]:
-        """Seconds for each of `num_tensors` tensors, and for the bytes of all; together at most `update_s`."""
-        tensor_s = min(self.tensor_s, self.update_s / num_tensors) if num_tensors else 0.0
-        return tensor_s, max(0.0, self.update_s - num_tensors * tensor_s)
+    @property
+    def spread_s(self) -> float:
+        """Seconds of both beside `fixed_s`, which stages share by their `update_weight`."""
+        return max(0.0, self.update_s - self.fixed_s)
 
-    def grown(self, by_bytes: float, *, num_tensors: int, num_all: int, by_weighted: float | None = None) -> StepCost:
-        """The costs scaled from `num_tensors` tensors to `num_all` with `by_bytes` times the bytes.
-
-        `by_weighted`: times the bytes where partly used ones count `partly_used_factor` times; None: as all bytes.
-        """
-        tensor_s, bytes_s = self.shares_s(num_tensors)
-        bytes_s *= by_bytes if by_weighted is None else by_weighted
-        factor = (bytes_s + num_all * tensor_s) / self.update_s if self.update_s else 1.0
+    def grown(self, by_bytes: float, *, by_update: float) -> StepCost:
+        """The costs of `by_bytes` times the trained bytes, whose update beside `fixed_s` takes `by_update` times as long."""
+        fixed_s = min(self.fixed_s, self.update_s)
+        factor = (fixed_s + by_update * self.spread_s) / self.update_s if self.update_s else 1.0
         return replace(
             self,
             optimizer=self.optimizer.times(factor),

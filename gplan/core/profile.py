@@ -82,7 +82,6 @@ class ParameterSize:
     num_rows: int  # of its first dimension; 0: it stays whole
     num_bytes: int
     is_trained: bool = True
-    is_partly_used: bool = False  # a first step leaves rows of it without a gradient, as of an embedding
 
     def __post_init__(self) -> None:
         check_amounts(self)
@@ -116,10 +115,12 @@ class Sharable:
     """Properties that layers and shared weights have for the replicas that may divide them."""
 
     __slots__ = ()
+    name: str
     weight_bytes: int
     gradient_bytes: int
     parameters: tuple[ParameterSize, ...]
     share: ReplicaShare | None
+    update_s: float | None
 
     @property
     def gathered_bytes(self) -> int:
@@ -145,16 +146,15 @@ class Sharable:
         return self.share.updated_bytes if self.share else self.gradient_bytes
 
     @property
-    def partly_used_bytes(self) -> int:
-        """The part of `updated_bytes` in parameters that are partly used."""
-        return round(self.updated_bytes * self.partly_used_share)
+    def whole_update_weight(self) -> float:
+        """What counts of an update of all its parameters: seconds, or where they are not known gradient bytes."""
+        return self.gradient_bytes if self.update_s is None else self.update_s
 
     @property
-    def partly_used_share(self) -> float:
-        """The share of the trained bytes that is in partly used parameters."""
-        trained = [x for x in self.parameters if x.is_trained]
-        partly = sum(x.num_bytes for x in trained if x.is_partly_used)
-        return partly / sum(x.num_bytes for x in trained) if partly else 0.0
+    def update_weight(self) -> float:
+        """The same of what a replica updates."""
+        whole = self.whole_update_weight
+        return whole * self.updated_bytes / self.gradient_bytes if self.share and self.gradient_bytes else whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,10 +168,10 @@ class Layer(Sharable):
     gradient_bytes: int  # of trained parameters
     costs: tuple[LayerCost, ...]  # by rising micro-batch size
     same_as: int | None = None  # the layer of equal structure that was measured instead; None: measured itself
-    num_trained: int = 0  # number of trained parameter tensors
-    largest_trained_bytes: int = 0  # of the largest one
+    largest_trained_bytes: int = 0  # of the largest trained parameter tensor
     parameters: tuple[ParameterSize, ...] = ()  # its own; none: not known
     share: ReplicaShare | None = None  # of one of several replicas; None: all of it
+    update_s: float | None = None  # of the optimizer and zero_grad for its parameters; None: not known
 
     def __post_init__(self) -> None:
         check_amounts(self)
@@ -190,16 +190,12 @@ class SharedWeight(Sharable):
     gradient_bytes: int
     parameters: tuple[ParameterSize, ...] = ()  # one; none: not known
     share: ReplicaShare | None = None  # of one of several replicas; None: all of it
+    update_s: float | None = None  # of the optimizer and zero_grad for it; None: not known
 
     def __post_init__(self) -> None:
         check_amounts(self)
         if len(set(self.layers)) < 2:
             raise ValueError(f"layers is {self.layers!r}; expected at least two different layers")
-
-    @property
-    def num_trained(self) -> int:
-        """Number of trained tensors: 1, or 0 if it is frozen."""
-        return 1 if self.gradient_bytes else 0
 
     @property
     def largest_trained_bytes(self) -> int:
@@ -272,6 +268,11 @@ class Profile:
         whole = tuple(x.microbatch_size for x in self.whole_model)
         if whole and whole != self.microbatch_sizes:
             raise ValueError(f"the whole model was measured at sizes {whole}; expected {self.microbatch_sizes}")
+        without = [x.name for x in (*self.layers, *self.shared_weights) if x.update_s is None]
+        if 0 < len(without) < len(self.layers) + len(self.shared_weights):
+            raise ValueError(
+                f"{without[0]} has no update_s; expected it for every layer and shared weight, or for none"
+            )
         for shared in self.shared_weights:
             if not all(0 <= layer < len(self.layers) for layer in shared.layers):
                 raise ValueError(f"{shared.name} names layers {shared.layers}; there are {len(self.layers)} layers")
@@ -367,26 +368,14 @@ class Profile:
         return sum(x.num_parameters for x in self.layers) + sum(x.num_parameters for x in self.shared_weights)
 
     @property
-    def num_trained(self) -> int:
-        """Number of trained parameter tensors of the model, shared ones once."""
-        return sum(x.num_trained for x in self.layers) + sum(x.num_trained for x in self.shared_weights)
-
-    @property
     def trained_bytes(self) -> int:
         """Bytes of all gradients of the model, shared ones once."""
         return sum(x.gradient_bytes for x in self.layers) + sum(x.gradient_bytes for x in self.shared_weights)
 
     @property
-    def weighted_trained_bytes(self) -> float:
-        """`trained_bytes`, where partly used ones count `StepCost.partly_used_factor` times."""
-        return math.fsum(self._weighted(x, x.gradient_bytes) for x in (*self.layers, *self.shared_weights))
-
-    def weighted_updated_bytes(self, held: Sharable) -> float:
-        """The same of what a replica updates of a layer or shared weight."""
-        return self._weighted(held, held.updated_bytes)
-
-    def _weighted(self, held: Sharable, num_bytes: int) -> float:
-        return num_bytes + (self.step.partly_used_factor - 1.0) * round(num_bytes * held.partly_used_share)
+    def update_weight(self) -> float:
+        """That of the whole model, see `Sharable.whole_update_weight`."""
+        return math.fsum(x.whole_update_weight for x in (*self.layers, *self.shared_weights))
 
     @property
     def num_samples(self) -> int:
@@ -421,7 +410,7 @@ class Profile:
         """
         layer = self.layers[index]
         costs = tuple(replace(x, leftovers=()) if x.leftovers else x for x in layer.costs)
-        return layer.kind, layer.weight_bytes, layer.gradient_bytes, costs
+        return layer.kind, layer.weight_bytes, layer.gradient_bytes, layer.update_s, costs
 
     def layers_with_equal_costs(self) -> tuple[tuple[int, ...], ...]:
         """All layers, grouped by `cost_key`, so that one table row can stand for a group."""

@@ -1,7 +1,7 @@
 """From a profile to the cost and the memory of every candidate stage, a pair of positions, at a micro-batch size.
 
 A stage costs `overhead_s` plus the sum of its layers, plus the loss where it holds the last layer. Optimizer state and
-workspace are shared out by the bytes that are trained, the optimizer's time by tensors and bytes. The halves of a
+workspace are shared out by the bytes that are trained, the optimizer's time as the layers' updates were measured. The halves of a
 backward are known where the profile has them; each that runs pays the overhead. Where the devices are cores of one
 host, all of it takes longer the more of them compute (`contention`). Between two profiled micro-batch sizes costs are
 interpolated, and a note says so. A stage is [first, end), two positions of `downsets`: for a chain, its first layer and
@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gplan.core import Contention, LayerCost, Link, Profile, Sharding, StageBytes, StageCost, StageTimes, Timing
 from gplan.core.interpolation import cost_at
@@ -233,8 +235,7 @@ class Costs:
 
     def optimizer_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: seconds of zero_grad and optimizer step for the weights of stages that a replica updates."""
-        of_tensors = self.tensor_s * self.held_bytes("num_trained", first, end).astype(np.float64)
-        return self.update_share(first, end) * self.optimizer_bytes_s + of_tensors
+        return self.update_fixed_s + self.update_spread_s * self.update_share(first, end)
 
     @cached_property
     def tied_update_factor(self) -> float:
@@ -262,27 +263,20 @@ class Costs:
         return self._of_layers("last_recompute")
 
     @property
-    def tensor_s(self) -> float:
-        """Seconds of zero_grad and the optimizer's step for each trained tensor, however small."""
-        return self._update_shares_s[0]
+    def update_fixed_s(self) -> float:
+        """Seconds of zero_grad and the optimizer's step on any stage, however little it updates."""
+        return self._contention_factor(self.profile.step.contention) * self.profile.step.fixed_s
 
     @property
-    def optimizer_bytes_s(self) -> float:
-        """Seconds of both for the bytes of the whole model."""
-        return self._update_shares_s[1]
+    def update_spread_s(self) -> float:
+        """Seconds of both for the whole model, beside that; stages have their `update_share` of it."""
+        return self._contention_factor(self.profile.step.contention) * self.profile.step.spread_s
 
     @property
     def around_s(self) -> float:
         """What the engine takes of a step before its first action and after its last."""
         engine = self.profile.engine
         return engine.step_s if engine else 0.0
-
-    @cached_property
-    def _update_shares_s(self) -> tuple[float, float]:
-        """Of each tensor, and of all bytes."""
-        factor = self._contention_factor(self.profile.step.contention)
-        tensor_s, bytes_s = self.profile.step.shares_s(self.profile.num_trained)
-        return factor * tensor_s, factor * bytes_s
 
     @cached_property
     def transfers(self) -> TransferMemory:
@@ -381,8 +375,8 @@ class Costs:
             self.transfers,
         )
         return StageBytes(
-            weight=self.held_bytes("weight_bytes", first, end),
-            gradient=self.held_bytes("gradient_bytes", first, end),
+            weight=self.held_sum("weight_bytes", first, end),
+            gradient=self.held_sum("gradient_bytes", first, end),
             optimizer=np.rint(trained * self.profile.step.state_bytes).astype(np.int64),
             stash=held.stash,
             checkpoint=held.checkpoint,
@@ -417,18 +411,19 @@ class Costs:
         num_bytes = self.trained_share(first, end) * step.workspace_bytes
         if step.largest_workspace:
             num_bytes = num_bytes + step.largest_workspace * self._largest("largest_trained_bytes", first, end)
-        found = np.rint(num_bytes).astype(np.int64)
+        found: Ints = np.rint(num_bytes).astype(np.int64)
         if self.averaging_factor:
-            copied = np.minimum(self.averaging_factor * self.held_bytes("copied_bytes", first, end), BUCKET_BYTES)
-            more = (self.averaging_factor - 1.0) * self.held_bytes("gradient_bytes", first, end)
+            copied = np.minimum(self.averaging_factor * self.held_sum("copied_bytes", first, end), BUCKET_BYTES)
+            more = (self.averaging_factor - 1.0) * self.held_sum("gradient_bytes", first, end)
             found = np.maximum(found, np.rint(more + copied).astype(np.int64))
         if not self.is_sharded:
             return found
-        left = self.held_bytes("updated_bytes", first, end) - self.held_bytes("gradient_bytes", first, end)
+        found = found + self.held_sum("updated_bytes", first, end) - self.held_sum("gradient_bytes", first, end)
         if self.sharding == "weights":
-            return np.maximum(found + left, self._largest("reduced_bytes", first, end))
-        copied = self.held_bytes("reduced_bytes", first, end)
-        return np.maximum(found + left, copied) - self.held_bytes("gathered_bytes", first, end)
+            return np.maximum(found, self._largest("reduced_bytes", first, end))
+        reduced, gathered = (self.held_sum(field, first, end) for field in ("reduced_bytes", "gathered_bytes"))
+        exchanged: Ints = np.maximum(found, reduced) - gathered
+        return exchanged
 
     @cached_property
     def averaging_factor(self) -> float:
@@ -450,7 +445,7 @@ class Costs:
 
     def gathered_at_once(self, first: int, end: int) -> int:
         """Bytes of parameters that a replica of one stage gathers at a time: of all its layers, or the most of one."""
-        gathered = self._largest if self.sharding == "weights" else self.held_bytes
+        gathered = self._largest if self.sharding == "weights" else self.held_sum
         return int(gathered("gathered_bytes", np.array([first]), np.array([end]))[0]) if self.is_sharded else 0
 
     def saved_outputs(self, *, only_later: bool) -> list[Output]:
@@ -476,15 +471,13 @@ class Costs:
 
     def trained_share(self, first: Ints, end: Ints) -> Floats:
         """[E]: which share of the model's trained bytes a replica of stages updates."""
-        share: Floats = self.held_bytes("updated_bytes", first, end) / (self._trained_total_bytes or 1)
+        share: Floats = self.held_sum("updated_bytes", first, end) / (self._trained_total_bytes or 1)
         return share
 
     def update_share(self, first: Ints, end: Ints) -> Floats:
-        """[E]: which share of the model's `optimizer_bytes_s` a replica of stages takes."""
-        more = self.profile.step.partly_used_factor - 1.0
-        partly = self.held_bytes("partly_used_bytes", first, end) if more else 0
-        share: Floats = (self.held_bytes("updated_bytes", first, end) + more * partly) / self._weighted_trained_bytes
-        return share
+        """[E]: which share of the model's `update_spread_s` a replica of stages takes."""
+        weights: Floats = self.held_sum("update_weight", first, end)
+        return np.maximum(weights, 0.0) / self._whole_update_weight
 
     @cached_property
     def uncontended(self) -> Costs:
@@ -548,7 +541,7 @@ class Costs:
             seconds = np.maximum.reduce([link.collectives_s("all_reduce", tied_bytes, 2) for link in tied_links])
         if self.num_replicas > 1:
             for kind, field in EXCHANGED[self.sharding]:
-                num_bytes = self.held_bytes(field, first, end)
+                num_bytes = self.held_sum(field, first, end)
                 seconds = seconds + self.profile.link.collectives_s(kind, num_bytes, self.num_replicas)
         return seconds
 
@@ -588,8 +581,8 @@ class Costs:
         return self.profile.trained_bytes
 
     @cached_property
-    def _weighted_trained_bytes(self) -> float:
-        return self.profile.weighted_trained_bytes or 1.0
+    def _whole_update_weight(self) -> float:
+        return self.profile.update_weight or 1.0
 
     @cached_property
     def stash_sums(self) -> Ints:
@@ -639,24 +632,24 @@ class Costs:
         """The contention beside the plan's other devices, given that beside as many as were measured."""
         return contention_factor(contention, self.num_devices - 1, num_measured=self.profile.num_neighbours)
 
-    def held_bytes(self, field: str, first: Ints, end: Ints) -> Ints:
+    def held_sum(self, field: str, first: Ints, end: Ints) -> NDArray[Any]:
         """[E]: a field of layers and shared weights, summed over those of stages; a shared one once where it is held."""
         own, shared = self._held_sums(field)
-        total: Ints = own[end] - own[first]
+        total: NDArray[Any] = own[end] - own[first]
         for users, number in shared:
             total = total + np.where(users[end] > users[first], number, 0)
         return total
 
-    def _held_sums(self, field: str) -> tuple[Ints, list[tuple[Ints, int]]]:
+    def _held_sums(self, field: str) -> tuple[NDArray[Any], list[tuple[Ints, Any]]]:
         """[P] of the layers' own, and for each shared weight its users [P] and its number."""
         if field not in self._known_sums:
-            own = np.array([getattr(x, field) for x in self.profile.layers], dtype=np.int64)
+            own = np.array([getattr(x, field) for x in self.profile.layers])
             numbers = (getattr(x, field) for x in self.profile.shared_weights)
             self._known_sums[field] = self.downsets.sums(own), list(zip(self._users_of_shared, numbers, strict=True))
         return self._known_sums[field]
 
     @cached_property
-    def _known_sums(self) -> dict[str, tuple[Ints, list[tuple[Ints, int]]]]:
+    def _known_sums(self) -> dict[str, tuple[NDArray[Any], list[tuple[Ints, Any]]]]:
         return {}
 
     @cached_property

@@ -363,11 +363,10 @@ class DeviceBounds:
 
     @property
     def _optimizer_s(self) -> Floats:
-        """[L]: seconds of the update of the weights that only one layer has."""
+        """[L]: seconds of the update of the weights that only one layer has, without `Costs.update_fixed_s`."""
         costs, profile = self.problem.costs, self.problem.costs.profile
-        updated = np.array([profile.weighted_updated_bytes(x) for x in profile.layers])
-        shares = updated / (profile.weighted_trained_bytes or 1.0)
-        return shares * costs.optimizer_bytes_s + costs.tensor_s * np.array([x.num_trained for x in profile.layers])
+        weights = np.array([x.update_weight for x in profile.layers])
+        return costs.update_spread_s / (profile.update_weight or 1.0) * weights
 
     def _parts(self, stage: int, *, usual: bool = False) -> Floats:
         """[parts]: the least of what the memory of a stage is made of, without its alike layers; between usual cuts."""

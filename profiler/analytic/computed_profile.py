@@ -219,16 +219,16 @@ def _notes(file: ModelFile, options: ComputeOptions) -> tuple[str, ...]:
 
 
 def calibrated_step(step: StepCost, calibration: RooflineCalibration, *, trained: Sequence[nn.Parameter]) -> StepCost:
-    """A computed step with the measured time of the same optimizer, scaled by tensors and bytes."""
+    """A computed step with the measured time of the same optimizer, scaled by bytes."""
     measured = calibration.step
     if measured.optimizer_name != step.optimizer_name or not calibration.trained_bytes:
         return step
     by_bytes = sum(map(gradient_bytes, trained)) / calibration.trained_bytes
-    grown = measured.grown(by_bytes, num_tensors=max(1, calibration.num_trained), num_all=len(trained))
+    grown = measured.grown(by_bytes, by_update=by_bytes)
     optimizer, zero_grad = (
         Timing.exactly(timing.median_s, origin="computed") for timing in (grown.optimizer, grown.zero_grad)
     )
-    return replace(step, optimizer=optimizer, zero_grad=zero_grad, tensor_s=grown.tensor_s)
+    return replace(step, optimizer=optimizer, zero_grad=zero_grad, fixed_s=grown.fixed_s)
 
 
 def computed_step(file: ModelFile, hardware: Hardware) -> StepCost:

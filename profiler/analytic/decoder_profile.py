@@ -99,7 +99,6 @@ class DecoderProfile:
                 gradient_bytes=GRADIENT * self._summed(part),
                 parameters=(ParameterSize(num_rows=self._summed(part), num_bytes=ELEMENT * self._summed(part)),),
                 costs=tuple(costs[size][i] for size in microbatch_sizes),
-                num_trained=1,
             )
             for i, part in enumerate(parts)
         )

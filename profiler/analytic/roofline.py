@@ -109,7 +109,6 @@ class RooflineCalibration:
     after: Fit
     step: StepCost  # as it was measured
     trained_bytes: int  # of that model
-    num_trained: int  # tensors of it
 
 
 def calibrated(hardware: Hardware, profile: Profile) -> RooflineCalibration:
@@ -138,7 +137,6 @@ def calibrated(hardware: Hardware, profile: Profile) -> RooflineCalibration:
         after=Fit(median_error=float(np.median(after)), worst_error=max(after)),
         step=profile.step,
         trained_bytes=profile.trained_bytes,
-        num_trained=profile.num_trained,
     )
 
 

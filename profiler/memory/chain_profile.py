@@ -7,9 +7,10 @@ bytes of the layer before it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -29,16 +30,20 @@ def layers_with_weights(
     sources: Sequence[int],
     costs: Sequence[Sequence[LayerCost]],
     *,
-    partly_used: Collection[nn.Parameter] = (),
+    updates_s: Mapping[nn.Parameter, float] | None = None,
 ) -> tuple[tuple[Layer, ...], tuple[SharedWeight, ...]]:
     """The layers of a chain with their weights and costs, and the weights used by several layers.
 
     `sources[i]` is the layer measured for layer i; `costs[s][i]` is the cost of layer i at size s.
-    `partly_used`: see `ParameterSize.is_partly_used`.
+    `updates_s`: of the optimizer, for each trained parameter; None: not known.
     """
     states = [chain.state(layer) for layer in range(len(chain))]
     users, places = _users(states), ChainPositions(sources)
-    size_of = partial(_size, most_trained=_most_trained(chain.model), partly_used=partly_used)
+    size_of = partial(_size, most_trained=_most_trained(chain.model))
+
+    def update_s(parameters: Iterable[nn.Parameter]) -> float | None:
+        return None if updates_s is None else math.fsum(updates_s.get(x, 0.0) for x in parameters)
+
     layers = []
     for index, state in enumerate(states):
         own = [x for x in _parameters(state) if len(users[x]) == 1]
@@ -52,26 +57,20 @@ def layers_with_weights(
                 gradient_bytes=sum(map(gradient_bytes, own)),
                 costs=tuple(_placed(of_size[index], index, places) for of_size in costs),
                 same_as=None if sources[index] == index else sources[index],
-                num_trained=sum(x.requires_grad for x in own),
                 largest_trained_bytes=max(map(gradient_bytes, own), default=0),
                 parameters=tuple(map(size_of, own)),
+                update_s=update_s(own),
             )
         )
-    return tuple(layers), _shared_weights(chain.model, users, size_of)
+    shared = _shared_weights(chain.model, users, size_of)
+    return tuple(layers), tuple(replace(x, update_s=update_s([parameter])) for parameter, x in shared.items())
 
 
-def _size(
-    parameter: nn.Parameter, *, most_trained: torch.dtype | None, partly_used: Collection[nn.Parameter]
-) -> ParameterSize:
+def _size(parameter: nn.Parameter, *, most_trained: torch.dtype | None) -> ParameterSize:
     """How replicas may divide a parameter: trained ones of another type than most stay whole, as those without rows."""
     is_divisible = parameter.dim() > 0 and (not parameter.requires_grad or parameter.dtype == most_trained)
     num_rows = parameter.shape[0] if is_divisible else 0
-    return ParameterSize(
-        num_rows=num_rows,
-        num_bytes=parameter.nbytes,
-        is_trained=parameter.requires_grad,
-        is_partly_used=parameter in partly_used,
-    )
+    return ParameterSize(num_rows=num_rows, num_bytes=parameter.nbytes, is_trained=parameter.requires_grad)
 
 
 def _most_trained(model: nn.Module) -> torch.dtype | None:
@@ -91,10 +90,10 @@ def _shared_weights(
     model: nn.Module,
     users: Mapping[nn.Parameter, Sequence[int]],
     size_of: Callable[[nn.Parameter], ParameterSize],
-) -> tuple[SharedWeight, ...]:
+) -> dict[nn.Parameter, SharedWeight]:
     names = {parameter: name for name, parameter in model.named_parameters()}
-    return tuple(
-        SharedWeight(
+    return {
+        x: SharedWeight(
             name=names[x],
             layers=tuple(layers),
             num_parameters=x.numel(),
@@ -104,7 +103,7 @@ def _shared_weights(
         )
         for x, layers in users.items()
         if len(layers) > 1
-    )
+    }
 
 
 def _users(states: Iterable[Mapping[str, Tensor]]) -> dict[nn.Parameter, list[int]]:

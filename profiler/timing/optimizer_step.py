@@ -1,18 +1,20 @@
 """Measure zero_grad and the optimizer's step on copies of the parameters.
 
-With master weights the copies are in float32, and rounding them into the parameters belongs to the step. Time model:
-seconds per tensor (measured on as many tensors of one element) plus seconds per byte. If the parameters exceed 256 MiB,
-only the first ones are copied, and time and state are scaled by bytes. On a CPU other memory is read before each
-sample, because after a whole backward pass no gradient is in a core's own caches.
+With master weights the copies are in float32, and rounding them into the parameters belongs to the step. Time model: a
+fixed time, known from tensors of one element, plus a time for each parameter. Parameters of one shape are measured
+without the others, as a byte of a large tensor takes longer than one of a tensor that fits into the caches. Their times
+are scaled so that they add up to the time of an update of all shapes. If the parameters exceed 256 MiB, only some of
+each shape are updated together, and the state is scaled by bytes. On a CPU other memory is read before each sample,
+because after a whole backward pass no gradient is in a core's own caches.
 
-Rows of a table that no micro-batch of a first step uses have zero gradients here too, and such tables have a rate of
-their own (docs/cost-model.md, Optimizer).
+Rows of a table that no micro-batch of a first step uses have zero gradients here too (docs/cost-model.md, Optimizer).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TypeAlias
 
 import torch
@@ -31,8 +33,11 @@ MICROBATCHES = 8  # of the first step, whose unused rows count: a usual number
 _STEPS = 8
 _BLOCKS = 2  # of steps alone, and of as many among neighbours
 _WARMUP = 2
+_STEPS_OF_SHAPE = 6
+_NUM_TINY = 16  # tensors of one element, beside a single one
 _SWEPT_BYTES = 64 * 2**20  # more than what a core's own caches hold
 MOST_COPIED_BYTES = 256 * 2**20  # of copied parameters
+_MOST_ALIKE_BYTES = 32 * 2**20  # of those of one shape, to measure that; at least one
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +85,11 @@ class _Steps:
                 copy.grad[unused] = 0.0
 
 
-SampledStep: TypeAlias = Callable[[AtOneSpeed], StepCost]
-"""The costs of the optimizer's step, once the speed of the host is known."""
+Update: TypeAlias = tuple[StepCost, dict[nn.Parameter, float]]
+"""The costs of the optimizer's step, and the seconds of each trained parameter in it."""
+
+SampledStep: TypeAlias = Callable[[AtOneSpeed], Update]
+"""The update, once the speed of the host is known."""
 
 
 def sample_step(
@@ -93,24 +101,20 @@ def sample_step(
     work_beside: Callable[[], object] | None = None,
     read_yardstick: Callable[[], object] = lambda: None,
     read_beside: Callable[[], object] = lambda: None,
-) -> tuple[SampledStep, frozenset[nn.Parameter], tuple[str, ...]]:
-    """Sample the optimizer's step alone, and beside one process on each of `shares` (sets of cores).
-
-    Also returned are the parameters of which MICROBATCHES of `work_beside` leave rows without a gradient, and notes.
+) -> tuple[SampledStep, tuple[str, ...]]:
+    """Sample the optimizer's step alone, and beside one process on each of `shares` (sets of cores). Also returns notes.
 
     The processes repeat `work_beside`, a training pass of the next micro-batch as other stages make them in a pipeline,
     and then the same step. Without `work_beside` both slow-downs are those beside the same step.
     """
     trained = [x for x in file.model.parameters() if x.requires_grad]
     if not file.has("optimizer") or not trained:
-        return lambda _: StepCost.none(), frozenset(), ()
-    some = _some(trained)
-    copies = [_copy(x, file.precision, device) for x in some]
+        return lambda _: (StepCost.none(), {}), ()
     unused = _unused_rows(trained, work_beside)
+    alike = _alike(trained, unused)
+    some = _some(alike)
+    copies = [_copy(x, file.precision, device) for x in some]
     steps = _steps(file, copies, clock, device, [unused.get(x) for x in some])
-    partly = [(copy, unused[x]) for copy, x in zip(copies, some, strict=True) if x in unused]
-    tables, partly_notes = _steps_of_tables(file, partly if len(partly) < len(copies) else [], clock, device)
-    of_tables, of_tables_zeroing = Samples(), Samples()  # in turns with those of all: of the same phases of the host
     alone, zeroing, beside_updates = Samples(), Samples(), Samples()
     beside = beside_updates if work_beside is None else Samples()
     notes = set[str]()
@@ -123,24 +127,21 @@ def sample_step(
                 for _ in range(_STEPS // _BLOCKS):
                     read_yardstick()
                     steps.once(alone, zeroing)
-                    if tables is not None:
-                        tables.once(of_tables, of_tables_zeroing)
                 if shares:
                     steps.among(others, found, times=_STEPS // _BLOCKS, read_beside=read_beside)
             clock.flush()
             if not others.are_alive:
                 notes.add(NEIGHBOUR_FAILED)
-    tensor_s, tensor_notes = _sample_tensors(file, copies, clock, device)
     some_bytes, masters = sum(map(gradient_bytes, some)), master_bytes(some, file.precision)
     state_bytes = optimizer_state_bytes(steps.optimizer) + masters
     workspace_bytes, largest_workspace = _workspaces(file, steps, clock, device)
     workspace_bytes += max(0, masters - some_bytes)  # gradients for the optimizer, in the dtype of master weights
     largest_workspace *= sum(x.nbytes for x in copies) / some_bytes  # from a tensor to its gradient
     by_bytes = sum(map(gradient_bytes, trained)) / some_bytes
-    partly_bytes = sum(gradient_bytes(x) for x in some if x in unused)
-    all_partly_bytes = sum(gradient_bytes(x) for x in trained if x in unused)
+    seconds_of, shape_notes = _sample_shapes(file, alike, unused, clock, device)
 
-    def measured(at_one_speed: AtOneSpeed) -> StepCost:
+    def measured(at_one_speed: AtOneSpeed) -> Update:
+        fixed_s, found_s = seconds_of(at_one_speed)
         cost = StepCost(
             optimizer=at_one_speed(alone).timing(),
             zero_grad=at_one_speed(zeroing).timing(),
@@ -150,22 +151,88 @@ def sample_step(
             largest_workspace=largest_workspace,
             contention=contention([(at_one_speed(alone), at_one_speed(beside, beside=True))]),
             update_contention=contention([(at_one_speed(alone), at_one_speed(beside_updates, beside=True))]),
-            tensor_s=tensor_s(at_one_speed),
+            fixed_s=fixed_s,
             master_bytes=masters,
         )
-        factor = 1.0
-        if tables is not None:
-            partly_s = sum(at_one_speed(x).timing().median_s for x in (of_tables, of_tables_zeroing))
-            partly_s -= len(partly) * cost.tensor_s
-            others_s = cost.shares_s(len(copies))[1] - partly_s
-            if partly_s > 0 and others_s > 0:
-                factor = partly_s / partly_bytes / (others_s / (some_bytes - partly_bytes))
-        more = factor - 1.0
-        by_weighted = (by_bytes * some_bytes + more * all_partly_bytes) / (some_bytes + more * partly_bytes)
-        grown = cost.grown(by_bytes, num_tensors=len(copies), num_all=len(trained), by_weighted=by_weighted)
-        return replace(grown, partly_used_factor=factor)
+        each_s = _of_each(found_s, trained, some, cost.spread_s)
+        some_s = sum(each_s[x] for x in some)
+        factor = cost.spread_s / some_s if some_s else 0.0
+        each_s = {x: factor * seconds for x, seconds in each_s.items()}
+        grown = cost.grown(by_bytes, by_update=sum(each_s.values()) / cost.spread_s if factor else by_bytes)
+        return grown, each_s
 
-    return measured, frozenset(unused), (*notes, *tensor_notes, *partly_notes)
+    return measured, (*notes, *shape_notes)
+
+
+def _alike(trained: Sequence[nn.Parameter], unused: Mapping[nn.Parameter, Tensor]) -> list[list[nn.Parameter]]:
+    """Parameters of one shape and type; those with unused rows apart from the others."""
+    found = dict[object, list[nn.Parameter]]()
+    for x in trained:
+        rows = int(unused[x].sum()) if x in unused else 0
+        found.setdefault((x.shape, x.dtype, gradient_bytes(x), rows), []).append(x)
+    return list(found.values())
+
+
+def _sample_shapes(
+    file: ModelFile,
+    alike: Sequence[Sequence[nn.Parameter]],
+    unused: Mapping[nn.Parameter, Tensor],
+    clock: Clock,
+    device: str,
+) -> tuple[Callable[[AtOneSpeed], tuple[float, dict[nn.Parameter, float]]], tuple[str, ...]]:
+    """Seconds that an update takes however little it updates, and beside it for each parameter; and a note.
+
+    Parameters of shapes that the optimizer rejects alone are missing.
+    """
+    shapes, rejected = list[tuple[Sequence[nn.Parameter], int, tuple[Samples, Samples]]](), list[str]()
+
+    def update(copies: Sequence[nn.Parameter], rows: Sequence[Tensor | None]) -> tuple[Samples, Samples] | None:
+        try:
+            return _update_samples(file, copies, clock, device, rows)
+        except Exception as error:  # the author's optimizer may raise anything
+            rejected.append(f"{' x '.join(map(str, copies[0].shape))}: {describe(error.__cause__ or error)}")
+            return None
+
+    tiny = [nn.Parameter(torch.zeros([1] * alike[0][0].dim(), device=device)) for _ in range(_NUM_TINY)]
+    of_one = update(tiny[:1], [None])
+    of_all = update(tiny, [None] * _NUM_TINY) if of_one else None
+    rejected.clear()  # without them, what is fixed counts as part of the tensors
+    for parameters in alike:
+        some = parameters[: max(1, _MOST_ALIKE_BYTES // max(1, parameters[0].nbytes))]
+        found = update([_copy(x, file.precision, device) for x in some], [unused.get(x) for x in some])
+        if found is not None:
+            shapes.append((parameters, len(some), found))
+
+    def seconds_of(at_one_speed: AtOneSpeed) -> tuple[float, dict[nn.Parameter, float]]:
+        def seconds(update: tuple[Samples, Samples]) -> float:
+            return sum(at_one_speed(x).timing().median_s for x in update)
+
+        fixed_s = 0.0
+        if of_one and of_all:
+            one_s = seconds(of_one)
+            fixed_s = max(0.0, one_s - max(0.0, seconds(of_all) - one_s) / (_NUM_TINY - 1))
+        each = ((parameters, max(0.0, seconds(update) - fixed_s) / num) for parameters, num, update in shapes)
+        return fixed_s, {x: s for parameters, s in each for x in parameters}
+
+    notes = (
+        f"the optimizer rejects some tensors without the others, so their times are by bytes: {x}" for x in rejected[:1]
+    )
+    return seconds_of, tuple(notes)
+
+
+def _of_each(
+    found_s: Mapping[nn.Parameter, float],
+    trained: Sequence[nn.Parameter],
+    some: Sequence[nn.Parameter],
+    some_s: float,
+) -> dict[nn.Parameter, float]:
+    """Seconds of each trained parameter: as found, or by bytes what is left of `some_s` for those that are not."""
+    missing = sum(gradient_bytes(x) for x in some if x not in found_s)
+    if not missing:
+        rate = some_s / (sum(map(gradient_bytes, some)) or 1)
+    else:
+        rate = max(0.0, some_s - sum(found_s.get(x, 0.0) for x in some)) / missing
+    return {x: found_s.get(x, rate * gradient_bytes(x)) for x in trained}
 
 
 def _unused_rows(trained: Sequence[nn.Parameter], work: Callable[[], object] | None) -> dict[nn.Parameter, Tensor]:
@@ -191,22 +258,6 @@ def _empty_rows(gradient: Tensor | None) -> Tensor | None:
     return empty if empty.any() and not empty.all() else None
 
 
-def _steps_of_tables(
-    file: ModelFile, partly: Sequence[tuple[nn.Parameter, Tensor]], clock: Clock, device: str
-) -> tuple[_Steps | None, tuple[str, ...]]:
-    """Updates of partly used tables alone; None and a note for an optimizer that rejects those."""
-    if not partly:
-        return None, ()
-    tables, unused_rows = zip(*partly, strict=True)
-    try:
-        return _steps(file, tables, clock, device, unused_rows), ()
-    except Exception as error:  # the author's optimizer may raise anything
-        cause = describe(error.__cause__ or error)
-        return None, (
-            f"parameters with unused rows are updated at the rate of the others, as the optimizer rejects them alone: {cause}",
-        )
-
-
 def _steps(
     file: ModelFile,
     copies: Sequence[nn.Parameter],
@@ -226,48 +277,27 @@ def _steps(
     return steps
 
 
-def _sample_tensors(
-    file: ModelFile, copies: Sequence[nn.Parameter], clock: Clock, device: str
-) -> tuple[Callable[[AtOneSpeed], float], tuple[str, ...]]:
-    """Seconds of both per tensor, by tensors of one element; 0 and a note for an optimizer that rejects those.
-
-    The fixed cost, by an update of a single tensor, is subtracted.
-    """
-    tiny = [nn.Parameter(torch.zeros([1] * x.dim(), dtype=x.dtype, device=device)) for x in copies]
-    if len(tiny) < 2:
-        return lambda _: 0.0, ()
-    try:
-        one, every = (_update_samples(file, some, clock, device) for some in (tiny[:1], tiny))
-    except Exception as error:  # the author's optimizer may raise anything
-        cause = describe(error.__cause__ or error)
-        return lambda _: 0.0, (
-            f"update times are divided by bytes alone, as the optimizer rejects small tensors: {cause}",
-        )
-
-    def tensor_s(at_one_speed: AtOneSpeed) -> float:
-        one_s, all_s = (sum(at_one_speed(x).timing().median_s for x in update) for update in (one, every))
-        return max(0.0, all_s - one_s) / (len(tiny) - 1)
-
-    return tensor_s, ()
-
-
 def _update_samples(
-    file: ModelFile, parameters: Sequence[nn.Parameter], clock: Clock, device: str
+    file: ModelFile,
+    copies: Sequence[nn.Parameter],
+    clock: Clock,
+    device: str,
+    unused_rows: Sequence[Tensor | None],
 ) -> tuple[Samples, Samples]:
     """The samples of the step and of zero_grad."""
     step, zeroing = Samples(), Samples()
-    steps = _steps(file, parameters, clock, device)
-    for _ in range(_STEPS):
+    steps = _steps(file, copies, clock, device, unused_rows)
+    for _ in range(_STEPS_OF_SHAPE):
         steps.once(step, zeroing)
     clock.flush()
     return step, zeroing
 
 
-def _some(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters to copy, in their order; at least one."""
+def _some(alike: Sequence[Sequence[nn.Parameter]]) -> list[nn.Parameter]:
+    """The parameters to copy: one of each shape, then a second one of each, and so on; at least one."""
     chosen: list[nn.Parameter] = []
     left = MOST_COPIED_BYTES
-    for parameter in parameters:
+    for parameter in (x for of_turn in zip_longest(*alike) for x in of_turn if x is not None):
         if parameter.nbytes <= left or not chosen:
             chosen.append(parameter)
             left -= parameter.nbytes

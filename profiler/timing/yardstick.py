@@ -160,11 +160,30 @@ class SpeedHistory:
         self._is_known = min(len(x.clean_s) for x in parts) >= _LEAST_READINGS
         if found is None or not self._is_known:
             return
-        self._ratios = [_ratios(x) for x in parts]
-        self._beside = [_ratios(x) for x in beside]
+        self._ratios = dict(zip(PARTS, map(_ratios, parts), strict=True))
+        self._beside, times_beside = self._read_beside(found, beside)
         start_s, end_s = min(x.clean_at_s[0] for x in parts), max(x.clean_at_s[-1] for x in parts)
         windows = tuple(_stored_windows(parts, start_s, max(_WINDOW_S, (end_s - start_s) / _NUM_STORED)))
-        self.host_speed = HostSpeed(reference=found, windows=windows, beside=_times_beside(found, beside))
+        self.host_speed = HostSpeed(reference=found, windows=windows, beside=times_beside)
+
+    def _read_beside(
+        self, reference: YardstickTimes, beside: Sequence[Samples]
+    ) -> tuple[dict[str, tuple[Floats, Floats]], YardstickTimes | None]:
+        """When the parts of BESIDE were read beside other processes, and each over its reference there; and that one.
+
+        The reference belongs to the same speed as that of the parts alone: readings beside others are taken in stretches
+        of their own, in which the host may be faster or slower than at its median. So each is compared with those alone
+        that are nearest to it.
+        """
+        if not beside or not all(x.clean_s for x in beside):
+            return {}, None
+        ratios, times = dict[str, tuple[Floats, Floats]](), dict[str, float]()
+        for name, readings in zip(BESIDE, beside, strict=True):
+            at_s, alone_s = np.array(readings.clean_at_s), getattr(reference, f"{name}_s")
+            nearest_s = alone_s * _nearest_median(*self._ratios[name], at_s, _NUM_AROUND)
+            times[f"{name}_s"] = alone_s * float(np.median(readings.clean_s / nearest_s))
+            ratios[name] = at_s, np.array(readings.clean_s) / times[f"{name}_s"]
+        return ratios, replace(reference, **times)
 
     def slowdowns(self, at_s: Sequence[float], *, beside: bool = False) -> Floats:
         """The slowdown at each moment, by the medians of the nearest readings of each part.
@@ -174,10 +193,9 @@ class SpeedHistory:
         if not self._is_known:
             return np.ones(len(at_s))
         moments_s = np.array(at_s)
-        nearest = {x: _nearest_median(*of, moments_s, _NUM_AROUND) for x, of in zip(PARTS, self._ratios, strict=True)}
+        nearest = {x: _nearest_median(*of, moments_s, _NUM_AROUND) for x, of in self._ratios.items()}
         if beside:
-            found = zip(BESIDE, self._beside, strict=False)
-            nearest |= {x: _nearest_median(*of, moments_s, _NUM_AROUND_BESIDE) for x, of in found if len(of[0])}
+            nearest |= {x: _nearest_median(*of, moments_s, _NUM_AROUND_BESIDE) for x, of in self._beside.items()}
         return slowdown_of(np.array(list(nearest.values())))
 
     def at_one_speed(self, samples: Samples, *, beside: bool = False) -> Samples:
@@ -216,14 +234,6 @@ def read_by_ranks(
     return replace(speed, beside=found)
 
 
-def _times_beside(reference: YardstickTimes, beside: Sequence[Samples]) -> YardstickTimes | None:
-    """The reference with the parts of BESIDE as they were beside other processes; None without samples."""
-    found = dict(zip(BESIDE, (x.timing().median_s for x in beside), strict=False))
-    if not all(found.get(name) for name in BESIDE):
-        return None
-    return YardstickTimes(compute_s=found["compute"], memory_s=reference.memory_s, interpreter_s=found["interpreter"])
-
-
 def _stored_windows(parts: Sequence[Samples], start_s: float, window_s: float) -> Iterable[SpeedWindow]:
     last = max(x.clean_at_s[-1] for x in parts)
     for window in range(1 + int((last - start_s) // window_s)):
@@ -240,7 +250,7 @@ def _stored_windows(parts: Sequence[Samples], start_s: float, window_s: float) -
 
 def _ratios(readings: Samples) -> tuple[Floats, Floats]:
     """When they were taken, and each over the median."""
-    return np.array(readings.clean_at_s), np.array(readings.clean_s) / (np.median(readings.clean_s or [1.0]))
+    return np.array(readings.clean_at_s), np.array(readings.clean_s) / np.median(readings.clean_s)
 
 
 def _nearest_median(at_s: Floats, values: Floats, moments_s: Floats, num_around: int) -> Floats:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from gplan.core import EngineCost, LayerCost, Link, Profile, SharedWeight, Timing, Value, ValueCost, WholeModel
 from gplan.core.errors import UsageError
 from gplan.core.interpolation import cost_at
-from gplan.core.profile import ParameterSize
 from gplan.cost.stage_costs import Costs, DeviceBoundaries, StagePlace
 from gplan.graph.boundary import storages_of
 from tests.graphs import Graph
@@ -270,29 +269,26 @@ def test_layers_that_contradict_the_whole_model_are_not_relied_on_in_silence(who
     assert all("forward" in note and "backward" not in note and "profile again" in note for note in notes)
 
 
-def test_an_update_takes_its_time_by_tensors_and_by_bytes_and_the_engine_its_own_once() -> None:
+def test_an_update_takes_a_fixed_time_and_its_layers_share_of_the_rest_and_the_engine_its_own_once() -> None:
     engine = EngineCost(action_s=0.0, sending=FREE_LINK, step_s=100.0)
-    profile = make_profile([1] * 4, optimizer_s=30.0, tensor_s=2.0, weight_bytes=[4, 0, 4, 8], engine=engine)
-    costs = Costs(profile, 1, 4)  # 3 tensors, so 24 s for 16 bytes
+    profile = make_profile([1] * 4, optimizer_s=26.0, fixed_s=2.0, weight_bytes=[4, 0, 4, 8], engine=engine)
+    costs = Costs(profile, 1, 4)  # 24 s for 16 bytes
     stages = [costs.stage_cost(0, 2), costs.stage_cost(2, 3), costs.stage_cost(3, 4)]
     assert [x.optimizer_s for x in stages] == pytest.approx([2 + 6, 2 + 6, 2 + 12])
     assert [x.around_s for x in stages] == [100.0, 0.0, 0.0]
 
 
-def test_partly_used_tables_take_longer_by_their_factor() -> None:
-    profile = make_profile([1] * 3, optimizer_s=30.0, weight_bytes=[4, 4, 8])
-    table = ParameterSize(num_rows=2, num_bytes=4, is_partly_used=True)
-    layers = (replace(profile.layers[0], parameters=(table,)), *profile.layers[1:])
-    profile = replace(profile, layers=layers, step=replace(profile.step, partly_used_factor=2.0))
-    costs = Costs(profile, 1, 4)
-    assert [costs.stage_cost(i, i + 1).optimizer_s for i in range(3)] == pytest.approx([12.0, 6.0, 12.0])
-    two_tables = replace(layers[1], parameters=(table, replace(table, is_partly_used=False)))
-    assert two_tables.partly_used_bytes == 2
-
-
-def test_tensors_take_no_more_than_the_whole_update() -> None:
-    profile = make_profile([1, 1], optimizer_s=3.0, tensor_s=2.0, weight_bytes=[4, 12])
-    assert [Costs(profile, 1, 4).stage_cost(i, i + 1).optimizer_s for i in (0, 1)] == pytest.approx([1.5, 1.5])
+def test_measured_updates_of_layers_count_in_place_of_their_bytes() -> None:
+    """The shared weight is updated on every stage that holds it."""
+    tied = SharedWeight(name="t", layers=(0, 2), num_parameters=1, weight_bytes=4, gradient_bytes=4, update_s=0.25)
+    profile = make_profile([1] * 3, optimizer_s=2.0, weight_bytes=[4, 4, 8])
+    layers = tuple(replace(x, update_s=s) for x, s in zip(profile.layers, (0.25, 0.0, 0.5), strict=True))
+    costs = Costs(replace(profile, layers=layers, shared_weights=(tied,)), 1, 4)
+    assert [costs.stage_cost(i, i + 1).optimizer_s for i in range(3)] == pytest.approx([1.0, 0.0, 1.5])
+    with pytest.raises(
+        ValueError, match="a has no update_s; expected it for every layer and shared weight, or for none"
+    ):
+        replace(profile, layers=(profile.layers[0], *layers[1:]))
 
 
 def test_a_recompute_ends_at_the_last_saved_tensor() -> None:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from gplan.core import Layer, LayerCost, Leftover, Link, Profile, SharedWeight, Stage, Timing
 from gplan.core.checks import SHARDINGS
-from gplan.core.profile import ParameterSize
 from gplan.cost.memory_moments import device_moments
 from gplan.cost.sharding import sharded
 from gplan.cost.stage_costs import Costs
@@ -152,13 +151,6 @@ def replica_costs(draw: st.DrawFn, costs: Costs) -> Costs:
     return replace(costs, profile=profile, num_replicas=num_replicas, sharding=sharding)
 
 
-def _partly_used(held: _Held) -> _Held:
-    """The same, all of it in one parameter of which a micro-batch uses some rows."""
-    num_bytes = held.gradient_bytes
-    size = ParameterSize(num_rows=num_bytes, num_bytes=num_bytes, is_partly_used=True)
-    return replace(held, parameters=(size,) if num_bytes else ())
-
-
 @st.composite
 def profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Profile:
     """A chain of up to that many layers, whose backwards are measured in halves too."""
@@ -177,7 +169,7 @@ def profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Profile:
         workspace_bytes=numbers(20),
         link=draw(st.sampled_from([FREE_LINK, Link(latency_s=1.0, bytes_per_s=2.0)])),
         optimizer_s=draw(st.sampled_from([0.0, 8.0, 64.0])),
-        tensor_s=draw(st.sampled_from([0.0, 2.0])),
+        fixed_s=draw(st.sampled_from([0.0, 2.0])),
         overhead_s=draw(st.sampled_from([0.0, 2.0])),
         engine=draw(st.sampled_from([None, SLOW_ENGINE])),
         shared_weights=draw(shared_weights(num_layers)),
@@ -205,9 +197,8 @@ def profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Profile:
     if draw(st.booleans()):
         profile = replace(
             profile,
-            layers=tuple(_partly_used(x) if draw(st.booleans()) else x for x in profile.layers),
-            shared_weights=tuple(map(_partly_used, profile.shared_weights)),
-            step=replace(profile.step, partly_used_factor=draw(st.sampled_from([0.5, 1.5, 4.0]))),
+            layers=tuple(replace(x, update_s=draw(st.sampled_from([0.0, 1.0, 6.0]))) for x in profile.layers),
+            shared_weights=tuple(replace(x, update_s=4.0) for x in profile.shared_weights),
         )
     if draw(st.booleans()):
         profile = replace(

@@ -271,7 +271,6 @@ def test_a_calibration_is_used_and_noted() -> None:
     calibration = RooflineCalibration(
         step=step,
         trained_bytes=1000,
-        num_trained=2,
         hardware=slower,
         profile_name="other.py",
         num_samples=9,

@@ -41,8 +41,8 @@ class OneSecond(torch.optim.Optimizer):
 
 
 def measured_step(file: ModelFile, clock: Clock) -> tuple[StepCost, tuple[str, ...]]:
-    sampled, _, notes = sample_step(file, clock)
-    return sampled(lambda samples, beside=False: samples), notes
+    sampled, notes = sample_step(file, clock)
+    return sampled(lambda samples, beside=False: samples)[0], notes
 
 
 def test_adam_state_per_parameter() -> None:
@@ -98,8 +98,8 @@ def test_the_step_is_sampled_beside_a_pass_and_beside_other_steps(
     monkeypatch.setattr(optimizer_step, "neighbours", recorded)
     monkeypatch.setattr(optimizer_step._Steps, "among", slower)
     file = model_in_memory(nn.Linear(4, 4), optimizer=lambda p: OneSecond(p))
-    sampled, _, _ = sample_step(file, StatedClock(), shares=[{0}], work_beside=a_pass if has_work else None)
-    found = sampled(lambda samples, beside=False: samples)
+    sampled, _ = sample_step(file, StatedClock(), shares=[{0}], work_beside=a_pass if has_work else None)
+    found, _ = sampled(lambda samples, beside=False: samples)
     assert len(works) == 1 + has_work
     assert (found.contention, found.update_contention) == (2.0 if has_work else 3.0, 3.0)
 
@@ -144,51 +144,59 @@ def test_an_optimizer_that_cannot_step_alone_is_named() -> None:
 
 
 class Counting(CpuClock):
-    """A step takes 5 s, 2 s for each tensor and 1 s for every 400 bytes."""
+    """A step takes 5 s, and 2 s for each tensor; a byte of a tensor of more than 20 kB twice as long as of others."""
 
     def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
         result = work(*args)
         seconds = 0.0
         if getattr(work, "__name__", "") == "step":
             tensors = [x for group in work.__self__.param_groups for x in group["params"]]  # type: ignore[attr-defined]
-            seconds = 5 + 2 * len(tensors) + sum(x.numel() for x in tensors) // 100
+            seconds = 5 + sum(2 + x.nbytes / 1000 * (1 + (x.nbytes > 20_000)) for x in tensors if x.numel() > 1)
         samples.add_clean(seconds, at_s=0.0)
         return result
 
 
-@pytest.mark.parametrize("most_copied", [2**30, 2 * 40_000])
-def test_tensors_and_bytes_take_their_own_times(monkeypatch: pytest.MonkeyPatch, most_copied: int) -> None:
+@pytest.mark.parametrize("most_copied", [2**30, 60_000])
+def test_a_byte_of_a_large_tensor_has_a_time_of_its_own(monkeypatch: pytest.MonkeyPatch, most_copied: int) -> None:
     monkeypatch.setattr(optimizer_step, "MOST_COPIED_BYTES", most_copied)
-    model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(4)))
-    found, notes = measured_step(model_in_memory(model, optimizer=torch.optim.Adam), Counting())
-    assert found.tensor_s == pytest.approx(2.0)
-    bytes_s = 4 * 100 + 5 * (1 if most_copied > 2**20 else 2)  # what is taken once grows with them
-    assert found.optimizer.median_s == pytest.approx(bytes_s + 4 * 2)
+    model = nn.Sequential(*(nn.Linear(100, n, bias=False) for n in (100, 25, 25, 25)))
+    sampled, notes = sample_step(model_in_memory(model, optimizer=torch.optim.Adam), Counting())
+    step, updates_s = sampled(lambda samples, beside=False: samples)
+    assert step.fixed_s == pytest.approx(5.0)
+    assert [updates_s[x] for x in model.parameters()] == pytest.approx([2 + 80, 2 + 10, 2 + 10, 2 + 10])
+    assert step.update_s == pytest.approx(5 + 82 + 3 * 12)
     assert not notes
 
 
 def test_all_times_are_brought_to_one_speed() -> None:
     model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(4)))
-    sampled, _, _ = sample_step(model_in_memory(model, optimizer=torch.optim.Adam), Counting())
-    usual = sampled(lambda x, beside=False: x)
-    slow = sampled(lambda x, beside=False: x.divided(lambda at_s: np.full(len(at_s), 2.0)))
-    assert usual.tensor_s > 0
-    assert (slow.tensor_s, slow.update_s) == pytest.approx((usual.tensor_s / 2, usual.update_s / 2))
+    sampled, _ = sample_step(model_in_memory(model, optimizer=torch.optim.Adam), Counting())
+    usual, usual_s = sampled(lambda x, beside=False: x)
+    slow, slow_s = sampled(lambda x, beside=False: x.divided(lambda at_s: np.full(len(at_s), 2.0)))
+    assert usual.fixed_s > 0
+    assert (slow.fixed_s, slow.update_s) == pytest.approx((usual.fixed_s / 2, usual.update_s / 2))
+    assert sum(slow_s.values()) == pytest.approx(sum(usual_s.values()) / 2)
 
 
-def test_optimizer_that_rejects_small_tensors() -> None:
-    class Wide(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            if self.param_groups[0]["params"][0].numel() == 1:
-                raise ValueError("too narrow")
-            return super().step(closure)
+def test_tensors_that_the_optimizer_rejects_alone_count_by_bytes() -> None:
+    """The bias is rejected: its time is what the weight leaves of an update of both."""
 
-    found, notes = measured_step(model_in_memory(nn.Linear(4, 4), optimizer=Wide), CpuClock())
-    assert found.tensor_s == 0.0
-    assert found.optimizer.median_s > 0
+    class NeedsAMatrix(OneSecond):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters)
+            if all(x.dim() < 2 or x.numel() == 1 for group in self.param_groups for x in group["params"]):
+                raise ValueError("nothing to do")
+
+        def step(self, closure: Any = None) -> float:  # type: ignore[override]
+            return float(sum(x.numel() for group in self.param_groups for x in group["params"]))
+
+    model = nn.Linear(5, 4)
+    sampled, notes = sample_step(model_in_memory(model, optimizer=lambda p: NeedsAMatrix(p)), StatedClock())
+    step, updates_s = sampled(lambda samples, beside=False: samples)
+    assert (step.fixed_s, updates_s[model.weight], updates_s[model.bias]) == pytest.approx((0.0, 20.0, 4.0))
     (note,) = notes
     assert note.startswith(
-        "update times are divided by bytes alone, as the optimizer rejects small tensors: ValueError: too narrow"
+        "the optimizer rejects some tensors without the others, so their times are by bytes: 4: ValueError: nothing to do"
     )
 
 
@@ -203,27 +211,8 @@ class SlowForEmptyRows(torch.optim.Optimizer):
         return float(torch.where(used, 1, 5).sum())
 
 
-class NeedsAMatrix(SlowForEmptyRows):
-    """Refuses parameters of which none is wider than long."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters)
-        if all(x.shape[0] >= x.shape[-1] for group in self.param_groups for x in group["params"]):
-            raise ValueError("nothing to do")
-
-
-def test_an_optimizer_that_rejects_the_table_alone_counts_all_alike() -> None:
-    table, mix = nn.Embedding(100, 50), nn.Linear(50, 20, bias=False)
-    file = model_in_memory(nn.Sequential(table, mix), optimizer=lambda p: NeedsAMatrix(p))
-    work = lambda: file.model(torch.arange(20)).sum().backward()  # noqa: E731
-    sampled, partly_used, notes = sample_step(file, StatedClock(), work_beside=work)
-    assert partly_used == {table.weight}
-    assert sampled(lambda samples, beside=False: samples).partly_used_factor == 1.0
-    assert any("as the optimizer rejects them alone" in note and "nothing to do" in note for note in notes)
-
-
 @pytest.mark.parametrize("num_batches", [1, 2])
-def test_a_table_has_its_own_rate_where_rows_get_no_gradient(num_batches: int) -> None:
+def test_rows_without_a_gradient_are_those_of_a_first_step(num_batches: int) -> None:
     table, mix = nn.Embedding(100, 50), nn.Linear(50, 100, bias=False)
     file = model_in_memory(nn.Sequential(table, mix), optimizer=lambda p: SlowForEmptyRows(p))
     batches = cycle(torch.arange(20 * x, 20 * x + 20) for x in range(num_batches))
@@ -231,10 +220,8 @@ def test_a_table_has_its_own_rate_where_rows_get_no_gradient(num_batches: int) -
     def a_pass() -> None:
         file.model(next(batches)).sum().backward()
 
-    sampled, partly_used, _ = sample_step(file, StatedClock(), work_beside=a_pass)
-    assert partly_used == {table.weight}
+    sampled, _ = sample_step(file, StatedClock(), work_beside=a_pass)
     assert table.weight.grad is None
     used = 20 * num_batches
-    found = sampled(lambda samples, beside=False: samples)
-    assert found.tensor_s == 1.0  # an update of one row
-    assert found.partly_used_factor == pytest.approx((used + 5 * (100 - used) - 1) / (100 - 1))
+    _, updates_s = sampled(lambda samples, beside=False: samples)
+    assert (updates_s[table.weight], updates_s[mix.weight]) == pytest.approx((used + 5 * (100 - used), 100))

@@ -166,6 +166,25 @@ def test_parts_beside_others_are_the_reference_of_devices_that_read_together() -
     assert found.slowdown(found.beside) == pytest.approx(2.0)
 
 
+def test_references_beside_others_belong_to_the_speed_of_those_alone() -> None:
+    """The host is slow in the first three quarters, and contention is measured in the last quarter only."""
+
+    def seconds(at_s: float) -> float:
+        return 2.0 if at_s < 75 else 1.0
+
+    alone = [sampled(x, np.arange(0, 100, 0.5).tolist(), seconds) for x in USUAL_S]
+    beside = [sampled(1.1 * x, np.arange(85, 95, 0.5).tolist(), seconds) for x in (USUAL_S[0], USUAL_S[2])]
+    speeds = SpeedHistory(alone, beside)
+    assert speeds.host_speed is not None and speeds.host_speed.beside is not None
+    reference, there = speeds.host_speed.reference, speeds.host_speed.beside
+    assert reference.compute_s == pytest.approx(2 * USUAL_S[0])
+    assert there.compute_s == pytest.approx(1.1 * reference.compute_s)
+    assert (there.memory_s, there.interpreter_s) == pytest.approx((reference.memory_s, 1.1 * reference.interpreter_s))
+    assert speeds.slowdowns([90.0], beside=True).tolist() == pytest.approx([0.5])
+    work = sampled(0.02, np.arange(85, 95, 0.5).tolist(), seconds)
+    assert speeds.at_one_speed(work, beside=True).timing().median_s == pytest.approx(0.04)
+
+
 @pytest.mark.parametrize(("compute", "expected"), [(1.1, (2.0, 1.6, 1.8)), (1.5, (2.0, 2.0, 2.0))])
 def test_processes_of_a_run_have_a_reference_of_their_own(compute: float, expected: tuple[float, ...]) -> None:
     """The host is twice as fast at that moment as in the profile; a disturbed moment changes nothing, nor does compute."""

@@ -70,13 +70,11 @@ class ParameterBytes:
 
     def trained_share(self, k: int) -> Expression:
         """Which share of the model's trained bytes a replica updates on stage k."""
-        return weighted([(1.0 / (self._profile.trained_bytes or 1), self.held_bytes(k, "updated_bytes"))])
+        return weighted([(1.0 / (self._profile.trained_bytes or 1), self.held_sum(k, "updated_bytes"))])
 
     def update_share(self, k: int) -> Expression:
         """As `Costs.update_share`."""
-        share, more = 1.0 / (self._profile.weighted_trained_bytes or 1.0), self._profile.step.partly_used_factor - 1.0
-        partly = [(more * share, self.held_bytes(k, "partly_used_bytes"))] if more else []
-        return weighted([(share, self.held_bytes(k, "updated_bytes")), *partly])
+        return weighted([(1.0 / (self._profile.update_weight or 1.0), self.held_sum(k, "update_weight"))])
 
     def largest_bytes(self, k: int, field: str) -> Expression:
         """The largest number of the layers and shared weights on stage k, one row for each that may be."""
@@ -94,7 +92,7 @@ class ParameterBytes:
         shared = [held for weight, held in pairs if weight.gradient_bytes]
         return self._program.at_least(f"trained_{k}", own + shared, high=1)
 
-    def held_bytes(self, k: int, field: str) -> Expression:
+    def held_sum(self, k: int, field: str) -> Expression:
         """A field of layers and shared weights, summed over those on stage k."""
         own = self._choices.sum_on(k, [getattr(layer, field) for layer in self._profile.layers])
         pairs = zip(self._profile.shared_weights, self._shared_on(k), strict=True)

@@ -45,7 +45,7 @@ class MemoryRows:
                 used = {name for name, most in zip(PARTS, counts[:, each].max(axis=0).tolist(), strict=True) if most}
                 of_stage = self._parts(k, limit_bytes, used=used)
                 parts += [getattr(of_stage, name) for name in PARTS]
-            limit = 1.0 + 1.0 / limit_bytes  # a byte is left for rounding in the shares of the optimizer
+            limit = 1.0 + len(stages) / limit_bytes  # a byte is left for rounding in each share of the optimizer
             for moment in counts.reshape(len(counts), -1).tolist():
                 held = weighted((count / limit_bytes, part) for count, part in zip(moment, parts, strict=True) if count)
                 self.program.require(limit, at_least=held)
@@ -55,8 +55,8 @@ class MemoryRows:
         costs, step = self.figures.costs, self.figures.costs.profile.step
         share, held = self.weights.trained_share(k), self._microbatch_bytes(k)
         return StageBytes(
-            weight=self.weights.held_bytes(k, "weight_bytes"),
-            gradient=self.weights.held_bytes(k, "gradient_bytes"),
+            weight=self.weights.held_sum(k, "weight_bytes"),
+            gradient=self.weights.held_sum(k, "gradient_bytes"),
             optimizer=weighted([(step.state_bytes, share)]),
             stash=held.stash,
             checkpoint=held.checkpoint,
@@ -79,25 +79,25 @@ class MemoryRows:
             return weighted([(limit_bytes, self.program.at_least(f"exchange_{k}", rows))])
         if not costs.is_sharded:
             return weighted(update)
-        update += [(1.0, weights.held_bytes(k, "updated_bytes")), (-1.0, weights.held_bytes(k, "gradient_bytes"))]
+        update += [(1.0, weights.held_sum(k, "updated_bytes")), (-1.0, weights.held_sum(k, "gradient_bytes"))]
         is_whole = costs.sharding == "optimizer"  # gradients are reduced of the whole stage, and all parameters freed
-        copied = weights.held_bytes(k, "reduced_bytes") if is_whole else weights.largest_bytes(k, "reduced_bytes")
+        copied = weights.held_sum(k, "reduced_bytes") if is_whole else weights.largest_bytes(k, "reduced_bytes")
         rows = [weighted((x / limit_bytes, term) for x, term in some) for some in (update, [(1.0, copied)])]
         most = self.program.at_least(f"exchange_{k}", rows)
-        return weighted([(limit_bytes, most), (-1.0 if is_whole else 0.0, weights.held_bytes(k, "gathered_bytes"))])
+        return weighted([(limit_bytes, most), (-1.0 if is_whole else 0.0, weights.held_sum(k, "gathered_bytes"))])
 
     def _averaging(self, k: int, limit_bytes: int) -> Expression:
         """What stage k holds above its gradients while replicas average them, in limits.
 
         The copy has the bytes of all small gradients or, with a binary that is 1, those of a bucket.
         """
-        costs, held_bytes = self.figures.costs, self.weights.held_bytes
+        costs, held_sum = self.figures.costs, self.weights.held_sum
         factor, everything = costs.averaging_factor, (*costs.profile.layers, *costs.profile.shared_weights)
         excess = max(0.0, factor * sum(x.copied_bytes for x in everything) - BUCKET_BYTES) / limit_bytes
         is_full = self.program.variable(f"full_{k}", is_binary=True) if excess else 0.0
-        all_copied = weighted([(factor / limit_bytes, held_bytes(k, "copied_bytes")), (-excess, is_full)])
+        all_copied = weighted([(factor / limit_bytes, held_sum(k, "copied_bytes")), (-excess, is_full)])
         copied = self.program.at_least(f"copied_{k}", [all_copied, weighted([(BUCKET_BYTES / limit_bytes, is_full)])])
-        return weighted([(1.0, copied), ((factor - 1.0) / limit_bytes, held_bytes(k, "gradient_bytes"))])
+        return weighted([(1.0, copied), ((factor - 1.0) / limit_bytes, held_sum(k, "gradient_bytes"))])
 
     def _microbatch_bytes(self, k: int) -> MicrobatchBytes[Expression]:
         """What stage k holds for one micro-batch."""

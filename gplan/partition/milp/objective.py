@@ -139,11 +139,10 @@ class StepTimeRows:
 
     def _update(self, k: int) -> Expression:
         costs, scale = self.figures.costs, 1.0 / self.problem.speed(k) / self.unit_s
-        optimizer = [
-            (costs.optimizer_bytes_s * scale, self.weights.update_share(k)),
-            (costs.tensor_s * scale, self.weights.held_bytes(k, "num_trained")),
-        ]
-        update, around = weighted(optimizer), weighted([(costs.around_s * scale if k == 0 else 0.0, 1)])
+        update = weighted(
+            [(costs.update_spread_s * scale, self.weights.update_share(k)), (costs.update_fixed_s * scale, 1)]
+        )
+        around = weighted([(costs.around_s * scale if k == 0 else 0.0, 1)])
         return total([update, around, self._tied_update(k, update, scale), self._tied(k), self._replicas(k)])
 
     def _tied_update(self, k: int, update: Expression, scale: float) -> Expression:
@@ -152,7 +151,7 @@ class StepTimeRows:
         extra = costs.tied_update_factor - 1.0
         if not self.problem.tied_links or not extra:
             return 0.0
-        largest = scale * (costs.optimizer_bytes_s + costs.tensor_s * costs.profile.num_trained)
+        largest = scale * (costs.update_fixed_s + costs.update_spread_s)
         row = weighted([(extra, update), (extra * largest, self.weights.is_any_tied(k)), (-extra * largest, 1)])
         return self.program.at_least(f"tied_update_{k}", [row])
 
@@ -181,7 +180,7 @@ class StepTimeRows:
         for kind, field in EXCHANGED[costs.sharding]:
             everything = [*costs.profile.layers, *costs.profile.shared_weights]
             amount = Amount(
-                num_bytes=weighted([(1.0 / num_replicas, self.weights.held_bytes(k, field))]),
+                num_bytes=weighted([(1.0 / num_replicas, self.weights.held_sum(k, field))]),
                 is_any=is_any,
                 most_bytes=sum(getattr(x, field) for x in everything) / num_replicas,
             )
