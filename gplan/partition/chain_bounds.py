@@ -19,12 +19,13 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from gplan.core import RecomputeMode, StageBytes, StageSeconds
-from gplan.cost.memory_moments import RESTING, Moment, peak_of
+from gplan.cost.memory_moments import RESTING, Moment, moment_bytes
 from gplan.cost.stage_costs import ALL_BOUNDARIES, Costs, DeviceBoundaries
 from gplan.cost.stage_seconds import ActionKey, action_s
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.candidates import stage_seconds
 from gplan.partition.device_bounds import AlikeLayers
+from gplan.partition.device_memory import PARTS
 from gplan.partition.dp import INFINITY, Combine
 from gplan.partition.order_paths import order_paths
 from gplan.partition.problem import Problem, compute_sums_s
@@ -42,6 +43,7 @@ _PRECISION = 1e-3  # to which share the bound is found
 _PROMISING = (1.002, 1.01, 1.04)  # times the bound: steps whose candidates make plans to begin with
 _STEEPNESS = 8  # with which candidates with long paths are avoided in them
 _RISE = 1.05  # from one step to the next longer one that is tried
+_ONE_OF_EACH = StageBytes(**dict(zip(PARTS, np.eye(len(PARTS), dtype=np.int64), strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,9 +263,10 @@ class ChainBounds:
     @cached_property
     def step_s(self) -> float:
         """A lower bound of the step of every partition that fits the memory; infinite where none fits."""
-        low_s, left = self.quick_s, self._ways.fits
+        low_s = self.quick_s
         if low_s == INFINITY or low_s >= self.enough_s:
             return low_s
+        left = self._ways.fits
         if self.enough_s < INFINITY:
             found = self._left_within(self.enough_s, left)
             if found is None:
@@ -374,33 +377,56 @@ class ChainBounds:
 
     @cached_property
     def _recomputes(self) -> list[tuple[Floats, Bools]]:
-        """[S] of [E] each, as `_recompute` of each stage."""
-        return [self._recompute(stage, self._times_of(stage)) for stage in range(self.problem.num_stages)]
+        """[S] of [E] each: seconds of recompute for a micro-batch that is recomputed, at least; whether candidates may fit."""
+        if self.problem.recompute == "selected":
+            return [self._selected(stage) for stage in range(self.problem.num_stages)]
+        seconds = self._times.recompute_s[self._places] * (self.problem.recompute != "never")
+        return list(zip(seconds, self._fits_whole, strict=True))
+
+    @cached_property
+    def _places(self) -> Ints:
+        """[S, E]: where the candidates of each stage are among those of `_times`."""
+        every = window(self.problem.costs.num_positions - 1, self._window.most)
+        stages = np.arange(self.problem.num_stages)[:, None]
+        return every.index(self._window.first + stages, self._window.end + stages)
 
     def _times_of(self, stage: int) -> StageSeconds[Floats]:
         """[E]: of a stage's candidates, without what memory makes them recompute."""
-        every = window(self.problem.costs.num_positions - 1, self._window.most)
-        return self._times.take(every.index(self._window.first + stage, self._window.end + stage))
+        return self._times.take(self._places[stage])
 
-    def _recompute(self, stage: int, times: StageSeconds[Floats]) -> tuple[Floats, Bools]:
-        """[E] each: seconds of recompute for a micro-batch that is recomputed, at least; whether candidates may fit."""
-        problem, limit = self.problem, self.problem.memory_of(stage)
-        nothing, every = np.zeros(len(times.forward_s)), np.ones(len(times.forward_s), dtype=np.bool_)
-        is_selected = problem.recompute == "selected"
-        seconds = nothing if is_selected or problem.recompute == "never" else times.recompute_s
+    @cached_property
+    def _fits_whole(self) -> Bools:
+        """[S, E]: whether candidates fit if they recompute as the mode has it; with "selected", without any recompute."""
+        problem, limit = self.problem, self.problem.memory_bytes
+        mode: RecomputeMode = "never" if problem.recompute == "selected" else problem.recompute
+        fits = np.ones((problem.num_stages, len(self._window.first)), dtype=np.bool_)
         if limit is None:
-            return seconds, every
+            return fits
+        moments = [_moments(problem, stage, mode) or () for stage in range(problem.num_stages)]
+        counts = np.array([[moment_bytes(x, _ONE_OF_EACH) for x in of_stage] for of_stage in moments])
+        boundaries = [problem.boundaries(stage) for stage in range(problem.num_stages)]
+        for each in dict.fromkeys(boundaries):
+            alike = np.array([x == each for x in boundaries]).nonzero()[0]
+            parts = self.stages.parts(self._window.first + alike[:, None], self._window.end + alike[:, None], each)
+            rows = np.array([getattr(parts, name) for name in PARTS])
+            fits[alike] = np.einsum("smp,pse->mse", counts[alike], rows).max(axis=0) <= limit
+        return fits
+
+    def _selected(self, stage: int) -> tuple[Floats, Bools]:
+        """[E] each: as `_recomputes`, of candidates that recompute as few of their layers as they need to fit."""
+        is_kept, limit = self._fits_whole[stage], self.problem.memory_bytes
+        if limit is None or is_kept.all():
+            return np.zeros(len(is_kept)), is_kept
         first, end = self._window.first + stage, self._window.end + stage
-        parts = self.stages.parts(first, end, problem.boundaries(stage))
-        keeping = _moments(problem, stage, "never" if is_selected else problem.recompute) or ()
-        is_kept = peak_of(keeping, parts) <= limit
-        if not is_selected or is_kept.all():
-            return seconds, is_kept
-        selector = self.stages.selector
-        peak_moments = PeakMoments(keeping=keeping, selecting=_moments(problem, stage, "always") or ())
-        emptied = self.stages.emptied_parts(first, end)
-        need = selector.least_saved_bytes(emptied, parts.stash, peak_moments, limit_bytes=limit)
-        least_s = selector.least_seconds(first, end, need)
+        parts = self.stages.parts(first, end, self.problem.boundaries(stage))
+        keeping, selecting = (_moments(self.problem, stage, mode) or () for mode in ("never", "always"))
+        need = self.stages.selector.least_saved_bytes(
+            self.stages.emptied_parts(first, end),
+            parts.stash,
+            PeakMoments(keeping=keeping, selecting=selecting),
+            limit_bytes=limit,
+        )
+        least_s = self.stages.selector.least_seconds(first, end, need)
         fits = is_kept | np.isfinite(least_s)
         return np.where(is_kept | ~fits, 0.0, least_s), fits
 

@@ -138,7 +138,8 @@ class _BestFirstSearch:
         """Give outcomes that may still improve half of the time left, one after the other."""
         num_times = Counter[OpenStrategy]()
         while (left_s := self.deadline_s - time.perf_counter()) > _LEAST_TIME_S:
-            unproven = [x for x, y in self.solved.items() if y.bound < self._cutoff and x not in self.finished]
+            cutoff = self._cutoff
+            unproven = [x for x, y in self.solved.items() if y.bound < cutoff and x not in self.finished]
             if not unproven:
                 return
             node = min(unproven, key=lambda x: (num_times[x], self.cache.cost(self.solved[x].plan), x.estimate))
@@ -150,8 +151,9 @@ class _BestFirstSearch:
 
     def found(self) -> Found:
         """The result so far."""
-        left = [x for x in (*self.open, *self.skipped) if x.bound < self._cutoff]
-        undecided = [x for x, y in self.solved.items() if y.plan is None and y.bound < self._cutoff]
+        cutoff = self._cutoff
+        left = [x for x in (*self.open, *self.skipped) if x.bound < cutoff]
+        undecided = [x for x, y in self.solved.items() if y.plan is None and y.bound < cutoff]
         bounds = [*(x.bound for x in left), *(x.bound for x in self.solved.values())]
         return Found(
             plan=self.best,
