@@ -138,7 +138,7 @@ def sample_step(
     workspace_bytes += max(0, masters - some_bytes)  # gradients for the optimizer, in the dtype of master weights
     largest_workspace *= sum(x.nbytes for x in copies) / some_bytes  # from a tensor to its gradient
     by_bytes = sum(map(gradient_bytes, trained)) / some_bytes
-    seconds_of, shape_notes = _sample_shapes(file, alike, unused, clock, device)
+    seconds_of, shape_notes = _sample_shapes(file, alike, unused, clock, device, read_yardstick)
 
     def measured(at_one_speed: AtOneSpeed) -> Update:
         fixed_s, found_s = seconds_of(at_one_speed)
@@ -179,6 +179,7 @@ def _sample_shapes(
     unused: Mapping[nn.Parameter, Tensor],
     clock: Clock,
     device: str,
+    read_yardstick: Callable[[], object],
 ) -> tuple[Callable[[AtOneSpeed], tuple[float, dict[nn.Parameter, float]]], tuple[str, ...]]:
     """Seconds that an update takes however little it updates, and beside it for each parameter; and a note.
 
@@ -198,6 +199,7 @@ def _sample_shapes(
     of_all = update(tiny, [None] * _NUM_TINY) if of_one else None
     rejected.clear()  # without them, what is fixed counts as part of the tensors
     for parameters in alike:
+        read_yardstick()
         some = parameters[: max(1, _MOST_ALIKE_BYTES // max(1, parameters[0].nbytes))]
         found = update([_copy(x, file.precision, device) for x in some], [unused.get(x) for x in some])
         if found is not None:

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from gplan.core import ActionKind, RecomputeMode, StageBytes
 from gplan.cost.memory_moments import peak_of, stage_moments
-from gplan.partition import device_bounds
+from gplan.partition import chain_bounds, device_bounds
 from gplan.partition.chain_bounds import ChainBounds, ChainStages, least_moments
 from gplan.partition.device_bounds import DeviceBounds
 from gplan.partition.plan_evaluation import goal_s
@@ -52,6 +52,19 @@ def _assert_below(problem: Problem, best_s: float) -> None:
     for bounds in every:
         assert bounds.quick_s <= bounds.step_s <= best_s
         assert bounds.step_s >= min(bounds.enough_s, every[0].step_s) * (1 - 2e-3)  # the bisection's precision
+
+
+def test_settings_that_do_not_fit_need_no_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The paths through an order took most of the time of searches with hundreds of settings."""
+
+    def order_paths(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    problem = make_problem([1] * 6, stash_bytes=4, weight_bytes=1, num_stages=3, schedule="zb-h1")
+    stages = ChainStages(problem.costs)
+    monkeypatch.setattr(chain_bounds, "order_paths", order_paths)
+    for recompute in ("never", "always", "except-last", "selected"):
+        assert ChainBounds(replace(problem, recompute=recompute, memory_bytes=3), stages).step_s == INFINITY
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

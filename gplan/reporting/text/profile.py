@@ -18,7 +18,15 @@ from gplan.core import HostSpeed, LayerCost, Origin, Profile, SharedWeight
 from gplan.core.host_load import interruption_text
 from gplan.core.precision import AS_MADE
 from gplan.core.profile import group_equal
-from gplan.core.units import bytes_text, error_text, flops_text, intensity_text, percent_text, seconds_text
+from gplan.core.units import (
+    bytes_text,
+    error_text,
+    factors_text,
+    flops_text,
+    intensity_text,
+    percent_text,
+    seconds_text,
+)
 from gplan.evaluate.compare import prediction_error
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, note_lines, shortened
 from gplan.reporting.text.machine import device_text, link_text
@@ -327,7 +335,7 @@ def _speed_text(speed: HostSpeed) -> str:
     if not phases:
         return "speed of the host while it was profiled: measured too seldom to tell"
     return (
-        f"the host ran {min(phases):.2f} to {max(phases):.2f} times as fast, while it was profiled, as at the speed that "
+        f"the host ran {factors_text(min(phases), max(phases))} times as fast, while it was profiled, as at the speed that "
         "the times are for"
     )
 

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gplan.core import GradientCheck, Run
-from gplan.core.units import bytes_text, error_text, quantity_text, seconds_text
+from gplan.core.units import bytes_text, error_text, factors_text, quantity_text, seconds_text
 from gplan.evaluate.compare import (
     BACKWARD,
     FORWARD,
@@ -101,7 +101,7 @@ def host_speed_lines(run: Run) -> Iterator[str]:
     stretch = max(run.core_stretch, default=1.0) if run.counts_waits else 1.0
     waits = f", and waits for cores made actions up to {stretch:.2f} times as long" if stretch > _LEAST_STRETCH else ""
     yield (
-        f"the host ran {speeds[0]:.2f} to {speeds[1]:.2f} times as fast as in the profile{waits}: the step's error is "
+        f"the host ran {factors_text(*speeds)} times as fast as in the profile{waits}: the step's error is "
         f"{error}, and {equal} at equal host speed"
     )
 
