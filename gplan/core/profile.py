@@ -147,12 +147,12 @@ class Sharable:
 
     @property
     def whole_update_weight(self) -> float:
-        """What counts of an update of all its parameters: seconds, or where they are not known gradient bytes."""
+        """How much an update of all its parameters counts: its seconds, or gradient bytes where these are not known."""
         return self.gradient_bytes if self.update_s is None else self.update_s
 
     @property
     def update_weight(self) -> float:
-        """The same of what a replica updates."""
+        """How much the part that a replica updates counts."""
         whole = self.whole_update_weight
         return whole * self.updated_bytes / self.gradient_bytes if self.share and self.gradient_bytes else whole
 
@@ -374,7 +374,7 @@ class Profile:
 
     @property
     def update_weight(self) -> float:
-        """That of the whole model, see `Sharable.whole_update_weight`."""
+        """How much an update of the whole model counts, see `Sharable.whole_update_weight`."""
         return math.fsum(x.whole_update_weight for x in (*self.layers, *self.shared_weights))
 
     @property

@@ -77,9 +77,9 @@ def capacity_text(plan: Plan, most_bytes: int) -> str:
     return f"{whose}: {bytes_text(capacity)}" + (", above this axis" if far else "")
 
 
-def category_handles(held_sum: Mapping[str, int]) -> list[Artist]:
+def category_handles(held_bytes: Mapping[str, int]) -> list[Artist]:
     """The legend of the categories that are not empty."""
-    return [swatch(look) for category, look in MEMORY.items() if held_sum[category] > 0]
+    return [swatch(look) for category, look in MEMORY.items() if held_bytes[category] > 0]
 
 
 def moment_text(moment: str, *, with_stage: bool) -> str:
