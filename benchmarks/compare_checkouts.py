@@ -24,6 +24,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -315,7 +316,8 @@ def for_checkout(profile_json: dict[str, Any], checkout: Path) -> dict[str, Any]
     loss = [_renamed_keys(cost) for cost in profile_json["loss"]]
     values = [{key: x for key, x in value.items() if key in VALUE_KEYS} for value in profile_json["values"]]
     renamed = {**_renamed_keys(profile_json), "layers": layers, "loss": loss, "values": values}
-    return {**renamed, "format": "gplan.profile/4"}
+    (found,) = set(re.findall(r"gplan\.profile/\d+", formats.read_text()))
+    return {**renamed, "format": found}
 
 
 VALUE_KEYS = ("producer", "consumers", "costs")  # in format 2; the others only importers of other formats had set

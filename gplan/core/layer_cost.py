@@ -222,7 +222,7 @@ class StepCost:
     contention: float = 1.0  # slow-down while other processes of the host run forward and backward
     update_contention: float = 1.0  # slow-down while other processes of the host update at the same time
     master_bytes: int = 0  # part of state_bytes: float32 weights beside the parameters
-    fixed_s: float = 0.0  # part of both that an update takes however little it updates
+    fixed_s: float = 0.0  # part of both that does not depend on the parameters
 
     def __post_init__(self) -> None:
         check_amounts(self)
@@ -245,14 +245,18 @@ class StepCost:
         return self.zero_grad.median_s + self.optimizer.median_s
 
     @property
+    def fixed_part_s(self) -> float:
+        """`fixed_s`, at most `update_s`."""
+        return min(self.fixed_s, self.update_s)
+
+    @property
     def spread_s(self) -> float:
-        """Seconds of both beside `fixed_s`, which stages share by their `update_weight`."""
-        return max(0.0, self.update_s - self.fixed_s)
+        """The rest of `update_s`, of which layers and shared weights have their shares (`Costs.update_share`)."""
+        return self.update_s - self.fixed_part_s
 
     def grown(self, by_bytes: float, *, by_update: float) -> StepCost:
-        """The costs of `by_bytes` times the trained bytes, whose update beside `fixed_s` takes `by_update` times as long."""
-        fixed_s = min(self.fixed_s, self.update_s)
-        factor = (fixed_s + by_update * self.spread_s) / self.update_s if self.update_s else 1.0
+        """The costs of `by_bytes` times the trained bytes, with `by_update` times as long a `spread_s`."""
+        factor = (self.fixed_part_s + by_update * self.spread_s) / self.update_s if self.update_s else 1.0
         return replace(
             self,
             optimizer=self.optimizer.times(factor),

@@ -146,14 +146,14 @@ class Sharable:
         return self.share.updated_bytes if self.share else self.gradient_bytes
 
     @property
-    def whole_update_weight(self) -> float:
-        """How much an update of all its parameters counts: its seconds, or gradient bytes where these are not known."""
+    def whole_update_amount(self) -> float:
+        """Seconds of an update of all its parameters, or gradient bytes where no seconds were measured."""
         return self.gradient_bytes if self.update_s is None else self.update_s
 
     @property
-    def update_weight(self) -> float:
-        """How much the part that a replica updates counts."""
-        whole = self.whole_update_weight
+    def update_amount(self) -> float:
+        """The same of the part that a replica updates."""
+        whole = self.whole_update_amount
         return whole * self.updated_bytes / self.gradient_bytes if self.share and self.gradient_bytes else whole
 
 
@@ -373,9 +373,9 @@ class Profile:
         return sum(x.gradient_bytes for x in self.layers) + sum(x.gradient_bytes for x in self.shared_weights)
 
     @property
-    def update_weight(self) -> float:
-        """How much an update of the whole model counts, see `Sharable.whole_update_weight`."""
-        return math.fsum(x.whole_update_weight for x in (*self.layers, *self.shared_weights))
+    def whole_update_amount(self) -> float:
+        """That of all layers and shared weights; 1 where nothing is updated, so that shares can be taken."""
+        return math.fsum(x.whole_update_amount for x in (*self.layers, *self.shared_weights)) or 1.0
 
     @property
     def num_samples(self) -> int:

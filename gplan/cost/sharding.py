@@ -63,7 +63,7 @@ def division_gains(profile: Profile, *, num_replicas: int) -> bool:
     if link.points or link.collectives or not total_bytes:
         return False
     replica = sharded(profile, num_replicas=num_replicas, sharding="optimizer")
-    update_s = step.spread_s / (profile.update_weight or 1.0)
+    whole_amount = profile.whole_update_amount
     state = step.state_bytes / total_bytes
     message_s = (num_replicas - 1) / num_replicas / link.bytes_per_s
     pairs = zip((*profile.layers, *profile.shared_weights), (*replica.layers, *replica.shared_weights), strict=True)
@@ -71,10 +71,8 @@ def division_gains(profile: Profile, *, num_replicas: int) -> bool:
     for whole, part in pairs:
         saved_bytes = whole.gradient_bytes - part.updated_bytes
         copied_bytes = max(0, part.reduced_bytes - part.gathered_bytes)
-        gains.append(
-            update_s * (whole.update_weight - part.update_weight)
-            - message_s * (part.gathered_bytes - whole.gradient_bytes)
-        )
+        saved_s = step.spread_s * (whole.update_amount - part.update_amount) / whole_amount
+        gains.append(saved_s - message_s * (part.gathered_bytes - whole.gradient_bytes))
         if part.weight_bytes - whole.weight_bytes + copied_bytes > state * saved_bytes:
             return False
     return min(gains) >= 0 and sum(gains) > 0

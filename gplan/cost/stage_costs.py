@@ -1,10 +1,10 @@
 """From a profile to the cost and the memory of every candidate stage, a pair of positions, at a micro-batch size.
 
 A stage costs `overhead_s` plus the sum of its layers, plus the loss where it holds the last layer. Optimizer state and
-workspace are shared out by the bytes that are trained, the optimizer's time as the layers' updates were measured. The halves of a
-backward are known where the profile has them; each that runs pays the overhead. Where the devices are cores of one
-host, all of it takes longer the more of them compute (`contention`). Between two profiled micro-batch sizes costs are
-interpolated, and a note says so. A stage is [first, end), two positions of `downsets`: for a chain, its first layer and
+workspace are shared out by the bytes that are trained, the optimizer's time by the measured times of the layers' updates.
+The halves of a backward are known where the profile has them; each that runs pays the overhead. Where the devices are
+cores of one host, all of it takes longer the more of them compute (`contention`). Between two profiled micro-batch sizes
+costs are interpolated, and a note says so. A stage is [first, end), two positions of `downsets`: for a chain, its first layer and
 the layer after its last.
 """
 
@@ -264,8 +264,8 @@ class Costs:
 
     @property
     def update_fixed_s(self) -> float:
-        """Seconds of zero_grad and the optimizer's step on any stage, however little it updates."""
-        return self._contention_factor(self.profile.step.contention) * self.profile.step.fixed_s
+        """Seconds of zero_grad and the optimizer's step on any stage that do not depend on its parameters."""
+        return self._contention_factor(self.profile.step.contention) * self.profile.step.fixed_part_s
 
     @property
     def update_spread_s(self) -> float:
@@ -375,8 +375,8 @@ class Costs:
             self.transfers,
         )
         return StageBytes(
-            weight=self.held_sum("weight_bytes", first, end),
-            gradient=self.held_sum("gradient_bytes", first, end),
+            weight=self.held_bytes("weight_bytes", first, end),
+            gradient=self.held_bytes("gradient_bytes", first, end),
             optimizer=np.rint(trained * self.profile.step.state_bytes).astype(np.int64),
             stash=held.stash,
             checkpoint=held.checkpoint,
@@ -396,7 +396,7 @@ class Costs:
     def tied_bytes(self, first: Ints, end: Ints) -> Ints:
         """[E]: bytes of the gradients, on stages, of shared weights that other stages use too."""
         total = np.zeros(len(first), dtype=np.int64)
-        for used, num_bytes in self._held_sums("gradient_bytes")[1]:
+        for used, num_bytes in self._held_bytess("gradient_bytes")[1]:
             here = used[end] - used[first]
             total += np.where((here > 0) & (here < used[-1]), num_bytes, 0)
         return total
@@ -413,15 +413,15 @@ class Costs:
             num_bytes = num_bytes + step.largest_workspace * self._largest("largest_trained_bytes", first, end)
         found: Ints = np.rint(num_bytes).astype(np.int64)
         if self.averaging_factor:
-            copied = np.minimum(self.averaging_factor * self.held_sum("copied_bytes", first, end), BUCKET_BYTES)
-            more = (self.averaging_factor - 1.0) * self.held_sum("gradient_bytes", first, end)
+            copied = np.minimum(self.averaging_factor * self.held_bytes("copied_bytes", first, end), BUCKET_BYTES)
+            more = (self.averaging_factor - 1.0) * self.held_bytes("gradient_bytes", first, end)
             found = np.maximum(found, np.rint(more + copied).astype(np.int64))
         if not self.is_sharded:
             return found
-        found = found + self.held_sum("updated_bytes", first, end) - self.held_sum("gradient_bytes", first, end)
+        found = found + self.held_bytes("updated_bytes", first, end) - self.held_bytes("gradient_bytes", first, end)
         if self.sharding == "weights":
             return np.maximum(found, self._largest("reduced_bytes", first, end))
-        reduced, gathered = (self.held_sum(field, first, end) for field in ("reduced_bytes", "gathered_bytes"))
+        reduced, gathered = (self.held_bytes(field, first, end) for field in ("reduced_bytes", "gathered_bytes"))
         exchanged: Ints = np.maximum(found, reduced) - gathered
         return exchanged
 
@@ -439,13 +439,13 @@ class Costs:
         """[E]: the largest of the layers and shared weights of stages."""
         own = np.array([getattr(x, field) for x in self.profile.layers], dtype=np.int64)
         largest = self.downsets.running_peaks(first, end, kept=np.zeros_like(own), own=own)
-        for users, num_bytes in self._held_sums(field)[1]:
+        for users, num_bytes in self._held_bytess(field)[1]:
             largest = np.maximum(largest, np.where(users[end] > users[first], num_bytes, 0))
         return largest
 
     def gathered_at_once(self, first: int, end: int) -> int:
         """Bytes of parameters that a replica of one stage gathers at a time: of all its layers, or the most of one."""
-        gathered = self._largest if self.sharding == "weights" else self.held_sum
+        gathered = self._largest if self.sharding == "weights" else self.held_bytes
         return int(gathered("gathered_bytes", np.array([first]), np.array([end]))[0]) if self.is_sharded else 0
 
     def saved_outputs(self, *, only_later: bool) -> list[Output]:
@@ -471,13 +471,13 @@ class Costs:
 
     def trained_share(self, first: Ints, end: Ints) -> Floats:
         """[E]: which share of the model's trained bytes a replica of stages updates."""
-        share: Floats = self.held_sum("updated_bytes", first, end) / (self._trained_total_bytes or 1)
+        share: Floats = self.held_bytes("updated_bytes", first, end) / (self._trained_total_bytes or 1)
         return share
 
     def update_share(self, first: Ints, end: Ints) -> Floats:
         """[E]: which share of the model's `update_spread_s` a replica of stages takes."""
-        weights: Floats = self.held_sum("update_weight", first, end)
-        return np.maximum(weights, 0.0) / self._whole_update_weight
+        amounts: Floats = self._held_sum("update_amount", first, end)
+        return np.maximum(amounts, 0.0) / self._whole_update_amount  # rounding may leave less than 0
 
     @cached_property
     def uncontended(self) -> Costs:
@@ -541,7 +541,7 @@ class Costs:
             seconds = np.maximum.reduce([link.collectives_s("all_reduce", tied_bytes, 2) for link in tied_links])
         if self.num_replicas > 1:
             for kind, field in EXCHANGED[self.sharding]:
-                num_bytes = self.held_sum(field, first, end)
+                num_bytes = self.held_bytes(field, first, end)
                 seconds = seconds + self.profile.link.collectives_s(kind, num_bytes, self.num_replicas)
         return seconds
 
@@ -581,8 +581,8 @@ class Costs:
         return self.profile.trained_bytes
 
     @cached_property
-    def _whole_update_weight(self) -> float:
-        return self.profile.update_weight or 1.0
+    def _whole_update_amount(self) -> float:
+        return self.profile.whole_update_amount
 
     @cached_property
     def stash_sums(self) -> Ints:
@@ -632,15 +632,20 @@ class Costs:
         """The contention beside the plan's other devices, given that beside as many as were measured."""
         return contention_factor(contention, self.num_devices - 1, num_measured=self.profile.num_neighbours)
 
-    def held_sum(self, field: str, first: Ints, end: Ints) -> NDArray[Any]:
+    def held_bytes(self, field: str, first: Ints, end: Ints) -> Ints:
+        """[E]: bytes of layers and shared weights, by the name of a field, summed as by `_held_sum`."""
+        found: Ints = self._held_sum(field, first, end)
+        return found
+
+    def _held_sum(self, field: str, first: Ints, end: Ints) -> NDArray[Any]:
         """[E]: a field of layers and shared weights, summed over those of stages; a shared one once where it is held."""
-        own, shared = self._held_sums(field)
+        own, shared = self._held_bytess(field)
         total: NDArray[Any] = own[end] - own[first]
         for users, number in shared:
             total = total + np.where(users[end] > users[first], number, 0)
         return total
 
-    def _held_sums(self, field: str) -> tuple[NDArray[Any], list[tuple[Ints, Any]]]:
+    def _held_bytess(self, field: str) -> tuple[NDArray[Any], list[tuple[Ints, Any]]]:
         """[P] of the layers' own, and for each shared weight its users [P] and its number."""
         if field not in self._known_sums:
             own = np.array([getattr(x, field) for x in self.profile.layers])

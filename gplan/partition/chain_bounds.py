@@ -43,6 +43,7 @@ _PRECISION = 1e-3  # to which share the bound is found
 _PROMISING = (1.002, 1.01, 1.04)  # times the bound: steps whose candidates make plans to begin with
 _STEEPNESS = 8  # with which candidates with long paths are avoided in them
 _RISE = 1.05  # from one step to the next longer one that is tried
+# rows of the unit matrix: `moment_bytes` of them is how often each part counts
 _ONE_OF_EACH = StageBytes(**dict(zip(PARTS, np.eye(len(PARTS), dtype=np.int64), strict=True)))
 
 
@@ -381,7 +382,7 @@ class ChainBounds:
         if self.problem.recompute == "selected":
             return [self._selected(stage) for stage in range(self.problem.num_stages)]
         seconds = self._times.recompute_s[self._places] * (self.problem.recompute != "never")
-        return list(zip(seconds, self._fits_whole, strict=True))
+        return list(zip(seconds, self._fits_unselected, strict=True))
 
     @cached_property
     def _places(self) -> Ints:
@@ -395,14 +396,14 @@ class ChainBounds:
         return self._times.take(self._places[stage])
 
     @cached_property
-    def _fits_whole(self) -> Bools:
-        """[S, E]: whether candidates fit if they recompute as the mode has it; with "selected", without any recompute."""
+    def _fits_unselected(self) -> Bools:
+        """[S, E]: whether candidates fit with the recompute mode; with mode "selected", without recompute."""
         problem, limit = self.problem, self.problem.memory_bytes
         mode: RecomputeMode = "never" if problem.recompute == "selected" else problem.recompute
         fits = np.ones((problem.num_stages, len(self._window.first)), dtype=np.bool_)
         if limit is None:
             return fits
-        moments = [_moments(problem, stage, mode) or () for stage in range(problem.num_stages)]
+        moments = [_known_moments(problem, stage, mode) for stage in range(problem.num_stages)]
         counts = np.array([[moment_bytes(x, _ONE_OF_EACH) for x in of_stage] for of_stage in moments])
         boundaries = [problem.boundaries(stage) for stage in range(problem.num_stages)]
         for each in dict.fromkeys(boundaries):
@@ -414,12 +415,12 @@ class ChainBounds:
 
     def _selected(self, stage: int) -> tuple[Floats, Bools]:
         """[E] each: as `_recomputes`, of candidates that recompute as few of their layers as they need to fit."""
-        is_kept, limit = self._fits_whole[stage], self.problem.memory_bytes
+        is_kept, limit = self._fits_unselected[stage], self.problem.memory_bytes
         if limit is None or is_kept.all():
             return np.zeros(len(is_kept)), is_kept
         first, end = self._window.first + stage, self._window.end + stage
         parts = self.stages.parts(first, end, self.problem.boundaries(stage))
-        keeping, selecting = (_moments(self.problem, stage, mode) or () for mode in ("never", "always"))
+        keeping, selecting = (_known_moments(self.problem, stage, mode) for mode in ("never", "always"))
         need = self.stages.selector.least_saved_bytes(
             self.stages.emptied_parts(first, end),
             parts.stash,
@@ -446,3 +447,10 @@ def _moments(problem: Problem, stage: int, recompute: RecomputeMode) -> tuple[Mo
         stage=stage,
         recompute=mode,
     )
+
+
+def _known_moments(problem: Problem, stage: int, recompute: RecomputeMode) -> tuple[Moment, ...]:
+    """Those of a problem that `ChainBounds.apply_to`."""
+    moments = _moments(problem, stage, recompute)
+    assert moments is not None
+    return moments

@@ -365,8 +365,8 @@ class DeviceBounds:
     def _optimizer_s(self) -> Floats:
         """[L]: seconds of the update of the weights that only one layer has, without `Costs.update_fixed_s`."""
         costs, profile = self.problem.costs, self.problem.costs.profile
-        weights = np.array([x.update_weight for x in profile.layers])
-        return costs.update_spread_s / (profile.update_weight or 1.0) * weights
+        amounts = np.array([x.update_amount for x in profile.layers])
+        return costs.update_spread_s / profile.whole_update_amount * amounts
 
     def _parts(self, stage: int, *, usual: bool = False) -> Floats:
         """[parts]: the least of what the memory of a stage is made of, without its alike layers; between usual cuts."""

@@ -1,9 +1,9 @@
 """Measure zero_grad and the optimizer's step on copies of the parameters.
 
 With master weights the copies are in float32, and rounding them into the parameters belongs to the step. Time model: a
-fixed time, known from tensors of one element, plus a time for each parameter. Parameters of one shape are measured
-without the others, as a byte of a large tensor takes longer than one of a tensor that fits into the caches. Their times
-are scaled so that they add up to the time of an update of all shapes. If the parameters exceed 256 MiB, only some of
+fixed time, known from tensors of one element, plus a time for each parameter. Each shape of parameters is measured
+alone, because the time per byte depends on the size of a tensor. The times are scaled so that they add up to that of an
+update of all shapes. If the parameters exceed 256 MiB, only some of
 each shape are updated together, and the state is scaled by bytes. On a CPU other memory is read before each sample,
 because after a whole backward pass no gradient is in a core's own caches.
 
@@ -111,8 +111,8 @@ def sample_step(
     if not file.has("optimizer") or not trained:
         return lambda _: (StepCost.none(), {}), ()
     unused = _unused_rows(trained, work_beside)
-    alike = _alike(trained, unused)
-    some = _some(alike)
+    by_shape = _by_shape(trained, unused)
+    some = _parameters_to_copy(by_shape)
     copies = [_copy(x, file.precision, device) for x in some]
     steps = _steps(file, copies, clock, device, [unused.get(x) for x in some])
     alone, zeroing, beside_updates = Samples(), Samples(), Samples()
@@ -138,7 +138,7 @@ def sample_step(
     workspace_bytes += max(0, masters - some_bytes)  # gradients for the optimizer, in the dtype of master weights
     largest_workspace *= sum(x.nbytes for x in copies) / some_bytes  # from a tensor to its gradient
     by_bytes = sum(map(gradient_bytes, trained)) / some_bytes
-    seconds_of, shape_notes = _sample_shapes(file, alike, unused, clock, device, read_yardstick)
+    seconds_of, shape_notes = _sample_shapes(file, by_shape, unused, clock, device, read_yardstick)
 
     def measured(at_one_speed: AtOneSpeed) -> Update:
         fixed_s, found_s = seconds_of(at_one_speed)
@@ -154,7 +154,7 @@ def sample_step(
             fixed_s=fixed_s,
             master_bytes=masters,
         )
-        each_s = _of_each(found_s, trained, some, cost.spread_s)
+        each_s = _seconds_by_parameter(found_s, trained, some, spread_s=cost.spread_s)
         some_s = sum(each_s[x] for x in some)
         factor = cost.spread_s / some_s if some_s else 0.0
         each_s = {x: factor * seconds for x, seconds in each_s.items()}
@@ -164,7 +164,7 @@ def sample_step(
     return measured, (*notes, *shape_notes)
 
 
-def _alike(trained: Sequence[nn.Parameter], unused: Mapping[nn.Parameter, Tensor]) -> list[list[nn.Parameter]]:
+def _by_shape(trained: Sequence[nn.Parameter], unused: Mapping[nn.Parameter, Tensor]) -> list[list[nn.Parameter]]:
     """Parameters of one shape and type; those with unused rows apart from the others."""
     found = dict[object, list[nn.Parameter]]()
     for x in trained:
@@ -175,66 +175,69 @@ def _alike(trained: Sequence[nn.Parameter], unused: Mapping[nn.Parameter, Tensor
 
 def _sample_shapes(
     file: ModelFile,
-    alike: Sequence[Sequence[nn.Parameter]],
+    by_shape: Sequence[Sequence[nn.Parameter]],
     unused: Mapping[nn.Parameter, Tensor],
     clock: Clock,
     device: str,
     read_yardstick: Callable[[], object],
 ) -> tuple[Callable[[AtOneSpeed], tuple[float, dict[nn.Parameter, float]]], tuple[str, ...]]:
-    """Seconds that an update takes however little it updates, and beside it for each parameter; and a note.
+    """Sample updates of each shape alone; return a function that gives `fixed_s` and the seconds of parameters; and notes.
 
     Parameters of shapes that the optimizer rejects alone are missing.
     """
     shapes, rejected = list[tuple[Sequence[nn.Parameter], int, tuple[Samples, Samples]]](), list[str]()
 
-    def update(copies: Sequence[nn.Parameter], rows: Sequence[Tensor | None]) -> tuple[Samples, Samples] | None:
+    def sampled(copies: Sequence[nn.Parameter], rows: Sequence[Tensor | None]) -> tuple[Samples, Samples] | None:
         try:
             return _update_samples(file, copies, clock, device, rows)
         except Exception as error:  # the author's optimizer may raise anything
             rejected.append(f"{' x '.join(map(str, copies[0].shape))}: {describe(error.__cause__ or error)}")
             return None
 
-    tiny = [nn.Parameter(torch.zeros([1] * alike[0][0].dim(), device=device)) for _ in range(_NUM_TINY)]
-    of_one = update(tiny[:1], [None])
-    of_all = update(tiny, [None] * _NUM_TINY) if of_one else None
-    rejected.clear()  # without them, what is fixed counts as part of the tensors
-    for parameters in alike:
+    tiny = [nn.Parameter(torch.zeros([1] * by_shape[0][0].dim(), device=device)) for _ in range(_NUM_TINY)]
+    of_one = sampled(tiny[:1], [None])
+    of_all = sampled(tiny, [None] * _NUM_TINY) if of_one else None
+    notes = [f"the fixed time of an update counts as 0, as the optimizer rejects tensors of {x}" for x in rejected]
+    rejected.clear()
+    for parameters in by_shape:
         read_yardstick()
-        some = parameters[: max(1, _MOST_ALIKE_BYTES // max(1, parameters[0].nbytes))]
-        found = update([_copy(x, file.precision, device) for x in some], [unused.get(x) for x in some])
+        chosen = parameters[: max(1, _MOST_ALIKE_BYTES // max(1, parameters[0].nbytes))]
+        found = sampled([_copy(x, file.precision, device) for x in chosen], [unused.get(x) for x in chosen])
         if found is not None:
-            shapes.append((parameters, len(some), found))
+            shapes.append((parameters, len(chosen), found))
+    notes += [
+        f"the optimizer rejects some tensors without the others, so their times are by bytes: {x}" for x in rejected[:1]
+    ]
 
     def seconds_of(at_one_speed: AtOneSpeed) -> tuple[float, dict[nn.Parameter, float]]:
-        def seconds(update: tuple[Samples, Samples]) -> float:
-            return sum(at_one_speed(x).timing().median_s for x in update)
+        def seconds(samples: tuple[Samples, Samples]) -> float:
+            return sum(at_one_speed(x).timing().median_s for x in samples)
 
         fixed_s = 0.0
         if of_one and of_all:
             one_s = seconds(of_one)
             fixed_s = max(0.0, one_s - max(0.0, seconds(of_all) - one_s) / (_NUM_TINY - 1))
-        each = ((parameters, max(0.0, seconds(update) - fixed_s) / num) for parameters, num, update in shapes)
+        each = ((parameters, max(0.0, seconds(samples) - fixed_s) / num) for parameters, num, samples in shapes)
         return fixed_s, {x: s for parameters, s in each for x in parameters}
 
-    notes = (
-        f"the optimizer rejects some tensors without the others, so their times are by bytes: {x}" for x in rejected[:1]
-    )
     return seconds_of, tuple(notes)
 
 
-def _of_each(
+def _seconds_by_parameter(
     found_s: Mapping[nn.Parameter, float],
     trained: Sequence[nn.Parameter],
-    some: Sequence[nn.Parameter],
-    some_s: float,
+    updated: Sequence[nn.Parameter],
+    *,
+    spread_s: float,
 ) -> dict[nn.Parameter, float]:
-    """Seconds of each trained parameter: as found, or by bytes what is left of `some_s` for those that are not."""
-    missing = sum(gradient_bytes(x) for x in some if x not in found_s)
-    if not missing:
-        rate = some_s / (sum(map(gradient_bytes, some)) or 1)
-    else:
-        rate = max(0.0, some_s - sum(found_s.get(x, 0.0) for x in some)) / missing
-    return {x: found_s.get(x, rate * gradient_bytes(x)) for x in trained}
+    """Seconds of each trained parameter: as found; those that are missing share, by bytes, what is left of `spread_s`.
+
+    `spread_s` is what an update of the parameters `updated` took.
+    """
+    missing = [x for x in updated if x not in found_s]
+    left_s = max(0.0, spread_s - sum(found_s.get(x, 0.0) for x in updated)) if missing else spread_s
+    s_per_byte = left_s / (sum(map(gradient_bytes, missing or updated)) or 1)
+    return {x: found_s.get(x, s_per_byte * gradient_bytes(x)) for x in trained}
 
 
 def _unused_rows(trained: Sequence[nn.Parameter], work: Callable[[], object] | None) -> dict[nn.Parameter, Tensor]:
@@ -295,11 +298,11 @@ def _update_samples(
     return step, zeroing
 
 
-def _some(alike: Sequence[Sequence[nn.Parameter]]) -> list[nn.Parameter]:
+def _parameters_to_copy(by_shape: Sequence[Sequence[nn.Parameter]]) -> list[nn.Parameter]:
     """The parameters to copy: one of each shape, then a second one of each, and so on; at least one."""
     chosen: list[nn.Parameter] = []
     left = MOST_COPIED_BYTES
-    for parameter in (x for of_turn in zip_longest(*alike) for x in of_turn if x is not None):
+    for parameter in (x for of_turn in zip_longest(*by_shape) for x in of_turn if x is not None):
         if parameter.nbytes <= left or not chosen:
             chosen.append(parameter)
             left -= parameter.nbytes

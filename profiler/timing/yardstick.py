@@ -161,17 +161,17 @@ class SpeedHistory:
         if found is None or not self._is_known:
             return
         self._ratios = dict(zip(PARTS, map(_ratios, parts), strict=True))
-        self._beside, times_beside = self._read_beside(found, beside)
+        self._beside, times_beside = self._reference_beside(found, beside)
         start_s, end_s = min(x.clean_at_s[0] for x in parts), max(x.clean_at_s[-1] for x in parts)
         windows = tuple(_stored_windows(parts, start_s, max(_WINDOW_S, (end_s - start_s) / _NUM_STORED)))
         self.host_speed = HostSpeed(reference=found, windows=windows, beside=times_beside)
 
-    def _read_beside(
+    def _reference_beside(
         self, reference: YardstickTimes, beside: Sequence[Samples]
     ) -> tuple[dict[str, tuple[Floats, Floats]], YardstickTimes | None]:
-        """When the parts of BESIDE were read beside other processes, and each over its reference there; and that one.
+        """Of each part of BESIDE the moments and ratios of its readings beside other processes, and their reference.
 
-        The reference belongs to the same speed as that of the parts alone: readings beside others are taken in stretches
+        Without readings the reference is None. It belongs to the same speed as that of the parts alone: readings beside others are taken in stretches
         of their own, in which the host may be faster or slower than at its median. So each is compared with those alone
         that are nearest to it.
         """

@@ -291,6 +291,11 @@ def test_measured_updates_of_layers_count_in_place_of_their_bytes() -> None:
         replace(profile, layers=(profile.layers[0], *layers[1:]))
 
 
+def test_an_update_takes_no_more_than_was_measured() -> None:
+    profile = make_profile([1, 1], optimizer_s=3.0, fixed_s=4.0, weight_bytes=[4, 12])
+    assert [Costs(profile, 1, 4).stage_cost(i, i + 1).optimizer_s for i in (0, 1)] == [3.0, 3.0]
+
+
 def test_a_recompute_ends_at_the_last_saved_tensor() -> None:
     """The head saves nothing but its input: it is not run again where it is the last layer of its stage."""
     profile = make_profile([4, 4, 10, 2])

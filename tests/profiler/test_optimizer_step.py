@@ -144,7 +144,7 @@ def test_an_optimizer_that_cannot_step_alone_is_named() -> None:
 
 
 class Counting(CpuClock):
-    """A step takes 5 s, and 2 s for each tensor; a byte of a tensor of more than 20 kB twice as long as of others."""
+    """A step takes 5 s. Each tensor of more than one element takes 2 s and 1 s for a kB, or 2 s if it has over 20 kB."""
 
     def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
         result = work(*args)
@@ -188,13 +188,14 @@ def test_tensors_that_the_optimizer_rejects_alone_count_by_bytes() -> None:
                 raise ValueError("nothing to do")
 
         def step(self, closure: Any = None) -> float:  # type: ignore[override]
-            return float(sum(x.numel() for group in self.param_groups for x in group["params"]))
+            return float(sum(10 if x.dim() < 2 else x.numel() for x in self.param_groups[0]["params"]))
 
     model = nn.Linear(5, 4)
     sampled, notes = sample_step(model_in_memory(model, optimizer=lambda p: NeedsAMatrix(p)), StatedClock())
     step, updates_s = sampled(lambda samples, beside=False: samples)
-    assert (step.fixed_s, updates_s[model.weight], updates_s[model.bias]) == pytest.approx((0.0, 20.0, 4.0))
-    (note,) = notes
+    assert (step.fixed_s, updates_s[model.weight], updates_s[model.bias]) == pytest.approx((0.0, 20.0, 10.0))
+    fixed, note = notes
+    assert fixed.startswith("the fixed time of an update counts as 0, as the optimizer rejects tensors of 1 x 1: Value")
     assert note.startswith(
         "the optimizer rejects some tensors without the others, so their times are by bytes: 4: ValueError: nothing to do"
     )

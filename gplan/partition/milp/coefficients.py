@@ -74,7 +74,7 @@ class ParameterBytes:
 
     def update_share(self, k: int) -> Expression:
         """As `Costs.update_share`."""
-        return weighted([(1.0 / (self._profile.update_weight or 1.0), self.held_sum(k, "update_weight"))])
+        return weighted([(1.0 / self._profile.whole_update_amount, self.held_sum(k, "update_amount"))])
 
     def largest_bytes(self, k: int, field: str) -> Expression:
         """The largest number of the layers and shared weights on stage k, one row for each that may be."""

@@ -65,7 +65,7 @@ class LayerRow:
         return self.num_layers * (self.cost.forward.median_s + self.cost.backward.median_s)
 
     @property
-    def held_sum(self) -> int:
+    def held_bytes(self) -> int:
         """Weights, gradients and the stash of one micro-batch, of all layers of the row."""
         return self.num_layers * (self.weight_bytes + self.gradient_bytes + self.cost.stash_bytes)
 
@@ -92,7 +92,7 @@ def layer_table(title: str, rows: Sequence[LayerRow], profile: Profile, *, sort:
     """
 
     def amount(row: LayerRow) -> float:
-        return row.held_sum if sort == "memory" else row.time_s
+        return row.held_bytes if sort == "memory" else row.time_s
 
     shown = [*_name_columns(), *_time_columns(rows, profile), *_share_columns(rows, amount), *_byte_columns(rows)]
     ranked = rows if sort == "order" else sorted(rows, key=amount, reverse=True)
