@@ -158,7 +158,7 @@ def _no_plan_error(cache: SolveCache, memory_bytes: int | None, found: Found, ti
         f"{at_all}; of those tried again without a limit, {counted(problem.num_devices, 'device')}, "
         f"{counted(problem.num_microbatches, 'micro-batch')} of {problem.costs.microbatch_size}, "
         f"{schedule_info(problem.schedule).title}, "
-        f"recompute {problem.recompute} come closest with {bytes_text(peak_bytes)}"
+        f"recompute {problem.recompute} come closest with {bytes_text(peak_bytes)} (--memory {peak_bytes})"
     )
 
 

@@ -191,7 +191,7 @@ def _sample_shapes(
         try:
             return _update_samples(file, copies, clock, device, rows)
         except Exception as error:  # the author's optimizer may raise anything
-            rejected.append(f"{' x '.join(map(str, copies[0].shape))}: {describe(error.__cause__ or error)}")
+            rejected.append(f"shape {' x '.join(map(str, copies[0].shape))}: {describe(error.__cause__ or error)}")
             return None
 
     tiny = [nn.Parameter(torch.zeros([1] * by_shape[0][0].dim(), device=device)) for _ in range(_NUM_TINY)]

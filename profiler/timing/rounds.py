@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from itertools import count, pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gplan.core import Timing
 from profiler.backward.rematerialize import recomputed
@@ -97,6 +97,16 @@ def lower_bound_s(excess: Samples) -> float:
     (1.0, 0.0, 0.0)
     """
     return max(0.0, median_s(excess.clean_s) - excess.median_error_s) if excess.clean_s else 0.0
+
+
+def shares_weights(layers: Sequence[nn.Module]) -> bool:
+    """Whether several of them have a trained weight in common, also as one layer several times.
+
+    On one stage, the second half of a split backward then runs through all that lies between the uses again, which
+    layers on different stages do not.
+    """
+    used = [x for layer in layers for x in dict.fromkeys(layer.parameters()) if x.requires_grad]
+    return len(used) > len(set(used))
 
 
 def even_cut_s(most_s: Sequence[float], total_s: float) -> float:
@@ -337,12 +347,13 @@ class TimingRounds:
         self._clock.flush()
         first = next((place for place, (inputs, _) in enumerate(passed) if wants_gradient(inputs)), None)
         if first is not None and not self._has_repeats:
+            is_usual = not shares_weights(self._bench.layers[first:])
             inputs = detached(passed[first][0])
             outputs = Composed(self._bench.layers[first:])(*inputs)
             backward(
                 [(inputs, outputs)],
                 self._with_gradients(outputs),
-                lambda _, *roots: self._time_halves(samples, "stage", inputs, *roots),
+                lambda _, *roots: self._time_halves(samples, "stage", inputs, *roots, times_second=is_usual),
             )
 
     def _time_halves(
@@ -352,9 +363,12 @@ class TimingRounds:
         inputs: Tensors,
         roots: list[Tensor],
         gradients: list[Tensor],
+        *,
+        times_second: bool = True,
     ) -> None:
         """Both halves of a layer's backward; without a first half where no input requires a gradient."""
-        first, second = samples(f"{key}/input gradient"), samples(f"{key}/weight gradient")
+        first = samples(f"{key}/input gradient")
+        second = samples(f"{key}/weight gradient") if times_second else Samples()
         if not wants_gradient(inputs):
             self._clock.time(second, torch.autograd.backward, roots, gradients)
             return

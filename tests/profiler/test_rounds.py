@@ -20,7 +20,15 @@ from gplan.core import Timing
 from profiler.memory.layer_memory import allocate_gradients
 from profiler.timing.bench import Bench, Composed, bench_of_layer, sum_of_outputs
 from profiler.timing.clock import CpuClock, Samples
-from profiler.timing.rounds import RoundSamples, TimingRounds, common_variance, corrections_of, even_cut_s, net
+from profiler.timing.rounds import (
+    RoundSamples,
+    TimingRounds,
+    common_variance,
+    corrections_of,
+    even_cut_s,
+    net,
+    shares_weights,
+)
 
 
 class Layer(nn.Module):
@@ -124,6 +132,19 @@ def test_repeated_layer_has_no_stage_halves() -> None:
     allocate_gradients(layer)
     names = sampled(bench_of_layer("a", "a", layer, (torch.ones(2, 4, requires_grad=True),), times=3), book)
     assert "a/input gradient" in names and "stage/input gradient" not in names
+
+
+def test_second_half_of_a_stage_that_uses_a_weight_twice_is_not_timed() -> None:
+    """It runs through all that lies between the uses again: layers on different stages take less than half of that."""
+    bench, book = bench_of(("a", "b", "c")), Bookkeeper()
+    first, _, last = bench.layers
+    last.inner.weight = first.inner.weight  # not in the part of the stage whose inputs want a gradient
+    assert not shares_weights(bench.layers[1:])
+    last.inner.weight = bench.layers[1].inner.weight
+    assert shares_weights(bench.layers[1:])
+    names = sampled(bench, book)
+    assert "stage/input gradient" in names and "stage/weight gradient" not in names
+    assert "c/weight gradient" in names
 
 
 def test_halves_equal_the_whole_backward() -> None:
