@@ -195,7 +195,9 @@ def test_tensors_that_the_optimizer_rejects_alone_count_by_bytes() -> None:
     step, updates_s = sampled(lambda samples, beside=False: samples)
     assert (step.fixed_s, updates_s[model.weight], updates_s[model.bias]) == pytest.approx((0.0, 20.0, 10.0))
     fixed, note = notes
-    assert fixed.startswith("the fixed time of an update counts as 0, as the optimizer rejects tensors of shape 1 x 1: Value")
+    assert fixed.startswith(
+        "the fixed time of an update counts as 0, as the optimizer rejects tensors of shape 1 x 1: Value"
+    )
     assert note.startswith(
         "the optimizer rejects some tensors without the others, so their times are by bytes: shape 4: ValueError: nothing to do"
     )
