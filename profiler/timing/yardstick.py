@@ -169,11 +169,10 @@ class SpeedHistory:
     def _reference_beside(
         self, reference: YardstickTimes, beside: Sequence[Samples]
     ) -> tuple[dict[str, tuple[Floats, Floats]], YardstickTimes | None]:
-        """Of each part of BESIDE the moments and ratios of its readings beside other processes, and their reference.
+        """When the parts of BESIDE were read beside other processes, and each reading over its reference; the reference.
 
-        Without readings the reference is None. It belongs to the same speed as that of the parts alone: readings beside others are taken in stretches
-        of their own, in which the host may be faster or slower than at its median. So each is compared with those alone
-        that are nearest to it.
+        The reference is None without readings. It belongs to the same speed as that of the parts alone. As the host may
+        be faster or slower while other processes run, each reading is compared with the nearest ones of the part alone.
         """
         if not beside or not all(x.clean_s for x in beside):
             return {}, None
