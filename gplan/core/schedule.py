@@ -40,8 +40,7 @@ BACKWARD_KINDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEI
 """The actions of a backward pass."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Action:
+class Action(msgspec.Struct, frozen=True, order=True, gc=False):  # made faster than a dataclass; there are very many
     """One unit of work: `3F0` is stage 3, forward, micro-batch 0.
 
     >>> str(Action(3, ActionKind.FORWARD, 0)), Action.parse("2B11").microbatch

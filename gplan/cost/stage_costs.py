@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from gplan.core import Contention, LayerCost, Link, Profile, Sharding, StageBytes, StageCost, StageTimes, Timing
 from gplan.core.interpolation import cost_at
 from gplan.core.profile import BUCKET_BYTES
+from gplan.cost.part_table import PartTable
 from gplan.cost.sharding import EXCHANGED
 from gplan.cost.stage_bytes import MEGATRON, MicrobatchTerms, TransferMemory, microbatch_bytes, transfer_memory
 from gplan.cost.workspaces import Workspaces
@@ -109,6 +110,10 @@ class StagePlace:
     boundaries: DeviceBoundaries = ALL_BOUNDARIES
     speed: float = 1.0  # times the profiled device's
     tied_links: tuple[Link, ...] = ()  # that gradients of tied weights may cross to be summed; the slowest counts
+
+
+MOST_POSITIONS = 400
+"""A chain with more positions has too many stages for all of them to be looked at."""
 
 
 @dataclass(frozen=True)
@@ -350,7 +355,23 @@ class Costs:
         return {}
 
     def parts(self, first: Ints, end: Ints, boundaries: DeviceBoundaries = ALL_BOUNDARIES) -> StageBytes[Ints]:
-        """The parts of the memory of stages, each [E]; every stage must have a layer."""
+        """The parts of the memory of stages, each [E]; every stage must have a layer.
+
+        In a short chain they are computed once for all stages of so many layers.
+        """
+        if self.given_downsets is not None or self.num_positions > MOST_POSITIONS:
+            return self._computed_parts(first, end, boundaries)
+        if boundaries not in self._part_tables:
+            self._part_tables[boundaries] = PartTable(
+                self.num_positions, partial(self._computed_parts, boundaries=boundaries)
+            )
+        return self._part_tables[boundaries].parts(first, end)
+
+    @cached_property
+    def _part_tables(self) -> dict[DeviceBoundaries, PartTable]:
+        return {}
+
+    def _computed_parts(self, first: Ints, end: Ints, boundaries: DeviceBoundaries) -> StageBytes[Ints]:
         trained, crossing = self.trained_share(first, end), self.crossing
         pass_through, passing_unsaved = (x * boundaries.before for x in self.pass_through.activation_bytes(first, end))
         is_last = end == self.num_positions - 1

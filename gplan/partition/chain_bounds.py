@@ -18,9 +18,10 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from gplan.core import RecomputeMode, StageBytes, StageSeconds
+from gplan.core import ActionKind, RecomputeMode, StageBytes, StageSeconds
 from gplan.cost.memory_moments import RESTING, Moment, moment_bytes
-from gplan.cost.stage_costs import ALL_BOUNDARIES, Costs, DeviceBoundaries
+from gplan.cost.part_table import PartTable
+from gplan.cost.stage_costs import MOST_POSITIONS, Costs
 from gplan.cost.stage_seconds import ActionKey, action_s
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.candidates import stage_seconds
@@ -32,9 +33,6 @@ from gplan.partition.problem import Problem, compute_sums_s
 from gplan.partition.recompute import PeakMoments, RecomputeSelector
 from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
 from gplan.schedules.in_flight import NUM_WARMUP, max_in_flight
-
-MOST_POSITIONS = 400
-"""Chains with more positions have too many stages to be looked at for every setting."""
 
 _SLACK = 1e-9
 _MOST_CANDIDATES = 1_000_000  # of all stages together
@@ -127,30 +125,16 @@ class ChainStages:
 
     costs: Costs
 
-    def parts(self, first: Ints, end: Ints, boundaries: DeviceBoundaries) -> StageBytes[Ints]:
-        """[E]: what the memory of stages is made of."""
-        return self._rows(first, end, boundaries, is_emptied=False)
-
     def emptied_parts(self, first: Ints, end: Ints) -> StageBytes[Ints]:
         """[E]: the parts of stages that recompute all layers, with nothing kept of them."""
-        return self._rows(first, end, ALL_BOUNDARIES, is_emptied=True)
-
-    def _rows(self, first: Ints, end: Ints, boundaries: DeviceBoundaries, *, is_emptied: bool) -> StageBytes[Ints]:
-        most = 1 << int((end - first).max() - 1).bit_length()  # so that few sizes are made
-        every = window(self.costs.num_positions - 1, most)
-        key = most, boundaries, is_emptied
-        if key not in self._stacked:
-            parts = self.costs.parts(every.first, every.end, boundaries)
-            if is_emptied:
-                parts = self.selector.emptied_parts(every.first, every.end, parts)
-            self._stacked[key] = np.array([getattr(parts, x) for x in StageBytes.__struct_fields__])
-        rows = self._stacked[key][:, every.index(first, end)]
-        return StageBytes(**dict(zip(StageBytes.__struct_fields__, rows, strict=True)))
+        return self._emptied.parts(first, end)
 
     @cached_property
-    def _stacked(self) -> dict[tuple[int, DeviceBoundaries, bool], Ints]:
-        """[parts, stages] each: of all stages of at most so many layers."""
-        return {}
+    def _emptied(self) -> PartTable:
+        return PartTable(
+            self.costs.num_positions,
+            lambda first, end: self.selector.emptied_parts(first, end, self.costs.parts(first, end)),
+        )
 
     @cached_property
     def whole(self) -> StageBytes[Ints]:
@@ -226,7 +210,7 @@ class _Ways:
     after: Floats  # [S, 2, E]: of a forward and its gradients, with a micro-batch kept, and recomputed
     crossing: Floats  # [S, E]: of both transfers over the cut after it
     fits: Bools  # [S, E]: whether there is such a candidate
-    rounds: Ints  # [S, paths, 2]: as in `OrderPaths`
+    rounds: Floats  # [S, paths, 2]: as in `OrderPaths`
     returns: Ints  # [paths]: as in `OrderPaths`, the same for all stages
 
 
@@ -338,42 +322,35 @@ class ChainBounds:
     def _ways(self) -> _Ways:
         """What the candidates of all stages add to paths."""
         problem = self.problem
-        every = order_paths(
+        paths = order_paths(
             problem.schedule,
             num_devices=problem.num_devices,
             num_microbatches=problem.num_microbatches,
             recompute="always" if problem.recompute == "selected" else problem.recompute,  # of which all is recomputed
         )
-        own, before, after, crossing, fitting = [], [], [], [], []
-        for stage, paths in enumerate(every):
-            recompute_s, fits = self._recomputes[stage]
-            times = replace(self._times_of(stage), recompute_s=recompute_s)
-            seconds = paths.counts @ np.array([action_s(key, times) for key in paths.keys])
-            seconds[paths.returns == 0] += times.optimizer_s
-            crosses = stage < problem.num_stages - 1
-            there_s, here_s = times.forward_s + crosses * times.activation_s, crosses * times.gradient_s
-            kinds = {key.kind for key in paths.keys if key.kind in INPUT_GRADIENT_KINDS}
-            kept_s, again_s = (
-                np.minimum.reduce([action_s(ActionKey(stage, kind, again), times) for kind in kinds])
-                for again in (False, True)
-            )
-            if stage == 0:  # whose second half is all of a backward
-                kept_s = times.backward_s + times.optimizer_s
-                again_s = kept_s + recompute_s
-            back_s = again_s if paths.last_again else kept_s
-            own.append(seconds)
-            before.append([there_s, there_s + here_s + back_s, there_s + here_s + again_s])
-            after.append([there_s + here_s + kept_s, there_s + here_s + again_s])
-            crossing.append(crosses * (times.activation_s + times.gradient_s))
-            fitting.append(fits)
+        recompute_s, fits = (np.array(x) for x in zip(*self._recomputes, strict=True))
+        times = replace(self._times.take(self._places), recompute_s=recompute_s)
+        crosses = np.arange(problem.num_stages)[:, None] < problem.num_stages - 1
+        there_s, here_s = times.forward_s + crosses * times.activation_s, crosses * times.gradient_s
+        own_s = np.stack([_of_stages(kind, again, times) for kind, again in paths.kinds], axis=1)
+        own = paths.counts @ own_s
+        own[:, paths.returns == 0] += times.optimizer_s[:, None]
+        kinds = {kind for kind, _ in paths.kinds if kind in INPUT_GRADIENT_KINDS}
+        kept_s, again_s = (
+            np.minimum.reduce([_of_stages(kind, again, times) for kind in kinds]) for again in (False, True)
+        )
+        kept_s[0] = times.backward_s[0] + times.optimizer_s[0]  # its second half is all of a backward
+        again_s[0] = kept_s[0] + recompute_s[0]
+        back_s = np.where(paths.last_again[:, None], again_s, kept_s)
+        before = [there_s, there_s + here_s + back_s, there_s + here_s + again_s]
         return _Ways(
-            own=np.array(own),
-            before=np.array(before),
-            after=np.array(after),
-            crossing=np.array(crossing),
-            fits=np.array(fitting),
-            rounds=np.array([paths.rounds for paths in every]),
-            returns=every[0].returns,
+            own=own,
+            before=np.stack(before, axis=1),
+            after=np.stack([there_s + here_s + kept_s, there_s + here_s + again_s], axis=1),
+            crossing=crosses * (times.activation_s + times.gradient_s),
+            fits=fits,
+            rounds=paths.rounds,
+            returns=paths.returns,
         )
 
     @cached_property
@@ -391,10 +368,6 @@ class ChainBounds:
         stages = np.arange(self.problem.num_stages)[:, None]
         return every.index(self._window.first + stages, self._window.end + stages)
 
-    def _times_of(self, stage: int) -> StageSeconds[Floats]:
-        """[E]: of a stage's candidates, without what memory makes them recompute."""
-        return self._times.take(self._places[stage])
-
     @cached_property
     def _fits_unselected(self) -> Bools:
         """[S, E]: whether candidates fit with the recompute mode; with mode "selected", without recompute."""
@@ -408,7 +381,9 @@ class ChainBounds:
         boundaries = [problem.boundaries(stage) for stage in range(problem.num_stages)]
         for each in dict.fromkeys(boundaries):
             alike = np.array([x == each for x in boundaries]).nonzero()[0]
-            parts = self.stages.parts(self._window.first + alike[:, None], self._window.end + alike[:, None], each)
+            parts = self.problem.costs.parts(
+                self._window.first + alike[:, None], self._window.end + alike[:, None], each
+            )
             rows = np.array([getattr(parts, name) for name in PARTS])
             fits[alike] = np.einsum("smp,pse->mse", counts[alike], rows).max(axis=0) <= limit
         return fits
@@ -419,7 +394,7 @@ class ChainBounds:
         if limit is None or is_kept.all():
             return np.zeros(len(is_kept)), is_kept
         first, end = self._window.first + stage, self._window.end + stage
-        parts = self.stages.parts(first, end, self.problem.boundaries(stage))
+        parts = self.problem.costs.parts(first, end, self.problem.boundaries(stage))
         keeping, selecting = (_known_moments(self.problem, stage, mode) for mode in ("never", "always"))
         need = self.stages.selector.least_saved_bytes(
             self.stages.emptied_parts(first, end),
@@ -436,6 +411,15 @@ class ChainBounds:
         """Of every stage, wherever it is."""
         every = window(self.problem.costs.num_positions - 1, self._window.most)
         return stage_seconds(self.problem, 0, every.first, every.end)
+
+
+def _of_stages(kind: ActionKind, again: bool, times: StageSeconds[Floats]) -> Floats:
+    """[S, E]: seconds of an action of every stage."""
+    found = np.empty_like(times.forward_s)
+    found[:1] = action_s(ActionKey(0, kind, again), times.take(slice(1)))
+    if len(found) > 1:
+        found[1:] = action_s(ActionKey(1, kind, again), times.take(slice(1, None)))
+    return found
 
 
 def _moments(problem: Problem, stage: int, recompute: RecomputeMode) -> tuple[Moment, ...] | None:

@@ -16,23 +16,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import product
 from math import comb
 from typing import TypeAlias
 
 import numpy as np
 
-from gplan.core import ActionKind, Profile, StageSeconds, is_recomputed
+from gplan.core import ActionKind, Profile, RecomputeMode, StageSeconds
 from gplan.cost.stage_bytes import MicrobatchTerms, microbatch_bytes
 from gplan.cost.stage_costs import Costs, DeviceBoundaries
-from gplan.cost.stage_seconds import action_keys, action_s
-from gplan.graph.down_sets import Floats, Ints
+from gplan.cost.stage_seconds import ActionKey, action_keys, action_s
+from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.bounds import least_hops_s
 from gplan.partition.device_memory import PARTS, fullest_counts
 from gplan.partition.dp import INFINITY
 from gplan.partition.problem import Problem, recomputed_share
 from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
 from gplan.schedules.in_flight import chunk_warmup
+from gplan.schedules.registry import make_schedule
 
 _MOST_WAYS = 40_000  # to fill a device that are listed
 _LEAST_ALIKE = 8  # layers from which the bounds are worth their time
@@ -268,19 +268,26 @@ class DeviceBounds:
         seconds = _summed(self._path_tables(device, most), counts).max(axis=0)
         limit, numbers = self.problem.memory_of(stages[0]), np.arange(most + 1)
         if limit is not None:
-            held = self._moments(device)
-            fixed, each = (np.einsum("mki,ki->km", held, x) for x in self._own_parts(device))
+            fixed, each = self._fullest[device]
             tables = [one[:, None] + other[:, None] * numbers for one, other in zip(fixed, each, strict=True)]
             seconds = np.where(_summed(tables, counts).max(axis=0) <= limit, seconds, INFINITY)
         return DeviceWays(counts=counts, seconds=seconds)
 
-    def _moments(self, device: int) -> Ints:
-        """[moments, stages, parts]: at some of which the device holds most, wherever more of its layers are."""
-        fixed, each = self._own_parts(device)
+    @cached_property
+    def _fullest(self) -> list[tuple[Floats, Floats]]:
+        """For each device [stages, moments] twice: what its stages hold without alike layers, and for each one.
+
+        At some of these moments the device holds most, wherever more of its layers are.
+        """
         share = len(self._alike) / self.problem.num_stages
         uneven = 1 + 2 * np.eye(self._num_own)
         counts = share * np.vstack([np.ones(self._num_own), self._num_own * uneven / uneven.sum(axis=1, keepdims=True)])
-        return fullest_counts(self.problem, device, [fixed + x[:, None] * each for x in counts])
+        found = list[tuple[Floats, Floats]]()
+        for device in range(self.problem.num_devices):
+            fixed, each = self._own_parts(device)
+            held = fullest_counts(self.problem, device, [fixed + x[:, None] * each for x in counts])
+            found.append((np.einsum("mki,ki->km", held, fixed), np.einsum("mki,ki->km", held, each)))
+        return found
 
     def _own_parts(self, device: int) -> tuple[Floats, Floats]:
         """[stages, parts] each: what the memory of a device's stages is made of without alike layers, and for each one."""
@@ -301,50 +308,62 @@ class DeviceBounds:
 
     def _path_tables(self, device: int, most: int) -> list[Floats]:
         """For each stage of a device, [paths, most + 1]: what it adds to each path with so many of the layers."""
-        problem, stages = self.problem, self.problem.stages_by_device[device]
-        order = problem.made_schedule.orders[device]
-        keys, kinds = action_keys(order, num_microbatches=problem.num_microbatches, recompute=problem.recompute)
-        before = np.concatenate([np.zeros((1, len(keys))), np.cumsum(np.eye(len(keys))[kinds], axis=0)])
-        heads, tails = list[tuple[int, float]](), [(len(order), 0.0)]
-        last = {(x.stage, x.kind, self._is_again(x.microbatch)): i for i, x in enumerate(order)}
-        first = {(x.stage, x.kind): i for i, x in reversed([*enumerate(order)])}
-        for (stage, kind), i in first.items():
-            again = self._is_again(order[i].microbatch)
-            if kind is ActionKind.FORWARD:
-                heads.append((i, self._forward_before_s[stage]))
-            elif kind in INPUT_GRADIENT_KINDS:
-                heads.append((i, self._forward_all_s + self._back_after_s[again][stage]))
-        for (stage, kind, again), i in last.items():
-            if kind is ActionKind.FORWARD:
-                tails.append((i + 1, self._forward_after_s[stage] + self._back_all_s[again]))
-            elif kind in INPUT_GRADIENT_KINDS:
-                tails.append((i + 1, self._back_before_s[again][stage]))
-        pairs = [(one, other) for one, other in product(heads, tails) if one[0] < other[0]]
-        counts = np.array([before[other[0]] - before[one[0]] for one, other in pairs])
-        is_end = np.array([other is tails[0] for _, other in pairs])  # where the updates follow
-        times = {stage: self._times(stage, most) for stage in stages}
+        paths, beside_s = self._paths[device]
         tables = []
-        for stage in stages:
-            table = is_end[:, None] * times[stage].optimizer_s
-            for i, key in enumerate(keys):
-                if key.stage == stage:
-                    table = table + counts[:, i : i + 1] * action_s(key, times[stage])
-            tables.append(table)
-        tables[0] = tables[0] + np.array([one[1] + other[1] for one, other in pairs])[:, None]
+        for stage in self.problem.stages_by_device[device]:
+            times, own = self._times(stage, most), [i for i, x in enumerate(paths.keys) if x.stage == stage]
+            seconds = np.array([action_s(paths.keys[i], times) for i in own])
+            tables.append(paths.counts[:, own] @ seconds + paths.is_end[:, None] * times.optimizer_s)
+        tables[0] = tables[0] + beside_s[:, None]
         return tables
+
+    @cached_property
+    def _paths(self) -> list[tuple[DevicePaths, Floats]]:
+        """The paths of each device, and what each takes at least on the devices before and after it, [paths]."""
+        problem = self.problem
+        every = device_paths(
+            problem.schedule,
+            num_devices=problem.num_devices,
+            num_microbatches=problem.num_microbatches,
+            recompute=problem.recompute,
+        )
+        found = list[tuple[DevicePaths, Floats]]()
+        for paths in every:
+            before_s, after_s = [self._before_s(x) for x in paths.heads], [self._after_s(x) for x in paths.tails]
+            found.append((paths, np.array(before_s)[paths.pairs[:, 0]] + np.array([*after_s, 0.0])[paths.pairs[:, 1]]))
+        return found
+
+    def _before_s(self, key: ActionKey) -> float:
+        """What comes before an action of a device at least, on other devices."""
+        forward_s: float = self._forward_before_s[key.stage]
+        back_s: float = self._forward_all_s + self._back_after_s[key.recomputes][key.stage]
+        return forward_s if key.kind is ActionKind.FORWARD else back_s
+
+    def _after_s(self, key: ActionKey) -> float:
+        """What comes after an action of a device at least, on other devices."""
+        forward_s: float = self._forward_after_s[key.stage] + self._back_all_s[key.recomputes]
+        back_s: float = self._back_before_s[key.recomputes][key.stage]
+        return forward_s if key.kind is ActionKind.FORWARD else back_s
 
     def _times(self, stage: int, most: int) -> StageSeconds[Floats]:
         """[most + 1]: the least seconds of a stage with so many of the layers."""
-        overhead_s, numbers, nothing = self.problem.costs.overhead_s, np.arange(most + 1), np.zeros(most + 1)
-        is_first, is_last = stage == 0, stage == self.problem.num_stages - 1
-        found = {
-            name: x[self._alike.index].min() * numbers
-            + x[0] * is_first
-            + x[-1] * is_last
-            + overhead_s * (name not in _ONCE)
-            for name, x in self._layer_seconds.items()
-        }
-        return StageSeconds(**found, activation_s=nothing, gradient_s=nothing)
+        place = stage == 0, stage == self.problem.num_stages - 1, most
+        if place not in self._known_times:
+            is_first, is_last, _ = place
+            overhead_s, numbers, nothing = self.problem.costs.overhead_s, np.arange(most + 1), np.zeros(most + 1)
+            found = {
+                name: x[self._alike.index].min() * numbers
+                + x[0] * is_first
+                + x[-1] * is_last
+                + overhead_s * (name not in _ONCE)
+                for name, x in self._layer_seconds.items()
+            }
+            self._known_times[place] = StageSeconds(**found, activation_s=nothing, gradient_s=nothing)
+        return self._known_times[place]
+
+    @cached_property
+    def _known_times(self) -> dict[tuple[bool, bool, int], StageSeconds[Floats]]:
+        return {}
 
     @cached_property
     def _layer_seconds(self) -> dict[str, Floats]:
@@ -446,24 +465,20 @@ class DeviceBounds:
         kept_s = self._of_last(self._first_half_s) + hops_s[-1] - hops_s
         return kept_s, kept_s + self._of_last(self.problem.costs.least_recompute_s, overhead=False)
 
-    def _is_again(self, microbatch: int) -> bool:
-        problem = self.problem
-        return is_recomputed(microbatch, num_microbatches=problem.num_microbatches, recompute=problem.recompute)
-
-    @property
+    @cached_property
     def _first_half_s(self) -> SecondsOf:
         """What gradients wait for at least."""
         costs = self.problem.costs
         return costs.least_first_half_s if any(self.problem.split_shares) else costs.backward_s
 
-    @property
+    @cached_property
     def _forward_all_s(self) -> float:
         """The way of a forward through all stages."""
         everything = np.array([0]), np.array([self.problem.costs.num_positions - 1])
         overheads_s = self.problem.num_stages * self.problem.costs.overhead_s
         return float(self.problem.costs.forward_s(*everything)[0] + least_hops_s(self.problem)[0][-1]) + overheads_s
 
-    @property
+    @cached_property
     def _back_all_s(self) -> tuple[float, float]:
         """The way of gradients through all stages, at least; kept, and recomputed."""
         costs, everything = self.problem.costs, (np.array([0]), np.array([self.problem.costs.num_positions - 1]))
@@ -496,6 +511,58 @@ def updated_shares(profile: Profile) -> Floats:
 _LASTING = dict.fromkeys(("weight", "gradient", "optimizer", "buffer"), 1)
 _BY_MICROBATCH = ("stash", "checkpoint", "recomputed_stash", "pending", "sent")
 _ONCE = ("recompute_s", "optimizer_s")  # of `StageSeconds`, without the overhead of an action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePaths:
+    """Paths that come to one of a device's actions from before, go along its order, and leave from another one."""
+
+    keys: tuple[ActionKey, ...]  # of its actions
+    heads: tuple[ActionKey, ...]  # to which paths come: the first ones of a stage's forwards and backwards
+    tails: tuple[ActionKey, ...]  # from which paths leave: the last ones
+    pairs: Ints  # [paths, 2]: of heads and tails; one past the last tail where the updates follow
+    counts: Ints  # [paths, keys]: how many of each a path takes
+
+    @property
+    def is_end(self) -> Bools:
+        """[paths]: whether the updates follow."""
+        found: Bools = self.pairs[:, 1] == len(self.tails)
+        return found
+
+
+@lru_cache(maxsize=128)
+def device_paths(
+    schedule: str, *, num_devices: int, num_microbatches: int, recompute: RecomputeMode
+) -> tuple[DevicePaths, ...]:
+    """[K]: the paths through the order of each device."""
+    made = make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
+    found = list[DevicePaths]()
+    for order in made.orders:
+        keys, index = action_keys(order, num_microbatches=num_microbatches, recompute=recompute)
+        before = np.zeros((len(order) + 1, len(keys)), dtype=np.int64)
+        before[np.arange(1, len(order) + 1), index] = 1
+        before = before.cumsum(axis=0)
+        last = {key: i for i, key in enumerate(index)}
+        first = dict[tuple[int, ActionKind], int]()
+        for i, key in enumerate(index):
+            first.setdefault(keys[key][:2], i)
+        heads = {keys[index[i]]: i for (_, kind), i in first.items() if kind in _PASSED_ON}
+        tails = {keys[key]: i + 1 for key, i in last.items() if keys[key].kind in _PASSED_ON}
+        starts, ends = np.array([*heads.values()]), np.array([*tails.values(), len(order)])
+        pairs = np.argwhere(starts[:, None] < ends)
+        found.append(
+            DevicePaths(
+                keys=tuple(keys),
+                heads=tuple(heads),
+                tails=tuple(tails),
+                pairs=pairs,
+                counts=before[ends[pairs[:, 1]]] - before[starts[pairs[:, 0]]],
+            )
+        )
+    return tuple(found)
+
+
+_PASSED_ON = (ActionKind.FORWARD, *INPUT_GRADIENT_KINDS)  # actions that other stages wait for
 
 
 def _summed(tables: Sequence[Floats], counts: Ints) -> Floats:

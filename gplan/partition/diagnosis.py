@@ -204,7 +204,7 @@ def _machine_stages_text(problem: Problem, machine: Machine) -> str:
         if does_fit is None:
             return f"no number of stages below {number} fits the machine (others were not tried)"
         if does_fit:
-            return f"on this machine the smallest number of stages that fits is {number} (try --k {number})"
+            return f"on this machine the smallest number of stages that fits is {number} ({_remedy(problem, number)})"
     return f"no number of stages up to {most} fits the machine"
 
 
@@ -215,7 +215,8 @@ def _stages_text(problem: Problem) -> str:
         if does_fit is None:
             word = "was found to fit"
         if does_fit:
-            return f"with this memory the smallest number of {what} that {word} is {number} (try --k {number})"
+            remedy = _remedy(problem, number)
+            return f"with this memory the smallest number of {what} that {word} is {number} ({remedy})"
         if time.perf_counter() > deadline_s:
             return f"no number of {what} up to {number} {word} this memory (larger ones were not tried)"
     if problem.has_chunks:
@@ -225,6 +226,11 @@ def _stages_text(problem: Problem) -> str:
         "no number of stages fits this memory: with one layer per stage, "
         f"stage {stage.index} ({_layers_text(stage)}) needs {_size_text(peak_bytes)}"
     )
+
+
+def _remedy(problem: Problem, number: int) -> str:
+    """What to try; without the number of micro-batches it would be another one by default."""
+    return f"try --k {number} --microbatches {problem.num_microbatches}"
 
 
 def _device_text(tightest: SmallestPeakPlan) -> str:

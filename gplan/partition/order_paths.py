@@ -13,97 +13,97 @@ with (m) for a micro-batch's way through the stages after:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from gplan.core import ActionKind, RecomputeMode, is_recomputed
-from gplan.cost.stage_seconds import ActionKey
-from gplan.graph.down_sets import Bools, Ints
+from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
 from gplan.schedules.registry import make_schedule
 
 _KINDS = (ActionKind.FORWARD, *INPUT_GRADIENT_KINDS, ActionKind.WEIGHT_GRADIENT)
+_BACK = [_KINDS.index(kind) for kind in INPUT_GRADIENT_KINDS]
+_NONE, _FIRST, _LAST, _TWICE, _OFTEN = range(5)  # with which micro-batches paths leave
+_NUM_LEAVING = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderPaths:
-    """The paths through the order of one stage; those of the other stages are the same, one by one."""
+    """The paths through the orders of all stages; those of each stage are the same, one by one."""
 
-    keys: tuple[ActionKey, ...]  # kinds of its actions
-    counts: Ints  # [paths, keys]: how many of each kind a path takes
-    rounds: Ints  # [paths, 2]: how often it goes through the stages after, with a micro-batch kept, and recomputed
-    returns: (
-        Ints  # [paths]: 0 where the update follows; 1, 2 where the last gradients go on through the stages before, or
-    )
-    # the last ones of a micro-batch that is recomputed
-    last_again: bool  # whether the micro-batch of the last gradients is recomputed
+    kinds: tuple[tuple[ActionKind, bool], ...]  # of actions, with whether their micro-batch is recomputed
+    counts: Floats  # [S, paths, kinds]: how many of each kind a path takes
+    rounds: Floats  # [S, paths, 2]: how often it goes through the stages after, with a micro-batch kept, and recomputed
+    returns: Ints  # [paths]: 0 where the update follows; where the last gradients go on through the stages before: 1,
+    # or 2 for the last ones of a micro-batch that is recomputed
+    last_again: Bools  # [S]: whether the micro-batch of the last gradients is recomputed
 
 
-@lru_cache(maxsize=256)
-def order_paths(
-    schedule: str, *, num_devices: int, num_microbatches: int, recompute: RecomputeMode
-) -> tuple[OrderPaths, ...]:
-    """[S]: the paths of each stage, of a schedule with one stage for each device."""
+@lru_cache(maxsize=1024)
+def order_paths(schedule: str, *, num_devices: int, num_microbatches: int, recompute: RecomputeMode) -> OrderPaths:
+    """The paths of a schedule with one stage for each device."""
     again = np.array(
         [is_recomputed(x, num_microbatches=num_microbatches, recompute=recompute) for x in range(num_microbatches)]
     )
-    orders = _orders(schedule, num_devices, num_microbatches)
-    return tuple(_paths_of(stage, kinds, microbatches, again) for stage, (kinds, microbatches) in enumerate(orders))
+    kinds, microbatches = _orders(schedule, num_devices, num_microbatches)
+    keys, rows = 2 * kinds + again[microbatches], np.arange(num_devices)[:, None]
+    used = np.unique(keys)
+    before = np.zeros((num_devices, keys.shape[1] + 1, len(used)))  # how many of each kind
+    before[:, 1:] = (keys[..., None] == used).cumsum(axis=1)
+    is_forward, is_back = kinds == 0, np.isin(kinds, _BACK)
+    there, back = (_places(some, microbatches) for some in (is_forward, is_back))
+    skipped = before[rows, back] - before[rows, there + 1]  # [S, M, kinds]: on the way through the stages after
+    leaving = _leaving(there, back, is_forward.cumsum(axis=1))
+    end, last = np.full(num_devices, keys.shape[1]), back.max(axis=1) + 1
+    paths = [(leaving[:, [_NONE, _FIRST]], end), (leaving, last)]
+    last_recomputed = np.where(again, back, -1).max(axis=1) + 1
+    if again.any() and (last_recomputed < last).any():
+        paths.append((leaving * (back < last_recomputed[:, None])[:, None], last_recomputed))
+    return OrderPaths(
+        kinds=tuple((_KINDS[int(x) // 2], bool(x % 2)) for x in used),
+        counts=np.concatenate([before[rows, ends[:, None]] - some @ skipped for some, ends in paths], axis=1),
+        rounds=np.concatenate([some for some, _ in paths], axis=1) @ np.stack([~again, again], axis=1).astype(float),
+        returns=np.repeat(np.arange(len(paths)), [some.shape[1] for some, _ in paths]),
+        last_again=again[back.argmax(axis=1)],
+    )
 
 
-@lru_cache(maxsize=16)
-def _orders(schedule: str, num_devices: int, num_microbatches: int) -> tuple[tuple[Ints, Ints], ...]:
-    """[S] of [actions] each: which of `_KINDS` the actions of each stage are, and of which micro-batches."""
+@lru_cache(maxsize=64)
+def _orders(schedule: str, num_devices: int, num_microbatches: int) -> tuple[Ints, Ints]:
+    """[S, actions] each: which of `_KINDS` the actions of each stage are, and of which micro-batches."""
     made = make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
     numbers = {kind: i for i, kind in enumerate(_KINDS)}
-    return tuple(
-        (np.array([numbers[x.kind] for x in order]), np.array([x.microbatch for x in order])) for order in made.orders
-    )
+    kinds = np.array([[numbers[x.kind] for x in order] for order in made.orders])
+    return kinds, np.array([[x.microbatch for x in order] for order in made.orders])
 
 
-def _paths_of(stage: int, kinds: Ints, microbatches: Ints, again: Bools) -> OrderPaths:
-    """The paths of a stage's order, [actions] each, with the micro-batches that are recomputed, [M]."""
-    used, index = np.unique(2 * kinds + again[microbatches], return_inverse=True)
-    before = np.zeros((len(kinds) + 1, len(used)), dtype=np.int64)  # how many of each kind
-    before[np.arange(1, len(kinds) + 1), index] = 1
-    before = before.cumsum(axis=0)
-    is_back = np.isin(kinds, [_KINDS.index(kind) for kind in INPUT_GRADIENT_KINDS])
-    there, back = np.zeros_like(again, dtype=np.int64), np.zeros_like(again, dtype=np.int64)
-    for places, some in ((there, kinds == 0), (back, is_back)):
-        places[microbatches[some]] = np.flatnonzero(some)
-    first, last, last_back = int(there.argmin()), int(there.argmax()), int(back.argmax())
-
-    def path(leaving: Sequence[int], end: int) -> tuple[Ints, Ints]:
-        """What a path takes that leaves with the forwards of some micro-batches."""
-        some = np.array(leaving, dtype=np.int64)
-        taken = before[[*(there[some] + 1), end]] - before[[0, *back[some]]]
-        return taken.sum(axis=0), np.bincount(again[some], minlength=2)
-
-    twice = [first, last] if there[last] > back[first] else [last]
-    leaving: tuple[list[int], ...] = ([], [first], [last], twice, _often(there, back))
-    of_update = [path(x, len(kinds)) for x in ([], [first])]
-    of_gradients = [path(x, back[last_back] + 1) for x in leaving]
-    end = int(back[again].max(initial=-1)) + 1 or int(back[last_back]) + 1  # of the last one that is recomputed
-    sooner = leaving if end <= back[last_back] else ()
-    of_recomputed = [path([y for y in x if back[y] < end], end) for x in sooner]
-    counts, rounds = zip(*of_update, *of_gradients, *of_recomputed, strict=True)
-    return OrderPaths(
-        keys=tuple(ActionKey(stage, _KINDS[int(x) // 2], bool(x % 2)) for x in used),
-        counts=np.array(counts),
-        rounds=np.array(rounds),
-        returns=np.repeat([0, 1, 2], [len(of_update), len(of_gradients), len(of_recomputed)]),
-        last_again=bool(again[last_back]),
-    )
-
-
-def _often(there: Ints, back: Ints) -> list[int]:
-    """The micro-batches with which a path can leave that does so as often as it can, given where their actions are."""
-    order, found, i = np.argsort(there), list[int](), 0
-    places = there[order]
-    while i < len(order):
-        found.append(int(order[i]))
-        i = int(np.searchsorted(places, back[order[i]], side="right"))
+def _places(some: Bools, microbatches: Ints) -> Ints:
+    """[S, M]: where each micro-batch's action is, of those of a kind, [S, actions], of which each has one."""
+    stages, places = some.nonzero()
+    found = np.zeros((len(some), int(microbatches.max()) + 1), dtype=np.int64)
+    found[stages, microbatches[stages, places]] = places
     return found
+
+
+def _leaving(there: Ints, back: Ints, num_forwards: Ints) -> Floats:
+    """[S, 5, M]: 1 for the micro-batches with whose forwards paths leave.
+
+    Given are where forwards and backwards are, [S, M], and how many forwards there are up to each action.
+    """
+    rows, num_microbatches = np.arange(len(there)), there.shape[1]
+    leaving = np.zeros((len(there), _NUM_LEAVING, num_microbatches))
+    first, last = there.argmin(axis=1), there.argmax(axis=1)
+    leaving[rows, _FIRST, first] = leaving[rows, _LAST, last] = leaving[rows, _TWICE, last] = 1
+    leaving[rows, _TWICE, first] = np.maximum(leaving[rows, _TWICE, first], there[rows, last] > back[rows, first])
+    order = there.argsort(axis=1)
+    following = num_forwards[
+        rows[:, None], np.take_along_axis(back, order, axis=1)
+    ]  # the forwards before it has come back
+    place = np.zeros_like(rows)
+    while len(rows):  # as often as it can
+        leaving[rows, _OFTEN, order[rows, place]] = 1
+        place = following[rows, place]
+        rows, place = rows[place < num_microbatches], place[place < num_microbatches]
+    return leaving
