@@ -171,7 +171,9 @@ def _run_rows(each: RealSizeRun, profile: Profile, options: argparse.Namespace) 
 
 
 def as_text(rows: pd.DataFrame) -> str:
-    """The report: the layers' sums, then one line a run."""
+    """The report: the layers' sums, then one line a run; runs of one setting on several days each have one."""
+    rows = rows.assign(created=rows.created.fillna(""))
+    layers, runs = rows[rows.num_devices == 0], rows[rows.num_devices > 0]
     lines = [
         "# Predicted against measured at the size that people train",
         "",
@@ -181,20 +183,20 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         "## The layers' sum against the whole model",
         "",
-        "| model | optimizer | forward | backward | peak memory | profile |",
-        "|---|---|---|---|---|---|",
-        *(_layer_line(key, part) for key, part in rows[rows.num_devices == 0].groupby(KEY[:2], sort=False)),
+        "| model | optimizer | forward | backward | peak memory | profile | made |",
+        "|---|---|---|---|---|---|---|",
+        *(_layer_line(key, part) for key, part in layers.groupby([*KEY[:2], "created"], sort=False)),
         "",
         "## Runs",
         "",
-        "Worst over the stages for forward, backward, optimizer and peak memory. Runs without a date are of "
-        "earlier versions. Their yardstick read up to 2 % slower in a profile than in a run, so their errors at equal speed are "
-        "that much too low; those without its parts in rows.csv took the median of the parts.",
+        "Worst over the stages for forward, backward, optimizer and peak memory. Runs without a date are of earlier "
+        "versions, whose yardstick read up to 2 % slower in a profile than in a run: their errors at equal speed are that "
+        "much too low. Long steps beside short ones of the same setting are of hours in which the host was slower.",
         "",
         "| model | optimizer | engine | K | schedule | recompute | step | error | at equal speed | bubble, points | "
         "forward | backward | optimizer | peak memory | made |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-        *(_run_line(key, part) for key, part in rows[rows.num_devices > 0].groupby(KEY, sort=False)),
+        *(_run_line(key, part) for key, part in runs.groupby([*KEY, "created"], sort=False)),
         "",
     ]
     return "\n".join(lines)
@@ -203,7 +205,8 @@ def as_text(rows: pd.DataFrame) -> str:
 def _layer_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
     by_name = part.set_index("quantity")
     errors = [percent_text(by_name.error[f"layers {x}"], signed=True) for x in ("forward", "backward", "peak memory")]
-    return f"| {' | '.join(map(str, key))} | {' | '.join(errors)} | {by_name.measured['profile seconds']:.0f} s |"
+    cells = [*map(str, key[:2]), *errors, f"{by_name.measured['profile seconds']:.0f} s", str(key[-1])[:10]]
+    return f"| {' | '.join(cells)} |"
 
 
 def _run_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
@@ -216,13 +219,13 @@ def _run_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
 
     equal = "" if pd.isna(step.equal_speed_error) else percent_text(step.equal_speed_error, signed=True)
     cells = [
-        *map(str, key),
+        *map(str, key[:-1]),
         seconds_text(step.measured),
         percent_text(step.error, signed=True),
         equal,
         f"{100 * (bubble.predicted - bubble.measured):+.1f}",
         *map(worst, (FORWARD, BACKWARD, OPTIMIZER, PEAK_MEMORY)),
-        str(part.created.iloc[0])[:10] if "created" in part and part.created.notna().any() else "",
+        str(key[-1])[:10],
     ]
     return f"| {' | '.join(cells)} |"
 
