@@ -23,7 +23,6 @@ _ROUNDING = 1e-12
 _SHARE = 0.5  # of the time left, for the problems to come
 _LEAST_TIME_S = 0.5  # below this the rest of the time is not used
 _SMALL_GAP = 0.02  # with which the rest of the time is better spent on plans with less memory
-_MORE = 1.5  # times the time that a problem without a plan had: with less it would end where it ended then
 _NEARLY = 0.9  # of its time limit: a solver that takes less has finished by itself
 
 
@@ -75,7 +74,6 @@ class _BestFirstSearch:
     skipped: list[OpenStrategy] = field(default_factory=list)
     solved: dict[OpenStrategy, StrategyResult] = field(default_factory=dict)
     finished: set[OpenStrategy] = field(default_factory=set)  # solved ones that more time would not improve
-    limits_s: dict[OpenStrategy, float] = field(default_factory=dict)  # that solved ones had
     started_s: float = field(default_factory=time.perf_counter)
 
     def run(self) -> None:
@@ -137,27 +135,19 @@ class _BestFirstSearch:
         return None
 
     def use_time_left(self) -> None:
-        """Give outcomes that may still improve half of the time left, one after the other.
-
-        Those with a plan go on from it; the others begin anew, so that they need more time than they had.
-        """
+        """Give outcomes that may still improve half of the time left, one after the other."""
         num_times = Counter[OpenStrategy]()
         while (left_s := self.deadline_s - time.perf_counter()) > _LEAST_TIME_S:
             cutoff = self._cutoff
-            least_s = {x: _MORE * self.limits_s[x] if y.plan is None else ONE_SOLVE_S for x, y in self.solved.items()}
-            unproven = [
-                x
-                for x, y in self.solved.items()
-                if y.bound < cutoff and x not in self.finished and (y.plan is not None or least_s[x] < left_s)
-            ]
+            unproven = [x for x, y in self.solved.items() if y.bound < cutoff and x not in self.finished]
             if not unproven:
                 return
             node = min(unproven, key=lambda x: (num_times[x], self.cache.cost(self.solved[x].plan), x.estimate))
             num_times[node] += 1
             self._report(node)
-            limit_s, now_s = min(left_s, max(least_s[node], _SHARE * left_s)), time.perf_counter()
+            limit_s, now_s = min(left_s, max(ONE_SOLVE_S, _SHARE * left_s)), time.perf_counter()
             outcome = self.cache.solve_again(node, self.memory_bytes, time_limit_s=limit_s)
-            self._record(node, outcome, limit_s=limit_s, took_s=time.perf_counter() - now_s)
+            self._record(node, outcome, is_finished=time.perf_counter() - now_s < _NEARLY * limit_s)
 
     def found(self) -> Found:
         """The result so far."""
@@ -194,7 +184,7 @@ class _BestFirstSearch:
         self.open.remove(node)
         self.open += nodes
         if not nodes:
-            self._record(node, outcome, limit_s=limit_s, took_s=time.perf_counter() - now_s)
+            self._record(node, outcome, is_finished=time.perf_counter() - now_s < _NEARLY * limit_s)
 
     @property
     def _num_problems(self) -> int:
@@ -202,11 +192,10 @@ class _BestFirstSearch:
         num_modes = 0 if self.memory_bytes is None else len(self.cache.space.recompute)
         return sum(1 + num_modes if x.recompute is None else 1 for x in self.open)
 
-    def _record(self, node: OpenStrategy, outcome: StrategyResult, *, limit_s: float, took_s: float) -> None:
+    def _record(self, node: OpenStrategy, outcome: StrategyResult, *, is_finished: bool) -> None:
         least = min(node.bound, self.cache.cost(outcome.plan))
         self.solved[node] = outcome = replace(outcome, bound=max(outcome.bound, least))
-        self.limits_s[node] = limit_s
-        if took_s < _NEARLY * limit_s:
+        if is_finished:
             self.finished.add(node)
         if self.cache.cost(outcome.plan) < self._cutoff:
             self.best = outcome.plan
