@@ -1,46 +1,63 @@
-"""What the memory of all stages of a chain is made of, computed once: searches look at the same stages very often."""
+"""The parts of the memory of stages as the rows of an array, and a table of them for all short stages of a chain."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from gplan.core import StageBytes
 from gplan.graph.down_sets import Ints
 
+PARTS = StageBytes.__struct_fields__
+"""The parts of a stage's memory, in the order in which arrays hold them."""
 
-@dataclass(frozen=True)
+_MOST_FOR_ONE = 1000  # stages in a table for each one that is asked for; a table costs as much as about ten requests
+
+
+def rows_of(parts: StageBytes[Ints], shape: tuple[int, ...]) -> Ints:
+    """[parts, *shape], from parts that may be the same for all stages."""
+    return np.stack([np.broadcast_to(getattr(parts, name), shape) for name in PARTS]).astype(np.int64)
+
+
+def parts_of(rows: Ints) -> StageBytes[Ints]:
+    """The parts, from [parts, *shape]."""
+    return StageBytes(**dict(zip(PARTS, rows, strict=True)))
+
+
+@dataclass
 class PartTable:
-    """The parts of the memory of stages, computed once for all stages of up to so many layers."""
+    """The parts of stages of a chain, by a function of where they begin and end, [E] each.
+
+    Searches ask for the same short stages very often. So all stages of up to so many layers are computed at once, in a
+    table of O(positions x layers), and looked up from then on. What would need a much larger table is computed directly.
+    """
 
     num_positions: int
-    computed: Callable[[Ints, Ints], StageBytes[Ints]]
+    compute: Callable[[Ints, Ints], StageBytes[Ints]]
+    table: Ints | None = (
+        None  # [parts, P, layers]: by where stages end and their layers, from 1; 0 where there is no stage
+    )
 
     def parts(self, first: Ints, end: Ints) -> StageBytes[Ints]:
-        """The parts of stages, each of the shape of `first` and `end`."""
+        """The parts of stages with at least one layer each, of the shape of `first` and `end`."""
         num_layers = end - first
-        table = self._table(int(num_layers.max(initial=1)))
-        return StageBytes(**dict(zip(StageBytes.__struct_fields__, table[:, end, num_layers - 1], strict=True)))
+        assert num_layers.min(initial=1) > 0 <= first.min(initial=0), "every stage has a layer"
+        most = int(num_layers.max(initial=1))
+        if self.table is None or most > self.table.shape[-1]:
+            size = min(
+                1 << (most - 1).bit_length(), self.num_positions - 1
+            )  # a power of 2, so that few tables are made
+            if size * self.num_positions > _MOST_FOR_ONE * max(1, first.size):
+                rows = rows_of(self.compute(first.ravel(), end.ravel()), (first.size,))
+                return parts_of(rows.reshape(-1, *first.shape))
+            self.table = self._table(size)
+        return parts_of(self.table[:, end, num_layers - 1])
 
-    def _table(self, most: int) -> Ints:
-        """[parts, P, layers]: by where stages end and how many layers they have; only those that there are."""
-        found = next((table for size, table in self._tables.items() if size >= most), None)
-        if found is None:
-            size = 1 << (most - 1).bit_length()  # so that few are made
-            end, num_layers = (x.ravel() for x in np.indices((self.num_positions, size)))
-            num_layers = num_layers + 1
-            there = num_layers <= end
-            rows = self.computed((end - num_layers)[there], end[there])
-            found = np.zeros((len(StageBytes.__struct_fields__), self.num_positions * size), dtype=np.int64)
-            found[:, there] = np.array(
-                [np.broadcast_to(getattr(rows, x), there.sum()) for x in StageBytes.__struct_fields__]
-            )
-            self._tables[size] = found = found.reshape(-1, self.num_positions, size)
-        return found
-
-    @cached_property
-    def _tables(self) -> dict[int, Ints]:
-        return {}
+    def _table(self, size: int) -> Ints:
+        end, less_one = np.indices((self.num_positions, size))
+        there = less_one < end
+        table = np.zeros((len(PARTS), self.num_positions, size), dtype=np.int64)
+        table[:, there] = rows_of(self.compute((end - less_one - 1)[there], end[there]), (int(there.sum()),))
+        return table

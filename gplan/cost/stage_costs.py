@@ -28,6 +28,7 @@ from gplan.cost.workspaces import Workspaces
 from gplan.graph.boundary import Crossing, PassThrough, crossing_of, saved_outputs
 from gplan.graph.down_sets import DownSets, Floats, Ints, Output, Prefixes, Waiting
 
+_MOST_POSITIONS = 400  # of a chain whose stages are few enough to look at all of them
 _ROUNDING = 1e-9  # the share of seconds below which a difference of sums is nothing
 
 
@@ -112,10 +113,6 @@ class StagePlace:
     tied_links: tuple[Link, ...] = ()  # that gradients of tied weights may cross to be summed; the slowest counts
 
 
-MOST_POSITIONS = 400
-"""A chain with more positions has too many stages for all of them to be looked at."""
-
-
 @dataclass(frozen=True)
 class Costs:
     """Costs of every stage that a profile can be cut into, at one micro-batch size, with M micro-batches a step."""
@@ -147,6 +144,11 @@ class Costs:
     def num_positions(self) -> int:
         """P: position 0 is before all layers, P-1 after them."""
         return self.downsets.size
+
+    @property
+    def is_short_chain(self) -> bool:
+        """Whether the layers stay in the profile's order, and are few enough to look at all stages."""
+        return self.given_downsets is None and self.num_positions <= _MOST_POSITIONS
 
     @cached_property
     def layer_costs(self) -> tuple[LayerCost, ...]:
@@ -355,11 +357,8 @@ class Costs:
         return {}
 
     def parts(self, first: Ints, end: Ints, boundaries: DeviceBoundaries = ALL_BOUNDARIES) -> StageBytes[Ints]:
-        """The parts of the memory of stages, each [E]; every stage must have a layer.
-
-        In a short chain they are computed once for all stages of so many layers.
-        """
-        if self.given_downsets is not None or self.num_positions > MOST_POSITIONS:
+        """The parts of the memory of stages, each [E]; every stage must have a layer. Of a short chain from a table."""
+        if not self.is_short_chain:
             return self._computed_parts(first, end, boundaries)
         if boundaries not in self._part_tables:
             self._part_tables[boundaries] = PartTable(

@@ -20,13 +20,13 @@ import numpy as np
 
 from gplan.core import ActionKind, RecomputeMode, StageBytes, StageSeconds
 from gplan.cost.memory_moments import RESTING, Moment, moment_bytes
-from gplan.cost.part_table import PartTable
-from gplan.cost.stage_costs import MOST_POSITIONS, Costs
+from gplan.cost.part_table import PARTS, PartTable, parts_of
+from gplan.cost.stage_costs import Costs
 from gplan.cost.stage_seconds import ActionKey, action_s
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.candidates import stage_seconds
 from gplan.partition.device_bounds import AlikeLayers
-from gplan.partition.device_memory import PARTS
+from gplan.partition.device_memory import part_bytes
 from gplan.partition.dp import INFINITY, Combine
 from gplan.partition.order_paths import order_paths
 from gplan.partition.problem import Problem, compute_sums_s
@@ -42,7 +42,7 @@ _PROMISING = (1.002, 1.01, 1.04)  # times the bound: steps whose candidates make
 _STEEPNESS = 8  # with which candidates with long paths are avoided in them
 _RISE = 1.05  # from one step to the next longer one that is tried
 # rows of the unit matrix: `moment_bytes` of them is how often each part counts
-_ONE_OF_EACH = StageBytes(**dict(zip(PARTS, np.eye(len(PARTS), dtype=np.int64), strict=True)))
+_ONE_OF_EACH = parts_of(np.eye(len(PARTS), dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,8 +227,7 @@ class ChainBounds:
         """Whether there are bounds for such a problem."""
         costs = problem.costs
         return (
-            costs.given_downsets is None
-            and costs.num_positions <= MOST_POSITIONS
+            costs.is_short_chain
             and problem.num_stages * (costs.num_positions - problem.num_stages) ** 2 <= 2 * _MOST_CANDIDATES
             and not problem.has_chunks
             and not problem.machine_devices
@@ -239,7 +238,7 @@ class ChainBounds:
     @cached_property
     def quick_s(self) -> float:
         """A weaker bound: of single stages, with the shortest ways through all others."""
-        fits = np.array([fits for _, fits in self._recomputes])
+        _, fits = self._recomputes
         if self._window.least_largest(np.where(fits, 0.0, INFINITY)) == INFINITY:
             return INFINITY if self._most_fitting <= self._window.most else self.enough_s
         longest_s = self._window.least_largest(self._longest_s(self._ways.fits)) * (1 - _SLACK)
@@ -328,18 +327,20 @@ class ChainBounds:
             num_microbatches=problem.num_microbatches,
             recompute="always" if problem.recompute == "selected" else problem.recompute,  # of which all is recomputed
         )
-        recompute_s, fits = (np.array(x) for x in zip(*self._recomputes, strict=True))
+        recompute_s, fits = self._recomputes
         times = replace(self._times.take(self._places), recompute_s=recompute_s)
         crosses = np.arange(problem.num_stages)[:, None] < problem.num_stages - 1
         there_s, here_s = times.forward_s + crosses * times.activation_s, crosses * times.gradient_s
-        own_s = np.stack([_of_stages(kind, again, times) for kind, again in paths.kinds], axis=1)
+        own_s = np.stack([_action_s_of_stages(kind, times, again=again) for kind, again in paths.kinds], axis=1)
         own = paths.counts @ own_s
         own[:, paths.returns == 0] += times.optimizer_s[:, None]
         kinds = {kind for kind, _ in paths.kinds if kind in INPUT_GRADIENT_KINDS}
         kept_s, again_s = (
-            np.minimum.reduce([_of_stages(kind, again, times) for kind in kinds]) for again in (False, True)
+            np.minimum.reduce([_action_s_of_stages(kind, times, again=again) for kind in kinds])
+            for again in (False, True)
         )
-        kept_s[0] = times.backward_s[0] + times.optimizer_s[0]  # its second half is all of a backward
+        # on the first stage the gradients end: all of the backward, whose second half it is there, and the update follow
+        kept_s[0] = times.backward_s[0] + times.optimizer_s[0]
         again_s[0] = kept_s[0] + recompute_s[0]
         back_s = np.where(paths.last_again[:, None], again_s, kept_s)
         before = [there_s, there_s + here_s + back_s, there_s + here_s + again_s]
@@ -354,12 +355,12 @@ class ChainBounds:
         )
 
     @cached_property
-    def _recomputes(self) -> list[tuple[Floats, Bools]]:
-        """[S] of [E] each: seconds of recompute for a micro-batch that is recomputed, at least; whether candidates may fit."""
+    def _recomputes(self) -> tuple[Floats, Bools]:
+        """[S, E] each: seconds of recompute for a micro-batch that is recomputed, at least; whether candidates may fit."""
         if self.problem.recompute == "selected":
-            return [self._selected(stage) for stage in range(self.problem.num_stages)]
-        seconds = self._times.recompute_s[self._places] * (self.problem.recompute != "never")
-        return list(zip(seconds, self._fits_unselected, strict=True))
+            seconds, fits = zip(*map(self._selected, range(self.problem.num_stages)), strict=True)
+            return np.array(seconds), np.array(fits)
+        return self._times.recompute_s[self._places] * (self.problem.recompute != "never"), self._fits_unselected
 
     @cached_property
     def _places(self) -> Ints:
@@ -381,15 +382,13 @@ class ChainBounds:
         boundaries = [problem.boundaries(stage) for stage in range(problem.num_stages)]
         for each in dict.fromkeys(boundaries):
             alike = np.array([x == each for x in boundaries]).nonzero()[0]
-            parts = self.problem.costs.parts(
-                self._window.first + alike[:, None], self._window.end + alike[:, None], each
-            )
-            rows = np.array([getattr(parts, name) for name in PARTS])
+            first, end = self._window.first + alike[:, None], self._window.end + alike[:, None]
+            rows = part_bytes(problem.costs, first, end, each)
             fits[alike] = np.einsum("smp,pse->mse", counts[alike], rows).max(axis=0) <= limit
         return fits
 
     def _selected(self, stage: int) -> tuple[Floats, Bools]:
-        """[E] each: as `_recomputes`, of candidates that recompute as few of their layers as they need to fit."""
+        """[E] each: as `_recomputes`, of a stage's candidates that recompute as few of their layers as they need to fit."""
         is_kept, limit = self._fits_unselected[stage], self.problem.memory_bytes
         if limit is None or is_kept.all():
             return np.zeros(len(is_kept)), is_kept
@@ -413,12 +412,12 @@ class ChainBounds:
         return stage_seconds(self.problem, 0, every.first, every.end)
 
 
-def _of_stages(kind: ActionKind, again: bool, times: StageSeconds[Floats]) -> Floats:
-    """[S, E]: seconds of an action of every stage."""
+def _action_s_of_stages(kind: ActionKind, times: StageSeconds[Floats], *, again: bool) -> Floats:
+    """[S, E]: seconds of an action, given the times of all stages; `action_s` treats only the first one differently."""
     found = np.empty_like(times.forward_s)
-    found[:1] = action_s(ActionKey(0, kind, again), times.take(slice(1)))
-    if len(found) > 1:
-        found[1:] = action_s(ActionKey(1, kind, again), times.take(slice(1, None)))
+    for stage, some in ((0, slice(1)), (1, slice(1, len(found)))):
+        if len(found) > stage:
+            found[some] = action_s(ActionKey(stage, kind, again), times.take(some))
     return found
 
 

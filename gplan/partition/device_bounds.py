@@ -21,18 +21,18 @@ from typing import TypeAlias
 
 import numpy as np
 
-from gplan.core import ActionKind, Profile, RecomputeMode, StageSeconds
+from gplan.core import ActionKind, Profile, StageSeconds
+from gplan.cost.part_table import PARTS
 from gplan.cost.stage_bytes import MicrobatchTerms, microbatch_bytes
 from gplan.cost.stage_costs import Costs, DeviceBoundaries
-from gplan.cost.stage_seconds import ActionKey, action_keys, action_s
-from gplan.graph.down_sets import Bools, Floats, Ints
+from gplan.cost.stage_seconds import ActionKey, action_s
+from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.bounds import least_hops_s
-from gplan.partition.device_memory import PARTS, fullest_counts
+from gplan.partition.device_memory import fullest_counts
+from gplan.partition.device_paths import DevicePaths, device_paths
 from gplan.partition.dp import INFINITY
 from gplan.partition.problem import Problem, recomputed_share
-from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
 from gplan.schedules.in_flight import chunk_warmup
-from gplan.schedules.registry import make_schedule
 
 _MOST_WAYS = 40_000  # to fill a device that are listed
 _LEAST_ALIKE = 8  # layers from which the bounds are worth their time
@@ -329,27 +329,28 @@ class DeviceBounds:
         )
         found = list[tuple[DevicePaths, Floats]]()
         for paths in every:
-            before_s, after_s = [self._before_s(x) for x in paths.heads], [self._after_s(x) for x in paths.tails]
-            found.append((paths, np.array(before_s)[paths.pairs[:, 0]] + np.array([*after_s, 0.0])[paths.pairs[:, 1]]))
+            heads, tails = paths.pairs.T
+            before_s, after_s = map(self._before_s, paths.heads), map(self._after_s, paths.tails)
+            found.append((paths, np.array([*before_s])[heads] + np.array([*after_s, 0.0])[tails]))
         return found
 
     def _before_s(self, key: ActionKey) -> float:
         """What comes before an action of a device at least, on other devices."""
-        forward_s: float = self._forward_before_s[key.stage]
-        back_s: float = self._forward_all_s + self._back_after_s[key.recomputes][key.stage]
-        return forward_s if key.kind is ActionKind.FORWARD else back_s
+        if key.kind is ActionKind.FORWARD:
+            return float(self._forward_before_s[key.stage])
+        return float(self._forward_all_s + self._back_after_s[key.recomputes][key.stage])
 
     def _after_s(self, key: ActionKey) -> float:
         """What comes after an action of a device at least, on other devices."""
-        forward_s: float = self._forward_after_s[key.stage] + self._back_all_s[key.recomputes]
-        back_s: float = self._back_before_s[key.recomputes][key.stage]
-        return forward_s if key.kind is ActionKind.FORWARD else back_s
+        if key.kind is ActionKind.FORWARD:
+            return float(self._forward_after_s[key.stage] + self._back_all_s[key.recomputes])
+        return float(self._back_before_s[key.recomputes][key.stage])
 
     def _times(self, stage: int, most: int) -> StageSeconds[Floats]:
         """[most + 1]: the least seconds of a stage with so many of the layers."""
-        place = stage == 0, stage == self.problem.num_stages - 1, most
+        is_first, is_last = stage == 0, stage == self.problem.num_stages - 1
+        place = is_first, is_last, most
         if place not in self._known_times:
-            is_first, is_last, _ = place
             overhead_s, numbers, nothing = self.problem.costs.overhead_s, np.arange(most + 1), np.zeros(most + 1)
             found = {
                 name: x[self._alike.index].min() * numbers
@@ -511,58 +512,6 @@ def updated_shares(profile: Profile) -> Floats:
 _LASTING = dict.fromkeys(("weight", "gradient", "optimizer", "buffer"), 1)
 _BY_MICROBATCH = ("stash", "checkpoint", "recomputed_stash", "pending", "sent")
 _ONCE = ("recompute_s", "optimizer_s")  # of `StageSeconds`, without the overhead of an action
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DevicePaths:
-    """Paths that come to one of a device's actions from before, go along its order, and leave from another one."""
-
-    keys: tuple[ActionKey, ...]  # of its actions
-    heads: tuple[ActionKey, ...]  # to which paths come: the first ones of a stage's forwards and backwards
-    tails: tuple[ActionKey, ...]  # from which paths leave: the last ones
-    pairs: Ints  # [paths, 2]: of heads and tails; one past the last tail where the updates follow
-    counts: Ints  # [paths, keys]: how many of each a path takes
-
-    @property
-    def is_end(self) -> Bools:
-        """[paths]: whether the updates follow."""
-        found: Bools = self.pairs[:, 1] == len(self.tails)
-        return found
-
-
-@lru_cache(maxsize=128)
-def device_paths(
-    schedule: str, *, num_devices: int, num_microbatches: int, recompute: RecomputeMode
-) -> tuple[DevicePaths, ...]:
-    """[K]: the paths through the order of each device."""
-    made = make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
-    found = list[DevicePaths]()
-    for order in made.orders:
-        keys, index = action_keys(order, num_microbatches=num_microbatches, recompute=recompute)
-        before = np.zeros((len(order) + 1, len(keys)), dtype=np.int64)
-        before[np.arange(1, len(order) + 1), index] = 1
-        before = before.cumsum(axis=0)
-        last = {key: i for i, key in enumerate(index)}
-        first = dict[tuple[int, ActionKind], int]()
-        for i, key in enumerate(index):
-            first.setdefault(keys[key][:2], i)
-        heads = {keys[index[i]]: i for (_, kind), i in first.items() if kind in _PASSED_ON}
-        tails = {keys[key]: i + 1 for key, i in last.items() if keys[key].kind in _PASSED_ON}
-        starts, ends = np.array([*heads.values()]), np.array([*tails.values(), len(order)])
-        pairs = np.argwhere(starts[:, None] < ends)
-        found.append(
-            DevicePaths(
-                keys=tuple(keys),
-                heads=tuple(heads),
-                tails=tuple(tails),
-                pairs=pairs,
-                counts=before[ends[pairs[:, 1]]] - before[starts[pairs[:, 0]]],
-            )
-        )
-    return tuple(found)
-
-
-_PASSED_ON = (ActionKind.FORWARD, *INPUT_GRADIENT_KINDS)  # actions that other stages wait for
 
 
 def _summed(tables: Sequence[Floats], counts: Ints) -> Floats:

@@ -13,16 +13,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from gplan.core import Action, RecomputeMode, StageBytes, is_recomputed
+from gplan.core import Action, RecomputeMode, is_recomputed
 from gplan.cost.memory_moments import change_of
+from gplan.cost.part_table import PARTS, rows_of
 from gplan.cost.stage_costs import Costs, DeviceBoundaries
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.pareto import undominated
 from gplan.partition.problem import Problem
 from gplan.schedules.registry import make_schedule
-
-PARTS = StageBytes.__struct_fields__
-"""The parts of a stage's memory, in the order in which arrays hold them."""
 
 _NUM_STEPS = 16  # from one moment to another that are looked at
 
@@ -38,8 +36,7 @@ def device_peaks(problem: Problem, first: Ints, end: Ints) -> Ints:
 
 def part_bytes(costs: Costs, first: Ints, end: Ints, boundaries: DeviceBoundaries) -> Ints:
     """[parts, E]: what the memory of stages is made of."""
-    parts = costs.parts(first, end, boundaries)
-    return np.stack([np.broadcast_to(getattr(parts, name), first.shape) for name in PARTS]).astype(np.int64)
+    return rows_of(costs.parts(first, end, boundaries), first.shape)
 
 
 def peaks_of(counts: Ints, parts: Sequence[Ints]) -> Ints:

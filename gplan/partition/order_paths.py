@@ -20,18 +20,20 @@ import numpy as np
 
 from gplan.core import ActionKind, RecomputeMode, is_recomputed
 from gplan.graph.down_sets import Bools, Floats, Ints
-from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
+from gplan.schedules.dependencies import AWAITED_KINDS, INPUT_GRADIENT_KINDS
 from gplan.schedules.registry import make_schedule
 
-_KINDS = (ActionKind.FORWARD, *INPUT_GRADIENT_KINDS, ActionKind.WEIGHT_GRADIENT)
+_KINDS = (*AWAITED_KINDS, ActionKind.WEIGHT_GRADIENT)
 _BACK = [_KINDS.index(kind) for kind in INPUT_GRADIENT_KINDS]
-_NONE, _FIRST, _LAST, _TWICE, _OFTEN = range(5)  # with which micro-batches paths leave
-_NUM_LEAVING = 5
+_NONE, _FIRST, _LAST, _TWICE, _OFTEN = _LEAVING = range(5)  # with which micro-batches paths leave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderPaths:
-    """The paths through the orders of all stages; those of each stage are the same, one by one."""
+    """The paths through the orders of all stages; path i follows the same rule on every stage.
+
+    Counts are floats, which NumPy multiplies faster than integers.
+    """
 
     kinds: tuple[tuple[ActionKind, bool], ...]  # of actions, with whether their micro-batch is recomputed
     counts: Floats  # [S, paths, kinds]: how many of each kind a path takes
@@ -43,7 +45,7 @@ class OrderPaths:
 
 @lru_cache(maxsize=1024)
 def order_paths(schedule: str, *, num_devices: int, num_microbatches: int, recompute: RecomputeMode) -> OrderPaths:
-    """The paths of a schedule with one stage for each device."""
+    """The paths of a schedule with one stage, and as many actions, on each device."""
     again = np.array(
         [is_recomputed(x, num_microbatches=num_microbatches, recompute=recompute) for x in range(num_microbatches)]
     )
@@ -80,7 +82,7 @@ def _orders(schedule: str, num_devices: int, num_microbatches: int) -> tuple[Int
 
 
 def _places(some: Bools, microbatches: Ints) -> Ints:
-    """[S, M]: where each micro-batch's action is, of those of a kind, [S, actions], of which each has one."""
+    """[S, M]: where each micro-batch's action is in the order; `some`, [S, actions], marks one of each micro-batch."""
     stages, places = some.nonzero()
     found = np.zeros((len(some), int(microbatches.max()) + 1), dtype=np.int64)
     found[stages, microbatches[stages, places]] = places
@@ -88,22 +90,20 @@ def _places(some: Bools, microbatches: Ints) -> Ints:
 
 
 def _leaving(there: Ints, back: Ints, num_forwards: Ints) -> Floats:
-    """[S, 5, M]: 1 for the micro-batches with whose forwards paths leave.
+    """[S, leaving, M]: 1 where a path leaves the stage after the forward of a micro-batch.
 
-    Given are where forwards and backwards are, [S, M], and how many forwards there are up to each action.
+    Given are where forwards and backwards are, [S, M], and how many forwards there are up to each action, [S, actions].
     """
     rows, num_microbatches = np.arange(len(there)), there.shape[1]
-    leaving = np.zeros((len(there), _NUM_LEAVING, num_microbatches))
+    leaving = np.zeros((len(there), len(_LEAVING), num_microbatches))
     first, last = there.argmin(axis=1), there.argmax(axis=1)
     leaving[rows, _FIRST, first] = leaving[rows, _LAST, last] = leaving[rows, _TWICE, last] = 1
     leaving[rows, _TWICE, first] = np.maximum(leaving[rows, _TWICE, first], there[rows, last] > back[rows, first])
     order = there.argsort(axis=1)
-    following = num_forwards[
-        rows[:, None], np.take_along_axis(back, order, axis=1)
-    ]  # the forwards before it has come back
+    num_before = num_forwards[rows[:, None], np.take_along_axis(back, order, axis=1)]  # each one's backward
     place = np.zeros_like(rows)
-    while len(rows):  # as often as it can
+    while len(rows):  # a path that has come back leaves with the next forward
         leaving[rows, _OFTEN, order[rows, place]] = 1
-        place = following[rows, place]
+        place = num_before[rows, place]
         rows, place = rows[place < num_microbatches], place[place < num_microbatches]
     return leaving

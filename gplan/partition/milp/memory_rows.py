@@ -8,8 +8,9 @@ from functools import cached_property
 
 from gplan.core import StageBytes
 from gplan.core.profile import BUCKET_BYTES
+from gplan.cost.part_table import PARTS
 from gplan.cost.stage_bytes import MicrobatchBytes, MicrobatchTerms, microbatch_bytes
-from gplan.partition.device_memory import PARTS, counts_of
+from gplan.partition.device_memory import counts_of
 from gplan.partition.milp.assignment import StageAssignment
 from gplan.partition.milp.boundary_terms import BoundaryTerms, OutputTerms, PassThroughTerms
 from gplan.partition.milp.coefficients import LayerSeconds, ParameterBytes
