@@ -7,7 +7,8 @@
 Each model of benchmarks/real_size_models.py, and ResNet-50, is profiled once per optimizer at micro-batch size 1; the
 profile is kept beside the rows while the suite runs. Its layers' sum is compared with the whole model. Then every
 setting is planned and run: K = 2 on two processes (torch engine), K = 4 and 8 in one (virtual engine), gpipe and 1f1b,
-recompute never and always. Rows are written when a run ends, so an interrupt loses at most one. Errors are as they
+recompute never and always. Rows are written when a run ends, so an interrupt loses at most one. A setting is run again
+with a new profile in another folder (--output); its rows can be appended to those that are there. Errors are as they
 came: raw, and at equal host speed.
 """
 
@@ -171,8 +172,8 @@ def _run_rows(each: RealSizeRun, profile: Profile, options: argparse.Namespace) 
 
 
 def as_text(rows: pd.DataFrame) -> str:
-    """The report: the layers' sums, then one line a run; runs of one setting on several days each have one."""
-    rows = rows.assign(created=rows.created.fillna(""))
+    """The report: the layers' sums, then one line a run, also where a setting was run several times."""
+    rows = rows.assign(made=rows.created.fillna("").astype(str).str[:16].str.replace("T", " "))
     layers, runs = rows[rows.num_devices == 0], rows[rows.num_devices > 0]
     lines = [
         "# Predicted against measured at the size that people train",
@@ -185,18 +186,18 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         "| model | optimizer | forward | backward | peak memory | profile | made |",
         "|---|---|---|---|---|---|---|",
-        *(_layer_line(key, part) for key, part in layers.groupby([*KEY[:2], "created"], sort=False)),
+        *(_layer_line(key, part) for key, part in layers.groupby([*KEY[:2], "made"], sort=False)),
         "",
         "## Runs",
         "",
         "Worst over the stages for forward, backward, optimizer and peak memory. Runs without a date are of earlier "
         "versions, whose yardstick read up to 2 % slower in a profile than in a run: their errors at equal speed are that "
-        "much too low. Long steps beside short ones of the same setting are of hours in which the host was slower.",
+        "much too low.",
         "",
         "| model | optimizer | engine | K | schedule | recompute | step | error | at equal speed | bubble, points | "
         "forward | backward | optimizer | peak memory | made |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-        *(_run_line(key, part) for key, part in runs.groupby([*KEY, "created"], sort=False)),
+        *(_run_line(key, part) for key, part in runs.groupby([*KEY, "made"], sort=False)),
         "",
     ]
     return "\n".join(lines)
@@ -205,7 +206,7 @@ def as_text(rows: pd.DataFrame) -> str:
 def _layer_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
     by_name = part.set_index("quantity")
     errors = [percent_text(by_name.error[f"layers {x}"], signed=True) for x in ("forward", "backward", "peak memory")]
-    cells = [*map(str, key[:2]), *errors, f"{by_name.measured['profile seconds']:.0f} s", str(key[-1])[:10]]
+    cells = [*map(str, key[:2]), *errors, f"{by_name.measured['profile seconds']:.0f} s", str(key[-1])]
     return f"| {' | '.join(cells)} |"
 
 
@@ -225,7 +226,7 @@ def _run_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
         equal,
         f"{100 * (bubble.predicted - bubble.measured):+.1f}",
         *map(worst, (FORWARD, BACKWARD, OPTIMIZER, PEAK_MEMORY)),
-        str(key[-1])[:10],
+        str(key[-1]),
     ]
     return f"| {' | '.join(cells)} |"
 
