@@ -184,8 +184,9 @@ def growth_chart(rows: pd.DataFrame) -> Figure:
 
 
 def is_complete(rows: pd.DataFrame) -> pd.Series[bool]:
-    """Whether searches ended before their limit; the solver goes on to it while the gap is above 2 %."""
-    return (rows.outcome == "plan") & (rows.solve_s < 0.98 * rows.limit_s)
+    """Whether searches ended before their limit, with no setting left open."""
+    was_up = rows.note.str.startswith(TIME_WAS_UP)
+    return (rows.outcome == "plan") & (rows.solve_s < 0.98 * rows.limit_s) & ~was_up
 
 
 def as_text(rows: pd.DataFrame, frontier: pd.DataFrame) -> str:
