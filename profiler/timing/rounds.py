@@ -248,8 +248,10 @@ class TimingRounds:
     def _whole_model_round(self, samples: Callable[[str], Samples]) -> None:
         """The user's model, and all layers as one stage with recompute."""
         if self._bench.whole is not None:
+            self._read_yardstick()
             loss = self._clock.time(samples("whole/forward"), self._bench.whole)
             if loss.requires_grad:
+                self._read_yardstick()
                 self._clock.time(samples("whole/backward"), loss.backward)
         self._stage_round(samples, "recomputed", self._recomputed_stage)
 
@@ -331,7 +333,7 @@ class TimingRounds:
                 seen.add(name)
             return self._samples(name.replace("/backward", "/first backward"))
 
-        self.layer_round(samples)
+        self.layer_round(samples, between=self._read_yardstick)
         self._clock.flush()
         for parameter, gradient in kept.items():
             parameter.grad = gradient
@@ -367,6 +369,7 @@ class TimingRounds:
         times_second: bool = True,
     ) -> None:
         """Both halves of a layer's backward; without a first half where no input requires a gradient."""
+        self._read_yardstick()
         first = samples(f"{key}/input gradient")
         second = samples(f"{key}/weight gradient") if times_second else Samples()
         if not wants_gradient(inputs):
@@ -391,8 +394,10 @@ class TimingRounds:
         self._read_yardstick()
         inputs = detached(self._bench.inputs)
         outputs = self._clock.time(samples(f"{name}/forward"), stage, *inputs)
+        gradients = self._with_gradients(outputs)
+        self._read_yardstick()
         work = partial(self._clock.time, samples(f"{name}/backward"), torch.autograd.backward)
-        backward([(inputs, outputs)], self._with_gradients(outputs), lambda _, *roots: work(*roots))
+        backward([(inputs, outputs)], gradients, lambda _, *roots: work(*roots))
 
     @property
     def _has_repeats(self) -> bool:

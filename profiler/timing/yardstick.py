@@ -35,13 +35,15 @@ SAMPLES = "yardstick/"
 
 _LEAST_READING_S = 1e-3  # on a GPU the host only launches it
 _LEAST_READINGS = 5
-_NUM_KEPT = 2  # of the readings at a stop of a profile
+_NUM_DROPPED = 3  # turns over the parts before one counts: after a layer, products are 16, 3 and 1 % slower in them
+_NUM_KEPT_BESIDE = 2  # turns at a stop beside other processes
 _MOST_APART = 1.15  # of two references of compute, else one of them was disturbed
 _NUM_AROUND = 9  # readings whose median is the speed of a moment
 _NUM_AROUND_BESIDE = 6  # the same beside other processes, which is measured in short stretches
 _WINDOW_S = 1.0  # the shortest window
 _NUM_STORED = 20  # windows in a profile
 _STREAMED_FLOATS = 2**24  # 64 MiB, more than the caches hold that a core shares
+_ROWS, _WEIGHTS = 128, 256  # of the product whose weights come from memory; the other takes as long
 _HALF_PAGE_FLOATS = 512  # a core is slower to write where what it reads lies whole pages away
 
 
@@ -50,10 +52,12 @@ Part: TypeAlias = tuple[Callable[[], object], int]
 
 
 def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
-    """The parts on a device: 192 x 192 products, sums over 1 MiB of memory, a loop; on a GPU larger, and small launches.
+    """The parts on a device: products, sums over 1 MiB of memory, and a loop; on a GPU larger, and small launches.
 
-    The sums go on through 64 MiB, so that what they read has left the caches, whatever ran in between. The parts are as
-    fast in every process: their tensors have fixed distances, and they allocate nothing, not even integers. They draw no
+    One product has two matrices of 192 x 192, and one has other weights of 256 x 256 each time: small layers stay in the
+    caches, those of large models do not, and other work on the host slows the two differently. These weights and the
+    sums go on through 64 MiB, so that what they read has left the caches, whatever ran in between. The parts are as fast
+    in every process: their tensors have fixed distances, and they allocate nothing, not even integers. They draw no
     random numbers.
     """
     on_gpu = device != "cpu"
@@ -61,8 +65,15 @@ def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
     sizes = [width * width] * 3 + [_STREAMED_FLOATS, _HALF_PAGE_FLOATS, num_floats, 1]
     left, right, product, streamed, _, total, small = torch.ones(sum(sizes), device=device).split(sizes)  # type: ignore[no-untyped-call]
     square = partial(torch.Tensor.view, size=(width, width))
+    multiply = partial(torch.mm, *map(square, (left, right)), out=square(product))
+    rows, outputs = (x[: _ROWS * _WEIGHTS].view(_ROWS, _WEIGHTS) for x in (left, product))
+    weights = cycle(streamed.view(-1, _WEIGHTS, _WEIGHTS).unbind())
     addends = cycle(streamed.view(-1, num_floats).unbind())
     cached = tuple(range(8)) * 300  # as all integers up to 256
+
+    def multiply_both() -> None:
+        multiply()
+        torch.mm(rows, next(weights), out=outputs)
 
     def add_next() -> None:
         total.add_(next(addends))
@@ -73,9 +84,9 @@ def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
             number = (number + i) & 127
 
     return {
-        "compute": (partial(torch.mm, *map(square, (left, right)), out=square(product)), 1 if on_gpu else 2),
-        "memory": (add_next, 1 if on_gpu else 3),
-        "interpreter": (partial(small.add_, 1), 32) if on_gpu else (loop, 2),
+        "compute": (multiply if on_gpu else multiply_both, 1),
+        "memory": (add_next, 1 if on_gpu else 2),
+        "interpreter": (partial(small.add_, 1), 32) if on_gpu else (loop, 1),
     }
 
 
@@ -111,12 +122,12 @@ class Yardstick:
         start_s = self._now()
         if self._spent_s > self._share * (start_s - self._start_s):
             return
-        self._read(PARTS, self.parts, _NUM_KEPT)
-        self._spent_s += max((1 + _NUM_KEPT) * _LEAST_READING_S, self._now() - start_s)
+        self._read(PARTS, self.parts, 1)
+        self._spent_s += max((1 + _NUM_DROPPED) * _LEAST_READING_S, self._now() - start_s)
 
     def read_beside(self) -> None:
         """Time the parts of BESIDE, while other processes compute."""
-        self._read(BESIDE, self.parts_beside, _NUM_KEPT)
+        self._read(BESIDE, self.parts_beside, _NUM_KEPT_BESIDE)
 
     def seconds(self, *names: str, num_readings: int = 1) -> tuple[float | None, ...]:
         """Time these parts now; the median of each. Waits for the device. None for one always interrupted."""
@@ -126,16 +137,11 @@ class Yardstick:
         return tuple(median(x.clean_s) if x.clean_s else None for x in parts)
 
     def _read(self, names: Sequence[str], parts: Sequence[Samples], num_kept: int) -> None:
-        """Time these parts in turns; the first turn, 2 to 3 % slower after layers of a large model, does not count."""
+        """Time these parts in turns; the first turns, which are slower after the layers of a model, do not count."""
         dropped = [Samples() for _ in parts]
-        for turn in (dropped, *[parts] * num_kept):
+        for turn in (*[dropped] * _NUM_DROPPED, *[parts] * num_kept):
             for samples, name in zip(turn, names, strict=True):
-                self._time(samples, name)
-
-    def _time(self, samples: Samples, name: str) -> None:
-        work, count = self._parts[name]
-        _repeat(work, 2 * count)  # unsampled: caches and clock rates are the same whatever ran before
-        self._clock.time(samples, _repeat, work, count)
+                self._clock.time(samples, _repeat, *self._parts[name])
 
 
 def _repeat(work: Callable[[], object], count: int) -> None:
