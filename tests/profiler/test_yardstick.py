@@ -157,7 +157,7 @@ def test_parts_beside_others_are_the_reference_of_devices_that_read_together() -
     for beside in yardstick.parts_beside:
         beside.add_clean(2e-3, clock.now_s)
     for _ in range(4):
-        clock.now_s += 1.0
+        clock.now_s += 2.0
         yardstick.read_if_due()
     found = SpeedHistory(yardstick.parts, yardstick.parts_beside).host_speed
     assert found is not None
