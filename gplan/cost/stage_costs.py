@@ -359,10 +359,10 @@ class Costs:
     def parts(self, first: Ints, end: Ints, boundaries: DeviceBoundaries = ALL_BOUNDARIES) -> StageBytes[Ints]:
         """The parts of the memory of stages, each [E]; every stage must have a layer. Of a short chain from a table."""
         if not self.is_short_chain:
-            return self._computed_parts(first, end, boundaries)
+            return self.computed_parts(first, end, boundaries)
         if boundaries not in self._part_tables:
             self._part_tables[boundaries] = PartTable(
-                self.num_positions, partial(self._computed_parts, boundaries=boundaries)
+                self.num_positions, partial(self.computed_parts, boundaries=boundaries)
             )
         return self._part_tables[boundaries].parts(first, end)
 
@@ -370,7 +370,8 @@ class Costs:
     def _part_tables(self) -> dict[DeviceBoundaries, PartTable]:
         return {}
 
-    def _computed_parts(self, first: Ints, end: Ints, boundaries: DeviceBoundaries) -> StageBytes[Ints]:
+    def computed_parts(self, first: Ints, end: Ints, boundaries: DeviceBoundaries) -> StageBytes[Ints]:
+        """The same without a table, for stages that are asked for once."""
         trained, crossing = self.trained_share(first, end), self.crossing
         pass_through, passing_unsaved = (x * boundaries.before for x in self.pass_through.activation_bytes(first, end))
         is_last = end == self.num_positions - 1

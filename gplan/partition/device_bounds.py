@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import comb
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from gplan.core import ActionKind, Profile, StageSeconds
-from gplan.cost.part_table import PARTS
+from gplan.cost.part_table import PARTS, rows_of
 from gplan.cost.stage_bytes import MicrobatchTerms, microbatch_bytes
 from gplan.cost.stage_costs import Costs, DeviceBoundaries
 from gplan.cost.stage_seconds import ActionKey, action_s
@@ -40,6 +40,13 @@ _SLACK = 1e-9
 
 SecondsOf: TypeAlias = Callable[[Ints, Ints], Floats]
 """Seconds of stages, given where they begin and end."""
+
+
+class StageKind(NamedTuple):
+    """Whether a stage is the first, and whether it is the last."""
+
+    is_first: bool
+    is_last: bool
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,32 @@ class AlikeLayers:
             "pending": np.array([x.pending_bytes for x in costs.layer_costs]),
         }
         return np.array([known.get(name, 0 * gradient) for name in PARTS])
+
+    def least_workspaces(self, stage: StageKind, boundaries: DeviceBoundaries, *, fewest: int) -> Floats:
+        """[parts]: the least of each workspace over all such stages with so many of the layers; O(P^2). 0 elsewhere.
+
+        0 in a long chain, too, where they would take too much time.
+        """
+        costs, place = self.costs, (stage, boundaries, fewest)
+        if not costs.is_short_chain:
+            return np.zeros(len(PARTS))
+        if place not in self._known_workspaces:
+            last = costs.num_positions - 1
+            starts = np.arange(1) if stage.is_first else np.arange(1, last)
+            ends = np.arange(last, last + 1) if stage.is_last else np.arange(1, last)
+            first, end = (x.ravel() for x in np.meshgrid(starts, ends, indexing="ij"))
+            before = np.searchsorted(self.index, np.arange(costs.num_positions))
+            there = (first < end) & (before[end] - before[first] >= fewest)
+            found = np.zeros(len(PARTS))
+            if there.any():
+                rows = rows_of(costs.computed_parts(first[there], end[there], boundaries), (int(there.sum()),))
+                found[_WORKSPACES] = rows[_WORKSPACES].min(axis=1)
+            self._known_workspaces[place] = found
+        return self._known_workspaces[place]
+
+    @cached_property
+    def _known_workspaces(self) -> dict[tuple[StageKind, DeviceBoundaries, int], Floats]:
+        return {}
 
     @cached_property
     def lasting_sums(self) -> Floats:
@@ -285,6 +318,7 @@ class DeviceBounds:
         found = list[tuple[Floats, Floats]]()
         for device in range(self.problem.num_devices):
             fixed, each = self._own_parts(device)
+            fixed = fixed + np.array([self._workspaces(stage) for stage in self.problem.stages_by_device[device]])
             held = fullest_counts(self.problem, device, [fixed + x[:, None] * each for x in counts])
             found.append((np.einsum("mki,ki->km", held, fixed), np.einsum("mki,ki->km", held, each)))
         return found
@@ -348,14 +382,14 @@ class DeviceBounds:
 
     def _times(self, stage: int, most: int) -> StageSeconds[Floats]:
         """[most + 1]: the least seconds of a stage with so many of the layers."""
-        is_first, is_last = stage == 0, stage == self.problem.num_stages - 1
-        place = is_first, is_last, most
+        kind = self._kind(stage)
+        place = kind, most
         if place not in self._known_times:
             overhead_s, numbers, nothing = self.problem.costs.overhead_s, np.arange(most + 1), np.zeros(most + 1)
             found = {
                 name: x[self._alike.index].min() * numbers
-                + x[0] * is_first
-                + x[-1] * is_last
+                + x[0] * kind.is_first
+                + x[-1] * kind.is_last
                 + overhead_s * (name not in _ONCE)
                 for name, x in self._layer_seconds.items()
             }
@@ -363,7 +397,7 @@ class DeviceBounds:
         return self._known_times[place]
 
     @cached_property
-    def _known_times(self) -> dict[tuple[bool, bool, int], StageSeconds[Floats]]:
+    def _known_times(self) -> dict[tuple[StageKind, int], StageSeconds[Floats]]:
         return {}
 
     @cached_property
@@ -390,15 +424,15 @@ class DeviceBounds:
 
     def _parts(self, stage: int, *, usual: bool = False) -> Floats:
         """[parts]: the least of what the memory of a stage is made of, without its alike layers; between usual cuts."""
-        is_first, is_last = stage == 0, stage == self.problem.num_stages - 1
-        place = is_first, is_last, self.problem.boundaries(stage), usual
+        kind = self._kind(stage)
+        place = kind, self.problem.boundaries(stage), usual
         if place not in self._known_parts:
-            ends = self._alike.layer_parts[:, 0] * is_first + self._alike.layer_parts[:, -1] * is_last
+            ends = self._alike.layer_parts[:, 0] * kind.is_first + self._alike.layer_parts[:, -1] * kind.is_last
             self._known_parts[place] = ends + self._edges(stage, self._alike.usual_cuts if usual else self._alike.cuts)
         return self._known_parts[place]
 
     @cached_property
-    def _known_parts(self) -> dict[tuple[bool, bool, DeviceBoundaries, bool], Floats]:
+    def _known_parts(self) -> dict[tuple[StageKind, DeviceBoundaries, bool], Floats]:
         return {}
 
     @cached_property
@@ -409,6 +443,14 @@ class DeviceBounds:
         stash, pending = PARTS.index("stash"), PARTS.index("pending")
         least[pending] = (parts[stash] + parts[pending]).min() - least[stash]  # together they are 0 or more
         return least
+
+    def _workspaces(self, stage: int) -> Floats:
+        """[parts]: the least workspaces of a stage."""
+        boundaries, fewest = self.problem.boundaries(stage), int(self._fewest[stage])
+        return self._alike.least_workspaces(self._kind(stage), boundaries, fewest=fewest)
+
+    def _kind(self, stage: int) -> StageKind:
+        return StageKind(is_first=stage == 0, is_last=stage == self.problem.num_stages - 1)
 
     def _edges(self, stage: int, cuts: Ints) -> Floats:
         """[parts]: between some cuts, what a stage holds of what crosses its cuts, at least, and of the loss; less what is rounded."""
@@ -509,6 +551,7 @@ def updated_shares(profile: Profile) -> Floats:
     return shares
 
 
+_WORKSPACES = [i for i, name in enumerate(PARTS) if name.endswith("workspace")]
 _LASTING = dict.fromkeys(("weight", "gradient", "optimizer", "buffer"), 1)
 _BY_MICROBATCH = ("stash", "checkpoint", "recomputed_stash", "pending", "sent")
 _ONCE = ("recompute_s", "optimizer_s")  # of `StageSeconds`, without the overhead of an action

@@ -289,6 +289,6 @@ def one_device_notes(plan: Plan, profile: Profile) -> tuple[str, ...]:
     if step_s >= plan.prediction.step_s:
         return ()
     return (
-        f"one device alone (--k 1 --schedule {LEAST_MEMORY_SCHEDULE}) would be faster: {seconds_text(step_s)} for the same "
-        f"batch, where these {counted(num_devices, 'device')} take {seconds_text(plan.prediction.step_s)}",
+        f"one device alone (--k 1 --schedule {LEAST_MEMORY_SCHEDULE} --microbatches {single.num_microbatches}) would be "
+        f"faster: {seconds_text(step_s)} for the same batch, where these {counted(num_devices, 'device')} take {seconds_text(plan.prediction.step_s)}",
     )

@@ -6,6 +6,7 @@ some seconds or minutes. Samples are divided by the slowdown of their moment (`S
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -35,7 +36,8 @@ SAMPLES = "yardstick/"
 
 _LEAST_READING_S = 1e-3  # on a GPU the host only launches it
 _LEAST_READINGS = 5
-_NUM_DROPPED = 3  # turns over the parts before one counts: after a layer, products are 16, 3 and 1 % slower in them
+_STEADY = 0.97  # of the time of the product before, from which it counts as no longer falling
+_MOST_WARMUPS = 24
 _NUM_KEPT_BESIDE = 2  # turns at a stop beside other processes
 _MOST_APART = 1.15  # of two references of compute, else one of them was disturbed
 _NUM_AROUND = 9  # readings whose median is the speed of a moment
@@ -123,7 +125,7 @@ class Yardstick:
         if self._spent_s > self._share * (start_s - self._start_s):
             return
         self._read(PARTS, self.parts, 1)
-        self._spent_s += max((1 + _NUM_DROPPED) * _LEAST_READING_S, self._now() - start_s)
+        self._spent_s += max(2 * _LEAST_READING_S, self._now() - start_s)
 
     def read_beside(self) -> None:
         """Time the parts of BESIDE, while other processes compute."""
@@ -137,11 +139,29 @@ class Yardstick:
         return tuple(median(x.clean_s) if x.clean_s else None for x in parts)
 
     def _read(self, names: Sequence[str], parts: Sequence[Samples], num_kept: int) -> None:
-        """Time these parts in turns; the first turns, which are slower after the layers of a model, do not count."""
+        """Time these parts in turns; the first turn, which is slower after the layers of a model, does not count."""
+        if "compute" in names:
+            self._warm_up()
         dropped = [Samples() for _ in parts]
-        for turn in (*[dropped] * _NUM_DROPPED, *[parts] * num_kept):
+        for turn in (dropped, *[parts] * num_kept):
             for samples, name in zip(turn, names, strict=True):
                 self._clock.time(samples, _repeat, *self._parts[name])
+
+    def _warm_up(self) -> None:
+        """Repeat the products until they are no longer faster than before, twice in a row.
+
+        A core that waited or updated weights takes about 5 ms to come to its speed of products: the first one takes twice
+        as long.
+        """
+        before_s, num_steady = math.inf, 0
+        for _ in range(_MOST_WARMUPS):
+            start_s = self._now()
+            _repeat(*self._parts["compute"])
+            seconds = self._now() - start_s
+            num_steady = num_steady + 1 if seconds >= _STEADY * before_s else 0
+            if num_steady == 2:
+                return
+            before_s = seconds
 
 
 def _repeat(work: Callable[[], object], count: int) -> None:

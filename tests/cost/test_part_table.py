@@ -30,7 +30,7 @@ def costs() -> Costs:
 def test_every_stage_is_as_computed_however_many_are_asked_for(boundaries: DeviceBoundaries) -> None:
     found = costs()
     every = np.array([(i, j) for i in range(NUM_LAYERS) for j in range(i + 1, NUM_LAYERS + 1)])
-    expected = rows_of(found._computed_parts(*every.T, boundaries), (len(every),))
+    expected = rows_of(found.computed_parts(*every.T, boundaries), (len(every),))
     for num_layers in (1, 3, 8, NUM_LAYERS):  # ever larger tables
         there = np.flatnonzero(every[:, 1] - every[:, 0] <= num_layers)
         assert (rows_of(found.parts(*every[there].T, boundaries), there.shape) == expected[:, there]).all()

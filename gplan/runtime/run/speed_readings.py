@@ -38,9 +38,9 @@ class SpeedReadings:
         own = self._spent_s, time.monotonic() - self._start_s, last_step_s
         spent_s, since_s, step_s = self._slowest(*own, stays_busy=True)
         reading_s = spent_s / self._num_read if self._num_read else 0.0
-        num = _MOST_READINGS
-        if reading_s:
-            num = min(num, max(1, int((MOST_SHARE * since_s - spent_s) / reading_s)))
+        left_s, num = MOST_SHARE * since_s - spent_s, 1
+        if reading_s:  # before every step rather than many at once: a host may change within seconds
+            num = min(_MOST_READINGS, 1 + max(0, int(left_s / reading_s)))
         start_s = time.monotonic()
         compute_s, interpreter_s = self._yardstick.seconds(*BESIDE, num_readings=num)
         memory_s = None
@@ -48,7 +48,7 @@ class SpeedReadings:
             self._slowest()
             if rank == self._rank:
                 (memory_s,) = self._yardstick.seconds("memory", num_readings=num)
-        wait_s = (spent_s + num * reading_s) / MOST_SHARE - since_s
+        wait_s = (num * reading_s - left_s) / MOST_SHARE
         self._next_step = index + max(1, math.ceil(wait_s / step_s) if step_s > 0 else 1)
         self._spent_s += time.monotonic() - start_s
         self._num_read += num
