@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Literal
@@ -150,7 +151,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
             device=options.device,
             shares=shares,
             work_beside=_training_pass(file, options),
-            read_yardstick=yardstick.read_if_due,
+            read_yardstick=partial(yardstick.read_if_due, is_cold=True),
             read_beside=yardstick.read_beside,
         )
     load = load_between(before, read_load())

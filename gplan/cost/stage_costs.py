@@ -371,7 +371,7 @@ class Costs:
         return {}
 
     def computed_parts(self, first: Ints, end: Ints, boundaries: DeviceBoundaries) -> StageBytes[Ints]:
-        """The same without a table, for stages that are asked for once."""
+        """The parts of the memory of stages, each [E], computed without a table: for stages that are needed once."""
         trained, crossing = self.trained_share(first, end), self.crossing
         pass_through, passing_unsaved = (x * boundaries.before for x in self.pass_through.activation_bytes(first, end))
         is_last = end == self.num_positions - 1

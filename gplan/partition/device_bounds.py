@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import comb
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -42,7 +42,8 @@ SecondsOf: TypeAlias = Callable[[Ints, Ints], Floats]
 """Seconds of stages, given where they begin and end."""
 
 
-class StageKind(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageKind:
     """Whether a stage is the first, and whether it is the last."""
 
     is_first: bool
@@ -104,18 +105,18 @@ class AlikeLayers:
         }
         return np.array([known.get(name, 0 * gradient) for name in PARTS])
 
-    def least_workspaces(self, stage: StageKind, boundaries: DeviceBoundaries, *, fewest: int) -> Floats:
-        """[parts]: the least of each workspace over all such stages with so many of the layers; O(P^2). 0 elsewhere.
+    def least_workspaces(self, kind: StageKind, boundaries: DeviceBoundaries, *, fewest: int) -> Floats:
+        """[parts]: the least of each workspace over all stages of a kind with at least `fewest` of the layers; O(P^2).
 
-        0 in a long chain, too, where they would take too much time.
+        0 for the other parts, and all 0 in a chain that is not short.
         """
-        costs, place = self.costs, (stage, boundaries, fewest)
+        costs, place = self.costs, (kind, boundaries, fewest)
         if not costs.is_short_chain:
             return np.zeros(len(PARTS))
         if place not in self._known_workspaces:
             last = costs.num_positions - 1
-            starts = np.arange(1) if stage.is_first else np.arange(1, last)
-            ends = np.arange(last, last + 1) if stage.is_last else np.arange(1, last)
+            starts = np.arange(1) if kind.is_first else np.arange(1, last)
+            ends = np.arange(last, last + 1) if kind.is_last else np.arange(1, last)
             first, end = (x.ravel() for x in np.meshgrid(starts, ends, indexing="ij"))
             before = np.searchsorted(self.index, np.arange(costs.num_positions))
             there = (first < end) & (before[end] - before[first] >= fewest)
@@ -308,7 +309,7 @@ class DeviceBounds:
 
     @cached_property
     def _fullest(self) -> list[tuple[Floats, Floats]]:
-        """For each device [stages, moments] twice: what its stages hold without alike layers, and for each one.
+        """For each device [stages, moments] twice: what its stages hold at least beside alike layers, and for each one.
 
         At some of these moments the device holds most, wherever more of its layers are.
         """
@@ -454,10 +455,10 @@ class DeviceBounds:
 
     def _edges(self, stage: int, cuts: Ints) -> Floats:
         """[parts]: between some cuts, what a stage holds of what crosses its cuts, at least, and of the loss; less what is rounded."""
-        problem, costs = self.problem, self.problem.costs
-        boundaries, is_last = problem.boundaries(stage), stage == problem.num_stages - 1
+        problem, costs, kind = self.problem, self.problem.costs, self._kind(stage)
+        boundaries, is_last = problem.boundaries(stage), kind.is_last
         after = np.array([costs.num_positions - 1]) if is_last else cuts
-        before = problem.boundaries(stage).before and stage > 0
+        before = boundaries.before and not kind.is_first
         crossing, passing = costs.crossing, self._alike.passing
         activation, gradient = (x[cuts].min() * before for x in (crossing.activation_bytes, crossing.gradient_bytes))
         passed, passed_unsaved = (x[after] * boundaries.before for x in passing)

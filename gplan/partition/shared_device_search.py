@@ -227,7 +227,7 @@ TIME_LIMIT_S = 10.0
 
 _NUM_EVEN_PLANS = 40  # plans, to begin a search for the smallest peak with
 _MANY_ALIKE = 24  # layers from which counts lead to a plan to begin with
-_SHARES_OF_MEMORY = (1.0, 0.98, 0.95, 0.91, 0.86)  # for what counts leave out, such as workspaces
+_SHARES_OF_MEMORY = (1.0, 0.98, 0.95, 0.91, 0.86)  # for what counts leave out, as layers differ
 _SHARE_OF_START = 0.25  # of the time that is left, for one of several plans to begin with
 _SHARE_OF_FIRST = 0.5  # of the time that is left: if the first plan took longer, it is the only one to begin with
 
@@ -342,10 +342,11 @@ def _starts(problem: Problem, given: Ints | None, *, deadline_s: float) -> list[
 def _counted_to_fit(problem: Problem) -> list[Ints]:
     """One partition of many alike layers that fits, with counts that bounds allow; none where that is not found at once."""
     limit = problem.memory_of(0)
-    if limit is None or not DeviceBounds.apply_to(problem) or len(AlikeLayers(problem.costs)) < _MANY_ALIKE:
+    alike = AlikeLayers(problem.costs)
+    if limit is None or not DeviceBounds.apply_to(problem) or len(alike) < _MANY_ALIKE:
         return []
     for share in _SHARES_OF_MEMORY:
-        bounds = DeviceBounds(replace(problem, memory_bytes=int(share * limit)))
+        bounds = DeviceBounds(replace(problem, memory_bytes=int(share * limit)), alike)
         counts = bounds.best_counts()
         if counts is None:
             return []

@@ -1,4 +1,4 @@
-"""The yardstick: fixed work of about half a millisecond, timed beside the samples to know how fast the host was.
+"""The yardstick: fixed work of less than a millisecond, timed beside the samples to know how fast the host was.
 
 Its parts are bound by compute, by memory, and by the interpreter. The speed of a shared host changes between phases of
 some seconds or minutes. Samples are divided by the slowdown of their moment (`SpeedHistory`).
@@ -6,7 +6,6 @@ some seconds or minutes. Samples are divided by the slowdown of their moment (`S
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -36,8 +35,8 @@ SAMPLES = "yardstick/"
 
 _LEAST_READING_S = 1e-3  # on a GPU the host only launches it
 _LEAST_READINGS = 5
-_STEADY = 0.97  # of the time of the product before, from which it counts as no longer falling
-_MOST_WARMUPS = 24
+_NUM_WARMUPS = 3  # products before a reading: after a layer the first is 1.3 times as slow, the third as the others
+_NUM_WARMUPS_COLD = 12  # the same after a wait or an update: the first is 2.2 times as slow, the twelfth as the others
 _NUM_KEPT_BESIDE = 2  # turns at a stop beside other processes
 _MOST_APART = 1.15  # of two references of compute, else one of them was disturbed
 _NUM_AROUND = 9  # readings whose median is the speed of a moment
@@ -45,7 +44,7 @@ _NUM_AROUND_BESIDE = 6  # the same beside other processes, which is measured in 
 _WINDOW_S = 1.0  # the shortest window
 _NUM_STORED = 20  # windows in a profile
 _STREAMED_FLOATS = 2**24  # 64 MiB, more than the caches hold that a core shares
-_ROWS, _WEIGHTS = 128, 256  # of the product whose weights come from memory; the other takes as long
+_ROWS, _WEIGHTS = 128, 256  # of the product whose weights come from memory: it takes as long as 192 x 192 x 192
 _HALF_PAGE_FLOATS = 512  # a core is slower to write where what it reads lies whole pages away
 
 
@@ -58,24 +57,25 @@ def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
 
     One product has two matrices of 192 x 192, and one has other weights of 256 x 256 each time: small layers stay in the
     caches, those of large models do not, and other work on the host slows the two differently. These weights and the
-    sums go on through 64 MiB, so that what they read has left the caches, whatever ran in between. The parts are as fast
-    in every process: their tensors have fixed distances, and they allocate nothing, not even integers. They draw no
+    sums go on through 64 MiB each, so that what they read has left the caches, whatever ran in between. The parts are as
+    fast in every process: their tensors have fixed distances, and they allocate nothing, not even integers. They draw no
     random numbers.
     """
     on_gpu = device != "cpu"
     width, num_floats = (2048, 2**23) if on_gpu else (192, 2**18)
-    sizes = [width * width] * 3 + [_STREAMED_FLOATS, _HALF_PAGE_FLOATS, num_floats, 1]
-    left, right, product, streamed, _, total, small = torch.ones(sum(sizes), device=device).split(sizes)  # type: ignore[no-untyped-call]
+    sizes = [width * width] * 3 + [_STREAMED_FLOATS, _STREAMED_FLOATS, _HALF_PAGE_FLOATS, num_floats, 1]
+    found = torch.ones(sum(sizes), device=device).split(sizes)  # type: ignore[no-untyped-call]
+    left, right, product, weights, streamed, _, total, small = found
     square = partial(torch.Tensor.view, size=(width, width))
     multiply = partial(torch.mm, *map(square, (left, right)), out=square(product))
     rows, outputs = (x[: _ROWS * _WEIGHTS].view(_ROWS, _WEIGHTS) for x in (left, product))
-    weights = cycle(streamed.view(-1, _WEIGHTS, _WEIGHTS).unbind())
+    next_weights = cycle(weights.view(-1, _WEIGHTS, _WEIGHTS).unbind())
     addends = cycle(streamed.view(-1, num_floats).unbind())
     cached = tuple(range(8)) * 300  # as all integers up to 256
 
     def multiply_both() -> None:
         multiply()
-        torch.mm(rows, next(weights), out=outputs)
+        torch.mm(rows, next(next_weights), out=outputs)
 
     def add_next() -> None:
         total.add_(next(addends))
@@ -119,49 +119,42 @@ class Yardstick:
         """The samples of the parts of BESIDE beside other processes."""
         return tuple(self._samples(f"{SAMPLES}{name}{BESIDE_OTHERS}") for name in BESIDE)
 
-    def read_if_due(self) -> None:
-        """Time every part, unless earlier readings took their share of the time since the yardstick was made."""
+    def read_if_due(self, *, is_cold: bool = False) -> None:
+        """Time every part, unless earlier readings took their share of the time since the yardstick was made.
+
+        `is_cold`: the core did no products just before.
+        """
         start_s = self._now()
         if self._spent_s > self._share * (start_s - self._start_s):
             return
-        self._read(PARTS, self.parts, 1)
-        self._spent_s += max(2 * _LEAST_READING_S, self._now() - start_s)
+        num_warmups = _NUM_WARMUPS_COLD if is_cold else _NUM_WARMUPS
+        self._read(PARTS, self.parts, 1, num_warmups=num_warmups)
+        self._spent_s += max((num_warmups + 2) * _LEAST_READING_S, self._now() - start_s)
 
     def read_beside(self) -> None:
         """Time the parts of BESIDE, while other processes compute."""
-        self._read(BESIDE, self.parts_beside, _NUM_KEPT_BESIDE)
+        self._read(BESIDE, self.parts_beside, _NUM_KEPT_BESIDE, num_warmups=_NUM_WARMUPS)
 
     def seconds(self, *names: str, num_readings: int = 1) -> tuple[float | None, ...]:
         """Time these parts now; the median of each. Waits for the device. None for one always interrupted."""
         parts = [Samples() for _ in names]
-        self._read(names, parts, num_readings)
+        self._read(names, parts, num_readings, num_warmups=_NUM_WARMUPS_COLD)
         self._clock.flush()
         return tuple(median(x.clean_s) if x.clean_s else None for x in parts)
 
-    def _read(self, names: Sequence[str], parts: Sequence[Samples], num_kept: int) -> None:
-        """Time these parts in turns; the first turn, which is slower after the layers of a model, does not count."""
+    def _read(self, names: Sequence[str], parts: Sequence[Samples], num_kept: int, *, num_warmups: int) -> None:
+        """Time these parts in turns; the first turn, which is slower after the layers of a model, does not count.
+
+        A core that did no products for a while comes to its full speed of them only after some. So these run before
+        compute is read: a fixed number, as processes that read at the same time should be done together.
+        """
         if "compute" in names:
-            self._warm_up()
+            work, count = self._parts["compute"]
+            _repeat(work, num_warmups * count)
         dropped = [Samples() for _ in parts]
         for turn in (dropped, *[parts] * num_kept):
             for samples, name in zip(turn, names, strict=True):
                 self._clock.time(samples, _repeat, *self._parts[name])
-
-    def _warm_up(self) -> None:
-        """Repeat the products until they are no longer faster than before, twice in a row.
-
-        A core that waited or updated weights takes about 5 ms to come to its speed of products: the first one takes twice
-        as long.
-        """
-        before_s, num_steady = math.inf, 0
-        for _ in range(_MOST_WARMUPS):
-            start_s = self._now()
-            _repeat(*self._parts["compute"])
-            seconds = self._now() - start_s
-            num_steady = num_steady + 1 if seconds >= _STEADY * before_s else 0
-            if num_steady == 2:
-                return
-            before_s = seconds
 
 
 def _repeat(work: Callable[[], object], count: int) -> None:

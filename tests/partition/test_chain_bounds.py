@@ -111,6 +111,21 @@ def test_devices_that_cannot_hold_all_layers() -> None:
     assert DeviceBounds(problem).step_s == INFINITY  # a layer takes 40 bytes, with gradients and state
 
 
+@pytest.mark.parametrize(("memory_bytes", "is_enough"), [(137, False), (140, True)])
+def test_devices_that_cannot_hold_the_workspace_of_a_layer(memory_bytes: int, is_enough: bool) -> None:
+    """Three layers of 40 bytes and the 20 bytes in which one works; the bound leaves a byte a stage for rounding."""
+    problem = make_problem(
+        [1.0] * 12,
+        num_stages=8,
+        num_microbatches=8,
+        schedule=SHARED[0],
+        weight_bytes=10,
+        workspace_bytes=20,
+        memory_bytes=memory_bytes,
+    )
+    assert (DeviceBounds(problem).step_s < INFINITY) is is_enough
+
+
 def test_more_ways_than_are_listed_give_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_bounds, "_MOST_WAYS", 1)
     problem = make_problem([1.0] * 12, num_stages=8, num_microbatches=8, schedule=SHARED[0])

@@ -150,19 +150,12 @@ def test_parts_asked_for_are_timed_at_once() -> None:
     assert clock.now_s == pytest.approx(8e-3)  # the first of two is dropped
 
 
-def test_products_warm_up_until_they_are_steady() -> None:
-    clock, samples = PaperClock(), Samples()
-    times_s = iter([8e-3, 5e-3, 3e-3, 3e-3, 2e-3, 1e-3, 1e-3, 1e-3])  # of a core that waited
-
-    def multiply() -> None:
-        clock.now_s += next(times_s, 0.0)
-
-    parts = {"compute": (multiply, 1)} | dict.fromkeys(PARTS[1:], (lambda: None, 1))
-    yardstick = Yardstick(clock, lambda _: samples, parts, now=lambda: clock.now_s)
-    yardstick.seconds("memory")
-    assert clock.now_s == pytest.approx(8e-3 + 2e-3)  # once when it was made, as a library chooses its kernels
-    yardstick.seconds("compute")
-    assert next(times_s, None) is None
+@pytest.mark.parametrize(("is_cold", "num_products"), [(False, 1 + 3 + 2), (True, 1 + 12 + 2)])
+def test_a_cold_core_does_more_products_before_they_are_timed(is_cold: bool, num_products: int) -> None:
+    calls = list[None]()
+    parts = {"compute": (lambda: calls.append(None), 1)} | dict.fromkeys(PARTS[1:], (lambda: None, 1))
+    Yardstick(PaperClock(), lambda _: Samples(), parts).read_if_due(is_cold=is_cold)
+    assert len(calls) == num_products  # one when it was made, two timed
 
 
 def test_parts_beside_others_are_the_reference_of_devices_that_read_together() -> None:

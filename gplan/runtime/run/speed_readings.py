@@ -36,11 +36,10 @@ class SpeedReadings:
             return None
         # the same on all ranks, as they must read as often
         own = self._spent_s, time.monotonic() - self._start_s, last_step_s
-        spent_s, since_s, step_s = self._slowest(*own, stays_busy=True)
-        reading_s = spent_s / self._num_read if self._num_read else 0.0
-        left_s, num = MOST_SHARE * since_s - spent_s, 1
-        if reading_s:  # before every step rather than many at once: a host may change within seconds
-            num = min(_MOST_READINGS, 1 + max(0, int(left_s / reading_s)))
+        spent_s, since_s, step_s = self._slowest(*own)
+        reading_s, num = spent_s / self._num_read if self._num_read else 0.0, 1
+        if reading_s:  # as many as a step allows, not more at once later: a host may change within seconds
+            num = min(_MOST_READINGS, 1 + int(MOST_SHARE * step_s / reading_s))
         start_s = time.monotonic()
         compute_s, interpreter_s = self._yardstick.seconds(*BESIDE, num_readings=num)
         memory_s = None
@@ -48,7 +47,7 @@ class SpeedReadings:
             self._slowest()
             if rank == self._rank:
                 (memory_s,) = self._yardstick.seconds("memory", num_readings=num)
-        wait_s = (num * reading_s - left_s) / MOST_SHARE
+        wait_s = (spent_s + num * reading_s) / MOST_SHARE - since_s
         self._next_step = index + max(1, math.ceil(wait_s / step_s) if step_s > 0 else 1)
         self._spent_s += time.monotonic() - start_s
         self._num_read += num
@@ -56,16 +55,16 @@ class SpeedReadings:
             return None
         return YardstickTimes(compute_s=compute_s, memory_s=memory_s, interpreter_s=interpreter_s)
 
-    def _slowest(self, *seconds: float, stays_busy: bool = False) -> list[float]:
+    def _slowest(self, *seconds: float) -> list[float]:
         """The largest over the ranks; all of them have come when it returns.
 
-        With `stays_busy` a core computes while it waits, as in a step: one that has slept may be slower for a while.
+        A core computes while it waits, as in a step: one that has slept may be slower for a while.
         """
         if self._num_ranks == 1:
             return list(seconds)
         values = torch.tensor((*seconds, 0.0), device=self._device, dtype=torch.float64)
         work = dist.all_reduce(values, dist.ReduceOp.MAX, async_op=True)
-        while stays_busy and not work.is_completed():
+        while not work.is_completed():
             time.sleep(0)
         work.wait()
         largest: list[float] = values.tolist()
