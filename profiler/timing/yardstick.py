@@ -133,7 +133,7 @@ class Yardstick:
 
     def read_beside(self) -> None:
         """Time the parts of BESIDE, while other processes compute."""
-        self._read(BESIDE, self.parts_beside, _NUM_KEPT_BESIDE, num_warmups=_NUM_WARMUPS)
+        self._read(BESIDE, self.parts_beside, _NUM_KEPT_BESIDE, num_warmups=_NUM_WARMUPS_COLD)
 
     def seconds(self, *names: str, num_readings: int = 1) -> tuple[float | None, ...]:
         """Time these parts now; the median of each. Waits for the device. None for one always interrupted."""
