@@ -7,9 +7,9 @@ its median speed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,14 +103,14 @@ class HostSpeed:
         )
 
     def rank_slowdowns(self, steps: Sequence[StepSpeed]) -> tuple[float, ...]:
-        """The slowdown of each rank over the steps, see `_middle_mean`; () unless every rank has a reading."""
+        """The slowdown of each rank over the steps, the geometric mean; () unless every rank has a reading."""
         found = []
         ranks = list(zip(*(x.ranks for x in steps), strict=True))
         for times in ranks:
-            logs = [math.log(self.slowdown(x, num_devices=len(ranks))) for x in times if x is not None]
-            if not logs:
+            slowdowns = [self.slowdown(x, num_devices=len(ranks)) for x in times if x is not None]
+            if not slowdowns:
                 return ()
-            found.append(math.exp(_middle_mean(logs)))
+            found.append(geometric_mean(slowdowns))
         return tuple(found)
 
     @property
@@ -164,18 +164,6 @@ def average_times(
         memory_s=average(x.memory_s for x in found),
         interpreter_s=average(x.interpreter_s for x in found),
     )
-
-
-def _middle_mean(values: Iterable[float]) -> float:
-    """The mean without the lowest and the highest quarter: a reading of a millisecond may hit a short disturbance.
-
-    >>> _middle_mean([1.0, 2.0, 3.0, 4.0, 90.0])
-    3.0
-    """
-    ordered = sorted(values)
-    cut = len(ordered) // 4
-    middle = ordered[cut : len(ordered) - cut]
-    return sum(middle) / len(middle)
 
 
 def speed_phases(windows: Sequence[tuple[float, float, float]]) -> tuple[tuple[float, float, float], ...]:

@@ -136,6 +136,14 @@ def test_waits_for_cores_count_as_the_hosts() -> None:
     assert replace(waited, plan=replace(waited.plan, host_speed=busy)).device_slowdowns == pytest.approx((1.0, 1.0))
 
 
+def test_a_short_slow_phase_counts_as_long_as_it_is() -> None:
+    once = YardstickTimes(compute_s=1.0, memory_s=1.0, interpreter_s=1.0)
+    twice, speed = YardstickTimes(compute_s=2.0, memory_s=2.0, interpreter_s=2.0), HostSpeed(reference=once)
+    readings = [twice if i == 3 else once for i in range(8)]
+    windows = [StepSpeed(first_step=i, end_step=i + 1, ranks=(x,)) for i, x in enumerate(readings)]
+    assert speed.rank_slowdowns(windows) == pytest.approx((2 ** (1 / 8),))
+
+
 def test_without_a_yardstick_there_is_one_error() -> None:
     plan = usual_plan()
     run = measured_run(plan, times(simulate(plan), 1.5))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
-from statistics import fmean, median
+from statistics import fmean
 
 import msgspec
 
@@ -191,12 +191,12 @@ def _core_stretch(
 
 
 def _speed_windows(ranks: Sequence[Sequence[StepRecord]], num_warmup_steps: int) -> Iterator[StepSpeed]:
-    """The median reading of each rank in windows of steps, after the warm-up; windows without any are left out."""
+    """The mean reading of each rank in windows of steps, after the warm-up; windows without any are left out."""
     timed = range(num_warmup_steps, len(ranks[0]))
     size = max(1, math.ceil(len(timed) / _NUM_SPEED_WINDOWS))
     for first in timed[::size]:
         end = min(first + size, len(ranks[0]))
-        readings = tuple(average_times([x.yardstick for x in own[first:end]], median) for own in ranks)
+        readings = tuple(average_times([x.yardstick for x in own[first:end]], fmean) for own in ranks)
         if any(readings):
             yield StepSpeed(first_step=first, end_step=end, ranks=readings)
 
