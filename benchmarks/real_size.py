@@ -186,7 +186,7 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         "## Runs",
         "",
-        "Worst over the stages for forward, backward, optimizer and peak memory; the optimizer as it came. "
+        "Forward, backward, optimizer and peak memory have the raw error of the stage where it is largest. "
         + _summary(present),
         "",
         *_run_table(present),
@@ -218,7 +218,7 @@ def _run_table(runs: pd.DataFrame) -> list[str]:
 
 
 def _summary(runs: pd.DataFrame) -> str:
-    """Median and worst of each error."""
+    """The median of the size of each error, and the worst error."""
     by_name = {name: runs[runs.quantity == name] for name in (STEP_TIME, BUBBLE, OPTIMIZER, PEAK_MEMORY)}
     steps, bubbles = by_name[STEP_TIME], by_name[BUBBLE]
     shown = {
@@ -230,12 +230,14 @@ def _summary(runs: pd.DataFrame) -> str:
     texts = [_median_and_worst(name, errors.dropna()) for name, errors in shown.items() if len(errors.dropna())]
     points = 100 * (bubbles.predicted - bubbles.measured)
     if len(points):
-        texts.append(f"bubble {points.abs().median():.1f} and {max(points, key=abs):+.1f} points")
-    return f"Median size and worst over {len(steps)} runs: {'; '.join(texts)}." if len(steps) else ""
+        texts.append(f"bubble: median {points.abs().median():.1f}, worst {max(points, key=abs):+.1f} points")
+    return f"Over {len(steps)} runs: {'; '.join(texts)}." if len(steps) else ""
 
 
 def _median_and_worst(name: str, errors: pd.Series) -> str:
-    return f"{name} {percent_text(errors.abs().median())} and {percent_text(max(errors, key=abs), signed=True)}"
+    return (
+        f"{name}: median {percent_text(errors.abs().median())}, worst {percent_text(max(errors, key=abs), signed=True)}"
+    )
 
 
 def _layer_line(key: tuple[object, ...], part: pd.DataFrame) -> str:

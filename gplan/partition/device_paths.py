@@ -1,7 +1,7 @@
 """Paths through the order of a device with several stages, which give lower bounds of a step (`device_bounds.py`).
 
-A path comes from another device to the first action of its kind on one of the stages, goes along the device's order, and
-leaves after the last action of a kind for what waits for it, or ends with the updates.
+A path begins when another device lets one of the stages do its first action of a kind. It follows the device's order. It
+ends with the updates, or goes on to another device that waits for the last action of a kind on one of the stages.
 """
 
 from __future__ import annotations

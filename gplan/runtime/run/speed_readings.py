@@ -38,7 +38,7 @@ class SpeedReadings:
         own = self._spent_s, time.monotonic() - self._start_s, last_step_s
         spent_s, since_s, step_s = self._slowest(*own)
         reading_s, num = spent_s / self._num_read if self._num_read else 0.0, 1
-        if reading_s:  # as many as a step allows, not more at once later: a host may change within seconds
+        if reading_s:  # as many as one step allows: a host may change before the next
             num = min(_MOST_READINGS, 1 + int(MOST_SHARE * step_s / reading_s))
         start_s = time.monotonic()
         compute_s, interpreter_s = self._yardstick.seconds(*BESIDE, num_readings=num)
