@@ -57,20 +57,21 @@ def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
 
     One product has two matrices of 192 x 192, and one has other weights of 256 x 256 each time: small layers stay in the
     caches, those of large models do not, and other work on the host slows the two differently. These weights and the
-    sums go on through 64 MiB each, so that what they read has left the caches, whatever ran in between. The parts are as
+    sums go on through 64 MiB in all, so that what they read has left the caches, whatever ran in between. The parts are as
     fast in every process: their tensors have fixed distances, and they allocate nothing, not even integers. They draw no
     random numbers.
     """
     on_gpu = device != "cpu"
     width, num_floats = (2048, 2**23) if on_gpu else (192, 2**18)
-    sizes = [width * width] * 3 + [_STREAMED_FLOATS, _STREAMED_FLOATS, _HALF_PAGE_FLOATS, num_floats, 1]
+    sizes = [width * width] * 3 + [_STREAMED_FLOATS, _HALF_PAGE_FLOATS, num_floats, 1]
     found = torch.ones(sum(sizes), device=device).split(sizes)  # type: ignore[no-untyped-call]
-    left, right, product, weights, streamed, _, total, small = found
+    left, right, product, streamed, _, total, small = found
+    weights, summed = streamed.split([0, _STREAMED_FLOATS] if on_gpu else [_STREAMED_FLOATS // 2] * 2)
     square = partial(torch.Tensor.view, size=(width, width))
     multiply = partial(torch.mm, *map(square, (left, right)), out=square(product))
     rows, outputs = (x[: _ROWS * _WEIGHTS].view(_ROWS, _WEIGHTS) for x in (left, product))
-    next_weights = cycle(weights.view(-1, _WEIGHTS, _WEIGHTS).unbind())
-    addends = cycle(streamed.view(-1, num_floats).unbind())
+    next_weights = cycle(weights.unflatten(0, (-1, _WEIGHTS, _WEIGHTS)).unbind())
+    addends = cycle(summed.view(-1, num_floats).unbind())
     cached = tuple(range(8)) * 300  # as all integers up to 256
 
     def multiply_both() -> None:
