@@ -131,7 +131,7 @@ class CpuClock:
     """Wall time of the calling thread; a sample is refused where the thread waited for its core."""
 
     warmup_s: ClassVar[float] = 0.0
-    warmup_rounds: ClassVar[int] = 0  # a first run without a fault is enough
+    warmup_rounds: ClassVar[int] = 1  # twice as slow after a fork, as every page that is written is copied first
 
     def begin(self) -> Callable[[Samples], None]:
         """Start a sample; the returned function ends it and adds its duration."""

@@ -148,6 +148,7 @@ _MOST_ROUNDS = 60
 _PAIR_ROUNDS = 5
 _SETTLED = 0.025  # standard error of a median, over the median
 _SETTLED_OF_ALL = 0.004  # or over the time of all layers: small ones need not settle
+_SETTLED_SUM = 0.01  # the same of the sum of all layers: on a host whose speed changes, a few seconds say little
 
 
 class RoundSamples:
@@ -409,4 +410,7 @@ class TimingRounds:
         found = [self._samples(f"{key}/{x}") for key in self._bench.keys for x in ("forward", "backward")]
         medians = [x.timing().median_s for x in found]
         small_s = _SETTLED_OF_ALL * sum(medians)
-        return all(x.median_error_s <= max(_SETTLED * s, small_s) for x, s in zip(found, medians, strict=True) if s)
+        sums = [x for name in ("forward", "backward") if (x := self._samples(f"together/{name}")).clean_s]
+        return all(x.settled(_SETTLED_SUM) for x in sums) and all(
+            x.median_error_s <= max(_SETTLED * s, small_s) for x, s in zip(found, medians, strict=True) if s
+        )

@@ -202,6 +202,20 @@ def test_rounds_end_with_the_budget() -> None:
     assert len(short.samples["a/forward"].clean_s) == 10
 
 
+def test_rounds_go_on_until_the_sum_of_all_layers_is_known() -> None:
+    """All layers vary by 2 % together, as on a host whose speed changes: each is known within 1.2 %, which is enough."""
+
+    class Drifting(Bookkeeper):
+        def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
+            seconds = 1.0 + (0.02 if len(samples.clean_s) % 2 else -0.02)
+            samples.add(seconds, seconds)
+            return work(*args)
+
+    book = Drifting()
+    sampled(bench_of(("a", "b")), book)
+    assert len(book.samples["together/forward"].clean_s) == 14  # 1.25 * 0.04 / 1.35 / sqrt(14) < 1 %
+
+
 def test_rounds_that_were_made_before_are_not_made_again() -> None:
     book = Bookkeeper()
     bench = bench_of(("a",))

@@ -1,7 +1,7 @@
 """Combines what the processes measured into one Run with a measured Timeline.
 
-A timeline has means over the steps of middle length, without the shortest and longest quarter. Unlike medians, means
-add up: the gap between two mean times is the mean gap.
+A timeline has means over all steps that count. Unlike medians, means add up: the gap between two mean times is the mean
+gap. No step is left out for its length, as the readings of the host's speed are averaged over slow steps too.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _run(
         num_counted=len(chosen),
         num_disturbed=num_disturbed,
         num_growing=len(timed) - len(settled),
-        timeline=mean_timeline(_of_middle_length(chosen, step_s)),
+        timeline=mean_timeline(chosen),
         step_timelines=tuple(mean_timeline([i]) for i in chosen) if options.keeps_steps else (),
         peak_bytes=tuple(peak_bytes),
         check=check,
@@ -236,12 +236,6 @@ def _is_growing(step: StepRecord) -> bool:
     Tables of large models leave gaps in the allocator's memory: it grows in some of the first ten steps.
     """
     return step.num_page_faults * _PAGE_FAULT_S > _MOST_FAULTS_SHARE * (step.end_s - step.start_s)
-
-
-def _of_middle_length(chosen: Sequence[int], step_s: Sequence[float]) -> list[int]:
-    """Return the chosen steps without the shortest and the longest quarter; of three the middle one."""
-    rising, num_short = sorted(chosen, key=step_s.__getitem__), (len(chosen) + 1) // 4
-    return rising[num_short : len(rising) - num_short]
 
 
 def _is_clean(actions: Sequence[ActionTiming]) -> bool:
