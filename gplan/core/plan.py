@@ -250,7 +250,9 @@ class Plan:
     sharding: Sharding = "none"  # of each stage over the replicas
     frontier: tuple[Alternative, ...] = ()  # of a search: by rising step time and falling peak memory, with this plan
     rivals: tuple[Alternative, ...] = ()  # to compare it with, such as the best one without the user's constraints
-    host_speed: HostSpeed | None = None  # that the costs belong to, by the profile; None: unknown, or another machine
+    host_speed: HostSpeed | None = (
+        None  # that the costs belong to, by the profile; None: unknown, or devices of other speeds
+    )
     precision: Precision = field(default_factory=Precision)  # that it trains in, as profiled
 
     def __post_init__(self) -> None:

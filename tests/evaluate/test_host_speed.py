@@ -14,6 +14,8 @@ from gplan.core import (
     HostLoad,
     HostSpeed,
     Link,
+    Machine,
+    MachineDevice,
     Plan,
     Profile,
     Run,
@@ -166,6 +168,21 @@ def test_plans_keep_the_speed_and_do_not_change_by_it() -> None:
     plain, with_it = usual_plan(profile), usual_plan(replace(profile, host_speed=SPEED))
     assert with_it.host_speed == SPEED
     assert replace(with_it, host_speed=None, proof=plain.proof) == plain
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_kept"),
+    [({}, True), ({"hardware": "cpu"}, True), ({"speed": 2.0}, False), ({"hardware": "b200"}, False)],
+)
+def test_plans_for_a_machine_keep_the_speed_where_its_devices_are_as_the_profiled_one(
+    changed: dict[str, Any], is_kept: bool
+) -> None:
+    profile = usual_profile()
+    profile = replace(profile, host_speed=SPEED, device=replace(profile.device, name="cpu"))
+    devices = (MachineDevice(name="a", host="a"), MachineDevice(name="b", host="b", **changed))
+    link = Link(latency_s=0.0, bytes_per_s=1e9)
+    plan = usual_plan(profile, machine=Machine(devices=devices, within=link, between=link))
+    assert plan.host_speed == (SPEED if is_kept else None)
 
 
 class SlowHost:

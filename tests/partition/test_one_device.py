@@ -18,7 +18,9 @@ SLOW = replace(LARGE, link=replace(FREE_LINK, latency_s=50.0))
 
 def notes_of(plan: Plan) -> list[str]:
     num = plan.num_microbatches * plan.num_replicas
-    told = f"one device alone (--k 1 --schedule 1f1b --microbatches {num}) would be faster"
+    recompute = "" if plan.recompute == "never" else f" --recompute {plan.recompute}"
+    setting = f"--k 1 --schedule 1f1b --microbatch-size {plan.microbatch_size} --microbatches {num}{recompute}"
+    told = f"one device alone ({setting}) would be faster"
     return [x for x in plan.notes if x.startswith(told)]
 
 
@@ -51,6 +53,13 @@ def test_a_search_says_it_too_and_counts_the_replicas_batch() -> None:
     assert len(notes_of(plan)) == 1
     twice = gplan.balance(SLOW, num_devices=2, num_microbatches=4, num_replicas=2)
     assert ["96.0 s" in x and "these 4 devices" in x for x in notes_of(twice)] == [True]
+
+
+def test_the_setting_that_is_named_takes_the_time_that_is_named() -> None:
+    plan = gplan.balance(SLOW, num_devices=2, num_microbatches=4, recompute="always")
+    (note,) = notes_of(plan)
+    alone = gplan.balance(SLOW, num_devices=1, num_microbatches=4, schedule="1f1b", recompute="always")
+    assert "--recompute always" in note and f": {seconds_text(alone.prediction.step_s)} for" in note
 
 
 def test_what_one_device_cannot_hold_it_is_not_said_to_do_faster() -> None:
