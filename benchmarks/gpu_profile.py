@@ -278,9 +278,9 @@ def run_plain(case: Case, suite: Suite) -> Plain:
 
 
 def warm_up(step: Callable[[], None], clock: Clock) -> None:
-    """Once, and as long and as often as the clock asks for."""
+    """As long and as often as the clock requires."""
     start_s, rounds = time.monotonic(), 0
-    while rounds < max(1, clock.warmup_rounds) or time.monotonic() - start_s < clock.warmup_s:
+    while rounds < clock.warmup_rounds or time.monotonic() - start_s < clock.warmup_s:
         step()
         clock.flush()
         rounds += 1

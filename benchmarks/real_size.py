@@ -199,8 +199,8 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         "## Runs of earlier versions",
         "",
-        "Until 20:25 on 2026-11-24 the yardstick was not warmed up before all readings and was up to 20 % too slow: errors at "
-        "equal speed are as wrong. All of these runs left out the quarter of their steps that was slowest, and the fastest one.",
+        "Before 20:25 on 2026-11-24 the yardstick was read without warming up and was up to 20 % too slow, so errors at equal "
+        "speed are wrong by as much. All of these runs average their steps without the slowest and the fastest quarter.",
         "",
         *_run_table(earlier),
         "",

@@ -250,9 +250,8 @@ class Plan:
     sharding: Sharding = "none"  # of each stage over the replicas
     frontier: tuple[Alternative, ...] = ()  # of a search: by rising step time and falling peak memory, with this plan
     rivals: tuple[Alternative, ...] = ()  # to compare it with, such as the best one without the user's constraints
-    host_speed: HostSpeed | None = (
-        None  # that the costs belong to, by the profile; None: unknown, or devices of other speeds
-    )
+    # The speed that the costs belong to; None: not measured, or devices of a machine differ from the profiled one.
+    host_speed: HostSpeed | None = None
     precision: Precision = field(default_factory=Precision)  # that it trains in, as profiled
 
     def __post_init__(self) -> None:
@@ -376,7 +375,7 @@ class Run:
     num_disturbed: int  # steps after the warm-up in which the processes lost their cores
     num_growing: int = 0  # further steps after the warm-up, left out because a process's memory still grew in them
     num_counted: int  # steps used in the means: the undisturbed ones, or all if those are too few
-    timeline: Timeline  # measured: means over the counted steps without the fastest and slowest quarter
+    timeline: Timeline  # measured: means over the counted steps
     step_timelines: tuple[Timeline, ...] = ()  # one per counted step, if requested
     peak_bytes: tuple[int, ...]  # per device, by the allocator; 0: not measured
     check: GradientCheck | None

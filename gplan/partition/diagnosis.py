@@ -288,9 +288,12 @@ def one_device_notes(plan: Plan, profile: Profile) -> tuple[str, ...]:
     step_s, _ = step_and_bubble(single.made_schedule, [stage.contended_cost], recompute=plan.recompute)
     if step_s >= plan.prediction.step_s:
         return ()
-    setting = f"--k 1 --schedule {LEAST_MEMORY_SCHEDULE} --microbatch-size {plan.microbatch_size} --microbatches {single.num_microbatches}"
+    setting = f"--k 1 --schedule {LEAST_MEMORY_SCHEDULE} --microbatch-size {plan.microbatch_size}"
+    setting += f" --microbatches {single.num_microbatches}"
     if plan.recompute != "never":
         setting += f" --recompute {plan.recompute}"
+    if plan.memory_limit_bytes not in (None, profile.device.memory_bytes):
+        setting += f" --memory {plan.memory_limit_bytes}"
     return (
         f"one device alone ({setting}) would be faster: {seconds_text(step_s)} for the same batch, "
         f"where these {counted(num_devices, 'device')} take {seconds_text(plan.prediction.step_s)}",

@@ -173,7 +173,7 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
 
 
 def _speed_of_costs(problem: Problem) -> HostSpeed | None:
-    """The speed of the host that was profiled; None for a machine with devices of other speeds or hardware."""
+    """The speed of the profiled host; None if it was not measured, or if a device differs in speed or hardware."""
     profile = problem.costs.profile
     are_alike = all(x.speed == 1.0 and x.hardware in ("", profile.device.name) for x in problem.machine_devices)
     return replace(profile.host_speed, windows=()) if profile.host_speed is not None and are_alike else None

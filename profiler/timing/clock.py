@@ -131,7 +131,9 @@ class CpuClock:
     """Wall time of the calling thread; a sample is refused where the thread waited for its core."""
 
     warmup_s: ClassVar[float] = 0.0
-    warmup_rounds: ClassVar[int] = 1  # twice as slow after a fork, as every page that is written is copied first
+    warmup_rounds: ClassVar[int] = (
+        1  # after the neighbours are forked it takes twice as long: each page it writes is copied
+    )
 
     def begin(self) -> Callable[[Samples], None]:
         """Start a sample; the returned function ends it and adds its duration."""

@@ -2,7 +2,8 @@
 
 Each round also runs all layers as one stage. Every other round runs the user's model and a recomputed stage; the rounds
 between run a backward that creates gradients, the two halves of a split backward, and a round beside other processes
-(contention). Sampling ends when the standard error of every relevant median is small. `Corrections` turns the time of a
+(contention). Sampling ends when the standard errors of every relevant
+median and of the sum of the layers are small. `Corrections` turns the time of a
 layer on its own into its time within a stage.
 """
 
@@ -26,7 +27,7 @@ from profiler.timing.bench import Bench, Composed, backward
 from profiler.timing.clock import Clock, Samples, median_s
 from profiler.timing.neighbours import BESIDE_OTHERS, Neighbours
 
-_LEAST_SUMS = 5  # rounds for a variance
+_LEAST_SUMS = 5  # rounds for a variance of the layers' sum
 _LEAST_RERUN = 0.1  # share of the stage's forward that is run again, below which the factor of recompute is 1
 
 
@@ -148,7 +149,7 @@ _MOST_ROUNDS = 60
 _PAIR_ROUNDS = 5
 _SETTLED = 0.025  # standard error of a median, over the median
 _SETTLED_OF_ALL = 0.004  # or over the time of all layers: small ones need not settle
-_SETTLED_SUM = 0.01  # the same of the sum of all layers: on a host whose speed changes, a few seconds say little
+_SETTLED_SUM = 0.01  # the same of the sum of several layers, as drift that they have in common hardly shows in each
 
 
 class RoundSamples:
@@ -239,7 +240,7 @@ class TimingRounds:
             self._clock.flush()
 
     def _warm_up(self) -> None:
-        """Rounds without samples, for devices that need them."""
+        """Rounds without samples, as many and for as long as the clock requires."""
         start_s, rounds = time.monotonic(), 0
         while rounds < self._clock.warmup_rounds or time.monotonic() - start_s < self._clock.warmup_s:
             self.layer_round(lambda _name: Samples())
@@ -410,7 +411,8 @@ class TimingRounds:
         found = [self._samples(f"{key}/{x}") for key in self._bench.keys for x in ("forward", "backward")]
         medians = [x.timing().median_s for x in found]
         small_s = _SETTLED_OF_ALL * sum(medians)
-        sums = [x for name in ("forward", "backward") if (x := self._samples(f"together/{name}")).clean_s]
-        return all(x.settled(_SETTLED_SUM) for x in sums) and all(
+        sums = [self._samples(f"together/{x}") for x in ("forward", "backward") if len(set(self._bench.keys)) > 1]
+        known = [x for x in sums if len(x.clean_s) >= _LEAST_SUMS]  # else nearly every round is interrupted
+        return all(x.settled(_SETTLED_SUM) for x in known) and all(
             x.median_error_s <= max(_SETTLED * s, small_s) for x, s in zip(found, medians, strict=True) if s
         )

@@ -43,7 +43,7 @@ _NUM_AROUND = 9  # readings whose median is the speed of a moment
 _NUM_AROUND_BESIDE = 6  # the same beside other processes, which is measured in short stretches
 _WINDOW_S = 1.0  # the shortest window
 _NUM_STORED = 20  # windows in a profile
-_STREAMED_FLOATS = 2**24  # 64 MiB, more than the caches hold that a core shares
+_STREAMED_FLOATS = 2**24  # 64 MiB, more than the caches hold that a core shares; on a CPU two halves are read in turns
 _ROWS, _WEIGHTS = 128, 256  # of the product whose weights come from memory: it takes as long as 192 x 192 x 192
 _HALF_PAGE_FLOATS = 512  # a core is slower to write where what it reads lies whole pages away
 
@@ -56,16 +56,17 @@ def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
     """The parts on a device: products, sums over 1 MiB of memory, and a loop; on a GPU larger, and small launches.
 
     One product has two matrices of 192 x 192, and one has other weights of 256 x 256 each time: small layers stay in the
-    caches, those of large models do not, and other work on the host slows the two differently. These weights and the
-    sums go on through 64 MiB in all, so that what they read has left the caches, whatever ran in between. The parts are as
-    fast in every process: their tensors have fixed distances, and they allocate nothing, not even integers. They draw no
-    random numbers.
+    caches, those of large models do not, and other work on the host slows the two differently. On a CPU these weights
+    and the sums each cycle through 32 MiB, on a GPU the sums through 64 MiB, so that what they read has left the caches,
+    whatever ran in between. The parts are as fast in every process: their tensors have fixed distances, and they allocate
+    nothing, not even integers. They draw no random numbers.
     """
     on_gpu = device != "cpu"
     width, num_floats = (2048, 2**23) if on_gpu else (192, 2**18)
     sizes = [width * width] * 3 + [_STREAMED_FLOATS, _HALF_PAGE_FLOATS, num_floats, 1]
     found = torch.ones(sum(sizes), device=device).split(sizes)  # type: ignore[no-untyped-call]
     left, right, product, streamed, _, total, small = found
+    # on a GPU no product has weights from memory
     weights, summed = streamed.split([0, _STREAMED_FLOATS] if on_gpu else [_STREAMED_FLOATS // 2] * 2)
     square = partial(torch.Tensor.view, size=(width, width))
     multiply = partial(torch.mm, *map(square, (left, right)), out=square(product))

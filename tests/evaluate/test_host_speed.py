@@ -174,9 +174,7 @@ def test_plans_keep_the_speed_and_do_not_change_by_it() -> None:
     ("changed", "is_kept"),
     [({}, True), ({"hardware": "cpu"}, True), ({"speed": 2.0}, False), ({"hardware": "b200"}, False)],
 )
-def test_plans_for_a_machine_keep_the_speed_where_its_devices_are_as_the_profiled_one(
-    changed: dict[str, Any], is_kept: bool
-) -> None:
+def test_plans_for_machines_like_the_profiled_host_keep_its_speed(changed: dict[str, Any], is_kept: bool) -> None:
     profile = usual_profile()
     profile = replace(profile, host_speed=SPEED, device=replace(profile.device, name="cpu"))
     devices = (MachineDevice(name="a", host="a"), MachineDevice(name="b", host="b", **changed))

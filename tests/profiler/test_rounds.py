@@ -202,18 +202,47 @@ def test_rounds_end_with_the_budget() -> None:
     assert len(short.samples["a/forward"].clean_s) == 10
 
 
+class Drifting(Bookkeeper):
+    """All layers vary by 2 % together, as on a host whose speed changes."""
+
+    def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
+        seconds = 1.0 + (0.02 if len(samples.clean_s) % 2 else -0.02)
+        samples.add(seconds, seconds)
+        return work(*args)
+
+
 def test_rounds_go_on_until_the_sum_of_all_layers_is_known() -> None:
-    """All layers vary by 2 % together, as on a host whose speed changes: each is known within 1.2 %, which is enough."""
-
-    class Drifting(Bookkeeper):
-        def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
-            seconds = 1.0 + (0.02 if len(samples.clean_s) % 2 else -0.02)
-            samples.add(seconds, seconds)
-            return work(*args)
-
+    """Each layer is known within 1.2 % after ten rounds, which is enough for one, but not for the sum."""
     book = Drifting()
     sampled(bench_of(("a", "b")), book)
     assert len(book.samples["together/forward"].clean_s) == 14  # 1.25 * 0.04 / 1.35 / sqrt(14) < 1 %
+
+
+def test_one_layer_need_not_be_known_as_exactly_as_a_sum() -> None:
+    book = Drifting()
+    sampled(bench_of(("a", "a")), book)
+    assert len(book.samples["together/forward"].clean_s) == 10
+
+
+def test_rounds_end_where_nearly_all_are_interrupted() -> None:
+    """Sums of a few rounds cannot settle; the layers themselves have."""
+    book = Bookkeeper()
+    for name in ("a/forward", "a/backward", "b/forward", "b/backward"):
+        book.samples[name].clean_s.extend([1.0] * 10)
+    for name in ("forward", "backward"):
+        book.samples[f"together/{name}"].clean_s.extend([1.0, 2.0])
+    TimingRounds(bench_of(("a", "b")), book, book).sample(10.0, lambda _index, _share: None, num_done=10)
+    assert len(book.samples["a/forward"].clean_s) == 10
+
+
+@pytest.mark.parametrize("num_rounds", [0, 1, 3])
+def test_rounds_of_the_warm_up_have_no_samples(num_rounds: int) -> None:
+    calls: list[int] = []
+    bench, book = bench_of(("a",)), Bookkeeper()
+    book.warmup_rounds = num_rounds
+    bench.layers[0].register_forward_pre_hook(lambda *_: calls.append(len(book.samples["a/forward"].clean_s)))
+    sampled(bench, book)
+    assert calls.count(0) == num_rounds  # the clock adds a sample before its work
 
 
 def test_rounds_that_were_made_before_are_not_made_again() -> None:

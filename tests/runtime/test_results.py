@@ -157,7 +157,7 @@ def test_split_updates_add_up() -> None:
 
 
 def test_timeline_is_the_mean_of_all_steps_that_count() -> None:
-    """Durations and gaps are means that add up to the mean step; slow steps count, as in the readings of the host's speed."""
+    """Durations and gaps are means that add up to the mean step; slow steps count too."""
     plan, options = scheduled_plan("gpipe"), RunOptions(num_steps=8, keeps_steps=True)
     warm_up = [(100.0, 0.0)] * options.num_warmup_steps
     counted = [(1.0, 0.25), (2.0, 0.0), (5.0, 0.5), (1.5, 0.5), (1.0, 0.0)]

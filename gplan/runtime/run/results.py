@@ -1,7 +1,7 @@
 """Combines what the processes measured into one Run with a measured Timeline.
 
 A timeline has means over all steps that count. Unlike medians, means add up: the gap between two mean times is the mean
-gap. No step is left out for its length, as the readings of the host's speed are averaged over slow steps too.
+gap. No step is left out for its length (docs/cost-model.md, Host speed).
 """
 
 from __future__ import annotations
