@@ -2,6 +2,7 @@
 
     sudo python benchmarks/cluster_namespaces.py                      about 45 minutes on 2 idle cores; goes on where it stopped
     sudo python benchmarks/cluster_namespaces.py --models small --steps 6 --rates 200     only some of it
+    sudo python benchmarks/cluster_namespaces.py --busy               how much a busy cable slows the cores; one minute
     python benchmarks/cluster_namespaces.py --table                   the tables of what is there, without running
 
 Needs Linux, root and iproute2. The namespaces, joined by a veth pair, have names of their own and one core each; they are
@@ -22,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -44,6 +46,33 @@ DEVICE = "gplan0"  # of the cable, in both namespaces
 RATES = ("unlimited", "200", "20")  # Mbit/s
 BURST, QUEUE = "2kb", "400ms"  # of a token bucket; what it saves up while idle goes faster, so that is little
 TIMEOUT_S = 300
+_NUM_TURNS = 3
+_PRODUCTS = """
+import time, torch
+square, end_s, count = torch.ones(192, 192), time.monotonic() + 5, 0
+while time.monotonic() < end_s:
+    count += torch.mm(square, square).shape[0] // 192
+print(count / 5)
+"""
+_SENDER = """
+import socket, sys, threading, time
+address = ("10.77.0.1", 5555)
+if sys.argv[1] == "0":
+    connection = socket.create_server(address).accept()[0]
+else:
+    while True:
+        try:
+            connection = socket.create_connection(address)
+            break
+        except OSError:
+            time.sleep(0.05)
+def receive():
+    while connection.recv(65536):
+        pass
+threading.Thread(target=receive, daemon=True).start()
+while True:
+    connection.sendall(bytes(2**17))
+"""
 OURS, EQUAL, UNLIMITED = "plan", "equal cuts", "plan for the unlimited cable"
 
 
@@ -82,19 +111,20 @@ def main() -> None:
     parser.add_argument("--rates", nargs="*", choices=RATES, default=list(RATES))
     parser.add_argument("--steps", type=int, default=14, help="of each run; the first three are not timed")
     parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--busy", action="store_true", help="measure only how much a busy cable slows the cores")
     parser.add_argument("--table", action="store_true", help="write the tables only")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     if not options.table:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
-            measure(options)
+            (measure_busy if options.busy else measure)(options)
         except KeyboardInterrupt:
             raise SystemExit("interrupted; the rows so far are kept") from None
     rows = _rows(options.output)
     if rows.empty:
         rows.to_csv(options.output / "rows.csv", index=False)  # what the report names
-    text = as_text(rows)
+    text = as_text(rows) + busy_text(options.output / "busy.csv")
     (options.output / "README.md").write_text(text)
     print(text)
 
@@ -112,6 +142,24 @@ def measure(options: argparse.Namespace) -> None:
                 hosts.run(["cluster", "--device", "cpu", "--timeout", str(TIMEOUT_S), "--output", str(machine)])
             for name in options.models:
                 _measure_model(name, rate, hosts, options)
+
+
+def measure_busy(options: argparse.Namespace) -> None:
+    """Products a second on each host's core, in turns with a silent cable and with one that is busy in both directions."""
+    if why := why_not():
+        raise SystemExit(f"error: {why}")
+    found = []
+    with Hosts() as hosts:
+        for rate in options.rates:
+            hosts.limit(rate)
+            for index in range(_NUM_TURNS):
+                silent, busy = (hosts.products_per_s(is_busy=x) for x in (False, True))
+                for host, alone, beside in zip(HOSTS, silent, busy, strict=True):
+                    found.append(
+                        {"rate": rate, "turn": index, "host": host, "silent_per_s": alone, "busy_per_s": beside}
+                    )
+                    print(*found[-1].values(), flush=True)
+    write_bytes(options.output / "busy.csv", pd.DataFrame(found).to_csv(index=False).encode())
 
 
 def _measure_model(name: str, rate: str, hosts: Hosts, options: argparse.Namespace) -> None:
@@ -235,14 +283,25 @@ class Hosts:
         if failed:
             raise SystemExit(f"error: gplan {' '.join(arguments)} failed\n" + "\n".join(failed))
 
+    def products_per_s(self, *, is_busy: bool) -> list[float]:
+        """Products of matrices a second on both cores at the same time, maybe while the cable is busy both ways."""
+        senders = [[sys.executable, "-c", _SENDER, str(host)] for host in range(2) if is_busy]
+        with _started([self._on_host(i, x) for i, x in enumerate(senders)]):
+            time.sleep(1.0)  # until they are connected
+            with _started([self._on_host(i, [sys.executable, "-c", _PRODUCTS]) for i in range(2)]) as processes:
+                return [float(x.communicate()[0]) for x in processes]
+
     def _command(self, host: int, arguments: Sequence[str]) -> list[str]:
-        core = sorted(os.sched_getaffinity(0))[host]
         launcher = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(host), "--nproc-per-node", "1",
             "--master-addr", "10.77.0.1", "--master-port", "29500", "-m", "gplan", *arguments,
         ]  # fmt: skip
+        return self._on_host(host, launcher)
+
+    def _on_host(self, host: int, command: Sequence[str]) -> list[str]:
+        core = sorted(os.sched_getaffinity(0))[host]
         named = ["unshare", "--uts", "sh", "-c", f'hostname {HOSTS[host]} && exec "$@"', "sh"]
-        return ["ip", "netns", "exec", self._names[host], *named, "taskset", "-c", str(core), *launcher]
+        return ["ip", "netns", "exec", self._names[host], *named, "taskset", "-c", str(core), *command]
 
 
 @contextmanager
@@ -255,7 +314,7 @@ def _started(commands: Sequence[Sequence[str]]) -> Iterator[list[subprocess.Pope
                 subprocess.Popen(
                     command,
                     env=_environment(GLOO_SOCKET_IFNAME=DEVICE),
-                    stdout=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
                     start_new_session=True,
@@ -331,6 +390,32 @@ def as_text(rows: pd.DataFrame) -> str:
         "| model | Mbit/s | measured rate | run | schedule | M x size | layers | cut after | sent | predicted | measured | error | at equal speed |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
         *(_line(x) for _, x in rows.iterrows()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def busy_text(path: Path) -> str:
+    """How much slower the cores are while the cable is busy; "" where that was not measured."""
+    if not path.exists():
+        return ""
+    rows = pd.read_csv(path, dtype={"rate": str})
+    slower = rows.silent_per_s / rows.busy_per_s - 1
+    lines = [
+        "",
+        "## What the cable takes from the cores",
+        "",
+        "Products of two 192 x 192 matrices a second, on both cores at the same time, with a silent cable and with one that is",
+        "busy in both directions, in turns ([busy.csv](busy.csv), `--busy`). The kernel limits the rate and delivers packets on",
+        "the same cores, and the receiver wakes up for them. So sending slows the layers of a model too, which the prediction does",
+        "not know: a part of the errors at 200 Mbit/s. How much of it remains with network cards was not measured.",
+        "",
+        "| Mbit/s | products take longer by: median | least | most |",
+        "|---|---|---|---|",
+        *(
+            f"| {rate} | {' | '.join(percent_text(x, signed=True) for x in (of.median(), of.min(), of.max()))} |"
+            for rate, of in slower.groupby(rows.rate, sort=False)
+        ),
         "",
     ]
     return "\n".join(lines)
