@@ -72,6 +72,14 @@ def test_yardstick_on_a_gpu_does_not_wait_for_it() -> None:
     assert (times.compute_s, times.memory_s, times.interpreter_s) == pytest.approx(USUAL_S)
 
 
+def test_a_gpu_has_the_same_parts_without_weights_from_memory() -> None:
+    parts = yardstick_parts("meta")  # laid out as on a GPU
+    assert tuple(parts) == PARTS
+    for work, count in parts.values():
+        for _ in range(count):
+            work()
+
+
 def test_parts_run_and_draw_nothing() -> None:
     before = torch.random.get_rng_state()
     parts = yardstick_parts()
