@@ -2,7 +2,7 @@
 
     sudo python benchmarks/cluster_namespaces.py                      about 45 minutes on 2 idle cores; goes on where it stopped
     sudo python benchmarks/cluster_namespaces.py --models small --steps 6 --rates 200     only some of it
-    sudo python benchmarks/cluster_namespaces.py --busy               how much a busy cable slows the cores; one minute
+    sudo python benchmarks/cluster_namespaces.py --busy               how much a busy cable slows the cores; three minutes
     python benchmarks/cluster_namespaces.py --table                   the tables of what is there, without running
 
 Needs Linux, root and iproute2. The namespaces, joined by a veth pair, have names of their own and one core each; they are
@@ -48,11 +48,12 @@ BURST, QUEUE = "2kb", "400ms"  # of a token bucket; what it saves up while idle 
 TIMEOUT_S = 300
 _NUM_TURNS = 3
 _PRODUCTS = """
-import time, torch
+import sys, time, torch
 square, end_s, count = torch.ones(192, 192), time.monotonic() + 5, 0
 while time.monotonic() < end_s:
-    count += torch.mm(square, square).shape[0] // 192
-print(count / 5)
+    torch.mm(square, square)
+    count += 1
+print(count / 5, file=sys.stderr)
 """
 _SENDER = """
 import socket, sys, threading, time
@@ -284,12 +285,12 @@ class Hosts:
             raise SystemExit(f"error: gplan {' '.join(arguments)} failed\n" + "\n".join(failed))
 
     def products_per_s(self, *, is_busy: bool) -> list[float]:
-        """Products of matrices a second on both cores at the same time, maybe while the cable is busy both ways."""
+        """Products of matrices a second on each core, both at the same time; `is_busy`: while both hosts send."""
         senders = [[sys.executable, "-c", _SENDER, str(host)] for host in range(2) if is_busy]
         with _started([self._on_host(i, x) for i, x in enumerate(senders)]):
             time.sleep(1.0)  # until they are connected
             with _started([self._on_host(i, [sys.executable, "-c", _PRODUCTS]) for i in range(2)]) as processes:
-                return [float(x.communicate()[0]) for x in processes]
+                return [float(x.communicate()[1].split()[-1]) for x in processes]
 
     def _command(self, host: int, arguments: Sequence[str]) -> list[str]:
         launcher = [
@@ -314,7 +315,7 @@ def _started(commands: Sequence[Sequence[str]]) -> Iterator[list[subprocess.Pope
                 subprocess.Popen(
                     command,
                     env=_environment(GLOO_SOCKET_IFNAME=DEVICE),
-                    stdout=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
                     text=True,
                     start_new_session=True,
