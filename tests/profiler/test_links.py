@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -19,11 +21,13 @@ from gplan.core.errors import UsageError
 from profiler.host.links import (
     COLLECTIVE_BYTES,
     MESSAGE_BYTES,
+    GroupTimer,
     connection_threads,
     deprioritize_connection_threads,
     fit_link,
     measure_link,
     not_falling,
+    pair_times,
 )
 from tests.runtime.forked import forking
 
@@ -79,6 +83,32 @@ def test_bandwidth_without_rising_times() -> None:
     link = fit_link([100, 200, 400], [3.0, 2.0, 1.0])
     assert (link.bytes_per_s, link.transfer_s(400)) == (200.0, 2.0)
     assert link.transfer_s(800) == pytest.approx(4.0)
+
+
+class TimerInPhases:
+    """A timer of a link of 1 GB/s whose host is ten times slower while it times the actions `slow`."""
+
+    device, num_ranks = torch.device("cpu"), 2
+
+    def __init__(self, slow: range) -> None:
+        self.slow, self.num_timed = slow, 0
+
+    def median_s(self, action: Callable[[], object], *, budget_s: float, expected_s: float) -> float:
+        size = MESSAGE_BYTES[self.num_timed % len(MESSAGE_BYTES)]
+        self.num_timed += 1
+        return 2e-9 * size * (10.0 if self.num_timed - 1 in self.slow else 1.0)
+
+
+@pytest.mark.parametrize("slow", [range(0), range(2, 7), range(9, 18)])
+def test_a_slow_phase_spoils_no_size(slow: range) -> None:
+    times = pair_times(cast(GroupTimer, TimerInPhases(slow)), budget_s=100.0)
+    assert times == [(size, pytest.approx(1e-9 * size)) for size in MESSAGE_BYTES]
+
+
+def test_what_takes_longer_than_its_share_has_one_turn() -> None:
+    timer = TimerInPhases(range(0))
+    pair_times(cast(GroupTimer, timer), budget_s=18 * 2e-9 * 4**12)
+    assert timer.num_timed == 2 * len(MESSAGE_BYTES) - 1  # the largest is timed once
 
 
 values = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=12)
