@@ -152,7 +152,6 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
             shares=shares,
             work_beside=_training_pass(file, options),
             read_yardstick=partial(yardstick.read_if_due, is_cold=True),
-            read_beside=yardstick.read_beside,
         )
     load = load_between(before, read_load())
     speeds = SpeedHistory(yardstick.parts, yardstick.parts_beside)

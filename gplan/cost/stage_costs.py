@@ -245,14 +245,16 @@ class Costs:
         return self.update_fixed_s + self.update_spread_s * self.update_share(first, end)
 
     @cached_property
-    def tied_update_factor(self) -> float:
-        """How many times `optimizer_s` an update takes where another device holds one of its weights; at least 1.
+    def tied_update_s(self) -> float:
+        """Seconds that an update takes longer where another device holds one of its weights.
 
-        Both devices wait for the summed gradients and then update at the same time.
+        Both devices wait for the summed gradients and then update at the same time, until the shorter update has ended:
+        for as long as an equal share of the model's update takes.
         """
         step, others = self.profile.step, min(1, self.num_devices - 1)
         together = contention_factor(step.update_contention, others, num_measured=self.profile.num_neighbours)
-        return max(1.0, together / self._contention_factor(step.contention))
+        longer = max(0.0, together - self._contention_factor(step.contention))
+        return longer * step.spread_s / self.num_devices
 
     @cached_property
     def layer_compute_s(self) -> Floats:
@@ -544,11 +546,11 @@ class Costs:
         )
 
     def _update_s(self, first: Ints, end: Ints, tied_links: Sequence[Link]) -> Floats:
-        """[E]: `optimizer_s`, times `tied_update_factor` where another device holds one of the weights."""
+        """[E]: `optimizer_s`, and `tied_update_s` where another device holds one of the weights."""
         seconds = self.optimizer_s(first, end)
-        if not tied_links or self.tied_update_factor == 1.0:
+        if not tied_links or not self.tied_update_s:
             return seconds
-        return seconds * np.where(self.tied_bytes(first, end) > 0, self.tied_update_factor, 1.0)
+        return seconds + np.where(self.tied_bytes(first, end) > 0, self.tied_update_s, 0.0)
 
     def _all_reduce_s(self, first: Ints, end: Ints, tied_links: Sequence[Link]) -> Floats:
         """[E]: seconds in which gradients of stages are summed once per step, by their bytes alone.

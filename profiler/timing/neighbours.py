@@ -1,7 +1,7 @@
 """Processes that do the same work on the host's other cores, to measure contention for memory bandwidth and caches.
 
-Each neighbour is a fork of this process with its own weights and cores. It repeats the work until it is ended, and is
-stopped (SIGSTOP) except inside `running`. Linux only.
+Each neighbour is a fork of this process with its own weights and cores. It does the work once, so that it has its own
+copy of every page that the work writes, and is stopped (SIGSTOP) then. Inside `running` it repeats the work. Linux only.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def _work_forever(work: Callable[[], object], parameters: Sequence[nn.Parameter]
     with torch.no_grad():
         for parameter in parameters:
             parameter.data = parameter.data.clone()
+    work()
     os.kill(os.getpid(), signal.SIGSTOP)
     while True:
         work()

@@ -68,13 +68,10 @@ class _Steps:
         """A step without samples."""
         self.once(Samples(), Samples(), is_cold=False)
 
-    def among(
-        self, others: Neighbours, step: Samples, *, times: int, read_beside: Callable[[], object] = lambda: None
-    ) -> None:
+    def among(self, others: Neighbours, step: Samples, *, times: int) -> None:
         """Steps while the neighbours compute."""
         with others.running():
             for _ in range(times):
-                read_beside()
                 self.once(step, Samples())
 
     def make_gradients(self) -> None:
@@ -100,12 +97,12 @@ def sample_step(
     shares: Sequence[set[int]] = (),
     work_beside: Callable[[], object] | None = None,
     read_yardstick: Callable[[], object] = lambda: None,
-    read_beside: Callable[[], object] = lambda: None,
 ) -> tuple[SampledStep, tuple[str, ...]]:
     """Sample the optimizer's step alone, and beside one process on each of `shares` (sets of cores). Also returns notes.
 
     The processes repeat `work_beside`, a training pass of the next micro-batch as other stages make them in a pipeline,
-    and then the same step. Without `work_beside` both slow-downs are those beside the same step.
+    and then the same step. Without `work_beside` both slow-downs are those beside the same step. The host's speed is that
+    between the blocks, without the processes: beside them the yardstick would show their contention.
     """
     trained = [x for x in file.model.parameters() if x.requires_grad]
     if not file.has("optimizer") or not trained:
@@ -123,12 +120,13 @@ def sample_step(
         works.insert(0, (work_beside, trained, beside))
     for work, parameters, found in works:
         with neighbours(shares, work, parameters) as others:
+            steps.unsampled()  # the first step after a fork copies the pages that both processes have
             for _ in range(_BLOCKS):
                 for _ in range(_STEPS // _BLOCKS):
                     read_yardstick()
                     steps.once(alone, zeroing)
                 if shares:
-                    steps.among(others, found, times=_STEPS // _BLOCKS, read_beside=read_beside)
+                    steps.among(others, found, times=_STEPS // _BLOCKS)
             clock.flush()
             if not others.are_alive:
                 notes.add(NEIGHBOUR_FAILED)
@@ -149,8 +147,8 @@ def sample_step(
             state_bytes=state_bytes,
             workspace_bytes=workspace_bytes,
             largest_workspace=largest_workspace,
-            contention=contention([(at_one_speed(alone), at_one_speed(beside, beside=True))]),
-            update_contention=contention([(at_one_speed(alone), at_one_speed(beside_updates, beside=True))]),
+            contention=contention([(at_one_speed(alone), at_one_speed(beside))]),
+            update_contention=contention([(at_one_speed(alone), at_one_speed(beside_updates))]),
             fixed_s=fixed_s,
             master_bytes=masters,
         )

@@ -90,7 +90,8 @@ def test_stages_that_hold_the_same_weight_update_at_the_same_time() -> None:
     contended = replace(profile, step=step, num_neighbours=1)
     problem = replace(problem, costs=replace(problem.costs, profile=contended, num_devices=3))
     costs = [x.cost.contended(x.contention) for x in stages_of(problem, (1, 2))]
-    assert [x.optimizer_s for x in costs] == pytest.approx([3 * 6, 1.5 * 2, 3 * 8])
+    both_s = (3 - 1.5) * 12 / 3
+    assert [x.optimizer_s for x in costs] == pytest.approx([1.5 * 6 + both_s, 1.5 * 2, 1.5 * 8 + both_s])
 
 
 def test_over_links_of_their_own_the_gradients_of_tied_weights_take_as_long_as_over_the_slowest() -> None:

@@ -139,21 +139,11 @@ class StepTimeRows:
 
     def _update(self, k: int) -> Expression:
         costs, scale = self.figures.costs, 1.0 / self.problem.speed(k) / self.unit_s
-        update = weighted(
-            [(costs.update_spread_s * scale, self.weights.update_share(k)), (costs.update_fixed_s * scale, 1)]
-        )
+        update = [(costs.update_spread_s * scale, self.weights.update_share(k)), (costs.update_fixed_s * scale, 1)]
+        if self.problem.tied_links and costs.tied_update_s:
+            update.append((costs.tied_update_s * scale, self.weights.is_any_tied(k)))
         around = weighted([(costs.around_s * scale if k == 0 else 0.0, 1)])
-        return total([update, around, self._tied_update(k, update, scale), self._tied(k), self._replicas(k)])
-
-    def _tied_update(self, k: int, update: Expression, scale: float) -> Expression:
-        """What the update takes longer where another device holds one of its weights, as in `Costs.columns`."""
-        costs = self.figures.costs
-        extra = costs.tied_update_factor - 1.0
-        if not self.problem.tied_links or not extra:
-            return 0.0
-        largest = scale * (costs.update_fixed_s + costs.update_spread_s)
-        row = weighted([(extra, update), (extra * largest, self.weights.is_any_tied(k)), (-extra * largest, 1)])
-        return self.program.at_least(f"tied_update_{k}", [row])
+        return total([weighted(update), around, self._tied(k), self._replicas(k)])
 
     def _tied(self, k: int) -> Expression:
         """Summing the gradients of tied weights, as `Problem.all_reduce_s`."""
