@@ -186,8 +186,8 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         "## Runs",
         "",
-        "Forward, backward, optimizer and peak memory have the raw error of the stage where it is largest. "
-        + _summary(present),
+        "Forward, backward, optimizer and peak memory have the raw error of the stage where it is largest. Before 07:10 on "
+        "2026-11-25 the contention of updates was measured too low. " + _summary(present),
         "",
         *_run_table(present),
         "",

@@ -1,7 +1,8 @@
 """Measure the link between two processes of this host: transfers and all-reduces by size, over gloo or NCCL.
 
 Two processes send messages of increasing size to and fro until the median settles; half a round trip is one transfer.
-All sizes are timed twice, and the shorter of a size's two medians counts: a slow phase of the host spoils at most one.
+Sizes that take less than their share of the time are timed in two turns, and the shorter median counts: a slow phase of
+the host that is shorter than a turn spoils one of the two.
 The medians, made monotonic, are the points of the link, because protocols change with the size and no single line fits.
 Bandwidth comes from the large messages, latency from the smallest. A round trip is refused if a thread of either
 process was ready to run while another process had the core (Linux only).
@@ -262,22 +263,22 @@ def _times_by_size(
 ) -> list[tuple[int, float]]:
     """Bytes and median seconds, the shorter median of the turns; sizes that would take too long are left out.
 
-    What takes longer than its share of the budget has one turn: it outlasts the slow phases of a host.
+    What takes longer than its share of the budget has one turn, so that slow links do not take twice as long.
     """
-    budget_s /= _TURNS * len(sizes)
+    share_s = budget_s / (_TURNS * len(sizes))
     found: list[tuple[int, float]] = []
     for size in sizes:
         expected_s = found[-1][1] * size / found[-1][0] if found else 0.0
         if expected_s > _LONGEST_S:
             break
         num_bytes, action = prepare(size)
-        found.append((num_bytes, timer.median_s(action, budget_s=budget_s, expected_s=expected_s)))
+        found.append((num_bytes, timer.median_s(action, budget_s=share_s, expected_s=expected_s)))
     for _ in range(1, _TURNS):
-        for i, (size, expected_s) in enumerate(found):
-            if expected_s <= budget_s:
-                num_bytes, action = prepare(size)
-                again_s = timer.median_s(action, budget_s=budget_s, expected_s=expected_s)
-                found[i] = (num_bytes, min(expected_s, again_s))
+        for i, (num_bytes, first_s) in enumerate(found):
+            if first_s <= share_s:
+                _, action = prepare(num_bytes)
+                again_s = timer.median_s(action, budget_s=share_s, expected_s=first_s)
+                found[i] = (num_bytes, min(first_s, again_s))
     return found
 
 

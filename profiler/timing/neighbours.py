@@ -1,7 +1,7 @@
 """Processes that do the same work on the host's other cores, to measure contention for memory bandwidth and caches.
 
 Each neighbour is a fork of this process with its own weights and cores. It does the work once, so that it has its own
-copy of every page that the work writes, and is stopped (SIGSTOP) then. Inside `running` it repeats the work. Linux only.
+copy of every page that the work writes. Then it is stopped (SIGSTOP). Inside `running` it repeats the work. Linux only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -22,6 +23,8 @@ BESIDE_OTHERS = " beside others"
 """Suffix of the names of samples while the neighbours compute."""
 NEIGHBOUR_FAILED = "a neighbour process failed: the measured contention is too low"
 _PR_SET_PDEATHSIG = 1
+_STUCK_S = 10.0
+_POLL_S = 0.005
 _LEAD_S = 0.1
 """Cores of a virtual machine that wake up may share one of the host at first, and are 1.6 times slower then."""
 
@@ -31,8 +34,8 @@ class Neighbours:
 
     def __init__(self, process_ids: Iterable[int]) -> None:
         self._process_ids = tuple(process_ids)
-        for process_id in self._process_ids:  # until it has stopped itself, ready to work, or has failed
-            os.waitid(os.P_PID, process_id, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        for process_id in self._process_ids:
+            _wait_until_ready(process_id)
 
     @property
     def are_alive(self) -> bool:
@@ -71,7 +74,7 @@ def contention(pairs: Sequence[tuple[Samples, Samples]]) -> float:
 def neighbours(
     shares: Sequence[set[int]], work: Callable[[], object], parameters: Sequence[nn.Parameter]
 ) -> Iterator[Neighbours]:
-    """One stopped process for each set of cores; it repeats `work` on copies of the parameters' values."""
+    """One stopped process for each set of cores, which has done `work` once on copies of the parameters' values."""
     found = Neighbours([_fork(work, parameters, cores) for cores in shares])
     try:
         yield found
@@ -107,6 +110,26 @@ def _work_forever(work: Callable[[], object], parameters: Sequence[nn.Parameter]
     os.kill(os.getpid(), signal.SIGSTOP)
     while True:
         work()
+
+
+def _wait_until_ready(process_id: int) -> None:
+    """Wait until a process has stopped itself, ready to work, or has failed; one that computes no more is killed.
+
+    The fork of a process with several OpenMP threads can wait forever for threads that it does not have.
+    """
+    ticks, changed_s = -1, time.monotonic()
+    while os.waitid(os.P_PID, process_id, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if (now := _cpu_ticks(process_id)) != ticks:
+            ticks, changed_s = now, time.monotonic()
+        elif time.monotonic() - changed_s > _STUCK_S:
+            os.kill(process_id, signal.SIGKILL)
+        time.sleep(_POLL_S)
+
+
+def _cpu_ticks(process_id: int) -> int:
+    """The time that a process has computed, in ticks of the clock."""
+    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])  # utime and stime
 
 
 def _is_alive(process_id: int) -> bool:

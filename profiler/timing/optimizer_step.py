@@ -101,8 +101,8 @@ def sample_step(
     """Sample the optimizer's step alone, and beside one process on each of `shares` (sets of cores). Also returns notes.
 
     The processes repeat `work_beside`, a training pass of the next micro-batch as other stages make them in a pipeline,
-    and then the same step. Without `work_beside` both slow-downs are those beside the same step. The host's speed is that
-    between the blocks, without the processes: beside them the yardstick would show their contention.
+    and then the same step. Without `work_beside` both slow-downs are those beside the same step. The yardstick is
+    read while the processes are stopped: beside updates it would show a part of the contention that is measured.
     """
     trained = [x for x in file.model.parameters() if x.requires_grad]
     if not file.has("optimizer") or not trained:
@@ -120,7 +120,8 @@ def sample_step(
         works.insert(0, (work_beside, trained, beside))
     for work, parameters, found in works:
         with neighbours(shares, work, parameters) as others:
-            steps.unsampled()  # the first step after a fork copies the pages that both processes have
+            if shares:
+                steps.unsampled()  # the first step after a fork copies the pages that both processes have
             for _ in range(_BLOCKS):
                 for _ in range(_STEPS // _BLOCKS):
                     read_yardstick()

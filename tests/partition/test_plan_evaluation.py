@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gplan.core import Link, SharedWeight, Timing
+from gplan.cost.sharding import sharded
 from gplan.partition.plan_evaluation import device_loads_s, objective_s, price, stage_loads_s, stages_of
 from gplan.partition.problem import Solution, recomputed_share
 from tests.partition.problems import make_problem
@@ -92,6 +93,25 @@ def test_stages_that_hold_the_same_weight_update_at_the_same_time() -> None:
     costs = [x.cost.contended(x.contention) for x in stages_of(problem, (1, 2))]
     both_s = (3 - 1.5) * 12 / 3
     assert [x.optimizer_s for x in costs] == pytest.approx([1.5 * 6 + both_s, 1.5 * 2, 1.5 * 8 + both_s])
+    part = sharded(contended, num_replicas=2, sharding="optimizer")
+    of_replica = replace(problem.costs, profile=part, num_replicas=2, sharding="optimizer")
+    assert of_replica.tied_update_s == pytest.approx(both_s / 2)
+
+
+def test_a_weight_whose_update_takes_no_time_makes_no_update_longer() -> None:
+    """A plan has a factor of contention, which no seconds cannot have."""
+    problem = make_problem([1] * 4, num_stages=2, weight_bytes=[4, 4, 4, 4], optimizer_s=12.0, **TIED)
+    profile = problem.costs.profile
+    free = replace(
+        profile,
+        step=replace(profile.step, update_contention=3.0),
+        layers=tuple(replace(x, update_s=3.0) for x in profile.layers),
+        shared_weights=tuple(replace(x, update_s=0.0) for x in profile.shared_weights),
+        num_neighbours=1,
+    )
+    assert replace(problem.costs, profile=free, num_devices=2).tied_update_s == 0.0
+    fixed = replace(free, step=replace(free.step, fixed_s=1.0))
+    assert replace(problem.costs, profile=fixed, num_devices=2).tied_update_s > 0.0
 
 
 def test_over_links_of_their_own_the_gradients_of_tied_weights_take_as_long_as_over_the_slowest() -> None:

@@ -6,11 +6,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 from torch import nn
 
+from profiler.timing import neighbours as module
 from profiler.timing.neighbours import neighbours
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="neighbours need Linux")
@@ -64,6 +66,13 @@ def test_a_neighbour_that_fails_is_seen() -> None:
         with others.running():
             while others.are_alive and time.monotonic() < deadline:
                 time.sleep(0.005)
+        assert not others.are_alive
+
+
+def test_a_neighbour_that_waits_forever_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a fork of a process with several OpenMP threads."""
+    monkeypatch.setattr(module, "_STUCK_S", 0.2)
+    with neighbours([{0}], Event().wait, ()) as others:
         assert not others.are_alive
 
 

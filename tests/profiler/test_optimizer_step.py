@@ -86,7 +86,7 @@ def test_the_step_is_sampled_beside_a_pass_and_beside_other_steps(
         works.append(work)
         yield Others()
 
-    def slower(steps: Any, _others: object, samples: Samples, *, times: int, **_: object) -> None:
+    def slower(steps: Any, _others: object, samples: Samples, *, times: int) -> None:
         with monkeypatch.context() as patch:
             seconds = 2.0 if works[-1] is a_pass else 3.0
             patch.setattr(steps.optimizer, "step", lambda: seconds)

@@ -138,6 +138,7 @@ class StepTimeRows:
         return self.program.at_least(f"{name}_time_{k}", [of[name](k)])
 
     def _update(self, k: int) -> Expression:
+        """The update and what the ranks exchange before it, as in `Costs.columns`, in units."""
         costs, scale = self.figures.costs, 1.0 / self.problem.speed(k) / self.unit_s
         update = [(costs.update_spread_s * scale, self.weights.update_share(k)), (costs.update_fixed_s * scale, 1)]
         if self.problem.tied_links and costs.tied_update_s:
