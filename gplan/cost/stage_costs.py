@@ -10,7 +10,6 @@ the layer after its last.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -250,17 +249,16 @@ class Costs:
         """Seconds that an update takes longer where another device holds one of its weights.
 
         Both devices wait for the summed gradients and then update at the same time, until the shorter update has ended:
-        for as long as an equal share of a replica's update takes. It is 0 if the update of such a stage may take no time,
-        as plans have factors of contention.
+        for as long as an equal share of a replica's update takes. It is 0 if a weight's update may take no time: plans
+        store contention as a factor, which cannot lengthen that.
         """
         step, others = self.profile.step, min(1, self.num_devices - 1)
         if not step.fixed_part_s and any(x.gradient_bytes and not x.update_amount for x in self.profile.shared_weights):
             return 0.0
         together = contention_factor(step.update_contention, others, num_measured=self.profile.num_neighbours)
         longer = max(0.0, together - self._contention_factor(step.contention))
-        everything = (*self.profile.layers, *self.profile.shared_weights)
-        share = math.fsum(x.update_amount for x in everything) / self._whole_update_amount
-        return longer * step.spread_s * share / self.num_devices
+        share_of_all = float(self.update_share(np.array([0]), np.array([-1]))[0])
+        return longer * step.spread_s * share_of_all / self.num_devices
 
     @cached_property
     def layer_compute_s(self) -> Floats:

@@ -23,7 +23,7 @@ BESIDE_OTHERS = " beside others"
 """Suffix of the names of samples while the neighbours compute."""
 NEIGHBOUR_FAILED = "a neighbour process failed: the measured contention is too low"
 _PR_SET_PDEATHSIG = 1
-_STUCK_S = 10.0
+_STUCK_S = 10.0  # without computing, before the first stop
 _POLL_S = 0.005
 _LEAD_S = 0.1
 """Cores of a virtual machine that wake up may share one of the host at first, and are 1.6 times slower then."""
