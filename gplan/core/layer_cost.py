@@ -6,6 +6,7 @@ is counted once, in the stash of the layer that produced it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -226,7 +227,9 @@ class StepCost:
 
     def __post_init__(self) -> None:
         check_amounts(self)
-        check_positive(self, "contention", "update_contention")
+        for field in ("contention", "update_contention"):
+            if not 1.0 <= getattr(self, field) < math.inf:
+                raise ValueError(f"{field} is {getattr(self, field)!r}; expected a finite factor of 1 or more")
         if self.largest_workspace:
             check_factor(self, "largest_workspace")
 

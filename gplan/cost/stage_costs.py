@@ -242,11 +242,18 @@ class Costs:
 
     def optimizer_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: seconds of zero_grad and optimizer step for the weights of stages that a replica updates."""
-        return self.update_fixed_s + self.update_spread_s * self.update_share(first, end)
+        step = self.profile.step
+        return self.update_contention(first) * (step.fixed_part_s + step.spread_s * self.update_share(first, end))
 
-    @cached_property
-    def tied_update_s(self) -> float:
-        """Seconds that an update takes longer where another device holds one of its weights.
+    def update_contention(self, first: Ints) -> Floats:
+        """[E]: how many times as long updates of stages take beside the passes of other devices.
+
+        1 for the stage with the first layer: it ends the last backward, so no other device computes then.
+        """
+        return np.where(first == 0, 1.0, self._contention_factor(self.profile.step.contention))
+
+    def tied_update_s(self, first: Ints) -> Floats:
+        """[E]: seconds that updates of stages take longer where another device holds one of their weights.
 
         Both devices wait for the summed gradients and then update at the same time, until the shorter update has ended:
         for as long as an equal share of a replica's update takes. It is 0 if a weight's update may take no time: plans
@@ -254,9 +261,9 @@ class Costs:
         """
         step, others = self.profile.step, min(1, self.num_devices - 1)
         if not step.fixed_part_s and any(x.gradient_bytes and not x.update_amount for x in self.profile.shared_weights):
-            return 0.0
+            return np.zeros(len(first))
         together = contention_factor(step.update_contention, others, num_measured=self.profile.num_neighbours)
-        longer = max(0.0, together - self._contention_factor(step.contention))
+        longer = np.maximum(0.0, together - self.update_contention(first))
         share_of_all = float(self.update_share(np.array([0]), np.array([-1]))[0])
         return longer * step.spread_s * share_of_all / self.num_devices
 
@@ -274,16 +281,6 @@ class Costs:
     def layer_recompute_s(self) -> Floats:
         """[L]: seconds that recomputing each layer by itself adds."""
         return self._of_layers("last_recompute")
-
-    @property
-    def update_fixed_s(self) -> float:
-        """Seconds of zero_grad and the optimizer's step on any stage that do not depend on its parameters."""
-        return self._contention_factor(self.profile.step.contention) * self.profile.step.fixed_part_s
-
-    @property
-    def update_spread_s(self) -> float:
-        """Seconds of both for the whole model, beside that; stages have their `update_share` of it."""
-        return self._contention_factor(self.profile.step.contention) * self.profile.step.spread_s
 
     @property
     def around_s(self) -> float:
@@ -502,7 +499,7 @@ class Costs:
         return share
 
     def update_share(self, first: Ints, end: Ints) -> Floats:
-        """[E]: which share of the model's `update_spread_s` a replica of stages takes."""
+        """[E]: which share of the model's `StepCost.spread_s` a replica of stages takes."""
         amounts: Floats = self._held_sum("update_amount", first, end)
         return np.maximum(amounts, 0.0) / self._whole_update_amount  # rounding may leave less than 0
 
@@ -552,9 +549,9 @@ class Costs:
     def _update_s(self, first: Ints, end: Ints, tied_links: Sequence[Link]) -> Floats:
         """[E]: `optimizer_s`, and `tied_update_s` where another device holds one of the weights."""
         seconds = self.optimizer_s(first, end)
-        if not tied_links or not self.tied_update_s:
+        if not tied_links:
             return seconds
-        return seconds + np.where(self.tied_bytes(first, end) > 0, self.tied_update_s, 0.0)
+        return seconds + np.where(self.tied_bytes(first, end) > 0, self.tied_update_s(first), 0.0)
 
     def _all_reduce_s(self, first: Ints, end: Ints, tied_links: Sequence[Link]) -> Floats:
         """[E]: seconds in which gradients of stages are summed once per step, by their bytes alone.

@@ -418,10 +418,10 @@ class DeviceBounds:
 
     @property
     def _optimizer_s(self) -> Floats:
-        """[L]: seconds of the update of the weights that only one layer has, without `Costs.update_fixed_s`."""
-        costs, profile = self.problem.costs, self.problem.costs.profile
+        """[L]: seconds of the update of the weights that only one layer has, without its fixed part and contention."""
+        profile = self.problem.costs.profile
         amounts = np.array([x.update_amount for x in profile.layers])
-        return costs.update_spread_s / profile.whole_update_amount * amounts
+        return profile.step.spread_s / profile.whole_update_amount * amounts
 
     def _parts(self, stage: int, *, usual: bool = False) -> Floats:
         """[parts]: the least of what the memory of a stage is made of, without its alike layers; between usual cuts."""

@@ -146,12 +146,19 @@ def with_contention(profile: Profile, num_neighbours: int) -> Profile:
 def test_stages_that_share_a_host_take_longer_by_the_contention_that_was_measured() -> None:
     profile = with_contention(make_profile([2, 2], optimizer_s=8.0, weight_bytes=4), num_neighbours=1)
     costs = Costs(profile, 1, 4, num_devices=2)
-    contention, cost = costs.stage_contention(0, 1), costs.stage_cost(0, 1)
+    contention, cost = costs.stage_contention(1, 2), costs.stage_cost(1, 2)
     assert (contention.forward, contention.optimizer) == pytest.approx((1.5, 2.0))
     assert (cost.forward_s, cost.optimizer_s) == (2, 4)
     both = cost.contended(contention)
     assert (both.forward_s, both.backward_s, both.recompute_s, both.optimizer_s) == pytest.approx((3, 6, 3, 8))
-    assert costs.columns(np.array([0]), np.array([1])).forward_s.tolist() == pytest.approx([both.forward_s])
+    assert costs.columns(np.array([1]), np.array([2])).forward_s.tolist() == pytest.approx([both.forward_s])
+
+
+def test_the_stage_with_the_first_layer_updates_when_no_other_device_computes() -> None:
+    """It ends the last backward of the step; no update of another stage waits for it."""
+    profile = with_contention(make_profile([2, 2], optimizer_s=8.0, weight_bytes=4), num_neighbours=1)
+    costs = Costs(profile, 1, 4, num_devices=2)
+    assert [costs.stage_contention(*span).optimizer for span in ((0, 1), (1, 2), (0, 2))] == pytest.approx([1, 2, 1])
 
 
 def test_contention_grows_with_the_stages_up_to_the_company_it_was_measured_in() -> None:

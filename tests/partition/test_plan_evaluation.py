@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from gplan.core import Link, SharedWeight, Timing
@@ -91,11 +92,11 @@ def test_stages_that_hold_the_same_weight_update_at_the_same_time() -> None:
     contended = replace(profile, step=step, num_neighbours=1)
     problem = replace(problem, costs=replace(problem.costs, profile=contended, num_devices=3))
     costs = [x.cost.contended(x.contention) for x in stages_of(problem, (1, 2))]
-    both_s = (3 - 1.5) * 12 / 3
-    assert [x.optimizer_s for x in costs] == pytest.approx([1.5 * 6 + both_s, 1.5 * 2, 1.5 * 8 + both_s])
+    first_s, last_s = ((3 - beside) * 12 / 3 for beside in (1, 1.5))
+    assert [x.optimizer_s for x in costs] == pytest.approx([6 + first_s, 1.5 * 2, 1.5 * 8 + last_s])
     part = sharded(contended, num_replicas=2, sharding="optimizer")
     of_replica = replace(problem.costs, profile=part, num_replicas=2, sharding="optimizer")
-    assert of_replica.tied_update_s == pytest.approx(both_s / 2)
+    assert of_replica.tied_update_s(np.array([0, 1])) == pytest.approx([first_s / 2, last_s / 2])
 
 
 def test_a_weight_whose_update_takes_no_time_makes_no_update_longer() -> None:
@@ -109,9 +110,9 @@ def test_a_weight_whose_update_takes_no_time_makes_no_update_longer() -> None:
         shared_weights=tuple(replace(x, update_s=0.0) for x in profile.shared_weights),
         num_neighbours=1,
     )
-    assert replace(problem.costs, profile=free, num_devices=2).tied_update_s == 0.0
+    assert replace(problem.costs, profile=free, num_devices=2).tied_update_s(np.array([0])) == 0.0
     fixed = replace(free, step=replace(free.step, fixed_s=1.0))
-    assert replace(problem.costs, profile=fixed, num_devices=2).tied_update_s > 0.0
+    assert replace(problem.costs, profile=fixed, num_devices=2).tied_update_s(np.array([0])) > 0.0
 
 
 def test_over_links_of_their_own_the_gradients_of_tied_weights_take_as_long_as_over_the_slowest() -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
+import numpy as np
+
 from gplan.core import Action, ActionKind, Schedule, StageSeconds
 from gplan.core.machine import num_messages
 from gplan.cost.sharding import EXCHANGED
@@ -140,9 +142,12 @@ class StepTimeRows:
     def _update(self, k: int) -> Expression:
         """The update and what the ranks exchange before it, as in `Costs.columns`, in units."""
         costs, scale = self.figures.costs, 1.0 / self.problem.speed(k) / self.unit_s
-        update = [(costs.update_spread_s * scale, self.weights.update_share(k)), (costs.update_fixed_s * scale, 1)]
-        if self.problem.tied_links and costs.tied_update_s:
-            update.append((costs.tied_update_s * scale, self.weights.is_any_tied(k)))
+        step, first = costs.profile.step, np.array([k])  # 0 for stage 0, a later layer for others
+        contended = float(costs.update_contention(first)[0]) * scale
+        update = [(contended * step.spread_s, self.weights.update_share(k)), (contended * step.fixed_part_s, 1)]
+        tied_s = float(costs.tied_update_s(first)[0]) if self.problem.tied_links else 0.0
+        if tied_s:
+            update.append((tied_s * scale, self.weights.is_any_tied(k)))
         around = weighted([(costs.around_s * scale if k == 0 else 0.0, 1)])
         return total([weighted(update), around, self._tied(k), self._replicas(k)])
 
