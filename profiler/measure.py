@@ -92,6 +92,15 @@ class ProfileOptions:
             return self.contention
         return max_neighbours(self.num_threads) if self.device_kind == "cpu" else 0
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the profile must know about them."""
+        if self.num_threads == 1 or not self.num_neighbours:
+            return ()
+        return (
+            f"contention is that beside processes of one thread each, not of {self.num_threads}: it may be too low",
+        )
+
 
 def measure_profile(
     file: ModelFile,
@@ -179,6 +188,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
             dict.fromkeys(
                 (
                     *file.notes,
+                    *options.notes,
                     *journal.notes,
                     *loss.notes,
                     *(x for y in measured for x in y.notes),

@@ -1,7 +1,8 @@
 """Processes that do the same work on the host's other cores, to measure contention for memory bandwidth and caches.
 
 Each neighbour is a fork of this process with its own weights and cores. It does the work once, so that it has its own
-copy of every page that the work writes. Then it is stopped (SIGSTOP). Inside `running` it repeats the work. Linux only.
+copy of every page that the work writes. Then it is stopped (SIGSTOP). Inside `running` it repeats the work. It has one
+thread, as a fork would wait forever for OpenMP threads that only its parent has. Linux only.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ def _fork(work: Callable[[], object], parameters: Sequence[nn.Parameter], cores:
 
 
 def _work_forever(work: Callable[[], object], parameters: Sequence[nn.Parameter]) -> None:
+    torch.set_num_threads(1)
     with torch.no_grad():
         for parameter in parameters:
             parameter.data = parameter.data.clone()
@@ -113,10 +115,7 @@ def _work_forever(work: Callable[[], object], parameters: Sequence[nn.Parameter]
 
 
 def _wait_until_ready(process_id: int) -> None:
-    """Wait until a process has stopped itself, ready to work, or has failed; one that computes no more is killed.
-
-    The fork of a process with several OpenMP threads can wait forever for threads that it does not have.
-    """
+    """Wait until a process has stopped itself, ready to work, or has failed; one that computes no more is killed."""
     ticks, changed_s = -1, time.monotonic()
     while os.waitid(os.P_PID, process_id, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if (now := _cpu_ticks(process_id)) != ticks:

@@ -70,10 +70,25 @@ def test_a_neighbour_that_fails_is_seen() -> None:
 
 
 def test_a_neighbour_that_waits_forever_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a fork of a process with several OpenMP threads."""
     monkeypatch.setattr(module, "_STUCK_S", 0.2)
     with neighbours([{0}], Event().wait, ()) as others:
         assert not others.are_alive
+
+
+def test_a_process_with_several_threads_has_neighbours_that_work() -> None:
+    """A fork has none of the OpenMP threads of its parent."""
+    before, matrix = torch.get_num_threads(), torch.ones(512, 512)
+
+    def work() -> None:
+        torch.mm(matrix, matrix).add_(1)
+
+    torch.set_num_threads(2)
+    work()
+    try:
+        with neighbours([{0}], work, ()) as others, others.running():
+            assert others.are_alive
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_neighbour_changes_no_weight_of_ours() -> None:
