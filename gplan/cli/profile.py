@@ -30,7 +30,7 @@ if TYPE_CHECKING:
               "attention,cross-entropy,normalization,activation.  [default: as the hardware's file says, else none]")  # fmt: skip
 @click.option("--threads", default=1, show_default=True, help="CPU cores of one pipeline device.")
 @click.option("--contention", type=int, metavar="N",
-              help="Processes that do the same work at the same time.  [default: one on every other core, at most 7; on a GPU none]")  # fmt: skip
+              help="Processes that do the same work at the same time.  [default: as many as the remaining cores allow, at most 7; on a GPU none]")  # fmt: skip
 @click.option(
     "--link", metavar="RATE,LATENCY", help="The link between devices, such as 25GB/s,5us.  [default: measured]"
 )
