@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet50": ("examples/resnet.py", {"depth": 50, "width": 64, "image_size": 224, "num_classes": 1000}),
 }
 OPTIMIZERS = ("adamw", "sgd")
-PRESENT = "2026-11-24 22:54"  # since when runs are of the present version
+PRESENT = "2026-11-25 07:56"  # since when runs are of the present version
 LAYERS = ["", 0, "", ""]  # in place of engine, devices, schedule and recompute: the layers' sum against the whole model
 
 
@@ -186,8 +186,8 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         "## Runs",
         "",
-        "Forward, backward, optimizer and peak memory have the raw error of the stage where it is largest. Before 07:10 on "
-        "2026-11-25 the contention of updates was measured too low. " + _summary(present),
+        "Forward, backward, optimizer and peak memory have the raw error of the stage where it is largest. In a run the "
+        "optimizer includes the moving averages of batch norm, which are not predicted. " + _summary(present),
         "",
         *_run_table(present),
         "",
