@@ -113,18 +113,19 @@ def as_text(rows: pd.DataFrame) -> str:
     lines = [
         f"# {len(rows)} runs of one plan\n",
         "Made by `python benchmarks/host_speed.py`, which goes on where it was: the demo's plan, K = 2 on two processes. "
-        "The spread is the distance of the first and the third quartile; an error is predicted over measured, less 1; "
+        "The spread is the distance of the first and the third quartile, beside the standard deviation; an error is predicted over measured, less 1; "
         "the yardstick's parts are over those of the profile, and the error at equal speed is by their means over ranks and "
         "steps.\n",
-        "| error | median | median size | spread | least | largest |",
-        "|---|---|---|---|---|---|",
+        "| error | median | median size | spread | standard deviation | least | largest |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, words in ERRORS.items():
         errors = rows[name]
         figures = (errors.median(), errors.min(), errors.max())
         middle, least, largest = (percent_text(x, signed=True) for x in figures)
         size, spread = errors.abs().median(), errors.quantile(0.75) - errors.quantile(0.25)
-        lines.append(f"| {words} | {middle} | {percent_text(size)} | {percent_text(spread)} | {least} | {largest} |")
+        spreads = f"{percent_text(spread)} | {percent_text(errors.std())}"
+        lines.append(f"| {words} | {middle} | {percent_text(size)} | {spreads} | {least} | {largest} |")
     lines += [
         "\n![errors and yardstick by time](host-speed.png)\n",
         "| at | step | error | at equal speed | compute | memory | interpreter |",

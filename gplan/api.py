@@ -81,7 +81,7 @@ def profile(
     a TOML file), corrected by a measured profile where `calibrate` gives one, and bytes come from a run on fake
     tensors; `fused` names kernels that training fuses, "all", or some such as "attention,normalization".
 
-    `contention` processes do the same work beside (by default one on every other core of a CPU). The link, and on a CPU
+    `contention` processes do the same work beside (by default as many as the remaining cores of a CPU allow, at most 7). The link, and on a CPU
     what the engine itself takes, are measured between two processes where `link` is not given. `granularity` "op" makes
     every operation a layer: the model must then be one that torch.export can trace, an nn.Sequential too.
 

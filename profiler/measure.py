@@ -47,7 +47,7 @@ class ProfileOptions:
     microbatch_sizes: tuple[int, ...] = (4,)
     device: str = "cpu"  # or "cuda", "cuda:1"
     num_threads: int = 1
-    contention: int | None = None  # number of neighbour processes; None: one for every other core of a CPU
+    contention: int | None = None  # number of neighbour processes; None: as many as there may be
     link: Link | None = None  # None: measured
     granularity: Granularity = "layer"
     budget_s: float = 10.0  # longest sampling per micro-batch size
@@ -94,11 +94,12 @@ class ProfileOptions:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the profile must know about them."""
+        """What a reader of the profile must know about these options."""
         if self.num_threads == 1 or not self.num_neighbours:
             return ()
         return (
-            f"contention is that beside processes of one thread each, not of {self.num_threads}: it may be too low",
+            "contention and the yardstick's reference for runs were measured beside processes of one thread, not of "
+            f"{self.num_threads}: both may be too low",
         )
 
 

@@ -248,7 +248,7 @@ class Costs:
     def update_contention(self, first: Ints) -> Floats:
         """[E]: how many times as long updates of stages take beside the passes of other devices.
 
-        1 for the stage with the first layer: it ends the last backward, so no other device computes then.
+        1 for the stage with the first layer, which ends the last backward: no other device runs a pass then.
         """
         return np.where(first == 0, 1.0, self._contention_factor(self.profile.step.contention))
 

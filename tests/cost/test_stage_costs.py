@@ -155,7 +155,7 @@ def test_stages_that_share_a_host_take_longer_by_the_contention_that_was_measure
 
 
 def test_the_stage_with_the_first_layer_updates_when_no_other_device_computes() -> None:
-    """It ends the last backward of the step; no update of another stage waits for it."""
+    """No other device runs a pass after its last backward."""
     profile = with_contention(make_profile([2, 2], optimizer_s=8.0, weight_bytes=4), num_neighbours=1)
     costs = Costs(profile, 1, 4, num_devices=2)
     assert [costs.stage_contention(*span).optimizer for span in ((0, 1), (1, 2), (0, 2))] == pytest.approx([1, 2, 1])

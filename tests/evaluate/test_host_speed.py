@@ -23,7 +23,6 @@ from gplan.core import (
     Timeline,
     YardstickTimes,
 )
-from gplan.core.host_speed import UNIFORM_EXPONENT
 from gplan.evaluate.attribution import ErrorCause, at_speed, attribute_error, predicted_times
 from gplan.evaluate.calibration import calibrate
 from gplan.evaluate.compare import BUBBLE, FORWARD, PEAK_MEMORY, STEP_TIME, THROUGHPUT, compare
@@ -45,8 +44,8 @@ SPEED = HostSpeed(
 
 
 def readings(factor: float) -> YardstickTimes:
-    """The yardstick where work takes `factor` times as long as in the profile."""
-    of, factor = SPEED.reference, factor ** (1 / UNIFORM_EXPONENT)
+    """A yardstick that takes `factor` times as long as in the profile."""
+    of = SPEED.reference
     return YardstickTimes(
         compute_s=factor * of.compute_s, memory_s=factor * of.memory_s, interpreter_s=factor * of.interpreter_s
     )
@@ -144,7 +143,7 @@ def test_a_short_slow_phase_counts_as_long_as_it_is() -> None:
     twice, speed = YardstickTimes(compute_s=2.0, memory_s=2.0, interpreter_s=2.0), HostSpeed(reference=once)
     readings = [twice if i == 3 else once for i in range(8)]
     windows = [StepSpeed(first_step=i, end_step=i + 1, ranks=(x,)) for i, x in enumerate(readings)]
-    assert speed.rank_slowdowns(windows) == pytest.approx((2 ** (UNIFORM_EXPONENT / 8),))
+    assert speed.rank_slowdowns(windows) == pytest.approx((2 ** (1 / 8),))
 
 
 def test_without_a_yardstick_there_is_one_error() -> None:
@@ -239,7 +238,7 @@ def test_a_retimed_profile_has_the_speed_of_the_run() -> None:
     plan = usual_plan(profile)
     newer = retime_profile(profile, run=slow_run(plan, 1.25, 1.25))
     assert newer.host_speed is not None
-    assert newer.host_speed.reference.compute_s == pytest.approx(readings(1.25).compute_s)
+    assert newer.host_speed.reference.compute_s == pytest.approx(1.25e-3)
     assert retime_profile(profile, run=measured_run(plan, times(simulate(plan), 1.5))).host_speed is None
 
 

@@ -428,9 +428,9 @@ def test_a_profile_has_the_speed_and_the_load_of_its_host(profile: Profile) -> N
     assert again.host_speed == profile.host_speed
 
 
-def test_devices_of_several_threads_are_measured_beside_less_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_note_on_contention_of_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("profiler.measure.max_neighbours", lambda _: 3)
     assert not ProfileOptions(microbatch_sizes=(2,), num_threads=1).notes
     assert not ProfileOptions(microbatch_sizes=(2,), num_threads=2, contention=0).notes
     (note,) = ProfileOptions(microbatch_sizes=(2,), num_threads=2).notes
-    assert "beside processes of one thread each, not of 2" in note
+    assert "beside processes of one thread, not of 2" in note

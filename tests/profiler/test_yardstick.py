@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from gplan.core import HostSpeed, SpeedWindow, YardstickTimes
-from gplan.core.host_speed import UNIFORM_EXPONENT
 from profiler.timing.clock import CudaClock, Samples
 from profiler.timing.yardstick import (
     PARTS,
@@ -99,10 +98,7 @@ def two_phases(at_s: float) -> float:
 
 
 def history(slowdown: Callable[[float], float]) -> tuple[SpeedHistory, Samples]:
-    def of_parts(at_s: float) -> float:
-        return slowdown(at_s) ** (1 / UNIFORM_EXPONENT)
-
-    parts = [sampled(x, np.arange(0, 100, 0.5).tolist(), of_parts) for x in USUAL_S]
+    parts = [sampled(x, np.arange(0, 100, 0.5).tolist(), slowdown) for x in USUAL_S]
     layer = sampled(0.02, np.arange(0.25, 100, 1.0).tolist(), slowdown)
     return SpeedHistory(parts), layer
 
@@ -183,7 +179,7 @@ def test_parts_beside_others_are_the_reference_of_devices_that_read_together() -
     assert found is not None
     assert found.beside == YardstickTimes(compute_s=2e-3, memory_s=1e-3, interpreter_s=2e-3)
     assert found.slowdown(found.beside, num_devices=2) == pytest.approx(1.0)
-    assert found.slowdown(found.beside) == pytest.approx(2.0**UNIFORM_EXPONENT)
+    assert found.slowdown(found.beside) == pytest.approx(2.0)
 
 
 def test_references_beside_others_belong_to_the_speed_of_those_alone() -> None:
@@ -200,9 +196,9 @@ def test_references_beside_others_belong_to_the_speed_of_those_alone() -> None:
     assert reference.compute_s == pytest.approx(2 * USUAL_S[0])
     assert there.compute_s == pytest.approx(1.1 * reference.compute_s)
     assert (there.memory_s, there.interpreter_s) == pytest.approx((reference.memory_s, 1.1 * reference.interpreter_s))
-    assert speeds.slowdowns([90.0], beside=True).tolist() == pytest.approx([0.5**UNIFORM_EXPONENT])
+    assert speeds.slowdowns([90.0], beside=True).tolist() == pytest.approx([0.5])
     work = sampled(0.02, np.arange(85, 95, 0.5).tolist(), seconds)
-    assert speeds.at_one_speed(work, beside=True).timing().median_s == pytest.approx(0.02 * 2**UNIFORM_EXPONENT)
+    assert speeds.at_one_speed(work, beside=True).timing().median_s == pytest.approx(0.04)
 
 
 @pytest.mark.parametrize(("compute", "expected"), [(1.1, (2.0, 1.6, 1.8)), (1.5, (2.0, 2.0, 2.0))])

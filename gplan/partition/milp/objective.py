@@ -142,7 +142,7 @@ class StepTimeRows:
     def _update(self, k: int) -> Expression:
         """The update and what the ranks exchange before it, as in `Costs.columns`, in units."""
         costs, scale = self.figures.costs, 1.0 / self.problem.speed(k) / self.unit_s
-        step, first = costs.profile.step, np.array([k])  # 0 for stage 0, a later layer for others
+        step, first = costs.profile.step, np.array([min(k, 1)])  # a stage begins with the first layer or a later one
         contended = float(costs.update_contention(first)[0]) * scale
         update = [(contended * step.spread_s, self.weights.update_share(k)), (contended * step.fixed_part_s, 1)]
         tied_s = float(costs.tied_update_s(first)[0]) if self.problem.tied_links else 0.0
