@@ -159,8 +159,10 @@ def by_cut(rows: pd.DataFrame) -> pd.DataFrame:
 
 def draw(tables: list[pd.DataFrame]) -> Figure:
     """For each model predicted and measured steps by cut, the chosen cut marked."""
-    figure = Figure(figsize=(11, 3.2 * ((len(tables) + 1) // 2)), layout="constrained")
-    for axes, table in zip(figure.subplots((len(tables) + 1) // 2, 2).flat, tables, strict=False):
+    num_rows = (len(tables) + 1) // 2
+    figure = Figure(figsize=(11, 3.2 * num_rows), layout="constrained")
+    for index, table in enumerate(tables):
+        axes = figure.add_subplot(num_rows, 2, index + 1)
         chosen = table.index[table.is_chosen][0]
         axes.axvspan(chosen - 0.5, chosen + 0.5, color="0.92", zorder=0)
         axes.plot(table.index, 1e3 * table.predicted_s, "o", mfc="none", color="#397af2", label="predicted")
