@@ -108,7 +108,7 @@ def with_host(profile: Profile) -> Profile:
     """With the engine's time, and how processes of a run read the yardstick, of the host's profile."""
     host, speed = host_profile(), profile.host_speed
     if speed is not None and host.host_speed is not None and host.host_speed.beside is not None:
-        speed = read_by_ranks(speed, [host.host_speed.beside], own=[host.host_speed.reference])
+        speed = read_by_ranks(speed, [host.host_speed.beside], own=[speed.reference])
     return replace(profile, engine=host.engine, host_speed=speed)
 
 

@@ -35,7 +35,7 @@ from profiler.timing.clock import Clock, CpuClock, CudaClock
 from profiler.timing.journal import Journal, Progress, part, silent
 from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, SampledSize, Setup, mean_of_known, sample_size
 from profiler.timing.optimizer_step import MICROBATCHES, sample_step
-from profiler.timing.yardstick import SpeedHistory, Yardstick, read_by_ranks, read_now, yardstick_parts
+from profiler.timing.yardstick import SpeedHistory, Yardstick, read_by_ranks, yardstick_parts
 
 _SHARE_OF_LAYERS = 0.75  # of the progress of a profile
 
@@ -116,26 +116,6 @@ def measure_profile(
     keeps the measurements so far.
     """
     journal = Journal(options.journal, key=_journal_key(file, options))
-    with journal.saved_on_failure():
-        found = _measured(file, options, journal, progress)
-        if measure_engine is not None:
-            progress("measuring the engine between two processes", 0.95)
-            own = [_yardstick_now(options)]
-            engine, readings = measure_engine()
-            own.append(_yardstick_now(options))
-            host_speed = found.host_speed and read_by_ranks(found.host_speed, readings, own=own)
-            found = replace(found, engine=engine, host_speed=host_speed)
-    journal.close()
-    return found
-
-
-def _yardstick_now(options: ProfileOptions) -> YardstickTimes | None:
-    with device_share(options.num_threads):
-        return read_now(options.device)
-
-
-def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progress: Progress) -> Profile:
-    shares = tuple(core_shares(1 + options.num_neighbours, num_threads=options.num_threads)[1:])
     clock: Clock = CpuClock() if options.device == "cpu" else CudaClock()
     yardstick = Yardstick(clock, journal.samples, yardstick_parts(options.device))
     setup = Setup(
@@ -144,10 +124,31 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         device=options.device,
         budget_s=options.budget_s,
         granularity=options.granularity,
-        shares=shares,
+        shares=tuple(core_shares(1 + options.num_neighbours, num_threads=options.num_threads)[1:]),
         read_yardstick=yardstick.read_if_due,
         read_beside=yardstick.read_beside,
     )
+
+    def yardstick_now() -> YardstickTimes | None:
+        with device_share(options.num_threads):
+            return yardstick.times()
+
+    with journal.saved_on_failure():
+        found = _measured(file, options, setup, yardstick, progress)
+        if measure_engine is not None:
+            progress("measuring the engine between two processes", 0.95)
+            own = [yardstick_now()]
+            engine, readings = measure_engine()
+            own.append(yardstick_now())
+            host_speed = found.host_speed and read_by_ranks(found.host_speed, readings, own=own)
+            found = replace(found, engine=engine, host_speed=host_speed)
+    journal.close()
+    return found
+
+
+def _measured(
+    file: ModelFile, options: ProfileOptions, setup: Setup, yardstick: Yardstick, progress: Progress
+) -> Profile:
     with device_share(options.num_threads), _on_device(file, options.device), model_state_restored(file.model):
         loss = _loss_facts(file, options)
         before = read_load()
@@ -157,9 +158,9 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         progress("measuring the optimizer's step", _SHARE_OF_LAYERS)
         update, step_notes = sample_step(
             file,
-            clock,
+            setup.clock,
             device=options.device,
-            shares=shares,
+            shares=setup.shares,
             work_beside=_training_pass(file, options),
             read_yardstick=partial(yardstick.read_if_due, is_cold=True),
         )
@@ -190,7 +191,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
                 (
                     *file.notes,
                     *options.notes,
-                    *journal.notes,
+                    *setup.journal.notes,
                     *loss.notes,
                     *(x for y in measured for x in y.notes),
                     *step_notes,

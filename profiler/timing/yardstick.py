@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from gplan.core.host_speed import HostSpeed, SpeedWindow, YardstickTimes, average_times, slowdown_of
-from profiler.timing.clock import Clock, CpuClock, CudaClock, Samples
+from profiler.timing.clock import Clock, Samples
 from profiler.timing.neighbours import BESIDE_OTHERS
 
 MOST_SHARE = 0.01
@@ -144,6 +144,11 @@ class Yardstick:
         self._clock.flush()
         return tuple(median(x.clean_s) if x.clean_s else None for x in parts)
 
+    def times(self) -> YardstickTimes | None:
+        """All parts now, by several readings; None if one was always interrupted."""
+        found = self.seconds(*PARTS, num_readings=_NUM_AROUND)
+        return YardstickTimes(**{f"{x}_s": s for x, s in zip(PARTS, found, strict=True) if s}) if all(found) else None
+
     def _read(self, names: Sequence[str], parts: Sequence[Samples], num_kept: int, *, num_warmups: int) -> None:
         """Time these parts in turns; the first turn, which is slower after the layers of a model, does not count.
 
@@ -223,13 +228,6 @@ class SpeedHistory:
         return samples.divided(partial(self.slowdowns, beside=beside))
 
 
-def read_now(device: str) -> YardstickTimes | None:
-    """The yardstick now, in this process; None if it was interrupted."""
-    clock = CpuClock() if device == "cpu" else CudaClock()
-    times = Yardstick(clock, lambda _: Samples(), yardstick_parts(device)).seconds(*PARTS, num_readings=_NUM_AROUND)
-    return YardstickTimes(**{f"{x}_s": s for x, s in zip(PARTS, times, strict=True) if s}) if all(times) else None
-
-
 def read_by_ranks(
     speed: HostSpeed, ranks: Sequence[YardstickTimes], *, own: Sequence[YardstickTimes | None]
 ) -> HostSpeed:
@@ -237,7 +235,8 @@ def read_by_ranks(
 
     At one speed of the host, processes of a run read other times of memory and interpreter than that of a profile: on a
     machine with two cores up to 20 and 10 % less, but the same of compute. `ranks` are readings in such processes, `own`
-    those of this one just before and after. Unchanged where compute shows a disturbance in them.
+    those of this one just before and after, by the yardstick of the profile: where the system puts a yardstick's memory
+    changes its times. Unchanged where compute shows a disturbance in them.
     """
     here, there = average_times(own, median), average_times(ranks, median)
     if here is None or there is None:
