@@ -81,9 +81,10 @@ def profile(
     a TOML file), corrected by a measured profile where `calibrate` gives one, and bytes come from a run on fake
     tensors; `fused` names kernels that training fuses, "all", or some such as "attention,normalization".
 
-    `contention` processes do the same work beside (by default as many as the remaining cores of a CPU allow, at most 7). The link, and on a CPU
-    what the engine itself takes, are measured between two processes where `link` is not given. `granularity` "op" makes
-    every operation a layer: the model must then be one that torch.export can trace, an nn.Sequential too.
+    `contention` processes do the same work beside (by default as many as the remaining cores of a CPU allow, at most 7).
+    The link, and on a CPU what the engine itself takes, are measured between two processes where `link` is not given.
+    `granularity` "op" makes every operation a layer: the model must then be one that torch.export can trace, an
+    nn.Sequential too.
 
     `precision` is that of the training, by default as the model is made: "float32", "bfloat16" (all in one type), "mixed"
     (bfloat16 parameters and activations, float32 master weights, optimizer states and gradients), "mixed-bf16-gradients"

@@ -86,6 +86,14 @@ def check_factor(value: object, *fields: str) -> None:
             raise ValueError(f"{field} is {wrong}")
 
 
+def check_slow_down(value: object, *fields: str) -> None:
+    """Each field is a finite factor of 1 or more."""
+    for field in fields:
+        number = getattr(value, field)
+        if not 1.0 <= number < math.inf:
+            raise ValueError(f"{field} is {number!r}; expected a finite factor of 1 or more")
+
+
 def check_share(value: object, *fields: str) -> None:
     """Each field is a number from 0 to 1."""
     for field in fields:

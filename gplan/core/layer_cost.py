@@ -6,12 +6,11 @@ is counted once, in the stash of the layer that produced it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from gplan.core.checks import OperationKind, Origin, check_amounts, check_factor, check_positive
+from gplan.core.checks import OperationKind, Origin, check_amounts, check_factor, check_positive, check_slow_down
 
 _QUARTILES_APART = 1.35  # of a normal distribution, in standard deviations
 
@@ -227,9 +226,7 @@ class StepCost:
 
     def __post_init__(self) -> None:
         check_amounts(self)
-        for field in ("contention", "update_contention"):
-            if not 1.0 <= getattr(self, field) < math.inf:
-                raise ValueError(f"{field} is {getattr(self, field)!r}; expected a finite factor of 1 or more")
+        check_slow_down(self, "contention", "update_contention")
         if self.largest_workspace:
             check_factor(self, "largest_workspace")
 

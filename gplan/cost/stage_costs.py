@@ -255,17 +255,24 @@ class Costs:
     def tied_update_s(self, first: Ints) -> Floats:
         """[E]: seconds that updates of stages take longer where another device holds one of their weights.
 
-        Both devices wait for the summed gradients and then update at the same time, until the shorter update has ended:
-        for as long as an equal share of a replica's update takes. It is 0 if a weight's update may take no time: plans
-        store contention as a factor, which cannot lengthen that.
+        Both devices wait for the summed gradients and then update at the same time, until the shorter update has ended.
         """
-        step, others = self.profile.step, min(1, self.num_devices - 1)
+        others, num_measured = min(1, self.num_devices - 1), self.profile.num_neighbours
+        together = contention_factor(self.profile.step.update_contention, others, num_measured=num_measured)
+        longer: Floats = np.maximum(0.0, together - self.update_contention(first)) * self._shorter_update_s
+        return longer
+
+    @cached_property
+    def _shorter_update_s(self) -> float:
+        """Seconds of the shorter update of two devices with a tied weight: of an equal share of a replica's update.
+
+        It is 0 if a weight's update may take no time: plans store contention as a factor, which cannot lengthen that.
+        """
+        step = self.profile.step
         if not step.fixed_part_s and any(x.gradient_bytes and not x.update_amount for x in self.profile.shared_weights):
-            return np.zeros(len(first))
-        together = contention_factor(step.update_contention, others, num_measured=self.profile.num_neighbours)
-        longer = np.maximum(0.0, together - self.update_contention(first))
+            return 0.0
         share_of_all = float(self.update_share(np.array([0]), np.array([-1]))[0])
-        return longer * step.spread_s * share_of_all / self.num_devices
+        return step.spread_s * share_of_all / self.num_devices
 
     @cached_property
     def layer_compute_s(self) -> Floats:

@@ -166,7 +166,10 @@ class StrategyBounds:
 
     @property
     def tail_s(self) -> float:
-        """Seconds of all updates without contention and, at least, of the replicas' all-reduces; tied weights may lie together."""
+        """Seconds of all updates without contention and, at least, of the replicas' all-reduces.
+
+        Tied weights may lie together.
+        """
         costs, replicas = self.problem.costs, self.problem.num_replicas
         everything = np.array([0]), np.array([costs.num_positions - 1])
         reduced = 0.0
