@@ -23,6 +23,7 @@ import torch
 
 from gplan.core import Device, EngineCost, Granularity, Link, Profile, YardstickTimes
 from gplan.core.errors import ModelError, UsageError
+from gplan.core.units import counted
 from profiler.capture.chain import model_state_restored, routing_notes
 from profiler.host.host_info import core_shares, device_share, gpu_state, max_neighbours, processor, software_versions
 from profiler.host.host_load import load_between, read_load
@@ -76,8 +77,8 @@ class ProfileOptions:
         most = max_neighbours(self.num_threads)
         if self.contention is not None and not 0 <= self.contention <= most:
             raise UsageError(
-                f"--contention {self.contention}: beside a device of {self.num_threads} threads this host has cores for "
-                f"{most} more; expected 0 to {most}"
+                f"--contention {self.contention}: beside a device of {counted(self.num_threads, 'thread')} this host has cores "
+                f"for {most} more; expected {f'0 to {most}' if most else '0, or fewer threads'}"
             )
 
     @property

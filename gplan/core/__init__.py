@@ -30,6 +30,7 @@ from gplan.core.plan import (
     Stage,
     StageBytes,
     StageMemory,
+    WholeBatch,
 )
 from gplan.core.precision import PRECISION_NAMES, FloatType, Precision, PrecisionName
 from gplan.core.profile import Layer, ModelId, Profile, SharedWeight, Value, ValueCost

@@ -342,6 +342,16 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WholeBatch:
+    """The plain model on a mini-batch in one piece, where this is not the same as micro-batch by micro-batch."""
+
+    loss: float
+    max_relative_error: float  # how far the gradients micro-batch by micro-batch are from those in one piece
+    worst_parameter: str
+    reason: str  # follows "because of"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GradientCheck:
     """Gradients and loss of the first step compared with the plain model."""
 
@@ -351,7 +361,9 @@ class GradientCheck:
     plain_loss: float
     num_parameters: int  # tensors compared
     tolerance: float
-    reference: str  # how the plain model was run
+    whole_batch: (
+        WholeBatch | None
+    )  # None: the plain model ran the mini-batch in one piece, else micro-batch by micro-batch
 
     @property
     def passed(self) -> bool:

@@ -53,6 +53,15 @@ def bytes_text(num_bytes: float) -> str:
     return f"{size:.0f} B" if unit == 0 else f"{_three_digits(size)} {_BINARY[unit]}"
 
 
+def memory_option(num_bytes: int) -> str:
+    """A size for `--memory` that is at least `num_bytes`, in whole MiB.
+
+    >>> memory_option(374_096_115), memory_option(1000)
+    ('357MiB', '1000B')
+    """
+    return f"{math.ceil(num_bytes / 2**20)}MiB" if num_bytes >= 2**20 else f"{num_bytes}B"
+
+
 def percent_text(share: float, *, signed: bool = False) -> str:
     """A share as a percentage with one decimal.
 

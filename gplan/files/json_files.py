@@ -28,7 +28,7 @@ ValueT = TypeVar("ValueT", Profile, Plan, Run, Verification, Calibration)
 FORMATS: dict[type[Value], str] = {
     Profile: "gplan.profile/4",
     Plan: "gplan.plan/3",
-    Run: "gplan.run/3",
+    Run: "gplan.run/4",
     Verification: "gplan.verification/3",
     Calibration: "gplan.calibration/1",
 }
@@ -68,7 +68,7 @@ def load_any(path: Path) -> Value:
     kind = next((kind for kind, name in FORMATS.items() if found == name or _is_older(found, kind)), None)
     if kind is not None:
         return cast(Value, parse(cast(type[Any], kind), text, name=str(path)))
-    raise FileError(f"{path} has format {found!r}; expected one of {', '.join(FORMATS.values())}")
+    raise FileError(f"{path} {_format_text(found)}; expected one of {', '.join(FORMATS.values())}")
 
 
 def parse(kind: type[ValueT], text: bytes, *, name: str) -> ValueT:
@@ -145,6 +145,10 @@ def _read(path: Path, *, expected: str, remedy: str) -> bytes:
         raise FileError(f"{path} cannot be read: {error.strerror}; expected a {expected}") from error
 
 
+def _format_text(found: object) -> str:
+    return "has no format" if found is None else f"has format {found!r}"
+
+
 def _content(kind: type[Value], text: bytes, *, name: str) -> dict[str, Any]:
     content = _decoded(text, name=name, remedy=_remedy(kind))
     found = content.pop("format", None)
@@ -155,7 +159,7 @@ def _content(kind: type[Value], text: bytes, *, name: str) -> dict[str, Any]:
                 f"make it again with `{_MADE_BY[kind]}`"
             )
         remedy = f"make one with `{_MADE_BY[kind]}`" if found in FORMATS.values() else _remedy(kind)
-        raise FileError(f"{name} has format {found!r}; expected {FORMATS[kind]!r}, a {_type_text(kind)}; {remedy}")
+        raise FileError(f"{name} {_format_text(found)}; expected {FORMATS[kind]!r}, a {_type_text(kind)}; {remedy}")
     return content
 
 

@@ -180,7 +180,7 @@ def _ways_out(problem: Problem, machine: Machine | None) -> str:
     ways = []
     if not (problem.constraints or is_custom_order(problem.schedule)):
         with suppress(TooManyCandidates):
-            ways.append(_stages_text(problem) if machine is None else _machine_stages_text(problem, machine))
+            ways.append(stages_that_fit_text(problem) if machine is None else _machine_stages_text(problem, machine))
     changed: dict[str, Problem] = {}
     if not (problem.has_chunks or is_custom_order(problem.schedule) or problem.schedule == LEAST_MEMORY_SCHEDULE):
         changed[f"--schedule {LEAST_MEMORY_SCHEDULE}"] = replace(problem, schedule=LEAST_MEMORY_SCHEDULE)
@@ -193,6 +193,10 @@ def _ways_out(problem: Problem, machine: Machine | None) -> str:
             does_fit = fits_machine(other, machine, deadline_s=time.perf_counter() + _SEARCH_S)
         if does_fit:
             ways.append(f"with {option} it would fit")
+        elif machine is None and not other.has_chunks:
+            least, was = least_peak(without_memory(other))[0], least_peak(without_memory(problem))[0]
+            if least < was:
+                ways.append(f"with {option} the smallest memory would be {_size_text(least)}")
     return "; ".join(ways) or "give the devices more memory, or use more devices"
 
 
@@ -208,7 +212,8 @@ def _machine_stages_text(problem: Problem, machine: Machine) -> str:
     return f"no number of stages up to {most} fits the machine"
 
 
-def _stages_text(problem: Problem) -> str:
+def stages_that_fit_text(problem: Problem) -> str:
+    """The smallest number of stages, or of devices, for which the problem has a plan; as a remedy."""
     what = "devices" if problem.has_chunks else "stages"
     deadline_s, word = time.perf_counter() + _SEARCH_S, "fits"
     for number, does_fit in enumerate(feasibility_by_num_devices(problem), start=1):

@@ -209,6 +209,7 @@ class _BatchStatistics:
         device = norms[0].running_mean.device
         self.sizes = channels * 2  # of the buffers
         self._norm_of = torch.repeat_interleave(torch.tensor(channels)).to(device)  # of every channel
+        self._last_channel = torch.tensor(channels, device=device).cumsum(0) - 1  # of every norm
         self._num_calls = torch.tensor([x.num_calls for x in norms], device=device)
         self._never_moves = torch.tensor([x == 0 for x in shares], device=device)
         self._divisor = self._by_channel([x or 1.0 for x in shares]).repeat(2)
@@ -245,9 +246,8 @@ class _BatchStatistics:
     def _are_called(self, changed: Tensor) -> Tensor:
         """Return by micro-batch and norm whether its buffers changed."""
         mean, var = changed.chunk(2, dim=1)
-        num_changed = torch.zeros(len(changed), len(self._num_calls), device=changed.device)
-        num_changed.index_add_(1, self._norm_of, (mean | var).float())
-        return (num_changed > 0) | self._never_moves
+        so_far = (mean | var).cumsum(1)[:, self._last_channel]  # of this norm and those before it
+        return (so_far.diff(dim=1, prepend=torch.zeros_like(so_far[:, :1])) > 0) | self._never_moves
 
     def _by_channel(self, values: Sequence[float | Tensor]) -> Tensor:
         by_norm = torch.tensor([float(x) for x in values], dtype=torch.float64, device=self._norm_of.device)

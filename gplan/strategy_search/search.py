@@ -15,12 +15,12 @@ from typing import Literal
 
 from gplan.core import Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
-from gplan.core.units import bytes_text, counted, seconds_text
+from gplan.core.units import bytes_text, counted, memory_option, seconds_text
 from gplan.graph.down_sets import DownSets, Prefixes
 from gplan.partition.balance import alternative_of
 from gplan.partition.candidates import TooManyCandidates
 from gplan.partition.constraints import check_constraints
-from gplan.partition.diagnosis import no_plan_error, one_device_notes, tightest_device
+from gplan.partition.diagnosis import no_plan_error, one_device_notes, stages_that_fit_text, tightest_device
 from gplan.partition.problem import Problem
 from gplan.partition.solve import TooManyDownSets, where_to_cut
 from gplan.partition.validation import why_not_selected
@@ -152,13 +152,14 @@ def _no_plan_error(cache: SolveCache, memory_bytes: int | None, found: Found, ti
     at_all = f"no plan of {_count_text(cache)} fits {bytes_text(memory_bytes)} per device"
     try:
         problem, peak_bytes = _closest(cache, memory_bytes)
+        has_more_devices = len({x.num_devices for x in strategies}) > 1
+        more_devices = "" if has_more_devices or problem.has_chunks else f"; {stages_that_fit_text(problem)}"
     except TooManyCandidates:
         return NoPlanError(f"{at_all}; give each device more memory")
     return NoPlanError(
-        f"{at_all}; of those tried again without a limit, {counted(problem.num_devices, 'device')}, "
-        f"{counted(problem.num_microbatches, 'micro-batch')} of {problem.costs.microbatch_size}, "
-        f"{schedule_info(problem.schedule).title}, "
-        f"recompute {problem.recompute} come closest with {bytes_text(peak_bytes)} (--memory {peak_bytes})"
+        f"{at_all}; the closest that was found needs {bytes_text(peak_bytes)} (--memory {memory_option(peak_bytes)}): "
+        f"{counted(problem.num_devices, 'device')}, {counted(problem.num_microbatches, 'micro-batch')} of "
+        f"{problem.costs.microbatch_size}, {schedule_info(problem.schedule).title}, recompute {problem.recompute}{more_devices}"
     )
 
 

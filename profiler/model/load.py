@@ -35,6 +35,7 @@ from profiler.model.lazy_build import (
 from profiler.model.model_reference import (
     SettingValue,
     describe_inputs,
+    file_digest,
     locate,
     materialise_inputs,
     parse_input_shapes,
@@ -107,6 +108,7 @@ class ModelFile:
             in_memory=self.in_memory,
             traced=chain.traced,
             inputs=inputs,
+            file_digest=file_digest(self.name),
         )
 
     def forward(self, inputs: Any) -> Any:
@@ -364,7 +366,10 @@ def _built(target: Any, settings: Mapping[str, SettingValue], reference: str) ->
                     f"{reference}: there is not enough memory to build the model ({describe(error)}); build a smaller one, "
                     'or build it without weights, with torch.device("meta"), to measure it layer by layer'
                 ) from error
-            raise ModelError(f"{reference} could not build its model: {describe(error)}") from error
+            given = ", ".join(f"--set {key}={value}" for key, value in settings.items())
+            raise ModelError(
+                f"{reference} could not build its model{given and f' with {given}'}: {describe(error)}"
+            ) from error
     inputs = None
     if isinstance(made, tuple) and len(made) == 2 and not isinstance(made[1], nn.Module):
         made, inputs = made

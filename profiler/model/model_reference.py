@@ -6,10 +6,12 @@ A reference is `model.py`, `model.py:NAME` or `package.module:NAME`.
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -68,6 +70,12 @@ def _module_of(reference: str) -> tuple[ModuleType, str]:
         raise ModelError(f"{place} cannot be imported: {describe(error)}") from error
 
 
+def file_digest(reference: str) -> str:
+    """A digest of the model file's text; "" where `reference` names no file."""
+    path = Path(reference.partition(":")[0])
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.suffix == ".py" and path.is_file() else ""
+
+
 def check_is_there(path: Path, *, named_by: str = "") -> None:
     """Raise ModelError, with the folder searched, for a model file that does not exist."""
     if not path.is_file():
@@ -96,9 +104,13 @@ def _attribute(module: ModuleType, attribute: str, reference: str) -> Any:
     found = getattr(module, attribute or "model", None)
     if found is not None:
         return found
+    wanted = attribute or "model"
     own = [name for name, value in vars(module).items() if _could_be_model(value, module)]
+    public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    if close := get_close_matches(wanted, public, n=1):
+        raise ModelError(f"{reference} has no {wanted}, but {close[0]}: write {reference.partition(':')[0]}:{close[0]}")
     candidates = f"; it has {', '.join(own)}: write {reference.partition(':')[0]}:{own[0]}" if own else ""
-    raise ModelError(f"{reference} has no {attribute or 'model'}{candidates or '; define a function model()'}")
+    raise ModelError(f"{reference} has no {wanted}{candidates or '; define a function model()'}")
 
 
 def _could_be_model(value: object, module: ModuleType) -> bool:

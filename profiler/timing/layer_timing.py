@@ -396,10 +396,8 @@ def _notes_on_pairs(bench: Bench, samples: Callable[[str], Samples], size: int) 
             found.append((seconds(one[0], other[0]), together_s, f"{one[1]} and {other[1]}"))
     worst = sorted(found, key=lambda pair: -abs(pair[0] - pair[1]))[:_NUM_PAIRS_NAMED]
     if worst:
-        pairs = ", ".join(
-            f"{names} ({seconds_text(x)} one by one, {seconds_text(y)} together)" for x, y, names in worst
-        )
-        yield f"layers whose times one by one and together disagree most at micro-batch size {size}: {pairs}"
+        pairs = ", ".join(f"{names} ({seconds_text(x)} apart, {seconds_text(y)} together)" for x, y, names in worst)
+        yield f"neighbouring layers measured apart and together differ most here, at micro-batch size {size}: {pairs}"
 
 
 def _layers_text(bench: Bench, subject: _Subject) -> str:

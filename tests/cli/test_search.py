@@ -75,7 +75,7 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
     (("--devices", "4", "--pin", "a=0"), 2, "give --k a number"),
     (("--devices", "4", "--k", "5"), 2, "try --k 4 or fewer"),
     (("--k", "2", "--microbatches", "auto", "--batch-size", "7", "--microbatch-size", "2"), 2, "cannot be cut evenly"),
-    (("--k", "2", "--recompute", "auto", "--memory", "100B"), 4, "come closest with"),
+    (("--k", "2", "--recompute", "auto", "--memory", "100B"), 4, "the closest that was found needs"),
 ]
 
 

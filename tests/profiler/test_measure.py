@@ -276,7 +276,7 @@ def test_disturbed_layers_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("profiler.timing.clock.is_undisturbed", lambda _wall_s, _busy_s: False)
     for load, words in (
         (HostLoad(wait_share=0.2), "disturbed by other work (20.0 % of"),
-        (HostLoad(), "interrupted without"),
+        (HostLoad(), "interrupted, not known by what"),
     ):
         monkeypatch.setattr("profiler.timing.layer_timing.load_between", lambda _before, _after, load=load: load)
         notes = measure_profile(mlp(), OPTIONS).notes
@@ -401,7 +401,7 @@ def test_layers_and_operations_have_journals_of_their_own() -> None:
 def test_layers_that_do_not_add_up_are_timed_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("profiler.timing.layer_timing.MOST_DISAGREEMENT", -1.0)
     notes = measure_profile(mlp(), OPTIONS).notes
-    (note,) = [x for x in notes if x.startswith("layers whose times one by one and together disagree most")]
+    (note,) = [x for x in notes if x.startswith("neighbouring layers measured apart and together differ most")]
     assert "0 and 1 (" in note and "1 and 2 (" in note
 
 

@@ -71,7 +71,7 @@ def test_steps_in_which_memory_grows_are_left_out_if_enough_remain(num_growing: 
 
 @pytest.mark.parametrize(
     ("load", "words"),
-    [(HostLoad(steal_share=0.3), "disturbed by other work (0.0 % of"), (HostLoad(), "interrupted without a sign of")],
+    [(HostLoad(steal_share=0.3), "disturbed by other work (0.0 % of"), (HostLoad(), "interrupted, not known by what")],
 )
 def test_steps_are_disturbed_only_with_evidence(load: HostLoad, words: str) -> None:
     run = run_of(scheduled_plan("gpipe"), num_steps=8, num_clean=2, load=load)

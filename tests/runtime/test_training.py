@@ -6,6 +6,7 @@ import math
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import gplan
 from gplan.core import ActionKind, Constraints, Link, Plan, Run, YardstickTimes
 from gplan.core.errors import FileError, ModelError, RunError, UsageError
+from gplan.reporting.text.run import check_text
 from gplan.runtime.run.loop import BatchStream
 from gplan.runtime.run.reference import Reference, gradient_check, gradient_errors, plain_reference
 from gplan.runtime.run.run_options import RunOptions
@@ -260,7 +262,7 @@ def failing_file(tmp_path: Path, body: str) -> tuple[str, Plan]:
     path.write_text(FAILING.format(body="pass"))
     plan = plan_for(load_model_file(str(path)), num_devices=2)
     path.write_text(FAILING.format(body=body))
-    return str(path), plan
+    return str(path), replace(plan, model=replace(plan.model, file_digest=""))
 
 
 def test_exception_in_a_stage(tmp_path: Path) -> None:
@@ -317,11 +319,74 @@ def test_random_batches_equal_on_all_ranks() -> None:
 
 
 def test_nan_gradient_fails_check() -> None:
-    plain = Reference(loss=1.0, gradients={x: torch.ones(2) for x in "abc"}, how="", tolerance=1e-5)
+    plain = Reference(loss=1.0, gradients={x: torch.ones(2) for x in "abc"}, whole_batch=None, tolerance=1e-5)
     found = {"a": torch.ones(2), "b": torch.tensor([1.0, math.nan]), "c": torch.ones(2)}
     check = gradient_check(plain, gradient_errors(plain.gradients, found), loss=1.0)
     assert (check.passed, check.worst_parameter) == (False, "b")
     assert gradient_check(plain, gradient_errors(plain.gradients, {"a": torch.ones(2)}), loss=1.0).passed is False
+
+
+def test_the_check_tells_how_far_a_loss_with_class_weights_is_from_the_whole_batch() -> None:
+    file = small_example("transformer_lm")
+    plan = plan_for(file, num_devices=2)
+
+    def weighted(output: Tensor, target: Tensor) -> Tensor:
+        weights = torch.linspace(0.1, 10.0, output.shape[-1])
+        return torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), weight=weights)
+
+    file.functions["loss"] = weighted  # type: ignore[index]
+    inputs, target = BatchStream(file, plan.batch_size, seed=0).peek()
+    plain = float(file.loss(file.forward(inputs), target).detach())
+    run = run_virtually(file, plan, RunOptions(num_steps=1, check=True))
+    assert run.check is not None and run.check.passed
+    whole = run.check.whole_batch
+    assert whole is not None and whole.loss == pytest.approx(plain, rel=1e-6)
+    assert whole.loss != pytest.approx(run.check.loss, rel=1e-4) and whole.max_relative_error > 0.01
+    text = check_text(run.check)
+    assert text.startswith("are those of the plain model micro-batch by micro-batch: ")
+    assert "because of a loss that depends on how the mini-batch is divided, as with class weights" in text
+
+
+def test_the_check_runs_the_whole_batch_where_it_is_the_same() -> None:
+    file = small_example("transformer_lm")
+    run = run_virtually(file, plan_for(file, num_devices=2), RunOptions(num_steps=1, check=True))
+    assert run.check is not None and run.check.whole_batch is None
+    assert check_text(run.check).startswith("equal: ")
+
+
+def test_a_model_file_that_was_changed_after_its_profile_is_noted(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(TINY)
+    plan = plan_for(load_model_file(str(path)), num_devices=2)
+    unchanged = run_virtually(load_model_file(str(path)), plan, RunOptions(num_steps=1))
+    assert not any("was changed" in note for note in unchanged.notes)
+    path.write_text(TINY.replace("return nn.functional.mse_loss", "return 2 * nn.functional.mse_loss"))
+    with pytest.warns(UserWarning, match="model.py was changed after its profile was made"):
+        run = run_virtually(load_model_file(str(path)), plan, RunOptions(num_steps=1))
+    assert any("was changed after its profile was made" in note for note in run.notes)
+
+
+TINY = """
+import torch
+from torch import nn
+
+
+def model():
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+
+def loss(output, target):
+    return nn.functional.mse_loss(output, target)
+
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def batches(batch_size):
+    while True:
+        yield torch.ones(batch_size, 8), torch.ones(batch_size, 8)
+"""
 
 
 def test_a_gradient_that_is_zero_but_for_rounding_has_the_scale_of_its_module() -> None:

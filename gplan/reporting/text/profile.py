@@ -58,6 +58,7 @@ class LayerRow:
     weight_bytes: int  # of each of them
     gradient_bytes: int
     cost: LayerCost
+    is_sharing: bool = False  # uses a weight that other layers use too, which `weight_bytes` leaves out
 
     @property
     def time_s(self) -> float:
@@ -142,7 +143,10 @@ def _share_columns(rows: Sequence[LayerRow], amount: Callable[[LayerRow], float]
 
 
 def _byte_columns(rows: Sequence[LayerRow]) -> Iterator[_Shown]:
-    yield Column(key="weights"), lambda row: bytes_text(row.weight_bytes)
+    yield (
+        Column(key="weights"),
+        lambda row: "shared" if row.is_sharing and not row.weight_bytes else bytes_text(row.weight_bytes),
+    )
     yield Column(key="stash"), lambda row: bytes_text(row.cost.stash_bytes)
     if any(row.cost.pending_bytes for row in rows):
         yield Column(key="pending"), lambda row: bytes_text(row.cost.pending_bytes)
@@ -230,6 +234,7 @@ def _row(profile: Profile, members: tuple[int, ...], index: int) -> LayerRow:
         weight_bytes=layer.weight_bytes,
         gradient_bytes=layer.gradient_bytes,
         cost=layer.costs[index],
+        is_sharing=any(members[0] in weight.layers for weight in profile.shared_weights),
     )
 
 
@@ -332,12 +337,10 @@ def _precision_text(profile: Profile) -> str:
 def _speed_text(speed: HostSpeed) -> str:
     """The range of the host's speed."""
     phases = [1 / slowdown for _, _, slowdown in speed.phases]
+    what = "host speed during the profile"
     if not phases:
-        return "speed of the host while it was profiled: measured too seldom to tell"
-    return (
-        f"the host ran {factors_text(min(phases), max(phases))} times as fast, while it was profiled, as at the speed that "
-        "the times are for"
-    )
+        return f"{what}: measured too seldom to tell"
+    return f"{what}: {factors_text(min(phases), max(phases))} times the speed that the times above are for"
 
 
 def _left_out_text(profile: Profile) -> str:

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gplan.core import GradientCheck, Run
-from gplan.core.units import bytes_text, error_text, factors_text, quantity_text, seconds_text
+from gplan.core.units import bytes_text, error_text, factors_text, percent_text, quantity_text, seconds_text
 from gplan.evaluate.compare import (
     BACKWARD,
     FORWARD,
@@ -133,8 +133,17 @@ def quantity_name(quantity: str) -> str:
 def check_text(check: GradientCheck) -> str:
     """The result of comparing the gradients with the plain model's."""
     coarse = " (too coarse to show small errors)" if check.tolerance >= _COARSE_TOLERANCE else ""
+    result, whole = "equal" if check.passed else "DIFFER", check.whole_batch
+    if whole is not None:
+        result = f"{'are' if check.passed else 'DIFFER from'} those of the plain model micro-batch by micro-batch"
+    last = (
+        "plain model run on the mini-batch in one piece"
+        if whole is None
+        else f"in one piece the mini-batch has loss {whole.loss:.6f} and gradients that are up to "
+        f"{percent_text(whole.max_relative_error)} apart ({whole.worst_parameter}), because of {whole.reason}"
+    )
     return (
-        f"{'equal' if check.passed else 'DIFFER'}: largest relative difference {check.max_relative_error:.1e} "
-        f"({check.worst_parameter}) over {check.num_parameters} parameters, tolerance {check.tolerance:.0e}"
-        f"{coarse}; loss {check.loss:.6f} against {check.plain_loss:.6f}; plain model run on {check.reference}"
+        f"{result}: largest relative difference {check.max_relative_error:.1e} ({check.worst_parameter}) over "
+        f"{check.num_parameters} parameters, tolerance {check.tolerance:.0e}{coarse}; loss {check.loss:.6f} against "
+        f"{check.plain_loss:.6f}; {last}"
     )

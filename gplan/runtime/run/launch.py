@@ -11,8 +11,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -39,7 +39,7 @@ from profiler.host.failure import failure_text, is_lost_connection
 from profiler.host.host_info import device_share, pin_to_share
 from profiler.host.processes import end_with_parent, print_stack_on_signal, report_error, run_processes
 from profiler.model.given_model import check_nothing_beside
-from profiler.model.model_reference import SettingValue, check_is_there
+from profiler.model.model_reference import SettingValue, check_is_there, file_digest
 
 EngineName: TypeAlias = Literal["torch", "virtual"]
 ENGINES: tuple[EngineName, ...] = ("torch", "virtual")
@@ -102,18 +102,17 @@ def run_plan(
     )
     if engine == "virtual":
         return run_virtual_engine(source_of(), plan_without_contention(plan), options, report=report)
-    facts = {"plan": _digest(json_files.to_json(plan)), **_model_facts(model), "options": _options_text(options)}
+    facts = {
+        "plan": hashlib.sha256(json_files.to_json(plan)).hexdigest()[:12],
+        **_model_facts(model),
+        "options": _options_text(options),
+    }
     return run_torchrun_rank(source_of, plan, options, facts=facts, report=report)
 
 
 def _model_facts(model: ModelLike) -> dict[str, str]:
     """The digest of the model file, if it is one."""
-    path = Path(model.partition(":")[0]) if isinstance(model, str) else Path()
-    return {"model file": _digest(path.read_bytes())} if path.suffix == ".py" and path.is_file() else {}
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:12]
+    return {"model file": found} if isinstance(model, str) and (found := file_digest(model)) else {}
 
 
 def _options_text(options: RunOptions) -> str:
@@ -144,7 +143,7 @@ def run_local_processes(
     Raises RunError if a process fails or hangs; all processes have ended by then. Raises FileError before any starts
     if no checkpoint could be written.
     """
-    with _lock_checkpoints(options), tempfile.TemporaryDirectory(prefix="gplan-run-") as place:
+    with _checkpoints_locked(options), tempfile.TemporaryDirectory(prefix="gplan-run-") as place:
         json_files.save(plan, Path(place) / "plan.json")
         job = WorkerJob(reference=reference, settings=settings, options=options, folder=place)
         job_file = Path(place) / "job.json"
@@ -186,7 +185,7 @@ def is_main_process() -> bool:
 
 def run_virtual_engine(source: ModelSource, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
     """Run all stages of a plan in this process, on one device's share of the cores."""
-    with _lock_checkpoints(options), device_share(plan.device.num_threads):
+    with _checkpoints_locked(options), device_share(plan.device.num_threads):
         return train(source, plan, options, report=report)
 
 
@@ -203,7 +202,7 @@ def run_torchrun_rank(
     pin_to_share(local_rank, num_shares=local_size, num_threads=plan.device.num_threads)
     try:
         peers = _joined(plan, options, facts)
-        with explained_by_peers(peers), _lock_checkpoints(options) if is_main_process() else nullcontext():
+        with explained_by_peers(peers), _checkpoints_locked(options) if is_main_process() else nullcontext():
             return train(source_of(), plan, options, report=report)
     except GplanError as error:
         if not is_lost_connection(str(error)):
@@ -232,9 +231,20 @@ def _write_torchrun_error(text: str) -> None:
         json_files.write_bytes(Path(path), msgspec.json.encode({"message": {"message": text, "extraInfo": extra}}))
 
 
-def _lock_checkpoints(options: RunOptions) -> AbstractContextManager[None]:
-    """Lock the folder that a run saves checkpoints to, if it does."""
-    return nullcontext() if options.save_every is None else locked_directory(Path(options.checkpoints))
+@contextmanager
+def _checkpoints_locked(options: RunOptions) -> Iterator[None]:
+    """Lock the folder that a run saves checkpoints to, if it does; an interrupt names the newest one."""
+    if options.save_every is None:
+        yield
+        return
+    directory = Path(options.checkpoints)
+    with locked_directory(directory):
+        try:
+            yield
+        except KeyboardInterrupt as interrupt:
+            newest = newest_intact(directory)
+            text = "no checkpoint was saved yet" if newest is None else f"go on from {newest} with --resume"
+            raise KeyboardInterrupt(text) from interrupt
 
 
 def _work(job: WorkerJob, plan: Plan, heartbeat: Heartbeat) -> None:

@@ -39,6 +39,7 @@ from profiler.model.data import check_batch, check_target
 from profiler.model.lazy_build import random_state, random_state_kept, seed_everything
 from profiler.model.load import Batch, ModelFile
 from profiler.model.memory_budget import available_bytes
+from profiler.model.model_reference import file_digest
 
 
 class BatchStream:
@@ -127,6 +128,12 @@ class _TrainingLoop:
         self._reserved_bytes = 0  # by a GPU's allocator
         self._errors: dict[str, float] = {}
         self._notes: tuple[str, ...] = ()  # of the run
+        profiled, now = plan.model.file_digest, file_digest(file.name)
+        if profiled and now and profiled != now:
+            self._warn(
+                f"{file.name} was changed after its profile was made: if its layers, their sizes or its loss are others now, "
+                "profile and balance again"
+            )
         if options.resume is not None:
             self._resume(options.resume)
         self.first_step = self._pipe.num_steps
@@ -197,7 +204,8 @@ class _TrainingLoop:
         num_steps, wanted = self._pipe.num_steps, self._options.num_steps
         if num_steps >= wanted:
             raise UsageError(
-                f"{loaded.path} has taken {num_steps} steps; --steps {wanted} counts from the first: ask for more"
+                f"{loaded.path} has taken {num_steps} steps; --steps {wanted} counts from the first; expected "
+                f"--steps {num_steps + 1} or more"
             )
         self._heartbeat.enter_action("reading")
         position, was, now = int(loaded.progress.get("batches", num_steps)), loaded.batch_size, self._plan.batch_size

@@ -1,8 +1,9 @@
 """Loss and gradients of the plain model for one mini-batch, which a pipeline must reproduce.
 
-A model whose loss depends on how the mini-batch is divided runs micro-batch by micro-batch here too: batch norm has the
-statistics of a micro-batch, a router's auxiliary loss is one of a micro-batch, and a router's bias that the forward
-changes routes the next micro-batch. Any other model runs on the whole mini-batch.
+Where the result depends on how the mini-batch is divided, the plain model runs micro-batch by micro-batch here too: batch
+norm has the statistics of a micro-batch, class weights are divided by their sum over a micro-batch, a router's auxiliary
+loss is one of a micro-batch, and a router's bias that the forward changes routes the next micro-batch. How far the
+mini-batch in one piece is from that is told as well. Any other model runs on the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gplan.core import GradientCheck, Plan
+from gplan.core import GradientCheck, Plan, WholeBatch
 from gplan.core.errors import UsageError
 from gplan.runtime.microbatches import take_rows
 from profiler.capture.chain import model_state_restored
-from profiler.model.data import CoarsestNumbers
+from profiler.model.data import DEPENDENT_LOSSES, CoarsestNumbers
 from profiler.model.load import ModelFile
 
 TOLERANCE = 1e-5  # of float32 numbers
@@ -36,7 +37,7 @@ class Reference:
 
     loss: float
     gradients: Mapping[str, Tensor]
-    how: str
+    whole_batch: WholeBatch | None  # see GradientCheck
     tolerance: float
 
 
@@ -61,40 +62,53 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
     Raises UsageError for a model that draws random numbers, as no other run can match its gradients.
     """
     num_parts = plan.num_replicas * plan.num_microbatches
-    found = divided = _plain_run(file, plan, inputs, target, num_parts=num_parts, seed=1)
-    reason = _why_by_microbatch(file, divided)
+    divided = _plain_run(file, plan, inputs, target, num_parts=num_parts, seed=1)
+    whole = _plain_run(file, plan, inputs, target, num_parts=1, seed=2)
+    reason = _why_by_microbatch(file, divided, whole, num_parts)
     if reason is None:
-        found = _plain_run(file, plan, inputs, target, num_parts=1, seed=2)
-        difference = _difference(divided, found, num_parts)
-        reason = difference and f"in one piece it has {difference}"
-    if reason is not None:  # the division matters, or random numbers
-        found = _plain_run(file, plan, inputs, target, num_parts=num_parts, seed=2)
-        random = _difference(divided, found, num_parts)
-        if random is not None:
-            raise UsageError(
-                f"the model draws random numbers: two runs on the same batch gave {random}; --check compares with the plain "
-                "model and needs dropout off, such as --set dropout=0 where the file has that setting"
-            )
-    how = "the mini-batch in one piece" if reason is None else f"micro-batch by micro-batch ({reason})"
-    return Reference(loss=found.loss, gradients=found.gradients, how=how, tolerance=found.tolerance(num_parts))
+        return Reference(
+            loss=whole.loss, gradients=whole.gradients, whole_batch=None, tolerance=whole.tolerance(num_parts)
+        )
+    again = _plain_run(file, plan, inputs, target, num_parts=num_parts, seed=2)
+    random = _difference(divided, again, num_parts)
+    if random is not None:
+        raise UsageError(
+            f"the model draws random numbers: two runs on the same batch gave {random}; --check compares with the plain "
+            "model and needs dropout off, such as --set dropout=0 where the file has that setting"
+        )
+    worst, error = _largest_error(gradient_errors(whole.gradients, divided.gradients))
+    in_one_piece = WholeBatch(loss=whole.loss, max_relative_error=error, worst_parameter=worst, reason=reason)
+    return Reference(
+        loss=divided.loss,
+        gradients=divided.gradients,
+        whole_batch=in_one_piece,
+        tolerance=divided.tolerance(num_parts),
+    )
 
 
-def _why_by_microbatch(file: ModelFile, divided: _PlainRun) -> str | None:
-    """Why the whole mini-batch has other results by design; None where it need not."""
+def _why_by_microbatch(file: ModelFile, divided: _PlainRun, whole: _PlainRun, num_parts: int) -> str | None:
+    """Why the whole mini-batch has other results, or may have by design; None where it has the same."""
     if divided.epsilon > torch.finfo(torch.float32).eps:
-        return "16-bit numbers are rounded"
-    return "batch norm" if any(isinstance(x, _BatchNorm) for x in file.model.modules()) else None
+        return "the rounding of 16-bit numbers"
+    if any(isinstance(x, _BatchNorm) for x in file.model.modules()):
+        return "batch norm"
+    if _difference(divided, whole, num_parts) is not None:
+        return f"a loss that depends on how the mini-batch is divided, as with {DEPENDENT_LOSSES}"
+    return None
 
 
 def _difference(one: _PlainRun, other: _PlainRun, num_microbatches: int) -> str | None:
     """What differs between two runs by more than rounding; None if nothing does."""
     if abs(other.loss - one.loss) > _ROUNDINGS * one.epsilon * abs(one.loss):
         return f"losses {one.loss:.6g} and {other.loss:.6g}"
-    errors = gradient_errors(one.gradients, other.gradients)
+    worst, error = _largest_error(gradient_errors(one.gradients, other.gradients))
+    return f"gradients of {worst} that are {error:.1e} apart" if error > one.tolerance(num_microbatches) else None
+
+
+def _largest_error(errors: Mapping[str, float]) -> tuple[str, float]:
+    """The parameter with the largest error, and the error."""
     worst = max(errors, key=errors.__getitem__, default="")
-    if worst and errors[worst] > one.tolerance(num_microbatches):
-        return f"gradients of {worst} that are {errors[worst]:.1e} apart"
-    return None
+    return worst, errors.get(worst, 0.0)
 
 
 def as_dense(gradient: Tensor) -> Tensor:
@@ -133,15 +147,15 @@ def _largest(tensor: Tensor) -> float:
 def gradient_check(reference: Reference, errors: Mapping[str, float], loss: float) -> GradientCheck:
     """Return the result over all stages; a gradient that only the plain model has is an error of 100 %."""
     everything = {name: errors.get(name, 1.0) for name in {**reference.gradients, **errors}}
-    worst = max(everything, key=everything.__getitem__, default="")
+    worst, error = _largest_error(everything)
     return GradientCheck(
-        max_relative_error=everything.get(worst, 0.0),
+        max_relative_error=error,
         worst_parameter=worst,
         loss=loss,
         plain_loss=reference.loss,
         num_parameters=len(everything),
         tolerance=reference.tolerance,
-        reference=reference.how,
+        whole_batch=reference.whole_batch,
     )
 
 

@@ -74,13 +74,13 @@ def test_how_it_was_measured_tells_steps_warm_up_and_refused() -> None:
 def test_gradients_that_differ_are_told_in_capitals() -> None:
     check = GradientCheck(
         max_relative_error=0.5, worst_parameter="w", loss=1.0, plain_loss=1.0, num_parameters=2, tolerance=1e-4,
-        reference="plain",
+        whole_batch=None,
     )  # fmt: skip
     facts = dict(run_facts(replace(make_run(), check=check)))
     assert (
         facts["gradients compared with the plain model"]
         == "DIFFER: largest relative difference 5.0e-01 (w) over 2 parameters, tolerance 1e-04; loss 1.000000 against "
-        "1.000000; plain model run on plain"
+        "1.000000; plain model run on the mini-batch in one piece"
     )
 
 
