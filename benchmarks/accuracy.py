@@ -29,7 +29,6 @@ import gplan
 from gplan.core import Link, Plan, Profile, Run
 from gplan.core.units import percent_text, seconds_text
 from gplan.evaluate.compare import STEP_TIME, compare
-from profiler.timing.yardstick import read_by_ranks
 
 ROOT = Path(__file__).parent.parent
 MODELS = (
@@ -101,15 +100,7 @@ def measured(wanted: list[Setting], num_steps: int) -> Iterator[dict[str, object
     for _, few in groupby(wanted, key=lambda x: (x.num_microbatches, x.recompute)):
         profile = profiled(wanted[0].model, link=host_profile().link)
         for setting in few:
-            yield row_of(setting, with_host(profile), num_steps)
-
-
-def with_host(profile: Profile) -> Profile:
-    """With the engine's time, and how processes of a run read the yardstick, of the host's profile."""
-    host, speed = host_profile(), profile.host_speed
-    if speed is not None and host.host_speed is not None and host.host_speed.beside is not None:
-        speed = read_by_ranks(speed, [host.host_speed.beside], own=[speed.reference])
-    return replace(profile, engine=host.engine, host_speed=speed)
+            yield row_of(setting, replace(profile, engine=host_profile().engine), num_steps)
 
 
 @cache

@@ -194,12 +194,13 @@ def _examine(name: str, engine: Any, keep: Any) -> None:
     run = gplan.run(plan, engine=engine, num_steps=1, check=True)
     check = run.check
     assert check is not None
+    whole = check.whole_batch
     loss_error = abs(check.loss - check.plain_loss) / max(abs(check.plain_loss), 1e-12)
     keep(
         gradient_difference=f"{max(check.max_relative_error, loss_error):.1e}",
         tolerance=f"{check.tolerance:.1e}",
         worst_parameter=check.worst_parameter,
-        reference=check.reference,
+        reference="the mini-batch in one piece" if whole is None else f"micro-batch by micro-batch ({whole.reason})",
         trained=check.num_parameters,
     )
 

@@ -22,7 +22,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from torch.utils import _pytree as pytree
 
 import gplan
 from gplan.core import Link, Precision, Profile
-from gplan.core.units import bytes_text, percent_text, seconds_text
+from gplan.core.units import bytes_text, now_text, percent_text, seconds_text
 from gplan.evaluate.compare import BUBBLE, PEAK_MEMORY, STEP_TIME, compare
 from profiler.capture.chain import call_arguments
 from profiler.host.host_info import gpu_state, software_versions
@@ -311,7 +310,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     clocks: list[tuple[str, str, str]] = field(default_factory=list)  # model, when, state of the GPU
-    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    created: str = field(default_factory=now_text)
 
     @property
     def about(self) -> list[str]:

@@ -21,7 +21,6 @@ from gplan.core import (
     Profile,
     Run,
     Verification,
-    YardstickTimes,
 )
 from gplan.core.errors import UsageError
 from gplan.evaluate.calibration import calibrate as calibrate
@@ -147,7 +146,7 @@ def pipeline(
     file's own by default. `inputs` of any number of samples show what the model is called with, where the plan does not
     say. `device` is by default this process's GPU if the plan was made for one, else the CPU. A process that waits
     longer than `timeout_s` for another gives up. `seed` is also that of random numbers in training, such as dropout's.
-    `precision` is the plan's, which is the profile's; one that is named must be the same. With "mixed" the pipeline's
+    `precision` must equal the plan's, if given. With "mixed" the pipeline's
     parameters are the float32 master weights, and stages compute with bfloat16 copies that each step begins with.
 
     Raises FileError where the plan was made for another model, UsageError for what cannot be run so, ModelError for a
@@ -278,7 +277,7 @@ def verify(
     timeout_s: float = 120.0,
     progress: Callable[[str, float], None] = lambda _text, _share: None,
 ) -> Verification:
-    """Run the plan and at most `num_rivals` others (None: all) in turns, and hold each against its prediction.
+    """Run the plan and at most `num_rivals` others (None: all) in turns, and compare each with its prediction.
 
     `profile` is the one that the plan was made from. Every plan is run once a round for `num_steps` steps, as
     `gplan.run` does with the same model, engine and functions; a model in memory is trained by all of them. Runs that
@@ -365,7 +364,7 @@ def _measured(model: GivenModel, options: ProfileOptions, progress: Callable[[st
     from profiler.host.host_info import usable_cores
     from profiler.measure import measure_profile
 
-    def measured_engine() -> tuple[EngineCost, tuple[YardstickTimes, ...]]:
+    def measured_engine() -> EngineCost:
         from gplan.runtime.overhead import measure_engine
 
         return measure_engine(num_threads=options.num_threads)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -21,9 +20,9 @@ from typing import Literal
 
 import torch
 
-from gplan.core import Device, EngineCost, Granularity, Link, Profile, YardstickTimes
+from gplan.core import Device, EngineCost, Granularity, Link, Profile
 from gplan.core.errors import ModelError, UsageError
-from gplan.core.units import counted
+from gplan.core.units import counted, now_text
 from profiler.capture.chain import model_state_restored, routing_notes
 from profiler.host.host_info import core_shares, device_share, gpu_state, max_neighbours, processor, software_versions
 from profiler.host.host_load import load_between, read_load
@@ -36,7 +35,7 @@ from profiler.timing.clock import Clock, CpuClock, CudaClock
 from profiler.timing.journal import Journal, Progress, part, silent
 from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, SampledSize, Setup, mean_of_known, sample_size
 from profiler.timing.optimizer_step import MICROBATCHES, sample_step
-from profiler.timing.yardstick import SpeedHistory, Yardstick, read_by_ranks, yardstick_parts
+from profiler.timing.yardstick import SpeedHistory, Yardstick, yardstick_parts
 
 _SHARE_OF_LAYERS = 0.75  # of the progress of a profile
 
@@ -109,9 +108,9 @@ def measure_profile(
     options: ProfileOptions,
     *,
     progress: Progress = silent,
-    measure_engine: Callable[[], tuple[EngineCost, Sequence[YardstickTimes]]] | None = None,
+    measure_engine: Callable[[], EngineCost] | None = None,
 ) -> Profile:
-    """Measure every layer of the model on this host, and last the engine and the yardstick in a run's processes.
+    """Measure every layer of the model on this host, and last the engine.
 
     Raises ModelError for a model that cannot be captured, run or trained as the file describes it; the journal then
     keeps the measurements so far.
@@ -130,19 +129,11 @@ def measure_profile(
         read_beside=yardstick.read_beside,
     )
 
-    def yardstick_now() -> YardstickTimes | None:
-        with device_share(options.num_threads):
-            return yardstick.times()
-
     with journal.saved_on_failure():
         found = _measured(file, options, setup, yardstick, progress)
         if measure_engine is not None:
             progress("measuring the engine between two processes", 0.95)
-            own = [yardstick_now()]
-            engine, readings = measure_engine()
-            own.append(yardstick_now())
-            host_speed = found.host_speed and read_by_ranks(found.host_speed, readings, own=own)
-            found = replace(found, engine=engine, host_speed=host_speed)
+            found = replace(found, engine=measure_engine())
     journal.close()
     return found
 
@@ -184,7 +175,7 @@ def _measured(
         link=link,
         overhead_s=sum(x.overhead_s for x in measured) / len(measured),
         whole_model=tuple(x.whole for x in measured if x.whole is not None),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=now_text(),
         versions=(*software_versions(), *(gpu_state() if options.device_kind == "cuda" else ())),
         num_neighbours=options.num_neighbours,
         notes=tuple(

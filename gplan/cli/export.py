@@ -27,7 +27,7 @@ _FORMATS = [*RECEIVERS, "csv", "json"]
 )  # fmt: skip
 @json_option
 def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, as_json: bool) -> None:
-    """Write a plan in the format of another trainer, or say why it cannot run the plan.
+    """Write a plan in the format of another trainer, or explain why it cannot run the plan.
 
     \b
     Examples:

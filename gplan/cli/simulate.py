@@ -45,7 +45,7 @@ def simulate(
     plan: Path | None, num_devices: int | None, schedule: str | None, microbatches: int | None, as_json: bool,
     **costs: str | None,
 ) -> None:  # fmt: skip
-    """Draw a schedule and say why its devices wait, with times given by hand or those of PLAN.
+    """Draw a schedule and explain its idle time, with times given by hand or those of PLAN.
 
     \b
     Examples:

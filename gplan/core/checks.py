@@ -35,7 +35,7 @@ OperationKind: TypeAlias = Literal[
 ]
 """Kinds of operations; those of one kind reach a similar share of the peak rates of a device."""
 
-RECOMPUTE_MODES: tuple[str, ...] = get_args(RecomputeMode)
+RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)

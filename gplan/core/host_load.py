@@ -49,7 +49,7 @@ def interruption_text(load: HostLoad | None) -> str:
         return "interrupted"
     if load.is_evidence:
         return f"disturbed by other work ({load.text})"
-    return f"interrupted, not known by what ({load.text})"
+    return f"interrupted by an unknown cause ({load.text})"
 
 
 def largest_load(loads: Sequence[HostLoad]) -> HostLoad | None:

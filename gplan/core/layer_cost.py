@@ -255,7 +255,7 @@ class StepCost:
         return self.update_s - self.fixed_part_s
 
     def grown(self, by_bytes: float, *, by_update: float) -> StepCost:
-        """The costs of `by_bytes` times the trained bytes, with `by_update` times as long a `spread_s`."""
+        """The costs with all bytes times `by_bytes`, and `spread_s` times `by_update`."""
         factor = (self.fixed_part_s + by_update * self.spread_s) / self.update_s if self.update_s else 1.0
         return replace(
             self,

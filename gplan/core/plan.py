@@ -122,7 +122,7 @@ class Stage:
     layer_names: tuple[str, ...]
     layer_forward_s: tuple[float, ...]
     layer_backward_s: tuple[float, ...]  # the last layer's times include the loss
-    cost: StageCost  # on a host of its own, like the layers' seconds
+    cost: StageCost  # without contention, like the layers' seconds
     memory: StageMemory
     contention: Contention = field(default_factory=Contention)
     recompute_layers: tuple[str, ...] = ()  # with recompute "selected": the layers to recompute, one by one
@@ -189,6 +189,9 @@ class Proof:
         return self.gap < 1e-9
 
 
+_ROUNDING = 1e-6  # share of a step
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """Predicted step time and bubble."""
@@ -200,6 +203,10 @@ class Prediction:
     def __post_init__(self) -> None:
         check_positive(self, "step_s")
         check_share(self, "bubble", "ideal_bubble")
+
+    def gives(self, step_s: float) -> bool:
+        """Whether a step equals the predicted one, up to rounding."""
+        return abs(step_s - self.step_s) <= _ROUNDING * self.step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,7 +350,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeBatch:
-    """The plain model on a mini-batch in one piece, where this is not the same as micro-batch by micro-batch."""
+    """Loss and gradients of the mini-batch in one piece, if the check ran micro-batch by micro-batch."""
 
     loss: float
     max_relative_error: float  # how far the gradients micro-batch by micro-batch are from those in one piece
@@ -435,10 +442,8 @@ class Run:
             raise ValueError(
                 f"core_stretch is {self.core_stretch}; expected 1 to {_MOST_STRETCH:g} for each of {num_devices} devices"
             )
-        for num_ranks in {len(x.ranks) for x in self.host_speed} - {1, num_devices * self.plan.num_replicas}:
-            raise ValueError(
-                f"host_speed has {num_ranks} ranks; expected 1 or {num_devices * self.plan.num_replicas}, one per process"
-            )
+        for num_ranks in {len(x.ranks) for x in self.host_speed} - {1, self.plan.num_ranks}:
+            raise ValueError(f"host_speed has {num_ranks} ranks; expected 1 or {self.plan.num_ranks}, one per process")
         if len({len(x.ranks) for x in self.host_speed}) > 1:
             raise ValueError("host_speed has windows of different numbers of ranks; expected one number")
 

@@ -152,7 +152,7 @@ class Sharable:
 
     @property
     def update_amount(self) -> float:
-        """The same of the part that a replica updates."""
+        """`whole_update_amount` of the part that a replica updates."""
         whole = self.whole_update_amount
         return whole * self.updated_bytes / self.gradient_bytes if self.share and self.gradient_bytes else whole
 
@@ -295,10 +295,14 @@ class Profile:
         """The profiled micro-batch sizes, rising."""
         return microbatch_sizes_of(self.layers[0].costs)
 
+    def costs_at(self, index: int) -> tuple[LayerCost, ...]:
+        """The costs of all layers, then of the loss, at the size with this index."""
+        return (*(layer.costs[index] for layer in self.layers), *self.loss[index : index + 1])
+
     def one_stage_bytes(self, index: int) -> int:
         """Peak memory above the weights of a forward and backward of the whole model, at the size with this index."""
         stashed, peak = 0, 0
-        for layer, cost in enumerate([*(x.costs[index] for x in self.layers), *self.loss[index : index + 1]]):
+        for layer, cost in enumerate(self.costs_at(index)):
             waiting = sum(x.gradient_bytes for x in self.shared_weights if layer < x.layers[-1])  # to be added up
             stashed += cost.stash_bytes
             peak = max(peak, stashed + cost.workspace_bytes + waiting)
@@ -306,7 +310,7 @@ class Profile:
 
     def one_stage_s(self, index: int) -> tuple[float, float]:
         """Seconds of forward and of backward of the whole model as one stage, at the size with this index."""
-        costs = [*(layer.costs[index] for layer in self.layers), *self.loss[index : index + 1]]
+        costs = self.costs_at(index)
         forward_s, backward_s = (sum(x.forward.median_s for x in costs), sum(x.backward.median_s for x in costs))
         return self.overhead_s + forward_s, self.overhead_s + backward_s
 
@@ -412,10 +416,6 @@ class Profile:
         layer = self.layers[index]
         costs = tuple(replace(x, leftovers=()) if x.leftovers else x for x in layer.costs)
         return layer.kind, layer.weight_bytes, layer.gradient_bytes, layer.update_s, costs
-
-    def layers_with_equal_costs(self) -> tuple[tuple[int, ...], ...]:
-        """All layers, grouped by `cost_key`, so that one table row can stand for a group."""
-        return group_equal([self.cost_key(i) for i in range(len(self.layers))])
 
     def _layer_timings(self) -> list[Timing]:
         costs = [cost for layer in self.layers if layer.same_as is None for cost in layer.costs]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -53,6 +52,11 @@ class Action(msgspec.Struct, frozen=True, order=True, gc=False):  # made faster 
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    @property
+    def receiver(self) -> int:
+        """The stage that its output is for: the next after a forward, else the one before; it need not exist."""
+        return self.stage + (1 if self.kind is ActionKind.FORWARD else -1)
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -278,7 +282,9 @@ class Timeline:
         for span in self.loop_spans:
             again = runs_forward_again(span.action, num_microbatches=self.num_microbatches, recompute=recompute)
             alike.setdefault((span.action.stage, span.action.kind, again), []).append(span)
-        return {x.action: mean for spans in alike.values() for mean in [_mean_duration_s(spans)] for x in spans}
+        return {
+            x.action: mean for spans in alike.values() for mean in [fmean(x.duration_s for x in spans)] for x in spans
+        }
 
     def busy_s(self, device: int) -> float:
         """Seconds of a device's forwards and backwards."""
@@ -290,11 +296,7 @@ class Timeline:
 
     def received_s(self, stage: int) -> float:
         """Mean seconds per micro-batch of the transfers to a stage: activations from before it, gradients from after."""
-        seconds = (
-            x.end_s - x.start_s
-            for x in self.transfers
-            if x.action.stage + (1 if x.action.kind is ActionKind.FORWARD else -1) == stage
-        )
+        seconds = (x.end_s - x.start_s for x in self.transfers if x.action.receiver == stage)
         return sum(seconds) / self.num_microbatches
 
 
@@ -315,7 +317,3 @@ def runs_forward_again(action: Action, *, num_microbatches: int, recompute: Reco
     half = ActionKind.INPUT_GRADIENT if action.stage else ActionKind.WEIGHT_GRADIENT
     again = is_recomputed(action.microbatch, num_microbatches=num_microbatches, recompute=recompute)
     return again and action.kind in (ActionKind.BACKWARD, half)
-
-
-def _mean_duration_s(spans: Sequence[Span]) -> float:
-    return fmean(x.duration_s for x in spans)

@@ -40,8 +40,8 @@ class StageSeconds(Generic[Seconds]):
     backward_s: Seconds  # without recompute
     recompute_s: Seconds  # extra seconds of a backward that recomputes
     optimizer_s: Seconds  # once per step
-    activation_s: Seconds  # until what was sent of the activations is with the next stage
-    gradient_s: Seconds  # until what the next stage sent back of their gradients is here
+    activation_s: Seconds  # transfer of the activations to the next stage
+    gradient_s: Seconds  # transfer of their gradients back from it
     input_gradient_s: Seconds | None = None  # the halves of a split backward, without recompute; None: not known
     weight_gradient_s: Seconds | None = None
 

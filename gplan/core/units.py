@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Literal, TypeAlias
 
@@ -53,13 +54,18 @@ def bytes_text(num_bytes: float) -> str:
     return f"{size:.0f} B" if unit == 0 else f"{_three_digits(size)} {_BINARY[unit]}"
 
 
-def memory_option(num_bytes: int) -> str:
+def memory_size_text(num_bytes: int) -> str:
     """A size for `--memory` that is at least `num_bytes`, in whole MiB.
 
-    >>> memory_option(374_096_115), memory_option(1000)
+    >>> memory_size_text(374_096_115), memory_size_text(1000)
     ('357MiB', '1000B')
     """
     return f"{math.ceil(num_bytes / 2**20)}MiB" if num_bytes >= 2**20 else f"{num_bytes}B"
+
+
+def now_text() -> str:
+    """The present time in ISO 8601, UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def percent_text(share: float, *, signed: bool = False) -> str:

@@ -212,11 +212,11 @@ class Costs:
         return self._seconds("weight_gradient", first, end)
 
     def least_backward_s(self, first: Ints, end: Ints) -> Floats:
-        """[E]: below which no backward of stages is, in one piece or in halves together; only with `has_halves`."""
+        """[E]: lower bound of the backward of stages, whole or in two halves; only with `has_halves`."""
         return self._seconds("least_backward", first, end)
 
     def least_first_half_s(self, first: Ints, end: Ints) -> Floats:
-        """[E]: below which gradients do not come through stages, split or not; only with `has_halves`."""
+        """[E]: lower bound of the time until the input gradient of stages is ready, split or not; only with `has_halves`."""
         return self._seconds("least_first_half", first, end)
 
     def recompute_s(self, first: Ints, end: Ints) -> Floats:
@@ -232,7 +232,7 @@ class Costs:
         return self._seconds("recompute", first, end)
 
     def least_recompute_s(self, first: Ints, end: Ints) -> Floats:
-        """[E]: below which the sum of `recompute_s` is not, however layers are divided among stages."""
+        """[E]: lower bound of the sum of `recompute_s`, however these layers are divided among stages."""
         return self._seconds("last_recompute", first, end)
 
     @cached_property
@@ -406,8 +406,8 @@ class Costs:
             self.transfers,
         )
         return StageBytes(
-            weight=self.held_bytes("weight_bytes", first, end),
-            gradient=self.held_bytes("gradient_bytes", first, end),
+            weight=self.held_sum("weight_bytes", first, end),
+            gradient=self.held_sum("gradient_bytes", first, end),
             optimizer=np.rint(trained * self.profile.step.state_bytes).astype(np.int64),
             stash=held.stash,
             checkpoint=held.checkpoint,
@@ -427,7 +427,7 @@ class Costs:
     def tied_bytes(self, first: Ints, end: Ints) -> Ints:
         """[E]: bytes of the gradients, on stages, of shared weights that other stages use too."""
         total = np.zeros(len(first), dtype=np.int64)
-        for used, num_bytes in self._held_bytess("gradient_bytes")[1]:
+        for used, num_bytes in self._held_sums("gradient_bytes")[1]:
             here = used[end] - used[first]
             total += np.where((here > 0) & (here < used[-1]), num_bytes, 0)
         return total
@@ -444,15 +444,15 @@ class Costs:
             num_bytes = num_bytes + step.largest_workspace * self._largest("largest_trained_bytes", first, end)
         found: Ints = np.rint(num_bytes).astype(np.int64)
         if self.averaging_factor:
-            copied = np.minimum(self.averaging_factor * self.held_bytes("copied_bytes", first, end), BUCKET_BYTES)
-            more = (self.averaging_factor - 1.0) * self.held_bytes("gradient_bytes", first, end)
+            copied = np.minimum(self.averaging_factor * self.held_sum("copied_bytes", first, end), BUCKET_BYTES)
+            more = (self.averaging_factor - 1.0) * self.held_sum("gradient_bytes", first, end)
             found = np.maximum(found, np.rint(more + copied).astype(np.int64))
         if not self.is_sharded:
             return found
-        found = found + self.held_bytes("updated_bytes", first, end) - self.held_bytes("gradient_bytes", first, end)
+        found = found + self.held_sum("updated_bytes", first, end) - self.held_sum("gradient_bytes", first, end)
         if self.sharding == "weights":
             return np.maximum(found, self._largest("reduced_bytes", first, end))
-        reduced, gathered = (self.held_bytes(field, first, end) for field in ("reduced_bytes", "gathered_bytes"))
+        reduced, gathered = (self.held_sum(field, first, end) for field in ("reduced_bytes", "gathered_bytes"))
         exchanged: Ints = np.maximum(found, reduced) - gathered
         return exchanged
 
@@ -470,13 +470,13 @@ class Costs:
         """[E]: the largest of the layers and shared weights of stages."""
         own = np.array([getattr(x, field) for x in self.profile.layers], dtype=np.int64)
         largest = self.downsets.running_peaks(first, end, kept=np.zeros_like(own), own=own)
-        for users, num_bytes in self._held_bytess(field)[1]:
+        for users, num_bytes in self._held_sums(field)[1]:
             largest = np.maximum(largest, np.where(users[end] > users[first], num_bytes, 0))
         return largest
 
     def gathered_at_once(self, first: int, end: int) -> int:
         """Bytes of parameters that a replica of one stage gathers at a time: of all its layers, or the most of one."""
-        gathered = self._largest if self.sharding == "weights" else self.held_bytes
+        gathered = self._largest if self.sharding == "weights" else self.held_sum
         return int(gathered("gathered_bytes", np.array([first]), np.array([end]))[0]) if self.is_sharded else 0
 
     def saved_outputs(self, *, only_later: bool) -> list[Output]:
@@ -502,12 +502,12 @@ class Costs:
 
     def trained_share(self, first: Ints, end: Ints) -> Floats:
         """[E]: which share of the model's trained bytes a replica of stages updates."""
-        share: Floats = self.held_bytes("updated_bytes", first, end) / (self._trained_total_bytes or 1)
+        share: Floats = self.held_sum("updated_bytes", first, end) / (self._trained_total_bytes or 1)
         return share
 
     def update_share(self, first: Ints, end: Ints) -> Floats:
         """[E]: which share of the model's `StepCost.spread_s` a replica of stages takes."""
-        amounts: Floats = self._held_sum("update_amount", first, end)
+        amounts: Floats = self.held_sum("update_amount", first, end)
         return np.maximum(amounts, 0.0) / self._whole_update_amount  # rounding may leave less than 0
 
     @cached_property
@@ -572,7 +572,7 @@ class Costs:
             seconds = np.maximum.reduce([link.collectives_s("all_reduce", tied_bytes, 2) for link in tied_links])
         if self.num_replicas > 1:
             for kind, field in EXCHANGED[self.sharding]:
-                num_bytes = self.held_bytes(field, first, end)
+                num_bytes = self.held_sum(field, first, end)
                 seconds = seconds + self.profile.link.collectives_s(kind, num_bytes, self.num_replicas)
         return seconds
 
@@ -647,7 +647,7 @@ class Costs:
         return {}
 
     def _of_layers(self, name: str) -> Floats:
-        """[L]: the same of each layer."""
+        """[L]: seconds of each layer, by a name of `layer_seconds`."""
         return np.array([x[name] for x in self._layer_seconds])
 
     @cached_property
@@ -663,20 +663,15 @@ class Costs:
         """The contention beside the plan's other devices, given that beside as many as were measured."""
         return contention_factor(contention, self.num_devices - 1, num_measured=self.profile.num_neighbours)
 
-    def held_bytes(self, field: str, first: Ints, end: Ints) -> Ints:
-        """[E]: bytes of layers and shared weights, by the name of a field, summed as by `_held_sum`."""
-        found: Ints = self._held_sum(field, first, end)
-        return found
-
-    def _held_sum(self, field: str, first: Ints, end: Ints) -> NDArray[Any]:
+    def held_sum(self, field: str, first: Ints, end: Ints) -> NDArray[Any]:
         """[E]: a field of layers and shared weights, summed over those of stages; a shared one once where it is held."""
-        own, shared = self._held_bytess(field)
+        own, shared = self._held_sums(field)
         total: NDArray[Any] = own[end] - own[first]
         for users, number in shared:
             total = total + np.where(users[end] > users[first], number, 0)
         return total
 
-    def _held_bytess(self, field: str) -> tuple[NDArray[Any], list[tuple[Ints, Any]]]:
+    def _held_sums(self, field: str) -> tuple[NDArray[Any], list[tuple[Ints, Any]]]:
         """[P] of the layers' own, and for each shared weight its users [P] and its number."""
         if field not in self._known_sums:
             own = np.array([getattr(x, field) for x in self.profile.layers])

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import cached_property
 from itertools import chain
 from statistics import fmean
@@ -40,7 +39,7 @@ from gplan.core import (
 )
 from gplan.core.errors import FileError, UsageError
 from gplan.core.machine import FREE_LINK
-from gplan.core.units import counted, percent_text
+from gplan.core.units import counted, now_text, percent_text
 from gplan.cost.stage_costs import contention_share
 from gplan.evaluate.attribution import MeasuredTimes, equal_speed_factor
 from gplan.evaluate.replanning import reprice, why_not_replannable, with_link_times
@@ -50,7 +49,6 @@ _NOISE = 0.03  # of a measured figure
 _COMMON_SPREAD, _OWN_SPREAD = 0.3, 0.1  # expected deviation of the common factor from 1, and of each factor from it
 _MOST_COMMON, _MOST_OWN = 4.0, 2.0  # largest factor, and inverse of the smallest
 _LEAST_CONTENTION = 0.1
-_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,12 +189,12 @@ def pricing_profile(plan: Plan, profile: Profile, calibration: Calibration | Non
     is_other_model = plan.model.digest != profile.model.digest
     if calibration is None or not calibration.belongs_to(profile) or is_other_model or why_not_replannable(plan):
         return profile
-    corrected, step_s = calibrated(profile, calibration), plan.prediction.step_s
+    corrected = calibrated(profile, calibration)
 
-    def error_s(candidate: Profile) -> float:
-        return abs(reprice(plan, candidate, engine=engine).prediction.step_s - step_s)
+    def gives_step(candidate: Profile) -> bool:
+        return plan.prediction.gives(reprice(plan, candidate, engine=engine).prediction.step_s)
 
-    return corrected if error_s(corrected) < _ROUNDING * step_s <= error_s(profile) else profile
+    return corrected if gives_step(corrected) and not gives_step(profile) else profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +288,7 @@ def _fit(verification: Verification, profile: Profile) -> Calibration:
         action_s=action_s,
         learned_from=tuple(x.label for x in teachers),
         held_out=(),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=now_text(),
     )
 
 

@@ -22,8 +22,6 @@ BUBBLE = "bubble"
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, OPTIMIZER = (kind.words for kind in ActionKind)
 PEAK_MEMORY = "peak memory"
 
-_ROUNDING = 1e-6  # share of a step
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonRow:
@@ -78,13 +76,12 @@ def compare(run: Run) -> Comparison:
 def stale_prediction_notes(plan: Plan) -> tuple[str, ...]:
     """A note where the plan's predicted step does not follow from its stages and schedule, since it was edited."""
     costs = plan.stage_costs
-    predicted_s = plan.prediction.step_s
     step_s, _ = step_and_bubble(schedule_of(plan), costs, recompute=plan.recompute)
-    if abs(predicted_s - step_s) <= _ROUNDING * step_s:
+    if plan.prediction.gives(step_s):
         return ()
     return (
         f"the plan was changed after it was made, or made by another version of gplan: it predicts a step of "
-        f"{seconds_text(predicted_s)}, its stages and schedule give {seconds_text(step_s)}; balance again for a prediction that "
+        f"{seconds_text(plan.prediction.step_s)}, its stages and schedule give {seconds_text(step_s)}; balance again for a prediction that "
         "holds",
     )
 

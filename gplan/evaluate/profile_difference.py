@@ -179,7 +179,7 @@ def checked_profile(value: json_files.Value, *, name: str) -> Profile:
         return value
     noun, command = type(value).__name__.lower(), f"`gplan show {name}`"
     if isinstance(value, Plan):
-        remedy = f"{command} prints what a plan promises, `gplan run` holds it against what happens"
+        remedy = f"{command} prints the plan's prediction, and `gplan run` compares it with a measurement"
     elif isinstance(value, Run):
         remedy = f"a run already holds predicted against measured, and {command} prints both"
     else:
@@ -321,7 +321,8 @@ def _byte_change(quantity: str, old: int, new: int) -> BytesChange:
 
 def _whole_times(profile: Profile, index: int) -> dict[str, Estimate]:
     """The whole model as one stage with its overhead, the optimizer, and a step of one micro-batch."""
-    costs = [(profile.layers[x[0]].costs[index], len(x)) for x in profile.layers_with_equal_costs()]
+    alike = group_equal([profile.cost_key(i) for i in range(len(profile.layers))])
+    costs = [(profile.layers[x[0]].costs[index], len(x)) for x in alike]
     costs += [(cost, 1) for cost in profile.loss[index : index + 1]]
     forward = total([estimate(cost.forward).times(n) for cost, n in costs], fixed_s=profile.overhead_s)
     backward = total([estimate(cost.backward).times(n) for cost, n in costs], fixed_s=profile.overhead_s)
@@ -332,11 +333,10 @@ def _whole_times(profile: Profile, index: int) -> dict[str, Estimate]:
 
 def _whole_bytes(profile: Profile, index: int) -> dict[str, int]:
     """Bytes of the whole model on one device for one micro-batch; shared weights once, the largest workspace."""
-    costs = [*(x.costs[index] for x in profile.layers), *profile.loss[index : index + 1]]
     return {
         **_weight_bytes([*profile.layers, *profile.shared_weights]),
         "optimizer state": profile.step.state_bytes,
-        **_cost_bytes(*costs),
+        **_cost_bytes(*profile.costs_at(index)),
     }
 
 

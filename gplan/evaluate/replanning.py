@@ -23,7 +23,6 @@ from gplan.simulation.without_contention import plan_without_contention
 TIME_LIMIT_S = 5.0
 """The default for one plan; a plan that is not proven optimal by then is marked so."""
 
-_ROUNDING = 1e-6
 _REMEDY = "expected the profile that the plan was made from: name it with --profile, or balance again"
 
 
@@ -158,10 +157,10 @@ def profile_in_plan_order(plan: Plan, profile: Profile) -> Profile:
 
 def other_times_notes(plan: Plan, ordered: Profile) -> tuple[str, ...]:
     """A note where the profile, in the plan's order, does not give the plan's predicted step."""
-    step_s, predicted_s = plan_with_cuts(ordered, setting_of(plan), plan.cuts).prediction.step_s, plan.prediction.step_s
-    if abs(step_s - predicted_s) <= _ROUNDING * predicted_s:
+    step_s = plan_with_cuts(ordered, setting_of(plan), plan.cuts).prediction.step_s
+    if plan.prediction.gives(step_s):
         return ()
     return (
-        f"with this profile the plan's step takes {seconds_text(step_s)}, not {seconds_text(predicted_s)}: it was measured "
+        f"with this profile the plan's step takes {seconds_text(step_s)}, not {seconds_text(plan.prediction.step_s)}: it was measured "
         "again after the plan was made, or the plan's costs come from elsewhere; `gplan balance` makes them agree",
     )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from statistics import geometric_mean
 
 from gplan.core import (
@@ -31,6 +30,7 @@ from gplan.core import (
 )
 from gplan.core.errors import FileError
 from gplan.core.host_speed import average_times
+from gplan.core.units import now_text
 from gplan.evaluate.calibration import rescale_whole_model
 from gplan.evaluate.replanning import profile_in_plan_order, reprice, why_not_replannable
 
@@ -59,7 +59,7 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
         loss=tuple(_scaled(cost, factors[-1]) for cost in profile.loss),
         step=_step(profile.step, run, predicted),
         overhead_s=overhead_s,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=now_text(),
         notes=(*profile.notes, _note(factors, run)),
         host_speed=_speed_of_run(profile, run),
     )

@@ -32,7 +32,6 @@ from gplan.schedules.registry import num_stages_of
 THIS_PLAN = "this plan"
 
 _NUM_MOVED = 2  # rivals with a moved cut: the best by prediction
-_ROUNDING = 1e-6
 _OTHER = {"1f1b": "gpipe", "looped-bfs": "interleaved-1f1b", "interleaved-1f1b": "looped-bfs"}
 _DEFAULT_OTHER = "1f1b"
 
@@ -124,7 +123,7 @@ def _runner_up(rival: Alternative, ordered: Profile, setting: PlanSettings, *, h
         recompute=rival.recompute,
     )
     plan = plan_within_memory(ordered, own, rival.cuts)
-    if abs(plan.prediction.step_s - rival.step_s) > _ROUNDING * rival.step_s:
+    if not plan.prediction.gives(rival.step_s):
         if has_other_times:
             raise UsageError("the plan was not made with this profile's times, so its order of layers is not known")
         raise UsageError("it has its layers in an order that the plan's file does not hold")

@@ -13,7 +13,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from statistics import geometric_mean
 from typing import TypeAlias
 
@@ -22,7 +21,7 @@ import numpy as np
 from gplan.core import Contender, HostLoad, LeftOut, Plan, Profile, Run, Verification
 from gplan.core.errors import GplanError, UsageError
 from gplan.core.host_load import interruption_text, largest_load
-from gplan.core.units import counted
+from gplan.core.units import counted, now_text
 from gplan.evaluate.attribution import equal_speed_factor
 from gplan.evaluate.rivals import Rival, rivals_of
 
@@ -63,7 +62,7 @@ def verify(
     """
     check_counts(num_rounds, num_steps, num_rivals)
     rivals = rivals_of(plan, profile, num_rivals=num_rivals)
-    num_wanted = plan.num_devices * plan.num_replicas * plan.device.num_threads
+    num_wanted = plan.num_ranks * plan.device.num_threads
     is_crowded = engine == "torch" and num_wanted > (num_cores or os.cpu_count() or 1)
     rounds = run_rounds(rivals.rivals, runner, num_rounds=num_rounds, repeats=not is_crowded, progress=progress)
     notes = [*rivals.notes, *_notes(rounds, is_crowded=is_crowded), *rounds.contenders[0].run.notes]
@@ -72,7 +71,7 @@ def verify(
         contenders=rounds.contenders,
         left_out=(*rivals.left_out, *rounds.left_out),
         num_steps=num_steps,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=now_text(),
         notes=tuple(dict.fromkeys(notes)),
     )
 
@@ -89,12 +88,12 @@ def check_counts(num_rounds: int, num_steps: int, num_rivals: int | None) -> Non
 
 def _notes(rounds: RoundResults, *, is_crowded: bool) -> Iterator[str]:
     if is_crowded:
-        yield "there are fewer cores than the devices want, so no run was repeated as disturbed"
+        yield "there are fewer cores than the devices need, so no run was repeated as disturbed"
     extent = "the whole rounds so far" if len(rounds.contenders[0].steps_s) > 1 else "the first round"
     if rounds.is_interrupted:
-        yield f"interrupted: what is shown is of {extent}"
+        yield f"interrupted: the results are of {extent}"
     if rounds.failure:
-        yield f"the plan failed in a later round, so what is shown is of {extent}: {rounds.failure}"
+        yield f"the plan failed in a later round, so the results are of {extent}: {rounds.failure}"
     if num_disturbed := sum(x.num_disturbed for x in rounds.contenders):
         yield (
             f"{counted(num_disturbed, 'run')} counted although more than half of the steps were "

@@ -60,10 +60,6 @@ def _pipeline_size(text: str) -> int | None:
     return int(found[1] or found[2]) if found else None
 
 
-def _ends(counts: Sequence[int]) -> tuple[int, ...]:
-    return tuple(accumulate(counts))
-
-
 # Megatron-LM and verl
 
 _LAYOUT = re.compile(r"layout[=\s]*[\"'\\]*([EtmL|()*,\d]+)")
@@ -116,7 +112,7 @@ def _megatron(text: str, names: Sequence[str]) -> tuple[int, ...]:
             "first, every t, every m, one L last"
         )
     num_layers = {"E": len(decoder.embeddings), "t": 1, "m": 1, "L": len(decoder.head)}
-    return _ends([sum(num_layers[letter] for letter in stage) for stage in stages])
+    return tuple(accumulate(sum(num_layers[letter] for letter in stage) for stage in stages))
 
 
 def _check_count(letters: str, letter: str, expected: int) -> None:
@@ -185,7 +181,7 @@ def _torchgpipe(text: str, names: Sequence[str]) -> tuple[int, ...]:
     counts = _numbers(text, ("balance",))
     if sum(counts) != len(names):
         raise UsageError(f"the counts add up to {sum(counts)}; the profile has {len(names)} layers")
-    return _ends(counts)
+    return tuple(accumulate(counts))
 
 
 def _inference(text: str, names: Sequence[str]) -> tuple[int, ...]:
@@ -198,7 +194,7 @@ def _block_ends(counts: Sequence[int], names: Sequence[str], title: str) -> tupl
     num_blocks = len(decoder.blocks)
     if sum(counts) != num_blocks:
         raise UsageError(f"the counts add up to {sum(counts)}; the profile has {num_blocks} blocks")
-    ends = [decoder.blocks.start + x for x in _ends(counts)]
+    ends = [decoder.blocks.start + x for x in accumulate(counts)]
     return (*ends[:-1], len(names))
 
 

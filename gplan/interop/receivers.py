@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from gplan.core import Constraints, Plan, Profile, Sharding, Value
+from gplan.core import RECOMPUTE_MODES, Constraints, Plan, Profile, Sharding, Value
 from gplan.core.errors import UsageError
 from gplan.graph.layer_graph import LayerGraph
 from gplan.schedules.registry import make_schedule, num_stages_of, schedule_info
@@ -68,7 +68,7 @@ def _inference(title: str, checked_with: str, how: str) -> Receiver:
         how=how,
         cuts="blocks",
         schedules=None,
-        recompute=dict.fromkeys(("never", "always", "except-last", "selected"), ""),
+        recompute=dict.fromkeys(RECOMPUTE_MODES, ""),
         max_chunks=1,
         skips="remade",
     )

@@ -56,7 +56,7 @@ def no_plan_error(problem: Problem, machine: Machine | None = None) -> NoPlanErr
         text += " with these constraints"
     try:
         tightest = tightest_device(problem)
-        ways = _ways_out(problem, machine)
+        ways = _ways_out(problem, machine, least_bytes=tightest.peak_bytes)
     except TooManyCandidates:
         more = "" if problem.recompute == "always" else ", or --recompute always"
         return NoPlanError(f"{text}; give each device more memory (--memory), use more stages (--k){more}")
@@ -176,7 +176,7 @@ def _memory_text(problem: Problem, machine: Machine | None) -> str:
     return f"the machine's devices ({each} per device)"
 
 
-def _ways_out(problem: Problem, machine: Machine | None) -> str:
+def _ways_out(problem: Problem, machine: Machine | None, *, least_bytes: int) -> str:
     ways = []
     if not (problem.constraints or is_custom_order(problem.schedule)):
         with suppress(TooManyCandidates):
@@ -194,8 +194,8 @@ def _ways_out(problem: Problem, machine: Machine | None) -> str:
         if does_fit:
             ways.append(f"with {option} it would fit")
         elif machine is None and not other.has_chunks:
-            least, was = least_peak(without_memory(other))[0], least_peak(without_memory(problem))[0]
-            if least < was:
+            least, _ = least_peak(without_memory(other))
+            if least < least_bytes:
                 ways.append(f"with {option} the smallest memory would be {_size_text(least)}")
     return "; ".join(ways) or "give the devices more memory, or use more devices"
 
@@ -276,7 +276,7 @@ def one_device_notes(plan: Plan, profile: Profile) -> tuple[str, ...]:
     That happens with short layers and slow links, or with processes that slow each other down on one host. The one
     device has the plan's memory limit and recompute mode. On a machine of unequal devices no note is made.
     """
-    num_devices = plan.num_devices * plan.num_replicas
+    num_devices = plan.num_ranks
     if num_devices == 1 or any(stage.machine_device for stage in plan.stages):
         return ()
     single = Problem(

@@ -103,8 +103,8 @@ def bytes_before(costs: Costs) -> dict[str, Floats]:
     every = np.arange(costs.num_positions)
     nothing = np.zeros_like(every)
     return {
-        "weight": costs.held_bytes("weight_bytes", nothing, every).astype(np.float64),
-        "gradient": costs.held_bytes("gradient_bytes", nothing, every).astype(np.float64),
+        "weight": costs.held_sum("weight_bytes", nothing, every).astype(np.float64),
+        "gradient": costs.held_sum("gradient_bytes", nothing, every).astype(np.float64),
         "optimizer": costs.trained_share(nothing, every) * costs.profile.step.state_bytes,
         "stash": costs.stash_sums.astype(np.float64),
         "recomputed_stash": costs.stash_sums.astype(np.float64),

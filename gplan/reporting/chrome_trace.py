@@ -124,7 +124,7 @@ class _Side:
 
     def _transfer(self, transfer: Transfer, tid: int) -> Event:
         kind = "activations" if transfer.action.kind is ActionKind.FORWARD else "gradients"
-        route = {"num_bytes": transfer.num_bytes, "to_device": transfer.target, "to_stage": _receiving(transfer.action)}
+        route = {"num_bytes": transfer.num_bytes, "to_device": transfer.target, "to_stage": transfer.action.receiver}
         details = {**self._details(transfer.action, f"{COMMUNICATION.name}: {kind}"), **route}
         place = self.first_pid + transfer.source, tid
         name = f"{transfer.action} to device {transfer.target}"
@@ -145,7 +145,7 @@ class _Side:
     def _awaiting(self, action: Action) -> Span:
         """The action of the neighbouring stage that uses this action's output."""
         kinds = (ActionKind.FORWARD,) if action.kind is ActionKind.FORWARD else INPUT_GRADIENT_KINDS
-        wanted = (Action(_receiving(action), kind, action.microbatch) for kind in kinds)
+        wanted = (Action(action.receiver, kind, action.microbatch) for kind in kinds)
         return next(self.spans[x] for x in wanted if x in self.spans)
 
     def _details(self, action: Action, kind: str) -> Event:
@@ -190,11 +190,6 @@ def _slice(name: str, cat: str, place: tuple[int, int], times: tuple[float, floa
 
 def _at(place: tuple[int, int], moment_ns: int) -> Event:
     return {"pid": place[0], "tid": place[1], "ts": _us(moment_ns)}
-
-
-def _receiving(action: Action) -> int:
-    """The stage that receives the output of an action."""
-    return action.stage + (1 if action.kind is ActionKind.FORWARD else -1)
 
 
 def _lanes(transfers: tuple[Transfer, ...]) -> dict[Transfer, int]:

@@ -22,7 +22,6 @@ from gplan.simulation.bubble import idle_pieces
 from gplan.simulation.simulator import simulate
 from gplan.simulation.without_contention import profile_without_contention
 
-_ROUNDING = 1e-6
 _OPTIONS_S = 8.0  # time limit of the explanation's options
 
 
@@ -50,17 +49,11 @@ def analysis_of(
     is_alone = isinstance(subject, Run) and subject.engine == "virtual"
     known = profile_without_contention(profile) if is_alone else profile
     reasons = explain(plan, known, options_s=_OPTIONS_S, sensitivities_s=0.0, progress=progress)
-    if is_alone and reasons.notes and _is_priced_by(plan, profile):
+    if is_alone and reasons.notes and plan.prediction.gives(reprice(plan, profile, engine="virtual").prediction.step_s):
         reasons = replace(reasons, notes=())
     tried = reasons.options[0].outcome is not None
     choices = planned_choices(plan, known, progress=progress) if tried else choices_of(plan)
     return PlanAnalysis(choices=choices, explanation=reasons)
-
-
-def _is_priced_by(plan: Plan, profile: Profile) -> bool:
-    """Whether a plan of the virtual engine was made from the profile, up to each stage's mean contention."""
-    step_s = reprice(plan, profile, engine="virtual").prediction.step_s
-    return abs(step_s - plan.prediction.step_s) <= _ROUNDING * step_s
 
 
 Subject: TypeAlias = Run | Plan
@@ -148,7 +141,14 @@ def idle_frame(timeline: Timeline) -> pd.DataFrame:
 
 
 def capacity_bytes(plan: Plan) -> int | None:
-    """The memory limit of each device: the one that was set, else the device's memory, None if unknown."""
+    """The memory limit of each device: the one that was set, else the device's memory, None if unknown.
+
+    Of a plan for a machine, that of the device with the least memory.
+    """
+    places = [stage.machine_device for stage in plan.stages if stage.machine_device is not None]
+    if places:
+        known = [x for x in (plan.memory_limit_bytes, *(place.memory_bytes for place in places)) if x is not None]
+        return min(known, default=None)
     return plan.memory_limit_bytes if plan.memory_limit_bytes is not None else plan.device.memory_bytes
 
 

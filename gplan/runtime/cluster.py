@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from gplan.core import COLLECTIVE_KINDS, CollectiveKind, HostLink, Link, Machine, MachineDevice
 from gplan.core.errors import UsageError
-from gplan.core.units import bytes_text, counted, percent_text, seconds_text
+from gplan.core.units import bytes_text, counted, now_text, percent_text, seconds_text
 from gplan.runtime.peers import Peer, Peers, explained_by_peers, local_place
 from gplan.runtime.process_group import backend_of, init_from_environment, rendezvous_from_environment
 from profiler.host.host_info import pin_to_share, processor
@@ -265,7 +265,7 @@ def machine_of(peers: Sequence[Peer], found: Sequence[RankFindings], *, backend:
         for (a, b), times in of_hosts.items()
         if len(within if a == b else between) > len(times) and _differs(times, within if a == b else between)
     )
-    now = datetime.now(UTC).isoformat(timespec="seconds")
+    now = now_text()
     sizes = {sum(x.host == host for x in peers) for host in hosts}
     of_each = f"{counted(min(sizes), 'device')} each" if len(sizes) == 1 else f"{len(peers)} devices"
     missing = "" if within and between else "; links within hosts were not measured" if between else ""

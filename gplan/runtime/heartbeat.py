@@ -20,8 +20,6 @@ from typing import Any, Literal, TypeAlias, get_args
 from gplan.core import BACKWARD_KINDS, Action, ActionKind, Schedule
 from gplan.schedules.dependencies import dependencies_of
 
-_ANY = -1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerWait:
@@ -55,9 +53,9 @@ def _last_wait(schedule: Schedule, device: int) -> PeerWait | None:
     for action in reversed(schedule.orders[device]):
         if action.kind is ActionKind.WEIGHT_GRADIENT:
             continue
-        target = action.stage + (1 if action.kind is ActionKind.FORWARD else -1)
+        target = action.receiver
         if 0 <= target < schedule.num_stages and schedule.devices[target] != device:
-            return PeerWait(awaited="receiver", stage=action.stage, neighbour=target, microbatch=_ANY)
+            return PeerWait(awaited="receiver", stage=action.stage, neighbour=target, microbatch=_NONE)
     return None
 
 

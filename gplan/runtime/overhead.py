@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gplan.core import Action, ActionKind, EngineCost, Plan, Span, Timeline, YardstickTimes
+from gplan.core import Action, ActionKind, EngineCost, Plan, Span, Timeline
 from gplan.partition.balance import balance
 from gplan.runtime.run.launch import run_local_processes
 from gplan.runtime.run.run_options import RunOptions
@@ -84,16 +84,15 @@ _QUICK_BYTES = 2**15  # an input of at most this size arrives within one action
 _LEAST_S = 1e-9  # lower bound of a message's cost
 
 
-def measure_engine(*, num_threads: int = 1, num_steps: int = 15) -> tuple[EngineCost, tuple[YardstickTimes, ...]]:
+def measure_engine(*, num_threads: int = 1, num_steps: int = 15) -> EngineCost:
     """Measure the engine's cost between two processes of this host with `num_threads` cores each.
 
-    Also returned is how these processes read the yardstick. Raises RunError if they cannot communicate.
+    Raises RunError if they cannot communicate.
     """
     plan = _relay_plan(num_threads)
     options = RunOptions(num_steps=num_steps, timeout_s=_TIMEOUT_S, keeps_steps=True)
     run = run_local_processes(plan.model.name, {}, plan, options, report=lambda _step, _loss: None)
-    readings = tuple(x for window in run.timed_speed for x in window.ranks if x is not None)
-    return engine_cost_from_steps(plan, run.step_timelines), readings
+    return engine_cost_from_steps(plan, run.step_timelines)
 
 
 def engine_cost_from_steps(plan: Plan, steps: Sequence[Timeline]) -> EngineCost:

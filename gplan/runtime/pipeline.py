@@ -40,7 +40,7 @@ from gplan.runtime.sharded_replicas import divided_names, shard_stages
 from gplan.runtime.stage_module import StageModule
 from gplan.runtime.stage_runner import OutputFn, StageRunner, to_device
 from gplan.runtime.stage_state import StageState
-from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_samples
+from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_samples, runs_on_gpus
 from profiler.capture.chain import Chain, autocast
 from profiler.host.host_info import keep_freed_memory
 from profiler.host.links import deprioritize_connection_threads
@@ -98,7 +98,7 @@ def example_inputs(source: ModelSource, plan: Plan) -> Any:
 def own_device(plan: Plan, device: str | None) -> torch.device:
     """Return the device of this process: `device` if given, else its own GPU if the plan is for GPUs, else the CPU."""
     if device is None:
-        device = "cuda" if plan.device.kind == "cuda" and torch.cuda.is_available() else "cpu"
+        device = "cuda" if runs_on_gpus(plan) else "cpu"
     try:
         found = torch.device(device)
     except RuntimeError as error:

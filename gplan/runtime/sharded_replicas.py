@@ -64,8 +64,8 @@ class ShardedStage:
         stage.groups = nn.ModuleList(groups)
         self._keeps_gathered = sharding == "optimizer"
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        for name in [name for name, x in parameters.items() if x.dtype != like[name].dtype][:1]:  # a master weight
-            policy = replace(policy, param_dtype=like[name].dtype, reduce_dtype=like[name].grad_dtype)
+        if masters := [like[name] for name, x in parameters.items() if x.dtype != like[name].dtype]:
+            policy = replace(policy, param_dtype=masters[0].dtype, reduce_dtype=masters[0].grad_dtype)
         for group in groups:
             fully_shard(group, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         fully_shard(
@@ -308,8 +308,9 @@ def check_optimizer(optimizer: Optimizer, plan: Plan) -> None:
     """Raise UsageError for an optimizer whose state cannot be divided over the replicas."""
     if plan.sharding == "none" or plan.num_replicas == 1:
         return
-    for reason in [_UNDIVIDED[x.__name__] for x in type(optimizer).__mro__ if x.__name__ in _UNDIVIDED][:1]:
+    reasons = [_UNDIVIDED[x.__name__] for x in type(optimizer).__mro__ if x.__name__ in _UNDIVIDED]
+    if reasons:
         raise UsageError(
-            f"{type(optimizer).__name__} {reason}, which replicas cannot divide; use one that treats each number by "
+            f"{type(optimizer).__name__} {reasons[0]}, which replicas cannot divide; use one that treats each number by "
             "itself, such as AdamW or SGD, or balance again with --shard none"
         )

@@ -28,6 +28,7 @@ from gplan.runtime.random_streams import RandomStreams
 from profiler.backward.rematerialize import recomputed
 from profiler.capture.chain import Chain, Tensors
 from profiler.capture.inplace import aliased_arguments, written_arguments
+from profiler.memory.allocations import storage_key
 
 if TYPE_CHECKING:
     from gplan.runtime.sharded_replicas import ShardedStage
@@ -53,7 +54,7 @@ class StagePass:
     layers: tuple[LayerInfo, ...]  # all layers of the capture, in its order
     num_microbatches: int
     recompute: RecomputeMode
-    written: frozenset[int] = frozenset()  # `storage_id` of the buffers that later micro-batches may write to
+    written: frozenset[int] = frozenset()  # `storage_key` of the buffers that later micro-batches may write to
     around: Callable[[], AbstractContextManager[None]] = nullcontext  # wraps each forward, but not its recompute
 
 
@@ -95,7 +96,7 @@ class StageModule(nn.Module):
                 )
         vars(self)["layer"] = None
         if work.written:  # later stages and the backward need the present values
-            tensors = tuple(x.clone() if storage_id(x) in work.written else x for x in tensors)
+            tensors = tuple(x.clone() if storage_key(x) in work.written else x for x in tensors)
         return tensors
 
     def enter_layer(self, layer: int) -> None:
@@ -206,12 +207,6 @@ class RecomputeSegment(nn.Module):
     @cached_property
     def _written(self) -> list[Tensor]:
         return written_buffers(self.layers)
-
-
-def storage_id(tensor: Tensor) -> int:
-    """Equal for tensors that share storage."""
-    found: int = tensor.untyped_storage()._cdata
-    return found
 
 
 def written_buffers(module: nn.Module) -> list[Tensor]:

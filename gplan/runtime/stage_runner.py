@@ -24,14 +24,14 @@ from gplan.runtime.microbatches import Pass, take_rows
 from gplan.runtime.process_group import RankLayout
 from gplan.runtime.random_streams import RandomStreams
 from gplan.runtime.sharded_tensors import local_tensor
-from gplan.runtime.stage_module import RecomputeSegment, StageModule, StagePass, storage_id, written_buffers
+from gplan.runtime.stage_module import RecomputeSegment, StageModule, StagePass, written_buffers
 from gplan.runtime.stage_state import StateNames
 from gplan.runtime.torch_engine import EnginePass, TorchEngine
 from gplan.runtime.virtual_engine import VirtualEngine
 from gplan.schedules.registry import make_schedule
 from profiler.capture.chain import flat_tensors
 from profiler.host.failure import failure_text, is_lost_connection
-from profiler.memory.allocations import now_ns
+from profiler.memory.allocations import now_ns, storage_key
 from profiler.model.model_reference import describe_inputs
 
 OutputFn = Callable[[Any, int], Tensor]
@@ -177,7 +177,7 @@ class StageRunner:
         norms = self._captures.norms(captured, stage.index) if trains else ()
         segments, key = self._segments(captured, stage, trains), (captured, stage, trains)
         if key not in self._written:
-            self._written[key] = frozenset(map(storage_id, _written_by(segments)))
+            self._written[key] = frozenset(map(storage_key, _written_by(segments)))
         return StagePass(
             segments=segments,
             written=self._written[key],

@@ -227,9 +227,9 @@ def check_fits_here(plan: Plan, *, num_checking: int = 0) -> None:
     """Raise UsageError if this host lacks the memory for all stages together.
 
     `num_checking` processes compare their gradients with the plain model's: before the stages exist, each runs the whole
-    model twice, by default on the whole mini-batch; the gradients of the first time stay beside the stages.
+    model two or three times, once on the whole mini-batch; the gradients of one time stay beside the stages.
     """
-    needed = plan.num_replicas * sum(stage.memory.peak_bytes for stage in plan.stages)
+    needed = 0 if runs_on_gpus(plan) else plan.num_replicas * sum(stage.memory.peak_bytes for stage in plan.stages)
     available = available_bytes()
     if needed > available:
         stages = counted(plan.num_replicas * plan.num_stages, "stage")
@@ -250,8 +250,15 @@ def check_fits_here(plan: Plan, *, num_checking: int = 0) -> None:
         )
 
 
+def runs_on_gpus(plan: Plan) -> bool:
+    """Whether the plan's stages run on GPUs of this host; else they run on its cores."""
+    return plan.device.kind == "cuda" and torch.cuda.is_available()
+
+
 def notes_on_machine(plan: Plan) -> tuple[str, ...]:
-    """Return notes on how this host differs from the plan's machine; every stage runs on cores of this host."""
+    """Return notes on how this host differs from the plan's machine, if every stage runs on cores of this host."""
+    if runs_on_gpus(plan):
+        return ()
     firsts = [plan.stages_of(i)[0] for i in range(plan.num_devices)]
     device, places = plan.device, [stage.machine_device for stage in firsts if stage.machine_device is not None]
     if device.kind != "cpu":

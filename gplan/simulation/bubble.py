@@ -6,12 +6,12 @@ A device waits before an action, and after its last one until the micro-batch lo
                    last forward (or its first backward, where that is later), drain from then on
   imbalance        is what is left, as some stages take longer than others, always or in some steps
   engine           is what goes by after the input has arrived, or where none was awaited
-Equal stages: every action takes the mean over the stages, and transfers and engine what they took, waits for the link
-included. The first stage,
-whose inputs want no gradient, has its whole backward in the second half. So equal stages have no imbalance at all.
+Equal stages: every action takes its mean over the stages; transfers, with waits for the link, and the engine take what
+they took. The first stage, whose inputs need no gradient, has its whole backward in the second half. So equal stages have
+no imbalance.
 
 These five are the idle time of the loop: its length times the devices, less all forwards and backwards. An update of
-weights while others still compute falls into what is drain. After the loop
+weights while others still compute counts as drain. After the loop
   optimizer        is what a device waits, before or after its own updates, until the last device's are done
 and all six are the idle time of the step, from its first forward to its last update: its length times the devices, less
 all forwards and backwards, less the updates as far as they come after the loop.

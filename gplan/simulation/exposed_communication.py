@@ -1,7 +1,7 @@
 """The part of each transfer that its receiver waited for, in a measured step.
 
-A receiver that was free when the sender was done waited for nothing else until its next start. One that was not may
-have waited for the rest of what the plan gives the transfer, from its own end on; what is left is the engine's.
+If the receiver was idle when the sender finished, its whole wait until its next action is exposed. If it was still busy,
+its wait counts from the end of its own action, for at most the rest of the planned transfer; what is left is engine time.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class Entry(NamedTuple):
 
     device: int
     need: int  # the earlier entry whose output it waits for
-    duration: int  # of `Program.durations`
-    hop: int  # of `Program.hops`: how its output reaches the entry that waits for it
+    duration: int  # of `ActionProgram.durations`
+    hop: int  # of `ActionProgram.hops`: how its output reaches the entry that waits for it
     link: int = NONE  # the direction between two devices in which the output is sent; NONE: it meets no other output
 
 

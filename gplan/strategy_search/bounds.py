@@ -174,7 +174,7 @@ class StrategyBounds:
         everything = np.array([0]), np.array([costs.num_positions - 1])
         reduced = 0.0
         for kind, field in EXCHANGED[costs.sharding] if replicas > 1 else ():
-            num_bytes = int(costs.held_bytes(field, *everything)[0]) / replicas
+            num_bytes = int(costs.held_sum(field, *everything)[0]) / replicas
             link = costs.profile.link.ring_message(kind, replicas)
             reduced += num_messages(kind, replicas) * num_bytes * min_s_per_byte(link)
         return reduced + float(costs.optimizer_s(*everything)[0]) + costs.around_s

@@ -88,7 +88,7 @@ class SolveCache:
         """The minimised cost: seconds of the step, or device seconds; infinite without a plan."""
         if plan is None:
             return INFINITY
-        return plan.prediction.step_s * self.weight(plan.num_devices * plan.num_replicas)
+        return plan.prediction.step_s * self.weight(plan.num_ranks)
 
     def weight(self, num_devices: int) -> int:
         """The cost of one second on these devices."""
@@ -286,5 +286,5 @@ class SolveCache:
     def _record(self, problem: Problem, solution: Solution) -> StrategyResult:
         plan = price(problem, solution, solve_s=0.0)
         self.plans.append(plan)
-        bound = plan.proof.lower_bound_s * self.weight(plan.num_devices * plan.num_replicas)
+        bound = plan.proof.lower_bound_s * self.weight(plan.num_ranks)
         return StrategyResult(memory_bytes=problem.memory_bytes, plan=plan, bound=bound)

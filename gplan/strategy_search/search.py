@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import Literal
 
 from gplan.core import Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
-from gplan.core.units import bytes_text, counted, memory_option, seconds_text
+from gplan.core.units import bytes_text, counted, memory_size_text, seconds_text
 from gplan.graph.down_sets import DownSets, Prefixes
 from gplan.partition.balance import alternative_of
 from gplan.partition.candidates import TooManyCandidates
@@ -152,14 +153,15 @@ def _no_plan_error(cache: SolveCache, memory_bytes: int | None, found: Found, ti
     at_all = f"no plan of {_count_text(cache)} fits {bytes_text(memory_bytes)} per device"
     try:
         problem, peak_bytes = _closest(cache, memory_bytes)
-        has_more_devices = len({x.num_devices for x in strategies}) > 1
-        more_devices = "" if has_more_devices or problem.has_chunks else f"; {stages_that_fit_text(problem)}"
     except TooManyCandidates:
         return NoPlanError(f"{at_all}; give each device more memory")
+    tries_one_k = len({x.num_devices for x in strategies}) == 1
+    with suppress(TooManyCandidates):
+        at_all += f"; {stages_that_fit_text(problem)}" if tries_one_k and not problem.has_chunks else ""
     return NoPlanError(
-        f"{at_all}; the closest that was found needs {bytes_text(peak_bytes)} (--memory {memory_option(peak_bytes)}): "
+        f"{at_all}; the closest that was found needs {bytes_text(peak_bytes)} (--memory {memory_size_text(peak_bytes)}): "
         f"{counted(problem.num_devices, 'device')}, {counted(problem.num_microbatches, 'micro-batch')} of "
-        f"{problem.costs.microbatch_size}, {schedule_info(problem.schedule).title}, recompute {problem.recompute}{more_devices}"
+        f"{problem.costs.microbatch_size}, {schedule_info(problem.schedule).title}, recompute {problem.recompute}"
     )
 
 
@@ -213,7 +215,7 @@ def _notes(
     if num_undecided:
         ways = "1 way to recompute has" if num_undecided == 1 else f"{num_undecided} ways to recompute have"
         notes.append(f"whether {ways} a plan that fits was not found in time")
-    used = plan.num_devices * plan.num_replicas
+    used = plan.num_ranks
     if request.most_devices is not None and used < request.most_devices:
         k, num_idle = request.num_devices, request.most_devices - used
         reason = "no plan that uses more was found to be faster"
@@ -228,7 +230,7 @@ def _final_plan(
 ) -> Plan:
     plan = found.plan
     assert plan is not None, "a search without a plan is an error"
-    num_devices = plan.num_devices * plan.num_replicas
+    num_devices = plan.num_ranks
     lower_bound_s = found.lower_bound / cache.weight(num_devices)
     comparable = [x for x in cache.plans if not cache.space.per_device or x.num_devices * x.num_replicas == num_devices]
     proof = replace(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gplan.core import Granularity, LayerCost, Link, Profile, StepCost, Timing, Work
 from gplan.core.errors import ModelError
-from gplan.core.units import percent_text
+from gplan.core.units import now_text, percent_text
 from profiler.analytic.fusion import Fused
 from profiler.analytic.hardware import FusedKernel, Hardware
 from profiler.analytic.layer_work import HalvesAnalysis, LayerAnalysis, analyse, analyse_halves
@@ -93,7 +92,7 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
         link=options.link or hardware.link,
         overhead_s=_STAGE_LAUNCHES * hardware.launch_s,
         whole_model=(),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=now_text(),
         versions=software_versions(),
         origin="computed",
         precision=file.precision,

@@ -15,7 +15,7 @@ gradient of the weight's size beside). Tokens are spread evenly over experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from gplan.core import OperationKind, Work
@@ -209,15 +209,12 @@ class LayerKernels:
         block = self.block(name, is_sparse=model.is_sparse(model.num_hidden_layers))
         hidden = model.hidden_size
         joined = (*[self._norm(hidden)] * 2, self._linear(2 * hidden, hidden, keeps=self._bytes(2 * hidden)))
-        return Part(
-            name=name,
+        return replace(
+            block,
             kind="MultiTokenPrediction",
             kernels=(*joined, *block.kernels),
             branches=(len(joined) + block.branches[0], block.branches[1]),
             parameters=block.parameters + 2 * hidden * hidden // self.widths.tensor + 3 * hidden,
-            experts=block.experts,
-            weights=block.weights,
-            output=block.output,
         )
 
     def head(self) -> Part:
@@ -423,7 +420,7 @@ class LayerKernels:
         shared: tuple[Kernel, ...] = ()
         if model.shared_width:
             dense = self._perceptron(model.shared_width)
-            shared = (_without_stash(dense[0]), *dense[1:])
+            shared = (replace(dense[0], keeps=0), *dense[1:])  # the router keeps its input
         ways: tuple[KernelName, KernelName] = ("permute-forward", "permute-backward")
         out, back = (
             (
@@ -460,13 +457,6 @@ def _grouped(groups: int, rows: int, k: int, n: int, *, keeps: int) -> Kernel:
         keeps=keeps,
         makes=ELEMENT * groups * rows * n,
         input_gradient=ELEMENT * groups * rows * k,
-    )
-
-
-def _without_stash(kernel: Kernel) -> Kernel:
-    """The kernel where another one keeps its input."""
-    return Kernel(
-        forward=kernel.forward, backward=kernel.backward, makes=kernel.makes, input_gradient=kernel.input_gradient
     )
 
 

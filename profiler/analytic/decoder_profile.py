@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from hashlib import sha256
 from math import prod
 from types import MappingProxyType
@@ -23,6 +22,7 @@ from gplan.core import Layer, LayerCost, ModelId, Precision, Profile, SharedWeig
 from gplan.core.errors import UsageError
 from gplan.core.layer_cost import Leftover
 from gplan.core.profile import MEGATRON_LM, ParameterSize
+from gplan.core.units import now_text
 from profiler.analytic.decoder_config import Decoder, Widths, load_decoder
 from profiler.analytic.decoder_kernels import (
     ELEMENT,
@@ -117,7 +117,7 @@ class DecoderProfile:
             link=self.hardware.link,
             overhead_s=0.0,
             whole_model=(),
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            created=now_text(),
             versions=((MEGATRON_LM, "core 0.14"),),
             origin="computed",
             notes=(

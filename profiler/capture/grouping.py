@@ -1,6 +1,6 @@
-"""Group the operations of a trace into layers: by the author's modules (`unit_groups`) or by operation.
+"""Group the operations of a trace into layers: by the author's modules (`groups_by_module`) or by operation.
 
-`operation_groups` (granularity "op") applies these rules in order:
+`groups_by_operation` (granularity "op") applies these rules in order:
 
 1.  Each main operation opens a layer: products (matrices, convolutions, attention, embeddings, recurrences), softmax,
     and operations outside torch, if they depend on parameters (positions and masks do not). So does an operation with

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gplan.core import LossReduction
 from gplan.core.errors import ModelError, UsageError
-from profiler.capture.chain import Tensors, flat_tensors
+from profiler.capture.chain import flat_tensors
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
 
@@ -44,11 +44,9 @@ def check_microbatch_sizes(sizes: Sequence[int]) -> None:
         raise UsageError(f"micro-batch sizes are {sizes}; expected increasing numbers of at least 1, such as 1,2,4")
 
 
-def check_batch(value: Any, batch_size: int, *, what: str) -> Tensors:
-    """The tensors of a batch, checked to have `batch_size` rows each."""
-    tensors = flat_tensors(value, what=what)
-    check_target(tensors, batch_size, what=what)
-    return tensors
+def check_batch(value: Any, batch_size: int, *, what: str) -> None:
+    """Raise ModelError unless a batch has tensors, with `batch_size` rows each."""
+    check_target(flat_tensors(value, what=what), batch_size, what=what)
 
 
 def check_target(value: Any, batch_size: int, *, what: str) -> None:
@@ -62,6 +60,7 @@ def check_target(value: Any, batch_size: int, *, what: str) -> None:
 
 
 DEPENDENT_LOSSES = "class weights, ignored or padding tokens, a contrastive loss or a router's auxiliary loss"
+"""Examples of losses that depend on how a mini-batch is divided, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +121,7 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
 def _division_note(whole: float, combined: float, reduction: LossReduction) -> str:
     return (
         f"the loss depends on how a mini-batch is divided: {whole:.6g} for a batch, {combined:.6g} as the {reduction} of two "
-        "halves, as with {DEPENDENT_LOSSES}; a step has the gradients of a plain loop over the same micro-batches"
+        f"halves, as with {DEPENDENT_LOSSES}; a step has the gradients of a plain loop over the same micro-batches"
     )
 
 

@@ -71,7 +71,7 @@ def _module_of(reference: str) -> tuple[ModuleType, str]:
 
 
 def file_digest(reference: str) -> str:
-    """A digest of the model file's text; "" where `reference` names no file."""
+    """A digest of the text of this file, not of what it imports; "" where `reference` names no file."""
     path = Path(reference.partition(":")[0])
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.suffix == ".py" and path.is_file() else ""
 
@@ -106,8 +106,8 @@ def _attribute(module: ModuleType, attribute: str, reference: str) -> Any:
         return found
     wanted = attribute or "model"
     own = [name for name, value in vars(module).items() if _could_be_model(value, module)]
-    public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-    if close := get_close_matches(wanted, public, n=1):
+    defined = [name for name, value in vars(module).items() if callable(value) and _is_defined_in(value, module)]
+    if close := get_close_matches(wanted, defined, n=1):
         raise ModelError(f"{reference} has no {wanted}, but {close[0]}: write {reference.partition(':')[0]}:{close[0]}")
     candidates = f"; it has {', '.join(own)}: write {reference.partition(':')[0]}:{own[0]}" if own else ""
     raise ModelError(f"{reference} has no {wanted}{candidates or '; define a function model()'}")
@@ -116,8 +116,11 @@ def _attribute(module: ModuleType, attribute: str, reference: str) -> Any:
 def _could_be_model(value: object, module: ModuleType) -> bool:
     if isinstance(value, nn.Module):
         return True
-    defined_here = getattr(value, "__module__", None) == module.__name__
-    return defined_here and inspect.isclass(value) and issubclass(value, nn.Module)
+    return _is_defined_in(value, module) and inspect.isclass(value) and issubclass(value, nn.Module)
+
+
+def _is_defined_in(value: object, module: ModuleType) -> bool:
+    return getattr(value, "__module__", None) == module.__name__
 
 
 def parse_input_shapes(text: str) -> Any:

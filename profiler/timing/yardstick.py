@@ -6,8 +6,10 @@ some seconds or minutes. Samples are divided by the slowdown of their moment (`S
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -17,8 +19,9 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from gplan.core.host_speed import HostSpeed, SpeedWindow, YardstickTimes, average_times, slowdown_of
+from gplan.core.host_speed import HostSpeed, SpeedWindow, YardstickTimes, slowdown_of
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.neighbours import BESIDE_OTHERS
 
@@ -38,13 +41,13 @@ _LEAST_READINGS = 5
 _NUM_WARMUPS = 3  # products before a reading: after a layer the first is 1.3 times as slow, the third as the others
 _NUM_WARMUPS_COLD = 12  # the same after a wait or an update: the first is 2.2 times as slow, the twelfth as the others
 _NUM_KEPT_BESIDE = 2  # turns at a stop beside other processes
-_MOST_APART = 1.15  # of two references of compute, else one of them was disturbed
 _NUM_AROUND = 9  # readings whose median is the speed of a moment
 _NUM_AROUND_BESIDE = 6  # the same beside other processes, which is measured in short stretches
 _WINDOW_S = 1.0  # the shortest window
 _NUM_STORED = 20  # windows in a profile
 _STREAMED_FLOATS = 2**24  # 64 MiB, more than the caches hold that a core shares; on a CPU two halves are read in turns
 _ROWS, _WEIGHTS = 128, 256  # of the product whose weights come from memory: it takes as long as 192 x 192 x 192
+_HUGE_PAGE_BYTES = 2**21
 _HALF_PAGE_FLOATS = 512  # a core is slower to write where what it reads lies whole pages away
 
 
@@ -58,13 +61,14 @@ def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
     One product has two matrices of 192 x 192, and one has other weights of 256 x 256 each time: small layers stay in the
     caches, those of large models do not, and other work on the host slows the two differently. On a CPU these weights
     and the sums each cycle through 32 MiB, on a GPU the sums through 64 MiB, so that what they read has left the caches,
-    whatever ran in between. The parts are as fast in every process: their tensors have fixed distances, and they allocate
-    nothing, not even integers. They draw no random numbers.
+    whatever ran in between. The parts are as fast in every process: their tensors have fixed distances and lie in huge
+    pages, and they allocate nothing, not even integers. They draw no random numbers.
     """
     on_gpu = device != "cpu"
     width, num_floats = (2048, 2**23) if on_gpu else (192, 2**18)
     sizes = [width * width] * 3 + [_STREAMED_FLOATS, _HALF_PAGE_FLOATS, num_floats, 1]
-    found = torch.ones(sum(sizes), device=device).split(sizes)  # type: ignore[no-untyped-call]
+    ones = torch.ones(sum(sizes), device=device) if on_gpu else _ones_in_huge_pages(sum(sizes))
+    found = ones.split(sizes)  # type: ignore[no-untyped-call]
     left, right, product, streamed, _, total, small = found
     # on a GPU no product has weights from memory
     weights, summed = streamed.split([0, _STREAMED_FLOATS] if on_gpu else [_STREAMED_FLOATS // 2] * 2)
@@ -92,6 +96,18 @@ def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
         "memory": (add_next, 1 if on_gpu else 2),
         "interpreter": (partial(small.add_, 1), 32) if on_gpu else (loop, 1),
     }
+
+
+def _ones_in_huge_pages(number: int) -> Tensor:
+    """Ones on the CPU. In small pages, reading memory is up to 1.4 times as slow, depending on where the pages lie."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.ones(number)
+    space = mmap.mmap(-1, 4 * number + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a system without huge pages
+        space.madvise(mmap.MADV_HUGEPAGE)
+    floats = torch.frombuffer(space, dtype=torch.float32)
+    first = -floats.data_ptr() % _HUGE_PAGE_BYTES // 4
+    return floats[first : first + number].fill_(1.0)
 
 
 class Yardstick:
@@ -143,11 +159,6 @@ class Yardstick:
         self._read(names, parts, num_readings, num_warmups=_NUM_WARMUPS_COLD)
         self._clock.flush()
         return tuple(median(x.clean_s) if x.clean_s else None for x in parts)
-
-    def times(self) -> YardstickTimes | None:
-        """All parts now, by several readings; None if one was always interrupted."""
-        found = self.seconds(*PARTS, num_readings=_NUM_AROUND)
-        return YardstickTimes(**{f"{x}_s": s for x, s in zip(PARTS, found, strict=True) if s}) if all(found) else None
 
     def _read(self, names: Sequence[str], parts: Sequence[Samples], num_kept: int, *, num_warmups: int) -> None:
         """Time these parts in turns; the first turn, which is slower after the layers of a model, does not count.
@@ -226,31 +237,6 @@ class SpeedHistory:
     def at_one_speed(self, samples: Samples, *, beside: bool = False) -> Samples:
         """The samples as they would be at the median speed."""
         return samples.divided(partial(self.slowdowns, beside=beside))
-
-
-def read_by_ranks(
-    speed: HostSpeed, ranks: Sequence[YardstickTimes], *, own: Sequence[YardstickTimes | None]
-) -> HostSpeed:
-    """With the reference of the devices of a run as its processes would read it.
-
-    At one speed of the host, processes of a run read other times of memory and interpreter than that of a profile: on a
-    machine with two cores up to 20 and 10 % less, but the same of compute. `ranks` are readings in such processes, `own`
-    those of this one just before and after, by the yardstick of the profile: where the system puts a yardstick's memory
-    changes its times. Unchanged where compute shows a disturbance in them.
-    """
-    here, there = average_times(own, median), average_times(ranks, median)
-    if here is None or there is None:
-        return speed
-    compute_s = (speed.beside or speed.reference).compute_s
-    apart = there.compute_s / here.compute_s / (compute_s / speed.reference.compute_s)
-    if max(apart, 1 / apart) > _MOST_APART:
-        return speed
-    found = YardstickTimes(
-        compute_s=compute_s,
-        memory_s=speed.reference.memory_s * there.memory_s / here.memory_s,
-        interpreter_s=speed.reference.interpreter_s * there.interpreter_s / here.interpreter_s,
-    )
-    return replace(speed, beside=found)
 
 
 def _stored_windows(parts: Sequence[Samples], start_s: float, window_s: float) -> Iterable[SpeedWindow]:

@@ -70,7 +70,7 @@ def test_interrupt_prints_and_writes_the_rounds_so_far(
 ) -> None:
     on(MadeHost(interrupted_at=3), monkeypatch)
     assert gplan_exits("verify", "--rivals", "1") == 0
-    assert "interrupted: what is shown is of the first round" in capfd.readouterr().out
+    assert "interrupted: the results are of the first round" in capfd.readouterr().out
     assert isinstance(gplan.load("gplan.verification.json"), Verification)
 
 

@@ -272,7 +272,7 @@ def test_different_models_are_refused() -> None:
 
 
 def test_plan_and_run_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"x is a plan; expected a profile: .*`gplan run` holds it against"):
+    with pytest.raises(UsageError, match=r"x is a plan; expected a profile: .*`gplan run` compares it with"):
         checked_profile(make_plan(), name="x")
     with pytest.raises(UsageError, match=r"x is a run; expected a profile: .*`gplan show x` prints both"):
         checked_profile(make_run(), name="x")

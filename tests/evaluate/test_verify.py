@@ -66,15 +66,15 @@ def test_crowded_host_repeats_no_runs() -> None:
 
 
 def test_interrupt_is_noted() -> None:
-    assert verified(MadeHost(interrupted_at=9)).notes == ("interrupted: what is shown is of the first round",)
-    assert verified(MadeHost(interrupted_at=15)).notes == ("interrupted: what is shown is of the whole rounds so far",)
+    assert verified(MadeHost(interrupted_at=9)).notes == ("interrupted: the results are of the first round",)
+    assert verified(MadeHost(interrupted_at=15)).notes == ("interrupted: the results are of the whole rounds so far",)
 
 
 def test_failure_of_the_plan_is_noted() -> None:
     host = MadeHost()
     host.fails = lambda _plan: len(host.calls) == 4  # this plan's turn in the second round
     (note,) = verified(host, num_rivals=1).notes
-    assert note == "the plan failed in a later round, so what is shown is of the first round: a process was stopped"
+    assert note == "the plan failed in a later round, so the results are of the first round: a process was stopped"
 
 
 def test_left_out_rivals_are_named() -> None:

@@ -159,7 +159,7 @@ def test_what_the_embeddings_send_to_every_block_is_made_anew_on_each_stage() ->
     plan = cut(["embed", "rotary", "layers.0", "layers.1", "norm"], [3])
     profile = profiled(plan.layer_names, values=(value(1, 2, 3), value(2, 3), value(3, 4)))
     notes = export(plan, to="megatron", profile=profile).notes
-    assert "every stage of Megatron-LM makes anew what the plan sends on from rotary" in notes
+    assert "every stage of Megatron-LM computes itself what the plan sends on from rotary" in notes
 
 
 REFUSALS = [

@@ -152,8 +152,13 @@ def test_where_each_layer_would_fit_alone_but_no_k_does_the_finest_partition_is_
     assert "no number of stages fits this memory: with one layer per stage, stage 0 (layer a) needs 200 B" in text
 
 
+def test_recomputing_is_not_offered_where_it_saves_nothing() -> None:
+    problem = make_problem([1] * 4, num_stages=2, num_microbatches=8, weight_bytes=100, memory_bytes=150)
+    assert "--recompute" not in str(no_plan_error(problem))
+
+
 @pytest.mark.parametrize(("memory_bytes", "would_fit"), [(200, True), (199, False)])
-def test_recomputing_is_offered_only_where_it_helps(memory_bytes: int, would_fit: bool) -> None:
+def test_what_recomputing_would_need_is_named(memory_bytes: int, would_fit: bool) -> None:
     problem = make_problem([1] * 4, num_stages=2, num_microbatches=8, stash_bytes=100, memory_bytes=memory_bytes)
     outcome = "it would fit" if would_fit else "the smallest memory would be 200 B"
     assert f"with --recompute always {outcome}" in str(no_plan_error(problem))

@@ -70,7 +70,10 @@ def test_loss_that_depends_on_the_division_is_noted_for_plans() -> None:
     with pytest.raises(ModelError, match="neither|weight every sample equally"):
         find_loss_reduction(file, 4)
     stated = find_loss_reduction(replace(file, loss_reduction="mean"), 4).plan_notes
-    assert "the loss depends on how a mini-batch is divided" in stated[0] and "as the mean of two halves" in stated[0]
+    assert (
+        "the loss depends on how a mini-batch is divided" in stated[0]
+        and "as the mean of two halves, as with class weights" in stated[0]
+    )
 
 
 def test_what_a_file_lacks_is_noted() -> None:

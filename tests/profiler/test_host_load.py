@@ -41,7 +41,7 @@ def test_waiting_is_a_share_of_the_time() -> None:
 
 
 def test_no_blame_without_evidence() -> None:
-    assert "interrupted, not known by what" in interruption_text(HostLoad(steal_share=0.002, wait_share=0.003))
+    assert "interrupted by an unknown cause" in interruption_text(HostLoad(steal_share=0.002, wait_share=0.003))
 
 
 def test_loads_of_several_ranks() -> None:

@@ -105,6 +105,10 @@ def test_a_file_that_is_missing_or_no_python_is_named(tmp_path: Path) -> None:
         ("1 / 0", r"ZeroDivisionError: division by zero \(.*bad.py, line 1\)"),
         ("x = 1", r"has no model; define a function model\(\)"),
         ("def modle():\n  pass", "has no model, but modle: write .*bad.py:modle"),
+        (
+            "from torch import nn\nfrom torch.nn import Module as MyModel\nclass Net(nn.Module):\n  pass",
+            "has no model; it has Net",
+        ),
     ],
 )
 def test_a_file_that_does_not_import_is_answered_with_its_line(tmp_path: Path, text: str, told: str) -> None:

@@ -276,7 +276,7 @@ def test_disturbed_layers_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("profiler.timing.clock.is_undisturbed", lambda _wall_s, _busy_s: False)
     for load, words in (
         (HostLoad(wait_share=0.2), "disturbed by other work (20.0 % of"),
-        (HostLoad(), "interrupted, not known by what"),
+        (HostLoad(), "interrupted by an unknown cause"),
     ):
         monkeypatch.setattr("profiler.timing.layer_timing.load_between", lambda _before, _after, load=load: load)
         notes = measure_profile(mlp(), OPTIONS).notes

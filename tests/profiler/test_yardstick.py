@@ -18,7 +18,6 @@ from profiler.timing.yardstick import (
     SpeedHistory,
     Yardstick,
     median_times,
-    read_by_ranks,
     yardstick_parts,
 )
 from tests.profiler.test_clock import Event, Stream
@@ -199,17 +198,6 @@ def test_references_beside_others_belong_to_the_speed_of_those_alone() -> None:
     assert speeds.slowdowns([90.0], beside=True).tolist() == pytest.approx([0.5])
     work = sampled(0.02, np.arange(85, 95, 0.5).tolist(), seconds)
     assert speeds.at_one_speed(work, beside=True).timing().median_s == pytest.approx(0.04)
-
-
-@pytest.mark.parametrize(("compute", "expected"), [(1.1, (2.0, 1.6, 1.8)), (1.5, (2.0, 2.0, 2.0))])
-def test_processes_of_a_run_have_a_reference_of_their_own(compute: float, expected: tuple[float, ...]) -> None:
-    """The host is twice as fast at that moment as in the profile; a disturbed moment changes nothing, nor does compute."""
-    usual = YardstickTimes(compute_s=2.0, memory_s=2.0, interpreter_s=2.0)
-    own = YardstickTimes(compute_s=1.0, memory_s=1.0, interpreter_s=1.0)
-    ranks = [YardstickTimes(compute_s=compute, memory_s=0.8, interpreter_s=x) for x in (0.9, 0.9, 5.0)]
-    found = read_by_ranks(HostSpeed(reference=usual, beside=usual), ranks, own=[own, None, own]).beside
-    assert found is not None
-    assert (found.compute_s, found.memory_s, found.interpreter_s) == pytest.approx(expected)
 
 
 def test_a_disturbance_of_one_part_changes_nothing() -> None:

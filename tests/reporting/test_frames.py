@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.core import ActionKind
+from gplan.core import ActionKind, MachineDevice
 from gplan.reporting.subject import (
     BACKWARDS,
     MEASURED,
@@ -118,6 +118,11 @@ def test_capacity_is_the_limit_else_what_the_device_has_else_nothing() -> None:
     assert capacity_bytes(plan) is None
     assert capacity_bytes(big) == 64
     assert capacity_bytes(replace(big, memory_limit_bytes=32)) == 32
+    places = [MachineDevice(name=str(i), host="a", memory_bytes=48 - i) for i in range(big.num_stages)]
+    stages = tuple(replace(x, machine_device=place) for x, place in zip(big.stages, places, strict=True))
+    on_machine = replace(big, stages=stages)
+    assert capacity_bytes(on_machine) == places[-1].memory_bytes
+    assert capacity_bytes(replace(on_machine, memory_limit_bytes=32)) == 32
 
 
 def test_sides_are_named_by_how_their_figures_came_about() -> None:

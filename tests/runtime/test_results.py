@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.core import Action, ActionKind, HostLoad, HostSpeed, IdleCause, Plan, Run, YardstickTimes
+from gplan.core import Action, ActionKind, HostLoad, HostSpeed, IdleCause, MachineDevice, Plan, Run, YardstickTimes
 from gplan.evaluate.compare import PEAK_MEMORY, compare
 from gplan.reporting.text.run import reserved_lines
 from gplan.runtime.recorder import ActionTiming
@@ -71,7 +71,7 @@ def test_steps_in_which_memory_grows_are_left_out_if_enough_remain(num_growing: 
 
 @pytest.mark.parametrize(
     ("load", "words"),
-    [(HostLoad(steal_share=0.3), "disturbed by other work (0.0 % of"), (HostLoad(), "interrupted, not known by what")],
+    [(HostLoad(steal_share=0.3), "disturbed by other work (0.0 % of"), (HostLoad(), "interrupted by an unknown cause")],
 )
 def test_steps_are_disturbed_only_with_evidence(load: HostLoad, words: str) -> None:
     run = run_of(scheduled_plan("gpipe"), num_steps=8, num_clean=2, load=load)
@@ -105,6 +105,22 @@ def test_speed_of_the_host_in_windows_of_steps() -> None:
     assert replace(run, plan=replace(plan, host_speed=None)).speed_range is None
 
 
+def test_readings_before_steps_with_growing_memory_do_not_count() -> None:
+    once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
+    twice = YardstickTimes(compute_s=2e-3, memory_s=2e-3, interpreter_s=2e-3)
+    plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once))
+    ranks = ranks_of(plan, [(0.1, 0.0)] * 10)
+    for own in ranks:
+        for i, step in enumerate(own):
+            own[i] = replace(
+                step, yardstick=twice if i in (3, 5) else once, num_page_faults=10**6 if i in (3, 5) else 0
+            )
+    run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=10))
+    assert run.num_growing == 2
+    assert [x.first_step for x in run.host_speed] == [4, 6, 7, 8, 9]
+    assert run.device_slowdowns == pytest.approx((1.0, 1.0))
+
+
 def test_rank_without_a_reading_leaves_the_speed_unknown() -> None:
     once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
     plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once))
@@ -113,6 +129,18 @@ def test_rank_without_a_reading_leaves_the_speed_unknown() -> None:
     run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=8))
     assert run.host_speed[0].ranks == (once, None)
     assert (run.device_slowdowns, run.slowdown, run.speed_range) == ((), None, None)
+
+
+@pytest.mark.parametrize(("num_hosts", "is_noted"), [(1, True), (2, False)])
+def test_only_a_run_on_one_host_is_compared_with_the_machine_of_the_plan(num_hosts: int, is_noted: bool) -> None:
+    plan = scheduled_plan("gpipe")
+    stages = (
+        replace(stage, machine_device=MachineDevice(name="x", host=f"host{stage.index}")) for stage in plan.stages
+    )
+    plan = replace(plan, stages=tuple(stages))
+    ranks, options = ranks_of(plan, [(0.1, 0.0)] * 8), RunOptions(num_steps=8)
+    run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=options, num_hosts=num_hosts)
+    assert any("made for another machine" in note for note in run.notes) == is_noted
 
 
 def test_short_run_noted() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from gplan.core import Constraints, Profile, RecomputeMode
+from gplan.core import RECOMPUTE_MODES, Constraints, Profile, RecomputeMode
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.evaluate.compare import samples_per_s
 from gplan.evaluate.explain.explanation import Option, OptionKind, OptionResult
@@ -100,9 +100,9 @@ def _changes(profile: Profile, setting: PlanSettings) -> Iterator[_Change]:
     yield from _memory_changes(profile, setting)
     yield from _microbatch_changes(profile, setting)
     yield from _schedule_changes(profile, setting)
-    modes: tuple[RecomputeMode, ...] = ("never", "always", "except-last", "selected")
-    for mode in modes if setting.memory_bytes is not None else modes[:3]:  # layers are selected for a memory limit
-        if mode != setting.recompute:
+    for mode in RECOMPUTE_MODES:
+        can_change = mode != "selected" or setting.memory_bytes is not None  # layers are selected for a memory limit
+        if can_change and mode != setting.recompute:
             yield _Change("recompute", replace(setting, recompute=mode), profile)
     yield from _device_changes(profile, setting)
     reason = "" if setting.num_devices > 1 else "one device sends nothing"

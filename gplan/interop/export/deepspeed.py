@@ -52,7 +52,7 @@ def _interval(plan: Plan) -> int:
 
 
 def _notes(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
-    num_layers, num_ranks = len(plan.layer_names), plan.num_replicas * plan.num_devices
+    num_layers, num_ranks = len(plan.layer_names), plan.num_ranks
     notes = [
         f"PlannedPipelineModule(layers, loss_fn=..., **ARGUMENTS) takes {num_layers} layers, those of the plan in its order, "
         f"each with the operations that follow it; start {num_ranks} ranks",

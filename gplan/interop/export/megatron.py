@@ -163,7 +163,7 @@ def _notes(plan: Plan, profile: Profile | None, decoder: DecoderLayers) -> tuple
         notes.append(f"t stands for blocks of several kinds ({', '.join(kinds)}): configure the model so")
     makers = skipping_values(plan, profile)
     if makers:
-        notes.append(f"every stage of Megatron-LM makes anew what the plan sends on from {', '.join(makers)}")
+        notes.append(f"every stage of Megatron-LM computes itself what the plan sends on from {', '.join(makers)}")
     if plan.recompute == "always":
         notes.append("Megatron-LM recomputes the blocks only, not embeddings and head")
     return tuple(notes)

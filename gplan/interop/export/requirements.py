@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from gplan.core import Plan, Profile, Stage
 from gplan.interop.receivers import MODEL_INPUT
@@ -53,7 +52,7 @@ def boundaries(plan: Plan) -> tuple[int, ...]:
 
 def balance(plan: Plan) -> tuple[int, ...]:
     """The number of layers of each stage."""
-    return tuple(end - first for first, end in pairwise(boundaries(plan)))
+    return tuple(stage.num_layers for stage in plan.stages)
 
 
 def stage_comments(plan: Plan, *, what: str) -> tuple[str, ...]:

@@ -93,7 +93,7 @@ def _is_hugging_face(plan: Plan) -> bool:
 def _notes(plan: Plan) -> tuple[str, ...]:
     notes = [
         "pass the Trainer.Config of your model to planned(); torchtitan's own models and its transformers backend can be split",
-        f"later heads say pipeline_parallel_module_fqns_per_model_part and num_pp_microbatches = {plan.num_microbatches}",
+        f"newer versions of torchtitan use the names pipeline_parallel_module_fqns_per_model_part and num_pp_microbatches = {plan.num_microbatches}",
     ]
     if _is_hugging_face(plan):
         notes.append(

@@ -28,7 +28,6 @@ class ClockOffsets:
 
     offsets_us: tuple[float, ...]
     description: str
-    is_shared: bool  # the host's clock; False: aligned by causality
 
 
 def common_clock(traces: Sequence[RankTrace], ranks: Sequence[RankSteps], keys: Sequence[StepKey]) -> ClockOffsets:
@@ -36,7 +35,7 @@ def common_clock(traces: Sequence[RankTrace], ranks: Sequence[RankSteps], keys: 
     bases = [trace.base_ns for trace in traces]
     hosts = sorted({trace.host or "?" for trace in traces})
     if len(traces) == 1:
-        return ClockOffsets(offsets_us=(0.0,), description="one rank, one clock", is_shared=True)
+        return ClockOffsets(offsets_us=(0.0,), description="one rank, one clock")
     known = [0.0 if base is None else _US_PER_NS * (base - (bases[0] or 0)) for base in bases]
     early_us = max((-x for x in _slack_us(ranks, keys, known).values()), default=0.0)
     if None in bases:
@@ -46,11 +45,9 @@ def common_clock(traces: Sequence[RankTrace], ranks: Sequence[RankSteps], keys: 
     elif early_us > _TOLERANCE_US:
         why = f"by the host's clock an action would start {early_us:.0f} us before its input is ready"
     else:
-        return ClockOffsets(
-            offsets_us=tuple(known), description="the clock of the host that all ranks ran on", is_shared=True
-        )
+        return ClockOffsets(offsets_us=tuple(known), description="the clock of the host that all ranks ran on")
     description = f"{why}, so the clocks were aligned by causality: no action starts before its input is ready"
-    return ClockOffsets(offsets_us=_by_causes(ranks, keys), description=description, is_shared=False)
+    return ClockOffsets(offsets_us=_by_causes(ranks, keys), description=description)
 
 
 def _by_causes(ranks: Sequence[RankSteps], keys: Sequence[StepKey]) -> tuple[float, ...]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -16,7 +15,7 @@ from msgspec import structs
 
 from gplan.core import BACKWARD_KINDS, Action, ActionKind, Plan, Run, Schedule, Span, StageCost, Timeline
 from gplan.core.errors import FileError, UsageError
-from gplan.core.units import counted, seconds_text
+from gplan.core.units import counted, now_text, seconds_text
 from gplan.evaluate.compare import order_difference
 from gplan.interop.traces.action_ranges import least_leads_us, missing_stages, ranges_of
 from gplan.interop.traces.busy_times import TracedDevice
@@ -270,7 +269,7 @@ def traced_run(traced: Traced, plan: Plan) -> Run:
         timeline=timeline,
         peak_bytes=(0,) * plan.num_devices,
         check=None,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=now_text(),
         versions=(),
         notes=tuple(_notes(traced, timeline, plan)),
     )

@@ -37,7 +37,7 @@ class Headline:
 
 
 def headlines(subject: Subject) -> tuple[Headline, ...]:
-    """Step time, throughput, bubble and the largest peak memory of a stage."""
+    """Step time, throughput, bubble and the largest peak memory of a device."""
     if isinstance(subject, Run):
         comparison = compare(subject)
         found = [_headline(x, comparison.row(x)) for x in (STEP_TIME, THROUGHPUT, BUBBLE)]

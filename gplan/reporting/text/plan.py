@@ -21,6 +21,8 @@ from gplan.core.units import (
 )
 from gplan.evaluate.compare import stale_prediction_notes
 from gplan.evaluate.replanning import PlanSettings
+from gplan.evaluate.rivals import THIS_PLAN
+from gplan.partition.balance import alternative_of
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, note_lines
 from gplan.schedules.registry import schedule_info
 from gplan.simulation.bubble import idle_by_device
@@ -172,11 +174,8 @@ def _comparisons(plan: Plan) -> Iterator[RenderableType]:
     this = (plan.prediction.step_s, plan.peak_bytes)
     if plan.rivals:
         yield Text("")
-        rows = [("this plan", _cells(plan.prediction.step_s, *this, plan.prediction.bubble), plan.cuts)]
-        rows += [
-            (x.label, _cells(plan.prediction.step_s, x.step_s, x.peak_bytes, x.bubble), x.cuts) for x in plan.rivals
-        ]
-        lines = [Line(cells=(label, *cells, " ".join(map(str, cuts)) or "none")) for label, cells, cuts in rows]
+        rows = (alternative_of(plan, label=THIS_PLAN), *plan.rivals)
+        lines = [Line(cells=(x.label, *_cells(plan, x), " ".join(map(str, x.cuts)) or "none")) for x in rows]
         yield _comparison("compared with", ("plan", *_COMPARED, "cuts"), lines, flexible="cuts")
     if len(plan.frontier) > 1:
         yield Text("")
@@ -188,7 +187,7 @@ def _comparisons(plan: Plan) -> Iterator[RenderableType]:
                 cells=(
                     setting,
                     *([difference] if any(differences) else []),
-                    *_cells(plan.prediction.step_s, x.step_s, x.peak_bytes, x.bubble),
+                    *_cells(plan, x),
                 ),
                 style="bold" if (x.step_s, x.peak_bytes) == this else "",
             )
@@ -208,9 +207,10 @@ def _comparison(title: str, names: Sequence[str], lines: Sequence[Line], *, flex
     return limited(table, num_last=1, remedy="they are in the file")
 
 
-def _cells(this_s: float, step_s: float, peak_bytes: int, bubble: float) -> tuple[str, ...]:
-    change = percent_text(step_s / this_s - 1, signed=True) if step_s != this_s else ""
-    return seconds_text(step_s), change, percent_text(bubble), bytes_text(peak_bytes)
+def _cells(plan: Plan, x: Alternative) -> tuple[str, ...]:
+    this_s = plan.prediction.step_s
+    change = percent_text(x.step_s / this_s - 1, signed=True) if x.step_s != this_s else ""
+    return seconds_text(x.step_s), change, percent_text(x.bubble), bytes_text(x.peak_bytes)
 
 
 def alternative_text(x: Alternative) -> str:

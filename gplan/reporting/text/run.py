@@ -135,12 +135,12 @@ def check_text(check: GradientCheck) -> str:
     coarse = " (too coarse to show small errors)" if check.tolerance >= _COARSE_TOLERANCE else ""
     result, whole = "equal" if check.passed else "DIFFER", check.whole_batch
     if whole is not None:
-        result = f"{'are' if check.passed else 'DIFFER from'} those of the plain model micro-batch by micro-batch"
+        result = f"{'equal to' if check.passed else 'DIFFER from'} those of the plain model micro-batch by micro-batch"
     last = (
         "plain model run on the mini-batch in one piece"
         if whole is None
-        else f"in one piece the mini-batch has loss {whole.loss:.6f} and gradients that are up to "
-        f"{percent_text(whole.max_relative_error)} apart ({whole.worst_parameter}), because of {whole.reason}"
+        else f"in one piece the mini-batch has loss {whole.loss:.6f} and gradients that differ from these by up to "
+        f"{percent_text(whole.max_relative_error)} ({whole.worst_parameter}), because of {whole.reason}"
     )
     return (
         f"{result}: largest relative difference {check.max_relative_error:.1e} ({check.worst_parameter}) over "

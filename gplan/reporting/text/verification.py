@@ -162,7 +162,7 @@ def _ranks_text(standing: Ranking) -> str:
 
 
 def _lead_text(standing: Ranking) -> str:
-    """Whether the prediction also has the plan as slower; then the options cost time, not a wrong prediction."""
+    """By how much the fastest plan was predicted to be faster than this one."""
     lead = standing.predicted_lead
     return f" (predicted to be {percent_text(lead)} faster)" if lead > 0 else " (predicted to be no faster)"
 

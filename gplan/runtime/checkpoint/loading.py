@@ -73,12 +73,11 @@ def load_checkpoint(path: Path, state: RankState, *, digest: str, group: dist.Pr
     """
     ranks = RankGroup(group=group, stages=state.stages)
     everyone = ranks.run_on_all(lambda: _names(state))
+    restored = partial(_restored, state=state, everyone=everyone, digest=digest, rank=ranks.rank)
     damages: list[str] = []
     for candidate in ranks.run_on_all(lambda: list_checkpoints(path))[0]:
         try:
-            progress = ranks.run_on_all(partial(_restored, candidate, state, everyone, digest=digest, rank=ranks.rank))[
-                0
-            ]
+            progress = ranks.run_on_all(partial(restored, candidate))[0]
         except DamagedError as error:
             damages.append(str(error))
             continue
@@ -95,7 +94,7 @@ def _names(state: RankState) -> _Names:
 
 
 def _restored(
-    path: Path, state: RankState, everyone: Sequence[_Names], *, digest: str, rank: int
+    path: Path, *, state: RankState, everyone: Sequence[_Names], digest: str, rank: int
 ) -> dict[str, PlainValue]:
     saved = CheckpointReader(path)
     _check_origin(saved, state, digest=digest)

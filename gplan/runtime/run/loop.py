@@ -131,8 +131,8 @@ class _TrainingLoop:
         profiled, now = plan.model.file_digest, file_digest(file.name)
         if profiled and now and profiled != now:
             self._warn(
-                f"{file.name} was changed after its profile was made: if its layers, their sizes or its loss are others now, "
-                "profile and balance again"
+                f"{file.name} differs from the model file that was profiled, {plan.model.name}: if its layers, their sizes or "
+                "its loss differ, profile and balance again"
             )
         if options.resume is not None:
             self._resume(options.resume)
@@ -238,7 +238,14 @@ class _TrainingLoop:
             ranks = on_one_clock(found, clocks)
             check = self._verdict(errors, steps[0].loss)
             run = torch_run(
-                plan, ranks, peak_bytes=peaks, reserved_bytes=reserved, check=check, options=options, loads=loads
+                plan,
+                ranks,
+                peak_bytes=peaks,
+                reserved_bytes=reserved,
+                check=check,
+                options=options,
+                loads=loads,
+                num_hosts=len(set(clocks)),
             )
         return replace(run, notes=(*self._notes, *run.notes))
 
@@ -268,7 +275,9 @@ class _TrainingLoop:
         num_faults, start_s = page_faults(), time.perf_counter()
         loss = pipe.step(inputs, target)
         if pipe.num_steps == 1 and self._reference is not None:
-            found = {name: full_tensor(as_dense(x.grad)) for name, x in pipe.named_parameters() if x.grad is not None}
+            found = {
+                name: full_tensor(as_dense(x.grad)).cpu() for name, x in pipe.named_parameters() if x.grad is not None
+            }
             self._errors = gradient_errors(self._reference.gradients, found)
         for device, stages in enumerate(self._devices):
             self._update(device, stages)

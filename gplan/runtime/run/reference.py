@@ -2,8 +2,8 @@
 
 Where the result depends on how the mini-batch is divided, the plain model runs micro-batch by micro-batch here too: batch
 norm has the statistics of a micro-batch, class weights are divided by their sum over a micro-batch, a router's auxiliary
-loss is one of a micro-batch, and a router's bias that the forward changes routes the next micro-batch. How far the
-mini-batch in one piece is from that is told as well. Any other model runs on the whole mini-batch.
+loss is one of a micro-batch, and a router's bias that the forward changes routes the next micro-batch. The check also
+reports how far the mini-batch in one piece differs. Any other model runs on the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gplan.core import GradientCheck, Plan, WholeBatch
-from gplan.core.errors import UsageError
+from gplan.core.errors import GplanError, UsageError
+from gplan.core.units import counted
 from gplan.runtime.microbatches import take_rows
 from profiler.capture.chain import model_state_restored
 from profiler.model.data import DEPENDENT_LOSSES, CoarsestNumbers
+from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
 
 TOLERANCE = 1e-5  # of float32 numbers
@@ -63,12 +65,23 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
     """
     num_parts = plan.num_replicas * plan.num_microbatches
     divided = _plain_run(file, plan, inputs, target, num_parts=num_parts, seed=1)
-    whole = _plain_run(file, plan, inputs, target, num_parts=1, seed=2)
+    try:
+        whole = _plain_run(file, plan, inputs, target, num_parts=1, seed=2)
+    except GplanError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"--check runs the plain model on the whole mini-batch of {counted(plan.batch_size, 'sample')} too, which fails: "
+            f"{describe(error)}; run without --check"
+        ) from error
     reason = _why_by_microbatch(file, divided, whole, num_parts)
     if reason is None:
         return Reference(
             loss=whole.loss, gradients=whole.gradients, whole_batch=None, tolerance=whole.tolerance(num_parts)
         )
+    worst, apart = _largest_error(gradient_errors(whole.gradients, divided.gradients))
+    in_one_piece = WholeBatch(loss=whole.loss, max_relative_error=apart, worst_parameter=worst, reason=reason)
+    del whole  # its gradients
     again = _plain_run(file, plan, inputs, target, num_parts=num_parts, seed=2)
     random = _difference(divided, again, num_parts)
     if random is not None:
@@ -76,8 +89,6 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
             f"the model draws random numbers: two runs on the same batch gave {random}; --check compares with the plain "
             "model and needs dropout off, such as --set dropout=0 where the file has that setting"
         )
-    worst, error = _largest_error(gradient_errors(whole.gradients, divided.gradients))
-    in_one_piece = WholeBatch(loss=whole.loss, max_relative_error=error, worst_parameter=worst, reason=reason)
     return Reference(
         loss=divided.loss,
         gradients=divided.gradients,
@@ -93,7 +104,10 @@ def _why_by_microbatch(file: ModelFile, divided: _PlainRun, whole: _PlainRun, nu
     if any(isinstance(x, _BatchNorm) for x in file.model.modules()):
         return "batch norm"
     if _difference(divided, whole, num_parts) is not None:
-        return f"a loss that depends on how the mini-batch is divided, as with {DEPENDENT_LOSSES}"
+        return (
+            f"results that depend on how the mini-batch is divided, as with {DEPENDENT_LOSSES}, or with a forward that changes "
+            "its buffers"
+        )
     return None
 
 

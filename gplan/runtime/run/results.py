@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from itertools import chain
 from statistics import fmean
 
@@ -30,6 +29,7 @@ from gplan.core import (
 from gplan.core.host_load import interruption_text, largest_load
 from gplan.core.host_speed import average_times
 from gplan.core.schedule import Piece
+from gplan.core.units import now_text
 from gplan.evaluate.compare import stale_prediction_notes
 from gplan.runtime.recorder import ActionTiming
 from gplan.runtime.run.run_options import RunOptions, StepRecord
@@ -53,15 +53,16 @@ def torch_run(
     check: GradientCheck | None,
     options: RunOptions,
     loads: Sequence[HostLoad] = (),
+    num_hosts: int = 1,
 ) -> Run:
     """Return the run of one process per device; `ranks[r][i]` is step i on rank r.
 
     The timeline is that of the first replica; a device's peak is the largest of its replicas, and so is what its
-    allocator reserved, 0 where it does not tell.
+    allocator reserved, 0 if unknown. Notes on the machine are made only for a run on one host.
     """
     steps = list(zip(*ranks, strict=True))
     largest = [max(reserved_bytes[device :: plan.num_devices], default=0) for device in range(plan.num_devices)]
-    notes = _notes_on_cores(plan)
+    shared = _notes_on_cores(plan) if num_hosts == 1 else ()
     run = _run(
         plan,
         ranks,
@@ -70,9 +71,9 @@ def torch_run(
         mean_timeline=lambda chosen: _measured_timeline(plan, [steps[i][: plan.num_devices] for i in chosen]),
         peak_bytes=[max(peak_bytes[device :: plan.num_devices]) for device in range(plan.num_devices)],
         check=check,
-        notes=notes,
+        notes=(*shared, *notes_on_machine(plan)) if num_hosts == 1 else (),
         options=options,
-        loads=() if notes else loads,  # with too few cores the ranks wait for each other
+        loads=() if shared else loads,  # with too few cores the ranks wait for each other
     )
     return replace(run, reserved_bytes=tuple(largest)) if any(largest) else run
 
@@ -122,6 +123,7 @@ def virtual_run(
         mean_timeline=mean_timeline,
         peak_bytes=peak_bytes,
         check=check,
+        notes=notes_on_machine(plan),
         options=options,
         loads=loads,
     )
@@ -136,7 +138,7 @@ def _run(
     mean_timeline: Callable[[Sequence[int]], Timeline],
     peak_bytes: Sequence[int],
     check: GradientCheck | None,
-    notes: tuple[str, ...] = (),
+    notes: tuple[str, ...],
     options: RunOptions,
     loads: Sequence[HostLoad],
 ) -> Run:
@@ -161,10 +163,10 @@ def _run(
         step_timelines=tuple(mean_timeline([i]) for i in chosen) if options.keeps_steps else (),
         peak_bytes=tuple(peak_bytes),
         check=check,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=now_text(),
         versions=software_versions(),
-        notes=(*notes, *notes_on_machine(plan), *stale_prediction_notes(plan)),
-        host_speed=tuple(_speed_windows(ranks, options.num_warmup_steps)),
+        notes=(*notes, *stale_prediction_notes(plan)),
+        host_speed=tuple(_speed_windows(ranks, timed, settled)),
         host_load=load,
         core_stretch=_core_stretch(plan, ranks, loads, chosen),
     )
@@ -190,13 +192,16 @@ def _core_stretch(
     return tuple(found)
 
 
-def _speed_windows(ranks: Sequence[Sequence[StepRecord]], num_warmup_steps: int) -> Iterator[StepSpeed]:
-    """The mean reading of each rank in windows of steps, after the warm-up; windows without any are left out."""
-    timed = range(num_warmup_steps, len(ranks[0]))
-    size = max(1, math.ceil(len(timed) / _NUM_SPEED_WINDOWS))
+def _speed_windows(ranks: Sequence[Sequence[StepRecord]], timed: range, settled: Sequence[int]) -> Iterator[StepSpeed]:
+    """The mean reading of each rank over the settled steps of each window of timed steps; empty windows are left out.
+
+    While the memory of a process grows, the system's work slows the readings too.
+    """
+    size, counted_steps = max(1, math.ceil(len(timed) / _NUM_SPEED_WINDOWS)), set(settled)
     for first in timed[::size]:
-        end = min(first + size, len(ranks[0]))
-        readings = tuple(average_times([x.yardstick for x in own[first:end]], fmean) for own in ranks)
+        end = min(first + size, timed.stop)
+        within = [i for i in range(first, end) if i in counted_steps]
+        readings = tuple(average_times([own[i].yardstick for i in within], fmean) for own in ranks)
         if any(readings):
             yield StepSpeed(first_step=first, end_step=end, ranks=readings)
 
