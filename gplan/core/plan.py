@@ -303,6 +303,11 @@ class Plan:
         """K, in one replica."""
         return 1 + max(self.devices)
 
+    def limit_of(self, stage: Stage) -> int | None:
+        """Bytes that the stage's device may use: the limit, or what its device of a machine has; None: no limit."""
+        limits = [self.memory_limit_bytes, stage.machine_device.memory_bytes if stage.machine_device else None]
+        return min((x for x in limits if x is not None), default=None)
+
     @property
     def num_ranks(self) -> int:
         """The devices of all replicas."""

@@ -1,13 +1,14 @@
 """Seconds and bytes to text and back: the only module that formats or parses a number with a unit.
 
 Inside gplan every duration is in seconds and every size in bytes; text such as "1.2 ms" or "3.4 GiB" exists only here.
+The present time as text is here too.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Literal, TypeAlias
@@ -61,6 +62,16 @@ def memory_size_text(num_bytes: int) -> str:
     ('357MiB', '1000B')
     """
     return f"{math.ceil(num_bytes / 2**20)}MiB" if num_bytes >= 2**20 else f"{num_bytes}B"
+
+
+def some_names(names: Collection[str]) -> str:
+    """The first three names, and how many more there are.
+
+    >>> some_names("abcde"), some_names([])
+    ('a, b, c and 2 more', 'none')
+    """
+    first = ", ".join(list(names)[:3]) or "none"
+    return first + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def now_text() -> str:

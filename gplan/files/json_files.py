@@ -81,9 +81,9 @@ def parse(kind: type[ValueT], text: bytes, *, name: str) -> ValueT:
 
 def _parsed(kind: type[ValueT], text: bytes, *, name: str) -> ValueT:
     content = _content(kind, text, name=name)
-    wrong = _out_of_bounds(content, field="", path="$")
+    wrong = _out_of_bounds(content, field="")
     if wrong:
-        raise FileError(f"{name} is not a valid {_type_text(kind)}: {wrong}; {_remedy(kind)}")
+        raise FileError(f"{name} is not a valid {_type_text(kind)}: ${wrong}; {_remedy(kind)}")
     try:
         value = msgspec.convert(content, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -93,7 +93,7 @@ def _parsed(kind: type[ValueT], text: bytes, *, name: str) -> ValueT:
         raise FileError(f"{name} has an unknown key, {unknown}; remove it or {_remedy(kind)}")
     wrong = _contradiction(value)
     if wrong:
-        raise FileError(f"{name} is not a valid {_type_text(kind)}: {wrong}; {_remedy(kind)}")
+        raise FileError(f"{name} is not a valid {_type_text(kind)}: ${wrong}; {_remedy(kind)}")
     return value
 
 
@@ -156,7 +156,7 @@ def _content(kind: type[Value], text: bytes, *, name: str) -> dict[str, Any]:
         if _is_older(found, kind):
             raise FileError(
                 f"{name} was written by an older gplan (format {found}; this one reads {FORMATS[kind]}); "
-                f"make it again with `{_MADE_BY[kind]}`"
+                f"{_remedy(kind)}"
             )
         remedy = f"make one with `{_MADE_BY[kind]}`" if found in FORMATS.values() else _remedy(kind)
         raise FileError(f"{name} {_format_text(found)}; expected {FORMATS[kind]!r}, a {_type_text(kind)}; {remedy}")
@@ -212,19 +212,19 @@ def _path_of(wanted: object, content: object, *, path: str) -> str | None:
     return next((hit for where, x in pieces if (hit := _path_of(wanted, x, path=where))), None)
 
 
-def _out_of_bounds(content: object, *, field: str, path: str) -> str:
+def _out_of_bounds(content: object, *, field: str) -> str:
     """The first number outside the bounds of its unit, with its path; "" if there is none."""
     if isinstance(content, int | float):
         wrong = bounds_of(field, is_integer=isinstance(content, int)).violation(content)
-        return f"{path} is {wrong}" if wrong else ""
+        return f" is {wrong}" if wrong else ""
     if isinstance(content, dict):
         for key, x in content.items():
-            if isinstance(x, int | float | dict | list) and (wrong := _out_of_bounds(x, field=key, path="")):
-                return f"{path}.{key}{wrong}"
+            if isinstance(x, int | float | dict | list) and (wrong := _out_of_bounds(x, field=key)):
+                return f".{key}{wrong}"
     if isinstance(content, list):
         for i, x in enumerate(content):
-            if wrong := _out_of_bounds(x, field=field, path=""):
-                return f"{path}[{i}]{wrong}"
+            if wrong := _out_of_bounds(x, field=field):
+                return f"[{i}]{wrong}"
     return ""
 
 

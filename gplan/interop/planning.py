@@ -10,6 +10,7 @@ from typing import Any
 from gplan.core import Alternative, Constraints, Plan, Profile, RecomputeMode
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import percent_text, seconds_text
+from gplan.evaluate.replanning import TIME_LIMIT_S
 from gplan.interop.layouts import Layout, read_layout
 from gplan.interop.receivers import Settings, constraints_for, indivisible, receiver_named, settings_problem
 from gplan.partition.balance import alternative_of, balance, best_plan, problem_of
@@ -101,7 +102,7 @@ def best_for_receiver(
     return balance(profile, schedule=schedule, constraints=rules.constraints, **common)
 
 
-def nearest_plan(plan: Plan, profile: Profile, *, receiver: str, time_limit_s: float = 5.0) -> Plan:
+def nearest_plan(plan: Plan, profile: Profile, *, receiver: str) -> Plan:
     """The best plan that a receiver can run with a plan's devices, micro-batches and memory; its settings where possible.
 
     Raises GplanError where there is none.
@@ -130,7 +131,7 @@ def nearest_plan(plan: Plan, profile: Profile, *, receiver: str, time_limit_s: f
         memory_bytes=plan.memory_limit_bytes,
         minimize=plan.minimize,
         constraints=rules.constraints,
-        time_limit_s=time_limit_s,
+        time_limit_s=TIME_LIMIT_S,
     )
 
 

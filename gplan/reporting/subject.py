@@ -145,11 +145,17 @@ def capacity_bytes(plan: Plan) -> int | None:
 
     Of a plan for a machine, that of the device with the least memory.
     """
-    places = [stage.machine_device for stage in plan.stages if stage.machine_device is not None]
-    if places:
-        known = [x for x in (plan.memory_limit_bytes, *(place.memory_bytes for place in places)) if x is not None]
-        return min(known, default=None)
-    return plan.memory_limit_bytes if plan.memory_limit_bytes is not None else plan.device.memory_bytes
+    known = [limit for stage in plan.stages if (limit := plan.limit_of(stage)) is not None]
+    return min(known, default=None if _is_for_machine(plan) else plan.device.memory_bytes)
+
+
+def capacity_name(plan: Plan) -> str:
+    """What `capacity_bytes` is, in words."""
+    return "smallest memory of a device" if _is_for_machine(plan) else "memory of each device"
+
+
+def _is_for_machine(plan: Plan) -> bool:
+    return any(stage.machine_device is not None for stage in plan.stages)
 
 
 def _side_stages(plan: Plan, timeline: Timeline) -> pd.DataFrame:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
@@ -26,6 +25,7 @@ from gplan.runtime.stage_module import GatheredLayers, LayerInfo, ParameterGroup
 from profiler.capture.capture import capture
 from profiler.capture.chain import AtLayer, Chain, TensorSpec
 from profiler.capture.running_norms import RunningNorm
+from profiler.model.materialise import is_meta_or_fake
 from profiler.model.model_reference import describe_inputs
 
 _MAX_KEPT = 8  # captures besides the first
@@ -194,11 +194,6 @@ def move_constants(segment: nn.Module, device: torch.device) -> None:
                 if isinstance(node.kwargs.get("device"), torch.device):
                     node.kwargs = {**node.kwargs, "device": device}
             module.recompile()
-
-
-def is_meta_or_fake(tensor: Tensor | None) -> bool:
-    """Whether a tensor has no memory: a fake tensor or one on the meta device."""
-    return isinstance(tensor, FakeTensor) or (tensor is not None and tensor.is_meta)
 
 
 def _layer_info(chain: Chain, plan_names: Sequence[str]) -> tuple[LayerInfo, ...]:

@@ -20,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gplan.core.errors import FileError, ModelError, UsageError
 from gplan.core.precision import AS_MADE, Precision
-from gplan.runtime.capture_cache import is_meta_or_fake, named_tensors
+from gplan.runtime.capture_cache import named_tensors
 from gplan.runtime.stage_state import copy_unregistered, unregistered_pairs
 from profiler.capture.sequence import as_sequential
 from profiler.model.load import ModelFile, OpenedFile, model_in_memory, open_model_file
+from profiler.model.materialise import is_meta_or_fake
 from profiler.model.model_reference import SettingValue
 from profiler.model.precision import MASTER_DTYPE, in_precision
 from profiler.model.weight_files import read_weights

@@ -24,6 +24,7 @@ from gplan.partition.balance import balance
 from gplan.runtime.run.launch import run_local_processes
 from gplan.runtime.run.run_options import RunOptions
 from gplan.schedules.dependencies import dependencies_of
+from gplan.simulation.exposed_communication import sent_bytes
 from profiler.analytic.computed_profile import ComputeOptions, computed_profile
 from profiler.analytic.hardware import load_hardware
 from profiler.host.links import fit_link
@@ -103,7 +104,7 @@ def engine_cost_from_steps(plan: Plan, steps: Sequence[Timeline]) -> EngineCost:
     """
     gaps: dict[int, dict[tuple[int, ActionKind], list[float]]] = {}
     for one, gap_s in chain.from_iterable(_gaps(plan, step) for step in steps):
-        of_size = gaps.setdefault(_sent_bytes(plan, one), {})
+        of_size = gaps.setdefault(sent_bytes(plan, one), {})
         of_size.setdefault((one.stage, one.kind), []).append(gap_s)
     means_s = {num_bytes: fmean(map(median, gaps[num_bytes].values())) for num_bytes in sorted(gaps)}
     action_s = means_s.pop(0)
@@ -143,10 +144,4 @@ def _gaps(plan: Plan, timeline: Timeline) -> Iterator[tuple[Action, float]]:
 
 def _has_come(plan: Plan, awaited: Span, *, by_s: float) -> bool:
     """Whether an input was ready by then and takes little time to send."""
-    return awaited.end_s <= by_s and _sent_bytes(plan, awaited.action) <= _QUICK_BYTES
-
-
-def _sent_bytes(plan: Plan, action: Action) -> int:
-    if action.kind is ActionKind.FORWARD:
-        return plan.stages[action.stage].cost.activation_bytes
-    return plan.stages[action.stage - 1].cost.gradient_bytes if action.stage else 0
+    return awaited.end_s <= by_s and sent_bytes(plan, awaited.action) <= _QUICK_BYTES

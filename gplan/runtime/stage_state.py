@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from gplan.core.errors import FileError, UsageError
-from gplan.core.units import counted
-from gplan.runtime.capture_cache import CapturedModel, is_meta_or_fake, named_tensors
+from gplan.core.units import counted, some_names
+from gplan.runtime.capture_cache import CapturedModel, named_tensors
 from gplan.runtime.checkpoint.loading import LoadedCheckpoint, checkpoint_exists, load_checkpoint
 from gplan.runtime.checkpoint.saving import save_checkpoint
 from gplan.runtime.checkpoint.state import PlainValue, RankState, Scheduler
@@ -28,6 +28,7 @@ from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.process_group import RankLayout
 from gplan.runtime.random_streams import RandomStreams
 from gplan.runtime.sharded_tensors import divided_like, full_tensor, local_gradients, local_tensor
+from profiler.model.materialise import is_meta_or_fake
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # parameters, buffers, hooks
 
@@ -190,9 +191,8 @@ class StageState:
         wrong = [key for key in common if own[key].shape != state[key].shape]
         for what, keys in (("lacks", missing), ("holds unknown", unknown), ("has another shape for", wrong)):
             if keys:
-                names = ", ".join(sorted(keys)[:3])
                 raise FileError(
-                    f"the state dict {what} {counted(len(keys), 'key')} ({names}); expected those of the model"
+                    f"the state dict {what} {counted(len(keys), 'key')} ({some_names(sorted(keys))}); expected those of the model"
                 )
         with torch.no_grad():
             for key, tensor in own.items():

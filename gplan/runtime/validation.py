@@ -23,7 +23,7 @@ from gplan.runtime.microbatches import count_rows, take_rows
 from gplan.schedules.validate import schedule_mismatch
 from profiler.capture.authored_layers import PLAIN
 from profiler.capture.chain import call_arguments
-from profiler.model.data import loss_tolerance
+from profiler.model.data import fitting_reductions, loss_tolerance
 from profiler.model.memory_budget import available_bytes
 
 Loss = Callable[[Any, Any], Tensor]
@@ -62,14 +62,12 @@ def check_reduction(loss: Loss, output: Any, target: Any, *, num_rows: int, expe
     except Exception:  # the loss takes only the model's own outputs, or only this many samples
         return
     whole, tolerance = float(of_all), loss_tolerance(of_all)
-    mean, total = (half * first + (num_rows - half) * second) / num_rows, first + second
-    fits = {name: abs(x - whole) <= tolerance * abs(whole) + 1e-6 for name, x in (("mean", mean), ("sum", total))}
-    if fits[expected] or not any(fits.values()) or abs(first - second) <= tolerance * abs(second):
+    fitting = fitting_reductions(whole, [first, second], num_rows, tolerance=tolerance)
+    if not fitting or expected in fitting or abs(first - second) <= tolerance * abs(second):
         return
-    found = next(name for name, does in fits.items() if does)
     raise UsageError(
-        f"the loss is a {found} over the samples ({whole:.6g} for {num_rows}, {first:.6g} and {second:.6g} for both halves); "
-        f"the plan is for a {expected}: pass the loss to gplan.profile too, with batches, or loss_reduction={found!r}, and "
+        f"the loss is a {fitting[0]} over the samples ({whole:.6g} for {num_rows}, {first:.6g} and {second:.6g} for both halves); "
+        f"the plan is for a {expected}: pass the loss to gplan.profile too, with batches, or loss_reduction={fitting[0]!r}, and "
         "balance again"
     )
 

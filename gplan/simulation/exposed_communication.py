@@ -7,6 +7,7 @@ its wait counts from the end of its own action, for at most the rest of the plan
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 from gplan.core import Action, ActionKind, Plan, Span, Transfer
@@ -47,19 +48,19 @@ def exposed_transfers(
     return tuple(found)
 
 
+def sent_bytes(plan: Plan, action: Action) -> int:
+    """Bytes of an action's output that go to another stage: activations, or their gradients; 0 for stage 0's."""
+    if action.kind is ActionKind.FORWARD:
+        return plan.stages[action.stage].cost.activation_bytes
+    return plan.stages[action.receiver].cost.gradient_bytes if action.stage else 0
+
+
 def exposed_in(plan: Plan, spans: Sequence[Span]) -> tuple[Transfer, ...]:
     """The same in a step of the plan, with what crosses its cuts."""
 
-    def cut_of(action: Action) -> int:
-        return action.stage if action.kind is ActionKind.FORWARD else action.stage - 1
-
-    def num_bytes(action: Action) -> int:
-        cost = plan.stages[cut_of(action)].cost
-        return cost.activation_bytes if action.kind is ActionKind.FORWARD else cost.gradient_bytes
-
     def hop_s(action: Action) -> float:
-        cost = plan.stages[cut_of(action)].cost
-        transfer_s = cost.activation_s if action.kind is ActionKind.FORWARD else cost.gradient_s
-        return gap_s(action, plan.stages[action.stage].cost) + transfer_s
+        own = plan.stages[action.stage].cost
+        is_forward = action.kind is ActionKind.FORWARD
+        return gap_s(action, own) + (own.activation_s if is_forward else plan.stages[action.receiver].cost.gradient_s)
 
-    return exposed_transfers(spans, num_bytes=num_bytes, hop_s=hop_s)
+    return exposed_transfers(spans, num_bytes=partial(sent_bytes, plan), hop_s=hop_s)

@@ -24,6 +24,7 @@ from gplan.core import Device, Link, OperationKind
 from gplan.core.checks import check_not_negative, check_positive
 from gplan.core.errors import FileError, UsageError
 from gplan.files.link_table import LinkTable, MessageTable
+from profiler.analytic.efficiency_file import read_efficiency_file
 from profiler.analytic.shapes import AttentionShape, MatmulShape, Shape, ShapeTable
 
 FusedKernel: TypeAlias = Literal["attention", "cross-entropy", "normalization", "activation"]
@@ -183,8 +184,6 @@ def load_hardware(name_or_path: str) -> Hardware:
         return _hardware(table[name_or_path.lower()], name=name_or_path.lower(), place="the built-in table")
     path = Path(name_or_path)
     if path.suffix == ".json":
-        from profiler.analytic.efficiency_file import read_efficiency_file
-
         return _hardware(read_efficiency_file(path, table), name=path.stem, place=str(path))
     if path.suffix != ".toml":
         raise UsageError(

@@ -183,3 +183,9 @@ def _refill(value: Any, entries: Any) -> None:
     elif entries is not None:
         value.clear()
         value.update(entries)
+
+
+def named_state(module: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers, tied ones under every name."""
+    parameters: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return parameters | dict(module.named_buffers(remove_duplicate=False))

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gplan.core.errors import ModelError
-from profiler.capture.authored_layers import OF_EVERY_MODULE, module_key, replaced
+from profiler.capture.authored_layers import OF_EVERY_MODULE, module_key, named_state, replaced
 from profiler.capture.autograd_functions import CustomFunction, add_to_graph, untraced
 from profiler.capture.value_checks import give_values
 from profiler.capture.value_forms import Form
@@ -119,13 +119,13 @@ def _recorded(
     who = f"layer {path} ({type(module).__name__})"
     if any(isinstance(x, nn.Module) and getattr(x, "running_mean", None) is not None for x in module.modules()):
         raise ModelError(f"{who} has a norm with moving averages, which must be part of a traced graph")
-    state = _state(module)
+    state = named_state(module)
     _, tensors = _flat(state, args, kwargs)
     before, writes_before = _plain_tensors(module), [x._version for x in tensors]
     others = {storage_key(x) for x in (*model.parameters(), *model.buffers())} - {*map(storage_key, state.values())}
     with _ParameterReads(others) as reads:
         output = run()
-    if reads.has_foreign or any(_state(module).get(name) is not x for name, x in state.items()):
+    if reads.has_foreign or any(named_state(module).get(name) is not x for name, x in state.items()):
         raise ModelError(f"{who} reads parameters of other modules, or assigns a new tensor to one of its own")
     after = _plain_tensors(module)
     attributes = tuple(key for key, tensor in after.items() if before.get(key) is not tensor)
@@ -134,11 +134,6 @@ def _recorded(
     call = ModuleCall(module_key(module), tuple(state), attributes, module)
     writes = tuple(i for i, x in enumerate(tensors) if x._version != writes_before[i])
     return output, ModuleRecord(call, form, tuple(on_meta(x).requires_grad_(x.requires_grad) for x in results), writes)
-
-
-def _state(module: nn.Module) -> dict[str, Tensor]:
-    parameters: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    return parameters | dict(module.named_buffers(remove_duplicate=False))
 
 
 def _plain_tensors(module: nn.Module) -> dict[tuple[str, str], Tensor]:
@@ -182,7 +177,7 @@ def opaque_modules(model: nn.Module, recorded: ModuleRecords, found: list[Custom
         if path is None or mode is None:
             return plain(module, *args, **kwargs)
         record = next(calls[path])
-        arguments, tensors = _flat(_state(module), args, kwargs)
+        arguments, tensors = _flat(named_state(module), args, kwargs)
         with untraced():
             made = [fresh(x, requires_grad=x.requires_grad, device=tensors[0].device) for x in record.results]
         function = CustomFunction(record.call, arguments, record.writes, ())

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError
 from profiler.capture import fake_kernels as fake_kernels  # registers them
-from profiler.capture.authored_layers import attributes_restored, caches_empty, replaced
+from profiler.capture.authored_layers import attributes_restored, caches_empty, named_state, replaced
 from profiler.capture.autograd_functions import CustomFunction, custom_functions, put_custom_functions
 from profiler.capture.chain import call_arguments, model_state_restored
 from profiler.capture.constants import Answers, known_constants
@@ -157,7 +157,7 @@ def _as_if_run() -> AbstractContextManager[None]:
 
 def _traced(run: _ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], way: Way, answers: Answers) -> Trace:
     model = run.model
-    own = _own_tensors(model)
+    own = named_state(model)
     constants = known_constants(answers) if way.knows_constants else nullcontext()
     if way.follows_batch:
         constants = _both(state_of_batch(model, own), constants)
@@ -250,11 +250,6 @@ def _without_torch_messages() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    own: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    return {**own, **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def _state_tensors(program: ExportedProgram, own: Mapping[str, Tensor]) -> dict[Node, StateTensor]:

@@ -143,9 +143,13 @@ def loss_tolerance(loss: Tensor) -> float:
     return max(1e-3, 2 * torch.finfo(loss.dtype).eps) if loss.is_floating_point() else 1e-3
 
 
+def fitting_reductions(whole: float, parts: list[float], batch_size: int, *, tolerance: float) -> list[LossReduction]:
+    """How the losses of the two parts of a batch can combine to that of the batch."""
+    return [x for x, y in _combined(parts, batch_size).items() if abs(y - whole) <= tolerance * abs(whole) + 1e-6]
+
+
 def _reduction(whole: float, parts: list[float], batch_size: int, *, tolerance: float) -> LossReduction | None:
-    near = [x for x, y in _combined(parts, batch_size).items() if abs(y - whole) <= tolerance * abs(whole) + 1e-6]
-    return near[0] if near else None
+    return next(iter(fitting_reductions(whole, parts, batch_size, tolerance=tolerance)), None)
 
 
 def _combined(parts: list[float], batch_size: int) -> dict[LossReduction, float]:

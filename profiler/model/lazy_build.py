@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gplan.core.errors import ModelError, UsageError
+from gplan.core.units import some_names
 from profiler.memory.allocations import storage_key
 from profiler.model.error_location import describe
 from profiler.model.materialise import on_meta, parameter_as, reset_into
@@ -403,8 +404,7 @@ def lost_values_note(names: Sequence[str]) -> tuple[str, ...]:
     """A note on buffers or tensors that lost their values."""
     if not names:
         return ()
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return (f"built without its weights, the model has ones or zeros where its code computed {shown}",)
+    return (f"built without its weights, the model has ones or zeros where its code computed {some_names(names)}",)
 
 
 def _fake(tensor: Tensor) -> Tensor:

@@ -130,14 +130,18 @@ def _drawn(value: TensorSpec | Tensor, device: str) -> Tensor:
     return drawn.requires_grad_(value.requires_grad)
 
 
+def is_meta_or_fake(tensor: Tensor | None) -> bool:
+    """Whether a tensor has no memory: a fake tensor or one on the meta device."""
+    return isinstance(tensor, FakeTensor) or (tensor is not None and tensor.is_meta)
+
+
 def _real_state(layers: nn.Module, model: nn.Module, device: str) -> dict[int, Tensor]:
     """A real tensor for the id of every tensor without memory; tied ones once."""
     owners: dict[str, dict[str, Tensor]] = {}
     real: dict[int, Tensor] = {}
     for path, module in layers.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            has_memory = tensor is None or not (isinstance(tensor, FakeTensor) or tensor.is_meta)
-            if tensor is not None and not has_memory and id(tensor) not in real:
+            if tensor is not None and is_meta_or_fake(tensor) and id(tensor) not in real:
                 real[id(tensor)] = _zeros_like(tensor, device)
                 owners.setdefault(path, {})[name] = real[id(tensor)]
     modules = dict(model.named_modules(remove_duplicate=False))

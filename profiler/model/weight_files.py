@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gplan.core.errors import FileError
+from gplan.core.units import some_names
 
 _INDEX = ".index.json"
 _IN_FOLDERS = ("model.safetensors", f"model.safetensors{_INDEX}", "pytorch_model.bin", f"pytorch_model.bin{_INDEX}")
@@ -102,18 +103,13 @@ def _stored_names(stored: Collection[str], names: Sequence[str], *, path: Path, 
             return {name: fitting[0] + name for name in names}
         if fitting:
             raise FileError(
-                f"{path} has the weights of {what} with several prefixes, {_some(fitting)}; save the wanted ones in a "
+                f"{path} has the weights of {what} with several prefixes, {some_names(fitting)}; save the wanted ones in a "
                 "separate file"
             )
     raise FileError(
-        f"{path} lacks {len(missing)} of {len(names)} weights of {what}: {_some(missing)}; it has {_some(stored)}; expected "
+        f"{path} lacks {len(missing)} of {len(names)} weights of {what}: {some_names(missing)}; it has {some_names(stored)}; expected "
         "the state_dict of that model"
     )
-
-
-def _some(names: Collection[str]) -> str:
-    first = ", ".join(list(names)[:3]) or "none"
-    return first + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _locations(file: Path) -> Mapping[str, _Location]:

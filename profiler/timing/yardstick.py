@@ -99,7 +99,10 @@ def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
 
 
 def _ones_in_huge_pages(number: int) -> Tensor:
-    """Ones on the CPU. In small pages, reading memory is up to 1.4 times as slow, depending on where the pages lie."""
+    """Ones on the CPU, in huge pages where the system has them.
+
+    In small pages reading takes 1.4 to 2.8 times as long, depending on where the pages lie.
+    """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.ones(number)
     space = mmap.mmap(-1, 4 * number + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -182,10 +185,14 @@ def _repeat(work: Callable[[], object], count: int) -> None:
 
 def median_times(parts: Sequence[Samples]) -> YardstickTimes | None:
     """The median of each part, as of layers; None without readings of all."""
-    compute_s, memory_s, interpreter_s = (x.timing().median_s for x in parts)
-    if not (compute_s and memory_s and interpreter_s):
+    return known_times([x.timing().median_s for x in parts])
+
+
+def known_times(seconds: Sequence[float | None]) -> YardstickTimes | None:
+    """The times of PARTS; None if one is missing."""
+    if not all(seconds):
         return None
-    return YardstickTimes(compute_s=compute_s, memory_s=memory_s, interpreter_s=interpreter_s)
+    return YardstickTimes(**{f"{name}_s": s for name, s in zip(PARTS, seconds, strict=True) if s is not None})
 
 
 class SpeedHistory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from profiler.timing.yardstick import (
     PARTS,
     SpeedHistory,
     Yardstick,
+    _ones_in_huge_pages,
     median_times,
     yardstick_parts,
 )
@@ -86,6 +88,12 @@ def test_parts_run_and_draw_nothing() -> None:
         work()
     assert tuple(parts) == PARTS
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_parts_lie_in_huge_pages_where_there_are_any() -> None:
+    found = _ones_in_huge_pages(1000)
+    assert found.tolist() == [1.0] * 1000
+    assert not hasattr(mmap, "MADV_HUGEPAGE") or found.data_ptr() % 2**21 == 0
 
 
 def sampled(usual_s: float, at_s: Sequence[float], slowdown: Callable[[float], float]) -> Samples:

@@ -79,6 +79,16 @@ def test_check_says_before_it_starts_that_the_plain_model_does_not_fit(
     check_fits_here(plan, num_checking=2 if engine == "torch" else 1)
 
 
+def test_stages_on_gpus_need_no_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replace(planned(), device=Device(name="NVIDIA H100", kind="cuda"))
+    monkeypatch.setattr("gplan.runtime.validation.available_bytes", lambda: 0)
+    with pytest.raises(UsageError, match="need .* together"):
+        check_fits_here(plan)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    check_fits_here(plan)
+    assert notes_on_machine(plan) == ()
+
+
 @pytest.mark.parametrize("engine", ["torch", "virtual"])
 def test_loss_beside_model_file_refused(engine: Any) -> None:
     loss = nn.Sequential()

@@ -18,7 +18,7 @@ from gplan.core import Action, Plan
 from gplan.core.units import bytes_axis, bytes_text, seconds_axis
 from gplan.reporting.charts.canvas import HALF_INCHES, Handle, blank_figure, headline, legend, note, stages_text, swatch
 from gplan.reporting.looks import ACTIONS, CAPACITY, FAINT, INK, MEASURED_PEAK, MEMORY, PAPER
-from gplan.reporting.subject import Subject, capacity_bytes, measured_peaks, plan_of
+from gplan.reporting.subject import Subject, capacity_bytes, capacity_name, measured_peaks, plan_of
 from gplan.simulation.memory_timeline import Holding, fullest, memory_timeline
 
 _FARTHEST_CAPACITY = 3.0  # times the largest peak; a higher limit would flatten the chart
@@ -72,7 +72,7 @@ def capacity_text(plan: Plan, most_bytes: int) -> str:
     capacity = capacity_bytes(plan)
     if capacity is None:
         return "the memory of the devices is unknown"
-    whose = "limit of each device" if plan.memory_limit_bytes is not None else "memory of each device"
+    whose = "limit of each device" if plan.memory_limit_bytes is not None else capacity_name(plan)
     far = near_capacity(plan, most_bytes) is None
     return f"{whose}: {bytes_text(capacity)}" + (", above this axis" if far else "")
 

@@ -17,7 +17,7 @@ from gplan.evaluate.compare import (
     samples_per_s,
     stale_prediction_notes,
 )
-from gplan.reporting.subject import Subject, capacity_bytes, measured_peaks
+from gplan.reporting.subject import Subject, capacity_bytes, capacity_name, measured_peaks
 from gplan.reporting.text.machine import device_text, link_text
 from gplan.reporting.text.plan import sharding_text
 from gplan.reporting.text.run import check_text, host_speed_lines
@@ -92,7 +92,7 @@ def plan_facts(plan: Plan) -> list[Fact]:
         ("lower bound", seconds_text(plan.proof.lower_bound_s)),
         ("gap", _gap_words(plan)),
         ("bubble with equal stages and free transfers", percent_text(plan.prediction.ideal_bubble)),
-        ("memory of each device", bytes_text(capacity) if capacity is not None else "unknown"),
+        (capacity_name(plan), bytes_text(capacity) if capacity is not None else "unknown"),
         ("device", device_text(plan.device)),
         ("link", link_text(plan.link)),
     ]

@@ -164,8 +164,7 @@ def _device_text(plan: Plan, stage: Stage) -> str:
 
 def _peak_text(plan: Plan, stage: Stage) -> str:
     """The peak of the stage's device, and the device's memory if it is known."""
-    limits = [plan.memory_limit_bytes, stage.machine_device.memory_bytes if stage.machine_device else None]
-    capacity = min((x for x in limits if x is not None), default=None)
+    capacity = plan.limit_of(stage)
     peak = bytes_text(plan.device_peak_bytes[plan.devices[stage.index]])
     return f"{peak} of {bytes_text(capacity)}" if capacity else peak
 

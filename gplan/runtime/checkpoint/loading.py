@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gplan.core.errors import FileError
-from gplan.core.units import counted
+from gplan.core.units import counted, some_names
 from gplan.runtime.checkpoint.collective import RankGroup
 from gplan.runtime.checkpoint.folder import (
     DamagedError,
@@ -143,9 +143,11 @@ def _check_holdings(saved: CheckpointReader, records: Sequence[RankRecord], ever
 def _check_same_names(was: Collection[str], now: Collection[str], *, of: CheckpointReader, what: str) -> None:
     lacking, unknown = sorted({*now} - {*was}), sorted({*was} - {*now})
     if lacking:
-        raise FileError(f"{of.path} lacks {counted(len(lacking), 'tensor')} of {what} ({_first(lacking)})")
+        raise FileError(f"{of.path} lacks {counted(len(lacking), 'tensor')} of {what} ({some_names(lacking)})")
     if unknown:
-        raise FileError(f"{of.path} holds {counted(len(unknown), 'tensor')} that {what} has not ({_first(unknown)})")
+        raise FileError(
+            f"{of.path} holds {counted(len(unknown), 'tensor')} that {what} has not ({some_names(unknown)})"
+        )
 
 
 def _check_tensors(saved: CheckpointReader, state: RankState) -> None:
@@ -197,7 +199,3 @@ def _scheduler_states(saved: CheckpointReader, records: Sequence[RankRecord], ow
 
 def _form(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _first(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

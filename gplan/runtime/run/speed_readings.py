@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from gplan.core import YardstickTimes
 from profiler.timing.clock import CpuClock, CudaClock, Samples
-from profiler.timing.yardstick import BESIDE, MOST_SHARE, Yardstick, yardstick_parts
+from profiler.timing.yardstick import BESIDE, MOST_SHARE, Yardstick, known_times, yardstick_parts
 
 _MOST_READINGS = 9  # at a stop
 
@@ -51,9 +51,7 @@ class SpeedReadings:
         self._next_step = index + max(1, math.ceil(wait_s / step_s) if step_s > 0 else 1)
         self._spent_s += time.monotonic() - start_s
         self._num_read += num
-        if compute_s is None or memory_s is None or interpreter_s is None:
-            return None
-        return YardstickTimes(compute_s=compute_s, memory_s=memory_s, interpreter_s=interpreter_s)
+        return known_times([compute_s, memory_s, interpreter_s])
 
     def _slowest(self, *seconds: float) -> list[float]:
         """The largest over the ranks; all of them have come when it returns.

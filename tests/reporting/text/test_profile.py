@@ -164,6 +164,14 @@ def test_a_size_that_is_not_shown_is_told_with_what_it_costs_and_how_to_see_it()
     assert both == [f"made, micro-batch size {size}: times and bytes per micro-batch" for size in (1, 4)]
 
 
+def test_a_layer_with_shared_weights_only_says_so() -> None:
+    shared = SharedWeight(name="embedding.weight", layers=(0, 2), num_parameters=9, weight_bytes=36, gradient_bytes=36)
+    profile = make_profile([1.0, 2.0, 3.0], weight_bytes=[0, 0, 8], shared_weights=(shared,))
+    rows = {line.split()[0]: line.split() for line in printed(profile_view(profile)) if line.split()}
+    assert "shared" in rows["a"]
+    assert "shared" not in rows["b"] and "shared" not in rows["c"]
+
+
 def test_below_stand_notes_shared_weights_the_machine_and_the_date() -> None:
     shared = SharedWeight(name="embedding.weight", layers=(0, 1), num_parameters=9, weight_bytes=36, gradient_bytes=36)
     profile = replace(make_profile([1.0, 2.0], shared_weights=(shared,)), notes=("layers 3 to 94 not measured",))
