@@ -111,7 +111,11 @@ def test_unsaved_buffer_on_one_stage() -> None:
 @pytest.mark.parametrize(
     ("spoil", "kind", "text"),
     [
-        (lambda state: {}, FileError, r"lacks 10 keys \(0.mix.bias, 0.mix.weight, 1.mix.bias and 7 more\); expected those of the"),
+        (
+            lambda state: {},
+            FileError,
+            r"lacks 10 keys \(0.mix.bias, 0.mix.weight, 1.mix.bias and 7 more\); expected those of the",
+        ),
         (lambda state: {**state, "extra": torch.ones(1)}, FileError, r"holds unknown 1 key \(extra\)"),
         (lambda state: {**state, "0.mix.bias": torch.ones(2)}, FileError, r"another shape for 1 key \(0.mix.bias\)"),
         (lambda state: {**state, "0.mix.bias": [1.0] * 6}, FileError, "holds a list as 0.mix.bias; expected tensors"),
