@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -71,8 +72,14 @@ def cli() -> None:
     """
 
 
+def _warning_line(message: Warning | str, category: type[Warning], *_: object, **__: object) -> str:
+    """A warning without its place in the code, which tells a user nothing."""
+    return f"{'warning' if category is UserWarning else category.__name__}: {message}\n"
+
+
 def exit_code(arguments: Sequence[str] | None) -> int:
     """Run a verb; print its error, if any, and return its exit code."""
+    warnings.formatwarning = _warning_line
     try:
         code = cli.main(
             args=list(arguments) if arguments is not None else None, prog_name="gplan", standalone_mode=False

@@ -130,10 +130,13 @@ class _TrainingLoop:
         self._notes: tuple[str, ...] = ()  # of the run
         profiled, now = plan.model.file_digest, file_digest(file.name)
         if profiled and now and profiled != now:
-            self._warn(
-                f"{file.name} differs from the model file that was profiled, {plan.model.name}: if its layers, their sizes or "
-                "its loss differ, profile and balance again"
+            other = plan.model.name
+            how = (
+                "changed after it was profiled"
+                if file.name == other
+                else f"differs from the profiled model file {other}"
             )
+            self._warn(f"{file.name} {how}: if its layers, their sizes or its loss differ, profile and balance again")
         if options.resume is not None:
             self._resume(options.resume)
         self.first_step = self._pipe.num_steps
