@@ -146,8 +146,8 @@ def pipeline(
     file's own by default. `inputs` of any number of samples show what the model is called with, where the plan does not
     say. `device` is by default this process's GPU if the plan was made for one, else the CPU. A process that waits
     longer than `timeout_s` for another gives up. `seed` is also that of random numbers in training, such as dropout's.
-    `precision` must equal the plan's, if given. With "mixed" the pipeline's
-    parameters are the float32 master weights, and stages compute with bfloat16 copies that each step begins with.
+    `precision` must equal the plan's, if given. With "mixed" the pipeline's parameters are the float32 master weights,
+    and stages compute with bfloat16 copies that each step begins with.
 
     Raises FileError where the plan was made for another model, UsageError for what cannot be run so, ModelError for a
     model that cannot be built or captured.

@@ -309,6 +309,11 @@ class Plan:
         return min((x for x in limits if x is not None), default=None)
 
     @property
+    def is_for_machine(self) -> bool:
+        """Whether its devices are those of a machine, not all like the profiled one."""
+        return any(stage.machine_device for stage in self.stages)
+
+    @property
     def num_ranks(self) -> int:
         """The devices of all replicas."""
         return self.num_replicas * self.num_devices
@@ -373,9 +378,7 @@ class GradientCheck:
     plain_loss: float
     num_parameters: int  # tensors compared
     tolerance: float
-    whole_batch: (
-        WholeBatch | None
-    )  # None: the plain model ran the mini-batch in one piece, else micro-batch by micro-batch
+    whole_batch: WholeBatch | None  # None: the plain model ran the mini-batch in one piece
 
     @property
     def passed(self) -> bool:

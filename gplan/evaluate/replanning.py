@@ -66,7 +66,7 @@ def setting_of(plan: Plan) -> PlanSettings:
 
 def why_not_replannable(plan: Plan) -> str:
     """Why the plan's file does not suffice to plan again; "" where it does."""
-    if any(stage.machine_device for stage in plan.stages):
+    if plan.is_for_machine:
         return "the plan is for a machine of different devices, and its file does not hold their links"
     return ""
 

@@ -93,7 +93,7 @@ def _parsed(kind: type[ValueT], text: bytes, *, name: str) -> ValueT:
         raise FileError(f"{name} has an unknown key, {unknown}; remove it or {_remedy(kind)}")
     wrong = _contradiction(value)
     if wrong:
-        raise FileError(f"{name} is not a valid {_type_text(kind)}: ${wrong}; {_remedy(kind)}")
+        raise FileError(f"{name} is not a valid {_type_text(kind)}: {wrong}; {_remedy(kind)}")
     return value
 
 

@@ -277,7 +277,7 @@ def one_device_notes(plan: Plan, profile: Profile) -> tuple[str, ...]:
     device has the plan's memory limit and recompute mode. On a machine of unequal devices no note is made.
     """
     num_devices = plan.num_ranks
-    if num_devices == 1 or any(stage.machine_device for stage in plan.stages):
+    if num_devices == 1 or plan.is_for_machine:
         return ()
     single = Problem(
         costs=Costs(profile, plan.microbatch_size, plan.num_microbatches * plan.num_replicas),

@@ -146,16 +146,12 @@ def capacity_bytes(plan: Plan) -> int | None:
     Of a plan for a machine, that of the device with the least memory.
     """
     known = [limit for stage in plan.stages if (limit := plan.limit_of(stage)) is not None]
-    return min(known, default=None if _is_for_machine(plan) else plan.device.memory_bytes)
+    return min(known, default=None if plan.is_for_machine else plan.device.memory_bytes)
 
 
 def capacity_name(plan: Plan) -> str:
     """What `capacity_bytes` is, in words."""
-    return "smallest memory of a device" if _is_for_machine(plan) else "memory of each device"
-
-
-def _is_for_machine(plan: Plan) -> bool:
-    return any(stage.machine_device is not None for stage in plan.stages)
+    return "smallest memory of a device" if plan.is_for_machine else "memory of each device"
 
 
 def _side_stages(plan: Plan, timeline: Timeline) -> pd.DataFrame:

@@ -112,7 +112,7 @@ def stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
     """One row per stage, by device; `timeline` is the simulated step."""
     columns = [Column(key="device", is_left=True)] if plan.has_chunks else []
     columns += [Column(key="stage"), Column(key="layers", is_left=True, is_flexible=True)]
-    if _has_places(plan) and not plan.has_chunks:
+    if plan.is_for_machine and not plan.has_chunks:
         columns.append(Column(key="device", is_left=True))
     if plan.recompute == "selected":
         columns.append(Column(key="recomputed"))
@@ -142,7 +142,7 @@ def _stage_line(plan: Plan, stage: Stage, timeline: Timeline, idle_s: float | No
         *(device if plan.has_chunks else []),
         str(stage.index),
         stage.layers_text,
-        *(device if _has_places(plan) and not plan.has_chunks else []),
+        *(device if plan.is_for_machine and not plan.has_chunks else []),
         *([f"{len(stage.recompute_layers)} of {stage.num_layers}"] if plan.recompute == "selected" else []),
         *(seconds_text(timeline.mean_s(*kinds, stage=stage.index)) for kinds in ([ActionKind.FORWARD], BACKWARD_KINDS)),
         seconds_text(timeline.total_s(ActionKind.FORWARD, *BACKWARD_KINDS, stage=stage.index)),
@@ -152,10 +152,6 @@ def _stage_line(plan: Plan, stage: Stage, timeline: Timeline, idle_s: float | No
     ]
     short = f"{stage.num_layers} from {stage.layer_names[0]}"
     return Line(cells=tuple(cells), shorter=(short,) if stage.num_layers > 1 else ())
-
-
-def _has_places(plan: Plan) -> bool:
-    return any(stage.machine_device for stage in plan.stages)
 
 
 def _device_text(plan: Plan, stage: Stage) -> str:

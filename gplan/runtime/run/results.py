@@ -62,7 +62,7 @@ def torch_run(
     """
     steps = list(zip(*ranks, strict=True))
     largest = [max(reserved_bytes[device :: plan.num_devices], default=0) for device in range(plan.num_devices)]
-    shared = _notes_on_cores(plan) if num_hosts == 1 else ()
+    on_cores, on_machine = (_notes_on_cores(plan), notes_on_machine(plan)) if num_hosts == 1 else ((), ())
     run = _run(
         plan,
         ranks,
@@ -71,9 +71,9 @@ def torch_run(
         mean_timeline=lambda chosen: _measured_timeline(plan, [steps[i][: plan.num_devices] for i in chosen]),
         peak_bytes=[max(peak_bytes[device :: plan.num_devices]) for device in range(plan.num_devices)],
         check=check,
-        notes=(*shared, *notes_on_machine(plan)) if num_hosts == 1 else (),
+        notes=(*on_cores, *on_machine),
         options=options,
-        loads=() if shared else loads,  # with too few cores the ranks wait for each other
+        loads=() if on_cores else loads,  # with too few cores the ranks wait for each other
     )
     return replace(run, reserved_bytes=tuple(largest)) if any(largest) else run
 
