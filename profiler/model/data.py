@@ -59,10 +59,6 @@ def check_target(value: Any, batch_size: int, *, what: str) -> None:
             )
 
 
-DEPENDENT_LOSSES = "class weights, ignored or padding tokens, a contrastive loss or a router's auxiliary loss"
-"""Examples of losses that depend on how a mini-batch is divided, for messages."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossFacts:
     """How a loss combines samples."""
@@ -120,8 +116,8 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
 
 def _division_note(whole: float, combined: float, reduction: LossReduction) -> str:
     return (
-        f"the loss depends on how a mini-batch is divided: {whole:.6g} for a batch, {combined:.6g} as the {reduction} of two "
-        f"halves, as with {DEPENDENT_LOSSES}; a step has the gradients of a plain loop over the same micro-batches"
+        f"the loss depends on how a mini-batch is divided ({whole:.6g} for a batch, {combined:.6g} as the {reduction} of two "
+        "halves): a step has the gradients of a plain loop over the same micro-batches"
     )
 
 
@@ -185,10 +181,10 @@ def _not_reducible(file: ModelFile, inputs: Any, target: Any, whole: float, part
         )
     return ModelError(
         f"the loss of {file.name} is {whole:.6g} for a batch, and {parts[0]:.6g} and {parts[1]:.6g} for the first and the "
-        f"second part of it; expected their mean over the samples or {sum(parts):.6g} (a sum), so that micro-batches add "
-        "up to the batch; weight every sample equally, and compute each independently of the others. A loss that is "
-        f"meant to be one of each micro-batch, as with {DEPENDENT_LOSSES}, is trained that way once the model file states "
-        'loss_reduction = "mean" (or "sum")'
+        f"second part of it; expected their mean over the samples or their sum, {sum(parts):.6g}. With "
+        "class weights, ignored or padding tokens, a contrastive loss or a router's auxiliary loss, state "
+        'loss_reduction = "mean" (or "sum") in the model file: each micro-batch is then trained with its own loss. '
+        "Otherwise weight every sample equally, so that micro-batches add up to the batch"
     )
 
 

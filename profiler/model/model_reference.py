@@ -108,7 +108,8 @@ def _attribute(module: ModuleType, attribute: str, reference: str) -> Any:
     own = [name for name, value in vars(module).items() if _could_be_model(value, module)]
     defined = [name for name, value in vars(module).items() if callable(value) and _is_defined_in(value, module)]
     if close := get_close_matches(wanted, defined, n=1):
-        raise ModelError(f"{reference} has no {wanted}, but {close[0]}: write {reference.partition(':')[0]}:{close[0]}")
+        place = reference.partition(":")[0]
+        raise ModelError(f"{reference} has no {wanted}, but {close[0]}: rename it, or write {place}:{close[0]}")
     candidates = f"; it has {', '.join(own)}: write {reference.partition(':')[0]}:{own[0]}" if own else ""
     raise ModelError(f"{reference} has no {wanted}{candidates or '; define a function model()'}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -45,6 +45,11 @@ class Samples:
         """Add a clean sample that was taken at that moment."""
         self.clean_s.append(seconds)
         self.clean_at_s.append(at_s)
+
+    def extend(self, other: Samples) -> None:
+        """Add the samples of another action."""
+        for x in fields(self):
+            getattr(self, x.name).extend(getattr(other, x.name))
 
     def divided(self, slowdowns: Callable[[Sequence[float]], NDArray[np.float64]]) -> Samples:
         """The samples, each divided by the slowdown of its moment; launch times are left as they are."""

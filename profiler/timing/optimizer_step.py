@@ -13,8 +13,10 @@ Rows of a table that no micro-batch of a first step uses have zero gradients her
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
+from statistics import fmean
 from typing import TypeAlias
 
 import torch
@@ -26,12 +28,12 @@ from profiler.memory.allocations import gradient_bytes, now_ns, optimizer_state_
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
 from profiler.model.precision import MASTER_DTYPE, input_dtype, master_bytes, round_into
-from profiler.timing.clock import AtOneSpeed, Clock, Samples
-from profiler.timing.neighbours import NEIGHBOUR_FAILED, Neighbours, contention, neighbours
+from profiler.timing.clock import AtOneSpeed, Clock, Samples, median_error
+from profiler.timing.neighbours import NEIGHBOUR_FAILED, Neighbours, neighbours
 
 MICROBATCHES = 8  # of the first step, whose unused rows count: a usual number
-_STEPS = 8
-_BLOCKS = 2  # of steps alone, and of as many among neighbours
+_LEAST_ROUNDS, _MOST_ROUNDS = 8, 16  # of a step alone and one beside each kind of neighbours
+_SETTLED = 0.03  # standard error of a slow-down
 _WARMUP = 2
 _STEPS_OF_SHAPE = 6
 _NUM_TINY = 16  # tensors of one element, beside a single one
@@ -68,11 +70,12 @@ class _Steps:
         """A step without samples."""
         self.once(Samples(), Samples(), is_cold=False)
 
-    def among(self, others: Neighbours, step: Samples, *, times: int) -> None:
-        """Steps while the neighbours compute."""
+    def among(self, others: Neighbours) -> Samples:
+        """A step while the neighbours compute."""
+        found = Samples()
         with others.running():
-            for _ in range(times):
-                self.once(step, Samples())
+            self.once(found, Samples())
+        return found
 
     def make_gradients(self) -> None:
         """A small gradient for every parameter."""
@@ -112,25 +115,16 @@ def sample_step(
     some = _parameters_to_copy(by_shape)
     copies = [_copy(x, file.precision, device) for x in some]
     steps = _steps(file, copies, clock, device, [unused.get(x) for x in some])
-    alone, zeroing, beside_updates = Samples(), Samples(), Samples()
-    beside = beside_updates if work_beside is None else Samples()
-    notes = set[str]()
-    works: list[tuple[Callable[[], object], list[nn.Parameter], Samples]] = [(steps.unsampled, copies, beside_updates)]
+    works: list[tuple[Callable[[], object], list[nn.Parameter]]] = [(steps.unsampled, copies)]
     if work_beside is not None and shares:
-        works.insert(0, (work_beside, trained, beside))
-    for work, parameters, found in works:
-        with neighbours(shares, work, parameters) as others:
-            if shares:
-                steps.unsampled()  # the first step after a fork copies the pages that both processes have
-            for _ in range(_BLOCKS):
-                for _ in range(_STEPS // _BLOCKS):
-                    read_yardstick()
-                    steps.once(alone, zeroing)
-                if shares:
-                    steps.among(others, found, times=_STEPS // _BLOCKS)
-            clock.flush()
-            if not others.are_alive:
-                notes.add(NEIGHBOUR_FAILED)
+        works.insert(0, (work_beside, trained))
+    alone, zeroing = Samples(), Samples()
+    with ExitStack() as stack:
+        others = [stack.enter_context(neighbours(shares, *work)) for work in works]
+        if shares:
+            steps.unsampled()  # the first step after a fork copies the pages that both processes have
+        slow_downs = _slow_downs(steps, others if shares else [], alone, zeroing, read_yardstick)
+        notes = () if all(x.are_alive for x in others) else (NEIGHBOUR_FAILED,)
     some_bytes, masters = sum(map(gradient_bytes, some)), master_bytes(some, file.precision)
     state_bytes = optimizer_state_bytes(steps.optimizer) + masters
     workspace_bytes, largest_workspace = _workspaces(file, steps, clock, device)
@@ -148,8 +142,8 @@ def sample_step(
             state_bytes=state_bytes,
             workspace_bytes=workspace_bytes,
             largest_workspace=largest_workspace,
-            contention=contention([(at_one_speed(alone), at_one_speed(beside))]),
-            update_contention=contention([(at_one_speed(alone), at_one_speed(beside_updates))]),
+            contention=slow_downs[0] if shares else 1.0,
+            update_contention=slow_downs[-1] if shares else 1.0,
             fixed_s=fixed_s,
             master_bytes=masters,
         )
@@ -161,6 +155,41 @@ def sample_step(
         return grown, each_s
 
     return measured, (*notes, *shape_notes)
+
+
+def _slow_downs(
+    steps: _Steps,
+    others: Sequence[Neighbours],
+    alone: Samples,
+    zeroing: Samples,
+    read_yardstick: Callable[[], object],
+) -> list[float]:
+    """The slow-down of a step beside each of `others`; also adds to the samples of steps alone.
+
+    Each round has a step alone and one beside each of them. On a virtual machine the slow-down changes within seconds, as
+    its cores move. So the rounds go on until the mean is known, and it is that of the middle half, without bursts.
+    """
+    rounds = list[list[float]]()
+    while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and not _are_settled(rounds)):
+        own = Samples()
+        read_yardstick()
+        steps.once(own, zeroing)
+        found = [steps.among(x) for x in others]
+        steps.clock.flush()
+        own_s = own.timing().median_s or 1.0
+        rounds.append([x.timing().median_s / own_s for x in found])
+        alone.extend(own)
+    return [max(1.0, _middle_mean(x)) for x in zip(*rounds, strict=True)]
+
+
+def _are_settled(rounds: Sequence[Sequence[float]]) -> bool:
+    return all(median_error(x) <= _SETTLED * _middle_mean(x) for x in zip(*rounds, strict=True))
+
+
+def _middle_mean(values: Sequence[float]) -> float:
+    """The mean without the lowest and the highest quarter."""
+    quarter = len(values) // 4
+    return fmean(sorted(values)[quarter : len(values) - quarter])
 
 
 def _by_shape(trained: Sequence[nn.Parameter], unused: Mapping[nn.Parameter, Tensor]) -> list[list[nn.Parameter]]:

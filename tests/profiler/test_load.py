@@ -87,6 +87,11 @@ def test_a_wrong_name_is_answered_with_the_right_ones(file: Path, name: str, tol
         load_model_file(f"{file}{name}")
 
 
+def test_a_setting_that_cannot_be_used_is_shown_with_its_default(file: Path) -> None:
+    with pytest.raises(ModelError, match=r"could not build its model with --set depth=four \(default: \d\): TypeError"):
+        load_model_file(str(file), settings={"depth": "four"})
+
+
 def test_a_file_that_is_missing_or_no_python_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="absent.py is not there"):
         load_model_file(str(tmp_path / "absent.py"))
@@ -104,7 +109,7 @@ def test_a_file_that_is_missing_or_no_python_is_named(tmp_path: Path) -> None:
         ("def model(:\n  pass", "SyntaxError"),
         ("1 / 0", r"ZeroDivisionError: division by zero \(.*bad.py, line 1\)"),
         ("x = 1", r"has no model; define a function model\(\)"),
-        ("def modle():\n  pass", "has no model, but modle: write .*bad.py:modle"),
+        ("def modle():\n  pass", "has no model, but modle: rename it, or write .*bad.py:modle"),
         (
             "from torch import nn\nfrom torch.nn import Module as MyModel\nclass Net(nn.Module):\n  pass",
             "has no model; it has Net",

@@ -33,11 +33,13 @@ class StatedClock(CpuClock):
 class OneSecond(torch.optim.Optimizer):
     """A step takes a second by its clock."""
 
+    seconds = 1.0
+
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
 
     def step(self, closure: Any = None) -> float:  # type: ignore[override]
-        return 1.0
+        return self.seconds
 
 
 def measured_step(file: ModelFile, clock: Clock) -> tuple[StepCost, tuple[str, ...]]:
@@ -73,30 +75,32 @@ def test_the_step_is_sampled_beside_a_pass_and_beside_other_steps(
 ) -> None:
     """Beside a pass of the neighbours it takes twice as long here, and beside their steps three times."""
     works = list[Callable[[], object]]()
+    beside = list[object]()
 
     class Others:
         are_alive = True
 
+        def __init__(self, work: Callable[[], object]) -> None:
+            self.work = work
+
         @contextmanager
         def running(self) -> Iterator[None]:
-            yield
+            beside.append(self.work)
+            seconds = 2.0 if self.work is a_pass else 3.0
+            if beside.count(self.work) == 2:
+                seconds = 20.0  # other work on the host
+            with monkeypatch.context() as patch:
+                patch.setattr(OneSecond, "seconds", seconds)
+                yield
 
     @contextmanager
     def recorded(_shares: object, work: Callable[[], object], _parameters: object) -> Iterator[Others]:
         works.append(work)
-        yield Others()
-
-    def slower(steps: Any, _others: object, samples: Samples, *, times: int) -> None:
-        with monkeypatch.context() as patch:
-            seconds = 2.0 if works[-1] is a_pass else 3.0
-            patch.setattr(steps.optimizer, "step", lambda: seconds)
-            for _ in range(times):
-                steps.once(samples, Samples())
+        yield Others(work)
 
     def a_pass() -> None: ...
 
     monkeypatch.setattr(optimizer_step, "neighbours", recorded)
-    monkeypatch.setattr(optimizer_step._Steps, "among", slower)
     file = model_in_memory(nn.Linear(4, 4), optimizer=lambda p: OneSecond(p))
     sampled, _ = sample_step(file, StatedClock(), shares=[{0}], work_beside=a_pass if has_work else None)
     found, _ = sampled(lambda samples, beside=False: samples)

@@ -139,7 +139,7 @@ def check_text(check: GradientCheck) -> str:
     last = (
         "plain model run on the mini-batch in one piece"
         if whole is None
-        else f"in one piece the mini-batch has loss {whole.loss:.6f} and gradients that differ from these by up to "
+        else f"in one piece the mini-batch has loss {whole.loss:.6f} and gradients that differ by up to "
         f"{percent_text(whole.max_relative_error)} ({whole.worst_parameter}), because of {whole.reason}"
     )
     return (

@@ -23,7 +23,7 @@ from gplan.core.errors import GplanError, UsageError
 from gplan.core.units import counted
 from gplan.runtime.microbatches import take_rows
 from profiler.capture.chain import model_state_restored
-from profiler.model.data import DEPENDENT_LOSSES, CoarsestNumbers
+from profiler.model.data import CoarsestNumbers
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
 
@@ -104,10 +104,7 @@ def _why_by_microbatch(file: ModelFile, divided: _PlainRun, whole: _PlainRun, nu
     if any(isinstance(x, _BatchNorm) for x in file.model.modules()):
         return "batch norm"
     if _difference(divided, whole, num_parts) is not None:
-        return (
-            f"results that depend on how the mini-batch is divided, as with {DEPENDENT_LOSSES}, or with a forward that changes "
-            "its buffers"
-        )
+        return "a loss or buffers that depend on how the mini-batch is divided"
     return None
 
 
