@@ -63,8 +63,13 @@ def best_placement(
     bounded, has_bounded_all = _bounded(problem, machine, found, until_s=deadline_s)
     if not bounded:
         return None
-    else_s = float("inf") if is_all and has_bounded_all else _relaxed_bound_s(problem, machine)
-    return _search(bounded, solve, deadline_s=deadline_s, else_s=else_s)
+    unseen = ""
+    if not is_all:
+        unseen = "the machine has too many arrangements: those that keep each host together were looked at first"
+    elif not has_bounded_all:
+        unseen = "the time was up before all arrangements of the devices were bounded"
+    else_s = _relaxed_bound_s(problem, machine) if unseen else float("inf")
+    return _search(bounded, solve, deadline_s=deadline_s, else_s=else_s, unseen=unseen)
 
 
 def fits_machine(problem: Problem, machine: Machine, *, deadline_s: float) -> bool | None:
@@ -193,8 +198,12 @@ def _search(
     *,
     deadline_s: float,
     else_s: float,
+    unseen: str,
 ) -> Placed | None:
-    """The best of these arrangements; `else_s` is a lower bound for all others, infinite if there are none."""
+    """The best of these arrangements; `else_s` is a lower bound for all others, infinite if there are none.
+
+    `unseen` is the note on those others; "" if there are none.
+    """
     best: Placed | None = None
     best_s, lower_s = float("inf"), else_s
     num_solved = 0
@@ -214,10 +223,7 @@ def _search(
     notes = best.solution.notes
     if len(bounded) > 1:
         notes = (*notes, f"{len(bounded)} arrangements of the devices were bounded, {num_solved} of them solved")
-    if else_s < float("inf"):
-        notes = (
-            *notes,
-            "the machine has too many arrangements: those that keep each host together were looked at first",
-        )
+    if unseen:
+        notes = (*notes, unseen)
     bound_s = min(best.solution.lower_bound_s, lower_s)
     return replace(best, solution=replace(best.solution, lower_bound_s=bound_s, notes=notes))

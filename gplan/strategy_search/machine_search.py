@@ -62,12 +62,12 @@ def search_machine(
             f"no setting has one stage on each of at most {counted(len(machine.devices), 'device')}; name a schedule with one "
             "stage per device, such as --schedule 1f1b, or plan without --machine"
         )
-    started_s, plans, failure = time.perf_counter(), list[Plan](), None
-    for done, (x, mode) in enumerate(settings):
+    started_s, plans, failure, num_tried = time.perf_counter(), list[Plan](), None, 0
+    for x, mode in settings:
         left_s = time_limit_s - (time.perf_counter() - started_s)
         if plans and left_s <= 0:
             break
-        progress(f"{x.num_microbatches} micro-batches, {schedule_info(x.schedule).title}", done / len(settings))
+        progress(f"{x.num_microbatches} micro-batches, {schedule_info(x.schedule).title}", num_tried / len(settings))
         try:
             plans.append(
                 balance(
@@ -78,16 +78,16 @@ def search_machine(
                     schedule=x.schedule,
                     recompute=mode,
                     machine=machine,
-                    time_limit_s=max(1e-3, 2 * left_s / (len(settings) - done)),
+                    time_limit_s=max(1e-3, 2 * left_s / (len(settings) - num_tried)),
                     **limits,
                 )
             )
         except NoPlanError as error:
             failure = error
+        num_tried += 1
     if not plans:
         raise failure or NoPlanError("no setting was planned in time; allow more time (--time-limit)")
-    num_left = len(settings) - done - 1 if time.perf_counter() - started_s > time_limit_s else 0
-    return _best(plans, num_left, solve_s=time.perf_counter() - started_s)
+    return _best(plans, len(settings) - num_tried, solve_s=time.perf_counter() - started_s)
 
 
 def _label(plan: Plan) -> str:

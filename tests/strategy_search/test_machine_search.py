@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import time
+from typing import Any
+
 import pytest
 
 from gplan.core import Link, Machine, MachineDevice, Plan
 from gplan.core.errors import UsageError
 from gplan.partition.balance import balance
+from gplan.strategy_search import machine_search
 from gplan.strategy_search.machine_search import search_machine
 from tests.made import make_profile
 
@@ -47,3 +52,17 @@ def test_the_plan_moves_as_the_link_slows() -> None:
 def test_schedules_with_chunks_are_refused() -> None:
     with pytest.raises(UsageError, match="no setting has one stage on each of at most 2 devices"):
         search_machine(PROFILE, hosts(1.0), num_devices=2, num_microbatches=4, schedule="looped-bfs:2")
+
+
+def test_a_setting_that_was_not_planned_in_time_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*args: Any, **options: Any) -> Plan:
+        time.sleep(0.1)
+        return balance(*args, **options)
+
+    monkeypatch.setattr(machine_search, "balance", slow)
+    found = search_machine(
+        PROFILE, hosts(1.0), num_devices=2, num_microbatches=4, recompute="never", batch_size=8, time_limit_s=0.05
+    )
+    counts = re.search(r"the time was up after .*: (\d+) settings? of (\d+) are open", found.notes[-1])
+    assert counts is not None and int(counts[1]) == int(counts[2]) - 1
+    assert not found.proof.is_proven
