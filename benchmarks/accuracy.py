@@ -198,6 +198,7 @@ def draw(table: pd.DataFrame) -> Figure:
 def as_text(table: pd.DataFrame) -> str:
     """The summary by engine and by model, and how it was measured."""
     first, refused = table.iloc[0], table.num_disturbed.sum() / (table.num_disturbed + table.num_counted).sum()
+    dates = ", ".join(f"{engine} {x.max()}" for engine, x in table.groupby("engine", sort=False).created)
     apart, steps = table[table["round"] > 1].apart, " or ".join(f"{x:.0f}" for x in sorted(table.num_steps.unique()))
     again = (
         f" The rounds of one setting came {percent_text(apart.median())} of the step apart in the median."
@@ -212,7 +213,7 @@ def as_text(table: pd.DataFrame) -> str:
             "accuracy.csv, whatever came out. Runs with the same M and recompute share a profile, taken right before them. A "
             f"setting's error is the median over its rounds.{again} The link and the engine's own time were measured once. "
             f"{percent_text(refused)} of the steps were left out as disturbed. {first.device}; torch {first.torch}; "
-            f"{table.created.min()}.\n",
+            f"made: {dates}.\n",
             "An error is predicted over measured, less 1. *At equal speed*: the prediction at the host's speed during the "
             "run, by the yardstick that profile and run read.\n",
             *summary(table, ["engine"]),
