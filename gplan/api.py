@@ -23,6 +23,7 @@ from gplan.core import (
     Verification,
 )
 from gplan.core.errors import UsageError
+from gplan.core.progress import Progress, no_progress
 from gplan.evaluate.calibration import calibrate as calibrate
 from gplan.evaluate.calibration import calibrated as calibrated
 from gplan.evaluate.verify import NUM_ROUNDS, NUM_STEPS
@@ -67,7 +68,7 @@ def profile(
     budget_s: float = 10.0,
     seed: int = 0,
     journal: Path | None = None,
-    progress: Callable[[str, float], None] = lambda _text, _share: None,
+    progress: Progress = no_progress,
 ) -> Profile:
     """Measure every layer of a model on this host, or compute it for hardware that is not here.
 
@@ -229,7 +230,7 @@ def cluster(
     *,
     device: str | None = None,
     timeout_s: float = 120.0,
-    progress: Callable[[str, float], None] = lambda _text, _share: None,
+    progress: Progress = no_progress,
 ) -> Machine:
     """Measure the devices, links and collectives of all processes that torchrun started, on one host or several.
 
@@ -247,7 +248,7 @@ def report(
     directory: str | Path = "gplan-report",
     *,
     profile: Profile | None = None,
-    progress: Callable[[str, float], None] = lambda _text, _share: None,
+    progress: Progress = no_progress,
 ) -> tuple[Path, ...]:
     """Draw a plan, or a run beside its prediction: one offline HTML page, its charts as PNG and SVG, a Chrome trace.
 
@@ -275,7 +276,7 @@ def verify(
     optimizer: Callable[..., Any] | None = None,
     batches: Callable[..., Any] | None = None,
     timeout_s: float = 120.0,
-    progress: Callable[[str, float], None] = lambda _text, _share: None,
+    progress: Progress = no_progress,
 ) -> Verification:
     """Run the plan and at most `num_rivals` others (None: all) in turns, and compare each with its prediction.
 
@@ -359,7 +360,7 @@ def _check_nothing_to_compute(device: str, options: Mapping[str, object]) -> Non
         )
 
 
-def _measured(model: GivenModel, options: ProfileOptions, progress: Callable[[str, float], None]) -> Profile:
+def _measured(model: GivenModel, options: ProfileOptions, progress: Progress) -> Profile:
     """The profile of this host; what the engine takes is measured where two processes have cores for it."""
     from profiler.host.host_info import usable_cores
     from profiler.measure import measure_profile
@@ -384,7 +385,7 @@ def _computed(
     fused: str | None,
     link: Link | None,
     granularity: Granularity,
-    progress: Callable[[str, float], None],
+    progress: Progress,
 ) -> Profile:
     """The profile for hardware that is not here."""
     from profiler.analytic.computed_profile import ComputeOptions, computed_profile

@@ -22,6 +22,7 @@ import torch
 
 from gplan.core import Device, EngineCost, Granularity, Link, Profile
 from gplan.core.errors import ModelError, UsageError
+from gplan.core.progress import Progress, no_progress, part
 from gplan.core.units import counted, now_text
 from profiler.capture.chain import model_state_restored, routing_notes
 from profiler.host.host_info import core_shares, device_share, gpu_state, max_neighbours, processor, software_versions
@@ -32,7 +33,7 @@ from profiler.model.data import LossFacts, call_model, check_microbatch_sizes, f
 from profiler.model.error_location import is_out_of_memory
 from profiler.model.load import ModelFile
 from profiler.timing.clock import Clock, CpuClock, CudaClock
-from profiler.timing.journal import Journal, Progress, part, silent
+from profiler.timing.journal import Journal
 from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, SampledSize, Setup, mean_of_known, sample_size
 from profiler.timing.optimizer_step import MICROBATCHES, sample_step
 from profiler.timing.yardstick import SpeedHistory, Yardstick, yardstick_parts
@@ -107,7 +108,7 @@ def measure_profile(
     file: ModelFile,
     options: ProfileOptions,
     *,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
     measure_engine: Callable[[], EngineCost] | None = None,
 ) -> Profile:
     """Measure every layer of the model on this host, and last the engine.
@@ -201,8 +202,10 @@ def _measured(
 
 
 def _how_routed(file: ModelFile) -> str:
-    if file.is_lazy or not file.has("batches"):
-        return "it was measured with random values" if file.is_lazy else "it was measured with the example inputs"
+    if file.is_lazy:
+        return "it was measured with random values"
+    if not file.has("batches"):
+        return "it was measured with the example inputs"
     return f"it is the median over up to {NUM_ROUTED_BATCHES} batches, and its spread includes theirs"
 
 

@@ -83,7 +83,7 @@ class _LoadTable:
         self.before_bytes = downsets.sums(np.array(graph.num_bytes, dtype=np.int64))[self.order]
         self._downsets = downsets
         nets = {ends: moved for ends, moved in graph.shared.items() if moved > 0} if objective == "device-load" else {}
-        reached = [sum(downsets.contain(x)[self.order].astype(np.int16) for x in ends) for ends in nets]
+        reached = [sum(downsets.is_before(x)[self.order].astype(np.int16) for x in ends) for ends in nets]
         self._moved = np.array(list(nets.values()))
         self._reached = np.array(reached, dtype=np.int16).reshape(len(nets), downsets.size)
         self._num_ends = np.array([len(x) for x in nets], dtype=np.int16)
@@ -100,7 +100,7 @@ class _LoadTable:
         past = int(np.searchsorted(self.before, (self.before[first] + longest) * _SLACK, side="right"))
         ends: Ints = np.arange(first + 1, past)
         ends = ends[self.before_bytes[ends] - self.before_bytes[first] <= most_bytes]
-        return ends[self._downsets.contains(np.full(len(ends), self.order[first]), self.order[ends])]
+        return ends[self._downsets.are_stages(np.full(len(ends), self.order[first]), self.order[ends])]
 
     def loads(self, first: int, ends: Ints) -> Floats:
         """[E]: the loads of stages from the same first position."""

@@ -9,10 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import sqrt
 
 from gplan.core.checks import OperationKind, Origin, check_amounts, check_factor, check_positive, check_slow_down
 
 _QUARTILES_APART = 1.35  # of a normal distribution, in standard deviations
+_MEDIAN_ERROR = 1.25  # standard error of a median, in standard deviations over sqrt(n)
+
+
+def quartiles_median_error(low: float, high: float, num_samples: int) -> float:
+    """The standard error of the median of samples with these quartiles, exact for many normal samples."""
+    return _MEDIAN_ERROR * (high - low) / _QUARTILES_APART / sqrt(num_samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,8 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gplan.core import Action, ActionKind, RecomputeMode, Schedule, StageMemory, is_recomputed
-from gplan.core.plan import Bytes
-from gplan.core.plan import StageBytes as StageBytes
+from gplan.core.plan import Bytes, StageBytes
 from gplan.schedules.registry import make_schedule
 
 OPTIMIZER_MOMENT = "optimizer"

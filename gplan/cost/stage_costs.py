@@ -145,6 +145,17 @@ class Costs:
         """P: position 0 is before all layers, P-1 after them."""
         return self.downsets.size
 
+    @cached_property
+    def all_layers(self) -> tuple[Ints, Ints]:
+        """[1] each: where the stage of all layers begins and ends."""
+        return np.array([0]), np.array([self.num_positions - 1])
+
+    @cached_property
+    def prefixes(self) -> tuple[Ints, Ints]:
+        """[P] each: where the stages begin and end that have all layers before each position."""
+        ends = np.arange(self.num_positions)
+        return np.zeros_like(ends), ends
+
     @property
     def is_short_chain(self) -> bool:
         """Whether the layers stay in the profile's order, and are few enough to look at all stages."""
@@ -271,7 +282,7 @@ class Costs:
         step = self.profile.step
         if not step.fixed_part_s and any(x.gradient_bytes and not x.update_amount for x in self.profile.shared_weights):
             return 0.0
-        share_of_all = float(self.update_share(np.array([0]), np.array([-1]))[0])
+        share_of_all = float(self.update_share(*self.all_layers)[0])
         return step.spread_s * share_of_all / self.num_devices
 
     @cached_property
@@ -686,12 +697,8 @@ class Costs:
     @cached_property
     def _users_of_shared(self) -> list[Ints]:
         """For each shared weight, [P]: how many layers before each position use it."""
-        return [self.downsets.sums(self._users(x.layers)) for x in self.profile.shared_weights]
-
-    def _users(self, layers: tuple[int, ...]) -> Ints:
-        users = np.zeros(self.num_layers, dtype=np.int64)
-        users[list(layers)] = 1
-        return users
+        every = np.arange(self.num_layers)
+        return [self.downsets.sums(np.isin(every, x.layers).astype(np.int64)) for x in self.profile.shared_weights]
 
 
 def _ratio(contended: Floats, alone: Floats) -> float:

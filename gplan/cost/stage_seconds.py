@@ -1,7 +1,6 @@
 """The seconds for which a stage keeps its device, of one stage or of many candidate stages at once.
 
-All arithmetic on a stage's times is written here once, for floats and for arrays [E] alike: what an action takes, with
-and without the time that the engine takes after it.
+What an action takes, for floats and for arrays [E] alike, with and without the engine's time after it.
 """
 
 from __future__ import annotations

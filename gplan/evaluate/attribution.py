@@ -22,9 +22,9 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TypeAlias
 
-from gplan.core import Action, ActionKind, Plan, Run, Span, StageCost, Timeline
+from gplan.core import Action, ActionKind, Plan, Run, Span, Timeline
 from gplan.simulation.kernel import ActionProgram, action_times, whole_program
-from gplan.simulation.simulator import gap_s, planned_s, schedule_of, simulate
+from gplan.simulation.simulator import gap_s, planned_s, schedule_of, simulate, transfer_s
 
 StageKind: TypeAlias = tuple[int, ActionKind]
 ByAction: TypeAlias = Mapping[Action, float]
@@ -50,16 +50,9 @@ def predicted_times(plan: Plan) -> StepTimes:
     return StepTimes(
         durations={action: duration_s(action) for action in actions},
         gaps={kind: gap_s(action, costs[action.stage]) for kind, action in kinds.items()},
-        transfers={kind: _sent_s(costs, *kind) for kind in kinds},
+        transfers={kind: transfer_s(action, costs) for kind, action in kinds.items()},
         tails=_tails(simulate(plan)),
     )
-
-
-def _sent_s(costs: Sequence[StageCost], stage: int, kind: ActionKind) -> float:
-    """Seconds of the transfer of a stage's output: activations to the next stage, or gradients to the one before."""
-    if kind is ActionKind.FORWARD:
-        return costs[stage].activation_s
-    return costs[stage - 1].gradient_s if stage else 0.0
 
 
 def _tails(timeline: Timeline) -> tuple[float, ...]:

@@ -198,7 +198,7 @@ def pricing_profile(plan: Plan, profile: Profile, calibration: Calibration | Non
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrainingRun:
+class _CalibrationRun:
     """A run to learn from, and its plan with the costs of the uncalibrated profile."""
 
     plan: Plan
@@ -263,8 +263,10 @@ class _TrainingRun:
 
 def _fit(verification: Verification, profile: Profile) -> Calibration:
     """All factors, not checked yet."""
-    teachers, engine = verification.contenders[::2], verification.engine
-    runs = [_TrainingRun(plan=reprice(x.plan, profile, engine=engine), run=x.run, profile=profile) for x in teachers]
+    learned_from, engine = verification.contenders[::2], verification.engine
+    runs = [
+        _CalibrationRun(plan=reprice(x.plan, profile, engine=engine), run=x.run, profile=profile) for x in learned_from
+    ]
     forwards = [sample for run in runs for sample in run.forwards()]
     backwards = [sample for run in runs for sample in run.backwards()]
     has_neighbours, num_devices = engine != "virtual", verification.chosen.plan.num_devices
@@ -286,7 +288,7 @@ def _fit(verification: Verification, profile: Profile) -> Calibration:
         optimizer=common_factor(list(chain.from_iterable(x.updates() for x in runs))),
         link=common_factor(transfers),
         action_s=action_s,
-        learned_from=tuple(x.label for x in teachers),
+        learned_from=tuple(x.label for x in learned_from),
         held_out=(),
         created=now_text(),
     )

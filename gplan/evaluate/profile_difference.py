@@ -23,6 +23,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 from gplan.core import Layer, LayerCost, Link, Plan, Profile, Run, SharedWeight, Timing
 from gplan.core.errors import UsageError
+from gplan.core.layer_cost import quartiles_median_error
 from gplan.core.profile import group_equal
 from gplan.core.units import counted
 from gplan.files import json_files
@@ -121,7 +122,6 @@ class Difference:
 
 
 _Z = 1.96
-_MEDIAN_ERROR = 1.25  # standard error of a median, in standard deviations over sqrt(n)
 _DRIFT = 0.05
 _OVERHEAD_SHARE = 0.5
 _ROUNDING = 1e-9
@@ -147,7 +147,7 @@ def estimate(timing: Timing) -> Estimate:
     >>> round(estimate(Timing(median_s=10.0, low_s=9.0, high_s=11.7, num_samples=25)).error_s, 6)
     0.5
     """
-    error_s = _MEDIAN_ERROR * timing.deviation_s / math.sqrt(max(1, timing.num_samples))
+    error_s = quartiles_median_error(timing.low_s, timing.high_s, max(1, timing.num_samples))
     return Estimate(seconds=timing.median_s, error_s=error_s, is_measured=timing.origin == "measured")
 
 

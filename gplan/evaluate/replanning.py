@@ -17,7 +17,7 @@ from gplan.partition import balance
 from gplan.partition.balance import best_plan
 from gplan.partition.plan_evaluation import price
 from gplan.partition.problem import Problem, Solution
-from gplan.schedules.registry import schedule_info
+from gplan.schedules.registry import num_devices_of
 from gplan.simulation.without_contention import plan_without_contention
 
 TIME_LIMIT_S = 5.0
@@ -44,8 +44,7 @@ class PlanSettings:
     @property
     def num_devices(self) -> int:
         """The devices of one replica; each holds as many stages as the schedule has chunks."""
-        info = schedule_info(self.schedule)
-        return info.num_devices or self.num_stages // info.num_chunks
+        return num_devices_of(self.schedule, self.num_stages)
 
 
 def setting_of(plan: Plan) -> PlanSettings:

@@ -50,7 +50,7 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
     """The profile of the run's plan, scaled to the run's times; raises FileError for another model's profile."""
     plan = run.plan
     predicted = _predicted(profile, plan)
-    shortest_s = min(_measured_s(run, stage)[i] for stage in predicted.stages for i in (0, 1))
+    shortest_s = min(min(_measured_s(run, stage)) for stage in predicted.stages)
     overhead_s = min(profile.overhead_s, _MOST_OVERHEAD * shortest_s)
     factors = [_factors(predicted, stage, run, profile.overhead_s, overhead_s) for stage in predicted.stages]
     scaled = replace(

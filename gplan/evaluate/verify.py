@@ -21,6 +21,7 @@ import numpy as np
 from gplan.core import Contender, HostLoad, LeftOut, Plan, Profile, Run, Verification
 from gplan.core.errors import GplanError, UsageError
 from gplan.core.host_load import interruption_text, largest_load
+from gplan.core.progress import Progress, no_progress
 from gplan.core.units import counted, now_text
 from gplan.evaluate.attribution import equal_speed_factor
 from gplan.evaluate.rivals import Rival, rivals_of
@@ -36,9 +37,6 @@ _NUM_ERRORS = 2.0  # standard errors of the regret's uncertainty
 Runner: TypeAlias = Callable[[Plan], Run]
 """Runs a plan."""
 
-Progress: TypeAlias = Callable[[str, float], None]
-"""Called with a text and the share done."""
-
 
 def verify(
     plan: Plan,
@@ -50,7 +48,7 @@ def verify(
     num_steps: int = NUM_STEPS,
     num_rivals: int | None = None,
     num_cores: int | None = None,
-    progress: Progress = lambda _text, _share: None,
+    progress: Progress = no_progress,
 ) -> Verification:
     """Run the plan and at most `num_rivals` others (None: all) in turns; `runner` takes `num_steps` steps per run.
 

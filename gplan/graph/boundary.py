@@ -48,8 +48,8 @@ def is_crossing(value: Value, downsets: DownSets) -> Bools:
 
 def _crosses(way: Way, downsets: DownSets) -> Bools:
     producer, consumers = way
-    made = np.ones(downsets.size, dtype=np.bool_) if producer is None else downsets.contain(producer)
-    readers = [downsets.contain(x) for x in consumers if x < downsets.num_layers]
+    made = np.ones(downsets.size, dtype=np.bool_) if producer is None else downsets.is_before(producer)
+    readers = [downsets.is_before(x) for x in consumers if x < downsets.num_layers]
     is_last_output = len(readers) < len(consumers)
     return made if is_last_output else made & ~np.logical_and.reduce(readers)
 

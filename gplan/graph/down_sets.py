@@ -59,7 +59,7 @@ class Prefixes:
         layers = np.arange(self.num_layers)
         return layers, layers + 1, layers
 
-    def contain(self, layer: int) -> Bools:
+    def is_before(self, layer: int) -> Bools:
         """[P]: whether the layer lies before each position."""
         return self.num_before > layer
 
@@ -75,7 +75,7 @@ class Prefixes:
         """first, ..., end - 1."""
         return tuple(range(first, end))
 
-    def contains(self, first: Ints, end: Ints) -> Bools:
+    def are_stages(self, first: Ints, end: Ints) -> Bools:
         """[E]: whether the stage has a layer."""
         return first < end
 
@@ -195,7 +195,7 @@ def position_of(downsets: DownSets, layers: Sequence[int]) -> int | None:
     for layer in layers:
         if len(places) == 1:  # of a chain's positions from the beginning
             break
-        places = places[downsets.contain(layer)[places]]
+        places = places[downsets.is_before(layer)[places]]
     is_found = len(places) and {*downsets.layers(0, int(places[0]))} == {*layers}
     return int(places[0]) if is_found else None
 
@@ -228,7 +228,7 @@ class GraphDownSets:
         """[P]: number of layers before each position, rising."""
         return np.asarray(self.members.sum(axis=1, dtype=np.int64))
 
-    def contain(self, layer: int) -> Bools:
+    def is_before(self, layer: int) -> Bools:
         """[P]: whether the layer lies before each position."""
         return self.members[:, layer]
 
@@ -249,7 +249,7 @@ class GraphDownSets:
         """The layers before `end` and not before `first`, rising."""
         return tuple(np.flatnonzero(self.members[end] & ~self.members[first]).tolist())
 
-    def contains(self, first: Ints, end: Ints) -> Bools:
+    def are_stages(self, first: Ints, end: Ints) -> Bools:
         """[E]: whether each `first` lies within its `end` and is not all of it; O(L / 64) for each stage."""
         inside: Bools = np.asarray(first != end)
         for word in self._words:
@@ -346,13 +346,13 @@ class GraphDownSets:
         return of_all
 
     def _made(self, layer: int | None) -> Bools:
-        return np.ones(self.size, dtype=np.bool_) if layer is None else self.contain(layer)
+        return np.ones(self.size, dtype=np.bool_) if layer is None else self.is_before(layer)
 
     def _unread(self, layers: Sequence[int]) -> Bools:
         """[P]: whether any of the layers does not lie before each position."""
         if self.num_layers in layers:
             return self.num_before < self.num_layers
-        unread: Bools = ~np.logical_and.reduce([self.contain(x) for x in layers])
+        unread: Bools = ~np.logical_and.reduce([self.is_before(x) for x in layers])
         return unread
 
     @cached_property

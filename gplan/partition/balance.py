@@ -34,7 +34,14 @@ from gplan.partition.placement import Placed, best_placement
 from gplan.partition.plan_evaluation import price
 from gplan.partition.problem import Problem
 from gplan.partition.solve import SOLVERS, TooManyDownSets, solve, with_down_sets
-from gplan.partition.validation import check_choice, check_counts, check_recompute, check_sharding, check_split_backward
+from gplan.partition.validation import (
+    check_choice,
+    check_counts,
+    check_limits,
+    check_recompute,
+    check_sharding,
+    check_split_backward,
+)
 from gplan.schedules.registry import canonical, check_custom_counts, num_stages_of, schedule_info
 
 
@@ -70,7 +77,9 @@ def balance(
     """
     check_choice("solver", solver, SOLVERS)
     check_custom_counts(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
-    _check_seconds(time_limit_s)
+    check_limits(memory_bytes=memory_bytes, time_limit_s=time_limit_s)
+    if memory_bytes is None and machine is None:
+        memory_bytes = profile.device.memory_bytes
     problem = problem_of(
         profile,
         num_devices=num_devices,
@@ -78,7 +87,7 @@ def balance(
         microbatch_size=microbatch_size,
         schedule=schedule,
         recompute=recompute,
-        memory_bytes=_memory_bytes(profile, memory_bytes, machine),
+        memory_bytes=memory_bytes,
         minimize=minimize,
         constraints=constraints or Constraints(),
         num_replicas=num_replicas,
@@ -188,16 +197,3 @@ def alternative_of(plan: Plan, *, label: str = "") -> Alternative:
         peak_bytes=plan.peak_bytes,
         bubble=plan.prediction.bubble,
     )
-
-
-def _memory_bytes(profile: Profile, memory_bytes: int | None, machine: Machine | None) -> int | None:
-    if memory_bytes is not None and memory_bytes < 1:
-        raise UsageError(f"the memory of each device is {memory_bytes} bytes; expected at least 1")
-    if memory_bytes is not None or machine is not None:
-        return memory_bytes
-    return profile.device.memory_bytes
-
-
-def _check_seconds(time_limit_s: float | None) -> None:
-    if time_limit_s is not None and not time_limit_s > 0:
-        raise UsageError(f"the time limit is {time_limit_s:g} s; expected more than 0")

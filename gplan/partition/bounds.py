@@ -143,7 +143,7 @@ def filtered(problem: Problem, candidates: Sequence[Candidates], limit_s: float)
         before = prefix_tables(candidates, around, np.add, num_positions=size)
         after = suffix_tables(candidates, around, np.add, num_positions=size)[:, 0]
         waiting = before
-        if any(problem.split_shares):  # a stage may be busy when its last gradients are on their way
+        if problem.splits_backward:  # a stage may be busy when its last gradients are on their way
             waiting = prefix_tables(candidates, _forward_s(candidates), np.add, num_positions=size)
         kept = []
         for stage, (some, around_s) in enumerate(zip(candidates, around, strict=True)):
@@ -190,7 +190,7 @@ def busy_within(problem: Problem, limit_s: float) -> CandidateLimit:
     others; of these, 1F1B can hide the shorter half of those w_s - 1 that its warm-up takes in early.
     """
     num_microbatches, fastest = problem.num_microbatches, max(problem.speeds)
-    before_s = (_forward_sums_s if any(problem.split_shares) else compute_sums_s)(problem) / fastest
+    before_s = (_forward_sums_s if problem.splits_backward else compute_sums_s)(problem) / fastest
     beside_s = limit_s - through_all_s(problem)
     most_s = []
     for stage in range(problem.num_stages):
@@ -244,7 +244,7 @@ def _least_before_s(problem: Problem) -> tuple[Floats, Floats]:
     there_s, again_s = least_hops_s(problem)
     overheads_s = fewest * costs.overhead_s
     start_s = (forward_s + overheads_s) / fastest + there_s
-    if any(problem.split_shares):
+    if problem.splits_backward:
         return start_s, np.zeros(num_stages)
     return start_s, (back_s + overheads_s) / fastest + again_s
 
@@ -272,17 +272,15 @@ def _least_over_cuts(
 
 def through_all_s(problem: Problem) -> float:
     """What the first micro-batch takes at least, forward and backward through all stages, over every cut."""
-    costs, everything = problem.costs, (np.array([0]), np.array([problem.costs.num_positions - 1]))
-    back_s = costs.least_first_half_s if any(problem.split_shares) else costs.backward_s
-    layers_s = float(costs.forward_s(*everything)[0] + back_s(*everything)[0])
+    costs = problem.costs
+    layers_s = float(costs.forward_s(*costs.all_layers)[0] + problem.awaited_backward_s(*costs.all_layers)[0])
     overheads_s = 2 * problem.num_stages * costs.overhead_s
     return (layers_s + overheads_s) / max(problem.speeds) + float(least_transfers_s(problem).sum())
 
 
 def _forward_sums_s(problem: Problem) -> Floats:
     """[P]: seconds of one forward of all layers before each position, on the profiled device."""
-    every = np.arange(problem.costs.num_positions)
-    return problem.costs.forward_s(np.zeros_like(every), every)
+    return problem.costs.forward_s(*problem.costs.prefixes)
 
 
 def _hidden(problem: Problem, stage: int) -> float:

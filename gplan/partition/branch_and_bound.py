@@ -1,10 +1,11 @@
-"""Branch and bound over the cuts, from the first stage to the last: the smallest simulated step of paths of some candidates.
+"""Branch and bound over the cuts, from the first stage to the last: the partition with the smallest step, load or peak.
 
 A node is a prefix, the first s stages. A sweep grows all nodes by one stage at a time, drops those whose bound cannot
 beat the best plan known, and keeps at most `width` of the others, the most promising. If none was left out, the best
 plan is proven optimal; otherwise the smallest bound left out says how much better a plan could be, and the next sweep
 is wider, until the time is up. What a prefix is bounded by, and which prefixes make others pointless, is the matter
-of a `Relaxation`: labels for GPipe, a simulation of the prefix for every other schedule.
+of a `Relaxation`: labels for GPipe, a simulation of the prefix for other schedules with one stage on each device,
+Lagrangian weights where devices hold several.
 
 Where stages and micro-batches are many and partitions few, all are bounded instead (`all_bounded`): the step of a partition is
 its longest path, and any path is a sum over its stages, so the longest path of one partition bounds all others at the
@@ -22,17 +23,17 @@ from typing import Protocol, Self
 
 import numpy as np
 
+from gplan.core.units import seconds_text
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.batch_simulation import num_at_once
 from gplan.partition.candidates import Candidates
 from gplan.partition.dp import rows_from
 from gplan.partition.lagrangian import Goal
 from gplan.partition.local_search import polish
+from gplan.partition.minimax import stages_between
 from gplan.partition.partial_plans import CandidateBounds, PartialPlans, Relaxation
-from gplan.partition.problem import Problem
+from gplan.partition.problem import ROUNDING, Problem, Solution
 
-_ROUNDING = 1e-12
-_SLACK = 1e-9  # share by which a bound may be off
 _FIRST_WIDTH = 64
 _WIDER = 8  # times, from sweep to sweep
 _NUM_LEAVES = 256  # complete prefixes that are simulated to choose among
@@ -63,7 +64,7 @@ class Incumbent:
     @property
     def worth(self) -> float:
         """Only plans below this are better by more than rounding, and within the limit."""
-        return min(self.value * (1.0 - _ROUNDING), self.limit)
+        return min(self.value * (1.0 - ROUNDING), self.limit)
 
 
 class SearchSpace(Protocol):
@@ -131,6 +132,16 @@ def branch_and_bound(space: SearchSpace, incumbent: Incumbent, *, deadline_s: fl
     return left.polished(incumbent, deadline_s=deadline_s)
 
 
+def solution_of(problem: Problem, known: Incumbent, *, solver: str, wanted: str, time_limit_s: float) -> Solution:
+    """The best partition of a search for what was `wanted`, with a note if the time limit stopped it."""
+    return Solution(
+        stages=stages_between(problem, known.ends.tolist()),
+        lower_bound_s=known.value if known.proven else known.lower_bound,
+        solver=solver,
+        notes=() if known.proven else (f"the search for {wanted} was stopped after {seconds_text(time_limit_s)}",),
+    )
+
+
 def all_paths(candidates: Sequence[Candidates], *, most: int) -> Ints | None:
     """[N, S]: the candidates of every partition, all of which are on paths; None where there are more than `most`."""
     size = int(candidates[-1].end[-1]) + 1
@@ -151,7 +162,7 @@ def all_bounded(space: SearchSpace, paths: Ints, incumbent: Incumbent, *, deadli
     goal, candidates = space.goal, space.bounds.candidates
     figures, stages = [goal.figures(stage) for stage in range(len(candidates))], range(len(candidates))
     least, is_checked = np.zeros(len(paths)), np.zeros(len(paths), dtype=np.bool_)
-    while time.perf_counter() < deadline_s and least.min() * (1 + _ROUNDING) < incumbent.worth:
+    while time.perf_counter() < deadline_s and least.min() * (1 + ROUNDING) < incumbent.worth:
         index = int(least.argmin())
         if not is_checked[index]:
             some = np.flatnonzero(~is_checked)
@@ -166,7 +177,7 @@ def all_bounded(space: SearchSpace, paths: Ints, incumbent: Incumbent, *, deadli
         least = np.maximum(least, sums)
         if sums[index] < incumbent.value:
             incumbent = replace(incumbent, ends=ends_of(candidates, paths[index]), value=float(sums[index]))
-    least_value = min(float(least.min()) * (1 + _ROUNDING), incumbent.worth)
+    least_value = min(float(least.min()) * (1 + ROUNDING), incumbent.worth)
     return replace(incumbent, lower_bound=max(incumbent.lower_bound, least_value))
 
 

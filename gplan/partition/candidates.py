@@ -1,7 +1,7 @@
 """Candidate stages: for every place in the pipeline the pairs of positions that could be its stage, with their times.
 
 A partition into K stages is a path of K candidates from position 0 to the last one. Only candidates within a cap are made, and only
-those that lie on such a path, fit the memory of their device and grant the constraints; so with a cap near the optimum few
+those that lie on such a path, fit the memory of their device and satisfy the constraints; so with a cap near the optimum few
 are left, however long the chain or however many the down-sets.
 
     stage 0      stage 1      stage 2
@@ -21,7 +21,7 @@ from gplan.cost.stage_seconds import occupied
 from gplan.graph.down_sets import Bools, DownSets, Floats, Ints
 from gplan.partition.constraints import ConstraintCheck
 from gplan.partition.device_memory import counts_of, part_bytes, peaks_of
-from gplan.partition.plan_evaluation import compute_s, passes_s
+from gplan.partition.plan_evaluation import load_s, passes_s
 from gplan.partition.problem import Problem, compute_sums_s, peak_moments_of
 
 MOST_CANDIDATES = 12_000_000
@@ -164,7 +164,7 @@ def pairs_within(
         some = counts[lower:upper]
         offsets = np.arange(some.sum()) - np.repeat(np.cumsum(some) - some, some)
         first, end = np.repeat(starts[lower:upper], some), by_sum[np.repeat(begin[lower:upper], some) + offsets]
-        inside = downsets.contains(first, end)
+        inside = downsets.are_stages(first, end)
         first, end = first[inside], end[inside]
         order = np.lexsort((end, first))
         yield first[order], end[order]
@@ -176,16 +176,16 @@ def stage_seconds(problem: Problem, stage: int, first: Ints, end: Ints) -> Stage
     columns = problem.costs.columns(
         first,
         end,
-        problem.stage_place(stage),
-        halves=any(problem.split_shares),
+        problem.stage_places[stage],
+        halves=problem.splits_backward,
         recomputes=problem.recompute != "selected",
     )
     return occupied(columns)
 
 
 def loads_s(problem: Problem, stage: int, first: Ints, times: StageSeconds[Floats]) -> Floats:
-    """The loads of stages, in the arithmetic of `stage_loads_s`, so that equal is equal."""
-    return compute_s(problem, stage, times) + times.gradient_s + problem.activation_s(stage - 1)[first]
+    """[E]: the loads of candidates."""
+    return load_s(problem, stage, times, problem.activation_s(stage - 1)[first])
 
 
 class _Maker:
@@ -197,7 +197,7 @@ class _Maker:
         self._sums = compute_sums_s(problem)
 
     def candidates(self, stage: int, starts: Ints, *, most: int) -> Candidates:
-        """The candidates from these positions that are within the cap, fit the memory and grant the constraints."""
+        """The candidates from these positions that are within the cap, fit the memory and satisfy the constraints."""
         problem, downsets = self._problem, self._problem.costs.downsets
         most_s = self._cap.seconds_of(stage, starts)
         span = np.maximum(most_s * problem.speed(stage) * (1 + _SLACK), 0.0)

@@ -139,7 +139,7 @@ class ChainStages:
     @cached_property
     def whole(self) -> StageBytes[Ints]:
         """What the memory of a stage with all layers is made of, [1]."""
-        return self.costs.parts(np.array([0]), np.array([self.costs.num_positions - 1]))
+        return self.costs.parts(*self.costs.all_layers)
 
     @cached_property
     def alike(self) -> AlikeLayers:

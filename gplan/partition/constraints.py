@@ -24,7 +24,7 @@ class ConstraintCheck:
             members = np.zeros(problem.num_layers, dtype=np.int64)
             members[index[first] : index[last] + 1] = 1
             self._kept_counts.append(self._downsets.sums(members))
-        self._pins = [(self._downsets.contain(index[pin.layer]), pin.stage) for pin in constraints.pins]
+        self._pins = [(self._downsets.is_before(index[pin.layer]), pin.stage) for pin in constraints.pins]
 
     def allows(self, stage: int, first: Ints, end: Ints) -> Bools:
         """[E]: whether each candidate can be the stage with this number."""
@@ -42,7 +42,7 @@ class ConstraintCheck:
     def _contains(self, inner: Ints | int, outer: Ints | int) -> Bools:
         """Whether the layers before one position are all before the other."""
         a, b = np.broadcast_arrays(np.asarray(inner), np.asarray(outer))
-        inside: Bools = (a == b) | self._downsets.contains(a, b)
+        inside: Bools = (a == b) | self._downsets.are_stages(a, b)
         return inside
 
 

@@ -13,6 +13,7 @@ most of the time is in layers that are alike.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -81,12 +82,12 @@ class AlikeLayers:
         return found if len(found) else self.cuts
 
     @cached_property
-    def passing(self) -> tuple[Ints, Ints]:
+    def pass_through(self) -> tuple[Ints, Ints]:
         """[P] each: the most of what crosses a cut that may have crossed the one before it too: stages of one layer's."""
         first, end, _ = self.costs.downsets.covers
         most = np.zeros((2, self.costs.num_positions), dtype=np.int64)
-        for row, pass_through in zip(most, self.costs.pass_through.activation_bytes(first, end), strict=True):
-            np.maximum.at(row, end, pass_through)
+        for row, num_bytes in zip(most, self.costs.pass_through.activation_bytes(first, end), strict=True):
+            np.maximum.at(row, end, num_bytes)
         return most[0], most[1]
 
     @cached_property
@@ -205,7 +206,7 @@ class DeviceBounds:
     def quick_s(self) -> float:
         """A weaker bound, by the loads of devices and two moments of each: when all is done, and before all backwards."""
         problem, numbers = self.problem, np.arange(len(self._alike) + 1)
-        costs, num, split = problem.costs, problem.num_microbatches, any(problem.split_shares)
+        costs, num, split = problem.costs, problem.num_microbatches, problem.splits_backward
         if not len(self._alike):
             return 0.0
         compute = costs.layer_least_compute_s if split else costs.layer_compute_s
@@ -411,7 +412,7 @@ class DeviceBounds:
             "recompute_s": costs.least_recompute_s(every, every + 1),
             "optimizer_s": self._optimizer_s,
         }
-        if any(self.problem.split_shares):
+        if self.problem.splits_backward:
             found["input_gradient_s"] = costs.input_gradient_s(every, every + 1)
             found["weight_gradient_s"] = costs.weight_gradient_s(every, every + 1)
         return found
@@ -459,9 +460,9 @@ class DeviceBounds:
         boundaries, is_last = problem.boundaries(stage), kind.is_last
         after = np.array([costs.num_positions - 1]) if is_last else cuts
         before = boundaries.before and not kind.is_first
-        crossing, passing = costs.crossing, self._alike.passing
+        crossing = costs.crossing
         activation, gradient = (x[cuts].min() * before for x in (crossing.activation_bytes, crossing.gradient_bytes))
-        passed, passed_unsaved = (x[after] * boundaries.before for x in passing)
+        passed, passed_unsaved = (x[after] * boundaries.before for x in self._alike.pass_through)
         held = microbatch_bytes(
             MicrobatchTerms(
                 loss_stash=costs.loss.stash_bytes if costs.loss and is_last else 0,
@@ -492,7 +493,7 @@ class DeviceBounds:
     @cached_property
     def _back_before_s(self) -> tuple[Floats, Floats]:
         """[S] each: what gradients take at least from each stage to the end of the first; kept, and recomputed."""
-        kept_s = self._of_first(self._first_half_s) + least_hops_s(self.problem)[1]
+        kept_s = self._of_first(self.problem.awaited_backward_s) + least_hops_s(self.problem)[1]
         return kept_s, kept_s + self._of_first(self.problem.costs.least_recompute_s, overhead=False)
 
     @cached_property
@@ -506,30 +507,24 @@ class DeviceBounds:
     def _back_after_s(self) -> tuple[Floats, Floats]:
         """[S] each: what gradients take at least from the end of the last forward to each stage; kept, and recomputed."""
         hops_s = least_hops_s(self.problem)[1]
-        kept_s = self._of_last(self._first_half_s) + hops_s[-1] - hops_s
+        kept_s = self._of_last(self.problem.awaited_backward_s) + hops_s[-1] - hops_s
         return kept_s, kept_s + self._of_last(self.problem.costs.least_recompute_s, overhead=False)
-
-    @cached_property
-    def _first_half_s(self) -> SecondsOf:
-        """What gradients wait for at least."""
-        costs = self.problem.costs
-        return costs.least_first_half_s if any(self.problem.split_shares) else costs.backward_s
 
     @cached_property
     def _forward_all_s(self) -> float:
         """The way of a forward through all stages."""
-        everything = np.array([0]), np.array([self.problem.costs.num_positions - 1])
-        overheads_s = self.problem.num_stages * self.problem.costs.overhead_s
-        return float(self.problem.costs.forward_s(*everything)[0] + least_hops_s(self.problem)[0][-1]) + overheads_s
+        costs = self.problem.costs
+        overheads_s = self.problem.num_stages * costs.overhead_s
+        return float(costs.forward_s(*costs.all_layers)[0] + least_hops_s(self.problem)[0][-1]) + overheads_s
 
     @cached_property
     def _back_all_s(self) -> tuple[float, float]:
         """The way of gradients through all stages, at least; kept, and recomputed."""
-        costs, everything = self.problem.costs, (np.array([0]), np.array([self.problem.costs.num_positions - 1]))
-        num_overheads = self.problem.num_stages - any(self.problem.split_shares)
-        hops_s = float(least_hops_s(self.problem)[1][-1])
-        kept_s = float(self._first_half_s(*everything)[0]) + num_overheads * costs.overhead_s + hops_s
-        return kept_s, kept_s + float(costs.least_recompute_s(*everything)[0])
+        problem, costs = self.problem, self.problem.costs
+        num_overheads = problem.num_stages - problem.splits_backward
+        hops_s = float(least_hops_s(problem)[1][-1])
+        kept_s = float(problem.awaited_backward_s(*costs.all_layers)[0]) + num_overheads * costs.overhead_s + hops_s
+        return kept_s, kept_s + float(costs.least_recompute_s(*costs.all_layers)[0])
 
     def _of_first(self, seconds_of: SecondsOf, *, overhead: bool = True) -> Floats:
         """[S]: of as many layers at the beginning as there are stages before, with their overheads."""
@@ -587,8 +582,4 @@ def _least_covering(tables: Sequence[Floats], num_layers: int) -> float:
 
     if not len(values) or min(int(np.isfinite(table).sum()) for table in tables) == 0 or not enough(values[-1]):
         return INFINITY
-    low, high = 0, len(values) - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(values[middle]) else (middle + 1, high)
-    return float(values[low])
+    return float(values[bisect_left(values, True, 0, len(values) - 1, key=enough)])

@@ -87,7 +87,7 @@ def _can_satisfy(problem: Problem, constraints: Iterable[Constraints]) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SmallestPeakPlan:
+class TightestDevice:
     """The device with the largest peak, in the partition whose largest peak is smallest."""
 
     stages: tuple[Stage, ...]
@@ -95,18 +95,18 @@ class SmallestPeakPlan:
     is_proven: bool  # else a smaller peak may exist
 
 
-def tightest_device(problem: Problem) -> SmallestPeakPlan:
+def tightest_device(problem: Problem) -> TightestDevice:
     """The device that determines the least memory limit with which any partition fits."""
     if not problem.has_chunks:
         stage, peak_bytes = _tightest_stage(problem)
-        return SmallestPeakPlan(stages=(stage,), peak_bytes=peak_bytes, is_proven=True)
+        return TightestDevice(stages=(stage,), peak_bytes=peak_bytes, is_proven=True)
     found = smallest_peak(problem, deadline_s=time.perf_counter() + _SEARCH_S)
     assert found is not None, "without a limit there is a partition"
     stages = stages_of(*in_stage_order(without_memory(problem), stages_between(problem, found.ends.tolist())))
     devices = [tuple(stages[k] for k in numbers) for numbers in problem.stages_by_device]
     peaks = [sum(stage.memory.peak_bytes for stage in x) for x in devices]
     largest = max(range(len(devices)), key=peaks.__getitem__)
-    return SmallestPeakPlan(stages=devices[largest], peak_bytes=peaks[largest], is_proven=found.proven)
+    return TightestDevice(stages=devices[largest], peak_bytes=peaks[largest], is_proven=found.proven)
 
 
 def _tightest_stage(problem: Problem) -> tuple[Stage, int]:
@@ -238,7 +238,7 @@ def _remedy(problem: Problem, number: int) -> str:
     return f"try --k {number} --microbatches {problem.num_microbatches}"
 
 
-def _device_text(tightest: SmallestPeakPlan) -> str:
+def _device_text(tightest: TightestDevice) -> str:
     """The device, by its stages and the action at which it has its peak."""
     stages = tightest.stages
     moment = _moment_text(stages[0].memory.moment, has_chunks=len(stages) > 1)

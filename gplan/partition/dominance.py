@@ -22,7 +22,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gplan.core import StageSeconds
+from gplan.core import StageSeconds, is_recomputed
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.dp import suffix_tables
 from gplan.partition.partial_plans import PartialPlans, SimulatedPrefixes, best_by_end, empty_prefix
@@ -77,8 +77,7 @@ class GPipeLabels(SimulatedPrefixes):
     def _bounds_s(self, nodes: PartialPlans, gradient_s: Floats) -> Floats:
         """Of prefixes: the path through `first`, or one that is slowest further on."""
         bounds, stage, end = self.bounds, nodes.stage, nodes.last_end
-        is_again = bounds.problem.recompute in ("always", "selected")
-        around_s = bounds.around_after_again_s if is_again else bounds.around_after_s
+        around_s = bounds.around_after_again_s if self._recomputes[0] else bounds.around_after_s
         later_f, later_b, later_both = (table[stage][end] for table in self._largest_after)
         max_f, passed_s, last, _, first = nodes.labels.T
         passing_s = passed_s + around_s[stage][end] + gradient_s
@@ -103,7 +102,13 @@ class GPipeLabels(SimulatedPrefixes):
 
     def _backwards_s(self, times: StageSeconds[Floats]) -> tuple[Floats, Floats]:
         """Seconds of the backward of the micro-batch that comes back first, and of each other one, if there is any."""
-        problem = self.bounds.problem
         again = times.backward_s + times.recompute_s
-        first = again if problem.recompute in ("always", "selected") else times.backward_s
-        return first, again if problem.recompute == "except-last" and problem.num_microbatches > 1 else first
+        first, other = (again if recomputes else times.backward_s for recomputes in self._recomputes)
+        return first, other
+
+    @property
+    def _recomputes(self) -> tuple[bool, bool]:
+        """Whether the micro-batch that comes back first, the last one, is recomputed, and whether each other one is."""
+        problem, num = self.bounds.problem, self.bounds.problem.num_microbatches
+        first, other = (is_recomputed(m, num_microbatches=num, recompute=problem.recompute) for m in (num - 1, 0))
+        return first, other

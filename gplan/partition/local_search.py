@@ -15,9 +15,8 @@ import numpy as np
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.candidates import Candidates
 from gplan.partition.dp import rows_from
-from gplan.partition.problem import Problem
+from gplan.partition.problem import ROUNDING, Problem
 
-_ROUNDING = 1e-12  # share of the step by which steps that count as equal may differ
 _MOST_MOVES = 4096  # of one cut, looked at at once
 _NUM_PAIRED = 64  # the best single moves, that are tried two at a time
 
@@ -38,7 +37,7 @@ def polish(
     """
     if problem.num_stages == 1:
         return path
-    key_of = _Keys(problem, candidates, values, equal=_ROUNDING * float(values(path[None])[0]))
+    key_of = _Keys(problem, candidates, values, equal=ROUNDING * float(values(path[None])[0]))
     best, best_key = path, key_of(path[None])[0]
     while time.perf_counter() < deadline_s:
         moved = _allowed(_moves(candidates, best), may_be)
@@ -93,8 +92,8 @@ def _in_pairs(path: Ints, moved: Ints) -> Ints:
     """[N, S]: every two of these moves at once whose cuts are not neighbours."""
     cut = (moved != path).argmax(axis=1)
     one, other = np.triu_indices(len(moved), k=1)
-    boundaries = np.abs(cut[one] - cut[other]) > 1
-    one, other = moved[one[boundaries]], moved[other[boundaries]]
+    is_apart = np.abs(cut[one] - cut[other]) > 1
+    one, other = moved[one[is_apart]], moved[other[is_apart]]
     both: Ints = np.where(other != path, other, one)
     return both
 

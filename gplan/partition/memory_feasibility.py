@@ -24,8 +24,9 @@ from gplan.partition.device_memory import counts_of, part_bytes, peaks_of
 from gplan.partition.dp import INFINITY, best_path, suffix_tables
 from gplan.partition.problem import Problem, peak_moments_of
 from gplan.partition.recompute import PeakMoments
+from gplan.schedules.in_flight import NUM_WARMUP
 
-ALIKE_FROM_THE_END = ("gpipe", "1f1b", "eager-1f1b")
+ALIKE_FROM_THE_END = ("gpipe", *NUM_WARMUP)
 """Schedules under which stage s of K holds what the first of K - s does, or of M, if that is less."""
 
 _MOST_CHUNKS = 4  # of pairs of positions that are looked at for one stage
@@ -46,7 +47,7 @@ class FittingStages:
 
 
 def any_fits(problem: Problem) -> bool:
-    """Whether any partition fits the memory of its devices and grants the constraints; exact.
+    """Whether any partition fits the memory of its devices and satisfies the constraints; exact.
 
     Raises TooManyCandidates where the stages that might fit are too many to be looked at.
     """
@@ -65,7 +66,7 @@ def least_peak(problem: Problem) -> tuple[int, list[int]]:
         if found is not None:
             return found
     raise ValueError(
-        f"no partition of {problem.num_layers} layers into {problem.num_stages} stages grants the constraints"
+        f"no partition of {problem.num_layers} layers into {problem.num_stages} stages satisfies the constraints"
     )
 
 
@@ -100,12 +101,10 @@ def lasting_bytes(problem: Problem) -> int:
 def bytes_before(costs: Costs) -> dict[str, Floats]:
     """[P] by part: bytes of the layers before each position;
     of each part a stage has at least the difference of two."""
-    every = np.arange(costs.num_positions)
-    nothing = np.zeros_like(every)
     return {
-        "weight": costs.held_sum("weight_bytes", nothing, every).astype(np.float64),
-        "gradient": costs.held_sum("gradient_bytes", nothing, every).astype(np.float64),
-        "optimizer": costs.trained_share(nothing, every) * costs.profile.step.state_bytes,
+        "weight": costs.held_sum("weight_bytes", *costs.prefixes).astype(np.float64),
+        "gradient": costs.held_sum("gradient_bytes", *costs.prefixes).astype(np.float64),
+        "optimizer": costs.trained_share(*costs.prefixes) * costs.profile.step.state_bytes,
         "stash": costs.stash_sums.astype(np.float64),
         "recomputed_stash": costs.stash_sums.astype(np.float64),
     }
@@ -125,7 +124,7 @@ def _extended(reached: Bools, some: FittingStages) -> Bools:
 
 
 def _least_within(problem: Problem, limits: Sequence[float]) -> tuple[int, list[int]] | None:
-    """The same of the partitions whose stages are within some limits, [K]; None where none is."""
+    """As `least_peak`, of the partitions whose stages are within some limits, [K]; None where none is."""
     most, constraints = max(limits), ConstraintCheck(problem)
     every, candidates = _Within(problem, most), []
     for stage, limit in enumerate(limits):

@@ -30,9 +30,7 @@ from gplan.core.errors import UsageError
 from gplan.cost.memory_moments import device_memory, stage_memory
 from gplan.cost.stage_seconds import occupied
 from gplan.partition.device_memory import device_peaks
-from gplan.partition.problem import Problem as Problem
-from gplan.partition.problem import Solution as Solution
-from gplan.partition.problem import device_sums, moments_of, peak_moments_of, recomputed_share
+from gplan.partition.problem import Problem, Solution, device_sums, moments_of, peak_moments_of, recomputed_share
 from gplan.partition.recompute import RecomputeChoice
 from gplan.simulation.simulator import equal_bubble, step_and_bubble
 
@@ -57,12 +55,16 @@ def passes_s(problem: Problem, stage: int, times: StageSeconds[Seconds]) -> Seco
     return times.forward_s + backward_s
 
 
+def load_s(problem: Problem, stage: int, times: StageSeconds[Seconds], received_s: Seconds) -> Seconds:
+    """The load of a stage that receives activations for so many seconds."""
+    return compute_s(problem, stage, times) + times.gradient_s + received_s
+
+
 def stage_loads_s(problem: Problem, stages: Sequence[Stage]) -> tuple[float, ...]:
     """The load of each stage, with its transfers."""
     costs = [occupied(stage.contended_cost) for stage in stages]
-    loads = [compute_s(problem, k, cost) for k, cost in enumerate(costs)]
-    received = [0.0, *(cost.activation_s for cost in costs[:-1])]
-    return tuple(load + cost.gradient_s + x for load, cost, x in zip(loads, costs, received, strict=True))
+    received_s = [0.0, *(cost.activation_s for cost in costs[:-1])]
+    return tuple(load_s(problem, k, *pair) for k, pair in enumerate(zip(costs, received_s, strict=True)))
 
 
 def device_loads_s(problem: Problem, stages: Sequence[Stage]) -> tuple[float, ...]:
@@ -141,7 +143,7 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
     requested, (problem, cuts) = problem, in_stage_order(problem, solution.stages)
     stages = stages_of(problem, cuts)
     prediction = _prediction(problem, stages)
-    goal_s = prediction.step_s if problem.minimize == "step-time" else objective_s(problem, stages)
+    objective_value_s = prediction.step_s if problem.minimize == "step-time" else objective_s(problem, stages)
     profile = requested.costs.profile
     return Plan(
         model=profile.model,
@@ -158,8 +160,8 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
         prediction=prediction,
         proof=Proof(
             solver=solution.solver,
-            objective_s=goal_s,
-            lower_bound_s=min(goal_s, solution.lower_bound_s),
+            objective_s=objective_value_s,
+            lower_bound_s=min(objective_value_s, solution.lower_bound_s),
             solve_s=solve_s,
         ),
         notes=problem.costs.notes + solution.notes,
@@ -196,7 +198,7 @@ def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
     forward_s, backward_s = (of(places, places + 1) / speed for of in (alone.forward_s, alone.backward_s))
     choice = _recomputed(problem, index, first, end)
     recompute_s = _recompute_alone_s(problem, choice, first, end)
-    place = problem.stage_place(index)
+    place = problem.stage_places[index]
     slower = choice.recompute_s / recompute_s if choice.recompute_s and recompute_s else 1.0
     parts = StageBytes(**{name: int(getattr(choice.parts, name)[0]) for name in StageBytes.__struct_fields__})
     return Stage(

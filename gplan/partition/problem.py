@@ -7,12 +7,10 @@ of them is. Neighbours on one device hand each other nothing over a link.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-
-import numpy as np
 
 from gplan.core import ActionKind, Constraints, Link, MachineDevice, Objective, RecomputeMode, Schedule
 from gplan.core.units import percent_text
@@ -21,7 +19,10 @@ from gplan.cost.stage_costs import Costs, DeviceBoundaries, StagePlace
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.recompute import PeakMoments, RecomputeSelector
 from gplan.schedules.custom import is_custom_order
-from gplan.schedules.registry import make_schedule, schedule_info, stage_devices
+from gplan.schedules.registry import make_schedule, num_devices_of, schedule_info, stage_devices
+
+ROUNDING = 1e-12
+"""The share within which plans count as equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +53,7 @@ class Problem:
     @property
     def num_devices(self) -> int:
         """K; each holds as many stages as the schedule has chunks."""
-        info = schedule_info(self.schedule)
-        return info.num_devices or self.num_stages // info.num_chunks
+        return num_devices_of(self.schedule, self.num_stages)
 
     @property
     def made_schedule(self) -> Schedule:
@@ -95,6 +95,16 @@ class Problem:
         orders = self.made_schedule.orders
         counts = Counter(x.stage for order in orders for x in order if x.kind is ActionKind.WEIGHT_GRADIENT)
         return (0.0, *(counts[stage] / self.num_microbatches for stage in range(1, self.num_stages)))
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether any stage but the first splits a backward."""
+        return any(self.split_shares)
+
+    @property
+    def awaited_backward_s(self) -> Callable[[Ints, Ints], Floats]:
+        """Of `costs`, the seconds of stages that gradients wait for at least: of a split backward its first half."""
+        return self.costs.least_first_half_s if self.splits_backward else self.costs.backward_s
 
     @property
     def num_layers(self) -> int:
@@ -148,12 +158,9 @@ class Problem:
             return ()
         return tuple(dict.fromkeys(self.links)) or (self.costs.profile.link,)
 
-    def stage_place(self, stage: int) -> StagePlace:
-        """Where the stage runs."""
-        return self._stage_places[stage]
-
     @cached_property
-    def _stage_places(self) -> tuple[StagePlace, ...]:
+    def stage_places(self) -> tuple[StagePlace, ...]:
+        """Where each stage runs."""
         return tuple(
             StagePlace(
                 link=self.link_after(stage),
@@ -241,16 +248,15 @@ def moments_of(problem: Problem, stage: int) -> tuple[Moment, ...]:
 def compute_sums_s(problem: Problem) -> Floats:
     """[P]: seconds of forward and backward, at least, of one micro-batch of all layers before each position, on the
     profiled device."""
-    costs, every = problem.costs, np.arange(problem.costs.num_positions)
-    nothing = np.zeros_like(every)
-    backward_s = costs.least_backward_s if any(problem.split_shares) else costs.backward_s
-    return costs.forward_s(nothing, every) + backward_s(nothing, every)
+    costs = problem.costs
+    backward_s = costs.least_backward_s if problem.splits_backward else costs.backward_s
+    return costs.forward_s(*costs.prefixes) + backward_s(*costs.prefixes)
 
 
 def largest_layer_s(problem: Problem) -> float:
     """Seconds of forward and backward, at least, of the layer that takes longest, on the profiled device."""
     costs = problem.costs
-    layers = costs.layer_least_compute_s if any(problem.split_shares) else costs.layer_compute_s
+    layers = costs.layer_least_compute_s if problem.splits_backward else costs.layer_compute_s
     return float(layers.max())
 
 

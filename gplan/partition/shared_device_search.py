@@ -21,11 +21,18 @@ import numpy as np
 
 from gplan.core.errors import NoPlanError
 from gplan.core.machine import FREE_LINK
-from gplan.core.units import bytes_text, seconds_text
+from gplan.core.units import bytes_text
 from gplan.graph.down_sets import Bools, Ints
 from gplan.partition.batch_simulation import Delay, simulate_window
 from gplan.partition.bounds import busy_within, least_step_s
-from gplan.partition.branch_and_bound import Incumbent, branch_and_bound, ends_of, locally_improved, path_of
+from gplan.partition.branch_and_bound import (
+    Incumbent,
+    branch_and_bound,
+    ends_of,
+    locally_improved,
+    path_of,
+    solution_of,
+)
 from gplan.partition.candidates import (
     CandidateLimit,
     Candidates,
@@ -44,10 +51,10 @@ from gplan.partition.objectives import LoadGoal, PeakGoal, StepGoal
 from gplan.partition.partial_plans import WeightedPrefixes
 from gplan.partition.plan_evaluation import fits_memory
 from gplan.partition.problem import Problem, Solution, compute_sums_s, device_sums, without_memory
+from gplan.partition.step_time import TIME_LIMIT_S
 
 _MOST_CANDIDATES = 3_000_000  # that are searched
 _NARROW = 1.5  # times the longest stage of the best plan known: the stages that are looked at where all are too many
-_ROUNDING = 1e-12
 _SLACK = 1e-9  # share by which a bound may be off
 _NUM_BLENDED = 17  # plans, to begin a search for a peak that is small enough with
 _BURST = 25  # rounds of play, after which a partition is tried
@@ -223,8 +230,6 @@ class GoalSpace:
         return found if found.value < incumbent.value else incumbent
 
 
-TIME_LIMIT_S = 10.0
-
 _NUM_EVEN_PLANS = 40  # plans, to begin a search for the smallest peak with
 _MANY_ALIKE = 24  # layers from which counts lead to a plan to begin with
 _SHARES_OF_MEMORY = (1.0, 0.98, 0.95, 0.91, 0.86)  # for what counts leave out, as layers differ
@@ -248,13 +253,8 @@ def smallest_shared(
         return None
     search = _search_for(problem)
     known = search.run(_best_of(search, starts, deadline_s), deadline_s=deadline_s)
-    what = "a shorter step" if problem.minimize == "step-time" else "a smaller largest load"
-    return Solution(
-        stages=stages_between(problem, known.ends.tolist()),
-        lower_bound_s=known.value if known.proven else known.lower_bound,
-        solver="branch-and-bound",
-        notes=() if known.proven else (f"the search for {what} was stopped after {seconds_text(time_limit_s)}",),
-    )
+    wanted = "a shorter step" if problem.minimize == "step-time" else "a smaller largest load"
+    return solution_of(problem, known, solver="branch-and-bound", wanted=wanted, time_limit_s=time_limit_s)
 
 
 def _best_of(search: GoalSearch, starts: Sequence[Ints], deadline_s: float) -> Incumbent:
@@ -326,17 +326,17 @@ def _starts(problem: Problem, given: Ints | None, *, deadline_s: float) -> list[
     Of the given one and that which is made without a search the better; where the latter does not fit, the given one,
     or one that is found, and that to which moves away from the latter lead.
     """
-    started_s, boundaries = time.perf_counter(), _stages_by_themselves(without_memory(problem))
-    if boundaries is None:
+    started_s, unlimited = time.perf_counter(), _stages_by_themselves(without_memory(problem))
+    if unlimited is None:
         return []
     known = [] if given is None else [given]
-    if fits_memory(problem, boundaries.stages):
-        return [min([ends_of_stages(problem, boundaries.stages), *known], key=lambda x: _value_s(problem, x))]
+    if fits_memory(problem, unlimited.stages):
+        return [min([ends_of_stages(problem, unlimited.stages), *known], key=lambda x: _value_s(problem, x))]
     known = known or _counted_to_fit(problem) or _found_to_fit(problem, deadline_s=deadline_s)
     now_s = time.perf_counter()
     if not known or now_s - started_s > _SHARE_OF_FIRST * (deadline_s - now_s):
         return known
-    return [*known, *_moved_to_fit(problem, boundaries, deadline_s=_part_of(deadline_s))]
+    return [*known, *_moved_to_fit(problem, unlimited, deadline_s=_part_of(deadline_s))]
 
 
 def _counted_to_fit(problem: Problem) -> list[Ints]:

@@ -83,7 +83,8 @@ def _by_programs(problem: Problem, time_limit_s: float | None, start: Solution |
     if problem.minimize != "step-time":
         return smallest_largest(problem)
     if start is not None and fits_memory(problem, start.stages):
-        start = _better(problem, start, smallest_largest(problem))
+        known = [x for x in (start, smallest_largest(problem)) if x is not None]
+        start = min(known, key=lambda x: goal_s(problem, x.stages))
         return smallest_step(problem, start=start, time_limit_s=limit_s)
     return smallest_step(problem, time_limit_s=limit_s)
 
@@ -130,11 +131,6 @@ def _in_profile_order(start: Solution | None) -> Solution:
         "too many branches to choose layers to recompute: the layers stay in the profile's order, and nothing is proven"
     )
     return replace(start, lower_bound_s=0.0, notes=(*start.notes, note))
-
-
-def _better(problem: Problem, one: Solution | None, other: Solution | None) -> Solution | None:
-    found = [x for x in (one, other) if x is not None]
-    return min(found, key=lambda x: goal_s(problem, x.stages), default=None)
 
 
 def _by_milp(problem: Problem, solver: str, time_limit_s: float | None, *, start: Solution | None) -> Solution | None:

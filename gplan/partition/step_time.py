@@ -16,26 +16,31 @@ from functools import partial
 
 import numpy as np
 
-from gplan.core.units import seconds_text
 from gplan.graph.down_sets import Bools, Ints
 from gplan.partition.batch_simulation import steps_s
 from gplan.partition.bounds import StepBounds, busy_within, filtered, least_step_s
-from gplan.partition.branch_and_bound import Incumbent, branch_and_bound, ends_of, locally_improved, path_of
+from gplan.partition.branch_and_bound import (
+    Incumbent,
+    branch_and_bound,
+    ends_of,
+    locally_improved,
+    path_of,
+    solution_of,
+)
 from gplan.partition.candidates import Candidates, TooManyCandidates, candidates_within, fitting, on_paths
 from gplan.partition.chain_bounds import ChainBounds, ChainStages
 from gplan.partition.dominance import GPipeLabels
-from gplan.partition.minimax import ends_of_stages, smallest_largest, stages_between
+from gplan.partition.minimax import ends_of_stages, smallest_largest
 from gplan.partition.objectives import StepGoal
 from gplan.partition.partial_plans import Relaxation, SimulatedPrefixes
 from gplan.partition.plan_evaluation import goal_s
-from gplan.partition.problem import Problem, Solution, with_valid_bound, without_memory
+from gplan.partition.problem import ROUNDING, Problem, Solution, with_valid_bound, without_memory
 
 TIME_LIMIT_S = 10.0
 
 _FEW_CANDIDATES = 1_000_000  # that are searched without further ado
 _MANY_CANDIDATES = 4_000_000  # of one limit
 _MANY_ACTIONS = 2048  # stages times micro-batches, from which more plans are begun with
-_ROUNDING = 1e-12
 _SLACK = 1e-9  # share by which a bound may be off
 _RISES = (
     2e-4, 5e-4, 1e-3, 2e-3, 4e-3, 7e-3, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.35, 0.6, 1.0, 2.0, 5.0,
@@ -57,20 +62,13 @@ def smallest_step(
     deadline_s = time.perf_counter() + time_limit_s
     known = Incumbent(ends=ends_of_stages(problem, start.stages), value=goal_s(problem, start.stages), lower_bound=0.0)
     try:
-        limit_s = known.value * (1.0 + _ROUNDING)
+        limit_s = known.value * (1.0 + ROUNDING)
         starts = _starts(problem, limit_s)
         known = _within(problem, known, limit_s, most=_FEW_CANDIDATES, deadline_s=deadline_s, starts=starts)
     except TooManyCandidates:
         known = _deepened(problem, known, deadline_s=deadline_s)
-    notes: tuple[str, ...] = ()
-    if not known.proven:
-        notes = (f"the search for a shorter step was stopped after {seconds_text(time_limit_s)}",)
-    found = Solution(
-        stages=stages_between(problem, known.ends.tolist()),
-        lower_bound_s=known.value if known.proven else known.lower_bound,
-        solver="dp" if problem.schedule == "gpipe" else "branch-and-bound",
-        notes=notes,
-    )
+    solver = "dp" if problem.schedule == "gpipe" else "branch-and-bound"
+    found = solution_of(problem, known, solver=solver, wanted="a shorter step", time_limit_s=time_limit_s)
     return with_valid_bound(problem, found)
 
 
@@ -79,7 +77,7 @@ def _deepened(problem: Problem, known: Incumbent, *, deadline_s: float) -> Incum
     least_s = least_step_s(problem)
     known = replace(known, lower_bound=min(least_s, known.value))
     for rise in _RISES:
-        limit_s = min(least_s * (1.0 + rise), known.value * (1.0 + _ROUNDING))
+        limit_s = min(least_s * (1.0 + rise), known.value * (1.0 + ROUNDING))
         try:
             found = _within(problem, known, limit_s, most=_MANY_CANDIDATES, deadline_s=deadline_s)
         except TooManyCandidates:

@@ -17,6 +17,14 @@ def check_choice(name: str, found: str, choices: tuple[str, ...]) -> None:
         raise UsageError(f"{name} {found!r} is not known; expected one of {', '.join(choices)}")
 
 
+def check_limits(*, memory_bytes: int | None, time_limit_s: float | None) -> None:
+    """Raise UsageError for a time limit, or a memory of each device, that is not positive; None sets no limit."""
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise UsageError(f"the time limit is {time_limit_s:g} s; expected more than 0")
+    if memory_bytes is not None and memory_bytes < 1:
+        raise UsageError(f"the memory of each device is {memory_bytes} bytes; expected at least 1")
+
+
 def check_counts(
     profile: Profile, schedule: str, *, num_devices: int, num_microbatches: int, num_replicas: int
 ) -> None:

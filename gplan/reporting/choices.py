@@ -6,11 +6,12 @@ From a plan alone: its own stages with other M. With the profile that it was mad
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from gplan.core import Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
+from gplan.core.progress import Progress, no_progress
 from gplan.evaluate.replanning import replan, setting_of
 from gplan.schedules.custom import is_custom_order
 from gplan.schedules.registry import num_stages_of
@@ -42,9 +43,7 @@ def choices_of(plan: Plan) -> tuple[ScalingPoint, ...]:
     return _in_order(_same_stages(plan))
 
 
-def planned_choices(
-    plan: Plan, profile: Profile, *, progress: Callable[[str, float], None] = lambda _text, _share: None
-) -> tuple[ScalingPoint, ...]:
+def planned_choices(plan: Plan, profile: Profile, *, progress: Progress = no_progress) -> tuple[ScalingPoint, ...]:
     """The best plan for each number of devices and micro-batches, without those that are infeasible or out of time."""
     setting, deadline_s = setting_of(plan), time.perf_counter() + _TIME_LIMIT_S
     found = [_choice(plan, plan)]

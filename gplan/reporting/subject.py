@@ -7,13 +7,13 @@ functions compute both sides.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import pandas as pd
 
 from gplan.core import ActionKind, Plan, Profile, Run, Timeline, runs_forward_again
+from gplan.core.progress import Progress, no_progress
 from gplan.evaluate.explain.explain import explain
 from gplan.evaluate.explain.explanation import Explanation
 from gplan.evaluate.replanning import reprice
@@ -37,7 +37,7 @@ def analysis_of(
     subject: Subject,
     profile: Profile | None,
     *,
-    progress: Callable[[str, float], None] = lambda _text, _share: None,
+    progress: Progress = no_progress,
 ) -> PlanAnalysis:
     """The choices, and the explanation if there is a profile; raises FileError if the plan was not made from it.
 

@@ -11,7 +11,7 @@ Traffic of several pairs over one cable at a time, and other work on the network
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import combinations
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from gplan.core import COLLECTIVE_KINDS, CollectiveKind, HostLink, Link, Machine, MachineDevice
 from gplan.core.errors import UsageError
+from gplan.core.progress import Progress
 from gplan.core.units import bytes_text, counted, now_text, percent_text, seconds_text
 from gplan.runtime.peers import Peer, Peers, explained_by_peers, local_place
 from gplan.runtime.process_group import backend_of, init_from_environment, rendezvous_from_environment
@@ -38,9 +39,6 @@ from profiler.host.links import (
     pair_times,
 )
 from profiler.model.memory_budget import available_bytes
-
-ReportProgress = Callable[[str, float], None]
-"""Called with a text and the share that is done."""
 
 _BUDGET_S = 20.0  # of sampling, divided among the rounds and collectives; slow links take longer
 _MOST_S = 2.0  # of sampling, for a round or a collective
@@ -84,7 +82,7 @@ class RankFindings:
     collectives: tuple[CollectiveTimes, ...] = ()
 
 
-def measure_cluster(*, device_kind: str | None, timeout_s: float, progress: ReportProgress) -> Machine:
+def measure_cluster(*, device_kind: str | None, timeout_s: float, progress: Progress) -> Machine:
     """Measure the devices and links of all processes that torchrun started; each of them returns the same machine.
 
     `device_kind` is "cpu" or "cuda", by default "cuda" where every process has a GPU. Raises UsageError where there are
@@ -119,7 +117,7 @@ def measure_cluster(*, device_kind: str | None, timeout_s: float, progress: Repo
 class _Measuring:
     """The measurements of one rank, which all ranks make in the same order."""
 
-    def __init__(self, peers: Peers, device: torch.device, *, timeout_s: float, progress: ReportProgress) -> None:
+    def __init__(self, peers: Peers, device: torch.device, *, timeout_s: float, progress: Progress) -> None:
         self._peers, self._device, self._timeout_s, self._progress = peers, device, timeout_s, progress
         by_host = {host: [x.rank for x in peers.peers if x.host == host] for host in peers.hosts}
         self._hosts = list(by_host.values())

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from gplan.core import Action
+from gplan.core import Action, Schedule
 from gplan.core.errors import UsageError
 from gplan.schedules.dependencies import OrderError, check_orders
 
@@ -27,22 +26,13 @@ _MOST_CHARACTERS = 20_000_000
 _EXPECTED = "expected one line of actions for each device, such as 0F0 0F1 0B0 0B1"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CustomOrder:
-    """Orders that can be executed, with their numbers of stages and micro-batches."""
-
-    orders: tuple[tuple[Action, ...], ...]
-    num_stages: int
-    num_microbatches: int
-
-
 def is_custom_order(name: str) -> bool:
     """Whether the name of a schedule contains a custom order."""
     return name.startswith(PREFIX)
 
 
 @lru_cache(maxsize=16)
-def custom_order(name: str) -> CustomOrder:
+def custom_order(name: str) -> Schedule:
     """The order in the name of a schedule; raises UsageError if it cannot be executed.
 
     >>> [[str(action) for action in order] for order in custom_order("custom:0F0 0B0 / 1F0 1B0").orders]
@@ -83,7 +73,7 @@ def _text_of(path: Path) -> str:
     return text
 
 
-def _parsed(rows: Sequence[Sequence[str]]) -> CustomOrder:
+def _parsed(rows: Sequence[Sequence[str]]) -> Schedule:
     """The order in rows of words, one row per device; raises OrderError."""
     orders = []
     for device, row in enumerate(rows):
@@ -91,5 +81,4 @@ def _parsed(rows: Sequence[Sequence[str]]) -> CustomOrder:
             orders.append(tuple(map(Action.parse, row)))
         except ValueError as error:
             raise OrderError(f"{error}; list only computation, transfers follow from it", device=device) from error
-    num_stages, num_microbatches = check_orders(orders)
-    return CustomOrder(orders=tuple(orders), num_stages=num_stages, num_microbatches=num_microbatches)
+    return check_orders(orders)

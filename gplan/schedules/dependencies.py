@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from gplan.core import Action, ActionKind, Schedule
@@ -28,14 +27,14 @@ class OrderError(ValueError):
         self.device = device
 
 
-def _awaited_output(stage: int, kind: ActionKind, last_stage: int) -> tuple[int, bool] | None:
-    """The stage whose output an action waits for, and whether that is its forward (else its input gradient)."""
+def _awaited_output(stage: int, kind: ActionKind, last_stage: int) -> tuple[int, ActionKind] | None:
+    """The stage and kind of the action whose output an action waits for; BACKWARD stands for either input gradient."""
     if kind is ActionKind.FORWARD:
-        return (stage - 1, True) if stage > 0 else None
+        return (stage - 1, ActionKind.FORWARD) if stage > 0 else None
     if kind is ActionKind.WEIGHT_GRADIENT:
-        return stage, False
+        return stage, ActionKind.BACKWARD
     if kind in INPUT_GRADIENT_KINDS:
-        return (stage + 1, False) if stage < last_stage else (stage, True)
+        return (stage + 1, ActionKind.BACKWARD) if stage < last_stage else (stage, ActionKind.FORWARD)
     return None
 
 
@@ -51,27 +50,15 @@ def dependencies_of(actions: Collection[Action], num_stages: int) -> dict[Action
     for action in actions:
         awaited = _awaited_output(action.stage, action.kind, num_stages - 1)
         if awaited is not None:
-            stage, is_forward = awaited
+            stage, kind = awaited
             forward = Action(stage, ActionKind.FORWARD, action.microbatch)
-            dependencies[action] = forward if is_forward else gradients[stage, action.microbatch]
+            dependencies[action] = forward if kind is ActionKind.FORWARD else gradients[stage, action.microbatch]
     return dependencies
 
 
-_NOT_YET, _NONE = -1, -2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutionOrder:
-    """All actions of a schedule in an order in which each comes after the one it waits for."""
-
-    actions: tuple[Action, ...]
-    devices: tuple[int, ...]  # of each action
-    dependencies: tuple[int, ...]  # the position here of the action that each one waits for; negative: none
-
-
 @lru_cache(maxsize=32)
-def execution_order(schedule: Schedule) -> ExecutionOrder:
-    """The actions of a schedule in an order that respects all dependencies; O(actions).
+def execution_order(schedule: Schedule) -> tuple[Action, ...]:
+    """All actions of a schedule in an order in which each comes after the one it waits for; O(actions).
 
     Devices take turns; each one proceeds until it has to wait. Raises OrderError if devices wait for each other forever,
     or for an action of a stage or micro-batch that the schedule does not have.
@@ -86,10 +73,9 @@ def execution_order(schedule: Schedule) -> ExecutionOrder:
         ) from None
 
 
-def _execution_order(schedule: Schedule) -> ExecutionOrder:
-    actions, devices, dependencies = list[Action](), list[int](), list[int]()
-    num_done = [0] * schedule.num_devices
-    outputs, awaited = _output_positions(schedule)
+def _execution_order(schedule: Schedule) -> tuple[Action, ...]:
+    actions, num_done = list[Action](), [0] * schedule.num_devices
+    is_done, is_ready = _progress(schedule)
     has_progress = True
     while has_progress:
         has_progress = False
@@ -97,37 +83,29 @@ def _execution_order(schedule: Schedule) -> ExecutionOrder:
             for i in range(num_done[device], len(order)):
                 action = order[i]
                 key = action.stage, action.kind
-                dependency = awaited[key][action.microbatch]
-                if dependency == _NOT_YET:
+                if not is_ready[key][action.microbatch]:
                     break
-                outputs[key][action.microbatch] = len(actions)
+                is_done[key][action.microbatch] = True
                 actions.append(action)
-                devices.append(device)
-                dependencies.append(dependency)
                 num_done[device] = i + 1
                 has_progress = True
     _check_finished(schedule, num_done)
-    return ExecutionOrder(actions=tuple(actions), devices=tuple(devices), dependencies=tuple(dependencies))
+    return tuple(actions)
 
 
-_Positions = dict[tuple[int, ActionKind], list[int]]  # by stage and kind: for each micro-batch a position in the order
+_Flags = dict[tuple[int, ActionKind], list[bool]]  # by stage and kind: one for each micro-batch
 
 
-def _output_positions(schedule: Schedule) -> tuple[_Positions, _Positions]:
-    """Where an action's output is recorded, and where the output that it waits for is; nothing is recorded yet."""
-    stages, num_microbatches = range(schedule.num_stages), schedule.num_microbatches
-    outputs: _Positions = {}
-    for stage in stages:
-        gradients = [_NOT_YET] * num_microbatches
-        outputs |= {(stage, kind): gradients for kind in INPUT_GRADIENT_KINDS}
-        outputs |= {(stage, kind): [_NOT_YET] * num_microbatches for kind in _OTHER_KINDS}
-    nothing, awaited = [_NONE] * num_microbatches, _Positions()
-    for stage, kind in outputs:
-        found = _awaited_output(stage, kind, schedule.num_stages - 1)
-        awaited[stage, kind] = nothing
-        if found is not None:
-            awaited[stage, kind] = outputs[found[0], ActionKind.FORWARD if found[1] else ActionKind.BACKWARD]
-    return outputs, awaited
+def _progress(schedule: Schedule) -> tuple[_Flags, _Flags]:
+    """Whether each action is done, which none is yet, and whether what it waits for is: the same lists, to be updated."""
+    num_microbatches, is_done = schedule.num_microbatches, _Flags()
+    for stage in range(schedule.num_stages):
+        gradients = [False] * num_microbatches
+        is_done |= {(stage, kind): gradients for kind in INPUT_GRADIENT_KINDS}
+        is_done |= {(stage, kind): [False] * num_microbatches for kind in _OTHER_KINDS}
+    awaited = {key: _awaited_output(*key, schedule.num_stages - 1) for key in is_done}
+    is_ready = {key: [True] * num_microbatches if x is None else is_done[x] for key, x in awaited.items()}
+    return is_done, is_ready
 
 
 _OTHER_KINDS = (ActionKind.FORWARD, ActionKind.WEIGHT_GRADIENT)
@@ -147,8 +125,8 @@ def _check_finished(schedule: Schedule, num_done: Sequence[int]) -> None:
     )
 
 
-def check_orders(orders: Sequence[Sequence[Action]]) -> tuple[int, int]:
-    """The numbers of stages and micro-batches of these orders; raises OrderError if they are not a training step.
+def check_orders(orders: Sequence[Sequence[Action]]) -> Schedule:
+    """The schedule of these orders; raises OrderError if they are not a training step.
 
     Each stage must be on one device and have, for every micro-batch, a forward and then a backward, or the two halves of
     one; and no device may wait forever.
@@ -163,15 +141,14 @@ def check_orders(orders: Sequence[Sequence[Action]]) -> tuple[int, int]:
         )
     for device, order in enumerate(orders):
         _check_order(order, device, num_microbatches)
-    execution_order(
-        Schedule(
-            name="the order",
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            orders=tuple(tuple(order) for order in orders),
-        )
+    schedule = Schedule(
+        name="the order",
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        orders=tuple(tuple(order) for order in orders),
     )
-    return num_stages, num_microbatches
+    execution_order(schedule)
+    return schedule
 
 
 def _devices_of(orders: Sequence[Sequence[Action]]) -> dict[int, int]:

@@ -31,18 +31,11 @@ from __future__ import annotations
 from gplan.core import Action, ActionKind
 
 
-def gpipe(num_devices: int, num_microbatches: int) -> list[list[Action]]:
-    """GPipe's orders for K devices and M micro-batches.
-
-    >>> [str(action) for action in gpipe(2, 2)[1]]
-    ['1F0', '1F1', '1B1', '1B0']
-    """
-    return looped_bfs(num_devices, num_microbatches, 1)
-
-
 def looped_bfs(num_devices: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
-    """The orders of looped BFS for K devices of v chunks and M micro-batches.
+    """The orders of looped BFS for K devices of v chunks and M micro-batches; with one chunk those of GPipe.
 
+    >>> " ".join(str(action) for action in looped_bfs(2, 2, 1)[1])
+    '1F0 1F1 1B1 1B0'
     >>> " ".join(str(action) for action in looped_bfs(1, 2, 2)[0])
     '0F0 0F1 1F0 1F1 1B1 1B0 0B1 0B0'
     """

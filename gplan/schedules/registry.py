@@ -16,7 +16,7 @@ from gplan.core import Action, ActionKind, Schedule
 from gplan.core.errors import UsageError
 from gplan.core.units import counted
 from gplan.schedules.custom import custom_order, is_custom_order
-from gplan.schedules.gpipe import gpipe, looped_bfs
+from gplan.schedules.gpipe import looped_bfs
 from gplan.schedules.one_f_one_b import eager_1f1b, interleaved_1f1b, one_f_one_b
 from gplan.schedules.zero_bubble import zb_h1, zb_v
 
@@ -32,7 +32,7 @@ class ScheduleRule:
 
 
 SCHEDULES: dict[str, ScheduleRule] = {
-    "gpipe": ScheduleRule(make=lambda k, m, _: gpipe(k, m)),
+    "gpipe": ScheduleRule(make=looped_bfs),
     "1f1b": ScheduleRule(make=lambda k, m, _: one_f_one_b(k, m)),
     "eager-1f1b": ScheduleRule(make=lambda k, m, _: eager_1f1b(k, m)),
     "interleaved-1f1b": ScheduleRule(make=interleaved_1f1b, num_chunks=None),
@@ -99,6 +99,12 @@ def num_stages_of(name: str, num_devices: int) -> int:
     if is_custom_order(name):
         return custom_order(name).num_stages
     return schedule_info(name).num_chunks * num_devices
+
+
+def num_devices_of(name: str, num_stages: int) -> int:
+    """The number of devices on which the schedule has so many stages: the inverse of `num_stages_of`."""
+    info = schedule_info(name)
+    return info.num_devices or num_stages // info.num_chunks
 
 
 def stage_devices(name: str, *, num_devices: int) -> tuple[int, ...]:

@@ -12,11 +12,10 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from gplan.core import Action, ActionKind, Plan
-from gplan.core import Floats as Floats
+from gplan.core import Action, ActionKind, Floats, Plan
 from gplan.cost.stage_seconds import occupied
 from gplan.simulation.kernel import NONE, Entry, action_times, whole_program
-from gplan.simulation.simulator import gap_s, schedule_of
+from gplan.simulation.simulator import gap_s, schedule_of, update_times
 
 Amount: TypeAlias = Floats | float
 """One number for all steps, or one for each."""
@@ -66,8 +65,5 @@ def lay_out_steps(
         if i in last:
             device, action = program.entries[i].device, program.actions[i]
             free[device], ends[device] = free_s, free_s - gap_s(action, costs[action.stage])
-    for i in range(schedule.num_devices):
-        for stage in schedule.stages_of(i):
-            update_s = lasting_s(costs[stage].optimizer_s, Action(stage, ActionKind.OPTIMIZER, 0))
-            free[i] = free[i] + (update_s + costs[stage].before_update_s)
-    return Steps(step_s=np.maximum.reduce(free), loop_s=np.maximum.reduce(ends))
+    updates = update_times(schedule, costs, free, lambda x: lasting_s(costs[x.stage].optimizer_s, x))
+    return Steps(step_s=np.maximum.reduce([end_s for _, _, _, end_s in updates]), loop_s=np.maximum.reduce(ends))

@@ -62,8 +62,7 @@ class _Loop:
     num_devices: int
 
     def moments(self, place: int) -> tuple[float, float]:
-        """When the input of an action was sent, and when it had arrived; of what its own device makes,
-        the beginning."""
+        """When the input of an action was sent, and when it had arrived; of what its own device makes, the beginning."""
         need = self.program.entries[place].need
         if need < 0:
             return -math.inf, -math.inf
@@ -130,8 +129,7 @@ def _loop_pieces(loop: _Loop) -> Iterator[Idle]:
 
 
 def _filled(loop: _Loop) -> list[int]:
-    """For each device the last place at which it waits for the pipeline to fill: its last forward,
-    or first backward."""
+    """For each device the last place at which it waits for the pipeline to fill: its last forward, or first backward."""
     last_forward, first_backward = ([-1] * loop.num_devices for _ in range(2))
     for place, (action, (device, *_)) in enumerate(zip(loop.program.actions, loop.program.entries, strict=True)):
         if action.kind is ActionKind.FORWARD:

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from gplan.core import Action, ActionKind, Plan, Span, Transfer
 from gplan.schedules.dependencies import dependencies_of
-from gplan.simulation.simulator import gap_s
+from gplan.simulation.simulator import gap_s, transfer_s
 
 
 def exposed_transfers(
@@ -57,10 +57,9 @@ def sent_bytes(plan: Plan, action: Action) -> int:
 
 def exposed_in(plan: Plan, spans: Sequence[Span]) -> tuple[Transfer, ...]:
     """The same in a step of the plan, with what crosses its cuts."""
+    costs = plan.stage_costs
 
     def hop_s(action: Action) -> float:
-        own = plan.stages[action.stage].cost
-        is_forward = action.kind is ActionKind.FORWARD
-        return gap_s(action, own) + (own.activation_s if is_forward else plan.stages[action.receiver].cost.gradient_s)
+        return gap_s(action, costs[action.stage]) + transfer_s(action, costs)
 
     return exposed_transfers(spans, num_bytes=partial(sent_bytes, plan), hop_s=hop_s)

@@ -19,10 +19,10 @@ from statistics import NormalDist
 
 import numpy as np
 
-from gplan.core import Action, ActionKind, Plan, StageCost, StageSeconds
+from gplan.core import Action, ActionKind, Floats, Plan, StageCost, StageSeconds
 from gplan.cost.stage_seconds import action_s
 from gplan.cost.stage_spread import StageSpread
-from gplan.simulation.batch_layout import Floats, lay_out_steps
+from gplan.simulation.batch_layout import lay_out_steps
 from gplan.simulation.kernel import whole_program
 from gplan.simulation.simulator import planned_s, schedule_of, step_and_bubble
 
@@ -41,7 +41,7 @@ class StepSpread:
     num_draws: int  # 0: nothing varies
 
 
-def step_spread(plan: Plan, spreads: Sequence[StageSpread], *, num_draws: int = NUM_DRAWS) -> StepSpread:
+def step_spread(plan: Plan, spreads: Sequence[StageSpread]) -> StepSpread:
     """The plan's step with these spreads of its stages; O(K M) operations on arrays of the draws."""
     schedule, costs = schedule_of(plan), plan.stage_costs
     program = whole_program(schedule, plan.recompute)
@@ -54,9 +54,9 @@ def step_spread(plan: Plan, spreads: Sequence[StageSpread], *, num_draws: int = 
     if not any(deviations.values()):
         step_s, bubble = step_and_bubble(schedule, costs, recompute=plan.recompute)
         return StepSpread(expected_s=step_s, median_s=step_s, p95_s=step_s, bubble=bubble, num_draws=0)
-    draws = normal_draws(len(deviations), num_draws)
+    draws = normal_draws(len(deviations), NUM_DRAWS)
     added = {x: deviation_s * draw for (x, deviation_s), draw in zip(deviations.items(), draws, strict=True)}
-    steps = lay_out_steps(plan, num_steps=num_draws, added_s=added.__getitem__)
+    steps = lay_out_steps(plan, num_steps=NUM_DRAWS, added_s=added.__getitem__)
     busy_s = math.fsum(map(planned_s(schedule, costs, plan.recompute), program.actions))
     median_s, p95_s = np.quantile(steps.step_s, [0.5, 0.95]).tolist()
     return StepSpread(
@@ -64,7 +64,7 @@ def step_spread(plan: Plan, spreads: Sequence[StageSpread], *, num_draws: int = 
         median_s=median_s,
         p95_s=p95_s,
         bubble=max(0.0, 1.0 - busy_s / (plan.num_devices * float(steps.loop_s.mean()))),
-        num_draws=num_draws,
+        num_draws=NUM_DRAWS,
     )
 
 

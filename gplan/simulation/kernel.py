@@ -134,7 +134,7 @@ def program_of(
     device_of = {stage: i for i, own in enumerate(filter(None, stages)) for stage in own}
     durations, hops = dict[ActionKey, int](), dict[ActionKey, int]()
     entries, actions, sent = list[Entry](), list[Action](), dict[tuple[int, bool, int], int]()
-    for action in execution_order(schedule).actions:
+    for action in execution_order(schedule):
         stage, kind, m = action.stage, action.kind, action.microbatch
         if stage not in device_of:
             continue

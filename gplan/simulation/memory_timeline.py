@@ -37,8 +37,7 @@ class Holding:
 
 
 def memory_timeline(plan: Plan) -> tuple[tuple[Holding, ...], ...]:
-    """For each device what it holds over the predicted step;
-    none where the plan does not say what its memory is made of."""
+    """For each device what it holds over the predicted step; none where the plan's file has no parts of its memory."""
     parts = {stage.index: stage.parts for stage in plan.stages if stage.parts is not None}
     if len(parts) < plan.num_stages:
         return ()

@@ -52,7 +52,7 @@ class DeviceTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One step of a schedule, and what it says of it; seconds are the unit that the costs were given in."""
+    """One step of a schedule with its times, waits and memory; seconds are in the unit of the given costs."""
 
     name: str
     schedule: str  # its title
@@ -129,8 +129,7 @@ _SAME = 1e-9
 
 
 def has_whole_backward(timeline: Timeline) -> bool:
-    """Whether stage 0 has backwards in halves: its second is then all of it,
-    as nobody waits for its input's gradient."""
+    """Whether stage 0 has backwards in halves: the second is then all of it, as its inputs need no gradient."""
     return any(x.action.stage == 0 and x.action.kind is ActionKind.WEIGHT_GRADIENT for x in timeline.spans)
 
 

@@ -31,6 +31,7 @@ from gplan.core import (
     Plan,
     RecomputeMode,
     Schedule,
+    Seconds,
     Span,
     StageCost,
     Timeline,
@@ -93,7 +94,7 @@ def _timeline(
     origin: Origin,
 ) -> Timeline:
     spans: list[list[Span]] = [[] for _ in schedule.orders]
-    routes, transfers = _routes(schedule, costs), list[Transfer]()
+    routes, transfers, updates = _routes(schedule, costs), list[Transfer](), list[Span]()
     free = [0.0] * schedule.num_devices
     for action, entry, (start_s, free_s, arrival_s) in zip(program.actions, program.entries, rows, strict=True):
         end_s, device = start_s + duration_s(action), entry.device
@@ -110,10 +111,12 @@ def _timeline(
                     num_bytes=route.num_bytes,
                 )
             )
+    for device, update, start_s, end_s in update_times(schedule, costs, free, duration_s):
+        updates.append(Span(device=device, action=update, start_s=start_s, end_s=end_s))
     return Timeline(
         num_devices=schedule.num_devices,
         num_microbatches=schedule.num_microbatches,
-        spans=(*(span for own in spans for span in own), *_updates(schedule, costs, free, duration_s)),
+        spans=(*(span for own in spans for span in own), *updates),
         transfers=tuple(transfers),
         origin=origin,
     )
@@ -131,7 +134,8 @@ def step_and_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute
         starts.append(start_s)
         ends.append(start_s + durations[entry.duration])
         total_s += durations[entry.duration]
-    step_s = max(span.end_s for span in _updates(schedule, costs, free, planned_s(schedule, costs, recompute)))
+    updates = update_times(schedule, costs, free, planned_s(schedule, costs, recompute))
+    step_s = max(end_s for _, _, _, end_s in updates)
     available_s = schedule.num_devices * (max(ends) - min(starts))
     return step_s, max(0.0, 1.0 - total_s / available_s) if available_s else 0.0
 
@@ -161,6 +165,13 @@ def gap_s(action: Action, cost: StageCost) -> float:
     return action_s(ActionKey(action.stage, action.kind, recomputes=False), gaps(cost))
 
 
+def transfer_s(action: Action, costs: Sequence[StageCost]) -> float:
+    """Seconds of the transfer of an action's output: activations to the next stage, or gradients to the one before."""
+    if action.kind is ActionKind.FORWARD:
+        return costs[action.stage].activation_s
+    return costs[action.receiver].gradient_s if action.stage else 0.0
+
+
 def dependency_order(schedule: Schedule) -> tuple[Action, ...]:
     """All forwards and backwards in an order in which one device could run them: by time, were all as long."""
     program = whole_program(schedule, "never")
@@ -185,8 +196,7 @@ def _mean_cost(costs: Sequence[StageCost]) -> StageCost:
 
 
 def _equal_halves_s(costs: Sequence[StageCost], backward_s: float) -> tuple[float | None, float | None]:
-    """A backward in the proportion of all stages but the first, which has no first half;
-    None where that is not known."""
+    """A backward in the proportion of all stages but the first, which has no first half; None where that is not known."""
     halves = [(cost.input_gradient_s, cost.weight_gradient_s) for cost in costs[1:]]
     known = [(first_s, second_s) for first_s, second_s in halves if first_s is not None and second_s is not None]
     if len(known) < len(halves):
@@ -215,14 +225,13 @@ def _routes(schedule: Schedule, costs: Sequence[StageCost]) -> dict[tuple[int, A
     return routes
 
 
-def _updates(
-    schedule: Schedule, costs: Sequence[StageCost], free: Sequence[float], duration_s: Callable[[Action], float]
-) -> Iterator[Span]:
-    """When it is free at last, each device updates the weights of its stages, one stage after the other."""
+def update_times(
+    schedule: Schedule, costs: Sequence[StageCost], free: Sequence[Seconds], update_s: Callable[[Action], Seconds]
+) -> Iterator[tuple[int, Action, Seconds, Seconds]]:
+    """The device, action, start and end of each update: a device that is free at last updates one stage after the other."""
     for device, free_s in enumerate(free):
         for stage in schedule.stages_of(device):
-            update = Action(stage, ActionKind.OPTIMIZER, 0)
-            before_s = costs[stage].before_update_s
-            end_s = free_s + (duration_s(update) + before_s)
-            yield Span(device=device, action=update, start_s=free_s + before_s, end_s=end_s)
+            update, before_s = Action(stage, ActionKind.OPTIMIZER, 0), costs[stage].before_update_s
+            end_s = free_s + (update_s(update) + before_s)
+            yield device, update, free_s + before_s, end_s
             free_s = end_s

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 
 from gplan.core import Plan
 from gplan.core.units import counted, seconds_text
+from gplan.partition.problem import ROUNDING
 from gplan.schedules.registry import schedule_info
 from gplan.strategy_search.bounds import MOST_EFFORT
 from gplan.strategy_search.cache import ONE_SOLVE_S, OpenStrategy, SolveCache, StrategyResult
 from gplan.strategy_search.space import SIMPLEST, Strategy
 
-_ROUNDING = 1e-12
 _SHARE = 0.5  # of the time left, for the problems to come
 _LEAST_TIME_S = 0.5  # below this the rest of the time is not used
 _SMALL_GAP = 0.02  # with which the rest of the time is better spent on plans with less memory
@@ -112,7 +112,7 @@ class _BestFirstSearch:
             best = self.best
             if best is None or time.perf_counter() > self.deadline_s:
                 return
-            most = cache.cost(best) * (1 + _ROUNDING)
+            most = cache.cost(best) * (1 + ROUNDING)
             if (
                 _counts(strategy) != _counts(best)
                 or strategy.schedule == best.schedule
@@ -171,7 +171,7 @@ class _BestFirstSearch:
     @property
     def _cutoff(self) -> float:
         """The cost below which a plan is better than the best one by more than rounding."""
-        return self.cache.cost(self.best) * (1 - _ROUNDING)
+        return self.cache.cost(self.best) * (1 - ROUNDING)
 
     def _expand(self, node: OpenStrategy) -> None:
         left_s = self.deadline_s - time.perf_counter()

@@ -26,13 +26,13 @@ from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.bounds import least_transfers_s, shared_step_s, through_all_s
 from gplan.partition.chain_bounds import ChainBounds, ChainStages
 from gplan.partition.device_bounds import DeviceBounds
+from gplan.partition.dp import INFINITY
 from gplan.partition.problem import Problem, compute_sums_s, largest_layer_s
 from gplan.schedules.in_flight import NUM_WARMUP
 
 MOST_EFFORT = 2
 """Of the bounds of a strategy within a memory."""
 
-INFINITY = float("inf")
 _SLACK = 1e-9
 _HALVINGS = 30
 
@@ -111,7 +111,7 @@ class StrategyBounds:
         )
         lasting = int(whole.weight[0] + whole.optimizer[0]) + received
         # activations, and with split backwards gradients, may be sent out of the buffers in which they were received
-        may_return = costs.profile.values and any(problem.split_shares)
+        may_return = costs.profile.values and problem.splits_backward
         held = lasting + int(whole.gradient[0]) + (0 if may_return else sent_back)
         if problem.recompute == "never":
             num_in_flight = self._num if problem.schedule.partition(":")[0] in ("gpipe", "looped-bfs") else 1
@@ -130,15 +130,13 @@ class StrategyBounds:
     @property
     def whole_recompute_s(self) -> float:
         """Seconds of recomputing the whole model for a micro-batch, at least."""
-        everything = np.array([0]), np.array([self.problem.costs.num_positions - 1])
-        return float(self.problem.costs.least_recompute_s(*everything)[0])
+        return float(self.problem.costs.least_recompute_s(*self.problem.costs.all_layers)[0])
 
     @cached_property
     def _sums_s(self) -> Floats:
         """[P]: compute of the layers before each position."""
         costs, sums = self.problem.costs, compute_sums_s(self.problem)
-        every = np.arange(costs.num_positions)
-        return sums + costs.least_recompute_s(np.zeros_like(every), every) if self._again_s else sums
+        return sums + costs.least_recompute_s(*costs.prefixes) if self._again_s else sums
 
     @property
     def _overhead_s(self) -> float:
@@ -171,13 +169,12 @@ class StrategyBounds:
         Tied weights may lie together.
         """
         costs, replicas = self.problem.costs, self.problem.num_replicas
-        everything = np.array([0]), np.array([costs.num_positions - 1])
         reduced = 0.0
         for kind, field in EXCHANGED[costs.sharding] if replicas > 1 else ():
-            num_bytes = int(costs.held_sum(field, *everything)[0]) / replicas
+            num_bytes = int(costs.held_sum(field, *costs.all_layers)[0]) / replicas
             link = costs.profile.link.ring_message(kind, replicas)
             reduced += num_messages(kind, replicas) * num_bytes * min_s_per_byte(link)
-        return reduced + float(costs.optimizer_s(*everything)[0]) + costs.around_s
+        return reduced + float(costs.optimizer_s(*costs.all_layers)[0]) + costs.around_s
 
     @property
     def _shared_s(self) -> float:

@@ -8,16 +8,18 @@ memory never gives a better plan, and a partition found for one mode is the star
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from gplan.core import Constraints, Plan, Profile, RecomputeMode, Sharding
 from gplan.core.errors import NoPlanError
+from gplan.core.progress import Progress
 from gplan.cost.sharding import sharded
 from gplan.cost.stage_costs import Costs
 from gplan.graph.down_sets import DownSets
 from gplan.partition.chain_bounds import ChainStages
+from gplan.partition.dp import INFINITY
 from gplan.partition.plan_evaluation import fits_memory, goal_s, price
 from gplan.partition.problem import Problem, Solution, nothing_recomputed, without_memory
 from gplan.partition.solve import solve
@@ -26,12 +28,9 @@ from gplan.strategy_search.bounds import MOST_EFFORT, StrategyBounds
 from gplan.strategy_search.heuristics import estimated_step_s
 from gplan.strategy_search.space import Space, Strategy
 
-Progress = Callable[[str, float], None]
-
 ONE_SOLVE_S = 1.0
 """The default time limit for one problem, longer where there is time left."""
 
-INFINITY = float("inf")
 _MANY_ACTIONS = 512  # stages times micro-batches from which the time to solve grows with them
 _FIRST_ACTION_S = 1e-4  # estimated time to solve per action, until some problems were timed
 
@@ -77,9 +76,8 @@ class SolveCache:
     _unlimited: dict[Strategy, Solution | None] = field(default_factory=dict)
     _unlimited_outcomes: dict[Strategy, StrategyResult] = field(default_factory=dict)
     _limited: dict[tuple[Strategy, RecomputeMode], list[StrategyResult]] = field(default_factory=dict)
-    _costs: dict[tuple[tuple[int, int, int], _Replicas], Costs] = field(default_factory=dict)
     _profiles: dict[_Replicas, Profile] = field(default_factory=dict)  # of one replica
-    _stages: dict[int, ChainStages] = field(default_factory=dict)  # by the identity of the costs that `_costs` holds
+    _stages: dict[tuple[tuple[int, int, int], _Replicas], ChainStages] = field(default_factory=dict)
     _bounds: dict[tuple[Strategy, RecomputeMode], StrategyBounds] = field(default_factory=dict)
     _too_little: dict[Strategy, int] = field(default_factory=dict)  # memory in which no plan of a strategy fits
     _action_s: float = _FIRST_ACTION_S
@@ -180,24 +178,13 @@ class SolveCache:
         """The closed-form bounds of a strategy."""
         key = (strategy, recompute)
         if key not in self._bounds:
-            problem = self.problem(strategy, recompute, None)
-            stages = self._stages.setdefault(id(problem.costs), ChainStages(problem.costs))
-            self._bounds[key] = StrategyBounds(problem, stages)
+            self._bounds[key] = StrategyBounds(self.problem(strategy, recompute, None), self._stages_of(strategy))
         return self._bounds[key]
 
     def problem(self, strategy: Strategy, recompute: RecomputeMode, memory_bytes: int | None) -> Problem:
         """The partition problem of a strategy."""
-        num_beside = strategy.num_devices if self.profile.num_neighbours else 1  # that costs depend on
-        key = strategy.microbatch_size, strategy.num_microbatches, num_beside
-        replicas = strategy.num_replicas, strategy.sharding
-        if (key, replicas) not in self._costs:
-            if replicas not in self._profiles:
-                self._profiles[replicas] = sharded(
-                    self.profile, num_replicas=strategy.num_replicas, sharding=strategy.sharding
-                )
-            self._costs[key, replicas] = Costs(self._profiles[replicas], *key, self.downsets, *replicas)
         return Problem(
-            costs=self._costs[key, replicas],
+            costs=self._stages_of(strategy).costs,
             num_stages=strategy.num_stages,
             schedule=strategy.schedule,
             recompute=recompute,
@@ -205,6 +192,19 @@ class SolveCache:
             memory_bytes=memory_bytes,
             constraints=self.constraints,
         )
+
+    def _stages_of(self, strategy: Strategy) -> ChainStages:
+        """The costs of a strategy, which others share, and what the memory of their stages is made of."""
+        num_beside = strategy.num_devices if self.profile.num_neighbours else 1  # that costs depend on
+        key = strategy.microbatch_size, strategy.num_microbatches, num_beside
+        replicas = strategy.num_replicas, strategy.sharding
+        if (key, replicas) not in self._stages:
+            if replicas not in self._profiles:
+                self._profiles[replicas] = sharded(
+                    self.profile, num_replicas=strategy.num_replicas, sharding=strategy.sharding
+                )
+            self._stages[key, replicas] = ChainStages(Costs(self._profiles[replicas], *key, self.downsets, *replicas))
+        return self._stages[key, replicas]
 
     def _open(self, strategy: Strategy, recompute: RecomputeMode | None, memory_bytes: int | None) -> OpenStrategy:
         bounds, weight = (

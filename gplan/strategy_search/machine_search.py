@@ -7,13 +7,13 @@ the shortest step is taken. Settings that the time does not reach are left out, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any, Literal
 
 from gplan.core import Machine, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
+from gplan.core.progress import Progress, no_progress
 from gplan.core.units import counted, seconds_text
 from gplan.partition.balance import alternative_of, balance
 from gplan.partition.validation import why_not_selected
@@ -33,7 +33,7 @@ def search_machine(
     batch_size: int | None = None,
     microbatch_size: int | None = None,
     time_limit_s: float = TIME_LIMIT_S,
-    progress: Callable[[str, float], None] = lambda _text, _share: None,
+    progress: Progress = no_progress,
     **limits: Any,
 ) -> Plan:
     """The plan with the shortest step on a machine, the next best settings in `Plan.rivals`; "auto" is searched.

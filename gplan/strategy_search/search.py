@@ -8,7 +8,7 @@ step and memory comes from repeating the search with less and less memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -16,22 +16,22 @@ from typing import Literal
 
 from gplan.core import Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
+from gplan.core.progress import Progress, no_progress
 from gplan.core.units import bytes_text, counted, memory_size_text, seconds_text
 from gplan.graph.down_sets import DownSets, Prefixes
 from gplan.partition.balance import alternative_of
 from gplan.partition.candidates import TooManyCandidates
 from gplan.partition.constraints import check_constraints
 from gplan.partition.diagnosis import no_plan_error, one_device_notes, stages_that_fit_text, tightest_device
-from gplan.partition.problem import Problem
+from gplan.partition.problem import ROUNDING, Problem
 from gplan.partition.solve import TooManyDownSets, where_to_cut
-from gplan.partition.validation import why_not_selected
+from gplan.partition.validation import check_limits, why_not_selected
 from gplan.schedules.registry import num_stages_of, schedule_info
 from gplan.strategy_search.best_first import Found, best_plan_within
 from gplan.strategy_search.cache import SolveCache
 from gplan.strategy_search.space import Allows, SearchRequest, Space, any_strategy, search_space
 
 TIME_LIMIT_S = 18.0
-_ROUNDING = 1e-12
 _SHARE_OF_BEST = 0.6  # of the time, for the best plan; the rest is for the frontier
 _SHARE_OF_PROOF = 0.9  # the same while the gap is large
 _NUM_TRIED = 24  # strategies whose smallest memory is computed where nothing fits
@@ -58,7 +58,7 @@ def search(
     constraints: Constraints | None = None,
     allows: Allows = any_strategy,
     time_limit_s: float = TIME_LIMIT_S,
-    progress: Callable[[str, float], None] = lambda _text, _share: None,
+    progress: Progress = no_progress,
 ) -> Plan:
     """The plan with the shortest step for a batch, with plans that need less memory in `Plan.frontier`.
 
@@ -71,10 +71,7 @@ def search(
     Raises UsageError for an impossible request, NoPlanError where nothing fits or nothing was found in time.
     """
     started_s = time.perf_counter()
-    if not time_limit_s > 0:
-        raise UsageError(f"the time limit is {time_limit_s:g} s; expected more than 0")
-    if memory_bytes is not None and memory_bytes < 1:
-        raise UsageError(f"the memory of each device is {memory_bytes} bytes; expected at least 1")
+    check_limits(memory_bytes=memory_bytes, time_limit_s=time_limit_s)
     request = SearchRequest(
         num_devices=num_devices,
         num_microbatches=num_microbatches,
@@ -107,7 +104,7 @@ def search(
 def _with_best(cache: SolveCache, found: Found, memory_bytes: int | None) -> Found:
     """With the best plan that fits, even if it was found during the search with less memory."""
     best = cache.best_fitting(memory_bytes)
-    is_better = cache.cost(best) < cache.cost(found.plan) * (1 - _ROUNDING)
+    is_better = cache.cost(best) < cache.cost(found.plan) * (1 - ROUNDING)
     return replace(found, plan=best) if is_better else found
 
 
@@ -119,7 +116,7 @@ def _check_constraints(constraints: Constraints, profile: Profile, request: Sear
         )
     num_stages = len(profile.layers)
     if request.num_devices != "auto":
-        num_stages = num_stages_of("gpipe" if request.schedule == "auto" else request.schedule, request.num_devices)
+        num_stages = num_stages_of(request.base_schedule, request.num_devices)
     check_constraints(constraints, profile, num_stages=num_stages)
 
 

@@ -91,6 +91,11 @@ class SearchRequest:
     sharding: str = "none"
     allows: Allows = any_strategy
 
+    @property
+    def base_schedule(self) -> str:
+        """The schedule that numbers are checked against: the given one, or GPipe where it is to be found."""
+        return "gpipe" if self.schedule == "auto" else self.schedule
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
@@ -159,7 +164,7 @@ def check_request(profile: Profile, request: SearchRequest) -> None:
         if isinstance(count, int) and count < 1:
             raise UsageError(f"asked for {count} {name}; expected at least 1")
     check_choice("recompute", request.recompute, (*AUTO_RECOMPUTE, "auto"))
-    schedule = "gpipe" if request.schedule == "auto" else request.schedule
+    schedule = request.base_schedule
     check_custom_counts(
         schedule, num_microbatches=None if request.num_microbatches == "auto" else request.num_microbatches
     )
@@ -186,7 +191,7 @@ def _device_counts(profile: Profile, request: SearchRequest) -> tuple[int, ...]:
     """Every K to search."""
     if request.num_devices != "auto":
         return (request.num_devices,)
-    info = schedule_info("gpipe" if request.schedule == "auto" else request.schedule)
+    info = schedule_info(request.base_schedule)
     most = min(len(profile.layers) // info.num_chunks, request.most_devices or MOST_DEVICES)
     return tuple(k for k in range(1, most + 1) if info.num_devices in (None, k))
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gplan.core import Granularity, LayerCost, Link, Profile, StepCost, Timing, Work
 from gplan.core.errors import ModelError
+from gplan.core.progress import Progress, no_progress
 from gplan.core.units import now_text, percent_text
 from profiler.analytic.fusion import Fused
 from profiler.analytic.hardware import FusedKernel, Hardware
@@ -39,7 +40,6 @@ from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
 from profiler.model.precision import MASTER_DTYPE, master_bytes, round_into
 from profiler.timing.bench import Bench, bench_of_chain, layers_to_measure
-from profiler.timing.journal import Progress, silent
 
 _STAGE_LAUNCHES = 10  # a stage's call and the start of autograd's engine, in launches of an operation: assumed
 
@@ -64,7 +64,7 @@ class ComputeOptions:
         return self.calibration.hardware if self.calibration else self.hardware
 
 
-def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Progress = silent) -> Profile:
+def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Progress = no_progress) -> Profile:
     """The profile of a model, with real or fake weights, on hardware that is not present.
 
     Raises ModelError for a model that cannot be captured or followed without values, UsageError for products in a dtype
@@ -77,8 +77,8 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
             sizes.append(_computed_size(file, size, options))
         step = computed_step(file, hardware)
         if options.calibration is not None:
-            trained = [x for x in file.model.parameters() if x.requires_grad]
-            step = calibrated_step(step, options.calibration, trained=trained)
+            trained_bytes = sum(map(gradient_bytes, file.model.parameters()))
+            step = calibrated_step(step, options.calibration, trained_bytes=trained_bytes)
     first, values = sizes[0], values_of([x.crossings for x in sizes])
     layers, shared = layers_with_weights(first.chain, first.sources, [x.layers for x in sizes])
     return Profile(
@@ -217,12 +217,12 @@ def _notes(file: ModelFile, options: ComputeOptions) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def calibrated_step(step: StepCost, calibration: RooflineCalibration, *, trained: Sequence[nn.Parameter]) -> StepCost:
+def calibrated_step(step: StepCost, calibration: RooflineCalibration, *, trained_bytes: int) -> StepCost:
     """A computed step with the measured time of the same optimizer, scaled by bytes."""
     measured = calibration.step
     if measured.optimizer_name != step.optimizer_name or not calibration.trained_bytes:
         return step
-    by_bytes = sum(map(gradient_bytes, trained)) / calibration.trained_bytes
+    by_bytes = trained_bytes / calibration.trained_bytes
     grown = measured.grown(by_bytes, by_update=by_bytes)
     optimizer, zero_grad = (
         Timing.exactly(timing.median_s, origin="computed") for timing in (grown.optimizer, grown.zero_grad)

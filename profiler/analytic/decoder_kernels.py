@@ -27,12 +27,10 @@ from profiler.analytic.shapes import AttentionShape, Layout, MatmulShape
 MEGATRON_KERNELS: tuple[FusedKernel, ...] = ("attention", "normalization", "activation")
 """What Megatron-LM with Transformer Engine fuses unless told otherwise."""
 
-DTYPE, ELEMENT, LOGIT, GRADIENT = (
-    "bfloat16",
-    2,
-    4,
-    4,
-)  # bytes of a weight or activation, of an unfused logit, a gradient
+DTYPE = "bfloat16"
+ELEMENT = 2  # bytes of a weight or activation
+LOGIT = 4  # of an unfused logit
+GRADIENT = 4  # of a gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,15 +120,14 @@ class ShapeTable:
 
     def share(self, shape: Shape) -> float | None:
         """The share of the peak for a shape; None where nothing like it was measured."""
-        if shape in self.shares:
-            return self.shares[shape]
-        if shape not in self._found:
-            self._found[shape] = self._interpolated(shape)
-        return self._found[shape]
+        if shape not in self._known:
+            self._known[shape] = self._interpolated(shape)
+        return self._known[shape]
 
     @cached_property
-    def _found(self) -> dict[Shape, float | None]:
-        return {}
+    def _known(self) -> dict[Shape, float | None]:
+        """The measured shares, and those that were found between them."""
+        return dict(self.shares)
 
     def _interpolated(self, shape: Shape) -> float | None:
         tags = shape.tags

@@ -43,7 +43,7 @@ def _open(module: nn.Module, path: str, units: dict[str, str]) -> None:
         if _is_opened(child, in_list=isinstance(module, _LISTS), is_only=weighty == [name]):
             _open(child, child_path, units)
         else:
-            units.update({_join(child_path, inner): child_path for inner, _ in child.named_modules()})
+            units.update(dict.fromkeys((x for x, _ in child.named_modules(prefix=child_path)), child_path))
 
 
 def _is_opened(module: nn.Module, *, in_list: bool, is_only: bool) -> bool:
@@ -54,10 +54,6 @@ def _is_opened(module: nn.Module, *, in_list: bool, is_only: bool) -> bool:
     if in_list:
         return False
     return is_only or any(isinstance(inner, nn.ModuleList) and len(inner) > 1 for inner in module.modules())
-
-
-def _join(path: str, inner: str) -> str:
-    return f"{path}.{inner}" if inner else path
 
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import _get_dispatch_mode_pre_dispatch
+from torch._ops import OpOverload, _get_dispatch_mode_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from gplan.core.errors import ModelError
 from profiler.capture.authored_layers import replaced
 from profiler.capture.value_forms import Form
-from profiler.memory.allocations import storage_key
+from profiler.memory.allocations import storage_key, tensors_in
 
 torch.library.define("gplan::function", "(Tensor(a!)[] tensors, int index) -> Tensor[]")
 _FUNCTION = torch.ops.gplan.function.default
@@ -71,7 +71,7 @@ def custom_functions(found: list[CustomFunction]) -> AbstractContextManager[None
         mode = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
         if mode is None or not torch.is_grad_enabled():
             return plain()
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = list(tensors_in((args, kwargs)))
         if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):  # inside a transform such as torch.vmap
             takes_context = function.setup_context is torch.autograd.Function.setup_context
             can_be_traced = not takes_context and not any(x.requires_grad for x in tensors)
@@ -85,11 +85,16 @@ def custom_functions(found: list[CustomFunction]) -> AbstractContextManager[None
 
 def put_custom_functions(module: GraphModule, found: list[CustomFunction]) -> None:
     """Replace the operators in a traced graph by the custom functions in `found`."""
+    for node in calls_in(module, _FUNCTION):
+        tensors, index = node.args
+        node.target, node.args = found[index], tuple(tensors)  # type: ignore[index, arg-type]
+
+
+def calls_in(module: GraphModule, operator: OpOverload) -> Iterator[Node]:
+    """The calls of an operator in the graph of a module and in its inner graphs, which are recompiled afterwards."""
     for body in [x for x in module.modules() if isinstance(x, GraphModule)]:
-        calls = body.graph.find_nodes(op="call_function", target=_FUNCTION)
-        for node in calls:
-            tensors, index = node.args
-            node.target, node.args = found[index], tuple(tensors)
+        calls = body.graph.find_nodes(op="call_function", target=operator)
+        yield from calls
         if calls and body is not module:  # only the graph of the module itself is used
             body.recompile()
 
@@ -158,5 +163,5 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
         self.has_others |= any(storage_key(x) not in self._known for x in read)
         output = function(*args, **(kwargs or {}))
-        self._known.update({storage_key(x): x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)})
+        self._known.update({storage_key(x): x for x in tensors_in(output)})
         return output

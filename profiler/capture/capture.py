@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, get_args
 
@@ -23,7 +24,7 @@ from gplan.core.errors import ModelError, UsageError
 from gplan.core.precision import AS_MADE, Precision
 from profiler.capture.authored_layers import replaced
 from profiler.capture.chain import AtLayer, Chain, Route, Tensors, TensorSpec, autocast
-from profiler.capture.equal_layers import gradient_flags, layer_form, value_specs
+from profiler.capture.equal_layers import gradient_flags, layer_form
 from profiler.capture.grouping import (
     Group,
     groups_by_module,
@@ -241,7 +242,8 @@ class ExportedChain(Chain):
 
     def specs(self, boundary: int) -> tuple[TensorSpec, ...]:
         """The specs of a boundary's tensors, by the trace."""
-        return value_specs(self._boundaries[boundary], self._flags[boundary])
+        values = zip(self._boundaries[boundary], self._flags[boundary], strict=True)
+        return tuple(replace(TensorSpec.of(node.meta["val"]), requires_grad=flag) for node, flag in values)
 
     def routes(self, boundary: int) -> tuple[Route, ...]:
         """The routes of a boundary's tensors, by the trace."""

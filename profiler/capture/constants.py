@@ -10,7 +10,7 @@ torch.func and torch.vmap.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from profiler.capture.authored_layers import replaced
 from profiler.capture.value_checks import answer_of_batch, on_real_tensors, passed_check, without_draws
+from profiler.capture.value_forms import has_fixed_size
+from profiler.memory.allocations import tensors_in
 
 MOST_NUMBERS = 2**20  # of a tensor whose value is kept
 
@@ -111,7 +113,7 @@ class _Constants(TorchFunctionMode):
         output = without_draws(lambda: function(*args, **kwargs))
         is_followed = call is not None and self._follow(call, output)
         if self._values and not is_followed and _may_write(function, kwargs):
-            self._forget_memory_of(pytree.tree_leaves((args, kwargs)))
+            self._forget_memory_of((args, kwargs))
         return output
 
     def has_value(self, tensor: object) -> bool:
@@ -155,12 +157,12 @@ class _Constants(TorchFunctionMode):
 
     def _follow(self, call: _ConstantCall, output: Any) -> bool:
         """Repeat a call on the real tensors; returns whether the values of its results are known."""
-        fakes = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
+        fakes = list(tensors_in(output))
         is_of_use = fakes or call.function is Tensor.__setitem__
         if not is_of_use or not all(_can_be_kept(x) for x in (*fakes, *call.fakes)):
             return False
         try:
-            reals = [x for x in pytree.tree_leaves(call.result()) if isinstance(x, Tensor)]
+            reals = list(tensors_in(call.result()))
         except Exception:  # the value stays unknown
             return False
         if len(fakes) != len(reals) or not all(map(_is_like, fakes, reals)):
@@ -181,11 +183,11 @@ class _Constants(TorchFunctionMode):
             return None
         return value
 
-    def _forget_memory_of(self, values: Sequence[Any]) -> None:
+    def _forget_memory_of(self, values: object) -> None:
         if _is_transforming():  # the tensors may stand for others
             self._values.clear()
             return
-        memories = {_memory(x) for x in values if isinstance(x, Tensor)}
+        memories = set(map(_memory, tensors_in(values)))
         for tensor in [x for x in self._values if _memory(x) in memories]:
             del self._values[tensor]
 
@@ -230,7 +232,7 @@ def _memory(tensor: Tensor) -> int | None:
 def _can_be_kept(tensor: Tensor, *, any_size: bool = False) -> bool:
     with torch._C.DisableTorchFunction():
         is_plain = tensor.layout == torch.strided and not tensor.is_inference() and tensor.device.type != "meta"
-        if not is_plain or not all(type(x) is int for x in tensor.shape):
+        if not is_plain or not has_fixed_size(tensor):
             return False
         return any_size or tensor.numel() <= MOST_NUMBERS
 

@@ -13,15 +13,14 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from profiler.capture.chain import TensorSpec
 from profiler.capture.grouping import is_vmap_edge
 from profiler.capture.opaque_modules import fresh
 from profiler.capture.trace import StateTensor, Trace
+from profiler.memory.allocations import tensors_in
 
 _MOST_NUMBERS = 64  # elements of a constant that is compared by value
 
@@ -35,7 +34,7 @@ def layer_form(traced: Trace, nodes: Sequence[Node], before: Sequence[Node], aft
         if node not in names:
             if node in traced.state:
                 names[node] = "state", len(used)
-                used.append(_held_key(traced.state[node]))
+                used.append(_state_key(traced.state[node]))
             else:
                 held = traced.attribute(str(node.target))  # a graph, or the structure of an operation's arguments
                 names[node] = _graph_form(held) if isinstance(held, GraphModule) else repr(held)
@@ -47,14 +46,6 @@ def layer_form(traced: Trace, nodes: Sequence[Node], before: Sequence[Node], aft
         names[node] = len(operations)
     boundaries = tuple(tuple(_shape_key(x) for x in values) for values in (before, after))
     return tuple(operations), tuple(name(x) for x in after), tuple(used), boundaries
-
-
-def value_specs(nodes: Sequence[Node], flags: Sequence[bool]) -> tuple[TensorSpec, ...]:
-    """The specs of the values of a boundary; `flags` are their requires_grad."""
-    return tuple(
-        TensorSpec(shape=tuple(x.meta["val"].shape), dtype=x.meta["val"].dtype, requires_grad=flag)
-        for x, flag in zip(nodes, flags, strict=True)
-    )
 
 
 def gradient_flags(
@@ -86,8 +77,7 @@ def gradient_flags(
                     raise RuntimeError("an operation under torch.vmap cannot be run alone")
                 values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
             except RuntimeError:
-                given = pytree.tree_leaves((args, kwargs))
-                needed = any(isinstance(x, Tensor) and x.requires_grad for x in given)
+                needed = any(x.requires_grad for x in tensors_in((args, kwargs)))
                 values[node] = pytree.tree_map(lambda x, flag=needed: fresh(x, requires_grad=flag), node.meta["val"])
     return tuple(values[node].requires_grad for node in after)
 
@@ -97,7 +87,7 @@ def _shape_key(node: Node) -> Hashable:
     return tuple(value.shape), value.dtype
 
 
-def _held_key(state: StateTensor) -> Hashable:
+def _state_key(state: StateTensor) -> Hashable:
     tensor, values = state.tensor, None
     if state.is_constant and tensor.numel() <= _MOST_NUMBERS and not isinstance(tensor, FakeTensor):
         values = tuple(map(repr, tensor.flatten().tolist()))

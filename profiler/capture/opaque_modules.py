@@ -26,7 +26,7 @@ from profiler.capture.authored_layers import OF_EVERY_MODULE, module_key, named_
 from profiler.capture.autograd_functions import CustomFunction, add_to_graph, untraced
 from profiler.capture.value_checks import give_values
 from profiler.capture.value_forms import Form
-from profiler.memory.allocations import storage_key
+from profiler.memory.allocations import storage_key, tensors_in
 from profiler.model.materialise import on_meta
 
 
@@ -57,7 +57,7 @@ class ModuleCall:
 
 
 def _in_memory_of_its_own(made: Any, given: Any) -> Any:
-    taken = {storage_key(x) for x in pytree.tree_leaves(given) if isinstance(x, Tensor)}
+    taken = set(map(storage_key, tensors_in(given)))
 
     def separate(tensor: Tensor) -> Tensor:
         is_shared = storage_key(tensor) in taken
@@ -159,8 +159,7 @@ class _ParameterReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.has_foreign, self._storages = False, storages
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = pytree.tree_leaves((args, kwargs))
-        self.has_foreign |= any(isinstance(x, Tensor) and storage_key(x) in self._storages for x in given)
+        self.has_foreign |= any(storage_key(x) in self._storages for x in tensors_in((args, kwargs)))
         return function(*args, **(kwargs or {}))
 
 

@@ -41,12 +41,13 @@ def split_regions(graph: Graph, owner: GraphModule, model: nn.Module) -> None:
 
 def _parts(body: GraphModule, model: nn.Module) -> list[tuple[Node, ...]]:
     """The operations of a region in the layers that they belong to."""
-    if len(groups_by_module(body.graph, model)) < 2:
+    groups = groups_by_module(body.graph, model)
+    if len(groups) < 2:
         return []
     given = [x for x in body.graph.nodes if x.op == "placeholder"]
     operations = operations_of(body.graph, model)
     inseparable = [*rewrite_in_place(body.graph, given), *uncut_spans(operations), *vmap_spans(operations)]
-    return [x.nodes for x in merged(body.graph, groups_by_module(body.graph, model), inseparable)]
+    return [x.nodes for x in merged(body.graph, groups, inseparable)]
 
 
 def _replace(

@@ -98,8 +98,7 @@ def cumulative_momentum_one(model: nn.Module) -> Iterator[None]:
 
 
 def graph_calls(nodes: Iterable[Node], state: Mapping[Node, Tensor]) -> Iterator[RunningNorm]:
-    """The calls among some operations of a graph, and in the graphs that these run;
-    `state` is the state by its nodes."""
+    """The calls among some operations of a graph, and in the graphs that these run; `state` is the state by its nodes."""
     for node in nodes:
         if isinstance(node.target, OpOverload) and (name := _name(node.target)) in _OPERATORS:
             values: list[Any] = [state.get(x, x.meta.get("val")) if isinstance(x, Node) else x for x in node.args]
@@ -150,17 +149,17 @@ class RecordedCall:
 @contextmanager
 def recorded_norms(module: nn.Module) -> Iterator[list[RecordedCall]]:
     """Inside, a list that collects the calls of norms with buffers of `module`."""
-    listener = _Listener({id(buffer): name for name, buffer in module.named_buffers()})
-    with cumulative_momentum_one(module), listener:
-        yield listener.heard
+    recorder = _NormRecorder({id(buffer): name for name, buffer in module.named_buffers()})
+    with cumulative_momentum_one(module), recorder:
+        yield recorder.calls
 
 
-class _Listener(TorchFunctionMode):
+class _NormRecorder(TorchFunctionMode):
     """Records the calls of norms that write into named buffers."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
-        self.heard: list[RecordedCall] = []
+        self.calls: list[RecordedCall] = []
         self._names = names
 
     def __torch_function__(
@@ -178,7 +177,7 @@ class _Listener(TorchFunctionMode):
             return
         mean_name, var_name = self._names.get(id(call.running_mean)), self._names.get(id(call.running_var))
         if mean_name is not None and var_name is not None:
-            self.heard.append(RecordedCall(mean_name, var_name, call))
+            self.calls.append(RecordedCall(mean_name, var_name, call))
 
 
 def _operands(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from gplan.core.errors import ModelError
 from profiler.capture import fake_kernels as fake_kernels  # registers them
 from profiler.capture.authored_layers import attributes_restored, caches_empty, named_state, replaced
-from profiler.capture.autograd_functions import CustomFunction, custom_functions, put_custom_functions
+from profiler.capture.autograd_functions import CustomFunction, calls_in, custom_functions, put_custom_functions
 from profiler.capture.chain import call_arguments, model_state_restored
 from profiler.capture.constants import Answers, known_constants
 from profiler.capture.inplace import writers
@@ -231,12 +231,8 @@ def uncompiled() -> Iterator[None]:
 
 def _erase_assertions(module: GraphModule) -> None:
     """Remove the assertions of dtype and device that export adds at every `.to`."""
-    for body in [x for x in module.modules() if isinstance(x, GraphModule)]:
-        assertions = body.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default)
-        for node in assertions:
-            body.graph.erase_node(node)
-        if assertions and body is not module:  # only the graph of the module itself is used
-            body.recompile()
+    for node in calls_in(module, torch.ops.aten._assert_tensor_metadata.default):
+        node.graph.erase_node(node)
 
 
 @contextmanager

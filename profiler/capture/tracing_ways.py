@@ -37,6 +37,7 @@ from profiler.capture.constants import Answers
 from profiler.capture.opaque_modules import ModuleRecords, recorded_calls
 from profiler.capture.trace import Trace, UntraceableError, Way, trace, uncompiled
 from profiler.capture.value_forms import DATA_DEPENDENT
+from profiler.memory.allocations import tensors_in
 from profiler.model.error_location import describe, root_cause
 from profiler.model.lazy_build import fake_mode_of, random_state_kept, seed_everything
 
@@ -300,8 +301,8 @@ class Excerpt:
 def _coarsest_epsilon(found: Trace) -> float:
     """That of the coarsest floating-point numbers in a trace, such as those of autocast."""
     graphs = [found.graph, *(x.graph for x in found.module.modules() if isinstance(x, GraphModule))]
-    values = (x for graph in graphs for node in graph.nodes for x in pytree.tree_leaves(node.meta.get("val")))
-    dtypes = {x.dtype for x in values if isinstance(x, Tensor) and x.is_floating_point()}
+    tensors = (x for graph in graphs for node in graph.nodes for x in tensors_in(node.meta.get("val")))
+    dtypes = {x.dtype for x in tensors if x.is_floating_point()}
     return max((torch.finfo(x).eps for x in dtypes), default=0.0)
 
 
@@ -329,7 +330,7 @@ def _results_of(model: nn.Module, run: Callable[[], Any], *, seed: int = 0, host
     with random_state_kept(), model_state_restored(model), attributes_restored(model):
         seed_everything(host_seed)
         torch.manual_seed(seed)
-        outputs = [x for x in pytree.tree_leaves(run()) if isinstance(x, Tensor)]
+        outputs = list(tensors_in(run()))
         trained = [x for x in outputs if x.requires_grad]
         torch.manual_seed(0)
         if trained:

@@ -70,8 +70,8 @@ def answer_of_batch(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     real = value.real_tensor
     if real is None or real.numel() > _MOST_NUMBERS:
         return NotImplemented
-    asked = value.bool() if function in _TRUTHS else value
-    if asked.is_floating_point() or asked.is_complex():
+    compared = value.bool() if function in _TRUTHS else value
+    if compared.is_floating_point() or compared.is_complex():
         return NotImplemented
     with on_real_tensors():
         answer = function(real)
@@ -82,7 +82,7 @@ def answer_of_batch(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         f"({linecache.getline(path, line).strip()}) found {answer} then; use torch.where or torch.cond there, or define the "
         "model as an nn.Sequential or a list of stages, whose children may branch as they like"
     )
-    torch.ops.gplan.check(asked, expected, text)
+    torch.ops.gplan.check(compared, expected, text)
     return answer
 
 
@@ -113,9 +113,8 @@ def state_of_batch(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[No
         for name, fake in fakes.items():
             if isinstance(fake, FakeTensor) and name in state:
                 real = state[name].detach()
-                fake.real_tensor = (
-                    real if isinstance(state[name], nn.Parameter) else real.clone()
-                )  # buffers are written
+                is_parameter = isinstance(state[name], nn.Parameter)
+                fake.real_tensor = real if is_parameter else real.clone()  # buffers are written
     yield
 
 

@@ -80,10 +80,8 @@ class Form:
             raise _differs(what, f"is {_outline(structure)}", _outline(self.structure))
         tensors: dict[int, Tensor] = {}
         for number, (leaf, expected) in enumerate(zip(leaves, self.leaves, strict=True), start=1):
-            where, found = (
-                f"as value {number} of {len(leaves)}",
-                None if isinstance(leaf, Tensor) else Constant.of(leaf),
-            )
+            where = f"as value {number} of {len(leaves)}"
+            found = None if isinstance(leaf, Tensor) else Constant.of(leaf)
             if isinstance(expected, Constant) or found is not None:
                 if found != expected:
                     raise _differs(what, f"has {_word(found)} {where}", _word(expected))

@@ -17,15 +17,16 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Graph, Node
-from torch.utils import _pytree as pytree
 
 from profiler.capture.autograd_functions import CustomFunction
 from profiler.capture.inplace import aliased_arguments, written_arguments, written_state
 from profiler.capture.opaque_modules import ModuleCall
 from profiler.capture.trace import Trace
+from profiler.capture.value_forms import has_fixed_size
+from profiler.memory.allocations import tensors_in
 
 _PRODUCTS = {
     "linear", "matmul", "mm", "bmm", "grouped_mm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "addr", "dot", "vdot", "inner", "einsum",
@@ -143,8 +144,7 @@ def depends_on_values(node: Node) -> bool:
     """Whether the work of an operation depends on values: groups or sizes by data, or control flow that was not traced."""
     if isinstance(node.target, CustomFunction):
         return isinstance(node.target.function, ModuleCall)
-    tensors = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
-    return "grouped_mm" in operation_name(node) or any(type(n) is not int for x in tensors for n in x.shape)
+    return "grouped_mm" in operation_name(node) or not all(map(has_fixed_size, tensors_in(node.meta.get("val"))))
 
 
 def _drops_nothing(node: Node, operation: OpOverload) -> bool:
@@ -164,14 +164,13 @@ def operation_name(node: Node) -> str:
 
 
 def _dtypes(node: Node) -> set[object]:
-    return {x.dtype for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)}
+    return {x.dtype for x in tensors_in(node.meta.get("val"))}
 
 
 def bytes_of(nodes: Iterable[Node]) -> int:
     """Bytes of the tensors made by some nodes; data-dependent sizes count as 0."""
-    tensors = [x for node in nodes for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
-    known = [x for x in tensors if all(type(size) is int for size in x.shape)]
-    return sum(prod(x.shape) * x.element_size() for x in known)
+    tensors = (x for node in nodes for x in tensors_in(node.meta.get("val")))
+    return sum(prod(x.shape) * x.element_size() for x in tensors if has_fixed_size(x))
 
 
 def outputs_of(nodes: Collection[Node], wiring: Wiring) -> list[Node]:

@@ -1,7 +1,7 @@
 """This host: its processor, cores, GPUs and software versions, and the settings of a process that is measured.
 
-On a CPU, a pipeline device is a set of threads, pinned to as many cores. The C library is told to keep freed memory,
-and Python's garbage collector is frozen while actions are timed. GPU settings are read, never changed.
+On a CPU, a pipeline device is a set of threads, pinned to as many cores. The C library keeps freed memory, and Python's
+garbage collector is frozen while actions are timed. GPU settings are read, never changed.
 """
 
 from __future__ import annotations

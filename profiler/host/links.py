@@ -71,16 +71,17 @@ _LONGEST_S = 2.0
 _PAUSE_S = 1e-3  # as between the messages of a pipeline
 _SETTLED_SHARE = 0.03
 _SILENCE = timedelta(seconds=30)
+_TIMEOUT_S = 60.0  # without any output of the two processes
 
 
-def measure_link(*, device_kind: str = "cpu", timeout_s: float = 60.0) -> Link:
+def measure_link(*, device_kind: str = "cpu") -> Link:
     """The link between two processes of this host, with one core each ("cpu") or one GPU each ("cuda").
 
     Raises UsageError with fewer than two GPUs, RunError if the processes cannot connect.
     """
     check_measurable(device_kind)
     with tempfile.TemporaryDirectory(prefix="gplan-link-") as place:
-        run_processes("profiler.host.links", [device_kind, place], num_processes=2, timeout_s=timeout_s)
+        run_processes("profiler.host.links", [device_kind, place], num_processes=2, timeout_s=_TIMEOUT_S)
         content = (Path(place) / "times.json").read_bytes()
     times, reduced = msgspec.json.decode(content, type=tuple[list[tuple[int, float]], list[tuple[int, float]]])
     return replace(fit_link(*zip(*times, strict=True)), collectives=(fit_collective("all_reduce", 2, reduced),))
@@ -185,8 +186,8 @@ class GroupTimer:
         while True:
             self._sample(action, samples, 1 if is_slow else _TIMES_AT_ONCE)
             is_late = time.monotonic() > end_s and len(samples.clean_s) + len(samples.refused_s) >= _FEWEST
-            if self._of_first(float(_is_enough(samples) or is_late)):
-                return self._of_first(samples.timing().median_s)
+            if self._from_rank_0(float(_is_enough(samples) or is_late)):
+                return self._from_rank_0(samples.timing().median_s)
 
     def _sample(self, action: Callable[[], object], samples: Samples, num_times: int) -> None:
         """Each time is refused if any rank waited for other processes."""
@@ -208,7 +209,7 @@ class GroupTimer:
         self._clock.flush()
         return (samples.clean_s or samples.refused_s)[0]
 
-    def _of_first(self, number: float) -> float:
+    def _from_rank_0(self, number: float) -> float:
         """The number of rank 0."""
         found = torch.tensor([number], dtype=torch.float64, device=self.device)
         self.group.broadcast(found, 0).wait()

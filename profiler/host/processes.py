@@ -340,11 +340,16 @@ def report_error(error: GplanError) -> None:
     print(ERROR + json.dumps([type(error).__name__, str(error)]), file=sys.stderr, flush=True)
 
 
+def signal_at_parents_end(number: signal.Signals) -> None:
+    """Let the system send this process a signal when its parent ends (Linux only; elsewhere nothing is sent)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))
+
+
 def end_with_parent() -> None:
     """End this process and its children soon after the supervisor is gone, also while it is stopped (Linux only)."""
     parent = os.environ[PARENT]
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT))
+    signal_at_parents_end(signal.SIGCONT)
 
     def watch() -> None:
         while str(os.getppid()) == parent:

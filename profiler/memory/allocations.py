@@ -113,7 +113,10 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the tracer's own messages are
 
 @dataclass(frozen=True, slots=True)
 class AllocationEvent:
-    """One block allocated (bytes above 0) or freed (below 0), at a moment of `time.time_ns`."""
+    """One block allocated (bytes above 0) or freed (below 0), at a moment of the trace's clock.
+
+    That is `now_ns`, or the count of a StorageRecorder.
+    """
 
     time_ns: int
     address: int

@@ -138,26 +138,26 @@ def values_of(sizes: Sequence[Crossings]) -> tuple[Value, ...]:
     buffer alone. Raises ModelError if the layers differ between sizes.
     """
     _check_alike(sizes)
-    found = [_bytes_by_way(x) for x in sizes]
-    ways = sorted({way for x in found for way in x}, key=_order)
-    if all(_is_to_the_next(way.route) and not way.before for way in ways):
+    found = [_bytes_by_route(x) for x in sizes]
+    routes = sorted({route for x in found for route in x}, key=_order)
+    if all(_is_to_the_next(route.route) and not route.before for route in routes):
         return ()
     return tuple(
         Value(
-            producer=way.route.producer,
-            consumers=way.route.consumers,
+            producer=route.route.producer,
+            consumers=route.route.consumers,
             costs=tuple(
-                ValueCost(microbatch_size=size.microbatch_size, **asdict(of_size.get(way, NO_BYTES)))
+                ValueCost(microbatch_size=size.microbatch_size, **asdict(of_size.get(route, NO_BYTES)))
                 for size, of_size in zip(sizes, found, strict=True)
             ),
-            view_of=ways.index(way.viewed) if way.before else None,
+            view_of=routes.index(route.viewed) if route.before else None,
         )
-        for way in ways
+        for route in routes
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _ViewedRoute:
     """The route of a tensor, and of tensors in its storage: those that it is a view of, and its own views."""
 
     route: Route
@@ -165,13 +165,13 @@ class _Way:
     after: tuple[Route, ...] = ()
 
     @property
-    def viewed(self) -> _Way:
+    def viewed(self) -> _ViewedRoute:
         *before, last = self.before
-        return _Way(last, tuple(before), (self.route, *self.after))
+        return _ViewedRoute(last, tuple(before), (self.route, *self.after))
 
 
-def _order(way: _Way) -> list[tuple[int, tuple[int, ...]]]:
-    return [(_producer(x), x.consumers) for x in (way.route, *way.before, *way.after)]
+def _order(route: _ViewedRoute) -> list[tuple[int, tuple[int, ...]]]:
+    return [(_producer(x), x.consumers) for x in (route.route, *route.before, *route.after)]
 
 
 def _producer(route: Route) -> int:
@@ -194,7 +194,7 @@ def _is_to_the_next(route: Route) -> bool:
     return route.consumers == ((0 if route.producer is None else route.producer + 1),)
 
 
-def _bytes_by_way(crossings: Crossings) -> Mapping[_Way, TensorBytes]:
+def _bytes_by_route(crossings: Crossings) -> Mapping[_ViewedRoute, TensorBytes]:
     chain = crossings.chain
     tensors = [_numbered(chain.routes(boundary)) for boundary in range(len(chain) + 1)]
     viewed: dict[_Tensor, _Tensor] = {}
@@ -210,13 +210,13 @@ def _bytes_by_way(crossings: Crossings) -> Mapping[_Way, TensorBytes]:
         (*tensors[1:], tensors[0]), (*crossings.after, map(_of_input, chain.specs(0))), strict=True
     ):
         sizes = {**dict(zip(found, of_cut, strict=True)), **sizes}
-    totals: dict[_Way, TensorBytes] = {}
+    totals: dict[_ViewedRoute, TensorBytes] = {}
     for tensor, num_bytes in sizes.items():
-        way = _Way(tensor[0], _routes(viewed, tensor)[::-1], _routes(views_of, tensor))
-        totals[way] = totals.get(way, NO_BYTES) + num_bytes
-    known = {way.route for way in totals}
-    totals.update((_Way(x), NO_BYTES) for x in (Route(i, (j,)) for i, j in chain.pinned) if x not in known)
-    return {way: x for way, x in totals.items() if way.route.consumers}
+        route = _ViewedRoute(tensor[0], _routes(viewed, tensor)[::-1], _routes(views_of, tensor))
+        totals[route] = totals.get(route, NO_BYTES) + num_bytes
+    known = {route.route for route in totals}
+    totals.update((_ViewedRoute(x), NO_BYTES) for x in (Route(i, (j,)) for i, j in chain.pinned) if x not in known)
+    return {route: x for route, x in totals.items() if route.route.consumers}
 
 
 _Tensor = tuple[Route, int]

@@ -416,7 +416,7 @@ def layer_bytes(
 ) -> tuple[LayerBytes, ...]:
     """The memory of each layer, and last of the loss, from the trace of a passage.
 
-    `saved_by_maker` says of each layer's outputs whether the layer itself saves them, and last whether the loss does.
+    `saved_by_maker` is, for each of a layer's outputs, whether the layer itself saves it, and last whether the loss does.
     """
     forward_end = passage.backwards[-1][0]
     below, found = 0, []

@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gplan.core import LossReduction
 from gplan.core.errors import ModelError, UsageError
 from profiler.capture.chain import flat_tensors
+from profiler.memory.allocations import tensors_in
 from profiler.model.error_location import describe
+from profiler.model.lazy_build import random_state_kept
 from profiler.model.load import ModelFile
 
 _ROUNDINGS = 16.0  # epsilons by which the losses of a batch and of its parts may differ
@@ -51,8 +53,8 @@ def check_batch(value: Any, batch_size: int, *, what: str) -> None:
 
 def check_target(value: Any, batch_size: int, *, what: str) -> None:
     """Raise ModelError unless each tensor in a target, which may be anything, has `batch_size` rows."""
-    for tensor in pytree.tree_leaves(value):
-        if isinstance(tensor, Tensor) and (tensor.dim() == 0 or tensor.shape[0] != batch_size):
+    for tensor in tensors_in(value):
+        if tensor.dim() == 0 or tensor.shape[0] != batch_size:
             raise ModelError(
                 f"{what} have shape {tuple(tensor.shape)}; expected {batch_size} samples in dimension 0 (drop the last "
                 "batch of a data set if it is shorter)"
@@ -163,8 +165,8 @@ class CoarsestNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
-        for x in pytree.tree_leaves(output):
-            if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
+        for x in tensors_in(output):
+            if x.is_floating_point() or x.is_complex():
                 self.epsilon = max(self.epsilon, torch.finfo(x.dtype).eps)
         return output
 
@@ -201,9 +203,8 @@ def _data_notes(file: ModelFile, batch_size: int) -> tuple[str, ...]:
     """A note on data that differ each time they are read."""
     if not file.has("batches"):
         return ()
-    state = torch.random.get_rng_state()
-    first, second = (pytree.tree_leaves(next(file.batches(batch_size))) for _ in range(2))
-    torch.random.set_rng_state(state)
+    with random_state_kept():
+        first, second = (pytree.tree_leaves(next(file.batches(batch_size))) for _ in range(2))
     same = all(torch.equal(a, b) for a, b in zip(first, second, strict=False) if isinstance(a, Tensor))
     if same:
         return ()
@@ -282,5 +283,4 @@ def _fingerprints(model: nn.Module, run: Callable[[], Any]) -> list[tuple[str, f
 
 
 def _sum(output: object) -> float:
-    tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
-    return math.fsum(float(x.detach().double().sum()) for x in tensors)
+    return math.fsum(float(x.detach().double().sum()) for x in tensors_in(output) if x.is_floating_point())

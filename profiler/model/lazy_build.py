@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gplan.core.errors import ModelError, UsageError
 from gplan.core.units import some_names
-from profiler.memory.allocations import storage_key
+from profiler.memory.allocations import storage_key, tensors_in
 from profiler.model.error_location import describe
 from profiler.model.materialise import on_meta, parameter_as, reset_into
 
@@ -156,9 +156,9 @@ class _AsIfPresent(TorchFunctionMode):
         if value.is_meta == is_absent:
             return value
         found = self.absent.in_place_of(value) if is_absent else self.absent.values(value)
-        return (
-            self.absent.refuse("its code computes others from parameters that are not kept") if found is None else found
-        )
+        if found is None:
+            self.absent.refuse("its code computes others from parameters that are not kept")
+        return found
 
 
 def _moved(
@@ -233,13 +233,12 @@ class _AsIfComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.absent.drop(tensor)
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": "meta"}
-        real = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.is_meta]
-        shapes = {id(x): on_meta(x) for x in real}
+        shapes = {id(x): on_meta(x) for x in tensors_in((args, kwargs)) if not x.is_meta}
         return function(*_replaced(args, shapes), **_replaced(kwargs, shapes))
 
 
 def _absent_in(tree: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor) and x.is_meta]
+    return [x for x in tensors_in(tree) if x.is_meta]
 
 
 def _replaced(tree: Any, by_id: dict[int, Tensor]) -> Any:
@@ -255,7 +254,7 @@ def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, un
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if is_written and (not unread or argument.is_out or (is_fill and index == 0)):
             found.append(value)
-    return [x for x in pytree.tree_leaves(found) if isinstance(x, Tensor)]
+    return list(tensors_in(found))
 
 
 Built = TypeVar("Built")

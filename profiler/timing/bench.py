@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError, RunError
 from profiler.backward.split_backward import first_half
@@ -28,6 +27,7 @@ from profiler.capture.chain import (
     wants_gradient,
 )
 from profiler.capture.equal_layers import sources
+from profiler.memory.allocations import tensors_in
 from profiler.model.error_location import describe, is_out_of_memory
 from profiler.model.load import ModelFile
 
@@ -160,7 +160,7 @@ def bench_of_loss(file: ModelFile, chain: Chain, outputs: Tensors, target: Any) 
 
 def sum_of_outputs(output: Any) -> Tensor:
     """The loss of a model without one: the sum of all outputs that require a gradient."""
-    tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    tensors = [x for x in tensors_in(output) if x.requires_grad]
     return torch.stack([x.sum() for x in tensors]).sum() if tensors else torch.zeros(())
 
 
@@ -193,7 +193,7 @@ def rehearse(bench: Bench) -> tuple[str, ...]:
     def run(place: int, leaves: Tensors) -> Tensors:
         name, layer = f"layer {bench.names[place]}", bench.layers[place]
         versions = {x: (x._version, x.data_ptr()) for x in layer.parameters()}
-        outputs: Tensors = named(name, "forward", partial(layer, *leaves))
+        outputs: Tensors = run_naming_errors(name, "forward", partial(layer, *leaves))
         changed = [key for key, x in layer.named_parameters() if versions[x] != (x._version, x.data_ptr())]
         if changed:
             raise ModelError(
@@ -205,13 +205,13 @@ def rehearse(bench: Bench) -> tuple[str, ...]:
         return outputs
 
     passed, leaves = bench.forward(run)
-    loss = named("the loss", "forward", partial(bench.loss, leaves))
+    loss = run_naming_errors("the loss", "forward", partial(bench.loss, leaves))
     if loss.requires_grad:
-        named("the loss", "backward", loss.backward)
+        run_naming_errors("the loss", "backward", loss.backward)
         backward(
             passed,
             leaves,
-            lambda place, *roots: named(
+            lambda place, *roots: run_naming_errors(
                 f"layer {bench.names[place]}", "backward", partial(torch.autograd.backward, *roots)
             ),
         )
@@ -232,7 +232,7 @@ def split_backward_obstacle(bench: Bench) -> str:
     return ""
 
 
-def named(name: str, direction: str, work: Callable[[], Result]) -> Result:
+def run_naming_errors(name: str, direction: str, work: Callable[[], Result]) -> Result:
     """The result of `work`; its errors name the layer."""
     try:
         return work()

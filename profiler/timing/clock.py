@@ -8,6 +8,7 @@ many samples.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Protocol
@@ -17,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from gplan.core import Timing
+from gplan.core.layer_cost import quartiles_median_error
 
 _MOST_WAITING = 0.05  # share of a sample that may pass without a core
 _SHORTEST_WAIT_S = 2e-4  # below the resolution of the clocks
@@ -53,7 +55,6 @@ class Samples:
 
     def divided(self, slowdowns: Callable[[Sequence[float]], NDArray[np.float64]]) -> Samples:
         """The samples, each divided by the slowdown of its moment; launch times are left as they are."""
-
         clean_s, refused_s = (
             np.divide(values_s, slowdowns(at_s)).tolist()
             for values_s, at_s in ((self.clean_s, self.clean_at_s), (self.refused_s, self.refused_at_s))
@@ -111,34 +112,33 @@ class AtOneSpeed(Protocol):
         """The samples as they would be at that speed."""
 
 
-class Clock(Protocol):
+class Clock(ABC):
     """How a piece of work is timed on one kind of device."""
 
-    @property
-    def warmup_s(self) -> float:
-        """Seconds of work before the first sample counts."""
+    warmup_s: ClassVar[float]  # of work before the first sample counts
+    warmup_rounds: ClassVar[int]  # repetitions of the work before the first sample counts
 
-    @property
-    def warmup_rounds(self) -> int:
-        """Repetitions of the work before the first sample counts."""
-
+    @abstractmethod
     def begin(self) -> Callable[[Samples], None]:
         """Start timing; the returned function ends it, and the samples get the duration by the next flush."""
 
     def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
         """Run and return `work(*args)`; its duration is in `samples` after the next flush at the latest."""
+        end = self.begin()
+        result = work(*args)
+        end(samples)
+        return result
 
+    @abstractmethod
     def flush(self) -> None:
         """Wait for the device and add all pending durations."""
 
 
-class CpuClock:
+class CpuClock(Clock):
     """Wall time of the calling thread; a sample is refused where the thread waited for its core."""
 
-    warmup_s: ClassVar[float] = 0.0
-    warmup_rounds: ClassVar[int] = (
-        1  # after the neighbours are forked it takes twice as long: each page it writes is copied
-    )
+    warmup_s = 0.0
+    warmup_rounds = 1  # after the neighbours are forked it takes twice as long: each page it writes is copied
 
     def begin(self) -> Callable[[Samples], None]:
         """Start a sample; the returned function ends it and adds its duration."""
@@ -149,13 +149,6 @@ class CpuClock:
             samples.add(seconds, time.thread_time() - busy_s)
 
         return end
-
-    def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
-        """Run and return `work(*args)`, and add its duration."""
-        end = self.begin()
-        result = work(*args)
-        end(samples)
-        return result
 
     def flush(self) -> None:
         """Nothing is pending."""
@@ -175,15 +168,15 @@ def _timing_event() -> DeviceEvent:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-class CudaClock:
+class CudaClock(Clock):
     """Time between two events on the current stream, read at the next flush.
 
     Where launches take longer than the kernels, the time is that of the launches. Flush at least every thousand
     kernels: when the driver's queue is full the host waits, and its launches seem longer than they are.
     """
 
-    warmup_s: ClassVar[float] = 0.5  # until the GPU's clocks are up
-    warmup_rounds: ClassVar[int] = 10  # until libraries have chosen their kernels and the allocator has its blocks
+    warmup_s = 0.5  # until the GPU's clocks are up
+    warmup_rounds = 10  # until libraries have chosen their kernels and the allocator has its blocks
 
     def __init__(
         self,
@@ -207,13 +200,6 @@ class CudaClock:
 
         return end
 
-    def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
-        """Launch and return `work(*args)` between two events; the duration is known after `flush`."""
-        end = self.begin()
-        result = work(*args)
-        end(samples)
-        return result
-
     def flush(self) -> None:
         """Synchronize once and add all durations since the last flush."""
         if not self._pending:
@@ -231,9 +217,9 @@ def is_undisturbed(wall_s: float, busy_s: float) -> bool:
 
 
 def median_error(values: Sequence[float]) -> float:
-    """The standard error of the median, 1.25 IQR / (1.35 sqrt(n)), exact for normal samples."""
-    low, high = np.quantile(values, [0.25, 0.75])
-    return float(1.25 * (high - low) / 1.35 / np.sqrt(len(values)))
+    """The standard error of the median, by the quartiles."""
+    low, high = np.quantile(values, [0.25, 0.75]).tolist()
+    return quartiles_median_error(low, high, len(values))
 
 
 def median_s(values: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Progress of a measurement, and a journal file from which an interrupted profile continues.
+"""A journal file from which an interrupted profile continues.
 
 The key of a journal covers the model, the options and the machine; a file with another key is ignored. The file is
 removed when the profile is complete.
@@ -7,29 +7,16 @@ removed when the profile is complete.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
 from gplan.core.errors import FileError, GplanError
 from gplan.files.json_files import write_bytes
 from profiler.timing.clock import Samples
-
-Progress: TypeAlias = Callable[[str, float], None]
-"""Called with a description of the current work and the share done, 0 to 1."""
-
-
-def silent(_text: str, _share: float) -> None:
-    """Ignore all progress."""
-
-
-def part(progress: Progress, index: int, count: int) -> Progress:
-    """The progress of part `index` of `count` parts of equal length."""
-    return lambda text, share: progress(text, (index + share) / count)
-
 
 _FORMAT = "gplan.journal/3"
 _SAVE_EVERY_S = 5.0

@@ -22,6 +22,7 @@ from gplan.core import Granularity, LayerCost, LossReduction, Timing, WholeModel
 from gplan.core.errors import ModelError
 from gplan.core.host_load import HostLoad, interruption_text
 from gplan.core.profile import MOST_DISAGREEMENT
+from gplan.core.progress import Progress, part
 from gplan.core.units import seconds_text
 from profiler.analytic.layer_work import LayerAnalysis, analyse, analyse_halves
 from profiler.analytic.roofline import total_work
@@ -47,7 +48,7 @@ from profiler.timing.bench import (
     split_backward_obstacle,
 )
 from profiler.timing.clock import AtOneSpeed, Clock, Samples
-from profiler.timing.journal import Journal, Progress, part
+from profiler.timing.journal import Journal
 from profiler.timing.neighbours import BESIDE_OTHERS, NEIGHBOUR_FAILED, contention, neighbours
 from profiler.timing.rounds import NO_CORRECTIONS, Corrections, TimingRounds, common_variance, corrections_of, net
 
@@ -327,8 +328,8 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
         setup.journal.save_now_and_then()
         progress(f"{what}, round {index}", share)
 
-    silent = TimingRounds(bench, setup.clock, lambda _: Samples())
-    work = partial(silent.layer_round, lambda _: Samples())
+    unsampled = TimingRounds(bench, setup.clock, lambda _: Samples())
+    work = partial(unsampled.layer_round, lambda _: Samples())
     with garbage_collector_frozen(), neighbours(setup.shares, work, bench.parameters) as others:
         beside = others if setup.shares else None
         rounds = TimingRounds(

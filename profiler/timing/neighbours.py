@@ -7,7 +7,6 @@ thread, as a fork would wait forever for OpenMP threads that only its parent has
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
@@ -18,12 +17,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from profiler.host.processes import signal_at_parents_end
 from profiler.timing.clock import Samples
 
 BESIDE_OTHERS = " beside others"
 """Suffix of the names of samples while the neighbours compute."""
 NEIGHBOUR_FAILED = "a neighbour process failed: the measured contention is too low"
-_PR_SET_PDEATHSIG = 1
 _STUCK_S = 10.0  # without computing, before the first stop
 _POLL_S = 0.005
 _LEAD_S = 0.1
@@ -95,7 +94,7 @@ def _fork(work: Callable[[], object], parameters: Sequence[nn.Parameter], cores:
         return process_id
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal_at_parents_end(signal.SIGKILL)
         if os.getppid() == parent:
             os.sched_setaffinity(0, cores)
             _work_forever(work, parameters)

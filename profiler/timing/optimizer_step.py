@@ -3,9 +3,9 @@
 With master weights the copies are in float32, and rounding them into the parameters belongs to the step. Time model: a
 fixed time, known from tensors of one element, plus a time for each parameter. Each shape of parameters is measured
 alone, because the time per byte depends on the size of a tensor. The times are scaled so that they add up to that of an
-update of all shapes. If the parameters exceed 256 MiB, only some of
-each shape are updated together, and the state is scaled by bytes. On a CPU other memory is read before each sample,
-because after a whole backward pass no gradient is in a core's own caches.
+update of all shapes. If the parameters exceed 256 MiB, only some of each shape are updated together, and the state is
+scaled by bytes. On a CPU other memory is read before each sample, because after a whole backward pass no gradient is in
+a core's own caches.
 
 Rows of a table that no micro-batch of a first step uses have zero gradients here too (docs/cost-model.md, Optimizer).
 """

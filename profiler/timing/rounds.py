@@ -2,9 +2,8 @@
 
 Each round also runs all layers as one stage. Every other round runs the user's model and a recomputed stage; the rounds
 between run a backward that creates gradients, the two halves of a split backward, and a round beside other processes
-(contention). Sampling ends when the standard errors of every relevant
-median and of the sum of the layers are small. `Corrections` turns the time of a
-layer on its own into its time within a stage.
+(contention). Sampling ends when the standard errors of every relevant median and of the sum of the layers are small.
+`Corrections` turns the time of a layer on its own into its time within a stage.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def _ones_in_huge_pages(number: int) -> Tensor:
 
 
 class Yardstick:
-    """Times the parts now and then, on the clock of the samples that it stands beside."""
+    """Times the parts at intervals, on the clock of the samples that it corrects."""
 
     def __init__(
         self,

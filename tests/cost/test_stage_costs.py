@@ -190,7 +190,7 @@ def test_what_crosses_both_cuts_of_a_stage_was_made_before_it_and_is_read_after_
     graph, chain = Costs(profile, 1, 4, 1, Graph(num_layers, pairs).positions), Costs(profile, 1, 4)
     for costs in (graph, chain):
         downsets = costs.downsets
-        before = [{v for v in range(num_layers) if downsets.contain(v)[i]} for i in range(downsets.size)]
+        before = [{v for v in range(num_layers) if downsets.is_before(v)[i]} for i in range(downsets.size)]
         stages = [(i, j) for i, j in product(range(downsets.size), repeat=2) if before[i] < before[j]]
         first, end = np.array(stages).T
         expected, expected_back, expected_returned = [], [], []

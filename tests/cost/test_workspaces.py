@@ -74,7 +74,7 @@ def test_a_backward_holds_what_is_left_at_every_layer(profile: Profile, num_repl
     num_layers = len(profile.layers)
     for downsets in (None, Graph(num_layers, [*profile.precedence]).positions):
         costs = Costs(profile, 1, 4, 1, downsets)
-        before = [{v for v in range(num_layers) if costs.downsets.contain(v)[i]} for i in range(costs.num_positions)]
+        before = [{v for v in range(num_layers) if costs.downsets.is_before(v)[i]} for i in range(costs.num_positions)]
         stages = [(i, j) for i in range(len(before)) for j in range(len(before)) if before[i] < before[j]]
         first, end = np.array(stages).T
         passing = costs.pass_through.gradient_bytes(first, end)

@@ -8,6 +8,7 @@ import pytest
 
 from gplan.core import HostLoad, Plan, Run
 from gplan.core.errors import RunError
+from gplan.core.progress import no_progress
 from gplan.evaluate.rivals import Rival, rivals_of
 from gplan.evaluate.verify import RoundResults, is_disturbed, run_rounds
 from tests.evaluate.hosts import MadeHost, run_of, usual_plan, usual_profile
@@ -18,7 +19,7 @@ def three() -> tuple[Rival, ...]:
 
 
 def measured_on(host: MadeHost, *, num_rounds: int = 3, repeats: bool = True) -> RoundResults:
-    return run_rounds(three(), host, num_rounds=num_rounds, repeats=repeats, progress=lambda _text, _share: None)
+    return run_rounds(three(), host, num_rounds=num_rounds, repeats=repeats, progress=no_progress)
 
 
 def letters(plans: list[Plan]) -> str:
@@ -75,7 +76,7 @@ def test_evidence_is_that_of_disturbed_runs() -> None:
         run = host(plan)
         return replace(run, host_load=HostLoad(wait_share=0.5 if run.num_disturbed else 0.0))
 
-    found = run_rounds(three(), loaded, num_rounds=3, progress=lambda _text, _share: None)
+    found = run_rounds(three(), loaded, num_rounds=3, progress=no_progress)
     assert [x.run.num_disturbed for x in found.contenders] == [0, 0, 0]  # the runs that are kept
     assert found.disturbed_loads == (HostLoad(wait_share=0.5),) * 6
 

@@ -13,7 +13,7 @@ from tests.graphs import Graph, graphs, sets_of, towers
 
 def stages_of(positions: GraphDownSets) -> tuple[np.ndarray, np.ndarray]:
     first, end = (x.ravel() for x in np.indices((positions.size, positions.size)))
-    inside = positions.contains(first, end)
+    inside = positions.are_stages(first, end)
     return first[inside], end[inside]
 
 
@@ -54,7 +54,7 @@ def test_sums_and_stages_follow_the_members(graph: Graph, data: st.DataObject) -
     values = np.array(data.draw(st.lists(st.integers(-5, 9), min_size=graph.num_layers, max_size=graph.num_layers)))
     assert positions.sums(values).tolist() == [sum(int(values[i]) for i in x) for x in sets]
     assert positions.sums(values / 2).tolist() == [sum(float(values[i]) for i in x) / 2 for x in sets]
-    assert [positions.contain(0)[i] for i in range(len(sets))] == [0 in x for x in sets]
+    assert [positions.is_before(0)[i] for i in range(len(sets))] == [0 in x for x in sets]
     first, end = stages_of(positions)
     assert list(zip(first.tolist(), end.tolist(), strict=True)) == pairs_within(sets)
     assert all(set(positions.layers(i, j)) == sets[j] - sets[i] for i, j in zip(first, end, strict=True))
@@ -86,9 +86,9 @@ def test_a_chain_gives_what_prefixes_give(num_layers: int) -> None:
     assert (chain.size, chain.num_before.tolist()) == (prefixes.size, prefixes.num_before.tolist())
     assert chain.sums(values).tolist() == prefixes.sums(values).tolist()
     assert chain.sums(kept).tolist() == prefixes.sums(kept).tolist()
-    assert chain.contain(num_layers // 2).tolist() == prefixes.contain(num_layers // 2).tolist()
+    assert chain.is_before(num_layers // 2).tolist() == prefixes.is_before(num_layers // 2).tolist()
     assert chain.layers(0, num_layers) == prefixes.layers(0, num_layers)
-    assert chain.contains(end, first).tolist() == prefixes.contains(end, first).tolist()
+    assert chain.are_stages(end, first).tolist() == prefixes.are_stages(end, first).tolist()
     peaks = chain.running_peaks(first, end, kept=kept, own=own)
     assert peaks.tolist() == prefixes.running_peaks(first, end, kept=kept, own=own).tolist()
 

@@ -23,7 +23,7 @@ from gplan.core import (
     Value,
     ValueCost,
 )
-from gplan.schedules.registry import make_schedule, schedule_info
+from gplan.schedules.registry import make_schedule, num_devices_of
 from tests.made import FREE_LINK, make_profile
 
 COST = StageCost(
@@ -61,7 +61,7 @@ def planned(*stages: Sequence[str], **changed: Any) -> Plan:
 
 def devices_of(schedule: str, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
     """The device of each of so many stages."""
-    num_devices = schedule_info(schedule).num_devices or num_stages // schedule_info(schedule).num_chunks
+    num_devices = num_devices_of(schedule, num_stages)
     return make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches).devices
 
 

@@ -49,8 +49,8 @@ def every_partition(problem: Problem) -> Iterator[Stages]:
 
 
 def is_allowed(problem: Problem, stages: Stages) -> bool:
-    """Whether the stages fit their devices and grant the constraints."""
-    return peak_excess_bytes(problem, stages) <= 0 and grants(problem, stages)
+    """Whether the stages fit their devices and satisfy the constraints."""
+    return peak_excess_bytes(problem, stages) <= 0 and satisfies(problem, stages)
 
 
 def best_goal_s(problem: Problem) -> float | None:
@@ -82,8 +82,8 @@ def peak_excess_bytes(problem: Problem, stages: Stages) -> int:
     return max((peak - limit for peak, limit in zip(peaks, limits, strict=True) if limit is not None), default=0)
 
 
-def grants(problem: Problem, stages: Stages) -> bool:
-    """Whether the stages grant the constraints, read off their names."""
+def satisfies(problem: Problem, stages: Stages) -> bool:
+    """Whether the stages satisfy the constraints, read off their names."""
     names = [layer.name for layer in problem.costs.profile.layers]
     stage_of = {names[v]: k for k, stage in enumerate(stages) for v in stage}
     cuts = [set().union(*stages[:k]) for k in range(1, len(stages))]

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gplan.core.errors import ModelError
 from profiler.model.error_location import is_out_of_memory
-from profiler.timing.bench import Bench, Composed, named, rehearse, split_backward_obstacle, sum_of_outputs
+from profiler.timing.bench import Bench, Composed, rehearse, run_naming_errors, split_backward_obstacle, sum_of_outputs
 
 
 def bench_of(*layers: nn.Module) -> Bench:
@@ -130,11 +130,11 @@ def test_memory_that_is_out_names_the_layer_and_the_remedy(error: Exception) -> 
         raise error
 
     with pytest.raises(ModelError, match=r"blocks\.7 runs out of memory in its forward pass; .*--microbatch-size"):
-        named("blocks.7", "forward", fail)
+        run_naming_errors("blocks.7", "forward", fail)
 
 
 def test_a_real_request_for_too_much_memory_is_recognised() -> None:
     with pytest.raises(ModelError, match="huge runs out of memory") as caught:
-        named("huge", "forward", partial(torch.empty, 2**60, dtype=torch.uint8))
+        run_naming_errors("huge", "forward", partial(torch.empty, 2**60, dtype=torch.uint8))
     assert is_out_of_memory(caught.value)
     assert not is_out_of_memory(RuntimeError("shapes differ"))

@@ -16,7 +16,7 @@ from gplan.runtime.pipeline import Pipeline
 from gplan.runtime.run.launch import run_virtual_engine
 from gplan.runtime.run.reference import accumulate_gradients
 from gplan.runtime.run.run_options import RunOptions
-from gplan.schedules.registry import make_schedule, num_stages_of, schedule_info
+from gplan.schedules.registry import make_schedule, num_devices_of, num_stages_of
 from gplan.simulation.simulator import schedule_of
 from profiler.measure import ProfileOptions, measure_profile
 from profiler.model.load import ModelFile, load_model_file
@@ -100,8 +100,7 @@ def source_for(file: ModelFile, seed: int = 0) -> ModelSource:
 
 def scheduled(plan: Plan, schedule: str) -> Plan:
     """The same stages under another schedule, on as many devices as it needs; costs are not updated."""
-    said = schedule_info(schedule)
-    num_devices = said.num_devices or plan.num_stages // said.num_chunks
+    num_devices = num_devices_of(schedule, plan.num_stages)
     assert num_stages_of(schedule, num_devices) == plan.num_stages
     made = make_schedule(schedule, num_devices=num_devices, num_microbatches=plan.num_microbatches)
     stages = tuple(replace(x, device=device) for x, device in zip(plan.stages, made.devices, strict=True))

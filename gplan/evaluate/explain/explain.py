@@ -7,12 +7,13 @@ Everything is computed by the simulator, the balancer and the cost model that ma
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from gplan.core import Plan, Profile, Stage
 from gplan.core.errors import NoPlanError
 from gplan.core.interpolation import cost_at
+from gplan.core.progress import Progress, no_progress
 from gplan.cost.stage_seconds import occupied
 from gplan.cost.stage_spread import stage_spreads
 from gplan.evaluate.compare import samples_per_s
@@ -46,7 +47,7 @@ def explain(
     *,
     options_s: float = OPTIONS_S,
     sensitivities_s: float = SENSITIVITIES_S,
-    progress: Callable[[str, float], None] = lambda _text, _share: None,
+    progress: Progress = no_progress,
 ) -> Explanation:
     """The reasons for a plan, from the profile that it was made from.
 

@@ -8,12 +8,13 @@ better than that.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from gplan.core import RECOMPUTE_MODES, Constraints, Profile, RecomputeMode
 from gplan.core.errors import NoPlanError, UsageError
+from gplan.core.progress import Progress
 from gplan.evaluate.compare import samples_per_s
 from gplan.evaluate.explain.explanation import Option, OptionKind, OptionResult
 from gplan.evaluate.replanning import TIME_LIMIT_S, PlanSettings, replan, with_link_times
@@ -36,7 +37,7 @@ class _Change(NamedTuple):
 
 
 def evaluate_options(
-    profile: Profile, setting: PlanSettings, *, deadline_s: float, progress: Callable[[str, float], None]
+    profile: Profile, setting: PlanSettings, *, deadline_s: float, progress: Progress
 ) -> tuple[Option, ...]:
     """Every option with its outcome or its reason; the first one, which changes nothing, ignores the deadline."""
     changes = list(_changes(profile, setting))

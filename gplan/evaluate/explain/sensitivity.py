@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gplan.core import Plan, Profile, Stage
+from gplan.core.progress import Progress
 from gplan.evaluate.explain.bottleneck import layer_times_s
 from gplan.evaluate.explain.explanation import Sensitivities, Sensitivity, TurningPoint
 from gplan.evaluate.replanning import PlanSettings, plan_with_cuts, replan, with_layer_times
@@ -30,7 +31,7 @@ def layer_sensitivities(
     *,
     bottleneck: int,
     deadline_s: float,
-    progress: Callable[[str, float], None],
+    progress: Progress,
 ) -> Sensitivities:
     """The sensitivities of the relevant layers for the best plan of a setting, until the deadline (`time.perf_counter`).
 

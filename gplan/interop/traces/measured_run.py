@@ -163,7 +163,7 @@ def _check_actions(ranks: Sequence[RankSteps]) -> int:
     """The number of micro-batches; raises FileError if the actions are not those of a training step."""
     orders = [[x for x in rank.actions if x.kind is not ActionKind.OPTIMIZER] for rank in ranks]
     try:
-        return check_orders(orders)[1]
+        return check_orders(orders).num_microbatches
     except OrderError as error:
         raise FileError(
             f"the traces are not those of one pipeline's training step: {error}; expected a trace of every rank"

@@ -154,7 +154,7 @@ class StageAssignment:
 def add_constraints(
     program: LinearProgram, choices: StageAssignment, *, profile: Profile, constraints: Constraints
 ) -> None:
-    """Rows that grant all constraints; "up to" and "between" are in the profile's order."""
+    """Rows that satisfy all constraints; "up to" and "between" are in the profile's order."""
     index = {layer.name: i for i, layer in enumerate(profile.layers)}
     for name in dict.fromkeys(constraints.cut_after):
         _add_cut(program, choices, index[name] + 1)
@@ -167,7 +167,7 @@ def add_constraints(
 
 
 def are_satisfied(constraints: Constraints, *, profile: Profile, stages: Sequence[Sequence[int]]) -> bool:
-    """Whether some stages grant all constraints."""
+    """Whether some stages satisfy all constraints."""
     index = {layer.name: i for i, layer in enumerate(profile.layers)}
     stage_of = {v: k for k, layers in enumerate(stages) for v in layers}
     cuts = [set[int]().union(*stages[:k]) for k in range(1, len(stages))]

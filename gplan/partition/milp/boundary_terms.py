@@ -206,7 +206,8 @@ class Amount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """Sizes from `start_bytes` on, which take `seconds` at their start; both are shares of the largest here."""
+    """A linear piece of a link's time: from size `start`, a share of the largest size here, it takes `seconds` and rises
+    by `slope`, in units."""
 
     start: float
     seconds: float

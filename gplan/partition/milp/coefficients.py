@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -23,10 +23,8 @@ class ParameterBytes:
         self, program: LinearProgram, choices: StageAssignment, profile: Profile, waiting: Sequence[Waiting]
     ) -> None:
         self._program, self._choices, self._profile, self._waiting = program, choices, profile, waiting
-        self._shared: dict[int, list[Expression]] = {}
-        self._tied: dict[int, list[Expression]] = {}
-        self._any_tied: dict[int, Expression] = {}
-        self._waits_between: dict[tuple[tuple[int, ...], int, int], Expression] = {}
+        self._shared_on, self._tied_on = cache(self._add_shared), cache(self._add_tied)
+        self._any_tied, self._waits_between = cache(self._add_any_tied), cache(self._add_waits_between)
 
     def tied_bytes(self, k: int) -> Expression:
         """Bytes of the gradients on stage k of shared weights that other stages use too."""
@@ -48,25 +46,25 @@ class ParameterBytes:
         )
 
     def _waits(self, users: tuple[int, ...], v: int, k: int) -> Expression:
-        num_before = sum(x <= v for x in users)
-        key = users, num_before, k
-        if key not in self._waits_between:
-            name = f"{'_'.join(map(str, users))}_{num_before}_{k}"
-            before, behind = (
-                self._program.at_least(f"{side}_{name}", [self._choices.is_on(x, k) for x in some], high=1)
-                for side, some in (("before", users[:num_before]), ("behind", users[num_before:]))
-            )
-            row = weighted([(1.0, before), (1.0, behind), (-1.0, 1.0)])
-            self._waits_between[key] = self._program.at_least(f"waits_{name}", [row], high=1)
-        return self._waits_between[key]
+        return self._waits_between(users, sum(x <= v for x in users), k)
+
+    def _add_waits_between(self, users: tuple[int, ...], num_before: int, k: int) -> Expression:
+        name = f"{'_'.join(map(str, users))}_{num_before}_{k}"
+        before, behind = (
+            self._program.at_least(f"{side}_{name}", [self._choices.is_on(x, k) for x in some], high=1)
+            for side, some in (("before", users[:num_before]), ("behind", users[num_before:]))
+        )
+        row = weighted([(1.0, before), (1.0, behind), (-1.0, 1.0)])
+        return self._program.at_least(f"waits_{name}", [row], high=1)
 
     def is_any_tied(self, k: int) -> Expression:
         """Whether stage k holds any such gradient."""
-        if k not in self._any_tied:
-            pairs = zip(self._profile.shared_weights, self._tied_on(k), strict=True)
-            tied = [is_tied for weight, is_tied in pairs if weight.gradient_bytes]
-            self._any_tied[k] = self._program.at_least(f"tied_{k}", tied, high=1)
-        return self._any_tied[k]
+        return self._any_tied(k)
+
+    def _add_any_tied(self, k: int) -> Expression:
+        pairs = zip(self._profile.shared_weights, self._tied_on(k), strict=True)
+        tied = [is_tied for weight, is_tied in pairs if weight.gradient_bytes]
+        return self._program.at_least(f"tied_{k}", tied, high=1)
 
     def trained_share(self, k: int) -> Expression:
         """Which share of the model's trained bytes a replica updates on stage k."""
@@ -98,25 +96,22 @@ class ParameterBytes:
         pairs = zip(self._profile.shared_weights, self._shared_on(k), strict=True)
         return weighted([(1.0, own), *((getattr(weight, field), held) for weight, held in pairs)])
 
-    def _tied_on(self, k: int) -> list[Expression]:
+    def _add_tied(self, k: int) -> list[Expression]:
         """Of every shared weight whether stage k holds it and not all of its users: t >= u - x[user, k] for each."""
-        if k not in self._tied:
-            self._tied[k] = [
-                self._program.at_least(f"t_{i}_{k}", [self._less(held, v, k) for v in sorted(set(x.layers))], high=1)
-                for i, (x, held) in enumerate(zip(self._profile.shared_weights, self._shared_on(k), strict=True))
-            ]
-        return self._tied[k]
+        return [
+            self._program.at_least(f"t_{i}_{k}", [self._less(held, v, k) for v in sorted(set(x.layers))], high=1)
+            for i, (x, held) in enumerate(zip(self._profile.shared_weights, self._shared_on(k), strict=True))
+        ]
 
     def _less(self, held: Expression, layer: int, k: int) -> Expression:
         return weighted([(1.0, held), (-1.0, self._choices.is_on(layer, k))])
 
-    def _shared_on(self, k: int) -> list[Expression]:
-        if k not in self._shared:
-            self._shared[k] = [
-                self._program.at_least(f"u_{i}_{k}", [self._choices.is_on(v, k) for v in sorted(set(x.layers))], high=1)
-                for i, x in enumerate(self._profile.shared_weights)
-            ]
-        return self._shared[k]
+    def _add_shared(self, k: int) -> list[Expression]:
+        """Of every shared weight whether any of its users is on stage k."""
+        return [
+            self._program.at_least(f"u_{i}_{k}", [self._choices.is_on(v, k) for v in sorted(set(x.layers))], high=1)
+            for i, x in enumerate(self._profile.shared_weights)
+        ]
 
 
 @dataclass(frozen=True)
@@ -132,7 +127,7 @@ class LayerSeconds:
 
     def of(self, name: str) -> tuple[Floats, float]:
         """[L] and the loss: the seconds by the method of `Costs` with this name, without the stage's overhead."""
-        places, everything = np.arange(self.costs.num_layers), (np.array([0]), np.array([self.costs.num_layers]))
+        places, everything = np.arange(self.costs.num_layers), self.costs.all_layers
         whole, of_layers = getattr(self.costs, name), getattr(self._without_loss, name)
         return of_layers(places, places + 1), float(whole(*everything)[0] - of_layers(*everything)[0])
 

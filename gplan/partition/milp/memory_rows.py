@@ -226,7 +226,7 @@ class MemoryRows:
             yield from ((-share, is_here), (share, self.choices.up_to(v + leftover.num_later, k)))
 
     def _above_stash(self, k: int, field: str, limit_bytes: int) -> Expression:
-        """The same with the loss behind the layers, in bytes."""
+        """As `_above_layers`, with the loss behind the layers, in bytes."""
         loss, held = self.figures.costs.loss, self._above_layers(k, field, limit_bytes)
         if loss:
             is_last = k == self.choices.stages[-1]

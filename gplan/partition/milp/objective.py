@@ -152,7 +152,7 @@ class StepTimeRows:
         return total([weighted(update), around, self._tied(k), self._replicas(k)])
 
     def _tied(self, k: int) -> Expression:
-        """Summing the gradients of tied weights, as `Problem.all_reduce_s`."""
+        """Summing the gradients of tied weights, as `Costs.columns`."""
         if not self.problem.tied_links:
             return 0.0
         amount = Amount(

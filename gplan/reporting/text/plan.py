@@ -24,7 +24,7 @@ from gplan.evaluate.replanning import PlanSettings
 from gplan.evaluate.rivals import THIS_PLAN
 from gplan.partition.balance import alternative_of
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, note_lines
-from gplan.schedules.registry import schedule_info
+from gplan.schedules.registry import num_devices_of, schedule_info
 from gplan.simulation.bubble import idle_by_device
 from gplan.simulation.schedule_trial import Law, law_of
 from gplan.simulation.simulator import simulate
@@ -212,10 +212,9 @@ def alternative_text(x: Alternative) -> str:
     """The setting of another plan in words."""
     replicas = f"{x.num_replicas} × " if x.num_replicas > 1 else ""
     batch = f"{x.num_microbatches} × {x.microbatch_size}"
-    schedule = schedule_info(x.schedule)
-    stages = pipeline_text(x.num_stages, schedule.num_devices or x.num_stages // schedule.num_chunks)
+    stages = pipeline_text(x.num_stages, num_devices_of(x.schedule, x.num_stages))
     sharding = f", shard {x.sharding}" if x.sharding != "none" else ""
-    return f"{replicas}{stages}{sharding}, {schedule.title}, {batch}, recompute {x.recompute}"
+    return f"{replicas}{stages}{sharding}, {schedule_info(x.schedule).title}, {batch}, recompute {x.recompute}"
 
 
 def _differences(alternatives: Sequence[Alternative], settings: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from gplan.core import Link, Plan, Profile, Value, ValueCost
+from gplan.core.progress import no_progress
 from gplan.evaluate.explain.explanation import Option, OptionKind
 from gplan.evaluate.explain.options import evaluate_options
 from gplan.evaluate.replanning import PlanSettings
@@ -46,7 +47,7 @@ def tried(profile: Profile, asked: PlanSettings, *, options_s: float = 60.0) -> 
     """All options by their kind."""
     found: dict[OptionKind, list[Option]] = {}
     deadline_s = time.perf_counter() + options_s
-    for option in evaluate_options(profile, asked, deadline_s=deadline_s, progress=lambda _text, _share: None):
+    for option in evaluate_options(profile, asked, deadline_s=deadline_s, progress=no_progress):
         found.setdefault(option.kind, []).append(option)
     return found
 

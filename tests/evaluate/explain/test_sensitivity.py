@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from gplan.core import Constraints, Profile
+from gplan.core.progress import no_progress
 from gplan.evaluate.explain.explanation import Sensitivities
 from gplan.evaluate.explain.sensitivity import MOST_LAYERS, layer_sensitivities, relevant_layers
 from tests.evaluate.explain.settings import plan_of, setting
@@ -20,7 +21,7 @@ def found_for(profile: Profile, *, bottleneck: int = 1, seconds: float = 60.0, *
         setting(**given),
         bottleneck=bottleneck,
         deadline_s=time.perf_counter() + seconds,
-        progress=lambda _text, _share: None,
+        progress=no_progress,
     )
 
 
