@@ -14,6 +14,8 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from gplan.core.progress import Progress
+
 _FILE_WIDTH = 120  # columns of tables printed to a file or a pipe, unless COLUMNS is set
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON instead of tables.")
@@ -72,14 +74,15 @@ def closed_pipe_ignored() -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, float], None]]:
+def progress_bar() -> Iterator[Progress]:
     """A bar on standard error, under torchrun of rank 0; yields a function that shows a text and the share done."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     is_shown = console.is_terminal and os.environ.get("RANK", "0") == "0"
-    with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
+    with Bar(*columns, console=console, transient=True, disable=not is_shown) as progress:
         task = progress.add_task("starting", total=1.0)
         yield lambda text, share: progress.update(task, description=text, completed=share)

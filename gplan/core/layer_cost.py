@@ -19,7 +19,12 @@ _MEDIAN_ERROR = 1.25  # standard error of a median, in standard deviations over 
 
 def quartiles_median_error(low: float, high: float, num_samples: int) -> float:
     """The standard error of the median of samples with these quartiles, exact for many normal samples."""
-    return _MEDIAN_ERROR * (high - low) / _QUARTILES_APART / sqrt(num_samples)
+    return _MEDIAN_ERROR * _deviation(low, high) / sqrt(num_samples)
+
+
+def _deviation(low: float, high: float) -> float:
+    """The standard deviation of normal samples with these quartiles."""
+    return (high - low) / _QUARTILES_APART
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +46,7 @@ class Timing:
     @property
     def deviation_s(self) -> float:
         """The standard deviation of a sample, by the quartiles."""
-        return (self.high_s - self.low_s) / _QUARTILES_APART
+        return _deviation(self.low_s, self.high_s)
 
     def less(self, seconds: float) -> Timing:
         """This duration less a fixed part, at least 0."""

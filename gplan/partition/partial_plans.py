@@ -17,7 +17,7 @@ from gplan.partition.lagrangian import WeightedBounds
 from gplan.partition.memory_feasibility import DeviceMemoryLimits
 from gplan.partition.pareto import undominated
 
-_ROUNDING = 1e-12
+_ROUNDING = 1e-12  # share by which sums may be off
 _LABEL_ROUNDING = 1e-13  # share of the step by which a label may be worse and still be dominant
 
 

@@ -2,9 +2,9 @@
 
 Arrangements with the same speeds, memories and links count once. Each gets a lower bound from its minimax stage time,
 which takes milliseconds; those that could beat the best plan are solved in the order of their bounds, until none is
-left or the time is up, in which case the bound of the best unsolved one enters the proof. Exact, except for machines with
-more than `MOST_ARRANGEMENTS`: then only arrangements that keep the devices of a host together are tried, the bound
-assumes the best device everywhere and free transfers, and a note says so.
+left or the time is up, in which case the bound of the best unsolved one enters the proof. Exact, with two exceptions:
+of more than `MOST_ARRANGEMENTS` only those that keep the devices of a host together are tried, and the time may be up
+before all are bounded. The bound then assumes the best device everywhere and free transfers, and a note says so.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def best_placement(
     elif not has_bounded_all:
         unseen = "the time was up before all arrangements of the devices were bounded"
     else_s = _relaxed_bound_s(problem, machine) if unseen else float("inf")
-    return _search(bounded, solve, deadline_s=deadline_s, else_s=else_s, unseen=unseen)
+    return _search(bounded, solve, deadline_s=deadline_s, else_s=else_s, note=unseen)
 
 
 def fits_machine(problem: Problem, machine: Machine, *, deadline_s: float) -> bool | None:
@@ -198,11 +198,11 @@ def _search(
     *,
     deadline_s: float,
     else_s: float,
-    unseen: str,
+    note: str,
 ) -> Placed | None:
     """The best of these arrangements; `else_s` is a lower bound for all others, infinite if there are none.
 
-    `unseen` is the note on those others; "" if there are none.
+    `note` is why there are others; "" if there are none.
     """
     best: Placed | None = None
     best_s, lower_s = float("inf"), else_s
@@ -223,7 +223,7 @@ def _search(
     notes = best.solution.notes
     if len(bounded) > 1:
         notes = (*notes, f"{len(bounded)} arrangements of the devices were bounded, {num_solved} of them solved")
-    if unseen:
-        notes = (*notes, unseen)
+    if note:
+        notes = (*notes, note)
     bound_s = min(best.solution.lower_bound_s, lower_s)
     return replace(best, solution=replace(best.solution, lower_bound_s=bound_s, notes=notes))

@@ -56,7 +56,7 @@ def passes_s(problem: Problem, stage: int, times: StageSeconds[Seconds]) -> Seco
 
 
 def load_s(problem: Problem, stage: int, times: StageSeconds[Seconds], received_s: Seconds) -> Seconds:
-    """The load of a stage that receives activations for so many seconds."""
+    """The load of a stage: compute, sending its gradients, and receiving activations for `received_s`."""
     return compute_s(problem, stage, times) + times.gradient_s + received_s
 
 

@@ -103,7 +103,7 @@ class Problem:
 
     @property
     def awaited_backward_s(self) -> Callable[[Ints, Ints], Floats]:
-        """Of `costs`, the seconds of stages that gradients wait for at least: of a split backward its first half."""
+        """The method of `costs` for the least time before a stage can send its gradients: of a split backward its first half."""
         return self.costs.least_first_half_s if self.splits_backward else self.costs.backward_s
 
     @property

@@ -33,7 +33,7 @@ def is_custom_order(name: str) -> bool:
 
 @lru_cache(maxsize=16)
 def custom_order(name: str) -> Schedule:
-    """The order in the name of a schedule; raises UsageError if it cannot be executed.
+    """The schedule in the name of a custom order; raises UsageError if it cannot be executed.
 
     >>> [[str(action) for action in order] for order in custom_order("custom:0F0 0B0 / 1F0 1B0").orders]
     [['0F0', '0B0'], ['1F0', '1B0']]
@@ -74,7 +74,7 @@ def _text_of(path: Path) -> str:
 
 
 def _parsed(rows: Sequence[Sequence[str]]) -> Schedule:
-    """The order in rows of words, one row per device; raises OrderError."""
+    """The schedule in rows of words, one row per device; raises OrderError."""
     orders = []
     for device, row in enumerate(rows):
         try:

@@ -75,7 +75,7 @@ def execution_order(schedule: Schedule) -> tuple[Action, ...]:
 
 def _execution_order(schedule: Schedule) -> tuple[Action, ...]:
     actions, num_done = list[Action](), [0] * schedule.num_devices
-    is_done, is_ready = _progress(schedule)
+    is_done, is_ready = _completion_flags(schedule)
     has_progress = True
     while has_progress:
         has_progress = False
@@ -96,8 +96,8 @@ def _execution_order(schedule: Schedule) -> tuple[Action, ...]:
 _Flags = dict[tuple[int, ActionKind], list[bool]]  # by stage and kind: one for each micro-batch
 
 
-def _progress(schedule: Schedule) -> tuple[_Flags, _Flags]:
-    """Whether each action is done, which none is yet, and whether what it waits for is: the same lists, to be updated."""
+def _completion_flags(schedule: Schedule) -> tuple[_Flags, _Flags]:
+    """Whether each action is done, initially none, and whether what it waits for is done: lists of the first."""
     num_microbatches, is_done = schedule.num_microbatches, _Flags()
     for stage in range(schedule.num_stages):
         gradients = [False] * num_microbatches

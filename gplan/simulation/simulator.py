@@ -228,7 +228,7 @@ def _routes(schedule: Schedule, costs: Sequence[StageCost]) -> dict[tuple[int, A
 def update_times(
     schedule: Schedule, costs: Sequence[StageCost], free: Sequence[Seconds], update_s: Callable[[Action], Seconds]
 ) -> Iterator[tuple[int, Action, Seconds, Seconds]]:
-    """The device, action, start and end of each update: a device that is free at last updates one stage after the other."""
+    """The device, action, start and end of each update: from `free` on, a device updates one stage after the other."""
     for device, free_s in enumerate(free):
         for stage in schedule.stages_of(device):
             update, before_s = Action(stage, ActionKind.OPTIMIZER, 0), costs[stage].before_update_s

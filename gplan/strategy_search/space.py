@@ -93,7 +93,7 @@ class SearchRequest:
 
     @property
     def base_schedule(self) -> str:
-        """The schedule that numbers are checked against: the given one, or GPipe where it is to be found."""
+        """The schedule whose limits on stages and micro-batches count: the given one, or GPipe for "auto"."""
         return "gpipe" if self.schedule == "auto" else self.schedule
 
 

@@ -138,14 +138,14 @@ def values_of(sizes: Sequence[Crossings]) -> tuple[Value, ...]:
     buffer alone. Raises ModelError if the layers differ between sizes.
     """
     _check_alike(sizes)
-    found = [_bytes_by_route(x) for x in sizes]
+    found = [_bytes_by_storage_route(x) for x in sizes]
     routes = sorted({route for x in found for route in x}, key=_order)
-    if all(_is_to_the_next(route.route) and not route.before for route in routes):
+    if all(_is_to_the_next(route.own) and not route.before for route in routes):
         return ()
     return tuple(
         Value(
-            producer=route.route.producer,
-            consumers=route.route.consumers,
+            producer=route.own.producer,
+            consumers=route.own.consumers,
             costs=tuple(
                 ValueCost(microbatch_size=size.microbatch_size, **asdict(of_size.get(route, NO_BYTES)))
                 for size, of_size in zip(sizes, found, strict=True)
@@ -157,21 +157,21 @@ def values_of(sizes: Sequence[Crossings]) -> tuple[Value, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _ViewedRoute:
+class _StorageRoute:
     """The route of a tensor, and of tensors in its storage: those that it is a view of, and its own views."""
 
-    route: Route
+    own: Route
     before: tuple[Route, ...] = ()
     after: tuple[Route, ...] = ()
 
     @property
-    def viewed(self) -> _ViewedRoute:
+    def viewed(self) -> _StorageRoute:
         *before, last = self.before
-        return _ViewedRoute(last, tuple(before), (self.route, *self.after))
+        return _StorageRoute(last, tuple(before), (self.own, *self.after))
 
 
-def _order(route: _ViewedRoute) -> list[tuple[int, tuple[int, ...]]]:
-    return [(_producer(x), x.consumers) for x in (route.route, *route.before, *route.after)]
+def _order(route: _StorageRoute) -> list[tuple[int, tuple[int, ...]]]:
+    return [(_producer(x), x.consumers) for x in (route.own, *route.before, *route.after)]
 
 
 def _producer(route: Route) -> int:
@@ -194,7 +194,7 @@ def _is_to_the_next(route: Route) -> bool:
     return route.consumers == ((0 if route.producer is None else route.producer + 1),)
 
 
-def _bytes_by_route(crossings: Crossings) -> Mapping[_ViewedRoute, TensorBytes]:
+def _bytes_by_storage_route(crossings: Crossings) -> Mapping[_StorageRoute, TensorBytes]:
     chain = crossings.chain
     tensors = [_numbered(chain.routes(boundary)) for boundary in range(len(chain) + 1)]
     viewed: dict[_Tensor, _Tensor] = {}
@@ -210,13 +210,13 @@ def _bytes_by_route(crossings: Crossings) -> Mapping[_ViewedRoute, TensorBytes]:
         (*tensors[1:], tensors[0]), (*crossings.after, map(_of_input, chain.specs(0))), strict=True
     ):
         sizes = {**dict(zip(found, of_cut, strict=True)), **sizes}
-    totals: dict[_ViewedRoute, TensorBytes] = {}
+    totals: dict[_StorageRoute, TensorBytes] = {}
     for tensor, num_bytes in sizes.items():
-        route = _ViewedRoute(tensor[0], _routes(viewed, tensor)[::-1], _routes(views_of, tensor))
+        route = _StorageRoute(tensor[0], _routes(viewed, tensor)[::-1], _routes(views_of, tensor))
         totals[route] = totals.get(route, NO_BYTES) + num_bytes
-    known = {route.route for route in totals}
-    totals.update((_ViewedRoute(x), NO_BYTES) for x in (Route(i, (j,)) for i, j in chain.pinned) if x not in known)
-    return {route: x for route, x in totals.items() if route.route.consumers}
+    known = {route.own for route in totals}
+    totals.update((_StorageRoute(x), NO_BYTES) for x in (Route(i, (j,)) for i, j in chain.pinned) if x not in known)
+    return {route: x for route, x in totals.items() if route.own.consumers}
 
 
 _Tensor = tuple[Route, int]

@@ -49,7 +49,7 @@ class Samples:
         self.clean_at_s.append(at_s)
 
     def extend(self, other: Samples) -> None:
-        """Add the samples of another action."""
+        """Add all samples of `other`."""
         for x in fields(self):
             getattr(self, x.name).extend(getattr(other, x.name))
 

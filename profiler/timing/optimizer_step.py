@@ -33,7 +33,7 @@ from profiler.timing.neighbours import NEIGHBOUR_FAILED, Neighbours, neighbours
 
 MICROBATCHES = 8  # of the first step, whose unused rows count: a usual number
 _LEAST_ROUNDS, _MOST_ROUNDS = 8, 16  # of a step alone and one beside each kind of neighbours
-_SETTLED = 0.03  # standard error of a slow-down
+_SETTLED = 0.03  # standard error of a slow-down, as a share of it
 _WARMUP = 2
 _STEPS_OF_SHAPE = 6
 _NUM_TINY = 16  # tensors of one element, beside a single one
@@ -103,9 +103,9 @@ def sample_step(
 ) -> tuple[SampledStep, tuple[str, ...]]:
     """Sample the optimizer's step alone, and beside one process on each of `shares` (sets of cores). Also returns notes.
 
-    The processes repeat `work_beside`, a training pass of the next micro-batch as other stages make them in a pipeline,
-    and then the same step. Without `work_beside` both slow-downs are those beside the same step. The yardstick is
-    read while the processes are stopped: beside updates it would show a part of the contention that is measured.
+    On each of `shares` one process repeats `work_beside`, a training pass of the next micro-batch as other stages make
+    them in a pipeline, and another one repeats the same step, in turns. Without `work_beside` both slow-downs are those
+    beside the same step. The yardstick is read while all of them are stopped.
     """
     trained = [x for x in file.model.parameters() if x.requires_grad]
     if not file.has("optimizer") or not trained:
@@ -167,7 +167,8 @@ def _slow_downs(
     """The slow-down of a step beside each of `others`; also adds to the samples of steps alone.
 
     Each round has a step alone and one beside each of them. On a virtual machine the slow-down changes within seconds, as
-    its cores move. So the rounds go on until the mean is known, and it is that of the middle half, without bursts.
+    its cores move. So there are up to `_MOST_ROUNDS` until the standard errors are small. The mean of the middle half of
+    the ratios leaves out bursts.
     """
     rounds = list[list[float]]()
     while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and not _are_settled(rounds)):
@@ -176,8 +177,8 @@ def _slow_downs(
         steps.once(own, zeroing)
         found = [steps.among(x) for x in others]
         steps.clock.flush()
-        own_s = own.timing().median_s or 1.0
-        rounds.append([x.timing().median_s / own_s for x in found])
+        own_s = own.timing().median_s
+        rounds.append([x.timing().median_s / own_s if own_s else 1.0 for x in found])
         alone.extend(own)
     return [max(1.0, _middle_mean(x)) for x in zip(*rounds, strict=True)]
 

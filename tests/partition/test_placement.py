@@ -141,7 +141,7 @@ def test_of_too_many_arrangements_those_that_keep_hosts_together_are_looked_at(m
     assert 0 < plan.proof.lower_bound_s < plan.proof.objective_s
 
 
-def test_arrangements_that_were_not_bounded_in_time_are_told() -> None:
+def test_arrangements_that_were_not_bounded_in_time_are_noted() -> None:
     places = tuple(MachineDevice(name=x, host=x, memory_bytes=10_000 + ord(x)) for x in "abc")
     machine = Machine(devices=places, within=FAST, between=SLOW)
     plan = balance(make_profile([1] * 6), num_devices=3, num_microbatches=4, machine=machine, time_limit_s=1e-9)

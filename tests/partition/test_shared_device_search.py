@@ -156,7 +156,7 @@ def test_a_plan_that_fits_is_where_the_search_begins_and_one_that_does_not_is_no
         smallest_shared(replace(problem, memory_bytes=int(least.value) - 1), start=start, time_limit_s=1e-9)
 
 
-def test_constraints_are_granted_by_stage() -> None:
+def test_constraints_are_satisfied_by_stage() -> None:
     problem = chain("looped-bfs:2", 8, 4)
     constrained = replace(problem, constraints=Constraints(pins=(Pin(layer="b", stage=2),)))
     solution = smallest_shared(constrained)
