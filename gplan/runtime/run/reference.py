@@ -87,7 +87,7 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
     if random is not None:
         raise UsageError(
             f"the model draws random numbers: two runs on the same batch gave {random}; --check compares with the plain "
-            "model and needs dropout off, such as --set dropout=0 where the file has that setting"
+            "model and needs dropout off: profile again, with --set dropout=0 where the file has that setting, and balance"
         )
     return Reference(
         loss=divided.loss,
