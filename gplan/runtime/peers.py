@@ -84,6 +84,26 @@ class Peers:
         _within(_ANSWER_S, lambda: found.append(self._find_lost()))
         return found[0] if found else f"{self.peers[0]}, which keeps the store of all processes, no longer answers"
 
+    def leave(self) -> None:
+        """Tell the others that this process has named the lost one; rank 0, which keeps the store, waits for theirs."""
+        _within(_ANSWER_S, lambda: self.store.set(f"left/{self.rank}", ""))
+        if self.rank == 0:
+            _within(_ANSWER_S, self._await_others)
+
+    def _await_others(self) -> None:
+        """Wait until each other process has left, has failed for a reason of its own, or gives no sign of life."""
+        before, begun_s = self._beats(), time.monotonic()
+        while rest := [x.rank for x in self.peers if not self._knows(x.rank)]:
+            if time.monotonic() - begun_s > _SILENCE_S:
+                now = self._beats()
+                if all(now[x] == before[x] and self._read(f"failed/{x}") is None for x in rest):
+                    return
+            time.sleep(_BEAT_S / 2)
+
+    def _knows(self, rank: int) -> bool:
+        """Whether a process knows why it ends."""
+        return self._read(f"left/{rank}") is not None or bool(self._read(f"failed/{rank}"))
+
     def _find_lost(self) -> str:
         others, before = [x for x in self.peers if x.rank != self.rank], self._beats()
         until_s = time.monotonic() + _SILENCE_S
@@ -129,6 +149,8 @@ def explained_by_peers(peers: Peers | None) -> Iterator[None]:
         if peers is not None:
             peers.report("" if is_lost else text)
             text = f"{peers.lost()}; {peers.own_name}: {text}" if is_lost else f"{peers.own_name}: {text}"
+            if is_lost:
+                peers.leave()
         kind = type(error) if isinstance(error, GplanError) else RunError
         raise kind(text) from error
 
