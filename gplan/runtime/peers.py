@@ -93,11 +93,9 @@ class Peers:
     def _await_others(self) -> None:
         """Wait until each other process has left, has failed for a reason of its own, or gives no sign of life."""
         before, begun_s = self._beats(), time.monotonic()
-        while rest := [x.rank for x in self.peers if not self._knows(x.rank)]:
-            if time.monotonic() - begun_s > _SILENCE_S:
-                now = self._beats()
-                if all(now[x] == before[x] and self._read(f"failed/{x}") is None for x in rest):
-                    return
+        while rest := [x for x in self.peers if not self._knows(x.rank)]:
+            if time.monotonic() - begun_s > _SILENCE_S and self._silent(rest, before) == rest:
+                return
             time.sleep(_BEAT_S / 2)
 
     def _knows(self, rank: int) -> bool:
@@ -112,13 +110,17 @@ class Peers:
                 if reason := self._read(f"failed/{peer.rank}"):
                     return f"{peer} ended: {reason}"
             time.sleep(_BEAT_S / 2)
-        now = self._beats()
-        silent = [x for x in others if now[x.rank] == before[x.rank] and self._read(f"failed/{x.rank}") is None]
+        silent = self._silent(others, before)
         if not silent:
             return "every other process still answers"
         hosts = {x.host for x in silent}
         ranks = f"rank{'s' if len(silent) > 1 else ''} {', '.join(str(x.rank) for x in silent)}"
         return f"{ranks} on {' and '.join(sorted(hosts))} no longer {'answer' if len(silent) > 1 else 'answers'}"
+
+    def _silent(self, some: Sequence[Peer], before: Sequence[str | None]) -> list[Peer]:
+        """Those of some processes that gave no sign of life since these beats of all processes."""
+        now = self._beats()
+        return [x for x in some if now[x.rank] == before[x.rank] and self._read(f"failed/{x.rank}") is None]
 
     def _beats(self) -> list[str | None]:
         return [self._read(f"beat/{x.rank}") for x in self.peers]

@@ -94,7 +94,7 @@ def _timeline(
     origin: Origin,
 ) -> Timeline:
     spans: list[list[Span]] = [[] for _ in schedule.orders]
-    routes, transfers, updates = _routes(schedule, costs), list[Transfer](), list[Span]()
+    routes, transfers = _routes(schedule, costs), list[Transfer]()
     free = [0.0] * schedule.num_devices
     for action, entry, (start_s, free_s, arrival_s) in zip(program.actions, program.entries, rows, strict=True):
         end_s, device = start_s + duration_s(action), entry.device
@@ -111,8 +111,10 @@ def _timeline(
                     num_bytes=route.num_bytes,
                 )
             )
-    for device, update, start_s, end_s in update_times(schedule, costs, free, duration_s):
-        updates.append(Span(device=device, action=update, start_s=start_s, end_s=end_s))
+    updates = (
+        Span(device=device, action=update, start_s=start_s, end_s=end_s)
+        for device, update, start_s, end_s in update_times(schedule, costs, free, duration_s)
+    )
     return Timeline(
         num_devices=schedule.num_devices,
         num_microbatches=schedule.num_microbatches,

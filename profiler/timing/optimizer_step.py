@@ -115,15 +115,15 @@ def sample_step(
     some = _parameters_to_copy(by_shape)
     copies = [_copy(x, file.precision, device) for x in some]
     steps = _steps(file, copies, clock, device, [unused.get(x) for x in some])
-    works: list[tuple[Callable[[], object], list[nn.Parameter]]] = [(steps.unsampled, copies)]
+    works: list[tuple[Callable[[], object], list[nn.Parameter]]] = [(steps.unsampled, copies)] if shares else []
     if work_beside is not None and shares:
         works.insert(0, (work_beside, trained))
     alone, zeroing = Samples(), Samples()
     with ExitStack() as stack:
         others = [stack.enter_context(neighbours(shares, *work)) for work in works]
-        if shares:
+        if others:
             steps.unsampled()  # the first step after a fork copies the pages that both processes have
-        slow_downs = _slow_downs(steps, others if shares else [], alone, zeroing, read_yardstick)
+        slow_downs = _slow_downs(steps, others, alone, zeroing, read_yardstick) or [1.0]
         notes = () if all(x.are_alive for x in others) else (NEIGHBOUR_FAILED,)
     some_bytes, masters = sum(map(gradient_bytes, some)), master_bytes(some, file.precision)
     state_bytes = optimizer_state_bytes(steps.optimizer) + masters
@@ -142,8 +142,8 @@ def sample_step(
             state_bytes=state_bytes,
             workspace_bytes=workspace_bytes,
             largest_workspace=largest_workspace,
-            contention=slow_downs[0] if shares else 1.0,
-            update_contention=slow_downs[-1] if shares else 1.0,
+            contention=slow_downs[0],
+            update_contention=slow_downs[-1],
             fixed_s=fixed_s,
             master_bytes=masters,
         )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gplan.core import Action, Schedule, StageCost
-from gplan.schedules.dependencies import check_orders, execution_order
+from gplan.schedules.dependencies import check_orders, dependencies_of, execution_order
 from gplan.schedules.registry import make_schedule, num_stages_of, schedule_info
 from gplan.simulation.simulator import simulate_schedule, step_and_bubble
 from tests.schedules.made import (
@@ -77,10 +77,16 @@ def test_every_action_comes_after_what_it_needs_and_none_waits_forever(schedule:
 
 
 @given(schedules)
-def test_the_flow_keeps_the_order_of_every_device(schedule: Schedule) -> None:
+def test_the_flow_keeps_the_order_of_every_device_and_comes_after_what_is_needed(schedule: Schedule) -> None:
     flow = execution_order(schedule)
     for device, order in enumerate(schedule.orders):
         assert order == tuple(x for x in flow if schedule.devices[x.stage] == device)
+    needs, places = dependencies_of(flow, schedule.num_stages), {x: place for place, x in enumerate(flow)}
+    for place, action in enumerate(flow):
+        need = needs.get(action)
+        assert need is None or places[need] < place
+        assert (need is None) == (action.kind is FORWARD and action.stage == 0)
+        assert need is None or need.microbatch == action.microbatch
 
 
 @given(schedules)

@@ -206,8 +206,7 @@ class Amount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """A linear piece of a link's time: from size `start`, a share of the largest size here, it takes `seconds` and rises
-    by `slope`, in units."""
+    """A linear piece of a link's time from size `start`, a share of the largest here: `seconds` there, then by `slope`."""
 
     start: float
     seconds: float
