@@ -332,12 +332,12 @@ def run_of(folder: Path, content: Json) -> Json:
         "num_parameters": 4, "tolerance": 1e-4, "whole_batch": None,
     }  # fmt: skip
     return {
-        "format": "gplan.run/4", "plan": without_format(content), "engine": "virtual", "losses": [0.5, 0.4, 0.3],
+        "format": "gplan.run/5", "plan": without_format(content), "engine": "virtual", "losses": [0.5, 0.4, 0.3],
         "step_s": [0.2, 0.1, 0.1], "num_warmup_steps": 1, "num_disturbed": 0, "num_counted": 2,
         "timeline": {**timeline, "origin": "measured"}, "peak_bytes": [10**6] * plan.num_devices, "check": check,
         "created": "2000-01-01T00:00:00+00:00", "versions": [["torch", "2"]], "notes": ["a note"],
         "step_timelines": [timeline] * 2 if plan.schedule == "gpipe" else [],
-        "host_speed": [{"first_step": x, "end_step": x + 1, "ranks": [YARDSTICK]} for x in (1, 2)],
+        "host_speed": [{"first_step": x, "end_step": x + 1, "ranks": [YARDSTICK], "compute_s": [0.1]} for x in (1, 2)],
         "host_load": {"steal_share": 0.0, "wait_share": 0.2}, "core_stretch": [1.2] * plan.num_devices,
     }  # fmt: skip
 

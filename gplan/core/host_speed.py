@@ -7,9 +7,10 @@ its median speed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import geometric_mean
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,17 +52,19 @@ class SpeedWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpeed:
-    """The yardstick in one window of a run's steps, read by all ranks at the same time, but memory in turns.
-
-    None for a rank without a reading.
-    """
+    """The yardstick in one window of a run's steps, read by all ranks at the same time, but memory in turns."""
 
     first_step: int
     end_step: int
-    ranks: tuple[YardstickTimes | None, ...]
+    ranks: tuple[YardstickTimes | None, ...]  # None for one without a reading
+    compute_s: tuple[float, ...]  # by rank the processor time of its actions in such a step
 
     def __post_init__(self) -> None:
         check_not_negative(self, "first_step", "end_step")
+        if len(self.compute_s) != len(self.ranks) or not all(math.isfinite(x) and x > 0 for x in self.compute_s):
+            raise ValueError(
+                f"compute_s is {self.compute_s}; expected seconds above 0 for each of the {len(self.ranks)} ranks"
+            )
         if self.end_step <= self.first_step:
             raise ValueError(f"end_step is {self.end_step}; expected more than first_step, {self.first_step}")
 
@@ -96,21 +99,30 @@ class HostSpeed:
         )
 
     def slowdowns(self, steps: Sequence[StepSpeed]) -> tuple[tuple[float, ...], ...]:
-        """For each window of steps the slowdowns of the ranks that read the yardstick in it."""
-        return tuple(
-            tuple(self.slowdown(x, num_devices=len(window.ranks)) for x in window.ranks if x is not None)
-            for window in steps
-        )
+        """By rank the slowdown in each window of steps; () unless every rank has a reading.
 
-    def rank_slowdowns(self, steps: Sequence[StepSpeed]) -> tuple[float, ...]:
-        """The slowdown of each rank over the steps, the geometric mean; () unless every rank has a reading."""
-        found = []
-        ranks = list(zip(*(x.ranks for x in steps), strict=True))
-        for times in ranks:
-            slowdowns = [self.slowdown(x, num_devices=len(ranks)) for x in times if x is not None]
-            if not slowdowns:
+        What disturbs a reading, a hundredth of a step, need not disturb the step. So the compute times of the steps tell
+        how the speed changed between windows, and the median reading over compute time tells how it compares with the
+        reference.
+
+        >>> once, twice = (YardstickTimes(compute_s=x, memory_s=x, interpreter_s=x) for x in (1e-3, 2e-3))
+        >>> steps = [
+        ...     StepSpeed(first_step=i, end_step=i + 1, ranks=(reading,), compute_s=(seconds,))
+        ...     for i, (reading, seconds) in enumerate([(once, 1.0), (twice, 1.0), (once, 1.0), (twice, 2.0)])
+        ... ]
+        >>> HostSpeed(reference=once).slowdowns(steps)
+        ((1.0, 1.0, 1.0, 2.0),)
+        """
+        num_ranks, found = len(steps[0].ranks) if steps else 0, []
+        for rank in range(num_ranks):
+            by_compute = [
+                self.slowdown(times, num_devices=num_ranks) / x.compute_s[rank]
+                for x in steps
+                if (times := x.ranks[rank]) is not None
+            ]
+            if not by_compute:
                 return ()
-            found.append(geometric_mean(slowdowns))
+            found.append(tuple(median(by_compute) * x.compute_s[rank] for x in steps))
         return tuple(found)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import geometric_mean
+from statistics import fmean, geometric_mean
 from typing import Generic, TypeVar
 
 import msgspec
@@ -479,9 +479,10 @@ class Run:
         profile had none. A device's is the mean of its replicas; one process that runs all devices has one for all.
         """
         reference, num = self.plan.host_speed, self.plan.num_devices
-        ranks = reference.rank_slowdowns(self.timed_speed) if reference is not None else ()
-        if not ranks:
+        windows = reference.slowdowns(self.timed_speed) if reference is not None else ()
+        if not windows:
             return ()
+        ranks = tuple(map(fmean, windows))
         by_device = ranks * num if len(ranks) == 1 else [geometric_mean(ranks[device::num]) for device in range(num)]
         stretches = self.core_stretch if self.counts_waits else ()
         return tuple(x * stretch for x, stretch in zip(by_device, stretches or (1.0,) * num, strict=True))
@@ -502,5 +503,5 @@ class Run:
         """The least and the greatest speed of the host, in windows of steps, over that of the profile; None: unknown."""
         if not self.device_slowdowns or self.plan.host_speed is None:
             return None
-        found = [x for window in self.plan.host_speed.slowdowns(self.timed_speed) for x in window]
+        found = [x for rank in self.plan.host_speed.slowdowns(self.timed_speed) for x in rank]
         return 1 / max(found), 1 / min(found)

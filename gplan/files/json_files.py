@@ -28,7 +28,7 @@ ValueT = TypeVar("ValueT", Profile, Plan, Run, Verification, Calibration)
 FORMATS: dict[type[Value], str] = {
     Profile: "gplan.profile/4",
     Plan: "gplan.plan/3",
-    Run: "gplan.run/4",
+    Run: "gplan.run/5",
     Verification: "gplan.verification/3",
     Calibration: "gplan.calibration/1",
 }

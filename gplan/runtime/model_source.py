@@ -174,6 +174,7 @@ def _opened(build: Callable[[], nn.Module], functions: Mapping[str, Callable[...
         functions=functions,
         input_shapes=None,
         loss_reduction=None,
+        misspelled={},
     )
 
 

@@ -40,6 +40,7 @@ from profiler.model.model_reference import (
     materialise_inputs,
     parse_input_shapes,
     resize_inputs,
+    similar_name,
 )
 from profiler.model.partial_build import build_part
 
@@ -81,6 +82,9 @@ class ModelFile:
     notes: tuple[str, ...] = ()  # for readers of figures of this model
     precision: Precision = field(default_factory=Precision)  # of the model; see profiler/model/precision.py
     lost: tuple[str, ...] = ()  # buffers and other tensors that have lost the values computed by the code
+    misspelled: Mapping[str, str] = field(
+        default_factory=dict
+    )  # functions that it lacks, and a similar name that it has
 
     @property
     def is_lazy(self) -> bool:
@@ -176,8 +180,10 @@ class ModelFile:
     def notes_on_missing(self) -> tuple[str, ...]:
         """What plans leave out because the file does not define it."""
         parts = {"optimizer": "its states and its time", "loss": "its time and its memory"}
+        if self.has("loss"):
+            parts["batches"] = "time and memory of the loss"
         return tuple(
-            f"{self.name} defines no {name}: {what} are in no plan, and a run needs it"
+            f"{self._lacks(name)}: {what} are in no plan, and a run needs it"
             for name, what in parts.items()
             if not self.has(name)
         )
@@ -206,7 +212,11 @@ class ModelFile:
         return value
 
     def _missing(self, function: str, otherwise: str = "") -> ModelError:
-        return ModelError(f"{self.name} defines no {function}; add it{otherwise}:\n{_REMEDIES[function]}")
+        return ModelError(f"{self._lacks(function)}; add it{otherwise}:\n{_REMEDIES[function]}")
+
+    def _lacks(self, function: str) -> str:
+        similar = self.misspelled.get(function)
+        return f"{self.name} defines no {function}" + (f", but {similar} (a misspelling?)" if similar else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +229,7 @@ class OpenedFile:
     functions: Mapping[str, Callable[..., Any]]
     input_shapes: str | None  # of random inputs instead of the file's
     loss_reduction: LossReduction | None
+    misspelled: Mapping[str, str]
 
     def load(self, *, seed: int, lazy: bool = False) -> ModelFile:
         """Build the model with weights drawn from `seed`; if `lazy`, without weights, leaving the random state unchanged.
@@ -242,6 +253,7 @@ class OpenedFile:
             loss_reduction=self.loss_reduction,
             notes=lost_values_note(lost),
             lost=lost,
+            misspelled=self.misspelled,
         )
 
     def load_part(self, *, seed: int, keep: Collection[str]) -> nn.Module:
@@ -277,6 +289,7 @@ def open_model_file(
         functions=bound,
         input_shapes=input_shapes,
         loss_reduction=_checked_reduction(getattr(module, "loss_reduction", None), reference),
+        misspelled={x: y for x in _FUNCTIONS if x not in functions and (y := similar_name(x, module))},
     )
 
 

@@ -106,12 +106,17 @@ def _attribute(module: ModuleType, attribute: str, reference: str) -> Any:
         return found
     wanted = attribute or "model"
     own = [name for name, value in vars(module).items() if _could_be_model(value, module)]
-    defined = [name for name, value in vars(module).items() if callable(value) and _is_defined_in(value, module)]
-    if close := get_close_matches(wanted, defined, n=1):
+    if close := similar_name(wanted, module):
         place = reference.partition(":")[0]
-        raise ModelError(f"{reference} has no {wanted}, but {close[0]}: rename it, or write {place}:{close[0]}")
+        raise ModelError(f"{reference} has no {wanted}, but {close}: rename it, or write {place}:{close}")
     candidates = f"; it has {', '.join(own)}: write {reference.partition(':')[0]}:{own[0]}" if own else ""
     raise ModelError(f"{reference} has no {wanted}{candidates or '; define a function model()'}")
+
+
+def similar_name(wanted: str, module: ModuleType) -> str | None:
+    """The function or class of the module whose name is most like `wanted`, perhaps a misspelling of it."""
+    defined = [name for name, value in vars(module).items() if callable(value) and _is_defined_in(value, module)]
+    return next(iter(get_close_matches(wanted, defined, n=1)), None)
 
 
 def _could_be_model(value: object, module: ModuleType) -> bool:

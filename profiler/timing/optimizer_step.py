@@ -53,11 +53,10 @@ class _Steps:
     swept: Tensor  # of _SWEPT_BYTES; empty on a GPU
     unused_rows: tuple[Tensor | None, ...]  # of each copy: those without a gradient; None: every row has one
 
-    def once(self, step: Samples, zeroing: Samples, *, is_cold: bool = True) -> None:
+    def once(self, step: Samples, zeroing: Samples) -> None:
         """One step: create gradients, flush them from the caches, update, zero_grad."""
         self.make_gradients()
-        if is_cold:
-            self.swept.add_(1)
+        self.swept.add_(1)
         try:
             self.clock.time(step, self.optimizer.step)
         except Exception as error:
@@ -66,9 +65,11 @@ class _Steps:
             ) from error
         self.clock.time(zeroing, self.optimizer.zero_grad)
 
-    def unsampled(self) -> None:
-        """A step without samples."""
-        self.once(Samples(), Samples(), is_cold=False)
+    def update(self) -> None:
+        """A step without samples, on the gradients that are there, so that repeated it does nothing else."""
+        if self.copies[0].grad is None:
+            self.make_gradients()
+        self.optimizer.step()
 
     def among(self, others: Neighbours) -> Samples:
         """A step while the neighbours compute."""
@@ -104,8 +105,8 @@ def sample_step(
     """Sample the optimizer's step alone, and beside one process on each of `shares` (sets of cores). Also returns notes.
 
     On each of `shares` one process repeats `work_beside`, a training pass of the next micro-batch as other stages make
-    them in a pipeline, and another one repeats the same step, in turns. Without `work_beside` both slow-downs are those
-    beside the same step. The yardstick is read while all of them are stopped.
+    them in a pipeline, and another one repeats the update alone, in turns. Without `work_beside` both slow-downs are
+    those beside updates. The yardstick is read while all of them are stopped.
     """
     trained = [x for x in file.model.parameters() if x.requires_grad]
     if not file.has("optimizer") or not trained:
@@ -115,14 +116,14 @@ def sample_step(
     some = _parameters_to_copy(by_shape)
     copies = [_copy(x, file.precision, device) for x in some]
     steps = _steps(file, copies, clock, device, [unused.get(x) for x in some])
-    works: list[tuple[Callable[[], object], list[nn.Parameter]]] = [(steps.unsampled, copies)] if shares else []
+    works: list[tuple[Callable[[], object], list[nn.Parameter]]] = [(steps.update, copies)] if shares else []
     if work_beside is not None and shares:
         works.insert(0, (work_beside, trained))
     alone, zeroing = Samples(), Samples()
     with ExitStack() as stack:
         others = [stack.enter_context(neighbours(shares, *work)) for work in works]
         if others:
-            steps.unsampled()  # the first step after a fork copies the pages that both processes have
+            steps.once(Samples(), Samples())  # the first step after a fork copies the pages that both processes have
         slow_downs = _slow_downs(steps, others, alone, zeroing, read_yardstick) or [1.0]
         notes = () if all(x.are_alive for x in others) else (NEIGHBOUR_FAILED,)
     some_bytes, masters = sum(map(gradient_bytes, some)), master_bytes(some, file.precision)
@@ -307,7 +308,7 @@ def _steps(
         optimizer.register_step_post_hook(lambda *_: round_into(weights, copies))
     steps = _Steps(optimizer, tuple(copies), clock, file.name, swept, tuple(unused_rows or [None] * len(copies)))
     for _ in range(_WARMUP):
-        steps.unsampled()
+        steps.once(Samples(), Samples())
     return steps
 
 

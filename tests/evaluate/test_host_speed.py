@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,8 +56,8 @@ def with_speed(run: Run, *factors: float) -> Run:
     """The run with these slowdowns of its ranks in all timed steps; the last window was missed by the first rank."""
     ranks = tuple(map(readings, factors))
     windows = (
-        StepSpeed(first_step=3, end_step=6, ranks=ranks),
-        StepSpeed(first_step=6, end_step=8, ranks=(None, *ranks[1:])),
+        StepSpeed(first_step=3, end_step=6, ranks=ranks, compute_s=factors),
+        StepSpeed(first_step=6, end_step=8, ranks=(None, *ranks[1:]), compute_s=factors),
     )
     return replace(run, plan=replace(run.plan, host_speed=SPEED), host_speed=windows)
 
@@ -138,12 +139,25 @@ def test_waits_for_cores_count_as_the_hosts() -> None:
     assert replace(waited, plan=replace(waited.plan, host_speed=busy)).device_slowdowns == pytest.approx((1.0, 1.0))
 
 
-def test_a_short_slow_phase_counts_as_long_as_it_is() -> None:
-    once = YardstickTimes(compute_s=1.0, memory_s=1.0, interpreter_s=1.0)
-    twice, speed = YardstickTimes(compute_s=2.0, memory_s=2.0, interpreter_s=2.0), HostSpeed(reference=once)
-    readings = [twice if i == 3 else once for i in range(8)]
-    windows = [StepSpeed(first_step=i, end_step=i + 1, ranks=(x,)) for i, x in enumerate(readings)]
-    assert speed.rank_slowdowns(windows) == pytest.approx((2 ** (1 / 8),))
+def made_windows(compute_s: Sequence[float], reading: Mapping[int, float]) -> tuple[StepSpeed, ...]:
+    """Windows of one step and one rank; a reading is by default as slow as the step, whose compute takes 1 s."""
+    return tuple(
+        StepSpeed(first_step=i, end_step=i + 1, ranks=(readings(reading.get(i, seconds)),), compute_s=(seconds,))
+        for i, seconds in enumerate(compute_s)
+    )
+
+
+def test_a_slow_phase_counts_as_long_as_it_is() -> None:
+    phase = [2.0 if i in (3, 4) else 1.0 for i in range(8)]
+    assert SPEED.slowdowns(made_windows(phase, {})) == (pytest.approx(phase),)
+
+
+def test_readings_that_are_slow_where_the_steps_are_not_do_not_count() -> None:
+    run = replace(
+        with_speed(slow_run(usual_plan(), 1.0, 1.0), 1.0, 1.0), host_speed=made_windows([1.0] * 8, {2: 1.5, 6: 3.0})
+    )
+    assert run.device_slowdowns == pytest.approx((1.0, 1.0))
+    assert compare(run).row(STEP_TIME).equal_speed_error == pytest.approx(0.0)
 
 
 def test_without_a_yardstick_there_is_one_error() -> None:
@@ -254,7 +268,10 @@ def test_the_page_has_both_errors() -> None:
     [
         ({"core_stretch": (1.0,)}, "core_stretch"),
         ({"core_stretch": (1.0, 0.5)}, "core_stretch"),
-        ({"host_speed": (StepSpeed(first_step=0, end_step=1, ranks=(None,) * 3),)}, "host_speed has 3 ranks"),
+        (
+            {"host_speed": (StepSpeed(first_step=0, end_step=1, ranks=(None,) * 3, compute_s=(1.0,) * 3),)},
+            "host_speed has 3 ranks",
+        ),
     ],
 )
 def test_runs_that_contradict_their_plan_are_refused(changed: dict[str, Any], told: str) -> None:

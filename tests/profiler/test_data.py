@@ -74,9 +74,11 @@ def test_loss_that_depends_on_the_division_is_noted_for_plans() -> None:
 
 
 def test_what_a_file_lacks_is_noted() -> None:
-    optimizer, loss = file_of(nn.Linear(8, 4)).notes_on_missing, model_in_memory(nn.Linear(8, 4)).notes_on_missing
-    assert [x.partition(":")[0] for x in (*optimizer, *loss)] == [
-        "Linear defines no optimizer", "Linear defines no optimizer", "Linear defines no loss",
+    model = nn.Linear(8, 4)
+    files = [file_of(model), model_in_memory(model), model_in_memory(model, loss=F.cross_entropy)]
+    optimizer = "Linear defines no optimizer"
+    assert [[note.partition(":")[0] for note in file.notes_on_missing] for file in files] == [
+        [optimizer], [optimizer, "Linear defines no loss"], [optimizer, "Linear defines no batches"],
     ]  # fmt: skip
 
 

@@ -141,6 +141,14 @@ def test_missing_function_shows_example_code(file: Path) -> None:
         load_model_file(str(file)).require("loss")
 
 
+def test_a_misspelled_function_is_named_where_it_is_missing(file: Path) -> None:
+    file.write_text(f"{file.read_text()}\ndef los(output, target):\n    return output.mean()\n")
+    loaded = load_model_file(str(file))
+    assert f"{file} defines no loss, but los (a misspelling?): its time" in " ".join(loaded.notes_on_missing)
+    with pytest.raises(ModelError, match=r"defines no loss, but los \(a misspelling\?\); add it:\ndef loss"):
+        loaded.require("loss")
+
+
 def test_input_shapes_are_read_with_their_dtypes() -> None:
     image, tokens = parse_input_shapes("2,3,8,8;2,16:int64")
     assert (tuple(image.shape), image.dtype) == ((2, 3, 8, 8), torch.float32)

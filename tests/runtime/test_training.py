@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import shutil
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -20,13 +21,14 @@ import gplan
 from gplan.core import ActionKind, Constraints, Link, Plan, Run, YardstickTimes
 from gplan.core.errors import FileError, ModelError, RunError, UsageError
 from gplan.reporting.text.run import check_text
+from gplan.runtime.run.launch import run_virtual_engine
 from gplan.runtime.run.loop import BatchStream
 from gplan.runtime.run.reference import Reference, gradient_check, gradient_errors, plain_reference
 from gplan.runtime.run.run_options import RunOptions
 from profiler.host.host_info import device_share
 from profiler.model.load import load_model_file
 from tests.runtime.forked import run_forked
-from tests.runtime.plans import SMALL, plain_losses, plan_for, run_virtually, small_example
+from tests.runtime.plans import SMALL, plain_losses, plan_for, run_virtually, small_example, source_for
 
 STEPS = 4
 
@@ -364,6 +366,19 @@ def test_a_model_file_that_was_changed_after_its_profile_is_noted(tmp_path: Path
     with pytest.warns(UserWarning, match="model.py changed after it was profiled"):
         run = run_virtually(load_model_file(str(path)), plan, RunOptions(num_steps=1))
     assert any("changed after it was profiled" in note for note in run.notes)
+
+
+def test_a_changed_plan_is_said_before_training() -> None:
+    file, said = small_example("transformer_lm"), list[str]()
+    plan = replace(plan_for(file, num_devices=2), num_microbatches=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_: said.append(str(message))
+        run = run_virtual_engine(
+            source_for(file, 0), plan, RunOptions(num_steps=1), report=lambda *_: said.append("a step")
+        )
+    notes = [x for x in said if x.startswith("the plan was changed after it was made")]
+    assert said.index(notes[0]) < said.index("a step") and notes == [x for x in run.notes if x in notes]
 
 
 TINY = """

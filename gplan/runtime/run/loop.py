@@ -20,6 +20,7 @@ from torch import Tensor
 from gplan.core import GradientCheck, HostLoad, Plan, Run
 from gplan.core.errors import RunError, UsageError
 from gplan.core.units import counted
+from gplan.evaluate.compare import stale_prediction_notes
 from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.model_source import ModelSource
 from gplan.runtime.pipeline import Pipeline, own_device
@@ -137,6 +138,8 @@ class _TrainingLoop:
                 else f"differs from the profiled model file {other}"
             )
             self._warn(f"{file.name} {how}: if its layers, their sizes or its loss differ, profile and balance again")
+        for note in stale_prediction_notes(plan):
+            self._warn(note)
         if options.resume is not None:
             self._resume(options.resume)
         self.first_step = self._pipe.num_steps

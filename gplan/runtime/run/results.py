@@ -30,7 +30,6 @@ from gplan.core.host_load import interruption_text, largest_load
 from gplan.core.host_speed import average_times
 from gplan.core.schedule import Piece
 from gplan.core.units import now_text
-from gplan.evaluate.compare import stale_prediction_notes
 from gplan.runtime.recorder import ActionTiming
 from gplan.runtime.run.run_options import RunOptions, StepRecord
 from gplan.runtime.validation import notes_on_machine
@@ -149,7 +148,6 @@ def _run(
     settled = _enough([i for i in timed if not any(_is_growing(own[i]) for own in first_replica)], timed)
     clean = [i for i in settled if _is_clean([x for own in ranks for x in own[i].actions])]
     chosen, num_disturbed = _enough(clean, settled), len(settled) - len(clean)
-    notes = (*_notes_on_steps(settled, len(chosen), num_disturbed, options, load), *notes)
     return Run(
         plan=plan,
         engine=engine,
@@ -165,7 +163,7 @@ def _run(
         check=check,
         created=now_text(),
         versions=software_versions(),
-        notes=(*notes, *stale_prediction_notes(plan)),
+        notes=(*_notes_on_steps(settled, len(chosen), num_disturbed, options, load), *notes),
         host_speed=tuple(_speed_windows(ranks, timed, settled)),
         host_load=load,
         core_stretch=_core_stretch(plan, ranks, loads, chosen),
@@ -193,7 +191,7 @@ def _core_stretch(
 
 
 def _speed_windows(ranks: Sequence[Sequence[StepRecord]], timed: range, settled: Sequence[int]) -> Iterator[StepSpeed]:
-    """The mean reading of each rank over the settled steps of each window of timed steps; empty windows are left out.
+    """The mean reading and compute time of each rank over the settled steps of each window of timed steps, if any.
 
     While the memory of a process grows, the system's work slows the readings too.
     """
@@ -203,7 +201,8 @@ def _speed_windows(ranks: Sequence[Sequence[StepRecord]], timed: range, settled:
         within = [i for i in range(first, end) if i in counted_steps]
         readings = tuple(average_times([own[i].yardstick for i in within], fmean) for own in ranks)
         if any(readings):
-            yield StepSpeed(first_step=first, end_step=end, ranks=readings)
+            compute_s = tuple(fmean(sum(x.busy_s for x in own[i].actions) for i in within) for own in ranks)
+            yield StepSpeed(first_step=first, end_step=end, ranks=readings, compute_s=compute_s)
 
 
 def _notes_on_steps(
