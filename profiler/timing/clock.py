@@ -90,7 +90,10 @@ class Samples:
     @property
     def median_error_s(self) -> float:
         """The standard error of the median of the clean samples; infinite below five."""
-        return median_error(self.clean_s) if len(self.clean_s) >= _LEAST_SAMPLES else float("inf")
+        if len(self.clean_s) < _LEAST_SAMPLES:
+            return float("inf")
+        low, high = np.quantile(self.clean_s, [0.25, 0.75]).tolist()
+        return quartiles_median_error(low, high, len(self.clean_s))
 
     def settled(self, share: float) -> bool:
         """Whether the standard error of the median is at most this share of it."""
@@ -214,12 +217,6 @@ class CudaClock(Clock):
 def is_undisturbed(wall_s: float, busy_s: float) -> bool:
     """Whether the thread had its core for (nearly) all of a sample."""
     return wall_s - busy_s <= max(_MOST_WAITING * wall_s, _SHORTEST_WAIT_S)
-
-
-def median_error(values: Sequence[float]) -> float:
-    """The standard error of the median, by the quartiles."""
-    low, high = np.quantile(values, [0.25, 0.75]).tolist()
-    return quartiles_median_error(low, high, len(values))
 
 
 def median_s(values: Sequence[float]) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from statistics import fmean
 from typing import TypeAlias
@@ -28,12 +29,11 @@ from profiler.memory.allocations import gradient_bytes, now_ns, optimizer_state_
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
 from profiler.model.precision import MASTER_DTYPE, input_dtype, master_bytes, round_into
-from profiler.timing.clock import AtOneSpeed, Clock, Samples, median_error
+from profiler.timing.clock import AtOneSpeed, Clock, Samples
 from profiler.timing.neighbours import NEIGHBOUR_FAILED, Neighbours, neighbours
 
 MICROBATCHES = 8  # of the first step, whose unused rows count: a usual number
-_LEAST_ROUNDS, _MOST_ROUNDS = 8, 16  # of a step alone and one beside each kind of neighbours
-_SETTLED = 0.03  # standard error of a slow-down, as a share of it
+_NUM_ROUNDS = 8  # of a step alone and one beside each kind of neighbours; before the shapes, and after them
 _WARMUP = 2
 _STEPS_OF_SHAPE = 6
 _NUM_TINY = 16  # tensors of one element, beside a single one
@@ -106,7 +106,8 @@ def sample_step(
 
     On each of `shares` one process repeats `work_beside`, a training pass of the next micro-batch as other stages make
     them in a pipeline, and another one repeats the update alone, in turns. Without `work_beside` both slow-downs are
-    those beside updates. The yardstick is read while all of them are stopped.
+    those beside updates. The yardstick is read while all of them are stopped. On a virtual machine updates slow each
+    other down for some seconds and then not, as its cores move on the host, so there are rounds at two times.
     """
     trained = [x for x in file.model.parameters() if x.requires_grad]
     if not file.has("optimizer") or not trained:
@@ -124,7 +125,10 @@ def sample_step(
         others = [stack.enter_context(neighbours(shares, *work)) for work in works]
         if others:
             steps.once(Samples(), Samples())  # the first step after a fork copies the pages that both processes have
-        slow_downs = _slow_downs(steps, others, alone, zeroing, read_yardstick) or [1.0]
+        a_round = partial(_round, steps, others, alone, zeroing, read_yardstick)
+        rounds = [a_round() for _ in range(_NUM_ROUNDS)]
+        seconds_of, shape_notes = _sample_shapes(file, by_shape, unused, clock, device, read_yardstick)
+        rounds += [a_round() for _ in range(_NUM_ROUNDS)]
         notes = () if all(x.are_alive for x in others) else (NEIGHBOUR_FAILED,)
     some_bytes, masters = sum(map(gradient_bytes, some)), master_bytes(some, file.precision)
     state_bytes = optimizer_state_bytes(steps.optimizer) + masters
@@ -132,7 +136,7 @@ def sample_step(
     workspace_bytes += max(0, masters - some_bytes)  # gradients for the optimizer, in the dtype of master weights
     largest_workspace *= sum(x.nbytes for x in copies) / some_bytes  # from a tensor to its gradient
     by_bytes = sum(map(gradient_bytes, trained)) / some_bytes
-    seconds_of, shape_notes = _sample_shapes(file, by_shape, unused, clock, device, read_yardstick)
+    slow_downs = [max(1.0, _middle_mean(x)) for x in zip(*rounds, strict=True)] or [1.0]
 
     def measured(at_one_speed: AtOneSpeed) -> Update:
         fixed_s, found_s = seconds_of(at_one_speed)
@@ -158,38 +162,26 @@ def sample_step(
     return measured, (*notes, *shape_notes)
 
 
-def _slow_downs(
+def _round(
     steps: _Steps,
     others: Sequence[Neighbours],
     alone: Samples,
     zeroing: Samples,
     read_yardstick: Callable[[], object],
 ) -> list[float]:
-    """The slow-down of a step beside each of `others`; also adds to the samples of steps alone.
-
-    Each round has a step alone and one beside each of them. On a virtual machine the slow-down changes within seconds, as
-    its cores move. So there are up to `_MOST_ROUNDS` until the standard errors are small. The mean of the middle half of
-    the ratios leaves out bursts.
-    """
-    rounds = list[list[float]]()
-    while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and not _are_settled(rounds)):
-        own = Samples()
-        read_yardstick()
-        steps.once(own, zeroing)
-        found = [steps.among(x) for x in others]
-        steps.clock.flush()
-        own_s = own.timing().median_s
-        rounds.append([x.timing().median_s / own_s if own_s else 1.0 for x in found])
-        alone.extend(own)
-    return [max(1.0, _middle_mean(x)) for x in zip(*rounds, strict=True)]
-
-
-def _are_settled(rounds: Sequence[Sequence[float]]) -> bool:
-    return all(median_error(x) <= _SETTLED * _middle_mean(x) for x in zip(*rounds, strict=True))
+    """The slow-down of a step beside each of `others`, compared with one just before; also adds to the samples alone."""
+    own = Samples()
+    read_yardstick()
+    steps.once(own, zeroing)
+    found = [steps.among(x) for x in others]
+    steps.clock.flush()
+    own_s = own.timing().median_s
+    alone.extend(own)
+    return [x.timing().median_s / own_s if own_s else 1.0 for x in found]
 
 
 def _middle_mean(values: Sequence[float]) -> float:
-    """The mean without the lowest and the highest quarter."""
+    """The mean without the lowest and the highest quarter, which leaves out bursts."""
     quarter = len(values) // 4
     return fmean(sorted(values)[quarter : len(values) - quarter])
 
