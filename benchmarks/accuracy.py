@@ -13,6 +13,7 @@ raw, and at equal host speed. Rows are written as they come; what reports/accura
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -61,7 +62,8 @@ def main() -> None:
     parser.add_argument("--k", nargs="*", type=int, default=(2, 4, 8), help="devices of the virtual engine")
     parser.add_argument("--engines", nargs="*", default=tuple(ENGINES))
     parser.add_argument("--rounds", type=int, default=3, help="over everything")
-    parser.add_argument("--steps", type=int, default=8, help="of each run")
+    parser.add_argument("--steps", type=int, default=16, help="of a run at least")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of a run at least, by its prediction")
     parser.add_argument("--output", type=Path, default=ROOT / "reports" / "accuracy")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
@@ -69,8 +71,8 @@ def main() -> None:
     rows = pd.read_csv(path).to_dict("records") if path.exists() else []
     for number, model in product(range(options.rounds), options.models):
         wanted = [x for x in settings(model, number, options) if not any(is_of(row, x) for row in rows)]
-        for row in measured(wanted, options.steps) if wanted else ():
-            rows.append({**row, "num_steps": options.steps})
+        for row in measured(wanted, options) if wanted else ():
+            rows.append(row)
             pd.DataFrame(rows).to_csv(path, index=False)
     rows.sort(key=lambda row: (list(ENGINES).index(row["engine"]), [*MODELS, row["model"]].index(row["model"])))
     table = over_rounds(pd.DataFrame(rows).dropna(subset=["measured_step_s"]))
@@ -94,13 +96,13 @@ def is_of(row: dict[str, object], setting: Setting) -> bool:
     return all(row[name] == getattr(setting, name) for name in KEY)
 
 
-def measured(wanted: list[Setting], num_steps: int) -> Iterator[dict[str, object]]:
+def measured(wanted: list[Setting], options: argparse.Namespace) -> Iterator[dict[str, object]]:
     """One row for each setting of one model, without figures where there is no plan;
     a few have a profile of their own."""
     for _, few in groupby(wanted, key=lambda x: (x.num_microbatches, x.recompute)):
         profile = profiled(wanted[0].model, link=host_profile().link)
         for setting in few:
-            yield row_of(setting, replace(profile, engine=host_profile().engine), num_steps)
+            yield row_of(setting, replace(profile, engine=host_profile().engine), options)
 
 
 @cache
@@ -127,13 +129,15 @@ def plan_of(profile: Profile, setting: Setting) -> Plan | None:
     )
 
 
-def row_of(setting: Setting, profile: Profile, num_steps: int) -> dict[str, object]:
+def row_of(setting: Setting, profile: Profile, options: argparse.Namespace) -> dict[str, object]:
     """What one run gives; of a plan that there is not, the setting alone."""
     row = {name: getattr(setting, name) for name in KEY}
     plan = plan_of(profile, setting)
     if plan is None:
         return row
+    num_steps = max(options.steps, math.ceil(options.seconds / plan.prediction.step_s))
     run = gplan.run(plan, engine=setting.engine, num_steps=num_steps)
+    row |= {"num_steps": num_steps}
     row |= errors_of(run.plan, run)
     print(*(row[name] for name in KEY), percent_text(row["step_error"], signed=True), flush=True)
     return {**row, "device": profile.device.name, "created": run.created[:10], "torch": dict(run.versions)["torch"]}
@@ -158,7 +162,7 @@ def errors_of(plan: Plan, run: Run) -> dict[str, Any]:
 
 def over_rounds(rows: pd.DataFrame) -> pd.DataFrame:
     """One row a setting: medians over its rounds, how far apart the errors of the step were, and all steps counted."""
-    named = {"device": "first", "created": "min", "torch": "first", "num_steps": "first"}
+    named = {"device": "first", "created": "min", "torch": "first", "num_steps": "min"}
     ways = dict.fromkeys(rows.columns.difference([*KEY, *named]), "median") | named
     ways |= {"num_counted": "sum", "num_disturbed": "sum", "round": "count"}
     grouped = rows.groupby(SETTING, sort=False)
@@ -199,7 +203,7 @@ def as_text(table: pd.DataFrame) -> str:
     """The summary by engine and by model, and how it was measured."""
     first, refused = table.iloc[0], table.num_disturbed.sum() / (table.num_disturbed + table.num_counted).sum()
     dates = ", ".join(f"{engine} {x.max()}" for engine, x in table.groupby("engine", sort=False).created)
-    apart, steps = table[table["round"] > 1].apart, " or ".join(f"{x:.0f}" for x in sorted(table.num_steps.unique()))
+    apart = table[table["round"] > 1].apart
     again = (
         f" The rounds of one setting came {percent_text(apart.median())} of the step apart in the median."
         if len(apart)
@@ -208,7 +212,8 @@ def as_text(table: pd.DataFrame) -> str:
     return "\n".join(
         [
             "# How wrong the predictions are\n",
-            f"Made by `python benchmarks/accuracy.py`: {len(table)} settings with {table['round'].sum()} runs of {steps} steps. "
+            f"Made by `python benchmarks/accuracy.py`: {len(table)} settings with {table['round'].sum()} runs of {table.num_steps.min():.0f} "
+            f"to {table.num_steps.max():.0f} steps. "
             f"Micro-batches have {MICROBATCH_SIZE} samples, each process has one core, and nothing is calibrated. Every run is in "
             "accuracy.csv, whatever came out. Runs with the same M and recompute share a profile, taken right before them. A "
             f"setting's error is the median over its rounds.{again} The link and the engine's own time were measured once. "

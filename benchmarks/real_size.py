@@ -187,7 +187,8 @@ def as_text(rows: pd.DataFrame) -> str:
         "## Runs",
         "",
         "Forward, backward, optimizer and peak memory have the raw error of the stage where it is largest. In a run the "
-        "optimizer includes the moving averages of batch norm, which are not predicted. " + _summary(present),
+        "optimizer includes the moving averages of batch norm, which were predicted from 23:50 on 2026-11-25 on. "
+        + _summary(present),
         "",
         *_run_table(present),
         "",

@@ -32,6 +32,7 @@ from profiler.memory.chain_profile import layers_with_weights, values_of
 from profiler.model.data import LossFacts, call_model, check_microbatch_sizes, find_loss_reduction, sample_batches
 from profiler.model.error_location import is_out_of_memory
 from profiler.model.load import ModelFile
+from profiler.timing.averages_step import sample_averages
 from profiler.timing.clock import Clock, CpuClock, CudaClock
 from profiler.timing.journal import Journal
 from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, SampledSize, Setup, mean_of_known, sample_size
@@ -149,21 +150,26 @@ def _measured(
             file, options, setup, lambda text, share: progress(text, _SHARE_OF_LAYERS * share)
         )
         progress("measuring the optimizer's step", _SHARE_OF_LAYERS)
+        read_yardstick = partial(yardstick.read_if_due, is_cold=True)
         update, step_notes = sample_step(
             file,
             setup.clock,
             device=options.device,
             shares=setup.shares,
             work_beside=_training_pass(file, options),
-            read_yardstick=partial(yardstick.read_if_due, is_cold=True),
+            read_yardstick=read_yardstick,
+        )
+        chain = sampled[0].chain
+        with_averages = sample_averages(
+            chain.norms(0, len(chain)), setup.clock, device=options.device, read_yardstick=read_yardstick
         )
     load = load_between(before, read_load())
     speeds = SpeedHistory(yardstick.parts, yardstick.parts_beside)
-    measured = [size(speeds.at_one_speed) for size in sampled]
+    measured = [size.measured(speeds.at_one_speed) for size in sampled]
     progress("measuring the link between two processes", 0.9)
     link = options.link or measure_link(device_kind=options.device_kind)
     first, values = measured[0], values_of([x.crossings for x in measured])
-    step, updates_s = update(speeds.at_one_speed)
+    step, updates_s = with_averages(speeds.at_one_speed, update(speeds.at_one_speed))
     layers, shared = layers_with_weights(first.chain, first.sources, [x.layers for x in measured], updates_s=updates_s)
     return Profile(
         model=file.identity(first.chain),

@@ -48,9 +48,9 @@ class Timing:
         """The standard deviation of a sample, by the quartiles."""
         return _deviation(self.low_s, self.high_s)
 
-    def less(self, seconds: float) -> Timing:
-        """This duration less a fixed part, at least 0."""
-        low_s, median_s, high_s = (max(0.0, x - seconds) for x in (self.low_s, self.median_s, self.high_s))
+    def plus(self, seconds: float) -> Timing:
+        """This duration and a fixed part, which may be negative; at least 0."""
+        low_s, median_s, high_s = (max(0.0, x + seconds) for x in (self.low_s, self.median_s, self.high_s))
         return replace(self, low_s=low_s, median_s=median_s, high_s=high_s)
 
     def times(self, factor: float) -> Timing:
@@ -225,7 +225,7 @@ class LayerCost:
 class StepCost:
     """Costs of a step outside the micro-batch loop, for the whole model on one device."""
 
-    optimizer: Timing
+    optimizer: Timing  # and of the update of norms' moving averages
     zero_grad: Timing
     optimizer_name: str
     state_bytes: int
@@ -265,6 +265,10 @@ class StepCost:
     def spread_s(self) -> float:
         """The rest of `update_s`, of which layers and shared weights have their shares (`Costs.update_share`)."""
         return self.update_s - self.fixed_part_s
+
+    def plus(self, *, fixed_s: float, spread_s: float) -> StepCost:
+        """The costs with more of both parts of the time."""
+        return replace(self, optimizer=self.optimizer.plus(fixed_s + spread_s), fixed_s=self.fixed_s + fixed_s)
 
     def grown(self, by_bytes: float, *, by_update: float) -> StepCost:
         """The costs with all bytes times `by_bytes`, and `spread_s` times `by_update`."""

@@ -126,7 +126,7 @@ class _Ring:
 
     def _cost(self, cost: LayerCost, gather_s: float, num_bytes: int, before_bytes: int) -> LayerCost:
         def longer(timing: Timing) -> Timing:
-            return timing.less(-max(0.0, gather_s - (timing.median_s if self.overlaps else 0.0)))
+            return timing.plus(max(0.0, gather_s - (timing.median_s if self.overlaps else 0.0)))
 
         def longer_if(timing: Timing | None) -> Timing | None:
             return timing and longer(timing)

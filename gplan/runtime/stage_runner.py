@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from gplan.core import Action, ActionKind, Schedule
 from gplan.core.errors import GplanError, ModelError, RunError, UsageError
 from gplan.core.units import counted
-from gplan.runtime.buffers import MovingAverages, norm_buffers
+from gplan.runtime.buffers import norm_buffers
 from gplan.runtime.capture_cache import CaptureCache, CapturedModel
 from gplan.runtime.gradient_sync import average_gradients, broadcast_first_replica, has_sparse_gradients
 from gplan.runtime.heartbeat import Heartbeat, at_layer, on_stage
@@ -30,6 +30,7 @@ from gplan.runtime.torch_engine import EnginePass, TorchEngine
 from gplan.runtime.virtual_engine import VirtualEngine
 from gplan.schedules.registry import make_schedule
 from profiler.capture.chain import flat_tensors
+from profiler.capture.moving_averages import MovingAverages
 from profiler.host.failure import failure_text, is_lost_connection
 from profiler.memory.allocations import now_ns, storage_key
 from profiler.model.model_reference import describe_inputs

@@ -80,6 +80,7 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
     inputs, target = sample_batch(file, batch_size, device=device)
     notes = _data_notes(file, batch_size)
     versions = [x._version for x in file.model.parameters()]
+    evaluated = [x for x in file.model.modules() if file.model.training and not x.training]
     file.model.eval()
     try:
         with torch.no_grad(), CoarsestNumbers() as numbers:
@@ -111,6 +112,8 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
             )
     finally:
         file.model.train()
+        for module in evaluated:  # by the author, as frozen norms
+            module.training = False
         if versions != [x._version for x in file.model.parameters()]:
             with torch.no_grad():  # a model that changes its weights for evaluation changes them back
                 call_model(file, inputs)

@@ -90,7 +90,15 @@ class MeasuredSize:
     notes: tuple[str, ...]
 
 
-SampledSize: TypeAlias = Callable[[AtOneSpeed], MeasuredSize]
+_Measured: TypeAlias = Callable[[AtOneSpeed], MeasuredSize]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSize:
+    """A sampled micro-batch size, and its costs once the speed of the host is known."""
+
+    chain: Chain
+    measured: _Measured
 
 
 def sample_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: Progress) -> SampledSize:
@@ -103,7 +111,8 @@ def sample_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: P
             _check_loss(file, chain, *batch)
     found, keys = layers_to_measure(chain)
     measure = _sample_alone if file.is_lazy else _sample_together
-    return measure(_Subject(file, chain, microbatch_size, inputs, target, found, keys), setup, progress)
+    subject = _Subject(file, chain, microbatch_size, inputs, target, found, keys)
+    return SampledSize(chain, measure(subject, setup, progress))
 
 
 def _check_loss(file: ModelFile, chain: Chain, inputs: Any, target: Any) -> None:
@@ -159,7 +168,7 @@ class _Subject:
         return cache(lambda name: at_one_speed(found(name), beside=name.endswith(BESIDE_OTHERS)))
 
 
-def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> SampledSize:
+def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> _Measured:
     others = _other_batches(subject, device=setup.device)
     bench = bench_of_chain(subject.file, subject.chain, subject.keys, subject.inputs, subject.target, others)
     allocate_gradients(subject.file.model)
@@ -257,7 +266,7 @@ def _whole_model_bytes(run: Callable[[], Tensor], device: str) -> tuple[int, int
     return max(0, trace.peak_bytes()), trace.peak_reserved_bytes
 
 
-def _sample_alone(subject: _Subject, setup: Setup, progress: Progress) -> SampledSize:
+def _sample_alone(subject: _Subject, setup: Setup, progress: Progress) -> _Measured:
     chain, size = subject.chain, subject.microbatch_size
     stages = {layer: chain.stage(layer, layer + 1) for layer in subject.keys}
     outputs = real_like(chain.specs(len(chain)), seed=0, device=setup.device)

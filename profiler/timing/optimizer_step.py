@@ -37,7 +37,7 @@ _NUM_ROUNDS = 8  # of a step alone and one beside each kind of neighbours; befor
 _WARMUP = 2
 _STEPS_OF_SHAPE = 6
 _NUM_TINY = 16  # tensors of one element, beside a single one
-_SWEPT_BYTES = 64 * 2**20  # more than what a core's own caches hold
+SWEPT_BYTES = 64 * 2**20  # more than what a core's own caches hold
 MOST_COPIED_BYTES = 256 * 2**20  # of copied parameters
 _MOST_ALIKE_BYTES = 32 * 2**20  # of those of one shape, to measure that; at least one
 
@@ -50,7 +50,7 @@ class _Steps:
     copies: tuple[nn.Parameter, ...]
     clock: Clock
     owner: str
-    swept: Tensor  # of _SWEPT_BYTES; empty on a GPU
+    swept: Tensor  # of SWEPT_BYTES; empty on a GPU
     unused_rows: tuple[Tensor | None, ...]  # of each copy: those without a gradient; None: every row has one
 
     def once(self, step: Samples, zeroing: Samples) -> None:
@@ -86,8 +86,8 @@ class _Steps:
                 copy.grad[unused] = 0.0
 
 
-Update: TypeAlias = tuple[StepCost, dict[nn.Parameter, float]]
-"""The costs of the optimizer's step, and the seconds of each trained parameter in it."""
+Update: TypeAlias = tuple[StepCost, Mapping[Tensor, float]]
+"""The costs of the step, and the seconds in it of each trained parameter and of each buffer of means (`averages_step`)."""
 
 SampledStep: TypeAlias = Callable[[AtOneSpeed], Update]
 """The update, once the speed of the host is known."""
@@ -155,9 +155,9 @@ def sample_step(
         each_s = _seconds_by_parameter(found_s, trained, some, spread_s=cost.spread_s)
         some_s = sum(each_s[x] for x in some)
         factor = cost.spread_s / some_s if some_s else 0.0
-        each_s = {x: factor * seconds for x, seconds in each_s.items()}
-        grown = cost.grown(by_bytes, by_update=sum(each_s.values()) / cost.spread_s if factor else by_bytes)
-        return grown, each_s
+        updates_s = dict[Tensor, float]((x, factor * seconds) for x, seconds in each_s.items())
+        grown = cost.grown(by_bytes, by_update=sum(updates_s.values()) / cost.spread_s if factor else by_bytes)
+        return grown, updates_s
 
     return measured, (*notes, *shape_notes)
 
@@ -293,7 +293,7 @@ def _steps(
     unused_rows: Sequence[Tensor | None] = (),
 ) -> _Steps:
     """The steps, warmed up."""
-    swept = torch.zeros(_SWEPT_BYTES if device == "cpu" else 0, dtype=torch.uint8)
+    swept = torch.zeros(SWEPT_BYTES if device == "cpu" else 0, dtype=torch.uint8)
     optimizer = file.optimizer(copies)
     if file.precision.master_weights:
         weights = [x.detach().to(input_dtype(file.precision)) for x in copies]

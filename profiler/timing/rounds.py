@@ -126,7 +126,7 @@ def even_cut_s(most_s: Sequence[float], total_s: float) -> float:
 
 def net(timing: Timing, cut_off_s: float) -> Timing:
     """A layer's time less the cut cost, at least half of its lower quartile."""
-    return timing.less(min(cut_off_s, timing.low_s / 2))
+    return timing.plus(-min(cut_off_s, timing.low_s / 2))
 
 
 def common_variance(bench: Bench, samples: Callable[[str], Samples]) -> float | None:

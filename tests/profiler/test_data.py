@@ -41,6 +41,16 @@ def test_a_mean_is_told_from_a_sum(reduction: str) -> None:
     assert find_loss_reduction(file, 3) == LossFacts(reduction=reduction, notes=())
 
 
+@pytest.mark.parametrize("is_training", [True, False])
+def test_parts_in_evaluation_mode_stay_in_it(is_training: bool) -> None:
+    """Unless the whole model is in evaluation mode, which says nothing of its parts."""
+    model = nn.Sequential(nn.Linear(8, 4), nn.Dropout())
+    model[1].eval()
+    model.training = is_training
+    find_loss_reduction(file_of(model), 3)
+    assert (model.training, model[0].training, model[1].training) == (True, True, not is_training)
+
+
 def test_loss_neither_mean_nor_sum_is_refused() -> None:
     file = file_of(nn.Linear(8, 4), loss=lambda output, _: output.sum() ** 2)
     with pytest.raises(ModelError, match=r"their mean over the samples or their sum, "):

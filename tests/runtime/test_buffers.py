@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import gplan
 from gplan.core import Constraints
 from gplan.core.errors import UsageError
-from gplan.runtime.buffers import MovingAverages
 from profiler.capture.capture import capture, exported
 from profiler.capture.chain import Chain
+from profiler.capture.moving_averages import MovingAverages
 from profiler.capture.running_norms import RunningNorm
 from profiler.model.load import model_in_memory
 from tests.runtime.plans import plan_for
