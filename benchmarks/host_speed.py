@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 
 import gplan
 from gplan.core import Plan, Run
-from gplan.core.host_speed import slowdown_of
 from gplan.core.units import percent_text, seconds_text
 from gplan.evaluate.compare import STEP_TIME, compare
 
@@ -50,7 +49,6 @@ def main() -> None:
         rows.to_csv(path, index=False)
         if index + 1 < missing:
             time.sleep(max(0.0, options.every - (time.monotonic() - start_s)))
-    rows["equal_speed_error"] = (1 + rows.error) * slowdown_of(rows[[*PARTS]].to_numpy().T) * rows.waits - 1
     draw(rows).savefig(options.output / "host-speed.png", dpi=150)
     (options.output / "README.md").write_text(as_text(rows))
     print((options.output / "README.md").read_text())
@@ -65,7 +63,7 @@ def planned(folder: Path) -> Plan:
 
 
 def measured(plan: Plan, num_steps: int) -> dict[str, Any]:
-    """The step's raw error, the yardstick's parts over those of the profile, and how waits for cores lengthened it."""
+    """Both errors of the step, and the yardstick's parts over those of the profile."""
     run = gplan.run(plan, num_steps=num_steps)
     step = compare(run).row(STEP_TIME)
     print(run.created, percent_text(step.error or 0.0, signed=True), seconds_text(step.measured), flush=True)
@@ -74,8 +72,8 @@ def measured(plan: Plan, num_steps: int) -> dict[str, Any]:
         "predicted_s": step.predicted,
         "measured_s": step.measured,
         "error": step.error,
+        "equal_speed_error": step.equal_speed_error,
         **yardstick_of(run),
-        "waits": geometric_mean(run.core_stretch) if run.counts_waits else 1.0,
     }
 
 
@@ -114,8 +112,7 @@ def as_text(rows: pd.DataFrame) -> str:
         f"# {len(rows)} runs of one plan\n",
         "Made by `python benchmarks/host_speed.py`, which goes on where it was: the demo's plan, K = 2 on two processes. "
         "The spread is the distance of the first and the third quartile, beside the standard deviation; an error is predicted over measured, less 1; "
-        "the yardstick's parts are over those of the profile, and the error at equal speed is by their means over ranks and "
-        "steps.\n",
+        "the yardstick's parts are over those of the profile, the means over ranks and steps.\n",
         "| error | median | median size | spread | standard deviation | least | largest |",
         "|---|---|---|---|---|---|---|",
     ]

@@ -36,7 +36,7 @@ from profiler.timing.averages_step import sample_averages
 from profiler.timing.clock import Clock, CpuClock, CudaClock
 from profiler.timing.journal import Journal
 from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, SampledSize, Setup, mean_of_known, sample_size
-from profiler.timing.optimizer_step import MICROBATCHES, sample_step
+from profiler.timing.optimizer_step import MICROBATCHES, sample_beside_updates, sample_step
 from profiler.timing.yardstick import SpeedHistory, Yardstick, yardstick_parts
 
 _SHARE_OF_LAYERS = 0.75  # of the progress of a profile
@@ -146,6 +146,8 @@ def _measured(
     with device_share(options.num_threads), _on_device(file, options.device), model_state_restored(file.model):
         loss = _loss_facts(file, options)
         before = read_load()
+        progress("measuring the optimizer's step beside others", 0.0)
+        beside_updates = sample_beside_updates(file, setup.clock, device=options.device, shares=setup.shares)
         sampled, too_large = _sample_sizes(
             file, options, setup, lambda text, share: progress(text, _SHARE_OF_LAYERS * share)
         )
@@ -157,6 +159,7 @@ def _measured(
             device=options.device,
             shares=setup.shares,
             work_beside=_training_pass(file, options),
+            beside_updates=beside_updates,
             read_yardstick=read_yardstick,
         )
         chain = sampled[0].chain

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 from statistics import fmean
 from typing import TypeAlias
@@ -33,7 +32,7 @@ from profiler.timing.clock import AtOneSpeed, Clock, Samples
 from profiler.timing.neighbours import NEIGHBOUR_FAILED, Neighbours, neighbours
 
 MICROBATCHES = 8  # of the first step, whose unused rows count: a usual number
-_NUM_ROUNDS = 8  # of a step alone and one beside each kind of neighbours; before the shapes, and after them
+_NUM_ROUNDS = 6  # at a time, of a step alone and one beside each kind of neighbours
 _WARMUP = 2
 _STEPS_OF_SHAPE = 6
 _NUM_TINY = 16  # tensors of one element, beside a single one
@@ -71,6 +70,28 @@ class _Steps:
             self.make_gradients()
         self.optimizer.step()
 
+    def rounds(
+        self,
+        others: Sequence[Neighbours],
+        alone: Samples,
+        zeroing: Samples,
+        read_yardstick: Callable[[], object] = lambda: None,
+    ) -> list[list[float]]:
+        """Some rounds of a step alone, whose samples are added, and one beside each of `others`; its slow-downs."""
+        if others:
+            self.once(Samples(), Samples())  # the first step after a fork copies the pages that both processes have
+        found = []
+        for _ in range(_NUM_ROUNDS):
+            own = Samples()
+            read_yardstick()
+            self.once(own, zeroing)
+            beside = [self.among(x) for x in others]
+            self.clock.flush()
+            own_s = own.timing().median_s
+            alone.extend(own)
+            found.append([x.timing().median_s / own_s if own_s else 1.0 for x in beside])
+        return found
+
     def among(self, others: Neighbours) -> Samples:
         """A step while the neighbours compute."""
         found = Samples()
@@ -93,6 +114,23 @@ SampledStep: TypeAlias = Callable[[AtOneSpeed], Update]
 """The update, once the speed of the host is known."""
 
 
+def sample_beside_updates(
+    file: ModelFile, clock: Clock, *, device: str = "cpu", shares: Sequence[set[int]] = ()
+) -> list[float]:
+    """Slow-downs of the update beside updates on `shares`, for `sample_step`; does not run the model.
+
+    On a virtual machine updates slow each other down for some ten seconds and then not, as its cores move on the host. So
+    a profile measures this at two times, before its layers and after them.
+    """
+    trained = _trained(file)
+    if not trained or not shares:
+        return []
+    copies = [_copy(x, file.precision, device) for x in _parameters_to_copy(_by_shape(trained, {}))]
+    steps = _steps(file, copies, clock, device)
+    with neighbours(shares, steps.update, copies) as others:
+        return [x for (x,) in steps.rounds([others], Samples(), Samples())]
+
+
 def sample_step(
     file: ModelFile,
     clock: Clock,
@@ -100,17 +138,17 @@ def sample_step(
     device: str = "cpu",
     shares: Sequence[set[int]] = (),
     work_beside: Callable[[], object] | None = None,
+    beside_updates: Sequence[float] = (),
     read_yardstick: Callable[[], object] = lambda: None,
 ) -> tuple[SampledStep, tuple[str, ...]]:
     """Sample the optimizer's step alone, and beside one process on each of `shares` (sets of cores). Also returns notes.
 
     On each of `shares` one process repeats `work_beside`, a training pass of the next micro-batch as other stages make
     them in a pipeline, and another one repeats the update alone, in turns. Without `work_beside` both slow-downs are
-    those beside updates. The yardstick is read while all of them are stopped. On a virtual machine updates slow each
-    other down for some seconds and then not, as its cores move on the host, so there are rounds at two times.
+    those beside updates, to which `beside_updates` adds earlier ones. The yardstick is read while all of them are stopped.
     """
-    trained = [x for x in file.model.parameters() if x.requires_grad]
-    if not file.has("optimizer") or not trained:
+    trained = _trained(file)
+    if not trained:
         return lambda _: (StepCost.none(), {}), ()
     unused = _unused_rows(trained, work_beside)
     by_shape = _by_shape(trained, unused)
@@ -123,12 +161,9 @@ def sample_step(
     alone, zeroing = Samples(), Samples()
     with ExitStack() as stack:
         others = [stack.enter_context(neighbours(shares, *work)) for work in works]
-        if others:
-            steps.once(Samples(), Samples())  # the first step after a fork copies the pages that both processes have
-        a_round = partial(_round, steps, others, alone, zeroing, read_yardstick)
-        rounds = [a_round() for _ in range(_NUM_ROUNDS)]
+        rounds = steps.rounds(others, alone, zeroing, read_yardstick)
         seconds_of, shape_notes = _sample_shapes(file, by_shape, unused, clock, device, read_yardstick)
-        rounds += [a_round() for _ in range(_NUM_ROUNDS)]
+        rounds += steps.rounds(others, alone, zeroing, read_yardstick)
         notes = () if all(x.are_alive for x in others) else (NEIGHBOUR_FAILED,)
     some_bytes, masters = sum(map(gradient_bytes, some)), master_bytes(some, file.precision)
     state_bytes = optimizer_state_bytes(steps.optimizer) + masters
@@ -136,7 +171,9 @@ def sample_step(
     workspace_bytes += max(0, masters - some_bytes)  # gradients for the optimizer, in the dtype of master weights
     largest_workspace *= sum(x.nbytes for x in copies) / some_bytes  # from a tensor to its gradient
     by_bytes = sum(map(gradient_bytes, trained)) / some_bytes
-    slow_downs = [max(1.0, _middle_mean(x)) for x in zip(*rounds, strict=True)] or [1.0]
+    ratios = [*zip(*rounds, strict=True)] or [()]
+    ratios[-1] += tuple(beside_updates)
+    slow_downs = [max(1.0, _middle_mean(x)) if x else 1.0 for x in ratios]
 
     def measured(at_one_speed: AtOneSpeed) -> Update:
         fixed_s, found_s = seconds_of(at_one_speed)
@@ -162,22 +199,9 @@ def sample_step(
     return measured, (*notes, *shape_notes)
 
 
-def _round(
-    steps: _Steps,
-    others: Sequence[Neighbours],
-    alone: Samples,
-    zeroing: Samples,
-    read_yardstick: Callable[[], object],
-) -> list[float]:
-    """The slow-down of a step beside each of `others`, compared with one just before; also adds to the samples alone."""
-    own = Samples()
-    read_yardstick()
-    steps.once(own, zeroing)
-    found = [steps.among(x) for x in others]
-    steps.clock.flush()
-    own_s = own.timing().median_s
-    alone.extend(own)
-    return [x.timing().median_s / own_s if own_s else 1.0 for x in found]
+def _trained(file: ModelFile) -> list[nn.Parameter]:
+    """The parameters that the optimizer of a file updates."""
+    return [x for x in file.model.parameters() if x.requires_grad] if file.has("optimizer") else []
 
 
 def _middle_mean(values: Sequence[float]) -> float:

@@ -18,7 +18,7 @@ from gplan.core.errors import ModelError
 from profiler.model.load import ModelFile, model_in_memory
 from profiler.timing import optimizer_step
 from profiler.timing.clock import Clock, CpuClock, Samples
-from profiler.timing.optimizer_step import sample_step
+from profiler.timing.optimizer_step import sample_beside_updates, sample_step
 
 
 class StatedClock(CpuClock):
@@ -232,3 +232,34 @@ def test_rows_without_a_gradient_are_those_of_a_first_step(num_batches: int) -> 
     used = 20 * num_batches
     _, updates_s = sampled(lambda samples, beside=False: samples)
     assert (updates_s[table.weight], updates_s[mix.weight]) == pytest.approx((used + 5 * (100 - used), 100))
+
+
+def test_updates_beside_updates_are_sampled_earlier_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take three times as long then, and do not slow each other down later."""
+    file = model_in_memory(nn.Linear(4, 4), optimizer=lambda p: OneSecond(p))
+
+    class Others:
+        are_alive = True
+
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+
+        @contextmanager
+        def running(self) -> Iterator[None]:
+            with monkeypatch.context() as patch:
+                patch.setattr(OneSecond, "seconds", self.seconds)
+                yield
+
+    @contextmanager
+    def beside(seconds: float, *_: object) -> Iterator[Others]:
+        yield Others(seconds)
+
+    monkeypatch.setattr(optimizer_step, "neighbours", partial(beside, 3.0))
+    earlier = sample_beside_updates(file, StatedClock(), shares=[{0}])
+    assert earlier == [3.0] * 6
+    monkeypatch.setattr(optimizer_step, "neighbours", partial(beside, 1.0))
+    sampled, _ = sample_step(file, StatedClock(), shares=[{0}], beside_updates=earlier)
+    found, _ = sampled(lambda samples, beside=False: samples)
+    assert 1.0 < found.update_contention < 3.0
+    assert sample_beside_updates(file, StatedClock()) == []
+    assert sample_beside_updates(model_in_memory(nn.Linear(4, 4)), StatedClock(), shares=[{0}]) == []
