@@ -6,8 +6,7 @@
 All examples x (gpipe, 1f1b) x M (4, 8, 16) x recompute (never, always), at K = 2 on two processes (torch engine) and at
 K = 2, 4, 8 on one (virtual engine). A shared host's speed drifts within minutes, which no prediction can know, so
 profiles and runs take turns: every few runs have a profile of their own, taken right before, and a setting's error is
-the median over the rounds. The link and the engine's own time are measured once, at the beginning. Errors of the step are
-raw, and at equal host speed. Rows are written as they come; what reports/accuracy/accuracy.csv has is not run again.
+the median over the rounds. Errors of the step are raw, and at equal host speed. Rows are written as they come; what reports/accuracy/accuracy.csv has is not run again.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 import gplan
-from gplan.core import Link, Plan, Profile, Run
+from gplan.core import Plan, Profile, Run
 from gplan.core.units import percent_text, seconds_text
 from gplan.evaluate.compare import STEP_TIME, compare
 
@@ -100,20 +98,9 @@ def measured(wanted: list[Setting], options: argparse.Namespace) -> Iterator[dic
     """One row for each setting of one model, without figures where there is no plan;
     a few have a profile of their own."""
     for _, few in groupby(wanted, key=lambda x: (x.num_microbatches, x.recompute)):
-        profile = profiled(wanted[0].model, link=host_profile().link)
+        profile = gplan.profile(str(ROOT / "examples" / f"{wanted[0].model}.py"), microbatch_sizes=[MICROBATCH_SIZE])
         for setting in few:
-            yield row_of(setting, replace(profile, engine=host_profile().engine), options)
-
-
-@cache
-def host_profile() -> Profile:
-    """One that measures the link and the engine's own time, which are the host's and not the model's."""
-    return profiled(MODELS[0], link=None)
-
-
-def profiled(model: str, *, link: Link | None) -> Profile:
-    """An example as it is now."""
-    return gplan.profile(str(ROOT / "examples" / f"{model}.py"), microbatch_sizes=[MICROBATCH_SIZE], link=link)
+            yield row_of(setting, profile, options)
 
 
 def plan_of(profile: Profile, setting: Setting) -> Plan | None:
@@ -137,7 +124,7 @@ def row_of(setting: Setting, profile: Profile, options: argparse.Namespace) -> d
         return row
     num_steps = max(options.steps, math.ceil(options.seconds / plan.prediction.step_s))
     run = gplan.run(plan, engine=setting.engine, num_steps=num_steps)
-    row |= {"num_steps": num_steps}
+    row["num_steps"] = num_steps
     row |= errors_of(run.plan, run)
     print(*(row[name] for name in KEY), percent_text(row["step_error"], signed=True), flush=True)
     return {**row, "device": profile.device.name, "created": run.created[:10], "torch": dict(run.versions)["torch"]}
@@ -167,7 +154,7 @@ def over_rounds(rows: pd.DataFrame) -> pd.DataFrame:
     ways |= {"num_counted": "sum", "num_disturbed": "sum", "round": "count"}
     grouped = rows.groupby(SETTING, sort=False)
     apart = grouped.step_error.max() - grouped.step_error.min()
-    return grouped.agg(ways).assign(apart=apart).reset_index()
+    return grouped.agg(ways).assign(apart=apart, most_steps=grouped.num_steps.max()).reset_index()
 
 
 def draw(table: pd.DataFrame) -> Figure:
@@ -213,10 +200,10 @@ def as_text(table: pd.DataFrame) -> str:
         [
             "# How wrong the predictions are\n",
             f"Made by `python benchmarks/accuracy.py`: {len(table)} settings with {table['round'].sum()} runs of {table.num_steps.min():.0f} "
-            f"to {table.num_steps.max():.0f} steps. "
+            f"to {table.most_steps.max():.0f} steps. "
             f"Micro-batches have {MICROBATCH_SIZE} samples, each process has one core, and nothing is calibrated. Every run is in "
             "accuracy.csv, whatever came out. Runs with the same M and recompute share a profile, taken right before them. A "
-            f"setting's error is the median over its rounds.{again} The link and the engine's own time were measured once. "
+            f"setting's error is the median over its rounds.{again} "
             f"{percent_text(refused)} of the steps were left out as disturbed. {first.device}; torch {first.torch}; "
             f"made: {dates}.\n",
             "An error is predicted over measured, less 1. *At equal speed*: the prediction at the host's speed during the "

@@ -36,7 +36,7 @@ from profiler.timing.averages_step import sample_averages
 from profiler.timing.clock import Clock, CpuClock, CudaClock
 from profiler.timing.journal import Journal
 from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, SampledSize, Setup, mean_of_known, sample_size
-from profiler.timing.optimizer_step import MICROBATCHES, sample_beside_updates, sample_step
+from profiler.timing.optimizer_step import MICROBATCHES, sample_step, sample_update_contention
 from profiler.timing.yardstick import SpeedHistory, Yardstick, yardstick_parts
 
 _SHARE_OF_LAYERS = 0.75  # of the progress of a profile
@@ -147,7 +147,7 @@ def _measured(
         loss = _loss_facts(file, options)
         before = read_load()
         progress("measuring the optimizer's step beside others", 0.0)
-        beside_updates = sample_beside_updates(file, setup.clock, device=options.device, shares=setup.shares)
+        earlier, early_notes = sample_update_contention(file, setup.clock, device=options.device, shares=setup.shares)
         sampled, too_large = _sample_sizes(
             file, options, setup, lambda text, share: progress(text, _SHARE_OF_LAYERS * share)
         )
@@ -159,29 +159,30 @@ def _measured(
             device=options.device,
             shares=setup.shares,
             work_beside=_training_pass(file, options),
-            beside_updates=beside_updates,
+            earlier=earlier,
             read_yardstick=read_yardstick,
         )
         chain = sampled[0].chain
-        with_averages = sample_averages(
-            chain.norms(0, len(chain)), setup.clock, device=options.device, read_yardstick=read_yardstick
-        )
+        averages = sample_averages(chain, setup.clock, device=options.device, read_yardstick=read_yardstick)
     load = load_between(before, read_load())
     speeds = SpeedHistory(yardstick.parts, yardstick.parts_beside)
     measured = [size.measured(speeds.at_one_speed) for size in sampled]
     progress("measuring the link between two processes", 0.9)
     link = options.link or measure_link(device_kind=options.device_kind)
     first, values = measured[0], values_of([x.crossings for x in measured])
-    step, updates_s = with_averages(speeds.at_one_speed, update(speeds.at_one_speed))
-    layers, shared = layers_with_weights(first.chain, first.sources, [x.layers for x in measured], updates_s=updates_s)
+    step, updates_s = update(speeds.at_one_speed)
+    fixed_s, averages_s = averages(speeds.at_one_speed)
+    layers, shared = layers_with_weights(
+        chain, first.sources, [x.layers for x in measured], updates_s=updates_s, averages_s=averages_s
+    )
     return Profile(
-        model=file.identity(first.chain),
+        model=file.identity(chain),
         device=_device(options),
         layers=layers,
         shared_weights=shared,
         loss=tuple(x.loss for x in measured) if file.has_loss else (),
         loss_reduction=first.loss_reduction or loss.reduction,
-        step=step,
+        step=step.plus(fixed_s=fixed_s, spread_s=sum(averages_s)),
         link=link,
         overhead_s=sum(x.overhead_s for x in measured) / len(measured),
         whole_model=tuple(x.whole for x in measured if x.whole is not None),
@@ -196,12 +197,13 @@ def _measured(
                     *setup.journal.notes,
                     *loss.notes,
                     *(x for y in measured for x in y.notes),
+                    *early_notes,
                     *step_notes,
                     *too_large,
                 )
             )
         ),
-        plan_notes=(*file.notes_on_missing, *routing_notes(first.chain, how=_how_routed(file)), *loss.plan_notes),
+        plan_notes=(*file.notes_on_missing, *routing_notes(chain, how=_how_routed(file)), *loss.plan_notes),
         granularity=options.granularity,
         values=values,
         precision=file.precision,

@@ -36,6 +36,14 @@ class YardstickTimes:
     def __post_init__(self) -> None:
         check_positive(self, "compute_s", "memory_s", "interpreter_s")
 
+    def times(self, factor: float) -> YardstickTimes:
+        """Every part times a factor."""
+        return YardstickTimes(
+            compute_s=factor * self.compute_s,
+            memory_s=factor * self.memory_s,
+            interpreter_s=factor * self.interpreter_s,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedWindow:
@@ -103,7 +111,8 @@ class HostSpeed:
 
         What disturbs a reading, a hundredth of a step, need not disturb the step. So the compute times of the steps tell
         how the speed changed between windows, and the median reading over compute time tells how it compares with the
-        reference.
+        reference. Steps can also differ in their work, as with inputs of several shapes: so no slowdown is outside the
+        range of the readings.
 
         >>> once, twice = (YardstickTimes(compute_s=x, memory_s=x, interpreter_s=x) for x in (1e-3, 2e-3))
         >>> steps = [
@@ -115,14 +124,13 @@ class HostSpeed:
         """
         num_ranks, found = len(steps[0].ranks) if steps else 0, []
         for rank in range(num_ranks):
-            by_compute = [
-                self.slowdown(times, num_devices=num_ranks) / x.compute_s[rank]
-                for x in steps
-                if (times := x.ranks[rank]) is not None
-            ]
-            if not by_compute:
+            read = [(x.compute_s[rank], times) for x in steps if (times := x.ranks[rank]) is not None]
+            if not read:
                 return ()
-            found.append(tuple(median(by_compute) * x.compute_s[rank] for x in steps))
+            readings = [self.slowdown(times, num_devices=num_ranks) for _, times in read]
+            per_second = median(x / compute_s for x, (compute_s, _) in zip(readings, read, strict=True))
+            by_compute = (per_second * x.compute_s[rank] for x in steps)
+            found.append(tuple(min(max(readings), max(min(readings), x)) for x in by_compute))
         return tuple(found)
 
     @property

@@ -225,7 +225,7 @@ class LayerCost:
 class StepCost:
     """Costs of a step outside the micro-batch loop, for the whole model on one device."""
 
-    optimizer: Timing  # and of the update of norms' moving averages
+    optimizer: Timing  # with the update of norms' moving averages
     zero_grad: Timing
     optimizer_name: str
     state_bytes: int
@@ -234,7 +234,7 @@ class StepCost:
     contention: float = 1.0  # slow-down while other processes of the host run forward and backward
     update_contention: float = 1.0  # slow-down while other processes of the host update at the same time
     master_bytes: int = 0  # part of state_bytes: float32 weights beside the parameters
-    fixed_s: float = 0.0  # part of both that does not depend on the parameters
+    fixed_s: float = 0.0  # part of both that every stage takes, whatever its layers
 
     def __post_init__(self) -> None:
         check_amounts(self)
@@ -267,8 +267,8 @@ class StepCost:
         return self.update_s - self.fixed_part_s
 
     def plus(self, *, fixed_s: float, spread_s: float) -> StepCost:
-        """The costs with more of both parts of the time."""
-        return replace(self, optimizer=self.optimizer.plus(fixed_s + spread_s), fixed_s=self.fixed_s + fixed_s)
+        """The costs of a step that takes `fixed_s` longer on every stage and `spread_s` longer over all layers."""
+        return replace(self, optimizer=self.optimizer.plus(fixed_s + spread_s), fixed_s=self.fixed_part_s + fixed_s)
 
     def grown(self, by_bytes: float, *, by_update: float) -> StepCost:
         """The costs with all bytes times `by_bytes`, and `spread_s` times `by_update`."""

@@ -479,10 +479,10 @@ class Run:
         profile had none. A device's is the mean of its replicas; one process that runs all devices has one for all.
         """
         reference, num = self.plan.host_speed, self.plan.num_devices
-        windows = reference.slowdowns(self.timed_speed) if reference is not None else ()
-        if not windows:
+        by_rank = reference.slowdowns(self.timed_speed) if reference is not None else ()
+        if not by_rank:
             return ()
-        ranks = tuple(map(fmean, windows))
+        ranks = tuple(map(fmean, by_rank))
         by_device = ranks * num if len(ranks) == 1 else [geometric_mean(ranks[device::num]) for device in range(num)]
         stretches = self.core_stretch if self.counts_waits else ()
         return tuple(x * stretch for x, stretch in zip(by_device, stretches or (1.0,) * num, strict=True))

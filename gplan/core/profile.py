@@ -147,7 +147,7 @@ class Sharable:
 
     @property
     def whole_update_amount(self) -> float:
-        """Seconds of an update of all its parameters, or gradient bytes where no seconds were measured."""
+        """Seconds of its whole part of an update, or gradient bytes where no seconds were measured."""
         return self.gradient_bytes if self.update_s is None else self.update_s
 
     @property
@@ -171,7 +171,7 @@ class Layer(Sharable):
     largest_trained_bytes: int = 0  # of the largest trained parameter tensor
     parameters: tuple[ParameterSize, ...] = ()  # its own; none: not known
     share: ReplicaShare | None = None  # of one of several replicas; None: all of it
-    update_s: float | None = None  # of the optimizer and zero_grad for its parameters; None: not known
+    update_s: float | None = None  # of an update: zero_grad, optimizer and moving averages; None: not known
 
     def __post_init__(self) -> None:
         check_amounts(self)
@@ -190,7 +190,7 @@ class SharedWeight(Sharable):
     gradient_bytes: int
     parameters: tuple[ParameterSize, ...] = ()  # one; none: not known
     share: ReplicaShare | None = None  # of one of several replicas; None: all of it
-    update_s: float | None = None  # of the optimizer and zero_grad for it; None: not known
+    update_s: float | None = None  # of an update: zero_grad and optimizer; None: not known
 
     def __post_init__(self) -> None:
         check_amounts(self)

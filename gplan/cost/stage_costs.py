@@ -252,7 +252,7 @@ class Costs:
         return self._of_layers("unfinished")
 
     def optimizer_s(self, first: Ints, end: Ints) -> Floats:
-        """[E]: seconds of zero_grad and optimizer step for the weights of stages that a replica updates."""
+        """[E]: seconds of the updates of stages: zero_grad, the optimizer's step on what a replica updates, moving averages."""
         step = self.profile.step
         return self.update_contention(first) * (step.fixed_part_s + step.spread_s * self.update_share(first, end))
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import geometric_mean
 
 from gplan.core import (
     BACKWARD_KINDS,
@@ -29,7 +28,6 @@ from gplan.core import (
     is_recomputed,
 )
 from gplan.core.errors import FileError
-from gplan.core.host_speed import average_times
 from gplan.core.units import now_text
 from gplan.evaluate.calibration import rescale_whole_model
 from gplan.evaluate.replanning import profile_in_plan_order, reprice, why_not_replannable
@@ -61,17 +59,18 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
         overhead_s=overhead_s,
         created=now_text(),
         notes=(*profile.notes, _note(factors, run)),
-        host_speed=_speed_of_run(profile, run),
+        host_speed=_speed_of_run(run),
     )
     return replace(scaled, whole_model=rescale_whole_model(profile, scaled))
 
 
-def _speed_of_run(profile: Profile, run: Run) -> HostSpeed | None:
+def _speed_of_run(run: Run) -> HostSpeed | None:
     """The speed that the run's times belong to; None where the yardstick was not read in both, or cores were missing."""
-    if profile.host_speed is None or run.core_stretch:
+    known, slowdown = run.plan.host_speed, run.slowdown
+    if known is None or slowdown is None or run.core_stretch:
         return None
-    times = average_times((x for window in run.timed_speed for x in window.ranks), geometric_mean)
-    return None if times is None else replace(profile.host_speed, reference=times, windows=(), load=run.host_load)
+    beside = known.beside and known.beside.times(slowdown)
+    return HostSpeed(reference=known.reference.times(slowdown), beside=beside, load=run.host_load)
 
 
 def _predicted(profile: Profile, plan: Plan) -> Plan:

@@ -1,4 +1,4 @@
-"""Buffers of several devices that forwards write to, which are refused: shared buffers and shared norms' averages."""
+"""Checks of buffers that forwards write to: refuses those that stages on several devices share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SharedBuffers:
     """
 
     def __init__(self, model: nn.Module, usual: CapturedModel, names: StateNames, plan: Plan) -> None:
-        of_norms = {id(x) for norm in usual.chain.norms(0, len(usual.chain)) for x in norm_buffers(norm)}
+        of_norms = {id(x) for norm in usual.chain.norms(0, len(usual.chain)) for x in norm.buffers}
         self._buffers = {name: x for name, x in model.named_buffers() if id(x) not in of_norms}
         self._stages = {name: stages for name, stages in _on_several(names, plan).items() if name in self._buffers}
 
@@ -74,11 +74,6 @@ def strict_norm(model: nn.Module, norms: Sequence[RunningNorm], microbatch_size:
     strict = {id(x.running_mean) for x in norms if not x.is_per_sample and x.num_values == microbatch_size}
     found = (name for name, buffer in model.named_buffers() if id(buffer) in strict)
     return next((name.rpartition(".")[0] for name in found), None)
-
-
-def norm_buffers(norm: RunningNorm) -> list[Tensor]:
-    """Return the buffers of a norm."""
-    return [x for x in (norm.running_mean, norm.running_var, norm.num_batches_tracked) if x is not None]
 
 
 def _on_several(names: StateNames, plan: Plan) -> dict[str, Sequence[int]]:

@@ -23,7 +23,7 @@ from gplan.core.errors import FileError, ModelError
 from gplan.runtime.random_streams import seed_key
 from gplan.runtime.stage_module import GatheredLayers, LayerInfo, ParameterGroup, StageModule, make_segments
 from profiler.capture.capture import capture
-from profiler.capture.chain import AtLayer, Chain, TensorSpec
+from profiler.capture.chain import AtLayer, Chain, TensorSpec, modules_that_train
 from profiler.capture.running_norms import RunningNorm
 from profiler.model.materialise import is_meta_or_fake
 from profiler.model.model_reference import describe_inputs
@@ -60,7 +60,7 @@ class CaptureCache:
         self._real: dict[int, Tensor] = {}
         self._groups: Mapping[int, ParameterGroup] = {}
         self._around_capture: Callable[[], AbstractContextManager[object]] = nullcontext
-        self._trained = {x: x.training or not model.training for x in model.modules()}
+        self._training = modules_that_train(model)
 
     def for_inputs(self, inputs: Any, *, training: bool) -> CapturedModel:
         """Return the capture for micro-batches like `inputs`; captures the model if there is none."""
@@ -105,7 +105,7 @@ class CaptureCache:
 
         Modules that were in evaluation mode in a training model, when it was passed, do not train.
         """
-        changed = [x for x, trains in self._trained.items() if x.training != (training and trains)]
+        changed = [x for x in self.model.modules() if x.training != (training and x in self._training)]
         for module in changed:
             module.training = not module.training
         try:

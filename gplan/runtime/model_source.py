@@ -174,7 +174,6 @@ def _opened(build: Callable[[], nn.Module], functions: Mapping[str, Callable[...
         functions=functions,
         input_shapes=None,
         loss_reduction=None,
-        misspelled={},
     )
 
 

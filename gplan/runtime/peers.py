@@ -118,7 +118,7 @@ class Peers:
         return f"{ranks} on {' and '.join(sorted(hosts))} no longer {'answer' if len(silent) > 1 else 'answers'}"
 
     def _silent(self, some: Sequence[Peer], before: Sequence[str | None]) -> list[Peer]:
-        """Those of some processes that gave no sign of life since these beats of all processes."""
+        """The processes among `some` whose heartbeat has not changed since `before` and that reported no failure."""
         now = self._beats()
         return [x for x in some if now[x.rank] == before[x.rank] and self._read(f"failed/{x.rank}") is None]
 

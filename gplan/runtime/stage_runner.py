@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 from gplan.core import Action, ActionKind, Schedule
 from gplan.core.errors import GplanError, ModelError, RunError, UsageError
 from gplan.core.units import counted
-from gplan.runtime.buffers import norm_buffers
 from gplan.runtime.capture_cache import CaptureCache, CapturedModel
 from gplan.runtime.gradient_sync import average_gradients, broadcast_first_replica, has_sparse_gradients
 from gplan.runtime.heartbeat import Heartbeat, at_layer, on_stage
@@ -232,7 +231,7 @@ class StageRunner:
         if self._replicas is None:
             return []
         norms = [norm for stage in self.stages for norm in self._captures.norms(usual, stage.index)]
-        known = {id(x) for norm in norms for x in norm_buffers(norm)}
+        known = {id(x) for norm in norms for x in norm.buffers}
         found = {id(x): x for stage in self.stages for x in _written_by(self._segments(usual, stage, True))}
         return [x for key, x in found.items() if key not in known]
 

@@ -184,6 +184,11 @@ def roots_with_gradients(outputs: Tensors, leaves: Tensors) -> tuple[list[Tensor
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 
+def modules_that_train(model: nn.Module) -> set[nn.Module]:
+    """All modules, without those that their author put in evaluation mode inside a model in training mode."""
+    return {x for x in model.modules() if x.training or not model.training}
+
+
 @contextmanager
 def model_state_restored(model: nn.Module) -> Iterator[None]:
     """Restore the model's buffers, gradients and modes, and the random state, at the end."""

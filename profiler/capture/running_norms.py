@@ -44,6 +44,11 @@ class RunningNorm:
     num_calls: int
     is_per_sample: bool  # statistics are averages over the samples, as an instance norm's
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Its buffers; the first two are the averages."""
+        return [x for x in (self.running_mean, self.running_var, self.num_batches_tracked) if x is not None]
+
     def backed_by(self, real: Mapping[int, Tensor]) -> RunningNorm:
         """The same norm with buffers replaced by `real`, by their ids."""
         tracked = self.num_batches_tracked

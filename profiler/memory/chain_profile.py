@@ -30,19 +30,21 @@ def layers_with_weights(
     sources: Sequence[int],
     costs: Sequence[Sequence[LayerCost]],
     *,
-    updates_s: Mapping[Tensor, float] | None = None,
+    updates_s: Mapping[nn.Parameter, float] | None = None,
+    averages_s: Sequence[float] | None = None,
 ) -> tuple[tuple[Layer, ...], tuple[SharedWeight, ...]]:
     """The layers of a chain with their weights and costs, and the weights used by several layers.
 
     `sources[i]` is the layer measured for layer i; `costs[s][i]` is the cost of layer i at size s.
-    `updates_s`: of a step's update, by parameter or buffer; None: not known.
+    `updates_s`: of the optimizer, for each trained parameter; None: not known. `averages_s`: of the moving averages of each
+    layer's norms.
     """
     states = [chain.state(layer) for layer in range(len(chain))]
     users, places = _users(states), ChainPositions(sources)
     size_of = partial(_size, most_trained=_most_trained(chain.model))
 
-    def update_s(tensors: Iterable[Tensor]) -> float | None:
-        return None if updates_s is None else math.fsum(updates_s.get(x, 0.0) for x in tensors)
+    def update_s(parameters: Iterable[nn.Parameter], other_s: float = 0.0) -> float | None:
+        return None if updates_s is None else other_s + math.fsum(updates_s.get(x, 0.0) for x in parameters)
 
     layers = []
     for index, state in enumerate(states):
@@ -59,7 +61,7 @@ def layers_with_weights(
                 same_as=None if sources[index] == index else sources[index],
                 largest_trained_bytes=max(map(gradient_bytes, own), default=0),
                 parameters=tuple(map(size_of, own)),
-                update_s=update_s([*own, *buffers]),
+                update_s=update_s(own, averages_s[index] if averages_s else 0.0),
             )
         )
     shared = _shared_weights(chain.model, users, size_of)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gplan.core import LossReduction
 from gplan.core.errors import ModelError, UsageError
-from profiler.capture.chain import flat_tensors
+from profiler.capture.chain import flat_tensors, modules_that_train
 from profiler.memory.allocations import tensors_in
 from profiler.model.error_location import describe
 from profiler.model.lazy_build import random_state_kept
@@ -80,7 +80,7 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
     inputs, target = sample_batch(file, batch_size, device=device)
     notes = _data_notes(file, batch_size)
     versions = [x._version for x in file.model.parameters()]
-    evaluated = [x for x in file.model.modules() if file.model.training and not x.training]
+    training = modules_that_train(file.model)
     file.model.eval()
     try:
         with torch.no_grad(), CoarsestNumbers() as numbers:
@@ -112,8 +112,8 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
             )
     finally:
         file.model.train()
-        for module in evaluated:  # by the author, as frozen norms
-            module.training = False
+        for module in file.model.modules():
+            module.training = module in training
         if versions != [x._version for x in file.model.parameters()]:
             with torch.no_grad():  # a model that changes its weights for evaluation changes them back
                 call_model(file, inputs)

@@ -82,9 +82,7 @@ class ModelFile:
     notes: tuple[str, ...] = ()  # for readers of figures of this model
     precision: Precision = field(default_factory=Precision)  # of the model; see profiler/model/precision.py
     lost: tuple[str, ...] = ()  # buffers and other tensors that have lost the values computed by the code
-    misspelled: Mapping[str, str] = field(
-        default_factory=dict
-    )  # functions that it lacks, and a similar name that it has
+    misspelled: Mapping[str, str] = field(default_factory=dict)  # lacking functions, and a similar name that it has
 
     @property
     def is_lazy(self) -> bool:
@@ -183,7 +181,7 @@ class ModelFile:
         if self.has("loss"):
             parts["batches"] = "time and memory of the loss"
         return tuple(
-            f"{self._lacks(name)}: {what} are in no plan, and a run needs it"
+            f"{self._lacks(name)}: {what} are in no plan, and a run needs the {name}"
             for name, what in parts.items()
             if not self.has(name)
         )
@@ -216,7 +214,9 @@ class ModelFile:
 
     def _lacks(self, function: str) -> str:
         similar = self.misspelled.get(function)
-        return f"{self.name} defines no {function}" + (f", but {similar} (a misspelling?)" if similar else "")
+        return f"{self.name} defines no {function}" + (
+            f", but {similar} (rename it, if that is meant)" if similar else ""
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +229,7 @@ class OpenedFile:
     functions: Mapping[str, Callable[..., Any]]
     input_shapes: str | None  # of random inputs instead of the file's
     loss_reduction: LossReduction | None
-    misspelled: Mapping[str, str]
+    misspelled: Mapping[str, str] = field(default_factory=dict)  # as in `ModelFile`
 
     def load(self, *, seed: int, lazy: bool = False) -> ModelFile:
         """Build the model with weights drawn from `seed`; if `lazy`, without weights, leaving the random state unchanged.

@@ -23,6 +23,7 @@ from gplan.core.layer_cost import quartiles_median_error
 _MOST_WAITING = 0.05  # share of a sample that may pass without a core
 _SHORTEST_WAIT_S = 2e-4  # below the resolution of the clocks
 _LEAST_SAMPLES = 5  # for a standard error
+_SWEPT_BYTES = 64 * 2**20  # more than what a core's own caches hold
 _LEAST_CLEAN = 3  # with fewer, refused samples count too
 _LAUNCH_BOUND_SHARE = 0.9  # launches over device time; 1 less the resolution of events
 
@@ -212,6 +213,12 @@ class CudaClock(Clock):
             samples.add_clean(start.elapsed_time(end) / 1e3, at_s)
             samples.launch_s.append(launch_s)
         self._pending.clear()
+
+
+def cold_caches(device: str) -> Callable[[], object]:
+    """A function that fills the caches of a core with other data; on a GPU it does nothing."""
+    swept = torch.zeros(_SWEPT_BYTES if device == "cpu" else 0, dtype=torch.uint8)
+    return lambda: swept.add_(1)
 
 
 def is_undisturbed(wall_s: float, busy_s: float) -> bool:

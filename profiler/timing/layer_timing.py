@@ -78,7 +78,6 @@ class Setup:
 class MeasuredSize:
     """The costs of every layer and of the loss at one micro-batch size."""
 
-    chain: Chain
     sources: tuple[int, ...]  # for each layer the one that was measured for it
     layers: tuple[LayerCost, ...]
     loss: LayerCost
@@ -93,7 +92,7 @@ class MeasuredSize:
 _Measured: TypeAlias = Callable[[AtOneSpeed], MeasuredSize]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSize:
     """A sampled micro-batch size, and its costs once the speed of the host is known."""
 
@@ -112,7 +111,7 @@ def sample_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: P
     found, keys = layers_to_measure(chain)
     measure = _sample_alone if file.is_lazy else _sample_together
     subject = _Subject(file, chain, microbatch_size, inputs, target, found, keys)
-    return SampledSize(chain, measure(subject, setup, progress))
+    return SampledSize(chain=chain, measured=measure(subject, setup, progress))
 
 
 def _check_loss(file: ModelFile, chain: Chain, inputs: Any, target: Any) -> None:
@@ -473,7 +472,6 @@ def _measured_size(
     by_layer = dict(zip(subject.keys, costs[:-1], strict=True))
     of_layer = dict(zip(subject.keys, memories, strict=False))
     return MeasuredSize(
-        chain=subject.chain,
         sources=subject.sources,
         layers=tuple(by_layer[source] for source in subject.sources),
         loss=costs[-1],

@@ -28,15 +28,14 @@ from profiler.memory.allocations import gradient_bytes, now_ns, optimizer_state_
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
 from profiler.model.precision import MASTER_DTYPE, input_dtype, master_bytes, round_into
-from profiler.timing.clock import AtOneSpeed, Clock, Samples
+from profiler.timing.clock import AtOneSpeed, Clock, Samples, cold_caches
 from profiler.timing.neighbours import NEIGHBOUR_FAILED, Neighbours, neighbours
 
-MICROBATCHES = 8  # of the first step, whose unused rows count: a usual number
+MICROBATCHES = 8  # of a measured step: a usual number
 _NUM_ROUNDS = 6  # at a time, of a step alone and one beside each kind of neighbours
-_WARMUP = 2
+WARMUP = 2
 _STEPS_OF_SHAPE = 6
 _NUM_TINY = 16  # tensors of one element, beside a single one
-SWEPT_BYTES = 64 * 2**20  # more than what a core's own caches hold
 MOST_COPIED_BYTES = 256 * 2**20  # of copied parameters
 _MOST_ALIKE_BYTES = 32 * 2**20  # of those of one shape, to measure that; at least one
 
@@ -49,13 +48,13 @@ class _Steps:
     copies: tuple[nn.Parameter, ...]
     clock: Clock
     owner: str
-    swept: Tensor  # of SWEPT_BYTES; empty on a GPU
+    cool: Callable[[], object]  # flushes the caches
     unused_rows: tuple[Tensor | None, ...]  # of each copy: those without a gradient; None: every row has one
 
     def once(self, step: Samples, zeroing: Samples) -> None:
         """One step: create gradients, flush them from the caches, update, zero_grad."""
         self.make_gradients()
-        self.swept.add_(1)
+        self.cool()
         try:
             self.clock.time(step, self.optimizer.step)
         except Exception as error:
@@ -65,7 +64,7 @@ class _Steps:
         self.clock.time(zeroing, self.optimizer.zero_grad)
 
     def update(self) -> None:
-        """A step without samples, on the gradients that are there, so that repeated it does nothing else."""
+        """Update, untimed. Only the first call makes gradients, so a process that repeats it does nothing but update."""
         if self.copies[0].grad is None:
             self.make_gradients()
         self.optimizer.step()
@@ -77,9 +76,10 @@ class _Steps:
         zeroing: Samples,
         read_yardstick: Callable[[], object] = lambda: None,
     ) -> list[list[float]]:
-        """Some rounds of a step alone, whose samples are added, and one beside each of `others`; its slow-downs."""
-        if others:
-            self.once(Samples(), Samples())  # the first step after a fork copies the pages that both processes have
+        """Time a step alone, then one beside each of `others`, some times. Returns by round the ratios of beside to alone.
+
+        The steps alone are added to `alone` and `zeroing`.
+        """
         found = []
         for _ in range(_NUM_ROUNDS):
             own = Samples()
@@ -107,28 +107,30 @@ class _Steps:
                 copy.grad[unused] = 0.0
 
 
-Update: TypeAlias = tuple[StepCost, Mapping[Tensor, float]]
-"""The costs of the step, and the seconds in it of each trained parameter and of each buffer of means (`averages_step`)."""
+Update: TypeAlias = tuple[StepCost, dict[nn.Parameter, float]]
+"""The costs of the optimizer's step, and the seconds of each trained parameter in it."""
 
 SampledStep: TypeAlias = Callable[[AtOneSpeed], Update]
 """The update, once the speed of the host is known."""
 
 
-def sample_beside_updates(
+def sample_update_contention(
     file: ModelFile, clock: Clock, *, device: str = "cpu", shares: Sequence[set[int]] = ()
-) -> list[float]:
-    """Slow-downs of the update beside updates on `shares`, for `sample_step`; does not run the model.
+) -> tuple[list[float], tuple[str, ...]]:
+    """Slow-downs of the update beside updates on `shares`, for `sample_step`, and notes. The model is not run.
 
     On a virtual machine updates slow each other down for some ten seconds and then not, as its cores move on the host. So
-    a profile measures this at two times, before its layers and after them.
+    a profile measures this before its layers too. Gradients are then in all rows: which are used is not known yet.
     """
     trained = _trained(file)
     if not trained or not shares:
-        return []
+        return [], ()
     copies = [_copy(x, file.precision, device) for x in _parameters_to_copy(_by_shape(trained, {}))]
     steps = _steps(file, copies, clock, device)
     with neighbours(shares, steps.update, copies) as others:
-        return [x for (x,) in steps.rounds([others], Samples(), Samples())]
+        steps.once(Samples(), Samples())  # as in `sample_step`
+        ratios = [x for (x,) in steps.rounds([others], Samples(), Samples())]
+        return ratios, () if others.are_alive else (NEIGHBOUR_FAILED,)
 
 
 def sample_step(
@@ -138,18 +140,19 @@ def sample_step(
     device: str = "cpu",
     shares: Sequence[set[int]] = (),
     work_beside: Callable[[], object] | None = None,
-    beside_updates: Sequence[float] = (),
+    earlier: Sequence[float] = (),
     read_yardstick: Callable[[], object] = lambda: None,
 ) -> tuple[SampledStep, tuple[str, ...]]:
     """Sample the optimizer's step alone, and beside one process on each of `shares` (sets of cores). Also returns notes.
 
     On each of `shares` one process repeats `work_beside`, a training pass of the next micro-batch as other stages make
     them in a pipeline, and another one repeats the update alone, in turns. Without `work_beside` both slow-downs are
-    those beside updates, to which `beside_updates` adds earlier ones. The yardstick is read while all of them are stopped.
+    those beside updates, of which `sample_update_contention` found `earlier` ones. The yardstick is read while all of them
+    are stopped. Slow-downs are means over the times at which they were measured, as they change (see there).
     """
     trained = _trained(file)
     if not trained:
-        return lambda _: (StepCost.none(), {}), ()
+        return lambda _: (StepCost.none(origin="measured"), {}), ()
     unused = _unused_rows(trained, work_beside)
     by_shape = _by_shape(trained, unused)
     some = _parameters_to_copy(by_shape)
@@ -161,9 +164,11 @@ def sample_step(
     alone, zeroing = Samples(), Samples()
     with ExitStack() as stack:
         others = [stack.enter_context(neighbours(shares, *work)) for work in works]
-        rounds = steps.rounds(others, alone, zeroing, read_yardstick)
+        if others:
+            steps.once(Samples(), Samples())  # the first step after a fork copies the pages that both processes have
+        before_shapes = steps.rounds(others, alone, zeroing, read_yardstick)
         seconds_of, shape_notes = _sample_shapes(file, by_shape, unused, clock, device, read_yardstick)
-        rounds += steps.rounds(others, alone, zeroing, read_yardstick)
+        after_shapes = steps.rounds(others, alone, zeroing, read_yardstick)
         notes = () if all(x.are_alive for x in others) else (NEIGHBOUR_FAILED,)
     some_bytes, masters = sum(map(gradient_bytes, some)), master_bytes(some, file.precision)
     state_bytes = optimizer_state_bytes(steps.optimizer) + masters
@@ -171,9 +176,10 @@ def sample_step(
     workspace_bytes += max(0, masters - some_bytes)  # gradients for the optimizer, in the dtype of master weights
     largest_workspace *= sum(x.nbytes for x in copies) / some_bytes  # from a tensor to its gradient
     by_bytes = sum(map(gradient_bytes, trained)) / some_bytes
-    ratios = [*zip(*rounds, strict=True)] or [()]
-    ratios[-1] += tuple(beside_updates)
-    slow_downs = [max(1.0, _middle_mean(x)) if x else 1.0 for x in ratios]
+    ratios = [[[x[i] for x in rounds] for rounds in (before_shapes, after_shapes)] for i in range(len(others))]
+    if ratios and earlier:
+        ratios[-1].append([*earlier])
+    slow_downs = [max(1.0, fmean(map(_middle_mean, times))) for times in ratios] or [1.0]
 
     def measured(at_one_speed: AtOneSpeed) -> Update:
         fixed_s, found_s = seconds_of(at_one_speed)
@@ -192,9 +198,9 @@ def sample_step(
         each_s = _seconds_by_parameter(found_s, trained, some, spread_s=cost.spread_s)
         some_s = sum(each_s[x] for x in some)
         factor = cost.spread_s / some_s if some_s else 0.0
-        updates_s = dict[Tensor, float]((x, factor * seconds) for x, seconds in each_s.items())
-        grown = cost.grown(by_bytes, by_update=sum(updates_s.values()) / cost.spread_s if factor else by_bytes)
-        return grown, updates_s
+        each_s = {x: factor * seconds for x, seconds in each_s.items()}
+        grown = cost.grown(by_bytes, by_update=sum(each_s.values()) / cost.spread_s if factor else by_bytes)
+        return grown, each_s
 
     return measured, (*notes, *shape_notes)
 
@@ -317,13 +323,13 @@ def _steps(
     unused_rows: Sequence[Tensor | None] = (),
 ) -> _Steps:
     """The steps, warmed up."""
-    swept = torch.zeros(SWEPT_BYTES if device == "cpu" else 0, dtype=torch.uint8)
+    cool = cold_caches(device)
     optimizer = file.optimizer(copies)
     if file.precision.master_weights:
         weights = [x.detach().to(input_dtype(file.precision)) for x in copies]
         optimizer.register_step_post_hook(lambda *_: round_into(weights, copies))
-    steps = _Steps(optimizer, tuple(copies), clock, file.name, swept, tuple(unused_rows or [None] * len(copies)))
-    for _ in range(_WARMUP):
+    steps = _Steps(optimizer, tuple(copies), clock, file.name, cool, tuple(unused_rows or [None] * len(copies)))
+    for _ in range(WARMUP):
         steps.once(Samples(), Samples())
     return steps
 

@@ -46,10 +46,7 @@ SPEED = HostSpeed(
 
 def readings(factor: float) -> YardstickTimes:
     """A yardstick that takes `factor` times as long as in the profile."""
-    of = SPEED.reference
-    return YardstickTimes(
-        compute_s=factor * of.compute_s, memory_s=factor * of.memory_s, interpreter_s=factor * of.interpreter_s
-    )
+    return SPEED.reference.times(factor)
 
 
 def with_speed(run: Run, *factors: float) -> Run:
@@ -160,6 +157,11 @@ def test_readings_that_are_slow_where_the_steps_are_not_do_not_count() -> None:
     assert compare(run).row(STEP_TIME).equal_speed_error == pytest.approx(0.0)
 
 
+def test_steps_with_more_work_are_not_a_slower_host() -> None:
+    windows = made_windows([1.0, 4.0, 1.0, 4.0], dict.fromkeys(range(4), 1.0))
+    assert SPEED.slowdowns(windows) == ((1.0, 1.0, 1.0, 1.0),)
+
+
 def test_without_a_yardstick_there_is_one_error() -> None:
     plan = usual_plan()
     run = measured_run(plan, times(simulate(plan), 1.5))
@@ -253,7 +255,22 @@ def test_a_retimed_profile_has_the_speed_of_the_run() -> None:
     newer = retime_profile(profile, run=slow_run(plan, 1.25, 1.25))
     assert newer.host_speed is not None
     assert newer.host_speed.reference.compute_s == pytest.approx(1.25e-3)
+    assert newer.host_speed.beside is None
     assert retime_profile(profile, run=measured_run(plan, times(simulate(plan), 1.5))).host_speed is None
+
+
+def test_a_retimed_profile_leaves_out_disturbed_readings_as_its_run_does() -> None:
+    profile = profiled()
+    run = slow_run(usual_plan(profile), 1.25, 1.25)
+    speed = replace(SPEED, beside=SPEED.reference.times(2.0))
+    windows = tuple(
+        StepSpeed(first_step=i, end_step=i + 1, ranks=(readings(x), readings(x)), compute_s=(1.0, 1.0))
+        for i, x in enumerate([2.5, 2.5, 9.0, 2.5], start=3)
+    )
+    newer = retime_profile(profile, run=replace(run, plan=replace(run.plan, host_speed=speed), host_speed=windows))
+    assert newer.host_speed is not None and newer.host_speed.beside is not None
+    assert newer.host_speed.reference.compute_s == pytest.approx(1.25e-3)
+    assert newer.host_speed.beside.compute_s == pytest.approx(2.5e-3)
 
 
 def test_the_page_has_both_errors() -> None:

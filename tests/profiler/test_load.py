@@ -144,8 +144,12 @@ def test_missing_function_shows_example_code(file: Path) -> None:
 def test_a_misspelled_function_is_named_where_it_is_missing(file: Path) -> None:
     file.write_text(f"{file.read_text()}\ndef los(output, target):\n    return output.mean()\n")
     loaded = load_model_file(str(file))
-    assert f"{file} defines no loss, but los (a misspelling?): its time" in " ".join(loaded.notes_on_missing)
-    with pytest.raises(ModelError, match=r"defines no loss, but los \(a misspelling\?\); add it:\ndef loss"):
+    assert f"{file} defines no loss, but los (rename it, if that is meant): its time" in " ".join(
+        loaded.notes_on_missing
+    )
+    with pytest.raises(
+        ModelError, match=r"defines no loss, but los \(rename it, if that is meant\); add it:\ndef loss"
+    ):
         loaded.require("loss")
 
 

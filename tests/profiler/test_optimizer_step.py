@@ -18,7 +18,7 @@ from gplan.core.errors import ModelError
 from profiler.model.load import ModelFile, model_in_memory
 from profiler.timing import optimizer_step
 from profiler.timing.clock import Clock, CpuClock, Samples
-from profiler.timing.optimizer_step import sample_beside_updates, sample_step
+from profiler.timing.optimizer_step import sample_step, sample_update_contention
 
 
 class StatedClock(CpuClock):
@@ -234,8 +234,8 @@ def test_rows_without_a_gradient_are_those_of_a_first_step(num_batches: int) -> 
     assert (updates_s[table.weight], updates_s[mix.weight]) == pytest.approx((used + 5 * (100 - used), 100))
 
 
-def test_updates_beside_updates_are_sampled_earlier_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take three times as long then, and do not slow each other down later."""
+def test_contention_of_updates_is_a_mean_over_the_times_of_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates take three times as long at first, and do not slow each other down at the two later times."""
     file = model_in_memory(nn.Linear(4, 4), optimizer=lambda p: OneSecond(p))
 
     class Others:
@@ -255,11 +255,19 @@ def test_updates_beside_updates_are_sampled_earlier_too(monkeypatch: pytest.Monk
         yield Others(seconds)
 
     monkeypatch.setattr(optimizer_step, "neighbours", partial(beside, 3.0))
-    earlier = sample_beside_updates(file, StatedClock(), shares=[{0}])
-    assert earlier == [3.0] * 6
+    earlier, notes = sample_update_contention(file, StatedClock(), shares=[{0}])
+    assert (set(earlier), notes) == ({3.0}, ())
     monkeypatch.setattr(optimizer_step, "neighbours", partial(beside, 1.0))
-    sampled, _ = sample_step(file, StatedClock(), shares=[{0}], beside_updates=earlier)
+    sampled, _ = sample_step(file, StatedClock(), shares=[{0}], earlier=earlier)
     found, _ = sampled(lambda samples, beside=False: samples)
-    assert 1.0 < found.update_contention < 3.0
-    assert sample_beside_updates(file, StatedClock()) == []
-    assert sample_beside_updates(model_in_memory(nn.Linear(4, 4)), StatedClock(), shares=[{0}]) == []
+    assert found.update_contention == pytest.approx((3.0 + 1.0 + 1.0) / 3)
+
+
+def test_nothing_to_update_has_no_contention() -> None:
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    nothing = ([], ())
+    assert (
+        sample_update_contention(model_in_memory(frozen, optimizer=torch.optim.Adam), CpuClock(), shares=[{0}])
+        == nothing
+    )
+    assert sample_update_contention(model_in_memory(nn.Linear(4, 4)), CpuClock(), shares=[{0}]) == nothing

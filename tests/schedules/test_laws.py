@@ -77,10 +77,15 @@ def test_every_action_comes_after_what_it_needs_and_none_waits_forever(schedule:
 
 
 @given(schedules)
-def test_the_flow_keeps_the_order_of_every_device_and_comes_after_what_is_needed(schedule: Schedule) -> None:
+def test_the_flow_keeps_the_order_of_every_device(schedule: Schedule) -> None:
     flow = execution_order(schedule)
     for device, order in enumerate(schedule.orders):
         assert order == tuple(x for x in flow if schedule.devices[x.stage] == device)
+
+
+@given(schedules)
+def test_the_flow_has_what_an_action_needs_before_it(schedule: Schedule) -> None:
+    flow = execution_order(schedule)
     needs, places = dependencies_of(flow, schedule.num_stages), {x: place for place, x in enumerate(flow)}
     for place, action in enumerate(flow):
         need = needs.get(action)

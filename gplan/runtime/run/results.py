@@ -191,9 +191,9 @@ def _core_stretch(
 
 
 def _speed_windows(ranks: Sequence[Sequence[StepRecord]], timed: range, settled: Sequence[int]) -> Iterator[StepSpeed]:
-    """The mean reading and compute time of each rank over the settled steps of each window of timed steps, if any.
+    """The mean reading and compute time of each rank over the settled steps of each window of timed steps.
 
-    While the memory of a process grows, the system's work slows the readings too.
+    Windows without settled steps are left out. While the memory of a process grows, the system's work slows the readings too.
     """
     size, counted_steps = max(1, math.ceil(len(timed) / _NUM_SPEED_WINDOWS)), set(settled)
     for first in timed[::size]:
