@@ -275,15 +275,18 @@ class Costs:
 
     @cached_property
     def _shorter_update_s(self) -> float:
-        """Seconds of the shorter update of two devices with a tied weight: of an equal share of a replica's update.
+        """Seconds of the shorter update of two devices with a tied weight: an equal share of a replica's updates.
+
+        Every device that can hold a shared weight updates it.
 
         It is 0 if a weight's update may take no time: plans store contention as a factor, which cannot lengthen that.
         """
         step = self.profile.step
         if not step.fixed_part_s and any(x.gradient_bytes and not x.update_amount for x in self.profile.shared_weights):
             return 0.0
-        share_of_all = float(self.update_share(*self.all_layers)[0])
-        return step.spread_s * share_of_all / self.num_devices
+        copies = ((min(self.num_devices, len({*x.layers})) - 1, x.update_amount) for x in self.profile.shared_weights)
+        again = sum(num * amount for num, amount in copies) / self._whole_update_amount
+        return step.spread_s * (float(self.update_share(*self.all_layers)[0]) + again) / self.num_devices
 
     @cached_property
     def layer_compute_s(self) -> Floats:

@@ -92,7 +92,8 @@ def test_stages_that_hold_the_same_weight_update_at_the_same_time() -> None:
     contended = replace(profile, step=step, num_neighbours=1)
     problem = replace(problem, costs=replace(problem.costs, profile=contended, num_devices=3))
     costs = [x.cost.contended(x.contention) for x in stages_of(problem, (1, 2))]
-    first_s, last_s = ((3 - beside) * 12 / 3 for beside in (1, 1.5))
+    an_equal_share_s = (6 + 2 + 8) / 3
+    first_s, last_s = ((3 - beside) * an_equal_share_s for beside in (1, 1.5))
     assert [x.optimizer_s for x in costs] == pytest.approx([6 + first_s, 1.5 * 2, 1.5 * 8 + last_s])
     part = sharded(contended, num_replicas=2, sharding="optimizer")
     of_replica = replace(problem.costs, profile=part, num_replicas=2, sharding="optimizer")
