@@ -6,7 +6,8 @@
 All examples x (gpipe, 1f1b) x M (4, 8, 16) x recompute (never, always), at K = 2 on two processes (torch engine) and at
 K = 2, 4, 8 on one (virtual engine). A shared host's speed drifts within minutes, which no prediction can know, so
 profiles and runs take turns: every few runs have a profile of their own, taken right before, and a setting's error is
-the median over the rounds. Errors of the step are raw, and at equal host speed. Rows are written as they come; what reports/accuracy/accuracy.csv has is not run again.
+the median over the rounds. Errors of the step are raw, and at equal host speed. Rows are written as they come; what
+reports/accuracy/accuracy.csv has is not run again.
 """
 
 from __future__ import annotations

@@ -124,13 +124,16 @@ class HostSpeed:
         """
         num_ranks, found = len(steps[0].ranks) if steps else 0, []
         for rank in range(num_ranks):
-            read = [(x.compute_s[rank], times) for x in steps if (times := x.ranks[rank]) is not None]
+            read = [
+                (self.slowdown(times, num_devices=num_ranks), x.compute_s[rank])
+                for x in steps
+                if (times := x.ranks[rank]) is not None
+            ]
             if not read:
                 return ()
-            readings = [self.slowdown(times, num_devices=num_ranks) for _, times in read]
-            per_second = median(x / compute_s for x, (compute_s, _) in zip(readings, read, strict=True))
-            by_compute = (per_second * x.compute_s[rank] for x in steps)
-            found.append(tuple(min(max(readings), max(min(readings), x)) for x in by_compute))
+            (least, _), (most, _) = min(read), max(read)
+            per_second = median(reading / compute_s for reading, compute_s in read)
+            found.append(tuple(min(most, max(least, per_second * x.compute_s[rank])) for x in steps))
         return tuple(found)
 
     @property

@@ -275,11 +275,9 @@ class Costs:
 
     @cached_property
     def _shorter_update_s(self) -> float:
-        """Seconds of the shorter update of two devices with a tied weight: an equal share of a replica's updates.
+        """Seconds of the shorter update of two devices with a tied weight: an equal share of the updates of all devices.
 
-        Every device that can hold a shared weight updates it.
-
-        It is 0 if a weight's update may take no time: plans store contention as a factor, which cannot lengthen that.
+        Every device that can hold a shared weight updates it; of several replicas one counts. It is 0 if a weight's update may take no time: plans store contention as a factor, which cannot lengthen that.
         """
         step = self.profile.step
         if not step.fixed_part_s and any(x.gradient_bytes and not x.update_amount for x in self.profile.shared_weights):

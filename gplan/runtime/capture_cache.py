@@ -60,7 +60,7 @@ class CaptureCache:
         self._real: dict[int, Tensor] = {}
         self._groups: Mapping[int, ParameterGroup] = {}
         self._around_capture: Callable[[], AbstractContextManager[object]] = nullcontext
-        self._training = modules_that_train(model)
+        self._trained = modules_that_train(model)
 
     def for_inputs(self, inputs: Any, *, training: bool) -> CapturedModel:
         """Return the capture for micro-batches like `inputs`; captures the model if there is none."""
@@ -105,7 +105,7 @@ class CaptureCache:
 
         Modules that were in evaluation mode in a training model, when it was passed, do not train.
         """
-        changed = [x for x in self.model.modules() if x.training != (training and x in self._training)]
+        changed = [x for x, trains in self._trained.items() if x.training != (training and trains)]
         for module in changed:
             module.training = not module.training
         try:

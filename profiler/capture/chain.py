@@ -184,9 +184,9 @@ def roots_with_gradients(outputs: Tensors, leaves: Tensors) -> tuple[list[Tensor
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 
-def modules_that_train(model: nn.Module) -> set[nn.Module]:
-    """All modules, without those that their author put in evaluation mode inside a model in training mode."""
-    return {x for x in model.modules() if x.training or not model.training}
+def modules_that_train(model: nn.Module) -> dict[nn.Module, bool]:
+    """Whether each module trains: all do but those that their author put in evaluation mode inside a training model."""
+    return {x: x.training or not model.training for x in model.modules()}
 
 
 @contextmanager

@@ -112,8 +112,8 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
             )
     finally:
         file.model.train()
-        for module in file.model.modules():
-            module.training = module in training
+        for module, trains in training.items():
+            module.training = trains
         if versions != [x._version for x in file.model.parameters()]:
             with torch.no_grad():  # a model that changes its weights for evaluation changes them back
                 call_model(file, inputs)

@@ -31,8 +31,9 @@ def sample_averages(
     chain: Chain, clock: Clock, *, device: str = "cpu", read_yardstick: Callable[[], object] = lambda: None
 ) -> SampledAverages:
     """Time the update on copies of the norms' buffers, with cold caches, as at the end of a step."""
-    norms = chain.norms(0, len(chain))
-    channels = _channels_of_layers(chain)
+    by_layer = _norms_of_layers(chain)
+    norms = [norm for some in by_layer for norm in some]
+    channels = [sum(map(_num_channels, some)) for some in by_layer]
     if not norms:
         return lambda _: (0.0, [0.0] * len(chain))
     fewest = min(norms, key=_num_channels)
@@ -49,13 +50,12 @@ def sample_averages(
     return seconds
 
 
-def _channels_of_layers(chain: Chain) -> list[int]:
-    """By layer the channels of its norms; a norm of several layers counts in the first one."""
+def _norms_of_layers(chain: Chain) -> list[list[RunningNorm]]:
+    """By layer its norms; a norm of several layers counts in the first one."""
     seen, found = set[int](), []
     for layer in range(len(chain)):
-        norms = [x for x in chain.norms(layer, layer + 1) if id(x.running_mean) not in seen]
-        seen.update(id(x.running_mean) for x in norms)
-        found.append(sum(map(_num_channels, norms)))
+        found.append([x for x in chain.norms(layer, layer + 1) if id(x.running_mean) not in seen])
+        seen.update(id(x.running_mean) for x in found[-1])
     return found
 
 

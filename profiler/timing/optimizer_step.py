@@ -76,11 +76,11 @@ class _Steps:
         zeroing: Samples,
         read_yardstick: Callable[[], object] = lambda: None,
     ) -> list[list[float]]:
-        """Time a step alone, then one beside each of `others`, some times. Returns by round the ratios of beside to alone.
+        """Time a step alone, then one beside each of `others`, some times. Returns for each of them the ratios to alone.
 
         The steps alone are added to `alone` and `zeroing`.
         """
-        found = []
+        found: list[list[float]] = [[] for _ in others]
         for _ in range(_NUM_ROUNDS):
             own = Samples()
             read_yardstick()
@@ -89,7 +89,8 @@ class _Steps:
             self.clock.flush()
             own_s = own.timing().median_s
             alone.extend(own)
-            found.append([x.timing().median_s / own_s if own_s else 1.0 for x in beside])
+            for ratios, x in zip(found, beside, strict=True):
+                ratios.append(x.timing().median_s / own_s if own_s else 1.0)
         return found
 
     def among(self, others: Neighbours) -> Samples:
@@ -129,7 +130,7 @@ def sample_update_contention(
     steps = _steps(file, copies, clock, device)
     with neighbours(shares, steps.update, copies) as others:
         steps.once(Samples(), Samples())  # as in `sample_step`
-        ratios = [x for (x,) in steps.rounds([others], Samples(), Samples())]
+        (ratios,) = steps.rounds([others], Samples(), Samples())
         return ratios, () if others.are_alive else (NEIGHBOUR_FAILED,)
 
 
@@ -176,7 +177,7 @@ def sample_step(
     workspace_bytes += max(0, masters - some_bytes)  # gradients for the optimizer, in the dtype of master weights
     largest_workspace *= sum(x.nbytes for x in copies) / some_bytes  # from a tensor to its gradient
     by_bytes = sum(map(gradient_bytes, trained)) / some_bytes
-    ratios = [[[x[i] for x in rounds] for rounds in (before_shapes, after_shapes)] for i in range(len(others))]
+    ratios = [[*times] for times in zip(before_shapes, after_shapes, strict=True)]  # of each neighbour, by time
     if ratios and earlier:
         ratios[-1].append([*earlier])
     slow_downs = [max(1.0, fmean(map(_middle_mean, times))) for times in ratios] or [1.0]
