@@ -1,15 +1,15 @@
 """The real-size suite on one GPU in one call: predicted beside measured, seconds and bytes.
 
-    python benchmarks/gpu_profile.py                       10 to 20 minutes on one GPU; writes reports/gpu/
+    python benchmarks/gpu_profile.py                       some 10 minutes on one GPU; writes reports/gpu/
     python benchmarks/gpu_profile.py --models gpt2 llama   only some models
-    python benchmarks/gpu_profile.py --device cpu --models tiny --k 2 --steps 2 --budget 0.1 --output /tmp/gpu
+    python benchmarks/gpu_profile.py --device cpu --models tiny --runs 2 --steps 2 --budget 0.1 --output /tmp/gpu
                                                            a dry run without a GPU, some seconds
 
 Each model of benchmarks/real_size_models.py, and ResNet-50, is trained in bfloat16 three ways. A plain loop over the
 author's model, timed by the device's clock, with the allocator's peaks (allocated and reserved). A profile, whose plan of
-one stage and one micro-batch is that very step. And plans for K = 2, 4, 8 on the virtual engine, each compared as
-`gplan run` does, raw and at equal speed by the yardstick. The GPU's clocks are read before and after each model. What
-fails is named in the report; the other models go on. No setting of the GPU is changed.
+one stage and one micro-batch is that very step. And plans on the virtual engine, each compared as `gplan run` does, raw
+and at equal speed by the yardstick. The GPU's clocks are read before and after each model. What fails is named in the
+report; the other models go on, and the report is written after each. No setting of the GPU is changed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
+from host_speed import yardstick_of
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -52,7 +54,7 @@ class Case:
 
     name: str
     file: str
-    microbatch_size: int = 8
+    microbatch_size: int = 64
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -62,7 +64,7 @@ CASES = (
         for name in ("gpt2", "bert", "llama", "t5", "vit", "moe", "whisper")
     ),
     Case(
-        name="resnet50", file="examples/resnet.py", microbatch_size=32,
+        name="resnet50", file="examples/resnet.py",
         settings={"depth": 50, "width": 64, "image_size": 224, "num_classes": 1000},
     ),
     Case(
@@ -87,6 +89,7 @@ class Row:
     model: str
     num_devices: int  # 1: the plain loop
     quantity: str
+    recompute: str = "never"
     predicted: float | None
     measured: float
     equal_speed_error: float | None = None
@@ -103,7 +106,7 @@ class Suite:
 
     device: str
     precision: Any
-    num_devices: tuple[int, ...]
+    runs: tuple[tuple[int, str], ...]  # stages, and recompute
     num_steps: int
     budget_s: float
     longest_s: float  # no further model is begun after that
@@ -121,7 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="*", choices=[*names, TINY.name], default=names)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu for a dry run")
     parser.add_argument("--precision", default="bfloat16", help="as of gplan profile")
-    parser.add_argument("--k", nargs="*", type=int, default=[2, 4, 8], help="stages on the virtual engine")
+    runs = ["2", "4", "4:always"]
+    parser.add_argument("--runs", nargs="*", metavar="K[:RECOMPUTE]", default=runs, help="on the virtual engine")
     parser.add_argument("--steps", type=int, default=20, help="of each run")
     parser.add_argument("--budget", type=float, default=15.0, help="seconds of sampling for a profile")
     parser.add_argument("--longest", type=float, default=1500.0, help="seconds after which no further model is begun")
@@ -133,19 +137,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     suite = Suite(
         device=options.device,
         precision=options.precision,
-        num_devices=tuple(options.k),
+        runs=tuple(as_run(x) for x in options.runs),
         num_steps=options.steps,
         budget_s=options.budget,
         longest_s=options.longest,
     )
     report = Report(suite=suite)
     print(*report.about, sep="\n", flush=True)
-    run_suite([x for x in (*CASES, TINY) if x.name in options.models], suite, report)
-    report.write(options.output)
+    cases = {x.name: x for x in (*CASES, TINY)}
+    run_suite([cases[x] for x in options.models], suite, report, options.output)
 
 
-def run_suite(cases: Sequence[Case], suite: Suite, report: Report) -> None:
-    """Add the rows of every model to the report, and why a model has none."""
+def as_run(text: str) -> tuple[int, str]:
+    """Stages and recompute of "4:always"; never is left out."""
+    num_devices, _, recompute = text.partition(":")
+    return int(num_devices), recompute or "never"
+
+
+def run_suite(cases: Sequence[Case], suite: Suite, report: Report, folder: Path) -> None:
+    """Add the rows of every model to the report, and why a model has none; the report is written after each."""
     start_s = time.monotonic()
     if suite.on_gpu:
         report.notes.append(run_tests())
@@ -162,6 +172,7 @@ def run_suite(cases: Sequence[Case], suite: Suite, report: Report) -> None:
             traceback.print_exc()
             report.notes.append(f"{case.name}: {type(error).__name__}: {error}")
         report.clocks += [(case.name, when, state_text(x)) for when, x in (("before", before), ("after", gpu_state()))]
+        report.write(folder)
         free_memory(suite)
 
 
@@ -185,9 +196,9 @@ def rows_of(case: Case, suite: Suite) -> Iterator[Row]:
     )
     yield from plain_rows(case, profile, plain)
     free_memory(suite)
-    for num_devices in suite.num_devices:
+    for num_devices, recompute in suite.runs:
         if num_devices <= len(profile.layers):
-            yield from run_rows(case, profile, num_devices, suite)
+            yield from run_rows(case, profile, num_devices, recompute, suite)
         free_memory(suite)
 
 
@@ -207,23 +218,27 @@ def plain_rows(case: Case, profile: Profile, plain: Plain) -> Iterator[Row]:
         yield Row(model=case.name, num_devices=1, quantity=name, predicted=predicted, measured=measured)
 
 
-def run_rows(case: Case, profile: Profile, num_devices: int, suite: Suite) -> Iterator[Row]:
-    """A 1F1B plan on the virtual engine: what `gplan run` compares, and what the allocator reserved."""
-    plan = gplan.balance(profile, num_devices=num_devices, num_microbatches=NUM_MICROBATCHES, schedule="1f1b")
+def run_rows(case: Case, profile: Profile, num_devices: int, recompute: str, suite: Suite) -> Iterator[Row]:
+    """A 1F1B plan on the virtual engine: what `gplan run` compares, what the allocator reserved, and the yardstick."""
+    plan = gplan.balance(
+        profile, num_devices=num_devices, num_microbatches=NUM_MICROBATCHES, schedule="1f1b", recompute=recompute
+    )
+    start_s = time.monotonic()
     run = gplan.run(plan, engine="virtual", num_steps=suite.num_steps)
+    row_of = partial(Row, model=case.name, num_devices=num_devices, recompute=recompute)
     for row in compare(run).rows:
         if row.measured is not None:
-            yield Row(
-                model=case.name,
-                num_devices=num_devices,
+            yield row_of(
                 quantity=row.quantity if row.stage is None else f"{row.quantity} {row.stage}",
                 predicted=row.predicted,
                 measured=row.measured,
                 equal_speed_error=row.equal_speed_error,
             )
-    for device, reserved in enumerate(run.reserved_bytes):
-        name = f"reserved bytes {device}"
-        yield Row(model=case.name, num_devices=num_devices, quantity=name, predicted=None, measured=float(reserved))
+    found = {f"reserved bytes {device}": float(x) for device, x in enumerate(run.reserved_bytes)}
+    found |= {f"yardstick {name}": ratio for name, ratio in yardstick_of(run).items()}
+    found["run seconds"] = time.monotonic() - start_s
+    for name, measured in found.items():
+        yield row_of(quantity=name, predicted=None, measured=measured)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,21 +356,21 @@ class Report:
             found = {x.quantity: x for x in self.rows if x.model == model and x.num_devices == 1}
             cells = [_cell(found.get(name)) for name in PLAIN]
             lines.append(f"| {model} | {' | '.join(cells)} | {_cell(found.get('reserved bytes'))} |")
-        lines += ["", "## Runs on the virtual engine", "", "| model | K | step | at equal speed | bubble, points | worst peak |", "|---|---|---|---|---|---|"]  # fmt: skip
-        for model, k in dict.fromkeys((x.model, x.num_devices) for x in self.rows if x.num_devices > 1):
-            lines.append(self._run_line(model, k))
+        lines += ["", "## Runs on the virtual engine", "", "| model | K | recompute | step | at equal speed | bubble, points | worst peak |", "|---" * 7 + "|"]  # fmt: skip
+        for key in dict.fromkeys((x.model, x.num_devices, x.recompute) for x in self.rows if x.num_devices > 1):
+            lines.append(self._run_line(*key))
         lines += ["", "## The GPU's state", "", *(f"- {model}, {when}: {state}" for model, when, state in self.clocks)]
         return "\n".join(lines) + "\n"
 
-    def _run_line(self, model: str, num_devices: int) -> str:
-        found = {x.quantity: x for x in self.rows if (x.model, x.num_devices) == (model, num_devices)}
+    def _run_line(self, *key: str | int) -> str:
+        found = {x.quantity: x for x in self.rows if (x.model, x.num_devices, x.recompute) == key}
         step, bubble = found.get(STEP_TIME), found.get(BUBBLE)
         equal = step.equal_speed_error if step else None
         points = f"{100 * ((bubble.predicted or 0.0) - bubble.measured):+.1f}" if bubble else ""
         peaks = [x.error for name, x in found.items() if name.startswith(PEAK_MEMORY) and x.error is not None]
         worst = percent_text(max(peaks, key=abs), signed=True) if peaks else ""
         equal_text = "" if equal is None else percent_text(equal, signed=True)
-        return f"| {model} | {num_devices} | {_cell(step)} | {equal_text} | {points} | {worst} |"
+        return f"| {' | '.join(map(str, key))} | {_cell(step)} | {equal_text} | {points} | {worst} |"
 
 
 PLAIN = ("forward", "backward", "step", "allocated bytes")
@@ -374,7 +389,7 @@ def _cell(row: Row | None) -> str:
 def as_text(row: Row) -> str:
     """A row for the terminal."""
     error = "" if row.error is None else percent_text(row.error, signed=True)
-    return f"{row.model} K={row.num_devices} {row.quantity}: {row.predicted} {row.measured} {error}"
+    return f"{row.model} K={row.num_devices} {row.recompute} {row.quantity}: {row.predicted} {row.measured} {error}"
 
 
 def state_text(state: Sequence[tuple[str, str]]) -> str:

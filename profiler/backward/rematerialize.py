@@ -78,7 +78,7 @@ def noting_saves(run: Callable[..., Tensors], note: Callable[[Tensor], object]) 
 
     def pack(tensor: Tensor) -> Tensor:
         note(tensor)
-        return tensor
+        return tensor if tensor.is_leaf else tensor.detach()  # an output that saves itself would never be freed
 
     def noted(*inputs: Tensor) -> Tensors:
         with saved_tensors_hooks(pack, lambda tensor: tensor):

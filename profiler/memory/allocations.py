@@ -1,8 +1,9 @@
 """Trace memory over time: by torch's allocator, or by following storages under a dispatch mode.
 
-`traced_allocations` reads the allocator's events from torch.profiler, scratch space inside kernels included. Memory of
-libraries with their own allocator (oneDNN, NCCL) is not seen, nor are blocks from before the trace. CUDA blocks are
-allocated and freed in the host's time, in multiples of 512 bytes at least. `StorageRecorder` works on fake and meta
+`traced_allocations` reads the allocator's events, scratch space inside kernels included: on a CPU from torch.profiler,
+on a GPU from the CUDA allocator's own history, as the profiler's tree lacks some of the blocks that are freed there.
+Memory of libraries with their own allocator (oneDNN, NCCL) is not seen, nor are blocks from before the trace. CUDA
+blocks are allocated and freed in the host's time, in multiples of 512 bytes. `StorageRecorder` works on fake and meta
 tensors too.
 """
 
@@ -13,10 +14,10 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,9 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 _NEVER_NS = 2**63 - 1
+_GPU_BLOCK_BYTES = 512  # the CUDA allocator's unit
+_GPU_SIGNS = {"alloc": 1, "free_requested": -1}
+_SEGMENT_SIGNS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the tracer's own messages are not for the user
 
@@ -131,12 +135,25 @@ class AllocationTrace:
     peak_reserved_bytes: int = 0  # of a CUDA allocator, older blocks included; 0 on a CPU
     _index: _Index | None = field(default=None, init=False, repr=False)
 
-    def fill(self, roots: Sequence[Any], device: torch.device) -> None:
-        """Read this device's blocks from the profiler's tree of events."""
-        nodes = _allocations(roots, device)
-        blocks = [(node.start_time_ns, node.extra_fields) for node in nodes]
-        self.events = tuple(AllocationEvent(time_ns, block.ptr, block.alloc_size) for time_ns, block in blocks)
-        self.peak_reserved_bytes = max((block.total_reserved for _, block in blocks), default=0)
+    def fill_from_tree(self, roots: Sequence[Any]) -> None:
+        """Read the CPU's blocks from the profiler's tree of events."""
+        self.events = tuple(
+            AllocationEvent(node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size)
+            for node in _allocations(roots)
+        )
+
+    def fill_from_history(self, history: Sequence[Mapping[str, Any]], reserved_bytes: int) -> None:
+        """Read a GPU's blocks from the history of its allocator, which had reserved so much when the history began.
+
+        A block leaves the allocated memory when it is to be freed, not when other streams are done with it.
+        """
+        self.events = tuple(
+            AllocationEvent(1000 * x["time_us"], x["addr"], _GPU_SIGNS[x["action"]] * _rounded(x["size"]))
+            for x in history
+            if x["action"] in _GPU_SIGNS
+        )
+        grown = (_SEGMENT_SIGNS[x["action"]] * x["size"] for x in history if x["action"] in _SEGMENT_SIGNS)
+        self.peak_reserved_bytes = max(accumulate(grown, initial=reserved_bytes))
 
     def peak_bytes(self, start_ns: int = 0, end_ns: int = _NEVER_NS, *, without: tuple[int, int] | None = None) -> int:
         """The peak of allocated bytes within a window, above the start of the trace.
@@ -218,16 +235,41 @@ def traced_allocations(device: str = "cpu") -> Iterator[AllocationTrace]:
 
     "cuda" is the current GPU. Call `torch.cuda.empty_cache()` first if `peak_reserved_bytes` is to be that of the block.
     """
-    trace, traced = AllocationTrace(), _with_index(device)
+    trace = AllocationTrace()
+    with _traced_on_cpu(trace) if device == "cpu" else _traced_on_gpu(trace, torch.device(device).index):
+        yield trace
+
+
+@contextmanager
+def _traced_on_cpu(trace: AllocationTrace) -> Iterator[None]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with (
         _without_warning("Memory block of unknown size"),  # blocks from before the trace are expected
         torch.profiler.profile(activities=activities, profile_memory=True, acc_events=False) as profile,
     ):
-        yield trace
+        yield
     if profile.profiler is None or profile.profiler.kineto_results is None:
         raise ModelError("torch.profiler recorded nothing; is another profiler running in this process?")
-    trace.fill(profile.profiler.kineto_results.experimental_event_tree(), traced)
+    trace.fill_from_tree(profile.profiler.kineto_results.experimental_event_tree())
+
+
+@contextmanager
+def _traced_on_gpu(trace: AllocationTrace, index: int | None) -> Iterator[None]:
+    if index is None:
+        index = torch.cuda.current_device()
+    reserved_bytes = torch.cuda.memory_reserved(index)
+    torch.cuda.memory._record_memory_history(context=None)
+    try:
+        yield
+        history = torch.cuda.memory._snapshot(index)["device_traces"][index]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    trace.fill_from_history(history, reserved_bytes)
+
+
+def _rounded(num_bytes: int) -> int:
+    """The bytes of the block that the CUDA allocator gives for so many."""
+    return -(-num_bytes // _GPU_BLOCK_BYTES) * _GPU_BLOCK_BYTES
 
 
 @contextmanager
@@ -254,17 +296,12 @@ def now_ns() -> int:
     return time.time_ns()
 
 
-def _with_index(device: str) -> torch.device:
-    """The device as the profiler names it: a GPU with its index, the CPU without."""
-    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-
-
-def _allocations(roots: Sequence[Any], device: torch.device) -> list[Any]:
-    """The allocation events of this device in the profiler's tree, by time."""
+def _allocations(roots: Sequence[Any]) -> list[Any]:
+    """The CPU's allocation events in the profiler's tree, by time."""
     found, open_nodes = [], list(roots)
     while open_nodes:
         node = open_nodes.pop()
         open_nodes.extend(node.children)
-        if node.tag == _EventType.Allocation and node.extra_fields.device == device:
+        if node.tag == _EventType.Allocation and node.extra_fields.device.type == "cpu":
             found.append(node)
     return sorted(found, key=lambda node: int(node.start_time_ns))

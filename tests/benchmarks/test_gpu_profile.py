@@ -11,7 +11,7 @@ from gplan.evaluate.compare import PEAK_MEMORY, STEP_TIME
 
 
 def test_dry_run(tmp_path: Path) -> None:
-    arguments = ["--device", "cpu", "--models", "tiny", "--k", "2", "--steps", "4", "--budget", "0.05"]
+    arguments = ["--device", "cpu", "--models", "tiny", "--runs", "2", "--steps", "4", "--budget", "0.05"]
     gpu_profile.main([*arguments, "--output", str(tmp_path)])
     rows = pd.read_csv(tmp_path / "rows.csv")
     assert set(rows.num_devices) == {1, 2}

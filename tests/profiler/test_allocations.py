@@ -66,17 +66,28 @@ def node(*children: SimpleNamespace, tag: object = _EventType.TorchOp, **fields:
     return SimpleNamespace(children=children, tag=tag, start_time_ns=time_ns, extra_fields=SimpleNamespace(**fields))
 
 
-def block(time_ns: int, ptr: int, alloc_size: int, device: str, total_reserved: int = 0) -> SimpleNamespace:
+def block(time_ns: int, ptr: int, alloc_size: int, device: str) -> SimpleNamespace:
     """An allocation as the profiler records it; with a negative size, the end of one."""
-    return node(
-        tag=_EventType.Allocation, time_ns=time_ns, ptr=ptr, alloc_size=alloc_size, device=torch.device(device),
-        total_reserved=total_reserved,
-    )  # fmt: skip
+    return node(tag=_EventType.Allocation, time_ns=time_ns, ptr=ptr, alloc_size=alloc_size, device=torch.device(device))
 
 
 TREE = [
-    node(block(40, 7, -512, "cuda:0", 2**21), block(10, 7, 512, "cuda:0", 2**21)),
-    node(node(block(30, 8, 1024, "cuda:0", 2**22), block(20, 7, 64, "cpu"), block(25, 8, 2048, "cuda:1", 2**24))),
+    node(block(40, 7, -512, "cpu"), block(10, 7, 512, "cpu")),
+    node(node(block(30, 8, 1024, "cpu"), block(20, 7, 64, "cuda:0"))),
+]
+
+HISTORY = [
+    {"action": action, "addr": address, "size": size, "time_us": time_us}
+    for action, address, size, time_us in [
+        ("segment_alloc", 4096, 2**21, 10),
+        ("alloc", 4096, 700, 11),
+        ("segment_alloc", 2**22, 2**23, 12),
+        ("alloc", 2**22, 2**23, 13),
+        ("free_requested", 4096, 700, 14),
+        ("free_completed", 4096, 700, 15),
+        ("segment_free", 4096, 2**21, 16),
+        ("snapshot", 0, 0, 17),
+    ]
 ]
 
 
@@ -90,21 +101,20 @@ def test_a_peak_can_leave_out_what_was_given_before() -> None:
     assert (given_ns.tolist(), freed_ns[:2].tolist(), num_bytes.tolist()) == ([1, 2, 3, 5], [6, 4], [10, 5, 7, 2])
 
 
-@pytest.mark.parametrize(
-    ("device", "events", "reserved_bytes"),
-    [
-        ("cuda:0", [(10, 7, 512), (30, 8, 1024), (40, 7, -512)], 2**22),
-        ("cuda:1", [(25, 8, 2048)], 2**24),
-        ("cpu", [(20, 7, 64)], 0),
-    ],
-)
-def test_a_record_holds_the_blocks_of_its_own_device_in_order(
-    device: str, events: list[tuple[int, int, int]], reserved_bytes: int
-) -> None:
+def test_the_blocks_of_a_cpu_come_from_the_profiler_in_order() -> None:
     trace = AllocationTrace()
-    trace.fill(TREE, torch.device(device))
-    assert trace.events == tuple(AllocationEvent(*event) for event in events)
-    assert trace.peak_reserved_bytes == reserved_bytes
+    trace.fill_from_tree(TREE)
+    assert trace.events == tuple(AllocationEvent(*x) for x in [(10, 7, 512), (30, 8, 1024), (40, 7, -512)])
+
+
+def test_the_blocks_of_a_gpu_come_from_its_allocator() -> None:
+    trace = AllocationTrace()
+    trace.fill_from_history(HISTORY, reserved_bytes=1000)
+    expected = [(11_000, 4096, 1024), (13_000, 2**22, 2**23), (14_000, 4096, -1024)]
+    assert trace.events == tuple(AllocationEvent(*x) for x in expected)
+    assert trace.peak_reserved_bytes == 1000 + 2**21 + 2**23
+    trace.fill_from_history([], reserved_bytes=1000)
+    assert trace.peak_reserved_bytes == 1000
 
 
 def test_a_cpu_reserves_nothing() -> None:
