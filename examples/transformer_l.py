@@ -60,8 +60,8 @@ class Embedding(nn.Module):
         places = torch.arange(tokens.shape[1], device=tokens.device)
         exponents = torch.arange(0, width, 2, device=tokens.device) / width
         angles = places[:, None] * torch.exp(-math.log(LONGEST_WAVE) * exponents)  # (sequence, width / 2)
-        embedded: Tensor = self.token(tokens) + torch.cat([angles.sin(), angles.cos()], dim=1)
-        return embedded
+        embedded: Tensor = self.token(tokens)
+        return embedded + torch.cat([angles.sin(), angles.cos()], dim=1).to(embedded.dtype)
 
 
 class Block(nn.Module):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from gplan.core import Plan, RecomputeMode
@@ -185,14 +186,17 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def move_constants(segment: nn.Module, device: torch.device) -> None:
-    """Make a graph captured on the CPU create its constants on the device it runs on."""
+    """Make a graph captured on the CPU create its constants, and move tensors to where they are, on the device it runs on."""
     if device.type == "cpu":
         return
+
+    def moved(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
     for module in segment.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.nodes:
-                if isinstance(node.kwargs.get("device"), torch.device):
-                    node.kwargs = {**node.kwargs, "device": device}
+                node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
             module.recompile()
 
 

@@ -147,7 +147,8 @@ class StageRunner:
             loss_weight=loss_weight,
         )
         try:
-            with self._captures.training_mode(training=trains):
+            # torch leaves gradients off where a captured no_grad() fails
+            with self._captures.training_mode(training=trains), torch.set_grad_enabled(torch.is_grad_enabled()):
                 return self.engine.run(work)
         except GplanError:
             raise

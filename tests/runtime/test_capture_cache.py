@@ -1,10 +1,12 @@
-"""Captures: constants move with a graph to its device, and old captures are evicted."""
+"""Captures: constants move with a graph to its device, old captures are evicted, gradients stay on after an error."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from gplan.core.errors import RunError
 from gplan.runtime.capture_cache import move_constants
 from profiler.capture.capture import capture
 from profiler.model.load import model_in_memory
@@ -33,6 +35,56 @@ def test_constants_move_with_graph() -> None:
     (out,) = stage(torch.ones(2, 4, device="meta"))
     assert out.is_meta
     assert mixed.kwargs["device"] == torch.device("meta")
+
+
+class Rotated(nn.Module):
+    """Moves a buffer to where its inputs are, without gradients, as rotary positions do."""
+
+    frequencies: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+        self.register_buffer("frequencies", torch.ones(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            turned = self.frequencies.double().to(x.device, x.dtype) * x.sum()
+        mixed: Tensor = self.mix(x) * turned
+        return mixed
+
+
+def test_moves_go_to_the_device_of_the_graph() -> None:
+    chain = capture(Rotated(), torch.ones(2, 4))
+    stage = chain.stage(0, len(chain)).to("meta")
+    move_constants(stage, torch.device("meta"))
+    (out,) = stage(torch.ones(2, 4, device="meta"))
+    assert out.is_meta
+
+
+class Lookup(nn.Module):
+    """Looks rows up without gradients, which fails for numbers that are too large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            rows = self.table(x)
+        mixed: Tensor = self.mix(rows)
+        return mixed
+
+
+def test_gradients_are_computed_after_an_error_in_a_part_without_them() -> None:
+    file = model_in_memory(Lookup(), inputs=torch.zeros(2, 5, dtype=torch.int64), loss=nn.functional.mse_loss)
+    pipe = pipeline_for(file, plan_for(file, num_devices=1))
+    targets = torch.ones(8, 5, 4)
+    with pytest.raises(RunError, match="out of range"):
+        pipe.step(torch.full((8, 5), 9), targets)
+    assert torch.is_grad_enabled()
+    pipe.step(torch.zeros(8, 5, dtype=torch.int64), targets)
 
 
 def test_old_captures_are_evicted() -> None:
