@@ -350,12 +350,15 @@ class Report:
     def text(self) -> str:
         """The report."""
         lines = ["# The real-size suite on a GPU", "", *(f"- {x}" for x in (*self.about, *self.notes)), ""]
-        lines += ["## Layers against the plain model", "", "| model | " + " | ".join(PLAIN) + " | reserved |", "|---" * (len(PLAIN) + 2) + "|"]  # fmt: skip
+        lines += ["## Layers against the plain model", "", *LAUNCH_BOUND, ""]
+        lines += ["| model | " + " | ".join(PLAIN) + " | reserved | launch-bound |", "|---" * (len(PLAIN) + 3) + "|"]
         models = list(dict.fromkeys(x.model for x in self.rows))
         for model in models:
             found = {x.quantity: x for x in self.rows if x.model == model and x.num_devices == 1}
             cells = [_cell(found.get(name)) for name in PLAIN]
-            lines.append(f"| {model} | {' | '.join(cells)} | {_cell(found.get('reserved bytes'))} |")
+            bound = found.get("share of launch-bound steps")
+            is_bound = "yes" if bound and bound.measured else "no"
+            lines.append(f"| {model} | {' | '.join(cells)} | {_cell(found.get('reserved bytes'))} | {is_bound} |")
         lines += ["", "## Runs on the virtual engine", "", "| model | K | recompute | step | at equal speed | bubble, points | worst peak |", "|---" * 7 + "|"]  # fmt: skip
         for key in dict.fromkeys((x.model, x.num_devices, x.recompute) for x in self.rows if x.num_devices > 1):
             lines.append(self._run_line(*key))
@@ -374,6 +377,10 @@ class Report:
 
 
 PLAIN = ("forward", "backward", "step", "allocated bytes")
+LAUNCH_BOUND = (
+    "Each cell: predicted, measured, error. A launch-bound model is one whose plain step the GPU spends waiting for its",
+    "host: then the time is that of Python and of the launches, which differs more from one program to another.",
+)
 
 
 def _cell(row: Row | None) -> str:

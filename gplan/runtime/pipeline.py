@@ -111,7 +111,8 @@ def own_device(plan: Plan, device: str | None) -> torch.device:
     if index >= torch.cuda.device_count():
         who = f"device {device!r} does not exist" if ":" in device else f"local rank {index} has no GPU of its own"
         raise UsageError(
-            f"{who}; this host has {torch.cuda.device_count()}: start fewer processes, or use device='cpu'"
+            f"{who}; this host has {torch.cuda.device_count()}: start fewer processes, run the plan in one process (`gplan run "
+            "--engine virtual`), or use device='cpu'"
         )
     torch.cuda.set_device(index)  # events, synchronization and nccl's own tensors use the current device
     return torch.device("cuda", index)

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from gplan.core import Collective, CollectiveKind, Link, LinkPoint
 from gplan.core.errors import UsageError
 from gplan.core.machine import num_messages
+from gplan.core.units import counted
 from profiler.host.host_info import pin_to_share
 from profiler.host.host_load import thread_times, waited_for_others_s
 from profiler.host.processes import end_with_parent, run_processes
@@ -91,7 +92,7 @@ def check_measurable(device_kind: str) -> None:
     """Raise UsageError for a "cuda" link on a host with fewer than two GPUs."""
     if device_kind == "cuda" and (num_gpus := torch.cuda.device_count()) < 2:
         raise UsageError(
-            f"this host has {num_gpus} GPUs; measuring the link between two needs at least 2; state the link with "
+            f"this host has {counted(num_gpus, 'GPU')}; measuring the link between two needs at least 2; state the link with "
             "--link, such as --link 25GB/s,5us"
         )
 

@@ -258,7 +258,7 @@ def _traced_on_gpu(trace: AllocationTrace, index: int | None) -> Iterator[None]:
     if index is None:
         index = torch.cuda.current_device()
     reserved_bytes = torch.cuda.memory_reserved(index)
-    torch.cuda.memory._record_memory_history(context=None)
+    torch.cuda.memory._record_memory_history(context=None, clear_history=True)
     try:
         yield
         history = torch.cuda.memory._snapshot(index)["device_traces"][index]
