@@ -1,6 +1,6 @@
 """The real-size suite on one GPU in one call: predicted beside measured, seconds and bytes.
 
-    python benchmarks/gpu_profile.py                       some 10 minutes on one GPU; writes reports/gpu/
+    python benchmarks/gpu_profile.py                       about 10 minutes on one GPU; writes reports/gpu/
     python benchmarks/gpu_profile.py --models gpt2 llama   only some models
     python benchmarks/gpu_profile.py --device cpu --models tiny --runs 2 --steps 2 --budget 0.1 --output /tmp/gpu
                                                            a dry run without a GPU, some seconds
@@ -104,6 +104,7 @@ class Row:
 class Suite:
     """What is run, and where."""
 
+    models: tuple[str, ...]
     device: str
     precision: Any
     runs: tuple[tuple[int, str], ...]  # stages, and recompute
@@ -124,8 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="*", choices=[*names, TINY.name], default=names)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu for a dry run")
     parser.add_argument("--precision", default="bfloat16", help="as of gplan profile")
-    runs = ["2", "4", "4:always"]
-    parser.add_argument("--runs", nargs="*", metavar="K[:RECOMPUTE]", default=runs, help="on the virtual engine")
+    runs = [(2, "never"), (4, "never"), (4, "always")]
+    parser.add_argument(
+        "--runs", nargs="*", type=as_run, metavar="K[:RECOMPUTE]", default=runs, help="on the virtual engine"
+    )
     parser.add_argument("--steps", type=int, default=20, help="of each run")
     parser.add_argument("--budget", type=float, default=15.0, help="seconds of sampling for a profile")
     parser.add_argument("--longest", type=float, default=1500.0, help="seconds after which no further model is begun")
@@ -137,7 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     suite = Suite(
         device=options.device,
         precision=options.precision,
-        runs=tuple(as_run(x) for x in options.runs),
+        models=tuple(options.models),
+        runs=tuple(options.runs),
         num_steps=options.steps,
         budget_s=options.budget,
         longest_s=options.longest,
@@ -149,8 +153,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def as_run(text: str) -> tuple[int, str]:
-    """Stages and recompute of "4:always"; never is left out."""
+    """Stages and recompute: (4, "always") from "4:always", (4, "never") from "4"."""
     num_devices, _, recompute = text.partition(":")
+    if recompute not in ("", "never", "always", "except-last"):
+        raise ValueError(recompute)
     return int(num_devices), recompute or "never"
 
 
@@ -219,7 +225,7 @@ def plain_rows(case: Case, profile: Profile, plain: Plain) -> Iterator[Row]:
 
 
 def run_rows(case: Case, profile: Profile, num_devices: int, recompute: str, suite: Suite) -> Iterator[Row]:
-    """A 1F1B plan on the virtual engine: what `gplan run` compares, what the allocator reserved, and the yardstick."""
+    """A 1F1B plan on the virtual engine: what `gplan run` compares, and the yardstick."""
     plan = gplan.balance(
         profile, num_devices=num_devices, num_microbatches=NUM_MICROBATCHES, schedule="1f1b", recompute=recompute
     )
@@ -234,8 +240,7 @@ def run_rows(case: Case, profile: Profile, num_devices: int, recompute: str, sui
                 measured=row.measured,
                 equal_speed_error=row.equal_speed_error,
             )
-    found = {f"reserved bytes {device}": float(x) for device, x in enumerate(run.reserved_bytes)}
-    found |= {f"yardstick {name}": ratio for name, ratio in yardstick_of(run).items()}
+    found = {f"yardstick {name}": ratio for name, ratio in yardstick_of(run).items()}
     found["run seconds"] = time.monotonic() - start_s
     for name, measured in found.items():
         yield row_of(quantity=name, predicted=None, measured=measured)
@@ -309,12 +314,12 @@ def free_memory(suite: Suite) -> None:
 
 def run_tests() -> str:
     """The tests that need a GPU, and how they ended."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/profiler", "-k", "gpu or cuda"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/profiler", "-k", "gpu or cuda"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TESTS_AT_MOST_S)
     except subprocess.TimeoutExpired:
         return f"tests: not finished after {TESTS_AT_MOST_S:.0f} s"
-    return "tests: " + " | ".join(done.stdout.strip().splitlines()[-4:])
+    return f"tests (exit status {done.returncode}): " + " | ".join(done.stdout.strip().splitlines()[-4:])
 
 
 @dataclass(slots=True)
@@ -359,7 +364,7 @@ class Report:
             bound = found.get("share of launch-bound steps")
             is_bound = "yes" if bound and bound.measured else "no"
             lines.append(f"| {model} | {' | '.join(cells)} | {_cell(found.get('reserved bytes'))} | {is_bound} |")
-        lines += ["", "## Runs on the virtual engine", "", "| model | K | recompute | step | at equal speed | bubble, points | worst peak |", "|---" * 7 + "|"]  # fmt: skip
+        lines += ["", "## Runs on the virtual engine", "", "| model | K | recompute | step | at equal speed | bubble error, points | worst peak memory error |", "|---" * 7 + "|"]  # fmt: skip
         for key in dict.fromkeys((x.model, x.num_devices, x.recompute) for x in self.rows if x.num_devices > 1):
             lines.append(self._run_line(*key))
         lines += ["", "## The GPU's state", "", *(f"- {model}, {when}: {state}" for model, when, state in self.clocks)]
@@ -378,8 +383,9 @@ class Report:
 
 PLAIN = ("forward", "backward", "step", "allocated bytes")
 LAUNCH_BOUND = (
-    "Each cell: predicted, measured, error. A launch-bound model is one whose plain step the GPU spends waiting for its",
-    "host: then the time is that of Python and of the launches, which differs more from one program to another.",
+    "Each cell: predicted, measured, error. A model is launch-bound if the host takes about as long to launch a step as the",
+    "GPU takes to run it. Its times depend on the speed of Python, which differs between processes. Measured bytes",
+    "include workspaces of libraries, which the prediction leaves out.",
 )
 
 

@@ -137,7 +137,7 @@ class CaptureCache:
             )
             for segment in segments:
                 self._fill(segment)
-                move_constants(segment, self._device)
+                set_device(segment, self._device)
             self._segments[key] = segments
         return self._segments[key]
 
@@ -185,8 +185,11 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def move_constants(segment: nn.Module, device: torch.device) -> None:
-    """Make a graph captured on the CPU create its constants, and move tensors to where they are, on the device it runs on."""
+def set_device(segment: nn.Module, device: torch.device) -> None:
+    """Replace the device in every operation of a graph captured on the CPU, of new tensors and of copies alike.
+
+    A copy to the CPU that the author wrote is replaced too: the graph does not show the difference.
+    """
     if device.type == "cpu":
         return
 

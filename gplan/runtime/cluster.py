@@ -97,7 +97,7 @@ def measure_cluster(*, device_kind: str | None, timeout_s: float, progress: Prog
     kind = device_kind or ("cuda" if torch.cuda.device_count() >= local_size else "cpu")
     if kind == "cuda" and local_rank >= torch.cuda.device_count():
         raise UsageError(
-            f"local rank {local_rank} has no GPU of its own; this host has {torch.cuda.device_count()}: start fewer "
+            f"local rank {local_rank} has no GPU of its own; this host has {counted(torch.cuda.device_count(), 'GPU')}: start fewer "
             "processes, or use --device cpu"
         )
     device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")

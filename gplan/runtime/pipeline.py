@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from gplan.core import Plan
 from gplan.core.errors import ModelError, UsageError
+from gplan.core.units import counted
 from gplan.runtime import stage_state, validation
 from gplan.runtime.buffers import SharedBuffers, check_norms, strict_norm
 from gplan.runtime.capture_cache import CaptureCache, CapturedModel, named_tensors
@@ -109,10 +110,14 @@ def own_device(plan: Plan, device: str | None) -> torch.device:
         return found
     index = found.index if found.index is not None else local_place()[0]
     if index >= torch.cuda.device_count():
-        who = f"device {device!r} does not exist" if ":" in device else f"local rank {index} has no GPU of its own"
+        gpus = f"this host has {counted(torch.cuda.device_count(), 'GPU')}"
+        if ":" in device:
+            raise UsageError(
+                f"device {device!r} does not exist; {gpus}, numbered from 0: choose one, or use device='cpu'"
+            )
         raise UsageError(
-            f"{who}; this host has {torch.cuda.device_count()}: start fewer processes, run the plan in one process (`gplan run "
-            "--engine virtual`), or use device='cpu'"
+            f"local rank {index} has no GPU of its own; {gpus}: start fewer processes, run all stages in one process (`gplan "
+            "run --engine virtual`), or use device='cpu'"
         )
     torch.cuda.set_device(index)  # events, synchronization and nccl's own tensors use the current device
     return torch.device("cuda", index)

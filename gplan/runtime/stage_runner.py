@@ -147,7 +147,7 @@ class StageRunner:
             loss_weight=loss_weight,
         )
         try:
-            # torch leaves gradients off where a captured no_grad() fails
+            # torch's operator for a captured no_grad() does not restore the gradient mode when it raises
             with self._captures.training_mode(training=trains), torch.set_grad_enabled(torch.is_grad_enabled()):
                 return self.engine.run(work)
         except GplanError:

@@ -78,13 +78,18 @@ def noting_saves(run: Callable[..., Tensors], note: Callable[[Tensor], object]) 
 
     def pack(tensor: Tensor) -> Tensor:
         note(tensor)
-        return tensor if tensor.is_leaf else tensor.detach()  # an output that saves itself would never be freed
+        return _without_graph(tensor)
 
     def noted(*inputs: Tensor) -> Tensors:
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             return run(*inputs)
 
     return noted
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    """The tensor without its graph: a graph that saves its own output would keep itself alive."""
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 class _Slot:
@@ -155,7 +160,7 @@ class _Call:
             slot, kind = self._slots[num_kept](), (tensor.shape, tensor.dtype, tensor.device)
             if kind != self._kinds[num_kept]:
                 raise _differs(f"saves {_text(kind)}", f"it saved {_text(self._kinds[num_kept])} at first")
-            leaf = tensor if tensor.is_leaf else tensor.detach()  # does not keep the second run's graph alive
+            leaf = _without_graph(tensor)
             if slot is not None:
                 slot.tensor, slot.version = leaf, leaf._version
             num_kept += 1

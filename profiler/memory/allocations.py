@@ -1,7 +1,7 @@
 """Trace memory over time: by torch's allocator, or by following storages under a dispatch mode.
 
 `traced_allocations` reads the allocator's events, scratch space inside kernels included: on a CPU from torch.profiler,
-on a GPU from the CUDA allocator's own history, as the profiler's tree lacks some of the blocks that are freed there.
+on a GPU from the CUDA allocator's own history, because the profiler's tree omits some frees of GPU blocks.
 Memory of libraries with their own allocator (oneDNN, NCCL) is not seen, nor are blocks from before the trace. CUDA
 blocks are allocated and freed in the host's time, in multiples of 512 bytes. `StorageRecorder` works on fake and meta
 tensors too.
@@ -143,9 +143,10 @@ class AllocationTrace:
         )
 
     def fill_from_history(self, history: Sequence[Mapping[str, Any]], reserved_bytes: int) -> None:
-        """Read a GPU's blocks from the history of its allocator, which had reserved so much when the history began.
+        """Read a GPU's blocks from its allocator's history; `reserved_bytes` is what it had reserved before.
 
-        A block leaves the allocated memory when it is to be freed, not when other streams are done with it.
+        A block counts as freed when its free is requested, as in `torch.cuda.memory_allocated`, not when other streams
+        have finished with it. torch stores whole microseconds: an event less than one after a mark counts as before it.
         """
         self.events = tuple(
             AllocationEvent(1000 * x["time_us"], x["addr"], _GPU_SIGNS[x["action"]] * _rounded(x["size"]))
@@ -234,6 +235,7 @@ def traced_allocations(device: str = "cpu") -> Iterator[AllocationTrace]:
     """Record every allocation on this device inside the block; too slow for timing.
 
     "cuda" is the current GPU. Call `torch.cuda.empty_cache()` first if `peak_reserved_bytes` is to be that of the block.
+    On a GPU this ends a memory history that the caller records (`torch.cuda.memory._record_memory_history`).
     """
     trace = AllocationTrace()
     with _traced_on_cpu(trace) if device == "cpu" else _traced_on_gpu(trace, torch.device(device).index):
@@ -258,17 +260,21 @@ def _traced_on_gpu(trace: AllocationTrace, index: int | None) -> Iterator[None]:
     if index is None:
         index = torch.cuda.current_device()
     reserved_bytes = torch.cuda.memory_reserved(index)
-    torch.cuda.memory._record_memory_history(context=None, clear_history=True)
+    torch.cuda.memory._record_memory_history(context=None, stacks="python", clear_history=True)
     try:
         yield
-        history = torch.cuda.memory._snapshot(index)["device_traces"][index]
+        history = torch.cuda.memory._snapshot()["device_traces"][index]
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
     trace.fill_from_history(history, reserved_bytes)
 
 
 def _rounded(num_bytes: int) -> int:
-    """The bytes of the block that the CUDA allocator gives for so many."""
+    """A requested size in whole units of the CUDA allocator.
+
+    The block can be up to 1 MiB larger where the allocator does not split one, which depends on what ran before; that is
+    not counted.
+    """
     return -(-num_bytes // _GPU_BLOCK_BYTES) * _GPU_BLOCK_BYTES
 
 

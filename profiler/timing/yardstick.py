@@ -93,7 +93,7 @@ def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
 
     return {
         "compute": (multiply if on_gpu else multiply_both, 1),
-        "memory": (add_next, 8 if on_gpu else 2),  # on a GPU so long that the first launch does not count
+        "memory": (add_next, 8 if on_gpu else 2),  # on a GPU the first launch is short beside 8 sums
         "interpreter": (partial(small.add_, 1), 32) if on_gpu else (loop, 1),
     }
 

@@ -113,8 +113,9 @@ def test_the_blocks_of_a_gpu_come_from_its_allocator() -> None:
     expected = [(11_000, 4096, 1024), (13_000, 2**22, 2**23), (14_000, 4096, -1024)]
     assert trace.events == tuple(AllocationEvent(*x) for x in expected)
     assert trace.peak_reserved_bytes == 1000 + 2**21 + 2**23
-    trace.fill_from_history([], reserved_bytes=1000)
-    assert trace.peak_reserved_bytes == 1000
+    empty = AllocationTrace()
+    empty.fill_from_history([], reserved_bytes=1000)
+    assert empty.peak_reserved_bytes == 1000
 
 
 def test_a_cpu_reserves_nothing() -> None:

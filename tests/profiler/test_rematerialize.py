@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from profiler.backward.rematerialize import recomputed, share_run_again
+from profiler.backward.rematerialize import noting_saves, recomputed, share_run_again
 from profiler.capture.chain import Tensors
 from profiler.memory.allocations import now_ns, traced_allocations
 
@@ -365,3 +365,15 @@ def test_share_of_a_forward_that_is_run_again() -> None:
     assert logits.shape == (2, 1000)
     assert 0 < share < 1
     assert share_run_again(lambda x: (x + 1,), (torch.ones(2, requires_grad=True),), now=lambda: next(ticks))[0] == 0
+
+
+def test_noted_output_is_freed() -> None:
+    inputs = torch.ones(3, requires_grad=True)
+    gc.disable()
+    try:
+        (output,) = noting_saves(lambda x: (x.exp(),), lambda _: None)(inputs)
+        gone = weakref.ref(output)
+        del output
+        assert gone() is None
+    finally:
+        gc.enable()

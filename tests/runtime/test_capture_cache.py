@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gplan.core.errors import RunError
-from gplan.runtime.capture_cache import move_constants
+from gplan.runtime.capture_cache import set_device
 from profiler.capture.capture import capture
 from profiler.model.load import model_in_memory
 from tests.runtime.plans import pipeline_for, plan_for
@@ -28,10 +28,10 @@ class Positions(nn.Module):
 def test_constants_move_with_graph() -> None:
     chain = capture(Positions(), torch.ones(2, 4))
     stage = chain.stage(0, len(chain)).to("meta")
-    move_constants(stage, torch.device("cpu"))
+    set_device(stage, torch.device("cpu"))
     (mixed,) = (node for node in stage.graph.nodes if "arange" in str(node.target))  # type: ignore[union-attr]
     assert mixed.kwargs["device"] == torch.device("cpu")
-    move_constants(stage, torch.device("meta"))
+    set_device(stage, torch.device("meta"))
     (out,) = stage(torch.ones(2, 4, device="meta"))
     assert out.is_meta
     assert mixed.kwargs["device"] == torch.device("meta")
@@ -54,10 +54,10 @@ class Rotated(nn.Module):
         return mixed
 
 
-def test_moves_go_to_the_device_of_the_graph() -> None:
+def test_copies_move_with_graph() -> None:
     chain = capture(Rotated(), torch.ones(2, 4))
     stage = chain.stage(0, len(chain)).to("meta")
-    move_constants(stage, torch.device("meta"))
+    set_device(stage, torch.device("meta"))
     (out,) = stage(torch.ones(2, 4, device="meta"))
     assert out.is_meta
 
@@ -77,7 +77,7 @@ class Lookup(nn.Module):
         return mixed
 
 
-def test_gradients_are_computed_after_an_error_in_a_part_without_them() -> None:
+def test_gradient_mode_restored_after_error() -> None:
     file = model_in_memory(Lookup(), inputs=torch.zeros(2, 5, dtype=torch.int64), loss=nn.functional.mse_loss)
     pipe = pipeline_for(file, plan_for(file, num_devices=1))
     targets = torch.ones(8, 5, 4)

@@ -15,6 +15,7 @@ import gplan
 from gplan.cli import main
 from gplan.core import Device, Link, Machine, MachineDevice, Plan
 from gplan.core.errors import FileError, GplanError, UsageError
+from gplan.runtime.pipeline import own_device
 from gplan.runtime.run.run_options import RunOptions
 from gplan.runtime.validation import check_fits_here, check_runnable, notes_on_machine
 from tests.made import FREE_LINK, make_profile
@@ -164,3 +165,18 @@ def test_edited_plan_file_refused(
     message = " ".join(capsys.readouterr().err.split())
     assert text in message
     assert "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("device", "rank", "text"),
+    [
+        ("cuda:1", "0", "'cuda:1' does not exist; this host has 1 GPU, numbered from 0: choose one"),
+        ("cuda", "1", "local rank 1 has no GPU of its own; this host has 1 GPU: start fewer .*--engine virtual"),
+    ],
+)
+def test_gpu_that_is_not_there(device: str, rank: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("gplan.runtime.pipeline.local_place", lambda: (int(rank), 2))
+    with pytest.raises(UsageError, match=text):
+        own_device(planned(), device)
