@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 
 import gplan
 from gplan.core import Link, Precision, Profile
+from gplan.core.checks import RECOMPUTE_MODES
 from gplan.core.units import bytes_text, now_text, percent_text, seconds_text
 from gplan.evaluate.compare import BUBBLE, PEAK_MEMORY, STEP_TIME, compare
 from profiler.capture.chain import call_arguments
@@ -155,9 +156,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def as_run(text: str) -> tuple[int, str]:
     """Stages and recompute: (4, "always") from "4:always", (4, "never") from "4"."""
     num_devices, _, recompute = text.partition(":")
-    if recompute not in ("", "never", "always", "except-last"):
+    recompute = recompute or "never"
+    if recompute not in RECOMPUTE_MODES:
         raise ValueError(recompute)
-    return int(num_devices), recompute or "never"
+    return int(num_devices), recompute
 
 
 def run_suite(cases: Sequence[Case], suite: Suite, report: Report, folder: Path) -> None:
@@ -168,6 +170,7 @@ def run_suite(cases: Sequence[Case], suite: Suite, report: Report, folder: Path)
     for case in cases:
         if time.monotonic() - start_s > suite.longest_s:
             report.notes.append(f"{case.name}: left out, {suite.longest_s:.0f} s had passed")
+            report.write(folder)
             continue
         before = gpu_state()
         try:
@@ -354,7 +357,13 @@ class Report:
 
     def text(self) -> str:
         """The report."""
-        lines = ["# The real-size suite on a GPU", "", *(f"- {x}" for x in (*self.about, *self.notes)), ""]
+        lines = [
+            "# The real-size suite on a GPU",
+            "",
+            "Made by `python benchmarks/gpu_profile.py` with the options below.",
+            "",
+        ]
+        lines += [*(f"- {x}" for x in (*self.about, *self.notes)), ""]
         lines += ["## Layers against the plain model", "", *LAUNCH_BOUND, ""]
         lines += ["| model | " + " | ".join(PLAIN) + " | reserved | launch-bound |", "|---" * (len(PLAIN) + 3) + "|"]
         models = list(dict.fromkeys(x.model for x in self.rows))

@@ -26,7 +26,7 @@ from gplan.core import COLLECTIVE_KINDS, CollectiveKind, HostLink, Link, Machine
 from gplan.core.errors import UsageError
 from gplan.core.progress import Progress
 from gplan.core.units import bytes_text, counted, now_text, percent_text, seconds_text
-from gplan.runtime.peers import Peer, Peers, explained_by_peers, local_place
+from gplan.runtime.peers import Peer, Peers, check_own_gpu, explained_by_peers, local_place
 from gplan.runtime.process_group import backend_of, init_from_environment, rendezvous_from_environment
 from profiler.host.host_info import pin_to_share, processor
 from profiler.host.links import (
@@ -95,13 +95,9 @@ def measure_cluster(*, device_kind: str | None, timeout_s: float, progress: Prog
         )
     local_rank, local_size = local_place()
     kind = device_kind or ("cuda" if torch.cuda.device_count() >= local_size else "cpu")
-    if kind == "cuda" and local_rank >= torch.cuda.device_count():
-        raise UsageError(
-            f"local rank {local_rank} has no GPU of its own; this host has {counted(torch.cuda.device_count(), 'GPU')}: start fewer "
-            "processes, or use --device cpu"
-        )
     device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
+        check_own_gpu(local_rank, "or use --device cpu")
         torch.cuda.set_device(device)
     else:
         pin_to_share(local_rank, num_shares=local_size, num_threads=1)

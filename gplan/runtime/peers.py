@@ -162,6 +162,15 @@ def local_place() -> tuple[int, int]:
     return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def check_own_gpu(local_rank: int, otherwise: str) -> None:
+    """Raise UsageError where this host has no GPU for a local rank; `otherwise` is what else can be done."""
+    if local_rank >= (num_gpus := torch.cuda.device_count()):
+        raise UsageError(
+            f"local rank {local_rank} has no GPU of its own; this host has {counted(num_gpus, 'GPU')}: start fewer processes, "
+            f"{otherwise}"
+        )
+
+
 def meet(store: Store, *, rank: int, num_ranks: int, facts: Mapping[str, str], timeout_s: float, address: str) -> Peers:
     """Wait for all processes and check that they fit together; `facts` must be the same in all of them.
 

@@ -34,7 +34,7 @@ from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.master_weights import MasterWeights
 from gplan.runtime.microbatches import Pass, concat_outputs, replica_rows, split_into_passes, take_rows
 from gplan.runtime.model_source import ModelLike, ModelSource, open_source
-from gplan.runtime.peers import local_place
+from gplan.runtime.peers import check_own_gpu, local_place
 from gplan.runtime.process_group import LossExchange, join_process_group
 from gplan.runtime.random_streams import RandomStreams, seed_key
 from gplan.runtime.sharded_replicas import divided_names, shard_stages
@@ -109,15 +109,12 @@ def own_device(plan: Plan, device: str | None) -> torch.device:
     if found.type != "cuda":
         return found
     index = found.index if found.index is not None else local_place()[0]
-    if index >= torch.cuda.device_count():
-        gpus = f"this host has {counted(torch.cuda.device_count(), 'GPU')}"
-        if ":" in device:
-            raise UsageError(
-                f"device {device!r} does not exist; {gpus}, numbered from 0: choose one, or use device='cpu'"
-            )
+    if ":" not in device:
+        check_own_gpu(index, "run all stages in one process (`gplan run --engine virtual`), or use device='cpu'")
+    elif index >= (num_gpus := torch.cuda.device_count()):
         raise UsageError(
-            f"local rank {index} has no GPU of its own; {gpus}: start fewer processes, run all stages in one process (`gplan "
-            "run --engine virtual`), or use device='cpu'"
+            f"device {device!r} does not exist; this host has {counted(num_gpus, 'GPU')}, numbered from 0: choose one, or use "
+            "device='cpu'"
         )
     torch.cuda.set_device(index)  # events, synchronization and nccl's own tensors use the current device
     return torch.device("cuda", index)

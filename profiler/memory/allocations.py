@@ -1,10 +1,10 @@
 """Trace memory over time: by torch's allocator, or by following storages under a dispatch mode.
 
 `traced_allocations` reads the allocator's events, scratch space inside kernels included: on a CPU from torch.profiler,
-on a GPU from the CUDA allocator's own history, because the profiler's tree omits some frees of GPU blocks.
-Memory of libraries with their own allocator (oneDNN, NCCL) is not seen, nor are blocks from before the trace. CUDA
-blocks are allocated and freed in the host's time, in multiples of 512 bytes. `StorageRecorder` works on fake and meta
-tensors too.
+on a GPU from the CUDA allocator's own history, because the profiler's tree omits some frees of GPU blocks. Memory of
+libraries with their own allocator (oneDNN, NCCL) is not seen, nor are blocks from before the trace; of these a GPU's are
+subtracted when they are freed. CUDA blocks are allocated and freed in the host's time. `StorageRecorder` works on fake and
+meta tensors too.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from profiler.backward.rematerialize import noting_saves
 from profiler.capture.authored_layers import caches_empty
 from profiler.capture.chain import model_state_restored
 from profiler.memory.allocations import gradient_bytes, storage_bytes, storage_key
@@ -135,15 +136,14 @@ def saved_bytes(file: ModelFile, batch_size: int) -> int:
     own = {storage_key(x) for x in (*file.model.parameters(), *file.model.buffers())}
     kept: dict[int, Tensor] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor: Tensor) -> None:
         kept[storage_key(tensor)] = tensor
-        return tensor
 
     with model_state_restored(file.model), caches_empty(file.model):
         try:
             inputs = sample_batch(file, batch_size)[0]
-            with mode, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-                file.forward(pytree.tree_map_only(Tensor, mode.from_tensor, inputs))
+            with mode:
+                noting_saves(file.forward, keep)(pytree.tree_map_only(Tensor, mode.from_tensor, inputs))
         except Exception:  # control flow depends on values, or the inputs are wrong, which the measurement reports
             return 0
     return storage_bytes(x for key, x in kept.items() if key not in own)

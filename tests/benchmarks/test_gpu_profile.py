@@ -21,3 +21,8 @@ def test_dry_run(tmp_path: Path) -> None:
     assert "device: cpu (a dry run)" in text
     assert "Error" not in text
     assert "| tiny | 2 |" in text
+
+
+def test_model_left_out_is_in_report(tmp_path: Path) -> None:
+    gpu_profile.main(["--device", "cpu", "--models", "tiny", "--longest", "0", "--output", str(tmp_path)])
+    assert "tiny: left out, 0 s had passed" in (tmp_path / "README.md").read_text()

@@ -152,6 +152,7 @@ def test_transformer_l_tells_places_apart_by_sines_and_cosines() -> None:
     positions = embedding(torch.zeros(1, 3, dtype=torch.long))[0] - embedding.token.weight[0]
     angles = torch.tensor([[0.0, 0.0], [1.0, 0.01], [2.0, 0.02]])  # place / 10000^(2 i / width)
     torch.testing.assert_close(positions, torch.cat([angles.sin(), angles.cos()], dim=1))
+    assert embedding.bfloat16()(torch.zeros(1, 3, dtype=torch.long)).dtype == torch.bfloat16
 
 
 def test_transformer_dropout_acts_in_training_only() -> None:
