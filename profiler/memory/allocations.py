@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch._C._profiler import _EventType
+from torch._C._profiler import _EventType, _RecordFunctionFast
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -108,6 +108,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 _NEVER_NS = 2**63 - 1
+_MARK = "gplan: "  # before a reading of `now_ns`, as the name of a profiler's event
 _GPU_BLOCK_BYTES = 512  # the CUDA allocator's unit
 _GPU_SIGNS = {"alloc": 1, "free_requested": -1}
 _SEGMENT_SIGNS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
@@ -136,10 +137,20 @@ class AllocationTrace:
     _index: _Index | None = field(default=None, init=False, repr=False)
 
     def fill_from_tree(self, roots: Sequence[Any]) -> None:
-        """Read the CPU's blocks from the profiler's tree of events."""
+        """Read the CPU's blocks from the profiler's tree of events, in the time of `now_ns`.
+
+        The profiler's clock is up to a few microseconds off, so an event is moved between the marks that it lies between.
+        """
+        nodes = _allocations_and_marks(roots)
+        after = [int(node.name.removeprefix(_MARK)) if _is_mark(node) else 0 for node in nodes]
+        before = [mark or _NEVER_NS for mark in after]
+        at_least, less_than = accumulate(after, max), reversed(list(accumulate(reversed(before), min)))
         self.events = tuple(
-            AllocationEvent(node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size)
-            for node in _allocations(roots)
+            AllocationEvent(
+                min(max(node.start_time_ns, start), end - 1), node.extra_fields.ptr, node.extra_fields.alloc_size
+            )
+            for node, start, end in zip(nodes, at_least, less_than, strict=True)
+            if not _is_mark(node)
         )
 
     def fill_from_history(self, history: Sequence[Mapping[str, Any]], reserved_bytes: int) -> None:
@@ -298,16 +309,22 @@ def _without_warning(words: str) -> Iterator[None]:
 
 
 def now_ns() -> int:
-    """The clock of the trace."""
-    return time.time_ns()
+    """The clock of the trace. A trace of a CPU's allocations also notes each reading among its events."""
+    moment_ns = time.time_ns()
+    with _RecordFunctionFast(f"{_MARK}{moment_ns}"):
+        return moment_ns
 
 
-def _allocations(roots: Sequence[Any]) -> list[Any]:
-    """The CPU's allocation events in the profiler's tree, by time."""
+def _allocations_and_marks(roots: Sequence[Any]) -> list[Any]:
+    """The CPU's allocations and the readings of `now_ns` in the profiler's tree, by the profiler's time."""
     found, open_nodes = [], list(roots)
     while open_nodes:
         node = open_nodes.pop()
         open_nodes.extend(node.children)
-        if node.tag == _EventType.Allocation and node.extra_fields.device.type == "cpu":
+        if _is_mark(node) or (node.tag == _EventType.Allocation and node.extra_fields.device.type == "cpu"):
             found.append(node)
     return sorted(found, key=lambda node: int(node.start_time_ns))
+
+
+def _is_mark(node: Any) -> bool:
+    return node.tag == _EventType.TorchOp and str(node.name).startswith(_MARK)

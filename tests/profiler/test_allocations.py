@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,10 +61,30 @@ def test_the_peak_and_what_is_alive_are_the_allocators() -> None:
     assert sorted(trace.alive(start, end, middle).values()) == [4 * KIB, 16 * KIB]
 
 
+@pytest.mark.parametrize("off_ns", [-20_000, 20_000])
+def test_a_clock_that_differs_from_the_allocators_puts_no_event_on_the_wrong_side(
+    monkeypatch: pytest.MonkeyPatch, off_ns: int
+) -> None:
+    real = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: real() + off_ns)
+    marks = []
+    with traced_allocations() as trace:
+        for num_bytes in range(1000, 1020):
+            marks.append(now_ns())
+            block = torch.empty(num_bytes, dtype=torch.uint8)
+            marks.append(now_ns())
+            del block
+        marks.append(now_ns())
+    expected = [sign * num_bytes for num_bytes in range(1000, 1020) for sign in (1, -1)]
+    assert [event.num_bytes for event in trace.events] == expected
+    for start, end, event in zip(marks[:-1], marks[1:], trace.events, strict=True):
+        assert start <= event.time_ns < end
+
+
 def node(*children: SimpleNamespace, tag: object = _EventType.TorchOp, **fields: object) -> SimpleNamespace:
     """A node of the profiler's tree."""
-    time_ns = fields.pop("time_ns", 0)
-    return SimpleNamespace(children=children, tag=tag, start_time_ns=time_ns, extra_fields=SimpleNamespace(**fields))
+    own = {"start_time_ns": fields.pop("time_ns", 0), "name": fields.pop("name", "aten::empty")}
+    return SimpleNamespace(children=children, tag=tag, extra_fields=SimpleNamespace(**fields), **own)
 
 
 def block(time_ns: int, ptr: int, alloc_size: int, device: str) -> SimpleNamespace:
