@@ -1,7 +1,7 @@
 """Records start, end and processor time of every action of a step.
 
 On a GPU two events on its stream enclose an action. They are read after the step and count from a moment at which
-the GPU was idle. The GPU half has not been run on a GPU yet.
+the GPU was idle.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""Times the update of norms' moving averages at the end of a step.
+"""Times what a run does for norms' moving averages: keep them around each forward, and update them once a step.
 
-A stage takes a fixed time and a time per channel. Both follow from timing one norm alone and all norms together.
+For the update a stage takes a fixed time and a time per channel. Both follow from timing one norm alone and all norms
+together. Everything here works on copies of the norms' buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from typing import TypeAlias
 
 import torch
@@ -27,10 +30,29 @@ SampledAverages: TypeAlias = Callable[[AtOneSpeed], AveragesCost]
 """The seconds, once the speed of the host is known."""
 
 
+Around: TypeAlias = Callable[[], AbstractContextManager[None]]
+"""Returns the context manager around a forward."""
+
+
+def keeping_averages(norms: Iterable[RunningNorm]) -> Around:
+    """What a run has around each forward with these norms: keep their averages, then restore them."""
+    copies = [_copy(x, x.running_mean.device) for x in {id(x.running_mean): x for x in norms}.values()]
+    if not copies:
+        return nullcontext
+    averages, calls = MovingAverages(copies), count()
+
+    def around() -> AbstractContextManager[None]:
+        if next(calls) % MICROBATCHES == 0:
+            averages.discard()  # the next step begins
+        return averages.microbatch(copies)
+
+    return around
+
+
 def sample_averages(
     chain: Chain, clock: Clock, *, device: str = "cpu", read_yardstick: Callable[[], object] = lambda: None
 ) -> SampledAverages:
-    """Time the update on copies of the norms' buffers, with cold caches, as at the end of a step."""
+    """Time the update with cold caches, as at the end of a step."""
     by_layer = _norms_of_layers(chain)
     norms = [norm for some in by_layer for norm in some]
     channels = [sum(map(_num_channels, some)) for some in by_layer]
@@ -63,7 +85,7 @@ def _num_channels(norm: RunningNorm) -> int:
     return norm.running_mean.numel()
 
 
-def _copy(norm: RunningNorm, device: str) -> RunningNorm:
+def _copy(norm: RunningNorm, device: str | torch.device) -> RunningNorm:
     """The norm on real buffers of its own; those of the model may be fake tensors."""
     return norm.backed_by({id(x): torch.ones(x.shape, dtype=x.dtype, device=device) for x in norm.buffers})
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import count, pairwise
@@ -22,6 +22,7 @@ from gplan.core import Timing
 from profiler.backward.rematerialize import recomputed
 from profiler.backward.split_backward import first_half
 from profiler.capture.chain import Tensors, detached, wants_gradient
+from profiler.timing.averages_step import Around, keeping_averages
 from profiler.timing.bench import Bench, Composed, backward
 from profiler.timing.clock import Clock, Samples, median_s
 from profiler.timing.neighbours import BESIDE_OTHERS, Neighbours
@@ -44,9 +45,13 @@ class Corrections:
     Weight gradients: the second half of a split backward starts autograd once for every place where weights enter, and
     each start visits the graph below, so its time grows faster than the number of layers. The layers share the ratio
     measured for the one stage; stages with more layers than the bench take slightly longer than predicted.
+
+    Recompute: besides the second run, each saved tensor is replaced in the forward and found again in the backward, and
+    buffers that a forward writes to are kept. Both passes of a recomputed stage, less the second run, are compared with
+    those of the one stage within each round.
     """
 
-    recompute_factor: float | None = None  # the second run of a recompute, over the part of a forward that it repeats
+    recompute_factor: float | None = None  # what a recompute adds to a step, over the part of a forward that it repeats
     forward_cut_s: float = 0.0
     backward_cut_s: float = 0.0
     input_gradient_cut_s: float = 0.0  # of the first half of a split backward
@@ -73,8 +78,9 @@ def corrections_of(bench: Bench, samples: Callable[[str], Samples], share_run_ag
         cuts[name] = even_cut_s([samples(f"{key}/{name}").timing().low_s / 2 for key in keys], excesses[name])
     forward_s, weights_s = seconds("stage/forward"), seconds("stage/weight gradient")
     rerun_s = forward_s - (1 - share_run_again) * seconds(f"{bench.keys[-1]}/forward") if bench.keys else 0.0
+    again_s = seconds("recomputed/again") + lower_bound_s(samples("recomputed/around"))
     return Corrections(
-        recompute_factor=_ratio(seconds("recomputed/again"), rerun_s) if rerun_s > _LEAST_RERUN * forward_s else 1.0,
+        recompute_factor=_ratio(again_s, rerun_s) if rerun_s > _LEAST_RERUN * forward_s else 1.0,
         forward_cut_s=cuts["forward"],
         backward_cut_s=cuts["backward"],
         input_gradient_cut_s=cuts["input gradient"],
@@ -179,7 +185,8 @@ class RoundSamples:
 class TimingRounds:
     """The measurements of one bench; their samples have names such as `0/forward`, by the key of the layer.
 
-    Per round, `together/forward` is the sum over the layers and `excess/forward` that sum less the one stage.
+    Per round, `together/forward` is the sum over the layers and `excess/forward` that sum less the one stage;
+    `recomputed/around` is what recompute adds besides the second run. Forwards keep moving averages as those of a run do.
     """
 
     def __init__(
@@ -198,6 +205,9 @@ class TimingRounds:
         self._read_yardstick, self._read_beside = read_yardstick, read_beside
         self._splits_backward, self._others = splits_backward, others
         self._calls_beside = count()
+        self._norms = bench.norms or ((),) * len(bench.layers)
+        self._around_layers = [keeping_averages(x) for x in self._norms]
+        self._around_stage = keeping_averages(norm for some in self._norms for norm in some)
 
     def sample(self, budget_s: float, report: Callable[[int, float], None], *, num_done: int = 0) -> None:
         """Run rounds until the medians settle or `budget_s` is spent; `report` gets the round and the share done.
@@ -231,7 +241,8 @@ class TimingRounds:
         for _ in range(_PAIR_ROUNDS):
             passed, _ = bench.forward(lambda place, leaves: bench.layers[place](*leaves))
             for place, (one, other) in enumerate(pairwise(bench.keys)):
-                pair, name = Composed(bench.layers[place : place + 2]), f"{one}+{other}"
+                around = keeping_averages(norm for some in self._norms[place : place + 2] for norm in some)
+                pair, name = _within(around, Composed(bench.layers[place : place + 2])), f"{one}+{other}"
                 outputs = self._clock.time(self._samples(f"{name}/forward"), pair, *detached(passed[place][0]))
                 if roots := [x for x in outputs if x.requires_grad]:
                     work = partial(torch.autograd.backward, roots, [torch.ones_like(x) for x in roots])
@@ -254,17 +265,19 @@ class TimingRounds:
             if loss.requires_grad:
                 self._read_yardstick()
                 self._clock.time(samples("whole/backward"), loss.backward)
-        self._stage_round(samples, "recomputed", self._recomputed_stage)
-
-    def _recomputed_stage(self, *tensors: Tensor) -> Tensors:
-        return recomputed(self._bench.stage, tensors, again=self._timed_again, written=self._written)
+        again = partial(self._timed_again, samples("recomputed/again"))
+        self._stage_round(
+            samples,
+            "recomputed",
+            lambda *tensors: recomputed(self._bench.stage, tensors, again=again, written=self._written),
+        )
 
     @contextmanager
-    def _timed_again(self) -> Iterator[None]:
+    def _timed_again(self, samples: Samples) -> Iterator[None]:
         """Inside, the second run is timed."""
         end = self._clock.begin()
         yield
-        end(self._samples("recomputed/again"))
+        end(samples)
 
     @cached_property
     def _written(self) -> list[Tensor]:
@@ -276,11 +289,15 @@ class TimingRounds:
         return [x for x, version in versions if x._version != version]
 
     def _add_excesses(self, added: RoundSamples) -> None:
-        """The sum of the layers in this round, and its excess over the one stage."""
+        """The sum of the layers in this round, its excess over the one stage, and what recompute adds to that."""
         for name in ("forward", "backward", "input gradient"):
             layers_s = added.seconds(*(f"{key}/{name}" for key in dict.fromkeys(self._bench.keys)))
             self._add_difference(f"together/{name}", layers_s, 0.0)
             self._add_difference(f"excess/{name}", layers_s, added.seconds(f"stage/{name}"))
+        again_s, both_s = added.seconds("recomputed/again"), added.seconds("stage/forward", "stage/backward")
+        if again_s is not None and both_s is not None:
+            recomputed_s = added.seconds("recomputed/forward", "recomputed/backward")
+            self._add_difference("recomputed/around", recomputed_s, again_s + both_s)
 
     def _add_difference(self, name: str, more_s: float | None, less_s: float | None) -> None:
         if more_s is not None and less_s is not None:
@@ -292,7 +309,8 @@ class TimingRounds:
 
         def forward(place: int, leaves: Tensors) -> Tensors:
             between()
-            outputs: Tensors = clock.time(samples(f"{bench.keys[place]}/forward"), bench.layers[place], *leaves)
+            layer = _within(self._around_layers[place], bench.layers[place])
+            outputs: Tensors = clock.time(samples(f"{bench.keys[place]}/forward"), layer, *leaves)
             return outputs
 
         def backward_of(place: int, *roots: list[Tensor]) -> None:
@@ -394,7 +412,7 @@ class TimingRounds:
             return
         self._read_yardstick()
         inputs = detached(self._bench.inputs)
-        outputs = self._clock.time(samples(f"{name}/forward"), stage, *inputs)
+        outputs = self._clock.time(samples(f"{name}/forward"), _within(self._around_stage, stage), *inputs)
         gradients = self._with_gradients(outputs)
         self._read_yardstick()
         work = partial(self._clock.time, samples(f"{name}/backward"), torch.autograd.backward)
@@ -415,3 +433,15 @@ class TimingRounds:
         return all(x.settled(_SETTLED_SUM) for x in known) and all(
             x.median_error_s <= max(_SETTLED * s, small_s) for x, s in zip(found, medians, strict=True) if s
         )
+
+
+def _within(around: Around, forward: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """The forward inside `around()`."""
+    if around is nullcontext:
+        return forward
+
+    def within(*inputs: Tensor) -> Tensors:
+        with around():
+            return forward(*inputs)
+
+    return within

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gplan.core import Timing
+from profiler.capture.capture import capture
+from profiler.capture.moving_averages import MovingAverages
 from profiler.memory.layer_memory import allocate_gradients
 from profiler.timing.bench import Bench, Composed, bench_of_layer, sum_of_outputs
 from profiler.timing.clock import CpuClock, Samples
@@ -101,7 +103,7 @@ def test_everything_is_sampled() -> None:
         *(f"{key}/{x}" for key in ("loss", "whole", "stage", "recomputed") for x in ("forward", "backward")),
         *(f"{key}/{x} gradient" for key in ("a", "b", "stage") for x in ("input", "weight")),
         *(f"excess/{x}" for x in ("forward", "backward", "input gradient")),
-        "recomputed/again",
+        *(f"recomputed/{x}" for x in ("again", "around")),
         *(f"together/{x}" for x in ("forward", "backward", "input gradient")),
     }
 
@@ -255,8 +257,8 @@ def test_rounds_that_were_made_before_are_not_made_again() -> None:
 
 
 def test_excess_is_the_cut_cost() -> None:
-    book = Bookkeeper({"stage/forward": 1.5, "stage/backward": 1.8, "recomputed/again": 1.4})
-    bench = bench_of(("a", "b"))
+    passes = {"stage/forward": 1.5, "stage/backward": 1.8, "recomputed/forward": 1.6, "recomputed/backward": 3.4}
+    book, bench = Bookkeeper(passes | {"recomputed/again": 1.4}), bench_of(("a", "b"))
     sampled(bench, book)
     sampled(bench, book)  # now that the clock knows the names
     for name in book.samples:
@@ -265,8 +267,35 @@ def test_excess_is_the_cut_cost() -> None:
     assert corrections.forward_cut_s == pytest.approx((2 - 1.5) / 2)
     assert corrections.backward_cut_s == pytest.approx((2 - 1.8) / 2)
     assert corrections.overhead_s == pytest.approx((0.25 + 0.1) / 2)
-    assert corrections.recompute_factor == pytest.approx(1.4 / 1.5)
-    assert corrections_of(bench, book, 0.25).recompute_factor == pytest.approx(1.4 / (1.5 - 0.75 * 1.0))
+    around_s = 1.6 - 1.5 + 3.4 - 1.4 - 1.8
+    assert corrections.recompute_factor == pytest.approx((1.4 + around_s) / 1.5)
+    assert corrections_of(bench, book, 0.25).recompute_factor == pytest.approx((1.4 + around_s) / (1.5 - 0.75 * 1.0))
+
+
+def test_forwards_keep_moving_averages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer those of its own norms, the one stage those of all."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    allocate_gradients(model)
+    chain = capture(model, torch.randn(8, 4))
+    layers = [chain.stage(layer, layer + 1) for layer in range(len(chain))]
+    norms = tuple(chain.norms(layer, layer + 1) for layer in range(len(chain)))
+    bench = replace(
+        bench_of(tuple(chain.names)),
+        layers=tuple(layers),
+        stage=Composed(layers),
+        norms=norms,
+        inputs=(torch.randn(8, 4),),
+    )
+    kept: list[int] = []
+    microbatch = MovingAverages.microbatch
+    monkeypatch.setattr(
+        MovingAverages, "microbatch", lambda self, norms: (kept.append(len(norms)), microbatch(self, norms))[1]
+    )
+    rounds = TimingRounds(bench, CpuClock(), Bookkeeper())
+    rounds.layer_round(lambda _: Samples())
+    assert kept == [len(x) for x in norms if x] == [1, 1]
+    rounds._stage_round(Bookkeeper(), "stage", bench.stage)
+    assert kept[2:] == [2]
 
 
 def test_tail_scales_layers() -> None:
