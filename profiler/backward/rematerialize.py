@@ -17,7 +17,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -92,6 +93,15 @@ def _without_graph(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_leaf else tensor.detach()
 
 
+_Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
+
+
+@lru_cache(maxsize=4096)
+def _kind(*parts: Any) -> _Kind:
+    """The kind of a tensor; one object for all alike, as Python's garbage collector visits every tuple again and again."""
+    return parts
+
+
 class _Slot:
     """Saved by the graph instead of a tensor; contains the tensor after the second run."""
 
@@ -117,13 +127,13 @@ class _Call:
         self._versions = [x._version for x in inputs]
         self._autocast = _autocast()
         self._slots: list[weakref.ref[_Slot]] = []
-        self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._kinds: list[_Kind] = []
 
     def pack(self, tensor: Tensor) -> _Slot:
         """A slot in place of a tensor that the graph saves."""
         slot = _Slot()
         self._slots.append(weakref.ref(slot))
-        self._kinds.append((tensor.shape, tensor.dtype, tensor.device))
+        self._kinds.append(_kind(tensor.shape, tensor.dtype, tensor.device))
         return slot
 
     def unpack(self, slot: _Slot) -> Tensor:
@@ -157,7 +167,7 @@ class _Call:
 
         def keep(tensor: Tensor) -> Tensor:
             nonlocal num_kept
-            slot, kind = self._slots[num_kept](), (tensor.shape, tensor.dtype, tensor.device)
+            slot, kind = self._slots[num_kept](), _kind(tensor.shape, tensor.dtype, tensor.device)
             if kind != self._kinds[num_kept]:
                 raise _differs(f"saves {_text(kind)}", f"it saved {_text(self._kinds[num_kept])} at first")
             leaf = _without_graph(tensor)
@@ -196,7 +206,7 @@ def _under(state: list[dict[str, Any]]) -> Iterator[None]:
         yield
 
 
-def _text(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
+def _text(kind: _Kind) -> str:
     shape, dtype, device = kind
     return f"a tensor of shape {tuple(shape)}, {str(dtype).removeprefix('torch.')}, on {device}"
 
