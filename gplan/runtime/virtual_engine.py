@@ -2,8 +2,8 @@
 
 The K devices exist only on the clock: measured durations are laid out by the simulator's rules with the plan's
 links. Gradients and action times are real. As in the torch engine, each stage keeps receive buffers for all
-micro-batches, and what crosses to another device is copied into them; between stages of one device the tensor itself
-is passed on. Each device has its own gradient of a tied weight, as every rank has; the weight itself is one tensor.
+micro-batches, and what crosses to another device is copied into them, outside the measured actions, as transfers take
+the time of the links; between stages of one device the tensor itself is passed on. Each device has its own gradient of a tied weight, as every rank has; the weight itself is one tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from profiler.capture.chain import Tensors, TensorSpec
 from profiler.memory.allocations import now_ns
 
 _Key = tuple[int, int]  # stage, micro-batch
-_Gradients = tuple[Tensor | None, ...]
+_Received = tuple[Tensor | None, ...]  # None: no gradient
 
 
 class VirtualEngine:
@@ -57,8 +57,9 @@ class VirtualEngine:
                 self._tied.enter(devices[action.stage])
                 module = self._modules[action.stage]
                 module.enter_action(action.microbatch)
+                received = flow.receive(action)
                 with self.recorder.note(action):
-                    flow.execute(action, module)
+                    flow.execute(action, module, received)
         return flow.end()
 
     def _shared_between(self, devices: Sequence[int]) -> list[nn.Parameter]:
@@ -140,12 +141,12 @@ class _PassState:
         self._gradient_buffers = [buffers(stage, specs) for stage, specs in enumerate(wanted)]
         self._work, self._device = work, device
         self._activations: dict[_Key, tuple[Tensors, Tensors]] = {}  # inputs and outputs, kept until the backward
-        self._input_gradients: dict[_Key, _Gradients] = {}  # until the previous stage takes them
+        self._input_gradients: dict[_Key, _Received] = {}  # until the previous stage takes them
         self._halves: dict[_Key, SecondHalf] = {}
         self._losses: dict[int, Tensor] = {}
         self._sent: list[Tensor] = []  # kept until the pass ends, as in the torch engine
         self._chunks: list[Tensors] = []
-        self._handlers: dict[ActionKind, Callable[[StageModule, int], None]] = {
+        self._handlers: dict[ActionKind, Callable[[StageModule, int, _Received], None]] = {
             ActionKind.FORWARD: self._forward,
             ActionKind.BACKWARD: self._backward,
             ActionKind.INPUT_GRADIENT: self._first_half,
@@ -170,13 +171,21 @@ class _PassState:
         gradients = self._gradient_buffers[stage] if stage < self._last else []
         return [x for chunk in (*activations, *gradients) for x in chunk]
 
-    def execute(self, action: Action, module: StageModule) -> None:
-        """Run one action."""
-        self._handlers[action.kind](module, action.microbatch)
+    def receive(self, action: Action) -> _Received:
+        """Return what an action takes from its neighbour: inputs of a forward, output gradients of a backward."""
+        kind, stage, microbatch = action.kind, action.stage, action.microbatch
+        if kind is ActionKind.FORWARD:
+            return self._chunks[microbatch] if stage == 0 else self._activations_from_previous(stage, microbatch)
+        # of a split backward the first half takes them; on the first stage, which has none, the second
+        takes = kind is ActionKind.BACKWARD or (kind is ActionKind.WEIGHT_GRADIENT) == (stage == 0)
+        return self._gradients_from_next(stage, microbatch) if takes and stage < self._last else ()
 
-    def _forward(self, module: StageModule, microbatch: int) -> None:
-        stage = module.index
-        leaves = self._chunks[microbatch] if stage == 0 else self._received(stage, microbatch)
+    def execute(self, action: Action, module: StageModule, received: _Received) -> None:
+        """Run one action on what it received."""
+        self._handlers[action.kind](module, action.microbatch, received)
+
+    def _forward(self, module: StageModule, microbatch: int, received: _Received) -> None:
+        stage, leaves = module.index, tuple(x for x in received if x is not None)
         outputs = module(*leaves)
         if stage == self._last:
             self._losses[microbatch], outputs = self._work.loss_fn(outputs, microbatch), ()
@@ -185,8 +194,8 @@ class _PassState:
         elif stage < self._last:
             self._activations[stage, microbatch] = ((), outputs)
 
-    def _backward(self, module: StageModule, microbatch: int) -> None:
-        leaves, outputs, gradients = self._take(module.index, microbatch)
+    def _backward(self, module: StageModule, microbatch: int, received: _Received) -> None:
+        leaves, outputs, gradients = self._take(module.index, microbatch, received)
         roots = [(x, y) for x, y in zip(outputs, gradients, strict=True) if x.requires_grad and y is not None]
         if roots:
             torch.autograd.backward([x for x, _ in roots], [y for _, y in roots])
@@ -195,21 +204,21 @@ class _PassState:
             for leaf in leaves:
                 leaf.grad = None
 
-    def _first_half(self, module: StageModule, microbatch: int) -> None:
+    def _first_half(self, module: StageModule, microbatch: int, received: _Received) -> None:
         """Run the first half of a backward; on the first stage there is none, as in the torch engine."""
         if module.index == 0:
             return
-        leaves, outputs, gradients = self._take(module.index, microbatch)
+        leaves, outputs, gradients = self._take(module.index, microbatch, received)
         found, self._halves[module.index, microbatch] = first_half(outputs, gradients, leaves)
         self._store_input_gradients(module.index, microbatch, found)
 
-    def _second_half(self, module: StageModule, microbatch: int) -> None:
+    def _second_half(self, module: StageModule, microbatch: int, received: _Received) -> None:
         if module.index == 0:
-            self._backward(module, microbatch)
+            self._backward(module, microbatch, received)
         else:
             self._halves.pop((module.index, microbatch)).run()
 
-    def _received(self, stage: int, microbatch: int) -> Tensors:
+    def _activations_from_previous(self, stage: int, microbatch: int) -> Tensors:
         """Return the previous stage's outputs as leaves of a new graph."""
         made = self._activations[stage - 1, microbatch][1]
         if not self._is_sent[stage - 1]:
@@ -221,16 +230,16 @@ class _PassState:
             leaves.append(buffer.detach().requires_grad_(tensor.requires_grad))
         return tuple(leaves)
 
-    def _take(self, stage: int, microbatch: int) -> tuple[Tensors, Tensors, _Gradients]:
+    def _take(self, stage: int, microbatch: int, received: _Received) -> tuple[Tensors, Tensors, _Received]:
         """Return the inputs, outputs and output gradients of a stage; inputs and outputs are no longer kept."""
         leaves, outputs = self._activations.pop((stage, microbatch))
         if stage < self._last:
-            return leaves, outputs, self._gradients_from_next(stage, microbatch)
+            return leaves, outputs, received
         loss = self._losses[microbatch]
         self._losses[microbatch] = loss.detach()
         return leaves, (loss,), (torch.full_like(loss, self._work.loss_weight),)
 
-    def _gradients_from_next(self, stage: int, microbatch: int) -> _Gradients:
+    def _gradients_from_next(self, stage: int, microbatch: int) -> _Received:
         returned = self._input_gradients.pop((stage + 1, microbatch))
         if not self._is_sent[stage]:
             return returned
@@ -239,7 +248,7 @@ class _PassState:
         found = [(next(buffers) if x.requires_grad else None, y) for x, y in zip(wanted, returned, strict=True)]
         return tuple(buffer.copy_(y) if buffer is not None and y is not None else None for buffer, y in found)
 
-    def _store_input_gradients(self, stage: int, microbatch: int, gradients: _Gradients) -> None:
+    def _store_input_gradients(self, stage: int, microbatch: int, gradients: _Received) -> None:
         if not self._is_sent[stage - 1]:
             self._input_gradients[stage, microbatch] = gradients
             return
