@@ -2,14 +2,16 @@
 
 The K devices exist only on the clock: measured durations are laid out by the simulator's rules with the plan's
 links. Gradients and action times are real. As in the torch engine, each stage keeps receive buffers for all
-micro-batches, and what crosses to another device is copied into them, outside the measured actions, as transfers take
-the time of the links; between stages of one device the tensor itself is passed on. Each device has its own gradient of a tied weight, as every rank has; the weight itself is one tensor.
+micro-batches. What crosses to another device is copied into them outside the measured actions: that time is the link's.
+Between stages of one device the tensor itself is passed on. Each device has its own gradient of a tied weight, as every
+rank has; the weight itself is one tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ from profiler.capture.chain import Tensors, TensorSpec
 from profiler.memory.allocations import now_ns
 
 _Key = tuple[int, int]  # stage, micro-batch
-_Received = tuple[Tensor | None, ...]  # None: no gradient
+_Gradients = tuple[Tensor | None, ...]
 
 
 class VirtualEngine:
@@ -141,12 +143,12 @@ class _PassState:
         self._gradient_buffers = [buffers(stage, specs) for stage, specs in enumerate(wanted)]
         self._work, self._device = work, device
         self._activations: dict[_Key, tuple[Tensors, Tensors]] = {}  # inputs and outputs, kept until the backward
-        self._input_gradients: dict[_Key, _Received] = {}  # until the previous stage takes them
+        self._input_gradients: dict[_Key, _Gradients] = {}  # until the previous stage takes them
         self._halves: dict[_Key, SecondHalf] = {}
         self._losses: dict[int, Tensor] = {}
         self._sent: list[Tensor] = []  # kept until the pass ends, as in the torch engine
         self._chunks: list[Tensors] = []
-        self._handlers: dict[ActionKind, Callable[[StageModule, int, _Received], None]] = {
+        self._handlers: dict[ActionKind, Callable[[StageModule, int, Any], None]] = {
             ActionKind.FORWARD: self._forward,
             ActionKind.BACKWARD: self._backward,
             ActionKind.INPUT_GRADIENT: self._first_half,
@@ -171,21 +173,22 @@ class _PassState:
         gradients = self._gradient_buffers[stage] if stage < self._last else []
         return [x for chunk in (*activations, *gradients) for x in chunk]
 
-    def receive(self, action: Action) -> _Received:
-        """Return what an action takes from its neighbour: inputs of a forward, output gradients of a backward."""
-        kind, stage, microbatch = action.kind, action.stage, action.microbatch
+    def receive(self, action: Action) -> Tensors | _Gradients:
+        """Copy and return what an action takes from its neighbour: inputs of a forward, output gradients of a backward."""
+        kind, stage, microbatch = _kind_of_work(action), action.stage, action.microbatch
         if kind is ActionKind.FORWARD:
             return self._chunks[microbatch] if stage == 0 else self._activations_from_previous(stage, microbatch)
-        # of a split backward the first half takes them; on the first stage, which has none, the second
-        takes = kind is ActionKind.BACKWARD or (kind is ActionKind.WEIGHT_GRADIENT) == (stage == 0)
-        return self._gradients_from_next(stage, microbatch) if takes and stage < self._last else ()
+        takes = kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT) and stage < self._last
+        return self._gradients_from_next(stage, microbatch) if takes else ()
 
-    def execute(self, action: Action, module: StageModule, received: _Received) -> None:
+    def execute(self, action: Action, module: StageModule, received: Tensors | _Gradients) -> None:
         """Run one action on what it received."""
-        self._handlers[action.kind](module, action.microbatch, received)
+        kind = _kind_of_work(action)
+        if kind is not None:
+            self._handlers[kind](module, action.microbatch, received)
 
-    def _forward(self, module: StageModule, microbatch: int, received: _Received) -> None:
-        stage, leaves = module.index, tuple(x for x in received if x is not None)
+    def _forward(self, module: StageModule, microbatch: int, leaves: Tensors) -> None:
+        stage = module.index
         outputs = module(*leaves)
         if stage == self._last:
             self._losses[microbatch], outputs = self._work.loss_fn(outputs, microbatch), ()
@@ -194,7 +197,7 @@ class _PassState:
         elif stage < self._last:
             self._activations[stage, microbatch] = ((), outputs)
 
-    def _backward(self, module: StageModule, microbatch: int, received: _Received) -> None:
+    def _backward(self, module: StageModule, microbatch: int, received: _Gradients) -> None:
         leaves, outputs, gradients = self._take(module.index, microbatch, received)
         roots = [(x, y) for x, y in zip(outputs, gradients, strict=True) if x.requires_grad and y is not None]
         if roots:
@@ -204,19 +207,13 @@ class _PassState:
             for leaf in leaves:
                 leaf.grad = None
 
-    def _first_half(self, module: StageModule, microbatch: int, received: _Received) -> None:
-        """Run the first half of a backward; on the first stage there is none, as in the torch engine."""
-        if module.index == 0:
-            return
+    def _first_half(self, module: StageModule, microbatch: int, received: _Gradients) -> None:
         leaves, outputs, gradients = self._take(module.index, microbatch, received)
         found, self._halves[module.index, microbatch] = first_half(outputs, gradients, leaves)
         self._store_input_gradients(module.index, microbatch, found)
 
-    def _second_half(self, module: StageModule, microbatch: int, received: _Received) -> None:
-        if module.index == 0:
-            self._backward(module, microbatch, received)
-        else:
-            self._halves.pop((module.index, microbatch)).run()
+    def _second_half(self, module: StageModule, microbatch: int, _: _Gradients) -> None:
+        self._halves.pop((module.index, microbatch)).run()
 
     def _activations_from_previous(self, stage: int, microbatch: int) -> Tensors:
         """Return the previous stage's outputs as leaves of a new graph."""
@@ -230,7 +227,7 @@ class _PassState:
             leaves.append(buffer.detach().requires_grad_(tensor.requires_grad))
         return tuple(leaves)
 
-    def _take(self, stage: int, microbatch: int, received: _Received) -> tuple[Tensors, Tensors, _Received]:
+    def _take(self, stage: int, microbatch: int, received: _Gradients) -> tuple[Tensors, Tensors, _Gradients]:
         """Return the inputs, outputs and output gradients of a stage; inputs and outputs are no longer kept."""
         leaves, outputs = self._activations.pop((stage, microbatch))
         if stage < self._last:
@@ -239,7 +236,7 @@ class _PassState:
         self._losses[microbatch] = loss.detach()
         return leaves, (loss,), (torch.full_like(loss, self._work.loss_weight),)
 
-    def _gradients_from_next(self, stage: int, microbatch: int) -> _Received:
+    def _gradients_from_next(self, stage: int, microbatch: int) -> _Gradients:
         returned = self._input_gradients.pop((stage + 1, microbatch))
         if not self._is_sent[stage]:
             return returned
@@ -248,7 +245,7 @@ class _PassState:
         found = [(next(buffers) if x.requires_grad else None, y) for x, y in zip(wanted, returned, strict=True)]
         return tuple(buffer.copy_(y) if buffer is not None and y is not None else None for buffer, y in found)
 
-    def _store_input_gradients(self, stage: int, microbatch: int, gradients: _Received) -> None:
+    def _store_input_gradients(self, stage: int, microbatch: int, gradients: _Gradients) -> None:
         if not self._is_sent[stage - 1]:
             self._input_gradients[stage, microbatch] = gradients
             return
@@ -270,6 +267,17 @@ class _PassState:
             self._chunks,
         ):
             kept.clear()
+
+
+def _kind_of_work(action: Action) -> ActionKind | None:
+    """What an action does; None: nothing.
+
+    On the first stage, as in the torch engine, the first half of a split backward does nothing; the second is the whole.
+    """
+    if action.stage > 0:
+        return action.kind
+    halves = {ActionKind.INPUT_GRADIENT: None, ActionKind.WEIGHT_GRADIENT: ActionKind.BACKWARD}
+    return halves.get(action.kind, action.kind)
 
 
 def _buffers(specs: Sequence[TensorSpec], num_microbatches: int, device: torch.device) -> list[Tensors]:

@@ -97,9 +97,9 @@ _Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 
 
 @lru_cache(maxsize=4096)
-def _kind(*parts: Any) -> _Kind:
+def _kind(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> _Kind:
     """The kind of a tensor; one object for all alike, as Python's garbage collector visits every tuple again and again."""
-    return parts
+    return shape, dtype, device
 
 
 class _Slot:

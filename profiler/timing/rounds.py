@@ -238,11 +238,13 @@ class TimingRounds:
     def sample_pairs(self) -> None:
         """Time each layer with the next one as one stage, as `0+1/forward`, to find where layers do not add up."""
         bench = self._bench
+        arounds = [keeping_averages((*one, *other)) for one, other in pairwise(self._norms)]
+        composed = map(Composed, pairwise(bench.layers))
+        pairs = [_within(around, pair) for around, pair in zip(arounds, composed, strict=True)]
         for _ in range(_PAIR_ROUNDS):
             passed, _ = bench.forward(lambda place, leaves: bench.layers[place](*leaves))
             for place, (one, other) in enumerate(pairwise(bench.keys)):
-                around = keeping_averages(norm for some in self._norms[place : place + 2] for norm in some)
-                pair, name = _within(around, Composed(bench.layers[place : place + 2])), f"{one}+{other}"
+                pair, name = pairs[place], f"{one}+{other}"
                 outputs = self._clock.time(self._samples(f"{name}/forward"), pair, *detached(passed[place][0]))
                 if roots := [x for x in outputs if x.requires_grad]:
                     work = partial(torch.autograd.backward, roots, [torch.ones_like(x) for x in roots])
@@ -289,7 +291,7 @@ class TimingRounds:
         return [x for x, version in versions if x._version != version]
 
     def _add_excesses(self, added: RoundSamples) -> None:
-        """The sum of the layers in this round, its excess over the one stage, and what recompute adds to that."""
+        """The sum of the layers in this round, its excess over the one stage, and what recompute adds besides the rerun."""
         for name in ("forward", "backward", "input gradient"):
             layers_s = added.seconds(*(f"{key}/{name}" for key in dict.fromkeys(self._bench.keys)))
             self._add_difference(f"together/{name}", layers_s, 0.0)
