@@ -66,10 +66,9 @@ class MicrobatchTerms(Generic[Term]):
     received_gradient: Term | int = 0  # back over the cut after, from another device
     output: Term | int = 0  # what crosses the cut after; after the last stage, the model's outputs that are kept
     output_before_loss: Term | int = 0  # the same, but 0 on the last stage: the loss's backward comes first there
-    output_unsaved: Term | int = 0  # the part of the output that no layer keeps
+    output_unsaved: Term | int = 0  # the part of the output that no layer keeps, without what only passes
     output_saved_later: Term | int = 0  # the part of the layers' stash that is output and that only later stages keep
     pass_through: Term | int = 0  # the part of the output that was received: it lies in the receive buffers
-    passing_unsaved: Term | int = 0  # the part of that which no layer keeps
     passing_sent: Term | int = 0  # `pass_through` where the next stage is on another device, else 0
 
 
@@ -106,7 +105,7 @@ def microbatch_bytes(terms: MicrobatchTerms[Term], transfers: TransferMemory = P
             received=x.received_gradient + (0 if frees else x.received_activation),
         )
     return MicrobatchBytes(
-        stash=x.layers_stash + x.output_unsaved - x.passing_unsaved + x.loss_stash,
+        stash=x.layers_stash + x.output_unsaved + x.loss_stash,
         checkpoint=x.output - x.pass_through + x.loss_stash,
         recomputed_stash=x.layers_stash - x.output_saved_later + x.output_before_loss - x.pass_through,
         pending=x.layers_pending + x.sent_gradient,

@@ -25,7 +25,7 @@ from gplan.cost.part_table import PartTable
 from gplan.cost.sharding import EXCHANGED
 from gplan.cost.stage_bytes import MEGATRON, MicrobatchTerms, TransferMemory, microbatch_bytes, transfer_memory
 from gplan.cost.workspaces import Workspaces
-from gplan.graph.boundary import Crossing, PassThrough, crossing_of, saved_outputs
+from gplan.graph.boundary import Crossing, PassThrough, crossing_of, saved_outputs, unsaved_outputs
 from gplan.graph.down_sets import DownSets, Floats, Ints, Output, Prefixes, Waiting
 
 _MOST_POSITIONS = 400  # of a chain whose stages are few enough to look at all of them
@@ -344,8 +344,10 @@ class Costs:
             pass_through=self.pass_through,
             held_outputs=self.held_outputs,
             saved_later=self.saved_outputs(only_later=True),
+            unsaved=unsaved_outputs(self.profile, self.microbatch_size),
             waiting=self.waiting,
             kept_output_bytes=int(self.crossing.kept_bytes[-1]),
+            keeps_sent=self.transfers.keeps_sent,
         )
 
     @property
@@ -395,7 +397,8 @@ class Costs:
     def computed_parts(self, first: Ints, end: Ints, boundaries: DeviceBoundaries) -> StageBytes[Ints]:
         """The parts of the memory of stages, each [E], computed without a table: for stages that are needed once."""
         trained, crossing = self.trained_share(first, end), self.crossing
-        pass_through, passing_unsaved = (x * boundaries.before for x in self.pass_through.activation_bytes(first, end))
+        pass_through, _ = self._passing(first, end, boundaries)
+        unsaved = self.unsaved_sent(first, end, boundaries)
         is_last = end == self.num_positions - 1
         returned = self.pass_through.returned_bytes(first, end) if boundaries.returns else 0
         held = microbatch_bytes(
@@ -409,10 +412,9 @@ class Costs:
                 received_gradient=self.gradient_bytes[end] * boundaries.after,
                 output=crossing.kept_bytes[end],
                 output_before_loss=np.where(is_last, 0, crossing.kept_bytes[end]),
-                output_unsaved=crossing.unsaved_bytes[end],
+                output_unsaved=unsaved,
                 output_saved_later=crossing.saved_later_bytes[end] - self.pass_through.saved_later_bytes(first, end),
                 pass_through=pass_through,
-                passing_unsaved=passing_unsaved,
                 passing_sent=pass_through * boundaries.after,
             ),
             self.transfers,
@@ -426,7 +428,7 @@ class Costs:
             recomputed_stash=held.recomputed_stash,
             pending=held.pending,
             sent=held.sent,
-            forward_workspace=self.workspaces.above_stash("forward", first, end),
+            forward_workspace=self.workspaces.above_stash("forward", first, end, unsaved_sent=unsaved),
             backward_workspace=self.workspaces.above_stash("backward", first, end),
             input_workspace=self.workspaces.of_first_half(first, end),
             weight_workspace=self.workspaces.above_between(first, end),
@@ -435,6 +437,17 @@ class Costs:
             optimizer_workspace=self._optimizer_workspace(first, end),
             buffer=self.num_buffers * held.received,
         )
+
+    def unsaved_sent(self, first: Ints, end: Ints, boundaries: DeviceBoundaries = ALL_BOUNDARIES) -> Ints:
+        """[E]: what the engine holds of the outputs of stages and no layer keeps, without what only passes."""
+        if not self.transfers.keeps_sent:
+            return np.zeros(np.shape(end), dtype=np.int64)
+        found: Ints = self.crossing.unsaved_bytes[end] - self._passing(first, end, boundaries)[1]
+        return found
+
+    def _passing(self, first: Ints, end: Ints, boundaries: DeviceBoundaries) -> tuple[Ints, Ints]:
+        every, unsaved = self.pass_through.activation_bytes(first, end)
+        return every * boundaries.before, unsaved * boundaries.before
 
     def tied_bytes(self, first: Ints, end: Ints) -> Ints:
         """[E]: bytes of the gradients, on stages, of shared weights that other stages use too."""

@@ -32,8 +32,10 @@ class Workspaces:
     pass_through: PassThrough
     held_outputs: Sequence[Output]  # that the engine holds through a backward, as part of the stash
     saved_later: Sequence[Output]  # that only the readers keep: the reader here is the first one
+    unsaved: Sequence[Output]  # that no layer keeps: part of the forward workspaces up to the last reader
     waiting: Sequence[Waiting]  # gradients of shared weights, each until the first user's is added to it
     kept_output_bytes: int  # of the model's outputs, that the loss keeps
+    keeps_sent: bool  # as of `TransferMemory`
 
     def of_layers(
         self,
@@ -47,12 +49,15 @@ class Workspaces:
     ) -> Ints:
         """[E]: the most while a layer runs, above what all of them leave behind, kept[L]; without the loss.
 
-        With the gradients that only pass, which a backward holds all through; `outputs` are the part of kept[L] that is
+        In a forward without what was made before the stage and no layer keeps: it lies in receive buffers. In a backward
+        with the gradients that only pass, which it holds all through; `outputs` are the part of kept[L] that is
         there while any of the layers runs, if it is sent. `own_of_last` are the workspaces of each layer as the last one.
         """
         own = self._bytes(direction)
         if direction == "forward":
-            return self.downsets.running_peaks(first, end, kept=kept, own=own, outputs=outputs)
+            return self.downsets.running_peaks(
+                first, end, kept=kept, own=own, own_of_last=own_of_last, outputs=outputs, transient=self.unsaved
+            )
         peaks = self.downsets.running_peaks(
             first,
             end,
@@ -65,13 +70,13 @@ class Workspaces:
         )
         return peaks + self.pass_through.gradient_bytes(first, end)
 
-    def above_stash(self, direction: Direction, first: Ints, end: Ints) -> Ints:
-        """[E]: the most while a layer or the loss runs, above the stash of all layers.
+    def above_stash(self, direction: Direction, first: Ints, end: Ints, *, unsaved_sent: Ints | int = 0) -> Ints:
+        """[E]: the most while a layer or the loss runs, above the stash of all layers and, in a forward, `unsaved_sent`.
 
-        While a layer runs, forward or backward, the stash of the layers after it is not there (yet, or any more).
+        That is the part of the outputs that lies in the forward workspaces and that the engine holds after it. While a layer runs, forward or backward, the stash of the layers after it is not there (yet, or any more).
         """
         outputs = self.held_outputs if direction == "backward" else ()
-        peaks = self.of_layers(direction, first, end, kept=self._stashes, outputs=outputs)
+        peaks = self.of_layers(direction, first, end, kept=self._stashes, outputs=outputs) - unsaved_sent
         if self.loss:
             at_loss = np.maximum(peaks - self.loss.stash_bytes, _workspace(self.loss, direction))
             peaks = np.where(self._has_loss(end), at_loss, peaks)
@@ -122,11 +127,16 @@ class Workspaces:
     def alone(self, first: Ints, end: Ints) -> Ints:
         """[E]: the most that a layer, or the loss, holds above the checkpoint in a forward that keeps only that.
 
-        What the last layer of a stage stashes and sends is in the checkpoint.
+        What the last layer of a stage makes and sends is in the checkpoint.
         """
         own = self._stashes + self._bytes("forward")
         peaks = self.downsets.running_peaks(
-            first, end, kept=np.zeros_like(own), own=own, own_of_last=own - self.stashed_outputs
+            first,
+            end,
+            kept=np.zeros_like(own),
+            own=own,
+            own_of_last=own - self.checkpointed,
+            transient=self.unsaved,
         )
         loss_bytes = self.loss.forward_workspace_bytes if self.loss else 0
         return np.where(self._has_loss(end), np.maximum(peaks, loss_bytes), peaks)
@@ -144,10 +154,10 @@ class Workspaces:
         return waiting + self.pass_through.gradient_bytes(first, end)
 
     @cached_property
-    def stashed_outputs(self) -> Ints:
-        """[L]: the part of each layer's stash that is output and held by the engine; 0 for the last layer."""
+    def checkpointed(self) -> Ints:
+        """[L]: the part of each layer's stash and workspace that is output and held by the engine; 0 for the last layer."""
         found = np.zeros(len(self.layer_costs), dtype=np.int64)
-        for (made, _), num_bytes in self.held_outputs:
+        for (made, _), num_bytes in (*self.held_outputs, *(self.unsaved if self.keeps_sent else ())):
             if made is not None and made < len(found) - 1:
                 found[made] += num_bytes
         return found

@@ -100,6 +100,12 @@ def saved_outputs(
     return [x for x in found if x[1]]
 
 
+def unsaved_outputs(profile: Profile, microbatch_size: int) -> list[Output]:
+    """The outputs of layers that no layer keeps for its backward, by value."""
+    sizes = ((x, value_cost_at(x.costs, microbatch_size).unsaved_bytes) for x in values_of(profile))
+    return [((x.producer, x.consumers), size) for x, size in sizes if size and x.producer is not None]
+
+
 def values_of(profile: Profile) -> tuple[Value, ...]:
     """The values of a profile by storage; without any, the outputs that each layer passes to the next."""
     if profile.values:

@@ -8,7 +8,7 @@ that the end adds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -90,30 +90,27 @@ class Prefixes:
         leftovers: Sequence[Made] = (),
         outputs: Sequence[Output] = (),
         waiting: Sequence[Waiting] = (),
+        transient: Sequence[Output] = (),
     ) -> Ints:
         """[E]: the peak memory while the layers of a stage run in order, less what they keep at the end.
 
         Each layer v keeps kept[v] and needs max(0, own[v] - leftovers) more while it runs; its `leftovers` of layers
         that do not lie before the end are subtracted. The stage's last layer has own_of_last[v] in place of own[v], if
         that is given. `outputs` are the part of kept[v] that is there all the time if a consumer does not lie before the
-        end. A gradient that is `waiting` is there from the stage's first use of its weight to before the last.
+        end. A gradient that is `waiting` is there from the stage's first use of its weight to before the last. What is
+        `transient` counts in own[v] of each layer behind its producer up to its last reader; it is subtracted where the
+        producer is not in the stage.
 
         O(L log L) and O(1) for each stage. O(L) for each end if there are leftovers, waiting gradients, or outputs that
-        are not read by the next layer.
+        are not read by the next layer; as often again for each layer that makes such a transient one.
         """
         totals, of_last = np.cumsum(kept), own if own_of_last is None else own_of_last
-        if (
-            not leftovers
-            and not waiting
-            and all(read == (made + 1,) for (made, read), _ in outputs if made is not None)
-        ):
-            peaks = _largest_between(totals + own, first, end)
-            if outputs or own_of_last is not None:
-                before_last = _largest_between(totals + own, first, np.maximum(end - 1, first + 1))
-                at_last = (totals + of_last)[end - 1]
-                more = np.maximum(before_last + self._outputs_at(outputs)[end], at_last)
-                peaks = np.where(end - first > 1, more, at_last)
-            return peaks - totals[end - 1]
+        from_before = self._made_before(x for x in transient if _is_read_next(x))
+        lasting = [
+            (made, read[-1], size) for (made, read), size in transient if not _is_read_next(((made, read), size))
+        ]
+        if not leftovers and not waiting and not lasting and all(map(_is_read_next, outputs)):
+            return self._chain_peaks(first, end, totals, own, of_last, outputs, from_before) - totals[end - 1]
         layer, maker, num_bytes = np.array(leftovers, dtype=np.int64).reshape(-1, 3).T
         spans = [(made, read[-1], size) for (made, read), size in outputs]
         producer, reader, output_bytes = np.array(spans, dtype=np.int64).reshape(-1, 3).T
@@ -127,16 +124,34 @@ class Prefixes:
                 np.subtract.at(needed, layer[absent], num_bytes[absent])
                 np.subtract.at(freed, producer[held_on], output_bytes[held_on])
             levels = np.cumsum(freed)
-            peaks[some] = _suffix_peaks(levels + np.maximum(needed, 0), first[some], waiting) - levels[-1]
+            peaks[some] = _suffix_peaks(levels, needed, first[some], waiting, from_before, lasting) - levels[-1]
         return peaks
 
-    def _outputs_at(self, outputs: Sequence[Output]) -> Ints:
-        """[P]: bytes of the outputs of the layer before each position; 0 at both ends."""
+    def _chain_peaks(
+        self,
+        first: Ints,
+        end: Ints,
+        totals: Ints,
+        own: Ints,
+        of_last: Ints,
+        outputs: Sequence[Output],
+        from_before: Ints,
+    ) -> Ints:
+        """[E]: `running_peaks` above nothing, where the next layer is the only reader of everything."""
+        is_one, is_long = end - first == 1, end - first > 2
+        needed_first = np.where(is_one, of_last[first], own[first]) - from_before[first]
+        at_first, at_last = totals[first] + np.maximum(needed_first, 0), (totals + np.maximum(of_last, 0))[end - 1]
+        between = _largest_between(totals + own, first + is_long, end - is_long)
+        before_last = np.where(is_long, np.maximum(at_first, between), at_first)
+        leaving = self._made_before(outputs)[end] * (end < self.num_layers)
+        return np.where(is_one, at_first, np.maximum(before_last + leaving, at_last))
+
+    def _made_before(self, outputs: Iterable[Output]) -> Ints:
+        """[P]: bytes of the outputs of the layer before each position."""
         found = np.zeros(self.size, dtype=np.int64)
         for (made, _), size in outputs:
             if made is not None:
                 found[made + 1] += size
-        found[-1] = 0
         return found
 
     def pass_through(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
@@ -159,19 +174,42 @@ class Prefixes:
         return lambda first, end: table[np.searchsorted(made, first), np.searchsorted(last, end)]
 
 
-def _suffix_peaks(held: Ints, first: Ints, waiting: Sequence[Waiting]) -> Ints:
-    """[E]: the largest of held[first:], with the gradients that wait; stages with the same next users are alike."""
-    users_here = ([x for x in users if x < len(held)] for users, _ in waiting)
+def _is_read_next(output: Output) -> bool:
+    (made, read), _ = output
+    return made is None or read == (made + 1,)
+
+
+def _suffix_peaks(
+    levels: Ints,
+    needed: Ints,
+    first: Ints,
+    waiting: Sequence[Waiting],
+    from_before: Ints,
+    lasting: Sequence[tuple[int | None, int, int]],
+) -> Ints:
+    """[E]: the largest of levels[first:] and what is needed above; stages with the same next users are alike.
+
+    `from_before` is what the first layer needs less; `lasting` the producer, the last reader and the bytes of what all
+    layers between need less where the stage begins behind the producer.
+    """
+    users_here = ([x for x in users if x < len(levels)] for users, _ in waiting)
     spans = [(users, num_bytes) for users, (_, num_bytes) in zip(users_here, waiting, strict=True) if len(users) > 1]
-    starts = sorted({user for users, _ in spans for user in users[:-1]})
+    makers = {made for made, _, _ in lasting if made is not None}
+    starts = sorted({user for users, _ in spans for user in users[:-1]} | makers)
     peaks, number = np.empty(len(first), dtype=np.int64), np.searchsorted(starts, first)
     for i in np.unique(number):
-        levels = held.copy()
+        less, more = np.zeros_like(levels), levels.copy()
+        for made, last, num_bytes in lasting:
+            if made in starts[:i]:
+                less[made + 1 : last + 1] += num_bytes
         for users, num_bytes in spans if i < len(starts) else ():
             start = next((x for x in users if x >= starts[i]), users[-1])
-            levels[start : users[-1]] += num_bytes
+            more[start : users[-1]] += num_bytes
         here = number == i
-        peaks[here] = np.maximum.accumulate(levels[::-1])[::-1][first[here]]
+        begin = first[here]
+        later = np.maximum.accumulate((more + np.maximum(needed - less, 0))[::-1])[::-1]
+        at_first = more[begin] + np.maximum(needed[begin] - less[begin] - from_before[begin], 0)
+        peaks[here] = np.maximum(at_first, np.append(later[1:], at_first.min())[begin])
     return peaks
 
 
@@ -267,6 +305,7 @@ class GraphDownSets:
         leftovers: Sequence[Made] = (),
         outputs: Sequence[Output] = (),
         waiting: Sequence[Waiting] = (),
+        transient: Sequence[Output] = (),
     ) -> Ints:
         """[E]: as of `Prefixes`, a stage's layers running by rising number; O(L) for each stage."""
         peaks, by_layer = np.empty(len(first), dtype=np.int64), dict[int, list[tuple[int, int]]]()
@@ -277,7 +316,9 @@ class GraphDownSets:
             by_producer.setdefault(made, []).append((self._unread(read), num_bytes))
         for start in range(0, len(first), _STAGES_AT_ONCE):
             chunk = slice(start, start + _STAGES_AT_ONCE)
-            peaks[chunk] = self._peaks(first[chunk], end[chunk], kept, own, own_of_last, by_layer, by_producer, waiting)
+            peaks[chunk] = self._peaks(
+                first[chunk], end[chunk], kept, own, own_of_last, by_layer, by_producer, waiting, transient
+            )
         return peaks
 
     def _peaks(
@@ -290,6 +331,7 @@ class GraphDownSets:
         leftovers: Mapping[int, Sequence[tuple[int, int]]],
         outputs: Mapping[int | None, Sequence[tuple[Bools, int]]],
         waiting: Sequence[Waiting],
+        transient: Sequence[Output],
     ) -> Ints:
         running = np.zeros(len(first), dtype=np.int64)
         largest = np.full(len(first), np.iinfo(np.int64).min)
@@ -304,6 +346,9 @@ class GraphDownSets:
                 running -= inside * unread[end] * num_bytes
             own_bytes = own[layer] if own_of_last is None else np.where(last == layer, own_of_last[layer], own[layer])
             needed = own_bytes - sum(x * self._lacks(end, maker) for maker, x in leftovers.get(layer, ()))
+            for (made, read), num_bytes in transient:
+                if made is not None and made < layer <= read[-1]:
+                    needed = needed - num_bytes * ~self._inside(made, first, end)
             needed = np.maximum(needed, 0)
             for i, (users, num_bytes) in enumerate(waiting):
                 seen[i] += inside * (layer in users)

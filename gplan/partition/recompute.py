@@ -320,7 +320,8 @@ class RecomputeSelector:
                 leftovers=(),
             )
         workspaces, one, other = replace(self.costs.workspaces, layer_costs=costs), np.array([first]), np.array([end])
-        forward, backward = (workspaces.above_stash(x, one, other) for x in DIRECTIONS)
+        forward = workspaces.above_stash("forward", one, other, unsaved_sent=self.costs.unsaved_sent(one, other))
+        backward = workspaces.above_stash("backward", one, other)
         return _selecting(parts, forward=forward, backward=backward, kept_bytes=parts.checkpoint)
 
     def _least_peaks(self, first: Ints, end: Ints, parts: StageBytes[Ints], peak_moments: PeakMoments) -> list[Ints]:

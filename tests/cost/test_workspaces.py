@@ -43,6 +43,44 @@ def told_first_half(costs: Costs, stage: set[int]) -> int:
     return peak
 
 
+def made_elsewhere(costs: Costs, v: int, stage: set[int]) -> int:
+    """What layers of other stages made of the forward workspace of layer v."""
+    return sum(
+        num_bytes
+        for (producer, readers), num_bytes in costs.workspaces.unsaved
+        if producer is not None and producer < v <= max(readers) and producer not in stage
+    )
+
+
+def told_forward(costs: Costs, v: int, stage: set[int]) -> int:
+    """What layer v needs in a forward of the stage."""
+    return max(0, costs.layer_costs[v].forward_workspace_bytes - made_elsewhere(costs, v, stage))
+
+
+def told_forward_above_stash(costs: Costs, stage: set[int], unsaved_sent: int) -> int:
+    """The most that a stage holds in a forward above its stash, which has the outputs that no layer keeps too."""
+    stashes = {v: costs.layer_costs[v].stash_bytes for v in stage}
+    held = [told_forward(costs, v, stage) - sum(stashes[u] for u in stage if u > v) for v in stage]
+    return max(0, max(held) - unsaved_sent)
+
+
+def told_alone(costs: Costs, stage: set[int]) -> int:
+    """The most that a layer holds above the checkpoint, which has the outputs of the last layer if they are sent."""
+    found = 0
+    for v in stage:
+        stash = costs.layer_costs[v].stash_bytes
+        is_sent = v == max(stage) and v < costs.num_layers - 1
+        made = sum(
+            num_bytes
+            for outputs in (costs.held_outputs, costs.workspaces.unsaved if costs.transfers.keeps_sent else ())
+            for (producer, _), num_bytes in outputs
+            if producer == v
+        )
+        whole = costs.layer_costs[v].forward_workspace_bytes + stash - is_sent * made
+        found = max(found, whole - made_elsewhere(costs, v, stage))
+    return found
+
+
 def told(costs: Costs, before: set[int], end: set[int], *, again: bool) -> int:
     """The most that the stage with the layers `end - before` holds above its stash in a backward, without the loss.
 
@@ -59,7 +97,7 @@ def told(costs: Costs, before: set[int], end: set[int], *, again: bool) -> int:
         for shared in costs.profile.shared_weights:
             used = stage & {*shared.layers}
             own += shared.gradient_bytes * bool(used and min(used) <= v < max(used))
-        held = max(own, cost.forward_workspace_bytes) if again else own
+        held = max(own, told_forward(costs, v, stage)) if again else own
         held -= sum(costs.layer_costs[u].stash_bytes for u in stage if u > v)
         for (producer, readers), num_bytes in costs.workspaces.saved_later if again else costs.held_outputs:
             held += num_bytes * (producer in stage and producer > v and bool(behind & {*readers}))
@@ -69,7 +107,7 @@ def told(costs: Costs, before: set[int], end: set[int], *, again: bool) -> int:
 
 @settings(deadline=None)
 @given(st.one_of(graph_profiles(max_layers=6), profiles(max_layers=6)), st.sampled_from([1, 2]))
-def test_a_backward_holds_what_is_left_at_every_layer(profile: Profile, num_replicas: int) -> None:
+def test_a_pass_holds_what_is_left_at_every_layer(profile: Profile, num_replicas: int) -> None:
     profile = sharded(replace(profile, loss=()), num_replicas=num_replicas, sharding="weights")
     num_layers = len(profile.layers)
     for downsets in (None, Graph(num_layers, [*profile.precedence]).positions):
@@ -79,16 +117,22 @@ def test_a_backward_holds_what_is_left_at_every_layer(profile: Profile, num_repl
         first, end = np.array(stages).T
         passing = costs.pass_through.gradient_bytes(first, end)
         found = costs.workspaces.above_stash("backward", first, end)
+        unsaved_sent = costs.unsaved_sent(first, end)
+        found_forward = costs.workspaces.above_stash("forward", first, end, unsaved_sent=unsaved_sent)
+        found_alone = costs.workspaces.alone(first, end)
         found_first = costs.workspaces.of_first_half(first, end)
         found_halves = costs.workspaces.above_between(first, end)
         found_again = costs.workspaces.above_recomputed_stash(first, end, np.zeros_like(first))
         for i, stage in enumerate(stages):
+            layers = [before[x] for x in stage]
+            inside = layers[1] - layers[0]
+            assert found_forward[i] == told_forward_above_stash(costs, inside, int(unsaved_sent[i]))
+            assert found_alone[i] == told_alone(costs, inside)
             if not passing[i]:
-                layers = [before[x] for x in stage]
                 assert found[i] == told(costs, *layers, again=False)
                 assert max(0, found_again[i]) == told(costs, *layers, again=True)
-                assert found_first[i] == told_first_half(costs, layers[1] - layers[0])
-                assert found_halves[i] == told_second_half(costs, layers[1] - layers[0])
+                assert found_first[i] == told_first_half(costs, inside)
+                assert found_halves[i] == told_second_half(costs, inside)
 
 
 def test_outputs_that_were_sent_stay_while_earlier_layers_run() -> None:
@@ -116,3 +160,20 @@ def test_a_recompute_makes_no_output_that_only_the_next_stage_keeps(saved_later:
     profile = make_profile([1, 1, 1], stash_bytes=[10, 40, 0], output_bytes=[0, 20, 0])
     profile = with_costs_by_layer(profile, [{"output_saved_later_bytes": saved_later}] * 3)
     assert Costs(profile, 1, 4).one_stage_bytes(0, 2).recomputed_stash == expected
+
+
+def test_an_output_that_no_layer_keeps_counts_once_on_the_stages_beside_its_cut() -> None:
+    """Before the cut in the stash, behind it in the receive buffer, and in neither forward workspace."""
+    profile = make_profile([1, 1], stash_bytes=[10, 30], output_bytes=[50, 0])
+    profile = with_costs_by_layer(
+        profile,
+        [
+            {"output_unsaved_bytes": 50, "forward_workspace_bytes": 60},
+            {"output_unsaved_bytes": 0, "forward_workspace_bytes": 57},
+        ],
+    )
+    costs = Costs(profile, 1, 4)
+    first, last, whole = (costs.one_stage_bytes(*x) for x in ((0, 1), (1, 2), (0, 2)))
+    assert (first.stash, first.forward_workspace, first.recompute_workspace) == (10 + 50, 60 - 50, 10 + 60 - 50)
+    assert (last.stash, last.forward_workspace, last.recompute_workspace) == (30, 57 - 50, 30 + 57 - 50)
+    assert (whole.stash, whole.forward_workspace, whole.recompute_workspace) == (40, 57, 30 + 57)

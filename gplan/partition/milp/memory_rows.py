@@ -121,14 +121,19 @@ class MemoryRows:
                 received_gradient=cuts.gradient_bytes(k),
                 output=cuts.kept_bytes(k),
                 output_before_loss=0 if is_last else cuts.kept_bytes(k),
-                output_unsaved=cuts.unsaved_bytes(k),
+                output_unsaved=self._unsaved_sent(k),
                 output_saved_later=self.outputs.saved_later_bytes(k),
                 pass_through=pass_through,
-                passing_unsaved=self.pass_through.unsaved_bytes(k),
                 passing_sent=pass_through if self.figures.problem.boundaries(k).after else 0,
             ),
             costs.transfers,
         )
+
+    def _unsaved_sent(self, k: int) -> Expression:
+        """What the engine holds of the outputs of stage k and no layer keeps, without what only passes."""
+        if not self.figures.costs.transfers.keeps_sent:
+            return 0.0
+        return weighted([(1.0, self.cuts.unsaved_bytes(k)), (-1.0, self.pass_through.unsaved_bytes(k))])
 
     def _workspace(self, k: int, name: str, limit_bytes: int) -> Expression:
         if name == "recompute_workspace":
@@ -190,6 +195,8 @@ class MemoryRows:
             kept_bytes = cost.between_bytes if is_second else cost.stash_bytes
             after = weighted([(1.0, held), (-kept_bytes / limit_bytes, is_on), (1.0 / limit_bytes, left)])
             own = weighted([(getattr(cost, field) / limit_bytes, is_on), *self._absent(v, k, field, limit_bytes)])
+            if is_forward:
+                own = self._less_from_elsewhere(own, v, k, limit_bytes)
             if prefix and is_backward and cost.gathering_bytes:  # but for the last layer of the stage
                 own = self._less_if_last(own, v, k, cost.gathering_bytes / limit_bytes)
             waiting = 0.0 if is_forward else weighted([(1.0 / limit_bytes, self.weights.waiting_bytes(v, k))])
@@ -202,6 +209,15 @@ class MemoryRows:
     def _less_if_last(self, own: Expression, v: int, k: int, share: float) -> Expression:
         """Less a share where no later layer than v is on stage k."""
         return weighted([(1.0, own), (share, self._later(k)[v]), (-share, 1.0)]) if share else own
+
+    def _less_from_elsewhere(self, own: Expression, v: int, k: int, limit_bytes: int) -> Expression:
+        """Less what layer v's forward workspace has of layers that are not on stage k; below 0 where v is not on it."""
+        terms: list[tuple[float, Expression]] = [(1.0, own)]
+        for (made, read), num_bytes in self.figures.costs.workspaces.unsaved:
+            if made is not None and made < v <= read[-1]:
+                share = num_bytes / limit_bytes
+                terms += [(-share, 1.0), (share, self.choices.is_on(made, k))]
+        return weighted(terms)
 
     def _later(self, k: int) -> Sequence[Expression]:
         """[L]: whether a layer after each is on stage k."""
@@ -228,6 +244,10 @@ class MemoryRows:
     def _above_stash(self, k: int, field: str, limit_bytes: int) -> Expression:
         """As `_above_layers`, with the loss behind the layers, in bytes."""
         loss, held = self.figures.costs.loss, self._above_layers(k, field, limit_bytes)
+        unsaved = self._unsaved_sent(k) if field == "forward_workspace_bytes" else 0.0
+        if unsaved != 0.0:
+            less = weighted([(1.0, held), (-1.0 / limit_bytes, unsaved)])
+            held = self.program.at_least(f"{field}_unsent_{k}", [less])
         if loss:
             is_last = k == self.choices.stages[-1]
             after = weighted([(1.0, held), (-loss.stash_bytes / limit_bytes, is_last)])
@@ -239,9 +259,10 @@ class MemoryRows:
         """The most that a layer of stage k, or the loss, holds above the checkpoint in a forward that keeps nothing else."""
         costs = self.figures.costs
         rows: list[Expression] = []
-        for v, (cost, output_bytes) in enumerate(zip(costs.layer_costs, costs.workspaces.stashed_outputs, strict=True)):
+        for v, (cost, output_bytes) in enumerate(zip(costs.layer_costs, costs.workspaces.checkpointed, strict=True)):
             num_bytes = cost.stash_bytes + cost.forward_workspace_bytes
             own = weighted([(num_bytes / limit_bytes, self.choices.is_on(v, k))])
+            own = self._less_from_elsewhere(own, v, k, limit_bytes)
             rows.append(self._less_if_last(own, v, k, float(output_bytes) / limit_bytes))
         loss_bytes = costs.loss.forward_workspace_bytes if costs.loss else 0
         at_loss = weighted([(loss_bytes / limit_bytes, k == self.choices.stages[-1])])
