@@ -15,6 +15,8 @@ import torch
 from gplan.core import HostSpeed, SpeedWindow, YardstickTimes
 from profiler.timing.clock import CpuClock, CudaClock, Samples
 from profiler.timing.yardstick import (
+    _STREAMED_FLOATS,
+    PAGES,
     PARTS,
     SpeedHistory,
     Yardstick,
@@ -83,7 +85,7 @@ def test_parts_run_and_draw_nothing() -> None:
     parts = yardstick_parts()
     for work, _ in parts.values():
         work()
-    assert tuple(parts) == PARTS
+    assert tuple(parts) == (PAGES, *PARTS)
     assert torch.equal(before, torch.random.get_rng_state())
 
 
@@ -168,6 +170,25 @@ def test_a_cold_core_does_more_products_before_they_are_timed(is_cold: bool, num
     parts = {"compute": (lambda: calls.append(None), 1)} | dict.fromkeys(PARTS[1:], (lambda: None, 1))
     Yardstick(PaperClock(), lambda _: Samples(), parts).read_if_due(is_cold=is_cold)
     assert len(calls) == num_products  # one when it was made, two timed
+
+
+@pytest.mark.parametrize("read", [Yardstick.read_if_due, Yardstick.read_beside])
+def test_pages_are_touched_once_before_parts_are_timed(read: Callable[[Yardstick], None]) -> None:
+    calls = list[str]()
+    parts = {name: (partial(calls.append, name), 1) for name in (PAGES, *PARTS)}
+    yardstick = Yardstick(PaperClock(), lambda _: Samples(), parts)
+    calls.clear()
+    read(yardstick)
+    assert calls[0] == PAGES
+    assert PAGES not in calls[1:]
+
+
+def test_touched_pages_are_all_that_the_parts_read() -> None:
+    """Every page of 4 KiB of the memory that is read in turns, by where the work reads."""
+    work, _ = yardstick_parts()[PAGES]
+    assert isinstance(work, partial)
+    assert work.args[0].numel() * 4096 == _STREAMED_FLOATS * 4
+    assert set(np.diff([x.data_ptr() for x in work.args[0][:5]])) == {4096}
 
 
 def test_parts_beside_others_are_the_reference_of_devices_that_read_together() -> None:

@@ -18,8 +18,8 @@ _MOST_READINGS = 9  # at a stop
 class SpeedReadings:
     """Reads the yardstick between steps, so that it shows how fast the host is while all ranks compute.
 
-    Before some steps all ranks wait for each other, read the parts of BESIDE at the same time, and memory one after the
-    other: as often as MOST_SHARE of the time since the start allows, up to `_MOST_READINGS` times.
+    Before some steps all ranks touch the yardstick's pages, wait for each other, read the parts of BESIDE at the same
+    time, and memory one after the other: as often as MOST_SHARE of the time since the start allows, up to `_MOST_READINGS` times.
     """
 
     def __init__(self, device: torch.device, *, rank: int, num_ranks: int, first_step: int, start_s: float) -> None:
@@ -36,6 +36,9 @@ class SpeedReadings:
             return None
         # the same on all ranks, as they must read as often
         own = self._spent_s, time.monotonic() - self._start_s, last_step_s
+        touch_s = time.monotonic()
+        self._yardstick.touch_pages()
+        self._spent_s += time.monotonic() - touch_s
         spent_s, since_s, step_s = self._slowest(*own)
         reading_s, num = spent_s / self._num_read if self._num_read else 0.0, 1
         if reading_s:  # as many as one step allows: a host may change before the next
