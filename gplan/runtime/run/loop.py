@@ -28,6 +28,7 @@ from gplan.runtime.run.reference import Reference, as_dense, gradient_check, gra
 from gplan.runtime.run.results import on_one_clock, torch_run, virtual_run
 from gplan.runtime.run.run_options import ReportStep, RunOptions, StepRecord
 from gplan.runtime.run.speed_readings import SpeedReadings
+from gplan.runtime.run.tied_updates import TiedUpdates
 from gplan.runtime.sharded_replicas import check_optimizer
 from gplan.runtime.sharded_tensors import full_tensor, local_tensor
 from gplan.runtime.stage_module import StageModule
@@ -125,6 +126,7 @@ class _TrainingLoop:
         check_optimizer(self._optimizer, plan)
         self._scheduler = file.scheduler(self._optimizer)
         self._devices = self._pipe.runner.stages_by_device
+        self._tied = TiedUpdates(self._optimizer, [self._pipe.runner.parameters_of(x) for x in self._devices])
         self._peak_bytes = [0] * len(self._devices)
         self._reserved_bytes = 0  # by a GPU's allocator
         self._errors: dict[str, float] = {}
@@ -304,7 +306,7 @@ class _TrainingLoop:
         kept = [x.grad for x in others]
         for parameter in others:
             parameter.grad = None
-        with self._pipe.runner.updating(device):
+        with self._tied.of_device(device), self._pipe.runner.updating(device):
             self._optimizer.step()
             self._pipe.round_master_weights(own)
             self._optimizer.zero_grad()
