@@ -397,8 +397,8 @@ class Costs:
     def computed_parts(self, first: Ints, end: Ints, boundaries: DeviceBoundaries) -> StageBytes[Ints]:
         """The parts of the memory of stages, each [E], computed without a table: for stages that are needed once."""
         trained, crossing = self.trained_share(first, end), self.crossing
-        pass_through, _ = self._passing(first, end, boundaries)
-        unsaved = self.unsaved_sent(first, end, boundaries)
+        pass_through, passing_unsaved = (x * boundaries.before for x in self.pass_through.activation_bytes(first, end))
+        unsaved = self.unsaved_sent(end, passing_unsaved)
         is_last = end == self.num_positions - 1
         returned = self.pass_through.returned_bytes(first, end) if boundaries.returns else 0
         held = microbatch_bytes(
@@ -438,16 +438,10 @@ class Costs:
             buffer=self.num_buffers * held.received,
         )
 
-    def unsaved_sent(self, first: Ints, end: Ints, boundaries: DeviceBoundaries = ALL_BOUNDARIES) -> Ints:
+    def unsaved_sent(self, end: Ints, passing_unsaved: Ints) -> Ints:
         """[E]: what the engine holds of the outputs of stages and no layer keeps, without what only passes."""
-        if not self.transfers.keeps_sent:
-            return np.zeros(np.shape(end), dtype=np.int64)
-        found: Ints = self.crossing.unsaved_bytes[end] - self._passing(first, end, boundaries)[1]
+        found: Ints = (self.crossing.unsaved_bytes[end] - passing_unsaved) * self.transfers.keeps_sent
         return found
-
-    def _passing(self, first: Ints, end: Ints, boundaries: DeviceBoundaries) -> tuple[Ints, Ints]:
-        every, unsaved = self.pass_through.activation_bytes(first, end)
-        return every * boundaries.before, unsaved * boundaries.before
 
     def tied_bytes(self, first: Ints, end: Ints) -> Ints:
         """[E]: bytes of the gradients, on stages, of shared weights that other stages use too."""

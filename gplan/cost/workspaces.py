@@ -73,7 +73,8 @@ class Workspaces:
     def above_stash(self, direction: Direction, first: Ints, end: Ints, *, unsaved_sent: Ints | int = 0) -> Ints:
         """[E]: the most while a layer or the loss runs, above the stash of all layers and, in a forward, `unsaved_sent`.
 
-        That is the part of the outputs that lies in the forward workspaces and that the engine holds after it. While a layer runs, forward or backward, the stash of the layers after it is not there (yet, or any more).
+        That is the part of the outputs that lies in the forward workspaces and that the engine holds after it. While a
+        layer runs, forward or backward, the stash of the layers after it is not there (yet, or any more).
         """
         outputs = self.held_outputs if direction == "backward" else ()
         peaks = self.of_layers(direction, first, end, kept=self._stashes, outputs=outputs) - unsaved_sent

@@ -105,11 +105,9 @@ class Prefixes:
         are not read by the next layer; as often again for each layer that makes such a transient one.
         """
         totals, of_last = np.cumsum(kept), own if own_of_last is None else own_of_last
-        from_before = self._made_before(x for x in transient if _is_read_next(x))
-        lasting = [
-            (made, read[-1], size) for (made, read), size in transient if not _is_read_next(((made, read), size))
-        ]
-        if not leftovers and not waiting and not lasting and all(map(_is_read_next, outputs)):
+        from_before = self._made_before((way, size) for way, size in transient if _is_read_next(way))
+        lasting = [(way[0], way[1][-1], size) for way, size in transient if not _is_read_next(way)]
+        if not leftovers and not waiting and not lasting and all(_is_read_next(way) for way, _ in outputs):
             return self._chain_peaks(first, end, totals, own, of_last, outputs, from_before) - totals[end - 1]
         layer, maker, num_bytes = np.array(leftovers, dtype=np.int64).reshape(-1, 3).T
         spans = [(made, read[-1], size) for (made, read), size in outputs]
@@ -174,8 +172,8 @@ class Prefixes:
         return lambda first, end: table[np.searchsorted(made, first), np.searchsorted(last, end)]
 
 
-def _is_read_next(output: Output) -> bool:
-    (made, read), _ = output
+def _is_read_next(way: Way) -> bool:
+    made, read = way
     return made is None or read == (made + 1,)
 
 

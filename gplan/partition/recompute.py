@@ -255,11 +255,10 @@ class RecomputeSelector:
     def _reads(self) -> dict[int, list[tuple[int, int]]]:
         """For each layer the producers of its inputs, with the bytes that no layer keeps."""
         reads: dict[int, list[tuple[int, int]]] = {}
-        for value in values_of(self.costs.profile):
-            unsaved = value_cost_at(value.costs, self.costs.microbatch_size).unsaved_bytes
-            if value.producer is not None and unsaved:
-                for reader in value.consumers:
-                    reads.setdefault(reader, []).append((value.producer, unsaved))
+        for (producer, readers), num_bytes in self.costs.workspaces.unsaved:
+            if producer is not None:
+                for reader in readers:
+                    reads.setdefault(reader, []).append((producer, num_bytes))
         return reads
 
     def _sequence(self, first: int, end: int, level: int) -> list[tuple[int, tuple[int, float]]]:
@@ -320,7 +319,9 @@ class RecomputeSelector:
                 leftovers=(),
             )
         workspaces, one, other = replace(self.costs.workspaces, layer_costs=costs), np.array([first]), np.array([end])
-        forward = workspaces.above_stash("forward", one, other, unsaved_sent=self.costs.unsaved_sent(one, other))
+        _, passing_unsaved = self.costs.pass_through.activation_bytes(one, other)
+        unsaved_sent = self.costs.unsaved_sent(other, passing_unsaved)
+        forward = workspaces.above_stash("forward", one, other, unsaved_sent=unsaved_sent)
         backward = workspaces.above_stash("backward", one, other)
         return _selecting(parts, forward=forward, backward=backward, kept_bytes=parts.checkpoint)
 

@@ -36,8 +36,8 @@ BESIDE = ("compute", "interpreter")
 PAGES = "pages"
 """Work beside the parts, on a CPU: touches every page of the memory that they read.
 
-A virtual machine's host takes a while to bring back pages that were not used for some seconds: the first touch of them
-all took 1 to 17 ms, a second one 0.3 ms. The pages of a model are in use all the time.
+A virtual machine's host takes a while to bring back pages that were not used for some seconds (docs/cost-model.md, Host
+speed). The pages of a model are in use all the time.
 """
 SAMPLES = "yardstick/"
 """Prefix of the names of its samples in a journal."""

@@ -117,7 +117,7 @@ def test_a_pass_holds_what_is_left_at_every_layer(profile: Profile, num_replicas
         first, end = np.array(stages).T
         passing = costs.pass_through.gradient_bytes(first, end)
         found = costs.workspaces.above_stash("backward", first, end)
-        unsaved_sent = costs.unsaved_sent(first, end)
+        unsaved_sent = costs.unsaved_sent(end, costs.pass_through.activation_bytes(first, end)[1])
         found_forward = costs.workspaces.above_stash("forward", first, end, unsaved_sent=unsaved_sent)
         found_alone = costs.workspaces.alone(first, end)
         found_first = costs.workspaces.of_first_half(first, end)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gplan.runtime.run.run_options import RunOptions
 from gplan.runtime.run.tied_updates import TiedUpdates
@@ -47,8 +49,16 @@ def test_a_weight_of_three_devices_is_updated_by_each_and_changes_once(name: str
 
 @pytest.mark.parametrize("schedule", ["1f1b", "looped-bfs:2"])
 def test_training_with_a_tied_embedding_equals_the_plain_model(schedule: str) -> None:
-    file = small_example("transformer_lm", tie_embedding=True)
-    run = run_virtually(file, plan_for(file, num_devices=2, schedule=schedule), RunOptions(num_steps=4, check=True))
+    file, updated = small_example("transformer_lm", tie_embedding=True), list[nn.Parameter]()
+
+    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        updated.extend(x for group in optimizer.param_groups for x in group["params"] if x.grad is not None)
+
+    plan = plan_for(file, num_devices=2, schedule=schedule)
+    hook = register_optimizer_step_pre_hook(note)
+    run = run_virtually(file, plan, RunOptions(num_steps=4, check=True))
+    hook.remove()
+    assert sorted(Counter(updated).values())[-2:] == [4, 2 * 4]  # of two devices in four steps: only the tied one
     assert run.check is not None
     assert run.check.passed, run.check
     plain = small_example("transformer_lm", tie_embedding=True)

@@ -39,25 +39,17 @@ class TiedUpdates:
             parameter.grad = gradient.copy_(gradient_before)
             self._restore(parameter, state)
 
-    def _kept(self, parameter: nn.Parameter, gradient: Tensor) -> tuple[Tensor, Tensor, dict[str, Any] | None]:
-        """Copies of the value, the gradient, and the optimizer's state; None for a parameter without one."""
-        state = self._optimizer.state.get(parameter)
-        return (
-            self._copy(parameter, "value", parameter.detach()),
-            self._copy(parameter, "gradient", gradient),
-            None
-            if state is None
-            else {
-                name: self._copy(parameter, f"state {name}", x) if isinstance(x, Tensor) else copy.deepcopy(x)
-                for name, x in state.items()
-            },
-        )
+    def _kept(self, parameter: nn.Parameter, gradient: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Copies of the value, the gradient, and the optimizer's state."""
+        state = {
+            name: self._copy(parameter, f"state {name}", x) if isinstance(x, Tensor) else copy.deepcopy(x)
+            for name, x in self._optimizer.state.get(parameter, {}).items()
+        }
+        value = self._copy(parameter, "value", parameter.detach())
+        return value, self._copy(parameter, "gradient", gradient), state
 
-    def _restore(self, parameter: nn.Parameter, before: dict[str, Any] | None) -> None:
-        if before is None:
-            self._optimizer.state.pop(parameter, None)
-            return
-        state = self._optimizer.state[parameter]
+    def _restore(self, parameter: nn.Parameter, before: dict[str, Any]) -> None:
+        state = self._optimizer.state.get(parameter, {})
         for name in set(state) - set(before):
             del state[name]
         for name, x in before.items():
