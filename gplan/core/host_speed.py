@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,13 +66,17 @@ class StepSpeed:
     end_step: int
     ranks: tuple[YardstickTimes | None, ...]  # None for one without a reading
     compute_s: tuple[float, ...]  # by rank the processor time of its actions in such a step
+    paces: tuple[
+        float, ...
+    ] = ()  # by rank the time of actions beside the readings, over that of such actions in the run
 
     def __post_init__(self) -> None:
         check_not_negative(self, "first_step", "end_step")
-        if len(self.compute_s) != len(self.ranks) or not all(math.isfinite(x) and x > 0 for x in self.compute_s):
-            raise ValueError(
-                f"compute_s is {self.compute_s}; expected seconds above 0 for each of the {len(self.ranks)} ranks"
-            )
+        for name, values in (("compute_s", self.compute_s), ("paces", self.paces or self.compute_s)):
+            if len(values) != len(self.ranks) or not all(math.isfinite(x) and x > 0 for x in values):
+                raise ValueError(
+                    f"{name} is {values}; expected a number above 0 for each of the {len(self.ranks)} ranks"
+                )
         if self.end_step <= self.first_step:
             raise ValueError(f"end_step is {self.end_step}; expected more than first_step, {self.first_step}")
 
@@ -109,10 +113,11 @@ class HostSpeed:
     def slowdowns(self, steps: Sequence[StepSpeed]) -> tuple[tuple[float, ...], ...]:
         """By rank the slowdown in each window of steps; () unless every rank has a reading.
 
-        What disturbs a reading, a hundredth of a step, need not disturb the step. So the compute times of the steps tell
-        how the speed changed between windows, and the median reading over compute time tells how it compares with the
-        reference. Steps can also differ in their work, as with inputs of several shapes: so no slowdown is outside the
-        range of the readings.
+        The host can change its speed several times in a step, and a reading is a hundredth of one. So a reading is divided
+        by the pace of the actions beside it, which the same phase slowed; without paces by that of the window's steps. The
+        middle mean of these is the slowdown in the whole run: what disturbs a reading need not disturb the step. The steps'
+        compute times tell how it changed between windows. Steps can also differ in their work, as with inputs of several
+        shapes: so no slowdown is outside the range of the readings.
 
         >>> once, twice = (YardstickTimes(compute_s=x, memory_s=x, interpreter_s=x) for x in (1e-3, 2e-3))
         >>> steps = [
@@ -124,16 +129,18 @@ class HostSpeed:
         """
         num_ranks, found = len(steps[0].ranks) if steps else 0, []
         for rank in range(num_ranks):
+            mean_s = fmean(x.compute_s[rank] for x in steps)
+            shares = [x.compute_s[rank] / mean_s for x in steps]
             read = [
-                (self.slowdown(times, num_devices=num_ranks), x.compute_s[rank])
-                for x in steps
+                (self.slowdown(times, num_devices=num_ranks), x.paces[rank] if x.paces else share)
+                for x, share in zip(steps, shares, strict=True)
                 if (times := x.ranks[rank]) is not None
             ]
             if not read:
                 return ()
-            (least, _), (most, _) = min(read), max(read)
-            per_second = median(reading / compute_s for reading, compute_s in read)
-            found.append(tuple(min(most, max(least, per_second * x.compute_s[rank])) for x in steps))
+            least, most = (end(reading for reading, _ in read) for end in (min, max))
+            whole = middle_mean([reading / pace for reading, pace in read])
+            found.append(tuple(min(most, max(least, whole * share)) for share in shares))
         return tuple(found)
 
     @property
@@ -173,6 +180,16 @@ def slowdown_of(ratios: NDArray[np.float64]) -> NDArray[np.float64]:
     """
     slowdowns: NDArray[np.float64] = np.cbrt(ratios[0] ** 2 * np.median(ratios, axis=0))
     return slowdowns
+
+
+def middle_mean(values: Sequence[float]) -> float:
+    """The mean without the lowest and the highest quarter, which leaves out bursts.
+
+    >>> middle_mean([1.0, 1.0, 1.2, 9.0])
+    1.1
+    """
+    quarter = len(values) // 4
+    return fmean(sorted(values)[quarter : len(values) - quarter])
 
 
 def average_times(

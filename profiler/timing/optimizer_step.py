@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from gplan.core import Precision, StepCost
 from gplan.core.errors import ModelError
+from gplan.core.host_speed import middle_mean
 from profiler.memory.allocations import gradient_bytes, now_ns, optimizer_state_bytes, traced_allocations
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
@@ -180,7 +181,7 @@ def sample_step(
     ratios = [[*times] for times in zip(before_shapes, after_shapes, strict=True)]  # of each neighbour, by time
     if ratios and earlier:
         ratios[-1].append([*earlier])
-    slow_downs = [max(1.0, fmean(map(_middle_mean, times))) for times in ratios] or [1.0]
+    slow_downs = [max(1.0, fmean(map(middle_mean, times))) for times in ratios] or [1.0]
 
     def measured(at_one_speed: AtOneSpeed) -> Update:
         fixed_s, found_s = seconds_of(at_one_speed)
@@ -209,12 +210,6 @@ def sample_step(
 def _trained(file: ModelFile) -> list[nn.Parameter]:
     """The parameters that the optimizer of a file updates."""
     return [x for x in file.model.parameters() if x.requires_grad] if file.has("optimizer") else []
-
-
-def _middle_mean(values: Sequence[float]) -> float:
-    """The mean without the lowest and the highest quarter, which leaves out bursts."""
-    quarter = len(values) // 4
-    return fmean(sorted(values)[quarter : len(values) - quarter])
 
 
 def _by_shape(trained: Sequence[nn.Parameter], unused: Mapping[nn.Parameter, Tensor]) -> list[list[nn.Parameter]]:
