@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, product
 from pathlib import Path
@@ -74,9 +74,10 @@ def main() -> None:
             rows.append(row)
             pd.DataFrame(rows).to_csv(path, index=False)
     rows.sort(key=lambda row: (list(ENGINES).index(row["engine"]), [*MODELS, row["model"]].index(row["model"])))
-    table = over_rounds(pd.DataFrame(rows).dropna(subset=["measured_step_s"]))
+    runs = pd.DataFrame(rows).dropna(subset=["measured_step_s"])
+    table = over_rounds(runs)
     draw(table).savefig(options.output / "accuracy.png", dpi=150)
-    (options.output / "README.md").write_text(as_text(table))
+    (options.output / "README.md").write_text(as_text(table, runs.device.unique()))
     print((options.output / "README.md").read_text())
 
 
@@ -187,7 +188,7 @@ def draw(table: pd.DataFrame) -> Figure:
     return figure
 
 
-def as_text(table: pd.DataFrame) -> str:
+def as_text(table: pd.DataFrame, devices: Iterable[str]) -> str:
     """The summary by engine and by model, and how it was measured."""
     first, refused = table.iloc[0], table.num_disturbed.sum() / (table.num_disturbed + table.num_counted).sum()
     dates = ", ".join(f"{engine} {x.max()}" for engine, x in table.groupby("engine", sort=False).created)
@@ -205,7 +206,7 @@ def as_text(table: pd.DataFrame) -> str:
             f"Micro-batches have {MICROBATCH_SIZE} samples, each process has one core, and nothing is calibrated. Every run is in "
             "accuracy.csv, whatever came out. Runs with the same M and recompute share a profile, taken right before them. A "
             f"setting's error is the median over its rounds.{again} "
-            f"{percent_text(refused)} of the steps were left out as disturbed. {first.device}; torch {first.torch}; "
+            f"{percent_text(refused)} of the steps were left out as disturbed. {' and '.join(devices)}; torch {first.torch}; "
             f"made: {dates}.\n",
             "An error is predicted over measured, less 1. *At equal speed*: the prediction at the host's speed during the "
             "run, by the yardstick that profile and run read.\n",
