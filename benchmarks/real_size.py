@@ -200,7 +200,7 @@ def as_text(rows: pd.DataFrame) -> str:
         "## Runs of earlier versions",
         "",
         "Before 17:15 on 2026-11-26 the median reading of the yardstick counted, not divided by the pace of the actions beside it. "
-        "Before 16:00 on that day the host was another one: the cores of the present one are 1 or 1.4 times as slow, in turns of some "
+        "Before 16:00 on that day the host was another one: the cores of the present one take 1 or 1.4 times as long, in turns of some "
         "seconds. Two profiles of GPT-2 and of BERT were made there; the runs are by the second one.",
         "",
         "Before 13:05 on 2026-11-26 the yardstick did not touch its pages before it was read, so readings of some ranks were up to "

@@ -66,9 +66,7 @@ class StepSpeed:
     end_step: int
     ranks: tuple[YardstickTimes | None, ...]  # None for one without a reading
     compute_s: tuple[float, ...]  # by rank the processor time of its actions in such a step
-    paces: tuple[
-        float, ...
-    ] = ()  # by rank the time of actions beside the readings, over that of such actions in the run
+    paces: tuple[float, ...] = ()  # by rank the time of actions beside the readings, over such actions of the run
 
     def __post_init__(self) -> None:
         check_not_negative(self, "first_step", "end_step")

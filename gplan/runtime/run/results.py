@@ -214,26 +214,23 @@ def _paces(own: Sequence[StepRecord], settled: Sequence[int]) -> dict[int, float
 
     Actions of the first micro-batch do not count: they find cold caches, or create gradients. Empty without others.
     """
+    alike = {i: [x for x in own[i].actions if x.action.microbatch > 0] for i in settled}
     seen: dict[tuple[ActionKind, int], list[float]] = {}
-    for i in settled:
-        for x in _alike_actions(own[i]):
-            seen.setdefault((x.action.kind, x.action.stage), []).append(x.busy_s)
+    for x in chain.from_iterable(alike.values()):
+        seen.setdefault((x.action.kind, x.action.stage), []).append(x.busy_s)
     usual_s = {key: fmean(busy_s) for key, busy_s in seen.items()}
-    found, steps = dict[int, float](), set(settled)
-    for i in settled if all(usual_s.values()) else ():
+    if not all(usual_s.values()):
+        return {}
+    found = dict[int, float]()
+    for i, actions in alike.items():
         start_s = own[i].start_s
-        before = [(start_s - x.end_s, x) for x in reversed(_alike_actions(own[i - 1]))] if i - 1 in steps else []
-        after = [(x.start_s - start_s, x) for x in _alike_actions(own[i])]
-        sides = (before, after)
-        beside = [x for side in sides for place, (away_s, x) in enumerate(side) if not place or away_s < _BESIDE_S]
+        before = [(start_s - x.end_s, x) for x in reversed(alike.get(i - 1, []))]
+        after = [(x.start_s - start_s, x) for x in actions]
+        beside = [x for side in (before, after) for away_s, x in side if away_s < _BESIDE_S or x is side[0][1]]
         if beside:
             whole_s = sum(usual_s[x.action.kind, x.action.stage] for x in beside)
             found[i] = sum(x.busy_s for x in beside) / whole_s
     return found
-
-
-def _alike_actions(step: StepRecord) -> list[ActionTiming]:
-    return [x for x in step.actions if x.action.microbatch > 0]
 
 
 def _notes_on_steps(
