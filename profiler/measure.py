@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Literal
@@ -152,7 +151,6 @@ def _measured(
             file, options, setup, lambda text, share: progress(text, _SHARE_OF_LAYERS * share)
         )
         progress("measuring the optimizer's step", _SHARE_OF_LAYERS)
-        read_yardstick = partial(yardstick.read_if_due, is_cold=True)
         update, step_notes = sample_step(
             file,
             setup.clock,
@@ -160,10 +158,10 @@ def _measured(
             shares=setup.shares,
             work_beside=_training_pass(file, options),
             earlier=earlier,
-            read_yardstick=read_yardstick,
+            read_yardstick=setup.read_yardstick,
         )
         chain = sampled[0].chain
-        averages = sample_averages(chain, setup.clock, device=options.device, read_yardstick=read_yardstick)
+        averages = sample_averages(chain, setup.clock, device=options.device, read_yardstick=setup.read_yardstick)
     load = load_between(before, read_load())
     speeds = SpeedHistory(yardstick.parts, yardstick.parts_beside)
     measured = [size.measured(speeds.at_one_speed) for size in sampled]

@@ -42,11 +42,13 @@ speed). The pages of a model are in use all the time.
 SAMPLES = "yardstick/"
 """Prefix of the names of its samples in a journal."""
 
-_LEAST_READING_S = 1e-3  # on a GPU the host only launches it
+_LEAST_READING_S = 5e-3  # on a GPU the host only launches it
 _LEAST_READINGS = 5
-_NUM_WARMUPS = 3  # products before a reading: after a layer the first is 1.3 times as slow, the third as the others
-_NUM_WARMUPS_COLD = 12  # the same after a wait or an update: the first is 2.2 times as slow, the twelfth as the others
-_NUM_KEPT_BESIDE = 2  # turns at a stop beside other processes
+_NUM_WARMUPS = (
+    12  # products before a reading: after a wait or an update the first is 2.2 times as slow, the twelfth as the others
+)
+_NUM_KEPT = 2  # of each part in a reading
+_NUM_KEPT_BESIDE = 4  # the same beside other processes
 _NUM_AROUND = 9  # readings whose median is the speed of a moment
 _NUM_AROUND_BESIDE = 6  # the same beside other processes, which is measured in short stretches
 _WINDOW_S = 1.0  # the shortest window
@@ -137,7 +139,7 @@ class Yardstick:
         self._clock, self._samples, self._parts, self._share, self._now = clock, samples, parts, share, now
         for work, _ in parts.values():  # a library chooses its kernels
             work()
-        self._start_s, self._spent_s = now(), 0.0
+        self._next_s = now()
 
     @property
     def parts(self) -> tuple[Samples, ...]:
@@ -149,23 +151,20 @@ class Yardstick:
         """The samples of the parts of BESIDE beside other processes."""
         return tuple(self._samples(f"{SAMPLES}{name}{BESIDE_OTHERS}") for name in BESIDE)
 
-    def read_if_due(self, *, is_cold: bool = False) -> None:
-        """Time every part, unless earlier readings took their share of the time since the yardstick was made.
-
-        `is_cold`: the core did no products just before.
-        """
+    def read_if_due(self) -> None:
+        """Time every part, unless the last reading was so short a time ago that it took more than its share of it."""
         start_s = self._now()
-        if self._spent_s > self._share * (start_s - self._start_s):
+        if start_s < self._next_s:
             return
-        num_warmups = _NUM_WARMUPS_COLD if is_cold else _NUM_WARMUPS
         self.touch_pages()
-        self._read(PARTS, self.parts, 1, num_warmups=num_warmups)
-        self._spent_s += max((num_warmups + 2) * _LEAST_READING_S, self._now() - start_s)
+        self._read(PARTS, self.parts, _NUM_KEPT)
+        end_s = self._now()
+        self._next_s = end_s + max(_LEAST_READING_S, end_s - start_s) / self._share
 
     def read_beside(self) -> None:
         """Time the parts of BESIDE, while other processes compute."""
         self.touch_pages()
-        self._read(BESIDE, self.parts_beside, _NUM_KEPT_BESIDE, num_warmups=_NUM_WARMUPS_COLD)
+        self._read(BESIDE, self.parts_beside, _NUM_KEPT_BESIDE)
 
     def seconds(self, *names: str, num_readings: int = 1) -> tuple[float | None, ...]:
         """Time these parts now; the median of each. Waits for the device. None for one always interrupted.
@@ -173,7 +172,7 @@ class Yardstick:
         Pages should have been touched just before.
         """
         parts = [Samples() for _ in names]
-        self._read(names, parts, num_readings, num_warmups=_NUM_WARMUPS_COLD)
+        self._read(names, parts, num_readings)
         self._clock.flush()
         return tuple(median(x.clean_s) if x.clean_s else None for x in parts)
 
@@ -182,19 +181,18 @@ class Yardstick:
         if PAGES in self._parts:
             _repeat(*self._parts[PAGES])
 
-    def _read(self, names: Sequence[str], parts: Sequence[Samples], num_kept: int, *, num_warmups: int) -> None:
-        """Time these parts in turns; the first turn, which is slower after the layers of a model, does not count.
+    def _read(self, names: Sequence[str], parts: Sequence[Samples], num_kept: int) -> None:
+        """Time these parts, one after the other, each some times in a row after a first time that does not count.
 
-        A core that did no products for a while comes to its full speed of them only after some. So these run before
-        compute is read: a fixed number, as processes that read at the same time should be done together.
+        A core that did no products for a while comes to its full speed of them only after some. So `_NUM_WARMUPS` run before
+        compute is read: a fixed number, as processes that read at the same time should be done together. Parts do not
+        take turns: a product after the sums, which fill the caches, takes 1.2 times as long.
         """
-        if "compute" in names:
-            work, count = self._parts["compute"]
-            _repeat(work, num_warmups * count)
-        dropped = [Samples() for _ in parts]
-        for turn in (dropped, *[parts] * num_kept):
-            for samples, name in zip(turn, names, strict=True):
-                self._clock.time(samples, _repeat, *self._parts[name])
+        for name, samples in zip(names, parts, strict=True):
+            work, count = self._parts[name]
+            _repeat(work, count * (_NUM_WARMUPS if name == "compute" else 1))
+            for _ in range(num_kept):
+                self._clock.time(samples, _repeat, work, count)
 
 
 def _repeat(work: Callable[[], object], count: int) -> None:

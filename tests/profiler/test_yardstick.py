@@ -6,6 +6,7 @@ import mmap
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ USUAL_S = (6e-4, 3e-4, 1e-4)
 
 
 class PaperClock(CpuClock):
-    """Time passes only by the work that it times: every part takes a millisecond."""
+    """Time passes only by the work that it times: each takes a millisecond."""
 
     warmup_s, warmup_rounds = 0.0, 0
 
@@ -54,7 +55,7 @@ def test_yardstick_takes_at_most_its_share_of_the_time() -> None:
     spent_s = clock.now_s - 3.0
     kept_s = sum(sum(x.clean_s) for x in yardstick.parts)
     assert 0.008 * clock.now_s < spent_s <= 0.02 * clock.now_s  # the first reading is at once
-    assert kept_s == pytest.approx(spent_s / 2)
+    assert kept_s == pytest.approx(spent_s)  # here only what is timed takes time
     assert len({len(x.clean_s) for x in yardstick.parts}) == 1
 
 
@@ -161,15 +162,34 @@ def test_parts_asked_for_are_timed_at_once() -> None:
     clock = PaperClock()
     yardstick = Yardstick(clock, lambda _: Samples(), dict.fromkeys(PARTS, (lambda: None, 3)), now=lambda: clock.now_s)
     assert yardstick.seconds("compute", "interpreter") == yardstick.seconds("memory", "memory") == (1e-3, 1e-3)
-    assert clock.now_s == pytest.approx(8e-3)  # the first of two is dropped
+    assert clock.now_s == pytest.approx(4e-3)
 
 
-@pytest.mark.parametrize(("is_cold", "num_products"), [(False, 1 + 3 + 2), (True, 1 + 12 + 2)])
-def test_a_cold_core_does_more_products_before_they_are_timed(is_cold: bool, num_products: int) -> None:
-    calls = list[None]()
-    parts = {"compute": (lambda: calls.append(None), 1)} | dict.fromkeys(PARTS[1:], (lambda: None, 1))
-    Yardstick(PaperClock(), lambda _: Samples(), parts).read_if_due(is_cold=is_cold)
-    assert len(calls) == num_products  # one when it was made, two timed
+def test_products_run_before_they_are_timed_and_no_part_between_two_of_them() -> None:
+    calls = list[str]()
+    parts = {name: (partial(calls.append, name), 1) for name in PARTS}
+    yardstick = Yardstick(PaperClock(), lambda _: Samples(), parts)
+    calls.clear()
+    yardstick.read_if_due()
+    assert [(name, len([*run])) for name, run in groupby(calls)] == [
+        ("compute", 12 + 2),
+        ("memory", 1 + 2),
+        ("interpreter", 1 + 2),
+    ]
+    calls.clear()
+    yardstick.seconds("compute", "interpreter", num_readings=9)
+    assert [(name, len([*run])) for name, run in groupby(calls)] == [("compute", 12 + 9), ("interpreter", 1 + 9)]
+
+
+def test_a_pause_is_not_made_up_for() -> None:
+    """Many readings at one moment would count as much as those of a minute."""
+    clock, samples = PaperClock(), defaultdict[str, Samples](Samples)
+    yardstick = Yardstick(clock, samples.__getitem__, dict.fromkeys(PARTS, (lambda: None, 1)), now=lambda: clock.now_s)
+    yardstick.read_if_due()
+    clock.now_s += 1000.0
+    for _ in range(50):
+        yardstick.read_if_due()
+    assert len(yardstick.parts[0].clean_s) == 2 * 2
 
 
 @pytest.mark.parametrize("read", [Yardstick.read_if_due, Yardstick.read_beside])
