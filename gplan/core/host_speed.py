@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
@@ -60,21 +60,19 @@ class SpeedWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpeed:
-    """The yardstick in one window of a run's steps, read by all ranks at the same time, but memory in turns."""
+    """The yardstick in one window of a run's steps, read by each rank between its actions."""
 
     first_step: int
     end_step: int
     ranks: tuple[YardstickTimes | None, ...]  # None for one without a reading
     compute_s: tuple[float, ...]  # by rank the processor time of its actions in such a step
-    paces: tuple[float, ...] = ()  # by rank the time of actions beside the readings, over such actions of the run
 
     def __post_init__(self) -> None:
         check_not_negative(self, "first_step", "end_step")
-        for name, values in (("compute_s", self.compute_s), ("paces", self.paces or self.compute_s)):
-            if len(values) != len(self.ranks) or not all(math.isfinite(x) and x > 0 for x in values):
-                raise ValueError(
-                    f"{name} is {values}; expected a number above 0 for each of the {len(self.ranks)} ranks"
-                )
+        if len(self.compute_s) != len(self.ranks) or not all(math.isfinite(x) and x > 0 for x in self.compute_s):
+            raise ValueError(
+                f"compute_s is {self.compute_s}; expected seconds above 0 for each of the {len(self.ranks)} ranks"
+            )
         if self.end_step <= self.first_step:
             raise ValueError(f"end_step is {self.end_step}; expected more than first_step, {self.first_step}")
 
@@ -86,18 +84,29 @@ class HostSpeed:
     reference: YardstickTimes
     windows: tuple[SpeedWindow, ...] = ()  # left out of plans
     load: HostLoad | None = None  # evidence of other work while layers were timed; None: not measured
-    beside: YardstickTimes | None = None  # the reference for devices that read at the same time; None: the same
+    beside: YardstickTimes | None = None  # the reference beside other processes that compute; None: the same
+    response: float = 1.0  # the exponent by which the model's layers feel a slow-down of the yardstick
+
+    def __post_init__(self) -> None:
+        check_positive(self, "response")
 
     def slowdown(self, times: YardstickTimes, *, num_devices: int = 1) -> float:
-        """How many times as long work takes at these times of the yardstick as at the reference.
+        """How many times as long the model's work takes at these times of the yardstick as at the reference.
 
-        `num_devices` read it at the same time.
+        `num_devices` computed at the same time.
 
         >>> once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
-        >>> HostSpeed(reference=once).slowdown(YardstickTimes(compute_s=2e-3, memory_s=2e-3, interpreter_s=9e-3))
-        2.0
+        >>> slow = YardstickTimes(compute_s=4e-3, memory_s=4e-3, interpreter_s=9e-3)
+        >>> HostSpeed(reference=once).slowdown(slow), HostSpeed(reference=once, response=0.5).slowdown(slow)
+        (4.0, 2.0)
         """
-        return float(slowdown_of(np.array(self.ratios(times, num_devices=num_devices))))
+        return float(slowdown_of(np.array(self.ratios(times, num_devices=num_devices))) ** self.response)
+
+    def slower(self, slowdown: float) -> HostSpeed:
+        """The speed at which the model's work takes `slowdown` times as long, without windows."""
+        factor = slowdown ** (1.0 / self.response)
+        beside = self.beside and self.beside.times(factor)
+        return replace(self, reference=self.reference.times(factor), beside=beside, windows=())
 
     def ratios(self, times: YardstickTimes, *, num_devices: int = 1) -> tuple[float, float, float]:
         """The times of the compute, memory and interpreter parts over their references."""
@@ -111,11 +120,9 @@ class HostSpeed:
     def slowdowns(self, steps: Sequence[StepSpeed]) -> tuple[tuple[float, ...], ...]:
         """By rank the slowdown in each window of steps; () unless every rank has a reading.
 
-        The host can change its speed several times in a step, and a reading is a hundredth of one. So a reading is divided
-        by the pace of the actions beside it, which the same phase slowed; without paces by that of the window's steps. The
-        middle mean of these is the slowdown in the whole run: what disturbs a reading need not disturb the step. The steps'
-        compute times tell how it changed between windows. Steps can also differ in their work, as with inputs of several
-        shapes: so no slowdown is outside the range of the readings.
+        What disturbs a reading need not disturb the steps. So the middle mean of reading over compute time of the window's
+        steps is the slowdown in the whole run, and the compute times tell how it changed between windows. Steps can also
+        differ in their work, as with inputs of several shapes: so no slowdown is outside the range of the readings.
 
         >>> once, twice = (YardstickTimes(compute_s=x, memory_s=x, interpreter_s=x) for x in (1e-3, 2e-3))
         >>> steps = [
@@ -130,14 +137,14 @@ class HostSpeed:
             mean_s = fmean(x.compute_s[rank] for x in steps)
             shares = [x.compute_s[rank] / mean_s for x in steps]
             read = [
-                (self.slowdown(times, num_devices=num_ranks), x.paces[rank] if x.paces else share)
+                (self.slowdown(times, num_devices=num_ranks), share)
                 for x, share in zip(steps, shares, strict=True)
                 if (times := x.ranks[rank]) is not None
             ]
             if not read:
                 return ()
             least, most = (end(reading for reading, _ in read) for end in (min, max))
-            whole = middle_mean([reading / pace for reading, pace in read])
+            whole = middle_mean([reading / share for reading, share in read])
             found.append(tuple(min(most, max(least, whole * share)) for share in shares))
         return tuple(found)
 
@@ -188,6 +195,15 @@ def middle_mean(values: Sequence[float]) -> float:
     """
     quarter = len(values) // 4
     return fmean(sorted(values)[quarter : len(values) - quarter])
+
+
+def stretch(values: Sequence[float]) -> float:
+    """The mean over the lower quartile, at least 1: how much longer work took than in its quick moments.
+
+    >>> stretch([1.0, 1.0, 1.0, 2.0])
+    1.25
+    """
+    return max(1.0, fmean(values) / float(np.quantile(values, 0.25)))
 
 
 def average_times(

@@ -7,13 +7,13 @@ the GPU was idle.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from gplan.core import Action
+from gplan.core import Action, ActionKind
 from gplan.runtime.heartbeat import Heartbeat
 
 
@@ -27,6 +27,8 @@ class ActionTiming:
     busy_s: float
 
 
+_FORWARD_OR_UPDATE = (ActionKind.FORWARD, ActionKind.OPTIMIZER)
+
 _Raw = tuple[Action, float, float, float]  # the fields of an ActionTiming, which takes longer to build
 
 
@@ -39,6 +41,7 @@ class ActionRecorder:
 
     def __init__(self) -> None:
         self.under_way: Action | None = None  # after an error, the action that failed
+        self.after_backward: Callable[[], object] = lambda: None  # called after each backward and half of one
         self.heartbeat = Heartbeat()
         self.is_on_gpu = False
         self._noted: list[_Raw] = []
@@ -70,6 +73,12 @@ class ActionRecorder:
         self._noted.clear()
         return tuple(taken)
 
+    def end(self, action: Action) -> None:
+        """What follows the block of an action that did not fail."""
+        self.under_way = None
+        if action.kind not in _FORWARD_OR_UPDATE:
+            self.after_backward()
+
     @contextmanager
     def _on_gpu(self, action: Action) -> Iterator[None]:
         if self._start is None:
@@ -78,7 +87,7 @@ class ActionRecorder:
         start = _recorded()
         yield
         self._events.append((action, start, _recorded()))
-        self.under_way = None
+        self.end(action)
 
 
 class _CpuBlock(AbstractContextManager[None]):
@@ -94,7 +103,7 @@ class _CpuBlock(AbstractContextManager[None]):
         if kind is None:
             end_s = time.perf_counter()
             self._noted.append((self._action, self._start_s, end_s, time.thread_time() - self._busy_s))
-            self._recorder.under_way = None
+            self._recorder.end(self._action)
 
 
 def _recorded() -> torch.cuda.Event:

@@ -98,6 +98,7 @@ class SampledSize:
 
     chain: Chain
     measured: _Measured
+    work: tuple[Samples, ...]  # of the layers, as they were timed
 
 
 def sample_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: Progress) -> SampledSize:
@@ -111,7 +112,17 @@ def sample_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: P
     found, keys = layers_to_measure(chain)
     measure = _sample_alone if file.is_lazy else _sample_together
     subject = _Subject(file, chain, microbatch_size, inputs, target, found, keys)
-    return SampledSize(chain=chain, measured=measure(subject, setup, progress))
+    measured, benches = measure(subject, setup, progress)
+    return SampledSize(
+        chain=chain,
+        measured=measured,
+        work=tuple(
+            subject.samples(setup.journal, bench.name)(f"{key}/{x}")
+            for bench in benches
+            for key in dict.fromkeys(bench.keys)
+            for x in ("forward", "backward")
+        ),
+    )
 
 
 def _check_loss(file: ModelFile, chain: Chain, inputs: Any, target: Any) -> None:
@@ -167,7 +178,7 @@ class _Subject:
         return cache(lambda name: at_one_speed(found(name), beside=name.endswith(BESIDE_OTHERS)))
 
 
-def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> _Measured:
+def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> tuple[_Measured, list[Bench]]:
     others = _other_batches(subject, device=setup.device)
     bench = bench_of_chain(subject.file, subject.chain, subject.keys, subject.inputs, subject.target, others)
     allocate_gradients(subject.file.model)
@@ -207,7 +218,7 @@ def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> _Me
         )
         return replace(found, whole=whole)
 
-    return measured
+    return measured, [bench]
 
 
 def _other_batches(subject: _Subject, *, device: str) -> list[tuple[Any, Any]]:
@@ -265,7 +276,7 @@ def _whole_model_bytes(run: Callable[[], Tensor], device: str) -> tuple[int, int
     return max(0, trace.peak_bytes()), trace.peak_reserved_bytes
 
 
-def _sample_alone(subject: _Subject, setup: Setup, progress: Progress) -> _Measured:
+def _sample_alone(subject: _Subject, setup: Setup, progress: Progress) -> tuple[_Measured, list[Bench]]:
     chain, size = subject.chain, subject.microbatch_size
     stages = {layer: chain.stage(layer, layer + 1) for layer in subject.keys}
     outputs = real_like(chain.specs(len(chain)), seed=0, device=setup.device)
@@ -298,7 +309,7 @@ def _sample_alone(subject: _Subject, setup: Setup, progress: Progress) -> _Measu
         found = _measured_size(subject, costs, memories, list(corrections.values()), common, notes)
         return replace(found, loss_reduction=reduction)
 
-    return measured
+    return measured, [*benches.values()]
 
 
 def _halves_alone(

@@ -6,14 +6,14 @@ some seconds or minutes. Samples are divided by the slowdown of their moment (`S
 
 from __future__ import annotations
 
+import math
 import mmap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from itertools import cycle
-from statistics import median
+from statistics import fmean, median
 from typing import TypeAlias
 
 import numpy as np
@@ -21,18 +21,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gplan.core.host_speed import HostSpeed, SpeedWindow, YardstickTimes, slowdown_of
+from gplan.core.host_speed import HostSpeed, SpeedWindow, YardstickTimes, slowdown_of, stretch
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.neighbours import BESIDE_OTHERS
 
-MOST_SHARE = 0.01
-"""The most of the time that readings may take, from the beginning of the profile or of the run."""
+_MOST_SHARE = 0.01  # of the time that readings may take
 
 Floats = NDArray[np.float64]
 
 PARTS = ("compute", "memory", "interpreter")
-BESIDE = ("compute", "interpreter")
-"""The parts that the devices of a run read at the same time. They read memory in turns, as it would slow down itself."""
 PAGES = "pages"
 """Work beside the parts, on a CPU: touches every page of the memory that they read.
 
@@ -41,16 +38,17 @@ speed). The pages of a model are in use all the time.
 """
 SAMPLES = "yardstick/"
 """Prefix of the names of its samples in a journal."""
+WARMUPS_AFTER_LAYERS = 4
+"""Products before a reading right after layers: the third is as fast as the others."""
 
-_LEAST_READING_S = 5e-3  # on a GPU the host only launches it
+_GPU_READING_S = 5e-3  # about; the host only launches it
 _LEAST_READINGS = 5
-_NUM_WARMUPS = (
-    12  # products before a reading: after a wait or an update the first is 2.2 times as slow, the twelfth as the others
-)
+_NUM_WARMUPS = 12  # products before a reading: after a wait or an update the twelfth is as fast as the others
 _NUM_KEPT = 2  # of each part in a reading
 _NUM_KEPT_BESIDE = 4  # the same beside other processes
 _NUM_AROUND = 9  # readings whose median is the speed of a moment
 _NUM_AROUND_BESIDE = 6  # the same beside other processes, which is measured in short stretches
+_MORE_STRETCHED = 1.03
 _WINDOW_S = 1.0  # the shortest window
 _NUM_STORED = 20  # windows in a profile
 _STREAMED_FLOATS = 2**24  # 64 MiB, more than the caches hold that a core shares; on a CPU two halves are read in turns
@@ -133,10 +131,14 @@ class Yardstick:
         samples: Callable[[str], Samples],
         parts: Mapping[str, Part],
         *,
-        share: float = MOST_SHARE,
+        share: float = _MOST_SHARE,
+        num_warmups: int = _NUM_WARMUPS,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock, self._samples, self._parts, self._share, self._now = clock, samples, parts, share, now
+        """`share`: the most of the time that readings may take; `num_warmups`: products before each."""
+        self._clock, self._samples, self._parts, self._now = clock, samples, parts, now
+        self._share, self._num_warmups = share, num_warmups
+        self._least_s = 0.0 if PAGES in parts else _GPU_READING_S
         for work, _ in parts.values():  # a library chooses its kernels
             work()
         self._next_s = now()
@@ -148,51 +150,35 @@ class Yardstick:
 
     @property
     def parts_beside(self) -> tuple[Samples, ...]:
-        """The samples of the parts of BESIDE beside other processes."""
-        return tuple(self._samples(f"{SAMPLES}{name}{BESIDE_OTHERS}") for name in BESIDE)
+        """The samples of each part beside other processes."""
+        return tuple(self._samples(f"{SAMPLES}{name}{BESIDE_OTHERS}") for name in PARTS)
 
     def read_if_due(self) -> None:
         """Time every part, unless the last reading was so short a time ago that it took more than its share of it."""
         start_s = self._now()
-        if start_s < self._next_s:
-            return
-        self.touch_pages()
-        self._read(PARTS, self.parts, _NUM_KEPT)
-        end_s = self._now()
-        self._next_s = end_s + max(_LEAST_READING_S, end_s - start_s) / self._share
+        if start_s >= self._next_s:
+            self._read(self.parts, _NUM_KEPT)
+            end_s = self._now()
+            self._next_s = end_s + max(self._least_s, end_s - start_s) / self._share
 
     def read_beside(self) -> None:
-        """Time the parts of BESIDE, while other processes compute."""
-        self.touch_pages()
-        self._read(BESIDE, self.parts_beside, _NUM_KEPT_BESIDE)
+        """Time every part, while other processes compute."""
+        self._read(self.parts_beside, _NUM_KEPT_BESIDE)
 
-    def seconds(self, *names: str, num_readings: int = 1) -> tuple[float | None, ...]:
-        """Time these parts now; the median of each. Waits for the device. None for one always interrupted.
+    def _read(self, samples: Sequence[Samples], num_kept: int) -> None:
+        """Time the parts, one after the other, each some times in a row after a first time that does not count.
 
-        Pages should have been touched just before.
+        Before, the memory that they read is brought back, which takes longer in some processes than in others. A core that
+        did no products for a while comes to its full speed of them only after some. Parts do not take turns: a
+        product after the sums, which fill the caches, takes 1.2 times as long.
         """
-        parts = [Samples() for _ in names]
-        self._read(names, parts, num_readings)
-        self._clock.flush()
-        return tuple(median(x.clean_s) if x.clean_s else None for x in parts)
-
-    def touch_pages(self) -> None:
-        """Bring back the memory that the parts read, which takes longer in some processes than in others."""
         if PAGES in self._parts:
             _repeat(*self._parts[PAGES])
-
-    def _read(self, names: Sequence[str], parts: Sequence[Samples], num_kept: int) -> None:
-        """Time these parts, one after the other, each some times in a row after a first time that does not count.
-
-        A core that did no products for a while comes to its full speed of them only after some. So `_NUM_WARMUPS` run before
-        compute is read: a fixed number, as processes that read at the same time should be done together. Parts do not
-        take turns: a product after the sums, which fill the caches, takes 1.2 times as long.
-        """
-        for name, samples in zip(names, parts, strict=True):
+        for name, of_part in zip(PARTS, samples, strict=True):
             work, count = self._parts[name]
-            _repeat(work, count * (_NUM_WARMUPS if name == "compute" else 1))
+            _repeat(work, count * (self._num_warmups if name == "compute" else 1))
             for _ in range(num_kept):
-                self._clock.time(samples, _repeat, work, count)
+                self._clock.time(of_part, _repeat, work, count)
 
 
 def _repeat(work: Callable[[], object], count: int) -> None:
@@ -202,61 +188,75 @@ def _repeat(work: Callable[[], object], count: int) -> None:
 
 def median_times(parts: Sequence[Samples]) -> YardstickTimes | None:
     """The median of each part, as of layers; None without readings of all."""
-    return known_times([x.timing().median_s for x in parts])
+    return _times([x.timing().median_s for x in parts])
 
 
-def known_times(seconds: Sequence[float | None]) -> YardstickTimes | None:
-    """The times of PARTS; None if one is missing."""
-    if not all(seconds):
-        return None
-    return YardstickTimes(**{f"{name}_s": s for name, s in zip(PARTS, seconds, strict=True) if s is not None})
+def mean_times(parts: Sequence[Samples]) -> YardstickTimes | None:
+    """The mean of each part; None without readings of all."""
+    return _times([fmean(x.clean_s or [0.0]) for x in parts])
+
+
+def _times(seconds: Sequence[float]) -> YardstickTimes | None:
+    """The times of PARTS; None if one is 0."""
+    return YardstickTimes(**{f"{name}_s": s for name, s in zip(PARTS, seconds, strict=True)}) if all(seconds) else None
 
 
 class SpeedHistory:
     """The slowdown of the host at each moment, by readings of the yardstick. With too few of them, it is steady."""
 
-    def __init__(self, parts: Sequence[Samples], beside: Sequence[Samples] = ()) -> None:
-        found = median_times(parts)
+    def __init__(self, parts: Sequence[Samples], beside: Sequence[Samples] = (), work: Sequence[Samples] = ()) -> None:
+        """`parts` were read alone, `beside` beside other processes; `work` are the layers."""
+        found, self._response = median_times(parts), 1.0
         self.host_speed = None if found is None else HostSpeed(reference=found)
         self._is_known = min(len(x.clean_s) for x in parts) >= _LEAST_READINGS
         if found is None or not self._is_known:
             return
-        self._ratios = dict(zip(PARTS, map(_ratios, parts), strict=True))
-        self._beside, times_beside = self._reference_beside(found, beside)
+        self._ratios = [_ratios(x, median(x.clean_s)) for x in parts]
+        self._ratios_beside, times_beside = list[tuple[Floats, Floats]](), None
+        if beside and all(x.clean_s for x in beside):
+            references_s = [self._at_reference_s(*pair) for pair in zip(beside, self._ratios, strict=True)]
+            self._ratios_beside = [_ratios(*pair) for pair in zip(beside, references_s, strict=True)]
+            times_beside = _times(references_s)
+        self._response = self._response_of(work, parts[0].clean_at_s)
         start_s, end_s = min(x.clean_at_s[0] for x in parts), max(x.clean_at_s[-1] for x in parts)
         windows = tuple(_stored_windows(parts, start_s, max(_WINDOW_S, (end_s - start_s) / _NUM_STORED)))
-        self.host_speed = HostSpeed(reference=found, windows=windows, beside=times_beside)
+        self.host_speed = HostSpeed(reference=found, windows=windows, beside=times_beside, response=self._response)
 
-    def _reference_beside(
-        self, reference: YardstickTimes, beside: Sequence[Samples]
-    ) -> tuple[dict[str, tuple[Floats, Floats]], YardstickTimes | None]:
-        """When the parts of BESIDE were read beside other processes, and each reading over its reference; the reference.
+    @staticmethod
+    def _at_reference_s(beside: Samples, alone: tuple[Floats, Floats]) -> float:
+        """The time of a part beside other processes at the speed of the reference.
 
-        The reference is None without readings. It belongs to the same speed as that of the parts alone. As the host may
-        be faster or slower while other processes run, each reading is compared with the nearest ones of the part alone.
+        The host may be faster or slower while other processes run. So each reading is compared with the nearest ones alone.
         """
-        if not beside or not all(x.clean_s for x in beside):
-            return {}, None
-        ratios, times = dict[str, tuple[Floats, Floats]](), dict[str, float]()
-        for name, readings in zip(BESIDE, beside, strict=True):
-            at_s, alone_s = np.array(readings.clean_at_s), getattr(reference, f"{name}_s")
-            nearest_s = alone_s * _nearest_median(*self._ratios[name], at_s, _NUM_AROUND)
-            times[f"{name}_s"] = alone_s * float(np.median(readings.clean_s / nearest_s))
-            ratios[name] = at_s, np.array(readings.clean_s) / times[f"{name}_s"]
-        return ratios, replace(reference, **times)
+        return float(np.median(beside.clean_s / _nearest_median(*alone, np.array(beside.clean_at_s), _NUM_AROUND)))
 
     def slowdowns(self, at_s: Sequence[float], *, beside: bool = False) -> Floats:
-        """The slowdown at each moment, by the medians of the nearest readings of each part.
-
-        With `beside` the parts of BESIDE count as they were read beside other processes.
-        """
+        """The slowdown at each moment, by the medians of the nearest readings of each part: alone, or beside others."""
         if not self._is_known:
             return np.ones(len(at_s))
-        moments_s = np.array(at_s)
-        nearest = {x: _nearest_median(*of, moments_s, _NUM_AROUND) for x, of in self._ratios.items()}
-        if beside:
-            nearest |= {x: _nearest_median(*of, moments_s, _NUM_AROUND_BESIDE) for x, of in self._beside.items()}
-        return slowdown_of(np.array(list(nearest.values())))
+        of, num = self._ratios, _NUM_AROUND
+        if beside and self._ratios_beside:
+            of, num = self._ratios_beside, _NUM_AROUND_BESIDE
+        return self._yardstick_slowdowns(np.array(at_s), of, num) ** self._response
+
+    def _response_of(self, work: Sequence[Samples], read_at_s: Sequence[float]) -> float:
+        """The exponent by which the layers feel a slow-down of the yardstick: by their stretches, in logarithms.
+
+        Noise stretches both. So both count as `_MORE_STRETCHED` times as stretched: on a steady host the exponent is about 1.
+        """
+        enough = [x for x in work if len(x.clean_s) >= _LEAST_READINGS]
+        moments = [at_s for x in enough for at_s in x.clean_at_s]
+        at_s = [x for x in read_at_s if moments and min(moments) <= x <= max(moments)]
+        if len(at_s) < _LEAST_READINGS:
+            return 1.0
+        quick_s = sum(sum(x.clean_s) / stretch(x.clean_s) for x in enough)
+        felt = sum(sum(x.clean_s) for x in enough) / quick_s
+        seen = stretch(self._yardstick_slowdowns(np.array(at_s), self._ratios, 1).tolist())
+        return math.log(_MORE_STRETCHED * felt) / math.log(_MORE_STRETCHED * seen)
+
+    @staticmethod
+    def _yardstick_slowdowns(moments_s: Floats, of: Sequence[tuple[Floats, Floats]], num_around: int) -> Floats:
+        return slowdown_of(np.array([_nearest_median(*part, moments_s, num_around) for part in of]))
 
     def at_one_speed(self, samples: Samples, *, beside: bool = False) -> Samples:
         """The samples as they would be at the median speed."""
@@ -277,9 +277,9 @@ def _stored_windows(parts: Sequence[Samples], start_s: float, window_s: float) -
             )
 
 
-def _ratios(readings: Samples) -> tuple[Floats, Floats]:
-    """When they were taken, and each over the median."""
-    return np.array(readings.clean_at_s), np.array(readings.clean_s) / np.median(readings.clean_s)
+def _ratios(readings: Samples, reference_s: float) -> tuple[Floats, Floats]:
+    """When they were taken, and each over the reference."""
+    return np.array(readings.clean_at_s), np.array(readings.clean_s) / reference_s
 
 
 def _nearest_median(at_s: Floats, values: Floats, moments_s: Floats, num_around: int) -> Floats:

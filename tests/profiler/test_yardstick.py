@@ -22,6 +22,7 @@ from profiler.timing.yardstick import (
     SpeedHistory,
     Yardstick,
     _ones_in_huge_pages,
+    mean_times,
     median_times,
     yardstick_parts,
 )
@@ -158,13 +159,6 @@ def test_phases_join_windows_of_one_speed() -> None:
     assert [(start, end) for start, end, _ in speed.phases] == [(0, 2), (2, 4), (4, 5)]
 
 
-def test_parts_asked_for_are_timed_at_once() -> None:
-    clock = PaperClock()
-    yardstick = Yardstick(clock, lambda _: Samples(), dict.fromkeys(PARTS, (lambda: None, 3)), now=lambda: clock.now_s)
-    assert yardstick.seconds("compute", "interpreter") == yardstick.seconds("memory", "memory") == (1e-3, 1e-3)
-    assert clock.now_s == pytest.approx(4e-3)
-
-
 def test_products_run_before_they_are_timed_and_no_part_between_two_of_them() -> None:
     calls = list[str]()
     parts = {name: (partial(calls.append, name), 1) for name in PARTS}
@@ -177,8 +171,12 @@ def test_products_run_before_they_are_timed_and_no_part_between_two_of_them() ->
         ("interpreter", 1 + 2),
     ]
     calls.clear()
-    yardstick.seconds("compute", "interpreter", num_readings=9)
-    assert [(name, len([*run])) for name, run in groupby(calls)] == [("compute", 12 + 9), ("interpreter", 1 + 9)]
+    yardstick.read_beside()
+    assert [(name, len([*run])) for name, run in groupby(calls)] == [
+        ("compute", 12 + 4),
+        ("memory", 1 + 4),
+        ("interpreter", 1 + 4),
+    ]
 
 
 def test_a_pause_is_not_made_up_for() -> None:
@@ -222,7 +220,7 @@ def test_parts_beside_others_are_the_reference_of_devices_that_read_together() -
         yardstick.read_if_due()
     found = SpeedHistory(yardstick.parts, yardstick.parts_beside).host_speed
     assert found is not None
-    assert found.beside == YardstickTimes(compute_s=2e-3, memory_s=1e-3, interpreter_s=2e-3)
+    assert found.beside == YardstickTimes(compute_s=2e-3, memory_s=2e-3, interpreter_s=2e-3)
     assert found.slowdown(found.beside, num_devices=2) == pytest.approx(1.0)
     assert found.slowdown(found.beside) == pytest.approx(2.0)
 
@@ -234,13 +232,15 @@ def test_references_beside_others_belong_to_the_speed_of_those_alone() -> None:
         return 2.0 if at_s < 75 else 1.0
 
     alone = [sampled(x, np.arange(0, 100, 0.5).tolist(), seconds) for x in USUAL_S]
-    beside = [sampled(1.1 * x, np.arange(85, 95, 0.5).tolist(), seconds) for x in (USUAL_S[0], USUAL_S[2])]
+    beside = [sampled(1.1 * x, np.arange(85, 95, 0.5).tolist(), seconds) for x in USUAL_S]
     speeds = SpeedHistory(alone, beside)
     assert speeds.host_speed is not None and speeds.host_speed.beside is not None
     reference, there = speeds.host_speed.reference, speeds.host_speed.beside
     assert reference.compute_s == pytest.approx(2 * USUAL_S[0])
     assert there.compute_s == pytest.approx(1.1 * reference.compute_s)
-    assert (there.memory_s, there.interpreter_s) == pytest.approx((reference.memory_s, 1.1 * reference.interpreter_s))
+    assert (there.memory_s, there.interpreter_s) == pytest.approx(
+        (1.1 * reference.memory_s, 1.1 * reference.interpreter_s)
+    )
     assert speeds.slowdowns([90.0], beside=True).tolist() == pytest.approx([0.5])
     work = sampled(0.02, np.arange(85, 95, 0.5).tolist(), seconds)
     assert speeds.at_one_speed(work, beside=True).timing().median_s == pytest.approx(0.04)
@@ -261,5 +261,35 @@ class BusyClock(PaperClock):
 
 
 def test_an_interrupted_reading_is_dropped() -> None:
-    parts = dict.fromkeys(PARTS, (lambda: None, 3))
-    assert Yardstick(BusyClock(), lambda _: Samples(), parts).seconds("memory") == (None,)
+    samples = defaultdict[str, Samples](Samples)
+    yardstick = Yardstick(BusyClock(), samples.__getitem__, dict.fromkeys(PARTS, (lambda: None, 3)))
+    yardstick.read_if_due()
+    assert median_times(yardstick.parts) is not None  # of layers the shorter half of refused samples counts
+    assert mean_times(yardstick.parts) is None
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.0, 1.25])
+def test_layers_are_brought_to_one_speed_as_far_as_they_feel_it(exponent: float) -> None:
+    """The host is slow in every third second."""
+
+    def slowdown(at_s: float) -> float:
+        return 2.0 if int(at_s) % 3 == 2 else 1.0
+
+    parts = [sampled(x, np.arange(0, 60, 0.1).tolist(), slowdown) for x in USUAL_S]
+    layers = [
+        sampled(x, np.arange(0.05, 60, 0.3).tolist(), lambda at_s: slowdown(at_s) ** exponent) for x in (0.02, 0.3)
+    ]
+    speeds = SpeedHistory(parts, (), layers)
+    assert speeds.host_speed is not None
+    assert speeds.host_speed.response == pytest.approx(exponent, abs=0.1)
+    found = speeds.at_one_speed(layers[0]).timing()
+    assert (found.low_s, found.median_s, found.high_s) == pytest.approx((0.02, 0.02, 0.02), rel=0.07)
+
+
+def test_noise_alone_does_not_tell_how_layers_feel_the_host() -> None:
+    random = np.random.default_rng(0)
+    parts = [sampled(x, np.arange(0, 60, 0.3).tolist(), lambda _: random.lognormal(0, 0.03)) for x in USUAL_S]
+    layers = [sampled(0.02, np.arange(0, 60, 4.0).tolist(), lambda _: random.lognormal(0, 0.01))]
+    speeds = SpeedHistory(parts, (), layers)
+    assert speeds.host_speed is not None
+    assert speeds.host_speed.response == pytest.approx(1.0, abs=0.4)

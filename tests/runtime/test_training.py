@@ -25,6 +25,7 @@ from gplan.runtime.run.launch import run_virtual_engine
 from gplan.runtime.run.loop import BatchStream
 from gplan.runtime.run.reference import Reference, gradient_check, gradient_errors, plain_reference
 from gplan.runtime.run.run_options import RunOptions
+from gplan.runtime.run.speed_readings import SpeedReadings
 from profiler.host.host_info import device_share
 from profiler.model.load import load_model_file
 from tests.runtime.forked import run_forked
@@ -163,17 +164,22 @@ def test_layer_that_returns_its_input_costs_no_memory() -> None:
         assert plan.device_peak_bytes[1] == pytest.approx(run.peak_bytes[1], abs=17_000)  # of 4 x 16384 sent bytes
 
 
-def test_yardstick_is_read_in_timed_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yardstick_is_read_after_backwards_of_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reading in the warm-up would only put off those that count."""
-    left = iter([(1e-3, 1e-3), (1e-3,), (2e-3, 2e-3), (2e-3,)])
-    monkeypatch.setattr(
-        "gplan.runtime.run.speed_readings.Yardstick.seconds", lambda _, *names, num_readings: next(left)
-    )
-    monkeypatch.setattr("gplan.runtime.run.speed_readings.MOST_SHARE", 1.0)  # after every step
+    seconds = iter(range(1, 100))
+    monkeypatch.setattr(SpeedReadings, "after_backward", lambda self: self._read.append(next(seconds)))
+    monkeypatch.setattr(SpeedReadings, "_read", [], raising=False)
+
+    def take(self: SpeedReadings) -> YardstickTimes | None:
+        found, self._read[:] = list(self._read), []
+        return YardstickTimes(compute_s=len(found), memory_s=1.0, interpreter_s=1.0) if found else None
+
+    monkeypatch.setattr(SpeedReadings, "take", take)
     file, options = small_example("transformer_lm"), RunOptions(num_steps=5)
-    run = run_virtually(file, plan_for(file, num_devices=2), options)
-    first, second = (YardstickTimes(compute_s=x, memory_s=x, interpreter_s=x) for x in (1e-3, 2e-3))
-    assert [(x.first_step, x.ranks) for x in run.host_speed] == [(3, (first,)), (4, (second,))]
+    plan = plan_for(file, num_devices=2)
+    run = run_virtually(file, plan, options)
+    times = YardstickTimes(compute_s=2 * plan.num_microbatches, memory_s=1.0, interpreter_s=1.0)
+    assert [(x.first_step, x.ranks) for x in run.host_speed] == [(3, (times,)), (4, (times,))]
 
 
 def test_tied_embedding_over_two_processes() -> None:

@@ -105,7 +105,7 @@ def train(
 
 class _TrainingLoop:
     def __init__(self, source: ModelSource, plan: Plan, options: RunOptions, heartbeat: Heartbeat) -> None:
-        start_s, file = time.monotonic(), source.file
+        file = source.file
         file.require("batches", "loss", "optimizer")
         self._plan, self._options, self._heartbeat = plan, options, heartbeat
         self._data = BatchStream(file, plan.batch_size, seed=options.seed)
@@ -146,25 +146,19 @@ class _TrainingLoop:
             self._resume(options.resume)
         self.first_step = self._pipe.num_steps
         self._remaining = replace(options, num_steps=options.num_steps - self.first_step)
-        self._speed_readings = SpeedReadings(
-            self._pipe.device,
-            rank=self._pipe.rank,
-            num_ranks=self._num_ranks,
-            first_step=self.first_step + self._remaining.num_warmup_steps,  # warm-up steps do not count
-            start_s=start_s,
-        )
-        self._last_step_s = 0.0
+        self._speed_readings = SpeedReadings(self._pipe.device)
 
     def step(self, index: int, report: ReportStep) -> StepRecord:
         """Run one step; in the last warm-up step memory is measured."""
         self._heartbeat.enter_step(index)
-        is_measured = index - self.first_step == self._remaining.memory_step
+        num_done = index - self.first_step
+        is_measured = num_done == self._remaining.memory_step
+        if num_done == self._remaining.num_warmup_steps:  # earlier readings would only put off those that count
+            self._pipe.runner.engine.recorder.after_backward = self._speed_readings.after_backward
         with self._locating_errors():
             inputs, target = self._data.take()
-            with self._heartbeat.waiting("ranks"):
-                times = self._speed_readings.before_step(index, last_step_s=self._last_step_s)
             step = (self._measured_step if is_measured else self._timed_step)(inputs, target)
-            self._last_step_s = step.end_s - step.start_s
+            times = self._speed_readings.take()
             if self._scheduler is not None:
                 self._scheduler.step()
         if not math.isfinite(step.loss):

@@ -39,7 +39,6 @@ from profiler.host.host_info import software_versions
 from profiler.timing.clock import is_undisturbed
 
 _NUM_SPEED_WINDOWS = 20  # of a run, at most
-_BESIDE_S = 0.5  # from a reading, within which actions are beside it, and at least the nearest one on each side
 _PAGE_FAULT_S = 2e-6  # at least; measured 1 to 11 microseconds for a page that is given anew
 _MOST_FAULTS_SHARE = 0.003  # of a step's time
 
@@ -192,12 +191,11 @@ def _core_stretch(
 
 
 def _speed_windows(ranks: Sequence[Sequence[StepRecord]], timed: range, settled: Sequence[int]) -> Iterator[StepSpeed]:
-    """The mean reading, pace and compute time of each rank over the settled steps of each window of timed steps.
+    """The mean reading and compute time of each rank over the settled steps of each window of timed steps.
 
     Windows without settled steps are left out. While the memory of a process grows, the system's work slows the readings too.
     """
     size, counted_steps = max(1, math.ceil(len(timed) / _NUM_SPEED_WINDOWS)), set(settled)
-    paces = [_paces(own, settled) for own in ranks]
     for first in timed[::size]:
         end = min(first + size, timed.stop)
         within = [i for i in range(first, end) if i in counted_steps]
@@ -205,32 +203,7 @@ def _speed_windows(ranks: Sequence[Sequence[StepRecord]], timed: range, settled:
         readings = tuple(average_times([own[i].yardstick for i in read], fmean) for own in ranks)
         if any(readings):
             compute_s = tuple(fmean(sum(x.busy_s for x in own[i].actions) for i in within) for own in ranks)
-            beside = tuple(fmean(of[i] for i in read) for of in paces) if all(paces) else ()
-            yield StepSpeed(first_step=first, end_step=end, ranks=readings, compute_s=compute_s, paces=beside)
-
-
-def _paces(own: Sequence[StepRecord], settled: Sequence[int]) -> dict[int, float]:
-    """By settled step: the compute time of actions beside its start, over the mean of such actions of all settled steps.
-
-    Actions of the first micro-batch do not count: they find cold caches, or create gradients. Empty without others.
-    """
-    alike = {i: [x for x in own[i].actions if x.action.microbatch > 0] for i in settled}
-    seen: dict[tuple[ActionKind, int], list[float]] = {}
-    for x in chain.from_iterable(alike.values()):
-        seen.setdefault((x.action.kind, x.action.stage), []).append(x.busy_s)
-    usual_s = {key: fmean(busy_s) for key, busy_s in seen.items()}
-    if not all(usual_s.values()):
-        return {}
-    found = dict[int, float]()
-    for i, actions in alike.items():
-        start_s = own[i].start_s
-        before = [(start_s - x.end_s, x) for x in reversed(alike.get(i - 1, []))]
-        after = [(x.start_s - start_s, x) for x in actions]
-        beside = [x for side in (before, after) for away_s, x in side if away_s < _BESIDE_S or x is side[0][1]]
-        if beside:
-            whole_s = sum(usual_s[x.action.kind, x.action.stage] for x in beside)
-            found[i] = sum(x.busy_s for x in beside) / whole_s
-    return found
+            yield StepSpeed(first_step=first, end_step=end, ranks=readings, compute_s=compute_s)
 
 
 def _notes_on_steps(

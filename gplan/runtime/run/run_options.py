@@ -65,7 +65,7 @@ class StepRecord:
     start_s: float
     end_s: float
     num_page_faults: int = 0  # pages that the process was given in the step
-    yardstick: YardstickTimes | None = None  # read before the step; None: not due, or another rank's turn
+    yardstick: YardstickTimes | None = None  # the mean of the readings in the step; None: none was due
 
 
 ReportStep = Callable[[int, float], None]
