@@ -240,7 +240,7 @@ def profile_of(num_layers: int, *, sizes: Sequence[int], is_rich: bool, **more: 
         for i in range(num_layers)
     ]
     return {
-        "format": "gplan.profile/4",
+        "format": "gplan.profile/5",
         "model": {"name": "model.py", "settings": [["depth", "3"]], "digest": "d"},
         "device": {"name": "made", "kind": "cpu", "num_threads": 2, "memory_bytes": 2**34},
         "layers": layers,
@@ -268,7 +268,7 @@ YARDSTICK = {"compute_s": 1e-3, "memory_s": 5e-4, "interpreter_s": 2e-4}
 HOST_SPEED = {
     "reference": YARDSTICK,
     "windows": [{"start_s": 0.0, "end_s": 1.0, "times": YARDSTICK, "num_readings": 9}],
-    "load": {"steal_share": 0.0, "wait_share": 0.001},
+    "load": {"steal_share": 0.0, "wait_share": 0.001}, "beside": YARDSTICK, "response": 0.8,
 }  # fmt: skip
 
 
@@ -332,7 +332,7 @@ def run_of(folder: Path, content: Json) -> Json:
         "num_parameters": 4, "tolerance": 1e-4, "whole_batch": None,
     }  # fmt: skip
     return {
-        "format": "gplan.run/5", "plan": without_format(content), "engine": "virtual", "losses": [0.5, 0.4, 0.3],
+        "format": "gplan.run/6", "plan": without_format(content), "engine": "virtual", "losses": [0.5, 0.4, 0.3],
         "step_s": [0.2, 0.1, 0.1], "num_warmup_steps": 1, "num_disturbed": 0, "num_counted": 2,
         "timeline": {**timeline, "origin": "measured"}, "peak_bytes": [10**6] * plan.num_devices, "check": check,
         "created": "2000-01-01T00:00:00+00:00", "versions": [["torch", "2"]], "notes": ["a note"],

@@ -143,7 +143,9 @@ def _layer_rows(model: str, optimizer: str, profile: Profile, seconds: float) ->
         {**place, "quantity": name, "predicted": one, "measured": other, "error": one / other - 1}
         for name, (one, other) in pairs.items()
     ]
-    return [*rows, {**place, "quantity": "profile seconds", "measured": seconds}]
+    speed = profile.host_speed
+    response = [] if speed is None else [{**place, "quantity": "response", "measured": speed.response}]
+    return [*rows, {**place, "quantity": "profile seconds", "measured": seconds}, *response]
 
 
 def _run_rows(each: RealSizeRun, profile: Profile, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -193,8 +195,8 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         "## The layers' sum against the whole model",
         "",
-        "| model | optimizer | forward | backward | peak memory | profile | made |",
-        "|---|---|---|---|---|---|---|",
+        "| model | optimizer | forward | backward | peak memory | response | profile | made |",
+        "|---|---|---|---|---|---|---|---|",
         *(_layer_line(key, part) for key, part in rows[~is_run].groupby([*KEY[:2], "made"], sort=False)),
         "",
         "## Runs of earlier versions",
@@ -253,7 +255,8 @@ def _median_and_worst(name: str, errors: pd.Series) -> str:
 def _layer_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
     by_name = part.set_index("quantity")
     errors = [percent_text(by_name.error[f"layers {x}"], signed=True) for x in ("forward", "backward", "peak memory")]
-    cells = [*map(str, key[:2]), *errors, f"{by_name.measured['profile seconds']:.0f} s", str(key[-1])]
+    response = f"{by_name.measured['response']:.2f}" if "response" in by_name.index else ""
+    cells = [*map(str, key[:2]), *errors, response, f"{by_name.measured['profile seconds']:.0f} s", str(key[-1])]
     return f"| {' | '.join(cells)} |"
 
 

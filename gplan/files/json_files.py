@@ -1,6 +1,6 @@
 """Profiles, plans, runs, verifications and calibrations as JSON files: versioned, checked, and written atomically.
 
-Every file contains one value with a `format` such as "gplan.profile/4". Unknown keys, numbers out of bounds and plans
+Every file contains one value with a `format` such as "gplan.profile/5". Unknown keys, numbers out of bounds and plans
 that do not fit their schedule are rejected; messages name the path inside the file, such as
 `$.layers[3].costs[0].stash_bytes`. Files of older versions are not converted.
 """
@@ -26,9 +26,9 @@ Value: TypeAlias = Profile | Plan | Run | Verification | Calibration
 ValueT = TypeVar("ValueT", Profile, Plan, Run, Verification, Calibration)
 
 FORMATS: dict[type[Value], str] = {
-    Profile: "gplan.profile/4",
-    Plan: "gplan.plan/3",
-    Run: "gplan.run/5",
+    Profile: "gplan.profile/5",
+    Plan: "gplan.plan/4",
+    Run: "gplan.run/6",
     Verification: "gplan.verification/3",
     Calibration: "gplan.calibration/1",
 }

@@ -48,7 +48,7 @@ _NUM_KEPT = 2  # of each part in a reading
 _NUM_KEPT_BESIDE = 4  # the same beside other processes
 _NUM_AROUND = 9  # readings whose median is the speed of a moment
 _NUM_AROUND_BESIDE = 6  # the same beside other processes, which is measured in short stretches
-_MORE_STRETCHED = 1.03
+_MORE_STRETCHED = 1.1
 _WINDOW_S = 1.0  # the shortest window
 _NUM_STORED = 20  # windows in a profile
 _STREAMED_FLOATS = 2**24  # 64 MiB, more than the caches hold that a core shares; on a CPU two halves are read in turns
@@ -240,7 +240,7 @@ class SpeedHistory:
         return self._yardstick_slowdowns(np.array(at_s), of, num) ** self._response
 
     def _response_of(self, work: Sequence[Samples], read_at_s: Sequence[float]) -> float:
-        """The exponent by which the layers feel a slow-down of the yardstick: by their stretches, in logarithms.
+        """The exponent, at most 1, by which the layers feel a slow-down of the yardstick: by their stretches, in logarithms.
 
         Noise stretches both. So both count as `_MORE_STRETCHED` times as stretched: on a steady host the exponent is about 1.
         """
@@ -252,7 +252,7 @@ class SpeedHistory:
         quick_s = sum(sum(x.clean_s) / stretch(x.clean_s) for x in enough)
         felt = sum(sum(x.clean_s) for x in enough) / quick_s
         seen = stretch(self._yardstick_slowdowns(np.array(at_s), self._ratios, 1).tolist())
-        return math.log(_MORE_STRETCHED * felt) / math.log(_MORE_STRETCHED * seen)
+        return min(1.0, math.log(_MORE_STRETCHED * felt) / math.log(_MORE_STRETCHED * seen))
 
     @staticmethod
     def _yardstick_slowdowns(moments_s: Floats, of: Sequence[tuple[Floats, Floats]], num_around: int) -> Floats:

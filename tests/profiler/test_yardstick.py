@@ -268,7 +268,7 @@ def test_an_interrupted_reading_is_dropped() -> None:
     assert mean_times(yardstick.parts) is None
 
 
-@pytest.mark.parametrize("exponent", [0.5, 1.0, 1.25])
+@pytest.mark.parametrize("exponent", [0.5, 0.75, 1.0])
 def test_layers_are_brought_to_one_speed_as_far_as_they_feel_it(exponent: float) -> None:
     """The host is slow in every third second."""
 
@@ -281,9 +281,9 @@ def test_layers_are_brought_to_one_speed_as_far_as_they_feel_it(exponent: float)
     ]
     speeds = SpeedHistory(parts, (), layers)
     assert speeds.host_speed is not None
-    assert speeds.host_speed.response == pytest.approx(exponent, abs=0.1)
+    assert speeds.host_speed.response == pytest.approx(exponent, abs=0.15)
     found = speeds.at_one_speed(layers[0]).timing()
-    assert (found.low_s, found.median_s, found.high_s) == pytest.approx((0.02, 0.02, 0.02), rel=0.07)
+    assert (found.low_s, found.median_s, found.high_s) == pytest.approx((0.02, 0.02, 0.02), rel=0.1)
 
 
 def test_noise_alone_does_not_tell_how_layers_feel_the_host() -> None:
@@ -292,4 +292,4 @@ def test_noise_alone_does_not_tell_how_layers_feel_the_host() -> None:
     layers = [sampled(0.02, np.arange(0, 60, 4.0).tolist(), lambda _: random.lognormal(0, 0.01))]
     speeds = SpeedHistory(parts, (), layers)
     assert speeds.host_speed is not None
-    assert speeds.host_speed.response == pytest.approx(1.0, abs=0.4)
+    assert 0.8 < speeds.host_speed.response <= 1.0
