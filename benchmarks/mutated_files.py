@@ -169,7 +169,7 @@ def make_originals(folder: Path) -> dict[str, list[Json]]:
     runs = [run_of(folder, plan) for plan in plans if len(plan["stages"]) < 6]
     calibration = calibration_of(profiles[1])
     verification = {
-        "format": "gplan.verification/3",
+        "format": "gplan.verification/4",
         "engine": "virtual",
         "contenders": [
             {"label": "plan", "run": without_format(runs[0]), "steps_s": [0.02, 0.021]},

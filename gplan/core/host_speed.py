@@ -22,14 +22,15 @@ from gplan.core.units import seconds_text
 ONE_PHASE = 1.15
 """The largest ratio of slowdowns within a phase."""
 
+_LEAST_RESPONSE = 0.01
 _MOST_CHANGE = 2.0  # of the slowdown within a profile, before a warning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YardstickTimes:
-    """Median seconds of the three parts of the yardstick."""
+    """Seconds of the three parts of the yardstick: medians in a profile, means in a run."""
 
-    compute_s: float  # products of matrices that stay in a core's caches
+    compute_s: float  # products: of matrices in a core's caches, and with weights that are not
     memory_s: float  # sums of vectors that do not
     interpreter_s: float  # Python; on a GPU launches of small kernels
 
@@ -85,10 +86,13 @@ class HostSpeed:
     windows: tuple[SpeedWindow, ...] = ()  # left out of plans
     load: HostLoad | None = None  # evidence of other work while layers were timed; None: not measured
     beside: YardstickTimes | None = None  # the reference beside other processes that compute; None: the same
-    response: float = 1.0  # the exponent by which the model's layers feel a slow-down of the yardstick
+    response: float = (
+        1.0  # the model takes slowdown ** response times as long while the yardstick takes slowdown times as long
+    )
 
     def __post_init__(self) -> None:
-        check_positive(self, "response")
+        if not _LEAST_RESPONSE <= self.response <= 1.0:
+            raise ValueError(f"response is {self.response!r}; expected {_LEAST_RESPONSE} to 1")
 
     def slowdown(self, times: YardstickTimes, *, num_devices: int = 1) -> float:
         """How many times as long the model's work takes at these times of the yardstick as at the reference.
@@ -102,7 +106,7 @@ class HostSpeed:
         """
         return float(slowdown_of(np.array(self.ratios(times, num_devices=num_devices))) ** self.response)
 
-    def slower(self, slowdown: float) -> HostSpeed:
+    def slowed_by(self, slowdown: float) -> HostSpeed:
         """The speed at which the model's work takes `slowdown` times as long, without windows."""
         factor = slowdown ** (1.0 / self.response)
         beside = self.beside and self.beside.times(factor)
@@ -120,9 +124,10 @@ class HostSpeed:
     def slowdowns(self, steps: Sequence[StepSpeed]) -> tuple[tuple[float, ...], ...]:
         """By rank the slowdown in each window of steps; () unless every rank has a reading.
 
-        What disturbs a reading need not disturb the steps. So the middle mean of reading over compute time of the window's
-        steps is the slowdown in the whole run, and the compute times tell how it changed between windows. Steps can also
-        differ in their work, as with inputs of several shapes: so no slowdown is outside the range of the readings.
+        A window's share is its compute time over the mean of the windows. The middle mean of reading over share is the
+        slowdown of the run: what disturbs a reading need not disturb the steps. Times the share it is that of the window.
+        Steps can also differ in their work, as with inputs of several shapes: so no slowdown is outside the range of the
+        readings.
 
         >>> once, twice = (YardstickTimes(compute_s=x, memory_s=x, interpreter_s=x) for x in (1e-3, 2e-3))
         >>> steps = [
@@ -197,10 +202,10 @@ def middle_mean(values: Sequence[float]) -> float:
     return fmean(sorted(values)[quarter : len(values) - quarter])
 
 
-def stretch(values: Sequence[float]) -> float:
-    """The mean over the lower quartile, at least 1: how much longer work took than in its quick moments.
+def mean_over_lower_quartile(values: Sequence[float]) -> float:
+    """At least 1: how much longer work took in the mean than in its quick moments.
 
-    >>> stretch([1.0, 1.0, 1.0, 2.0])
+    >>> mean_over_lower_quartile([1.0, 1.0, 1.0, 2.0])
     1.25
     """
     return max(1.0, fmean(values) / float(np.quantile(values, 0.25)))

@@ -69,7 +69,7 @@ def _speed_of_run(run: Run) -> HostSpeed | None:
     known, slowdown = run.plan.host_speed, run.slowdown
     if known is None or slowdown is None or run.core_stretch:
         return None
-    return replace(known.slower(slowdown), load=run.host_load)
+    return replace(known.slowed_by(slowdown), load=run.host_load)
 
 
 def _predicted(profile: Profile, plan: Plan) -> Plan:

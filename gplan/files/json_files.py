@@ -29,7 +29,7 @@ FORMATS: dict[type[Value], str] = {
     Profile: "gplan.profile/5",
     Plan: "gplan.plan/4",
     Run: "gplan.run/6",
-    Verification: "gplan.verification/3",
+    Verification: "gplan.verification/4",
     Calibration: "gplan.calibration/1",
 }
 _MADE_BY = {

@@ -27,7 +27,7 @@ class ActionTiming:
     busy_s: float
 
 
-_FORWARD_OR_UPDATE = (ActionKind.FORWARD, ActionKind.OPTIMIZER)
+_WARM = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)  # an input gradient of the first stage does nothing
 
 _Raw = tuple[Action, float, float, float]  # the fields of an ActionTiming, which takes longer to build
 
@@ -41,7 +41,7 @@ class ActionRecorder:
 
     def __init__(self) -> None:
         self.under_way: Action | None = None  # after an error, the action that failed
-        self.after_backward: Callable[[], object] = lambda: None  # called after each backward and half of one
+        self.after_backward: Callable[[], object] = lambda: None  # called after each of `_WARM`
         self.heartbeat = Heartbeat()
         self.is_on_gpu = False
         self._noted: list[_Raw] = []
@@ -74,9 +74,9 @@ class ActionRecorder:
         return tuple(taken)
 
     def end(self, action: Action) -> None:
-        """What follows the block of an action that did not fail."""
+        """Mark an action as done; after a backward, call `after_backward`."""
         self.under_way = None
-        if action.kind not in _FORWARD_OR_UPDATE:
+        if action.kind in _WARM:
             self.after_backward()
 
     @contextmanager

@@ -98,7 +98,7 @@ class SampledSize:
 
     chain: Chain
     measured: _Measured
-    work: tuple[Samples, ...]  # of the layers, as they were timed
+    layer_samples: tuple[Samples, ...]  # as they were timed
 
 
 def sample_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: Progress) -> SampledSize:
@@ -116,7 +116,7 @@ def sample_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: P
     return SampledSize(
         chain=chain,
         measured=measured,
-        work=tuple(
+        layer_samples=tuple(
             subject.samples(setup.journal, bench.name)(f"{key}/{x}")
             for bench in benches
             for key in dict.fromkeys(bench.keys)

@@ -1,4 +1,4 @@
-"""The yardstick: fixed work of less than a millisecond, timed beside the samples to know how fast the host was.
+"""The yardstick: fixed work of less than a millisecond, timed between the samples to know how fast the host was.
 
 Its parts are bound by compute, by memory, and by the interpreter. The speed of a shared host changes between phases of
 some seconds or minutes. Samples are divided by the slowdown of their moment (`SpeedHistory`).
@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gplan.core.host_speed import HostSpeed, SpeedWindow, YardstickTimes, slowdown_of, stretch
+from gplan.core.host_speed import HostSpeed, SpeedWindow, YardstickTimes, mean_over_lower_quartile, slowdown_of
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.neighbours import BESIDE_OTHERS
 
@@ -38,17 +38,17 @@ speed). The pages of a model are in use all the time.
 """
 SAMPLES = "yardstick/"
 """Prefix of the names of its samples in a journal."""
-WARMUPS_AFTER_LAYERS = 4
-"""Products before a reading right after layers: the third is as fast as the others."""
 
 _GPU_READING_S = 5e-3  # about; the host only launches it
 _LEAST_READINGS = 5
+_MOST_READING_S = 0.02  # that counts: an interruption need not put off the next
 _NUM_WARMUPS = 12  # products before a reading: after a wait or an update the twelfth is as fast as the others
-_NUM_KEPT = 2  # of each part in a reading
+_NUM_KEPT = 2  # times of each part in a reading
 _NUM_KEPT_BESIDE = 4  # the same beside other processes
-_NUM_AROUND = 9  # readings whose median is the speed of a moment
-_NUM_AROUND_BESIDE = 6  # the same beside other processes, which is measured in short stretches
-_MORE_STRETCHED = 1.1
+_NUM_AROUND = 9  # times of a part whose median is the speed of a moment
+_NUM_AROUND_BESIDE = 6  # the same beside other processes, where readings are close to each other
+_PRIOR = 1.1
+_LEAST_RESPONSE = 0.25
 _WINDOW_S = 1.0  # the shortest window
 _NUM_STORED = 20  # windows in a profile
 _STREAMED_FLOATS = 2**24  # 64 MiB, more than the caches hold that a core shares; on a CPU two halves are read in turns
@@ -159,7 +159,7 @@ class Yardstick:
         if start_s >= self._next_s:
             self._read(self.parts, _NUM_KEPT)
             end_s = self._now()
-            self._next_s = end_s + max(self._least_s, end_s - start_s) / self._share
+            self._next_s = end_s + min(max(self._least_s, end_s - start_s), _MOST_READING_S) / self._share
 
     def read_beside(self) -> None:
         """Time every part, while other processes compute."""
@@ -169,8 +169,8 @@ class Yardstick:
         """Time the parts, one after the other, each some times in a row after a first time that does not count.
 
         Before, the memory that they read is brought back, which takes longer in some processes than in others. A core that
-        did no products for a while comes to its full speed of them only after some. Parts do not take turns: a
-        product after the sums, which fill the caches, takes 1.2 times as long.
+        did no products for a while comes to its full speed of them only after some. Parts do not take turns: the sums fill
+        the caches, and would slow the product after them.
         """
         if PAGES in self._parts:
             _repeat(*self._parts[PAGES])
@@ -204,9 +204,11 @@ def _times(seconds: Sequence[float]) -> YardstickTimes | None:
 class SpeedHistory:
     """The slowdown of the host at each moment, by readings of the yardstick. With too few of them, it is steady."""
 
-    def __init__(self, parts: Sequence[Samples], beside: Sequence[Samples] = (), work: Sequence[Samples] = ()) -> None:
-        """`parts` were read alone, `beside` beside other processes; `work` are the layers."""
-        found, self._response = median_times(parts), 1.0
+    def __init__(
+        self, parts: Sequence[Samples], beside: Sequence[Samples] = (), layers: Sequence[Samples] = ()
+    ) -> None:
+        """`parts` were read alone, `beside` beside other processes; `layers` are the samples of the layers alone."""
+        found = median_times(parts)
         self.host_speed = None if found is None else HostSpeed(reference=found)
         self._is_known = min(len(x.clean_s) for x in parts) >= _LEAST_READINGS
         if found is None or not self._is_known:
@@ -217,10 +219,10 @@ class SpeedHistory:
             references_s = [self._at_reference_s(*pair) for pair in zip(beside, self._ratios, strict=True)]
             self._ratios_beside = [_ratios(*pair) for pair in zip(beside, references_s, strict=True)]
             times_beside = _times(references_s)
-        self._response = self._response_of(work, parts[0].clean_at_s)
+        response = self._response_of(layers, parts[0].clean_at_s)
         start_s, end_s = min(x.clean_at_s[0] for x in parts), max(x.clean_at_s[-1] for x in parts)
         windows = tuple(_stored_windows(parts, start_s, max(_WINDOW_S, (end_s - start_s) / _NUM_STORED)))
-        self.host_speed = HostSpeed(reference=found, windows=windows, beside=times_beside, response=self._response)
+        self.host_speed = HostSpeed(reference=found, windows=windows, beside=times_beside, response=response)
 
     @staticmethod
     def _at_reference_s(beside: Samples, alone: tuple[Floats, Floats]) -> float:
@@ -232,27 +234,33 @@ class SpeedHistory:
 
     def slowdowns(self, at_s: Sequence[float], *, beside: bool = False) -> Floats:
         """The slowdown at each moment, by the medians of the nearest readings of each part: alone, or beside others."""
-        if not self._is_known:
+        if self.host_speed is None or not self._is_known:
             return np.ones(len(at_s))
         of, num = self._ratios, _NUM_AROUND
         if beside and self._ratios_beside:
             of, num = self._ratios_beside, _NUM_AROUND_BESIDE
-        return self._yardstick_slowdowns(np.array(at_s), of, num) ** self._response
+        return self._yardstick_slowdowns(np.array(at_s), of, num) ** self.host_speed.response
 
-    def _response_of(self, work: Sequence[Samples], read_at_s: Sequence[float]) -> float:
-        """The exponent, at most 1, by which the layers feel a slow-down of the yardstick: by their stretches, in logarithms.
+    def _response_of(self, layers: Sequence[Samples], read_at_s: Sequence[float]) -> float:
+        """The exponent, from 0.25 to 1, of the yardstick's slowdown that gives the slowdown of the layers.
 
-        Noise stretches both. So both count as `_MORE_STRETCHED` times as stretched: on a steady host the exponent is about 1.
+        How far each layer's mean is above its lower quartile is compared with the readings in the same time, in
+        logarithms. Noise alone does that too. So `_PRIOR` counts on both sides: on a steady host the exponent is near 1.
         """
-        enough = [x for x in work if len(x.clean_s) >= _LEAST_READINGS]
-        moments = [at_s for x in enough for at_s in x.clean_at_s]
-        at_s = [x for x in read_at_s if moments and min(moments) <= x <= max(moments)]
-        if len(at_s) < _LEAST_READINGS:
+        all_s = quick_s = quick_by_readings_s = 0.0
+        for samples in (x for x in layers if len(x.clean_s) >= _LEAST_READINGS):
+            first_s, last_s = min(samples.clean_at_s), max(samples.clean_at_s)
+            at_s = np.array([x for x in read_at_s if first_s <= x <= last_s])
+            if len(at_s) >= _LEAST_READINGS:
+                layer_s = sum(samples.clean_s)
+                all_s += layer_s
+                quick_s += layer_s / mean_over_lower_quartile(samples.clean_s)
+                readings = self._yardstick_slowdowns(at_s, self._ratios, 1).tolist()
+                quick_by_readings_s += layer_s / mean_over_lower_quartile(readings)
+        if not all_s:
             return 1.0
-        quick_s = sum(sum(x.clean_s) / stretch(x.clean_s) for x in enough)
-        felt = sum(sum(x.clean_s) for x in enough) / quick_s
-        seen = stretch(self._yardstick_slowdowns(np.array(at_s), self._ratios, 1).tolist())
-        return min(1.0, math.log(_MORE_STRETCHED * felt) / math.log(_MORE_STRETCHED * seen))
+        found = math.log(_PRIOR * all_s / quick_s) / math.log(_PRIOR * all_s / quick_by_readings_s)
+        return min(1.0, max(_LEAST_RESPONSE, found))
 
     @staticmethod
     def _yardstick_slowdowns(moments_s: Floats, of: Sequence[tuple[Floats, Floats]], num_around: int) -> Floats:

@@ -273,6 +273,27 @@ def test_a_retimed_profile_leaves_out_disturbed_readings_as_its_run_does() -> No
     assert newer.host_speed.beside.compute_s == pytest.approx(2.5e-3)
 
 
+def test_a_model_that_responds_half_as_much_to_the_host() -> None:
+    speed = replace(SPEED, response=0.5)
+    slow = readings(4.0)
+    assert speed.slowdown(slow) == pytest.approx(2.0)
+    assert speed.slowed_by(2.0).slowdown(slow) == pytest.approx(1.0)
+    run = slow_run(usual_plan(), 1.25, 1.25)
+    windows = tuple(
+        StepSpeed(first_step=i, end_step=i + 1, ranks=(readings(1.25**2),) * 2, compute_s=(1.0, 1.0)) for i in (3, 4)
+    )
+    run = replace(run, plan=replace(run.plan, host_speed=speed), host_speed=windows)
+    assert run.device_slowdowns == pytest.approx((1.25, 1.25))
+    newer = retime_profile(usual_profile(), run=run).host_speed
+    assert newer is not None and newer.slowdown(readings(1.25**2)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("response", [0.0, 1e-300, 1.1, math.nan])
+def test_a_response_out_of_bounds_is_refused(response: float) -> None:
+    with pytest.raises(ValueError, match=r"response is .*; expected 0.01 to 1"):
+        replace(SPEED, response=response)
+
+
 def test_the_page_has_both_errors() -> None:
     slow, plain = slow_run(usual_plan(), 1.25, 1.25), measured_run(usual_plan(), simulate(usual_plan()))
     heads = [{x.heading for x in comparison_table(run).columns} for run in (slow, plain)]

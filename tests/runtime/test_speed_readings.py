@@ -46,7 +46,7 @@ def test_only_backwards_that_did_not_fail_are_followed_by_a_reading() -> None:
             pass
         with pytest.raises(ValueError), recorder.note(Action(0, kind, 1)):
             raise ValueError
-    assert seen == [ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT]
+    assert seen == [ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT]
 
 
 def test_readings_are_in_no_actions_time() -> None:

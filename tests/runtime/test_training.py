@@ -166,13 +166,13 @@ def test_layer_that_returns_its_input_costs_no_memory() -> None:
 
 def test_yardstick_is_read_after_backwards_of_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reading in the warm-up would only put off those that count."""
-    seconds = iter(range(1, 100))
-    monkeypatch.setattr(SpeedReadings, "after_backward", lambda self: self._read.append(next(seconds)))
-    monkeypatch.setattr(SpeedReadings, "_read", [], raising=False)
+    read = list[int]()
+    monkeypatch.setattr(SpeedReadings, "after_backward", lambda _: read.append(1))
 
-    def take(self: SpeedReadings) -> YardstickTimes | None:
-        found, self._read[:] = list(self._read), []
-        return YardstickTimes(compute_s=len(found), memory_s=1.0, interpreter_s=1.0) if found else None
+    def take(_: SpeedReadings) -> YardstickTimes | None:
+        num = len(read)
+        read.clear()
+        return YardstickTimes(compute_s=num, memory_s=1.0, interpreter_s=1.0) if num else None
 
     monkeypatch.setattr(SpeedReadings, "take", take)
     file, options = small_example("transformer_lm"), RunOptions(num_steps=5)

@@ -196,12 +196,13 @@ def _speed_windows(ranks: Sequence[Sequence[StepRecord]], timed: range, settled:
     Windows without settled steps are left out. While the memory of a process grows, the system's work slows the readings too.
     """
     size, counted_steps = max(1, math.ceil(len(timed) / _NUM_SPEED_WINDOWS)), set(settled)
+    if not any(own[i].yardstick for own in ranks for i in settled):
+        return
     for first in timed[::size]:
         end = min(first + size, timed.stop)
         within = [i for i in range(first, end) if i in counted_steps]
-        read = [i for i in within if any(own[i].yardstick for own in ranks)]
-        readings = tuple(average_times([own[i].yardstick for i in read], fmean) for own in ranks)
-        if any(readings):
+        if within:
+            readings = tuple(average_times([own[i].yardstick for i in within], fmean) for own in ranks)
             compute_s = tuple(fmean(sum(x.busy_s for x in own[i].actions) for i in within) for own in ranks)
             yield StepSpeed(first_step=first, end_step=end, ranks=readings, compute_s=compute_s)
 

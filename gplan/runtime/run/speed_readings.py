@@ -8,16 +8,18 @@ import torch
 
 from gplan.core import YardstickTimes
 from profiler.timing.clock import CpuClock, CudaClock, Samples
-from profiler.timing.yardstick import WARMUPS_AFTER_LAYERS, Yardstick, mean_times, yardstick_parts
+from profiler.timing.yardstick import Yardstick, mean_times, yardstick_parts
 
-_MOST_SHARE = 0.0025  # of a step
+_MOST_SHARE = 0.0025  # of the time from one reading to the next
+_NUM_WARMUPS = 4  # products before a reading: right after layers the third is as fast as the others
 
 
 class SpeedReadings:
     """Reads the yardstick between the actions of a rank, while the other ranks compute.
 
     A host can change its speed several times in a step. So a step has many short readings, after backwards, when the core
-    is warm. They are in no action's time and take at most `_MOST_SHARE` of the step.
+    is warm. They are in no action's time. With the torch engine they lengthen a step by up to `_MOST_SHARE`, and a run of
+    less than a second by one reading, some 2 ms.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +30,7 @@ class SpeedReadings:
             lambda name: self._samples[name],
             yardstick_parts(str(device)),
             share=_MOST_SHARE,
-            num_warmups=WARMUPS_AFTER_LAYERS,
+            num_warmups=_NUM_WARMUPS,
         )
 
     def after_backward(self) -> None:
