@@ -144,8 +144,8 @@ def _layer_rows(model: str, optimizer: str, profile: Profile, seconds: float) ->
         for name, (one, other) in pairs.items()
     ]
     speed = profile.host_speed
-    response = [] if speed is None else [{**place, "quantity": "response", "measured": speed.response}]
-    return [*rows, {**place, "quantity": "profile seconds", "measured": seconds}, *response]
+    above = [] if speed is None else [{**place, "quantity": "above quick moments", "measured": speed.above_quick}]
+    return [*rows, {**place, "quantity": "profile seconds", "measured": seconds}, *above]
 
 
 def _run_rows(each: RealSizeRun, profile: Profile, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -195,7 +195,7 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         "## The layers' sum against the whole model",
         "",
-        "| model | optimizer | forward | backward | peak memory | response | profile | made |",
+        "| model | optimizer | forward | backward | peak memory | above quick moments | profile | made |",
         "|---|---|---|---|---|---|---|---|",
         *(_layer_line(key, part) for key, part in rows[~is_run].groupby([*KEY[:2], "made"], sort=False)),
         "",
@@ -255,8 +255,8 @@ def _median_and_worst(name: str, errors: pd.Series) -> str:
 def _layer_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
     by_name = part.set_index("quantity")
     errors = [percent_text(by_name.error[f"layers {x}"], signed=True) for x in ("forward", "backward", "peak memory")]
-    response = f"{by_name.measured['response']:.2f}" if "response" in by_name.index else ""
-    cells = [*map(str, key[:2]), *errors, response, f"{by_name.measured['profile seconds']:.0f} s", str(key[-1])]
+    above = f"{by_name.measured['above quick moments']:.2f}" if "above quick moments" in by_name.index else ""
+    cells = [*map(str, key[:2]), *errors, above, f"{by_name.measured['profile seconds']:.0f} s", str(key[-1])]
     return f"| {' | '.join(cells)} |"
 
 
