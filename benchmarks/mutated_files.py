@@ -268,7 +268,7 @@ YARDSTICK = {"compute_s": 1e-3, "memory_s": 5e-4, "interpreter_s": 2e-4}
 HOST_SPEED = {
     "reference": YARDSTICK,
     "windows": [{"start_s": 0.0, "end_s": 1.0, "times": YARDSTICK, "num_readings": 9}],
-    "load": {"steal_share": 0.0, "wait_share": 0.001}, "beside": YARDSTICK, "above_quick": 1.1,
+    "load": {"steal_share": 0.0, "wait_share": 0.001}, "beside": YARDSTICK, "response": 0.8,
 }  # fmt: skip
 
 
@@ -337,8 +337,7 @@ def run_of(folder: Path, content: Json) -> Json:
         "timeline": {**timeline, "origin": "measured"}, "peak_bytes": [10**6] * plan.num_devices, "check": check,
         "created": "2000-01-01T00:00:00+00:00", "versions": [["torch", "2"]], "notes": ["a note"],
         "step_timelines": [timeline] * 2 if plan.schedule == "gpipe" else [],
-        "host_speed": [{"first_step": x, "end_step": x + 1, "ranks": [YARDSTICK], "compute_s": [0.1], "quick_s": [0.09]} for x in (1, 2)],
-        "quick_readings": [YARDSTICK],
+        "host_speed": [{"first_step": x, "end_step": x + 1, "ranks": [YARDSTICK], "compute_s": [0.1]} for x in (1, 2)],
         "host_load": {"steal_share": 0.0, "wait_share": 0.2}, "core_stretch": [1.2] * plan.num_devices,
     }  # fmt: skip
 

@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet50": ("examples/resnet.py", {"depth": 50, "width": 64, "image_size": 224, "num_classes": 1000}),
 }
 OPTIMIZERS = ("adamw", "sgd")
-PRESENT = "2026-11-26 21:03"  # since when runs are of the present version
+PRESENT = "2026-11-26 21:14"  # since when runs are of the present version
 LAYERS = ["", 0, "", ""]  # in place of engine, devices, schedule and recompute: the layers' sum against the whole model
 
 
@@ -144,8 +144,8 @@ def _layer_rows(model: str, optimizer: str, profile: Profile, seconds: float) ->
         for name, (one, other) in pairs.items()
     ]
     speed = profile.host_speed
-    above = [] if speed is None else [{**place, "quantity": "above quick moments", "measured": speed.above_quick}]
-    return [*rows, {**place, "quantity": "profile seconds", "measured": seconds}, *above]
+    response = [] if speed is None else [{**place, "quantity": "response", "measured": speed.response}]
+    return [*rows, {**place, "quantity": "profile seconds", "measured": seconds}, *response]
 
 
 def _run_rows(each: RealSizeRun, profile: Profile, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -195,13 +195,13 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         "## The layers' sum against the whole model",
         "",
-        "| model | optimizer | forward | backward | peak memory | above quick moments | profile | made |",
+        "| model | optimizer | forward | backward | peak memory | response | profile | made |",
         "|---|---|---|---|---|---|---|---|",
         *(_layer_line(key, part) for key, part in rows[~is_run].groupby([*KEY[:2], "made"], sort=False)),
         "",
         "## Runs of earlier versions",
         "",
-        "Before 21:03 on 2026-11-26 one reading of the yardstick before each step counted, divided by the time of the actions "
+        "Before 21:14 on 2026-11-26 one reading of the yardstick before each step counted, divided by the time of the actions "
         "within half a second of it over that of such actions in the run; before 17:15 it was not divided. In profiles the "
         "parts of the yardstick took turns, so that the reference of runs was 0.8 to 0.9 of what it should be. "
         "Before 16:00 the host was another one: the cores of the present one take 1 or 1.4 times as long, in turns of some "
@@ -257,8 +257,8 @@ def _median_and_worst(name: str, errors: pd.Series) -> str:
 def _layer_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
     by_name = part.set_index("quantity")
     errors = [percent_text(by_name.error[f"layers {x}"], signed=True) for x in ("forward", "backward", "peak memory")]
-    above = f"{by_name.measured['above quick moments']:.2f}" if "above quick moments" in by_name.index else ""
-    cells = [*map(str, key[:2]), *errors, above, f"{by_name.measured['profile seconds']:.0f} s", str(key[-1])]
+    response = f"{by_name.measured['response']:.2f}" if "response" in by_name.index else ""
+    cells = [*map(str, key[:2]), *errors, response, f"{by_name.measured['profile seconds']:.0f} s", str(key[-1])]
     return f"| {' | '.join(cells)} |"
 
 

@@ -8,7 +8,7 @@ its median speed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -22,6 +22,7 @@ from gplan.core.units import seconds_text
 ONE_PHASE = 1.15
 """The largest ratio of slowdowns within a phase."""
 
+_LEAST_RESPONSE = 0.01
 _MOST_CHANGE = 2.0  # of the slowdown within a profile, before a warning
 
 
@@ -36,13 +37,12 @@ class YardstickTimes:
     def __post_init__(self) -> None:
         check_positive(self, "compute_s", "memory_s", "interpreter_s")
 
-    def each_times(self, factors: Iterable[float]) -> YardstickTimes:
-        """Every part, compute first, times its factor."""
-        compute, memory, interpreter = factors
+    def times(self, factor: float) -> YardstickTimes:
+        """Every part times a factor."""
         return YardstickTimes(
-            compute_s=compute * self.compute_s,
-            memory_s=memory * self.memory_s,
-            interpreter_s=interpreter * self.interpreter_s,
+            compute_s=factor * self.compute_s,
+            memory_s=factor * self.memory_s,
+            interpreter_s=factor * self.interpreter_s,
         )
 
 
@@ -67,53 +67,50 @@ class StepSpeed:
     end_step: int
     ranks: tuple[YardstickTimes | None, ...]  # None for one without a reading
     compute_s: tuple[float, ...]  # by rank the processor time of its actions in such a step
-    quick_s: tuple[
-        float, ...
-    ]  # the same if each action were as quick as the quickest tenth of those like it in the run
 
     def __post_init__(self) -> None:
         check_not_negative(self, "first_step", "end_step")
-        for name, values in (("compute_s", self.compute_s), ("quick_s", self.quick_s)):
-            if len(values) != len(self.ranks) or not all(math.isfinite(x) and x > 0 for x in values):
-                raise ValueError(
-                    f"{name} is {values}; expected seconds above 0 for each of the {len(self.ranks)} ranks"
-                )
+        if len(self.compute_s) != len(self.ranks) or not all(math.isfinite(x) and x > 0 for x in self.compute_s):
+            raise ValueError(
+                f"compute_s is {self.compute_s}; expected seconds above 0 for each of the {len(self.ranks)} ranks"
+            )
         if self.end_step <= self.first_step:
             raise ValueError(f"end_step is {self.end_step}; expected more than first_step, {self.first_step}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpeed:
-    """The speed that the times of a profile belong to, and how it changed while the profile was measured.
+    """The speed that the times of a profile belong to, and how it changed while the profile was measured."""
 
-    The yardstick and the layers of a model are slowed by different factors when other work disturbs a host. So they are
-    compared by their quick moments, as `quick` finds them.
-    """
-
-    reference: YardstickTimes  # quick
+    reference: YardstickTimes
     windows: tuple[SpeedWindow, ...] = ()  # left out of plans
     load: HostLoad | None = None  # evidence of other work while layers were timed; None: not measured
     beside: YardstickTimes | None = None  # the reference beside other processes that compute; None: the same
-    above_quick: float = 1.0  # the profile's times of layers over those in their quick moments
+    response: float = (
+        1.0  # the model takes slowdown ** response times as long while the yardstick takes slowdown times as long
+    )
 
     def __post_init__(self) -> None:
-        check_positive(self, "above_quick")
+        if not _LEAST_RESPONSE <= self.response <= 1.0:
+            raise ValueError(f"response is {self.response!r}; expected {_LEAST_RESPONSE} to 1")
 
     def slowdown(self, times: YardstickTimes, *, num_devices: int = 1) -> float:
-        """How many times as long as in the profile work takes at these times of the yardstick.
+        """How many times as long the model's work takes at these times of the yardstick as at the reference.
 
         `num_devices` computed at the same time.
 
         >>> once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
-        >>> slow = YardstickTimes(compute_s=2e-3, memory_s=2e-3, interpreter_s=9e-3)
-        >>> HostSpeed(reference=once).slowdown(slow), HostSpeed(reference=once, above_quick=1.25).slowdown(slow)
-        (2.0, 1.6)
+        >>> slow = YardstickTimes(compute_s=4e-3, memory_s=4e-3, interpreter_s=9e-3)
+        >>> HostSpeed(reference=once).slowdown(slow), HostSpeed(reference=once, response=0.5).slowdown(slow)
+        (4.0, 2.0)
         """
-        return float(slowdown_of(np.array(self.ratios(times, num_devices=num_devices)))) / self.above_quick
+        return float(slowdown_of(np.array(self.ratios(times, num_devices=num_devices))) ** self.response)
 
     def slowed_by(self, slowdown: float) -> HostSpeed:
-        """The speed at which work takes `slowdown` times as long, without windows."""
-        return replace(self, above_quick=slowdown * self.above_quick, windows=())
+        """The speed at which the model's work takes `slowdown` times as long, without windows."""
+        factor = slowdown ** (1.0 / self.response)
+        beside = self.beside and self.beside.times(factor)
+        return replace(self, reference=self.reference.times(factor), beside=beside, windows=())
 
     def ratios(self, times: YardstickTimes, *, num_devices: int = 1) -> tuple[float, float, float]:
         """The times of the compute, memory and interpreter parts over their references."""
@@ -124,33 +121,36 @@ class HostSpeed:
             times.interpreter_s / of.interpreter_s,
         )
 
-    def slowdowns(
-        self, steps: Sequence[StepSpeed], quick: Sequence[YardstickTimes | None]
-    ) -> tuple[tuple[float, ...], ...]:
-        """By rank the slowdown in each window of steps; () unless every rank has a reading. `quick`: by rank in the run.
+    def slowdowns(self, steps: Sequence[StepSpeed]) -> tuple[tuple[float, ...], ...]:
+        """By rank the slowdown in each window of steps; () unless every rank has a reading.
 
-        The slowdown of the quick readings is that of quick actions; the others are slower by their own compute time. Steps
-        can also differ in their work, as with inputs of several shapes: so no slowdown is outside the range of the readings.
+        A window's share is its compute time over the mean of the windows. The middle mean of reading over share is the
+        slowdown of the run: what disturbs a reading need not disturb the steps. Times the share it is that of the window.
+        Steps can also differ in their work, as with inputs of several shapes: so no slowdown is outside the range of the
+        readings.
 
         >>> once, twice = (YardstickTimes(compute_s=x, memory_s=x, interpreter_s=x) for x in (1e-3, 2e-3))
         >>> steps = [
-        ...     StepSpeed(first_step=i, end_step=i + 1, ranks=(reading,), compute_s=(seconds,), quick_s=(1.0,))
-        ...     for i, (reading, seconds) in enumerate([(once, 1.0), (twice, 1.2), (once, 1.0), (once, 9.0)])
+        ...     StepSpeed(first_step=i, end_step=i + 1, ranks=(reading,), compute_s=(seconds,))
+        ...     for i, (reading, seconds) in enumerate([(once, 1.0), (twice, 1.0), (once, 1.0), (twice, 2.0)])
         ... ]
-        >>> HostSpeed(reference=once).slowdowns(steps, [once])
-        ((1.0, 1.2, 1.0, 2.0),)
+        >>> HostSpeed(reference=once).slowdowns(steps)
+        ((1.0, 1.0, 1.0, 2.0),)
         """
-        found, num_ranks = [], len(quick)
-        for rank, quick_times in enumerate(quick):
-            readings = [
-                self.slowdown(times, num_devices=num_ranks) for x in steps if (times := x.ranks[rank]) is not None
+        num_ranks, found = len(steps[0].ranks) if steps else 0, []
+        for rank in range(num_ranks):
+            mean_s = fmean(x.compute_s[rank] for x in steps)
+            shares = [x.compute_s[rank] / mean_s for x in steps]
+            read = [
+                (self.slowdown(times, num_devices=num_ranks), share)
+                for x, share in zip(steps, shares, strict=True)
+                if (times := x.ranks[rank]) is not None
             ]
-            if quick_times is None or not readings:
+            if not read:
                 return ()
-            quickest = self.slowdown(quick_times, num_devices=num_ranks)
-            most = max(readings)
-            slowdowns = (quickest * x.compute_s[rank] / x.quick_s[rank] for x in steps)
-            found.append(tuple(min(most, max(quickest, x)) for x in slowdowns))
+            least, most = (end(reading for reading, _ in read) for end in (min, max))
+            whole = middle_mean([reading / share for reading, share in read])
+            found.append(tuple(min(most, max(least, whole * share)) for share in shares))
         return tuple(found)
 
     @property
@@ -202,13 +202,27 @@ def middle_mean(values: Sequence[float]) -> float:
     return fmean(sorted(values)[quarter : len(values) - quarter])
 
 
-def quick(values: Sequence[float]) -> float:
-    """The largest of the smallest tenth, with interpolation: how long work takes when nothing disturbs the host.
+def mean_over_lower_quartile(values: Sequence[float]) -> float:
+    """At least 1: how much longer work took in the mean than in its quick moments.
 
-    >>> round(quick([2.0, 1.0, 1.5, 1.0, 1.0]), 6)
-    1.0
+    >>> mean_over_lower_quartile([1.0, 1.0, 1.0, 2.0])
+    1.25
     """
-    return float(np.quantile(values, 0.1))
+    return max(1.0, fmean(values) / float(np.quantile(values, 0.25)))
+
+
+def average_times(
+    times: Iterable[YardstickTimes | None], average: Callable[[Iterable[float]], float]
+) -> YardstickTimes | None:
+    """The average of each part, such as by statistics.median; None without any reading."""
+    found = [x for x in times if x is not None]
+    if not found:
+        return None
+    return YardstickTimes(
+        compute_s=average(x.compute_s for x in found),
+        memory_s=average(x.memory_s for x in found),
+        interpreter_s=average(x.interpreter_s for x in found),
+    )
 
 
 def speed_phases(windows: Sequence[tuple[float, float, float]]) -> tuple[tuple[float, float, float], ...]:

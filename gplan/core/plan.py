@@ -24,7 +24,7 @@ from gplan.core.checks import (
     check_share,
 )
 from gplan.core.host_load import HostLoad, interruption_text
-from gplan.core.host_speed import HostSpeed, StepSpeed, YardstickTimes
+from gplan.core.host_speed import HostSpeed, StepSpeed
 from gplan.core.machine import Device, Link, MachineDevice
 from gplan.core.precision import Precision
 from gplan.core.profile import ModelId
@@ -411,7 +411,6 @@ class Run:
     notes: tuple[str, ...] = ()  # shown with the run
     origin: Origin = "measured"
     host_speed: tuple[StepSpeed, ...] = ()  # in windows of steps; one rank per process, in the order of ranks
-    quick_readings: tuple[YardstickTimes | None, ...] = ()  # of the yardstick, by rank; None for one without any
     host_load: HostLoad | None = None  # evidence of other work during the timed steps; None: not measured
     reserved_bytes: tuple[int, ...] = ()  # per device, the peak of what a GPU's allocator reserved; (): not known
     core_stretch: tuple[float, ...] = ()  # by device: its actions with proven waits for a core over those without
@@ -455,11 +454,6 @@ class Run:
             raise ValueError(f"host_speed has {num_ranks} ranks; expected 1 or {self.plan.num_ranks}, one per process")
         if len({len(x.ranks) for x in self.host_speed}) > 1:
             raise ValueError("host_speed has windows of different numbers of ranks; expected one number")
-        if self.host_speed and len(self.quick_readings) != len(self.host_speed[0].ranks):
-            raise ValueError(
-                f"quick_readings has {len(self.quick_readings)} entries; expected one for each of the "
-                f"{len(self.host_speed[0].ranks)} ranks of host_speed"
-            )
 
     @property
     def steps_text(self) -> str:
@@ -484,7 +478,8 @@ class Run:
         By the yardstick, which is read while the process has its core, times the proven waits for a core where the
         profile had none. A device's is the mean of its replicas; one process that runs all devices has one for all.
         """
-        by_rank, num = self._slowdowns_by_rank, self.plan.num_devices
+        reference, num = self.plan.host_speed, self.plan.num_devices
+        by_rank = reference.slowdowns(self.timed_speed) if reference is not None else ()
         if not by_rank:
             return ()
         ranks = tuple(map(fmean, by_rank))
@@ -506,11 +501,7 @@ class Run:
     @property
     def speed_range(self) -> tuple[float, float] | None:
         """The least and the greatest speed of the host, in windows of steps, over that of the profile; None: unknown."""
-        found = [x for rank in self._slowdowns_by_rank for x in rank]
-        return (1 / max(found), 1 / min(found)) if found else None
-
-    @property
-    def _slowdowns_by_rank(self) -> tuple[tuple[float, ...], ...]:
-        """In each window of timed steps; () if unknown."""
-        known, windows = self.plan.host_speed, self.timed_speed
-        return known.slowdowns(windows, self.quick_readings) if known is not None and windows else ()
+        if not self.device_slowdowns or self.plan.host_speed is None:
+            return None
+        found = [x for rank in self.plan.host_speed.slowdowns(self.timed_speed) for x in rank]
+        return 1 / max(found), 1 / min(found)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal, TypeAlias, TypeVar
 
-from gplan.core import HostSpeed, Layer, LayerCost, Link, Plan, Profile, Run, SharedWeight, Timing
+from gplan.core import Layer, LayerCost, Link, Plan, Profile, Run, SharedWeight, Timing
 from gplan.core.errors import UsageError
 from gplan.core.layer_cost import quartiles_median_error
 from gplan.core.profile import group_equal
@@ -205,13 +205,8 @@ def profile_difference(old: Profile, new: Profile, *, microbatch_size: int | Non
         appeared=tuple(x.name for j, x in enumerate(new.layers) if j not in in_new),
         vanished=tuple(x.name for i, x in enumerate(old.layers) if i not in in_old),
         sizes=tuple(_size_difference(old, new, pairs, size) for size in sizes),
-        slowdown=_slowdown(old.host_speed, new.host_speed) if old.host_speed and new.host_speed else None,
+        slowdown=old.host_speed.slowdown(new.host_speed.reference) if old.host_speed and new.host_speed else None,
     )
-
-
-def _slowdown(old: HostSpeed, new: HostSpeed) -> float:
-    """How many times as long as in the old profile work took in the new one."""
-    return old.slowdown(new.reference) * new.above_quick
 
 
 def _remarks(old: Profile, new: Profile) -> Iterator[str]:

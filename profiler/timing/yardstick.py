@@ -6,13 +6,14 @@ some seconds or minutes. Samples are divided by the slowdown of their moment (`S
 
 from __future__ import annotations
 
+import math
 import mmap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import cycle
-from statistics import median
+from statistics import fmean, median
 from typing import TypeAlias
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gplan.core.host_speed import HostSpeed, SpeedWindow, YardstickTimes, quick, slowdown_of
+from gplan.core.host_speed import HostSpeed, SpeedWindow, YardstickTimes, mean_over_lower_quartile, slowdown_of
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.neighbours import BESIDE_OTHERS
 
@@ -46,6 +47,8 @@ _NUM_KEPT = 2  # times of each part in a reading
 _NUM_KEPT_BESIDE = 4  # the same beside other processes
 _NUM_AROUND = 9  # times of a part whose median is the speed of a moment
 _NUM_AROUND_BESIDE = 6  # the same beside other processes, where readings are close to each other
+_PRIOR = 1.1
+_LEAST_RESPONSE = 0.25
 _WINDOW_S = 1.0  # the shortest window
 _NUM_STORED = 20  # windows in a profile
 _STREAMED_FLOATS = 2**24  # 64 MiB, more than the caches hold that a core shares; on a CPU two halves are read in turns
@@ -188,13 +191,9 @@ def median_times(parts: Sequence[Samples]) -> YardstickTimes | None:
     return _times([x.timing().median_s for x in parts])
 
 
-PartTimes: TypeAlias = tuple[Sequence[float], ...]
-"""Seconds that readings took, for each of PARTS."""
-
-
-def averaged(times: PartTimes, average: Callable[[Sequence[float]], float]) -> YardstickTimes | None:
-    """An average of each part, such as the mean; None without readings of all."""
-    return _times([average(x) if x else 0.0 for x in times])
+def mean_times(parts: Sequence[Samples]) -> YardstickTimes | None:
+    """The mean of each part; None without readings of all."""
+    return _times([fmean(x.clean_s or [0.0]) for x in parts])
 
 
 def _times(seconds: Sequence[float]) -> YardstickTimes | None:
@@ -209,7 +208,7 @@ class SpeedHistory:
         self, parts: Sequence[Samples], beside: Sequence[Samples] = (), layers: Sequence[Samples] = ()
     ) -> None:
         """`parts` were read alone, `beside` beside other processes; `layers` are the samples of the layers alone."""
-        found = averaged(tuple(x.clean_s for x in parts), quick)
+        found = median_times(parts)
         self.host_speed = None if found is None else HostSpeed(reference=found)
         self._is_known = min(len(x.clean_s) for x in parts) >= _LEAST_READINGS
         if found is None or not self._is_known:
@@ -217,54 +216,55 @@ class SpeedHistory:
         self._ratios = [_ratios(x, median(x.clean_s)) for x in parts]
         self._ratios_beside, times_beside = list[tuple[Floats, Floats]](), None
         if beside and all(x.clean_s for x in beside):
-            factors = [self._factor_beside(*pair) for pair in zip(beside, parts, self._ratios, strict=True)]
-            self._ratios_beside = [
-                _ratios(x, factor * median(alone.clean_s))
-                for x, alone, factor in zip(beside, parts, factors, strict=True)
-            ]
-            times_beside = found.each_times(factors)
+            references_s = [self._at_reference_s(*pair) for pair in zip(beside, self._ratios, strict=True)]
+            self._ratios_beside = [_ratios(*pair) for pair in zip(beside, references_s, strict=True)]
+            times_beside = _times(references_s)
+        response = self._response_of(layers, parts[0].clean_at_s)
         start_s, end_s = min(x.clean_at_s[0] for x in parts), max(x.clean_at_s[-1] for x in parts)
         windows = tuple(_stored_windows(parts, start_s, max(_WINDOW_S, (end_s - start_s) / _NUM_STORED)))
-        self.host_speed = HostSpeed(
-            reference=found, windows=windows, beside=times_beside, above_quick=self._above_quick(layers, parts)
-        )
+        self.host_speed = HostSpeed(reference=found, windows=windows, beside=times_beside, response=response)
 
     @staticmethod
-    def _factor_beside(beside: Samples, alone: Samples, ratios: tuple[Floats, Floats]) -> float:
-        """How many times as long as alone a part takes beside other processes, at one speed of the host.
+    def _at_reference_s(beside: Samples, alone: tuple[Floats, Floats]) -> float:
+        """The time of a part beside other processes at the speed of the reference.
 
         The host may be faster or slower while other processes run. So each reading is compared with the nearest ones alone.
         """
-        nearest = _nearest_median(*ratios, np.array(beside.clean_at_s), _NUM_AROUND)
-        return float(np.median(beside.clean_s / nearest)) / median(alone.clean_s)
-
-    def _above_quick(self, layers: Sequence[Samples], parts: Sequence[Samples]) -> float:
-        """The layers at the median speed over the layers in the quick moments of the profile.
-
-        Layers may be sampled one after the other, in different phases of the host. So the quick moments of a layer are
-        those in which it was sampled, and the quick readings in the same time tell how quick they were.
-        """
-        at_one_speed_s = quick_s = 0.0
-        for samples in (x for x in layers if len(x.clean_s) >= _LEAST_READINGS):
-            first_s, last_s = min(samples.clean_at_s), max(samples.clean_at_s)
-            inside = tuple(x.between(first_s, last_s).clean_s for x in parts)
-            ratios = [
-                quick(own) / quick(x.clean_s) if len(own) >= _LEAST_READINGS else 1.0
-                for own, x in zip(inside, parts, strict=True)
-            ]
-            number = len(samples.clean_s)
-            at_one_speed_s += number * self.at_one_speed(samples).timing().median_s
-            quick_s += number * quick(samples.clean_s) / float(slowdown_of(np.array(ratios)))
-        return at_one_speed_s / quick_s if quick_s else 1.0
+        return float(np.median(beside.clean_s / _nearest_median(*alone, np.array(beside.clean_at_s), _NUM_AROUND)))
 
     def slowdowns(self, at_s: Sequence[float], *, beside: bool = False) -> Floats:
-        """By the medians of the nearest readings of each part, alone or beside others: the time over that at median speed."""
-        if not self._is_known:
+        """The slowdown at each moment, by the medians of the nearest readings of each part: alone, or beside others."""
+        if self.host_speed is None or not self._is_known:
             return np.ones(len(at_s))
         of, num = self._ratios, _NUM_AROUND
         if beside and self._ratios_beside:
             of, num = self._ratios_beside, _NUM_AROUND_BESIDE
-        return slowdown_of(np.array([_nearest_median(*part, np.array(at_s), num) for part in of]))
+        return self._yardstick_slowdowns(np.array(at_s), of, num) ** self.host_speed.response
+
+    def _response_of(self, layers: Sequence[Samples], read_at_s: Sequence[float]) -> float:
+        """The exponent, from 0.25 to 1, of the yardstick's slowdown that gives the slowdown of the layers.
+
+        How far each layer's mean is above its lower quartile is compared with the readings in the same time, in
+        logarithms. Noise alone does that too. So `_PRIOR` counts on both sides: on a steady host the exponent is near 1.
+        """
+        all_s = quick_s = quick_by_readings_s = 0.0
+        for samples in (x for x in layers if len(x.clean_s) >= _LEAST_READINGS):
+            first_s, last_s = min(samples.clean_at_s), max(samples.clean_at_s)
+            at_s = np.array([x for x in read_at_s if first_s <= x <= last_s])
+            if len(at_s) >= _LEAST_READINGS:
+                layer_s = sum(samples.clean_s)
+                all_s += layer_s
+                quick_s += layer_s / mean_over_lower_quartile(samples.clean_s)
+                readings = self._yardstick_slowdowns(at_s, self._ratios, 1).tolist()
+                quick_by_readings_s += layer_s / mean_over_lower_quartile(readings)
+        if not all_s:
+            return 1.0
+        found = math.log(_PRIOR * all_s / quick_s) / math.log(_PRIOR * all_s / quick_by_readings_s)
+        return min(1.0, max(_LEAST_RESPONSE, found))
+
+    @staticmethod
+    def _yardstick_slowdowns(moments_s: Floats, of: Sequence[tuple[Floats, Floats]], num_around: int) -> Floats:
+        return slowdown_of(np.array([_nearest_median(*part, moments_s, num_around) for part in of]))
 
     def at_one_speed(self, samples: Samples, *, beside: bool = False) -> Samples:
         """The samples as they would be at the median speed."""

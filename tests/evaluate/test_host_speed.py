@@ -46,17 +46,17 @@ SPEED = HostSpeed(
 
 def readings(factor: float) -> YardstickTimes:
     """A yardstick that takes `factor` times as long as in the profile."""
-    return SPEED.reference.each_times((factor,) * 3)
+    return SPEED.reference.times(factor)
 
 
 def with_speed(run: Run, *factors: float) -> Run:
     """The run with these slowdowns of its ranks in all timed steps; the last window was missed by the first rank."""
     ranks = tuple(map(readings, factors))
     windows = (
-        StepSpeed(first_step=3, end_step=6, ranks=ranks, compute_s=factors, quick_s=factors),
-        StepSpeed(first_step=6, end_step=8, ranks=(None, *ranks[1:]), compute_s=factors, quick_s=factors),
+        StepSpeed(first_step=3, end_step=6, ranks=ranks, compute_s=factors),
+        StepSpeed(first_step=6, end_step=8, ranks=(None, *ranks[1:]), compute_s=factors),
     )
-    return replace(run, plan=replace(run.plan, host_speed=SPEED), host_speed=windows, quick_readings=ranks)
+    return replace(run, plan=replace(run.plan, host_speed=SPEED), host_speed=windows)
 
 
 def slow_run(plan: Plan, *factors: float) -> Run:
@@ -139,27 +139,19 @@ def test_waits_for_cores_count_as_the_hosts() -> None:
 def made_windows(compute_s: Sequence[float], reading: Mapping[int, float]) -> tuple[StepSpeed, ...]:
     """Windows of one step and one rank; a reading is by default as slow as the step, whose compute takes 1 s."""
     return tuple(
-        StepSpeed(
-            first_step=i,
-            end_step=i + 1,
-            ranks=(readings(reading.get(i, seconds)),),
-            compute_s=(seconds,),
-            quick_s=(1.0,),
-        )
+        StepSpeed(first_step=i, end_step=i + 1, ranks=(readings(reading.get(i, seconds)),), compute_s=(seconds,))
         for i, seconds in enumerate(compute_s)
     )
 
 
 def test_a_slow_phase_counts_as_long_as_it_is() -> None:
     phase = [2.0 if i in (3, 4) else 1.0 for i in range(8)]
-    assert SPEED.slowdowns(made_windows(phase, {}), [readings(1.0)]) == (pytest.approx(phase),)
+    assert SPEED.slowdowns(made_windows(phase, {})) == (pytest.approx(phase),)
 
 
 def test_readings_that_are_slow_where_the_steps_are_not_do_not_count() -> None:
     run = replace(
-        with_speed(slow_run(usual_plan(), 1.0, 1.0), 1.0, 1.0),
-        host_speed=made_windows([1.0] * 8, {2: 1.5, 6: 3.0}),
-        quick_readings=(readings(1.0),),
+        with_speed(slow_run(usual_plan(), 1.0, 1.0), 1.0, 1.0), host_speed=made_windows([1.0] * 8, {2: 1.5, 6: 3.0})
     )
     assert run.device_slowdowns == pytest.approx((1.0, 1.0))
     assert compare(run).row(STEP_TIME).equal_speed_error == pytest.approx(0.0)
@@ -167,7 +159,7 @@ def test_readings_that_are_slow_where_the_steps_are_not_do_not_count() -> None:
 
 def test_steps_with_more_work_are_not_a_slower_host() -> None:
     windows = made_windows([1.0, 4.0, 1.0, 4.0], dict.fromkeys(range(4), 1.0))
-    assert SPEED.slowdowns(windows, [readings(1.0)]) == ((1.0, 1.0, 1.0, 1.0),)
+    assert SPEED.slowdowns(windows) == ((1.0, 1.0, 1.0, 1.0),)
 
 
 def test_without_a_yardstick_there_is_one_error() -> None:
@@ -262,7 +254,7 @@ def test_a_retimed_profile_has_the_speed_of_the_run() -> None:
     plan = usual_plan(profile)
     newer = retime_profile(profile, run=slow_run(plan, 1.25, 1.25))
     assert newer.host_speed is not None
-    assert newer.host_speed.slowdown(readings(1.25)) == pytest.approx(1.0)
+    assert newer.host_speed.reference.compute_s == pytest.approx(1.25e-3)
     assert newer.host_speed.beside is None
     assert retime_profile(profile, run=measured_run(plan, times(simulate(plan), 1.5))).host_speed is None
 
@@ -270,35 +262,36 @@ def test_a_retimed_profile_has_the_speed_of_the_run() -> None:
 def test_a_retimed_profile_leaves_out_disturbed_readings_as_its_run_does() -> None:
     profile = profiled()
     run = slow_run(usual_plan(profile), 1.25, 1.25)
-    speed = replace(SPEED, beside=readings(2.0))
+    speed = replace(SPEED, beside=SPEED.reference.times(2.0))
     windows = tuple(
-        StepSpeed(
-            first_step=i, end_step=i + 1, ranks=(readings(x), readings(x)), compute_s=(1.0, 1.0), quick_s=(1.0, 1.0)
-        )
+        StepSpeed(first_step=i, end_step=i + 1, ranks=(readings(x), readings(x)), compute_s=(1.0, 1.0))
         for i, x in enumerate([2.5, 2.5, 9.0, 2.5], start=3)
     )
-    run = replace(
-        run, plan=replace(run.plan, host_speed=speed), host_speed=windows, quick_readings=(readings(2.5),) * 2
-    )
-    newer = retime_profile(profile, run=run).host_speed
-    assert newer is not None
-    assert newer.slowdown(readings(2.5), num_devices=2) == pytest.approx(1.0)
-    assert newer.slowdown(readings(1.25)) == pytest.approx(1.0)
+    newer = retime_profile(profile, run=replace(run, plan=replace(run.plan, host_speed=speed), host_speed=windows))
+    assert newer.host_speed is not None and newer.host_speed.beside is not None
+    assert newer.host_speed.reference.compute_s == pytest.approx(1.25e-3)
+    assert newer.host_speed.beside.compute_s == pytest.approx(2.5e-3)
 
 
-def test_a_profile_above_its_quick_moments() -> None:
-    speed = replace(SPEED, above_quick=1.2)
-    assert speed.slowdown(readings(1.0)) == pytest.approx(1 / 1.2)
-    assert speed.slowed_by(1.5).slowdown(readings(1.8)) == pytest.approx(1.0)
-    run = slow_run(usual_plan(), 1.25, 1.25)  # at the profile's speed, quick actions would take 1 / 1.2 s
+def test_a_model_that_responds_half_as_much_to_the_host() -> None:
+    speed = replace(SPEED, response=0.5)
+    slow = readings(4.0)
+    assert speed.slowdown(slow) == pytest.approx(2.0)
+    assert speed.slowed_by(2.0).slowdown(slow) == pytest.approx(1.0)
+    run = slow_run(usual_plan(), 1.25, 1.25)
     windows = tuple(
-        StepSpeed(first_step=i, end_step=i + 1, ranks=(readings(1.9),) * 2, compute_s=(1.5, 1.5), quick_s=(1.0, 1.0))
-        for i in (3, 4)
+        StepSpeed(first_step=i, end_step=i + 1, ranks=(readings(1.25**2),) * 2, compute_s=(1.0, 1.0)) for i in (3, 4)
     )
-    run = replace(
-        run, plan=replace(run.plan, host_speed=speed), host_speed=windows, quick_readings=(readings(1.0),) * 2
-    )
+    run = replace(run, plan=replace(run.plan, host_speed=speed), host_speed=windows)
     assert run.device_slowdowns == pytest.approx((1.25, 1.25))
+    newer = retime_profile(usual_profile(), run=run).host_speed
+    assert newer is not None and newer.slowdown(readings(1.25**2)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("response", [0.0, 1e-300, 1.1, math.nan])
+def test_a_response_out_of_bounds_is_refused(response: float) -> None:
+    with pytest.raises(ValueError, match=r"response is .*; expected 0.01 to 1"):
+        replace(SPEED, response=response)
 
 
 def test_the_page_has_both_errors() -> None:
@@ -314,14 +307,9 @@ def test_the_page_has_both_errors() -> None:
         ({"core_stretch": (1.0,)}, "core_stretch"),
         ({"core_stretch": (1.0, 0.5)}, "core_stretch"),
         (
-            {
-                "host_speed": (
-                    StepSpeed(first_step=0, end_step=1, ranks=(None,) * 3, compute_s=(1.0,) * 3, quick_s=(1.0,) * 3),
-                )
-            },
+            {"host_speed": (StepSpeed(first_step=0, end_step=1, ranks=(None,) * 3, compute_s=(1.0,) * 3),)},
             "host_speed has 3 ranks",
         ),
-        ({"quick_readings": (None,) * 3}, "quick_readings has 3 entries; expected one for each of the 2 ranks"),
     ],
 )
 def test_runs_that_contradict_their_plan_are_refused(changed: dict[str, Any], told: str) -> None:

@@ -91,16 +91,13 @@ def test_actions_are_stretched_by_proven_waits(wait_share: float, is_proven: boo
     assert run.core_stretch == pytest.approx(expected)
 
 
-ONCE = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
-READ = ((1e-3,), (1e-3,), (1e-3,))
-READ_TWICE = ((2e-3, 2e-3), (2e-3,), (2e-3,))
-
-
 def test_speed_of_the_host_in_windows_of_steps() -> None:
-    plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=ONCE))
+    once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
+    twice = YardstickTimes(compute_s=2e-3, memory_s=2e-3, interpreter_s=2e-3)
+    plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once))
     ranks = ranks_of(plan, [(0.1, 0.0)] * 43)
     for i in range(43):  # a rank reads in every second step; the host is half as fast from step 23 on
-        ranks[i % 2][i] = replace(ranks[i % 2][i], yardstick=READ if i < 23 else READ_TWICE)
+        ranks[i % 2][i] = replace(ranks[i % 2][i], yardstick=once if i < 23 else twice)
         for own in ranks if i >= 23 else ():
             own[i] = replace(own[i], actions=tuple(replace(x, busy_s=2 * x.busy_s) for x in own[i].actions))
     run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=43))
@@ -110,37 +107,26 @@ def test_speed_of_the_host_in_windows_of_steps() -> None:
     assert replace(run, plan=replace(plan, host_speed=None)).speed_range is None
 
 
-def test_the_model_may_be_slowed_less_than_the_yardstick() -> None:
-    """In the slow phase of the host the yardstick takes twice as long, the actions 1.2 times."""
-    plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=ONCE, above_quick=1.1))
-    ranks = ranks_of(plan, [(0.1, 0.0)] * 43)
-    for own in ranks:
-        for i, step in enumerate(own):
-            slow = i % 2 == 1
-            actions = tuple(replace(x, busy_s=1.2 * x.busy_s) if slow else x for x in step.actions)
-            own[i] = replace(step, actions=actions, yardstick=READ_TWICE if slow else READ)
-    run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=43))
-    assert run.quick_readings == (ONCE, ONCE)
-    assert run.device_slowdowns == pytest.approx((1.1 / 1.1, 1.1 / 1.1))
-
-
-def test_a_rank_reads_in_some_steps_only() -> None:
-    plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=ONCE))
+def test_a_rank_that_reads_in_some_steps_only_has_all_windows() -> None:
+    once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
+    plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once))
     ranks = ranks_of(plan, [(0.1, 0.0)] * 8)
     for own in ranks:
-        own[3] = replace(own[3], yardstick=READ)
+        own[3] = replace(own[3], yardstick=once)
     run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=8))
-    assert [x.ranks for x in run.host_speed] == [(ONCE, ONCE), *[(None, None)] * 4]
+    assert [x.ranks for x in run.host_speed] == [(once, once), *[(None, None)] * 4]
     assert run.device_slowdowns == pytest.approx((1.0, 1.0))
 
 
 def test_readings_in_steps_with_growing_memory_do_not_count() -> None:
-    plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=ONCE))
+    once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
+    twice = YardstickTimes(compute_s=2e-3, memory_s=2e-3, interpreter_s=2e-3)
+    plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once))
     ranks = ranks_of(plan, [(0.1, 0.0)] * 10)
     for own in ranks:
         for i, step in enumerate(own):
             own[i] = replace(
-                step, yardstick=READ_TWICE if i in (3, 5) else READ, num_page_faults=10**6 if i in (3, 5) else 0
+                step, yardstick=twice if i in (3, 5) else once, num_page_faults=10**6 if i in (3, 5) else 0
             )
     run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=10))
     assert run.num_growing == 2
@@ -149,11 +135,12 @@ def test_readings_in_steps_with_growing_memory_do_not_count() -> None:
 
 
 def test_rank_without_a_reading_leaves_the_speed_unknown() -> None:
-    plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=ONCE))
+    once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
+    plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once))
     ranks = ranks_of(plan, [(0.1, 0.0)] * 8)
-    ranks[0] = [replace(x, yardstick=READ) for x in ranks[0]]
+    ranks[0] = [replace(x, yardstick=once) for x in ranks[0]]
     run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=8))
-    assert (run.host_speed[0].ranks, run.quick_readings) == ((ONCE, None),) * 2
+    assert run.host_speed[0].ranks == (once, None)
     assert (run.device_slowdowns, run.slowdown, run.speed_range) == ((), None, None)
 
 

@@ -28,7 +28,6 @@ from gplan.runtime.run.run_options import RunOptions
 from gplan.runtime.run.speed_readings import SpeedReadings
 from profiler.host.host_info import device_share
 from profiler.model.load import load_model_file
-from profiler.timing.yardstick import PartTimes
 from tests.runtime.forked import run_forked
 from tests.runtime.plans import SMALL, plain_losses, plan_for, run_virtually, small_example, source_for
 
@@ -170,10 +169,10 @@ def test_yardstick_is_read_after_backwards_of_timed_steps(monkeypatch: pytest.Mo
     read = list[int]()
     monkeypatch.setattr(SpeedReadings, "after_backward", lambda _: read.append(1))
 
-    def take(_: SpeedReadings) -> PartTimes:
-        found = ((float(len(read)),), (1.0,), (1.0,)) if read else ((), (), ())
+    def take(_: SpeedReadings) -> YardstickTimes | None:
+        num = len(read)
         read.clear()
-        return found
+        return YardstickTimes(compute_s=num, memory_s=1.0, interpreter_s=1.0) if num else None
 
     monkeypatch.setattr(SpeedReadings, "take", take)
     file, options = small_example("transformer_lm"), RunOptions(num_steps=5)

@@ -27,7 +27,7 @@ from gplan.core import (
     Timeline,
 )
 from gplan.core.host_load import interruption_text, largest_load
-from gplan.core.host_speed import quick
+from gplan.core.host_speed import average_times
 from gplan.core.schedule import Piece
 from gplan.core.units import now_text
 from gplan.runtime.recorder import ActionTiming
@@ -37,7 +37,6 @@ from gplan.simulation.exposed_communication import exposed_in
 from gplan.simulation.simulator import schedule_of, timeline_of
 from profiler.host.host_info import software_versions
 from profiler.timing.clock import is_undisturbed
-from profiler.timing.yardstick import PartTimes, averaged
 
 _NUM_SPEED_WINDOWS = 20  # of a run, at most
 _PAGE_FAULT_S = 2e-6  # at least; measured 1 to 11 microseconds for a page that is given anew
@@ -149,7 +148,6 @@ def _run(
     settled = _enough([i for i in timed if not any(_is_growing(own[i]) for own in first_replica)], timed)
     clean = [i for i in settled if _is_clean([x for own in ranks for x in own[i].actions])]
     chosen, num_disturbed = _enough(clean, settled), len(settled) - len(clean)
-    windows = tuple(_speed_windows(ranks, timed, settled))
     return Run(
         plan=plan,
         engine=engine,
@@ -166,8 +164,7 @@ def _run(
         created=now_text(),
         versions=software_versions(),
         notes=(*_notes_on_steps(settled, len(chosen), num_disturbed, options, load), *notes),
-        host_speed=windows,
-        quick_readings=tuple(averaged(x, quick) for x in _readings(ranks, settled)) if windows else (),
+        host_speed=tuple(_speed_windows(ranks, timed, settled)),
         host_load=load,
         core_stretch=_core_stretch(plan, ranks, loads, chosen),
     )
@@ -198,45 +195,16 @@ def _speed_windows(ranks: Sequence[Sequence[StepRecord]], timed: range, settled:
 
     Windows without settled steps are left out. While the memory of a process grows, the system's work slows the readings too.
     """
-    if not any(part for own in _readings(ranks, settled) for part in own):
-        return
     size, counted_steps = max(1, math.ceil(len(timed) / _NUM_SPEED_WINDOWS)), set(settled)
-    quick_by_rank = [_quick_actions(own, settled) for own in ranks]
+    if not any(own[i].yardstick for own in ranks for i in settled):
+        return
     for first in timed[::size]:
         end = min(first + size, timed.stop)
         within = [i for i in range(first, end) if i in counted_steps]
         if within:
-            yield StepSpeed(
-                first_step=first,
-                end_step=end,
-                ranks=tuple(averaged(x, fmean) for x in _readings(ranks, within)),
-                compute_s=tuple(fmean(sum(x.busy_s for x in own[i].actions) for i in within) for own in ranks),
-                quick_s=tuple(
-                    fmean(sum(quick_s[_alike(x.action)] for x in own[i].actions) for i in within)
-                    for own, quick_s in zip(ranks, quick_by_rank, strict=True)
-                ),
-            )
-
-
-def _readings(ranks: Sequence[Sequence[StepRecord]], steps: Sequence[int]) -> list[PartTimes]:
-    """By rank what was read of the yardstick in these steps."""
-    return [
-        tuple([*chain.from_iterable(part)] for part in zip(*(own[i].yardstick for i in steps), strict=True))
-        for own in ranks
-    ]
-
-
-def _quick_actions(own: Sequence[StepRecord], settled: Sequence[int]) -> dict[tuple[ActionKind, int, bool], float]:
-    """How long actions of each kind took in their quick moments."""
-    found: dict[tuple[ActionKind, int, bool], list[float]] = {}
-    for x in chain.from_iterable(own[i].actions for i in settled):
-        found.setdefault(_alike(x.action), []).append(x.busy_s)
-    return {key: quick(seconds) for key, seconds in found.items()}
-
-
-def _alike(action: Action) -> tuple[ActionKind, int, bool]:
-    """Equal for actions of equal work; the first micro-batch finds cold caches or creates gradients."""
-    return action.kind, action.stage, action.microbatch == 0
+            readings = tuple(average_times([own[i].yardstick for i in within], fmean) for own in ranks)
+            compute_s = tuple(fmean(sum(x.busy_s for x in own[i].actions) for i in within) for own in ranks)
+            yield StepSpeed(first_step=first, end_step=end, ranks=readings, compute_s=compute_s)
 
 
 def _notes_on_steps(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gplan.core import YardstickTimes
 from gplan.core.errors import UsageError
 from gplan.runtime.recorder import ActionTiming
-from profiler.timing.yardstick import PartTimes
 
 NUM_WARMUP_STEPS = 3
 """Steps that are not timed; in the last of them memory is measured."""
@@ -65,7 +65,7 @@ class StepRecord:
     start_s: float
     end_s: float
     num_page_faults: int = 0  # pages that the process was given in the step
-    yardstick: PartTimes = ((), (), ())  # read in the step
+    yardstick: YardstickTimes | None = None  # the mean of the readings in the step; None: none was due
 
 
 ReportStep = Callable[[int, float], None]

@@ -6,8 +6,9 @@ from collections import defaultdict
 
 import torch
 
+from gplan.core import YardstickTimes
 from profiler.timing.clock import CpuClock, CudaClock, Samples
-from profiler.timing.yardstick import PartTimes, Yardstick, yardstick_parts
+from profiler.timing.yardstick import Yardstick, mean_times, yardstick_parts
 
 _MOST_SHARE = 0.0025  # of the time from one reading to the next
 _NUM_WARMUPS = 4  # products before a reading: right after layers the third is as fast as the others
@@ -36,9 +37,9 @@ class SpeedReadings:
         """Read the yardstick unless it was read a short time ago."""
         self._yardstick.read_if_due()
 
-    def take(self) -> PartTimes:
-        """What was read since the last call. Waits for the device."""
+    def take(self) -> YardstickTimes | None:
+        """The mean of the readings since the last call; None without any. Waits for the device."""
         self._clock.flush()
-        times = tuple(x.clean_s for x in self._yardstick.parts)
+        times = mean_times(self._yardstick.parts)
         self._samples.clear()
         return times
