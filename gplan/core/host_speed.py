@@ -86,9 +86,7 @@ class HostSpeed:
     windows: tuple[SpeedWindow, ...] = ()  # left out of plans
     load: HostLoad | None = None  # evidence of other work while layers were timed; None: not measured
     beside: YardstickTimes | None = None  # the reference beside other processes that compute; None: the same
-    response: float = (
-        1.0  # the model takes slowdown ** response times as long while the yardstick takes slowdown times as long
-    )
+    response: float = 1.0  # an exponent: of the yardstick's slowdown, to give that of the model
 
     def __post_init__(self) -> None:
         if not _LEAST_RESPONSE <= self.response <= 1.0:
