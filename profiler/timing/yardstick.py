@@ -47,7 +47,7 @@ _NUM_KEPT = 2  # times of each part in a reading
 _NUM_KEPT_BESIDE = 4  # the same beside other processes
 _NUM_AROUND = 9  # times of a part whose median is the speed of a moment
 _NUM_AROUND_BESIDE = 6  # the same beside other processes, where readings are close to each other
-_PRIOR = 1.1  # factor on both ratios of a response
+_PRIOR = 1.16, 1.2  # factors on the ratios of a response, of the layers and of the readings: 0.8 without any difference
 _LEAST_RESPONSE = 0.25
 _WINDOW_S = 1.0  # the shortest window
 _NUM_STORED = 20  # windows in a profile
@@ -245,7 +245,7 @@ class SpeedHistory:
         """The exponent, from 0.25 to 1, of the yardstick's slowdown that gives the slowdown of the layers.
 
         How far each layer's mean is above its lower quartile is compared with the readings in the same time, in
-        logarithms. Noise alone does that too. So `_PRIOR` counts on both sides: on a steady host the exponent is near 1.
+        logarithms. Noise alone does that too. So both have a factor, by which the exponent is near 0.8 on a steady host.
         """
         all_s = quick_s = quick_by_readings_s = 0.0
         for samples in (x for x in layers if len(x.clean_s) >= _LEAST_READINGS):
@@ -259,7 +259,8 @@ class SpeedHistory:
                 quick_by_readings_s += layer_s / mean_over_lower_quartile(readings)
         if not all_s:
             return 1.0
-        found = math.log(_PRIOR * all_s / quick_s) / math.log(_PRIOR * all_s / quick_by_readings_s)
+        of_layers, of_readings = _PRIOR
+        found = math.log(of_layers * all_s / quick_s) / math.log(of_readings * all_s / quick_by_readings_s)
         return min(1.0, max(_LEAST_RESPONSE, found))
 
     @staticmethod

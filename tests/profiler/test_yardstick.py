@@ -293,7 +293,7 @@ def test_noise_alone_does_not_tell_how_much_layers_are_slowed(noise: float) -> N
     layers = [sampled(0.02, np.arange(0, 60, 4.0).tolist(), lambda _: random.lognormal(0, 0.01))]
     speeds = SpeedHistory(parts, (), layers)
     assert speeds.host_speed is not None
-    assert 0.7 < speeds.host_speed.response < 1.0
+    assert 0.6 < speeds.host_speed.response < 0.9
 
 
 def test_layers_in_different_phases_are_compared_with_the_readings_of_their_own_time() -> None:
@@ -301,8 +301,9 @@ def test_layers_in_different_phases_are_compared_with_the_readings_of_their_own_
     parts = [sampled(x, np.arange(0, 100, 0.5).tolist(), two_phases) for x in USUAL_S]
     layers = [sampled(0.02, np.arange(first, first + 30, 1.0).tolist(), two_phases) for first in (10, 65)]
     speeds = SpeedHistory(parts, (), layers)
-    assert speeds.host_speed is not None and speeds.host_speed.response == pytest.approx(1.0)
-    assert [speeds.at_one_speed(x).timing().median_s for x in layers] == pytest.approx([0.02, 0.02])
+    assert speeds.host_speed is not None and speeds.host_speed.response == pytest.approx(0.8, abs=0.02)
+    fast_s, slow_s = (speeds.at_one_speed(x).timing().median_s for x in layers)
+    assert (fast_s, slow_s) == pytest.approx((0.02, 0.02 * 2.5**0.2), rel=0.03)
 
 
 def test_an_interruption_puts_off_the_next_reading_by_seconds_only() -> None:
