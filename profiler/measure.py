@@ -163,7 +163,9 @@ def _measured(
         chain = sampled[0].chain
         averages = sample_averages(chain, setup.clock, device=options.device, read_yardstick=setup.read_yardstick)
     load = load_between(before, read_load())
-    speeds = SpeedHistory(yardstick.parts, yardstick.parts_beside, [x for size in sampled for x in size.layer_samples])
+    # a GPU is not shared: its clocks slow all work alike
+    layer_samples = [x for size in sampled for x in size.layer_samples] if options.device == "cpu" else []
+    speeds = SpeedHistory(yardstick.parts, yardstick.parts_beside, layer_samples)
     measured = [size.measured(speeds.at_one_speed) for size in sampled]
     progress("measuring the link between two processes", 0.9)
     link = options.link or measure_link(device_kind=options.device_kind)
