@@ -201,9 +201,12 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         "## Runs of earlier versions",
         "",
-        "Before 21:26 on 2026-11-26 the response of a model on a steady host was taken as 1, not 0.8. Before 21:14 one reading of the yardstick before each step counted, divided by the time of the actions "
-        "within half a second of it over that of such actions in the run; before 17:15 it was not divided. In profiles the "
-        "parts of the yardstick took turns, so that the reference of runs was 0.8 to 0.9 of what it should be. "
+        "On 2026-11-26 ways to compare the host's speed were tried one after the other: from 19:39 one reading of the yardstick "
+        "before each step, with its parts read one after the other in profiles; from 20:47 many readings in a step, and a "
+        "response of the model; at 21:10 quick moments only; at 21:20 a response of 1 on a steady host, from 21:26 one of 0.8. "
+        "Before 19:39 the parts took turns in profiles, so that the reference of runs was 0.8 to 0.9 of what it should be; "
+        "from 17:15 the reading before a step was divided by the time of the actions within half a second of it over that of "
+        "such actions in the run. "
         "Before 16:00 the host was another one: the cores of the present one take 1 or 1.4 times as long, in turns of some "
         "seconds. Two profiles of GPT-2 and of BERT were made there; the runs are by the second one.",
         "",
