@@ -282,7 +282,14 @@ def rich_profile() -> Json:
         {"microbatch_size": x, "forward": timing(0.01 * x), "backward": timing(0.02 * x), "allocated_bytes": 10**6}
         for x in (1, 4)
     ]
-    tied = {"name": "table", "layers": [0, 3], "num_parameters": 500, "weight_bytes": 2000, "gradient_bytes": 2000}
+    tied = {
+        "name": "table",
+        "layers": [0, 3],
+        "num_parameters": 500,
+        "weight_bytes": 2000,
+        "gradient_bytes": 2000,
+        "update_s": 1e-3,
+    }
     content = profile_of(
         4, sizes=[1, 4], is_rich=True, shared_weights=[tied], link=link, whole_model=whole, num_neighbours=1, notes=["a note"],
         loss=[layer_cost(0, size, is_rich=False) for size in (1, 4)], plan_notes=["another note"],
