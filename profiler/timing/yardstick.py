@@ -21,7 +21,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gplan.core.host_speed import HostSpeed, SpeedWindow, YardstickTimes, mean_over_lower_quartile, slowdown_of
+from gplan.core.host_speed import (
+    LEAST_RESPONSE,
+    HostSpeed,
+    SpeedWindow,
+    YardstickTimes,
+    mean_over_lower_quartile,
+    slowdown_of,
+)
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.neighbours import BESIDE_OTHERS
 
@@ -47,8 +54,7 @@ _NUM_KEPT = 2  # times of each part in a reading
 _NUM_KEPT_BESIDE = 4  # the same beside other processes
 _NUM_AROUND = 9  # times of a part whose median is the speed of a moment
 _NUM_AROUND_BESIDE = 6  # the same beside other processes, where readings are close to each other
-_PRIOR = 1.16, 1.2  # factors on the ratios of a response, of the layers and of the readings: 0.8 without any difference
-_LEAST_RESPONSE = 0.25
+_PRIOR_OF_LAYERS, _PRIOR_OF_READINGS = 1.16, 1.2  # factors on the two ratios of a response: alone they give 0.8
 _WINDOW_S = 1.0  # the shortest window
 _NUM_STORED = 20  # windows in a profile
 _STREAMED_FLOATS = 2**24  # 64 MiB, more than the caches hold that a core shares; on a CPU two halves are read in turns
@@ -242,7 +248,7 @@ class SpeedHistory:
         return self._yardstick_slowdowns(np.array(at_s), of, num) ** self.host_speed.response
 
     def _response_of(self, layers: Sequence[Samples], read_at_s: Sequence[float]) -> float:
-        """The exponent, from 0.25 to 1, of the yardstick's slowdown that gives the slowdown of the layers.
+        """The exponent, from LEAST_RESPONSE to 1, of the yardstick's slowdown that gives the slowdown of the layers.
 
         How far each layer's mean is above its lower quartile is compared with the readings in the same time, in
         logarithms. Noise alone does that too. So both have a factor, by which the exponent is near 0.8 on a steady host.
@@ -259,9 +265,8 @@ class SpeedHistory:
                 quick_by_readings_s += layer_s / mean_over_lower_quartile(readings)
         if not all_s:
             return 1.0
-        of_layers, of_readings = _PRIOR
-        found = math.log(of_layers * all_s / quick_s) / math.log(of_readings * all_s / quick_by_readings_s)
-        return min(1.0, max(_LEAST_RESPONSE, found))
+        of_layers, of_readings = _PRIOR_OF_LAYERS * all_s / quick_s, _PRIOR_OF_READINGS * all_s / quick_by_readings_s
+        return min(1.0, max(LEAST_RESPONSE, math.log(of_layers) / math.log(of_readings)))
 
     @staticmethod
     def _yardstick_slowdowns(moments_s: Floats, of: Sequence[tuple[Floats, Floats]], num_around: int) -> Floats:

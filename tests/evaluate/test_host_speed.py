@@ -290,7 +290,7 @@ def test_a_model_that_responds_half_as_much_to_the_host() -> None:
 
 @pytest.mark.parametrize("response", [0.0, 1e-300, 1.1, math.nan])
 def test_a_response_out_of_bounds_is_refused(response: float) -> None:
-    with pytest.raises(ValueError, match=r"response is .*; expected 0.01 to 1"):
+    with pytest.raises(ValueError, match=r"response is .*; expected 0.25 to 1"):
         replace(SPEED, response=response)
 
 

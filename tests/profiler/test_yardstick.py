@@ -159,23 +159,19 @@ def test_phases_join_windows_of_one_speed() -> None:
     assert [(start, end) for start, end, _ in speed.phases] == [(0, 2), (2, 4), (4, 5)]
 
 
-def test_products_run_before_they_are_timed_and_no_part_between_two_of_them() -> None:
+@pytest.mark.parametrize(("read", "num_kept"), [(Yardstick.read_if_due, 2), (Yardstick.read_beside, 4)])
+def test_products_run_before_they_are_timed_and_no_part_between_two_of_them(
+    read: Callable[[Yardstick], None], num_kept: int
+) -> None:
     calls = list[str]()
     parts = {name: (partial(calls.append, name), 1) for name in PARTS}
     yardstick = Yardstick(PaperClock(), lambda _: Samples(), parts)
     calls.clear()
-    yardstick.read_if_due()
+    read(yardstick)
     assert [(name, len([*run])) for name, run in groupby(calls)] == [
-        ("compute", 12 + 2),
-        ("memory", 1 + 2),
-        ("interpreter", 1 + 2),
-    ]
-    calls.clear()
-    yardstick.read_beside()
-    assert [(name, len([*run])) for name, run in groupby(calls)] == [
-        ("compute", 12 + 4),
-        ("memory", 1 + 4),
-        ("interpreter", 1 + 4),
+        ("compute", 12 + num_kept),
+        ("memory", 1 + num_kept),
+        ("interpreter", 1 + num_kept),
     ]
 
 
