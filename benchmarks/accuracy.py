@@ -28,7 +28,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 import gplan
 from gplan.core import Plan, Profile, Run
 from gplan.core.units import percent_text, seconds_text
-from gplan.evaluate.compare import STEP_TIME, compare
+from gplan.evaluate.compare import BUBBLE, STEP_TIME, compare
 
 ROOT = Path(__file__).parent.parent
 MODELS = (
@@ -134,14 +134,16 @@ def row_of(setting: Setting, profile: Profile, options: argparse.Namespace) -> d
 
 def errors_of(plan: Plan, run: Run) -> dict[str, Any]:
     """The errors, each as a share of what was measured: positive where the prediction was too high."""
-    step = compare(run).row(STEP_TIME)
+    comparison = compare(run)
+    step, bubble = comparison.row(STEP_TIME), comparison.row(BUBBLE)
     peaks = zip(plan.device_peak_bytes, run.peak_bytes, strict=True)
     return {
         "predicted_step_s": step.predicted,
         "measured_step_s": step.measured,
         "step_error": step.error,
         "equal_speed_error": step.equal_speed_error,
-        "bubble_points": 100 * (plan.prediction.bubble - run.timeline.bubble),
+        "bubble_points": 100 * (bubble.error or 0.0),
+        "equal_speed_bubble_points": None if bubble.equal_speed_error is None else 100 * bubble.equal_speed_error,
         "memory_error": max((predicted / found - 1 for predicted, found in peaks), key=abs),
         "num_counted": run.num_counted,
         "num_disturbed": run.num_disturbed,
@@ -221,9 +223,15 @@ def as_text(table: pd.DataFrame, devices: Iterable[str]) -> str:
 def summary(table: pd.DataFrame, by: list[str]) -> list[str]:
     """Medians and worst of each group."""
     head = " | ".join(
-        [*by, "runs", "step: median", "worst", "at equal speed: median", "worst", "bubble: median", "worst"]
+        [
+            *by,
+            "runs",
+            *("step: median", "worst", "at equal speed: median", "worst"),
+            *("bubble: median", "worst", "at equal speed: median", "worst"),
+            *("memory: median", "worst", "measured steps"),
+        ]
     )
-    lines = [f"| {head} | memory: median | worst | measured steps |", "|" + "---|" * (len(by) + 10)]
+    lines = [f"| {head} |", "|" + "---|" * (len(by) + 12)]
     for names, part in table.groupby(by, sort=False):
         cells = [*map(str, names), str(part["round"].sum())]
         for errors in (part.step_error, part.equal_speed_error.dropna()):
@@ -232,8 +240,12 @@ def summary(table: pd.DataFrame, by: list[str]) -> list[str]:
                 if len(errors)
                 else ["", ""]
             )
-        points = part.bubble_points
-        cells += [f"{points.abs().median():.1f} points", f"{points.iloc[points.abs().argmax()]:+.1f} points"]
+        for points in (part.bubble_points, part.equal_speed_bubble_points.dropna()):
+            cells += (
+                [f"{points.abs().median():.1f} points", f"{max(points, key=abs):+.1f} points"]
+                if len(points)
+                else ["", ""]
+            )
         memory = part.memory_error
         cells += [percent_text(memory.abs().median()), percent_text(memory.iloc[memory.abs().argmax()], signed=True)]
         cells.append(f"{seconds_text(part.measured_step_s.min())} to {seconds_text(part.measured_step_s.max())}")

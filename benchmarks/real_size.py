@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet50": ("examples/resnet.py", {"depth": 50, "width": 64, "image_size": 224, "num_classes": 1000}),
 }
 OPTIMIZERS = ("adamw", "sgd")
-PRESENT = "2026-11-26 21:26"  # since when runs are of the present version
+PRESENT = "2026-11-26 22:51"  # since when runs are of the present version
 LAYERS = ["", 0, "", ""]  # in place of engine, devices, schedule and recompute: the layers' sum against the whole model
 
 
@@ -227,9 +227,9 @@ def as_text(rows: pd.DataFrame) -> str:
 
 def _run_table(runs: pd.DataFrame) -> list[str]:
     return [
-        "| model | optimizer | engine | K | schedule | recompute | step | error | at equal speed | bubble, points | "
+        "| model | optimizer | engine | K | schedule | recompute | step | error | at equal speed | bubble, points | at equal speed | "
         "forward | backward | optimizer | peak memory | made |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
         *(_run_line(key, part) for key, part in runs.groupby([*KEY, "made"], sort=False)),
     ]
 
@@ -245,9 +245,12 @@ def _summary(runs: pd.DataFrame) -> str:
         "peak memory of every stage": by_name[PEAK_MEMORY].error,
     }
     texts = [_median_and_worst(name, errors.dropna()) for name, errors in shown.items() if len(errors.dropna())]
-    points = 100 * (bubbles.predicted - bubbles.measured)
-    if len(points):
-        texts.append(f"bubble: median {points.abs().median():.1f}, worst {max(points, key=abs):+.1f} points")
+    for name, points in (
+        ("bubble", 100 * (bubbles.predicted - bubbles.measured)),
+        ("bubble at equal speed", 100 * bubbles.equal_speed_error.dropna()),
+    ):
+        if len(points):
+            texts.append(f"{name}: median {points.abs().median():.1f}, worst {max(points, key=abs):+.1f} points")
     return f"Over {len(steps)} runs: {'; '.join(texts)}." if len(steps) else ""
 
 
@@ -280,6 +283,7 @@ def _run_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
         percent_text(step.error, signed=True),
         equal,
         f"{100 * (bubble.predicted - bubble.measured):+.1f}",
+        "" if pd.isna(bubble.equal_speed_error) else f"{100 * bubble.equal_speed_error:+.1f}",
         *map(worst, (FORWARD, BACKWARD, OPTIMIZER, PEAK_MEMORY)),
         str(key[-1]),
     ]

@@ -23,6 +23,7 @@ from gplan.core import (
     Verification,
 )
 from gplan.core.errors import UsageError
+from gplan.core.profile import SAMPLING_BUDGET_S
 from gplan.core.progress import Progress, no_progress
 from gplan.evaluate.calibration import calibrate as calibrate
 from gplan.evaluate.calibration import calibrated as calibrated
@@ -65,7 +66,7 @@ def profile(
     link: Link | None = None,
     granularity: Granularity = "layer",
     precision: PrecisionName = "model",
-    budget_s: float = 10.0,
+    budget_s: float = SAMPLING_BUDGET_S,
     seed: int = 0,
     journal: Path | None = None,
     progress: Progress = no_progress,

@@ -21,6 +21,7 @@ import torch
 
 from gplan.core import Device, EngineCost, Granularity, Link, Profile
 from gplan.core.errors import ModelError, UsageError
+from gplan.core.profile import SAMPLING_BUDGET_S
 from gplan.core.progress import Progress, no_progress, part
 from gplan.core.units import counted, now_text
 from profiler.capture.chain import model_state_restored, routing_notes
@@ -51,7 +52,7 @@ class ProfileOptions:
     contention: int | None = None  # number of neighbour processes; None: as many as there may be
     link: Link | None = None  # None: measured
     granularity: Granularity = "layer"
-    budget_s: float = 10.0  # longest sampling per micro-batch size
+    budget_s: float = SAMPLING_BUDGET_S  # longest sampling per micro-batch size
     journal: Path | None = None  # None: an interrupted measurement is lost
 
     def __post_init__(self) -> None:

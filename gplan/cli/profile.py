@@ -10,6 +10,7 @@ import click
 
 from gplan.cli.arguments import PATH, PROFILE_FILE, output_option
 from gplan.cli.output import json_option, print_result, progress_bar
+from gplan.core.profile import SAMPLING_BUDGET_S
 
 if TYPE_CHECKING:
     from gplan.core import Granularity, Link, PrecisionName
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 @click.option("--precision", default="model", show_default=True, metavar="NAME",
               help="What is trained in: model (as the file makes it), float32, bfloat16, mixed (float32 master weights, states "
                    "and gradients beside bfloat16), mixed-bf16-gradients, or autocast.")  # fmt: skip
-@click.option("--budget", default=10.0, show_default=True, metavar="SECONDS",
+@click.option("--budget", default=SAMPLING_BUDGET_S, show_default=True, metavar="SECONDS",
               help="Longest sampling of the layers per micro-batch size; memory, optimizer and link come on top.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, help="Seed of the weights.")
 @output_option(PROFILE_FILE)

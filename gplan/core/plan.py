@@ -472,20 +472,24 @@ class Run:
         return tuple(x for x in self.host_speed if x.first_step >= self.num_warmup_steps)
 
     @property
-    def device_slowdowns(self) -> tuple[float, ...]:
-        """By device, how many times as long work took as in the profile; () if that is unknown.
+    def window_slowdowns(self) -> tuple[tuple[float, ...], ...]:
+        """By window of timed steps, then by device, how many times as long work took as in the profile; () if unknown.
 
         By the yardstick, which is read while the process has its core, times the proven waits for a core where the
         profile had none. A device's is the mean of its replicas; one process that runs all devices has one for all.
         """
         reference, num = self.plan.host_speed, self.plan.num_devices
         by_rank = reference.slowdowns(self.timed_speed) if reference is not None else ()
-        if not by_rank:
-            return ()
-        ranks = tuple(map(fmean, by_rank))
-        by_device = ranks * num if len(ranks) == 1 else [geometric_mean(ranks[device::num]) for device in range(num)]
-        stretches = self.core_stretch if self.counts_waits else ()
-        return tuple(x * stretch for x, stretch in zip(by_device, stretches or (1.0,) * num, strict=True))
+        stretches = self.core_stretch if self.counts_waits else (1.0,) * num
+        return tuple(
+            tuple(geometric_mean(ranks[i % len(ranks) :: num]) * stretches[i] for i in range(num))
+            for ranks in zip(*by_rank, strict=True)
+        )
+
+    @property
+    def device_slowdowns(self) -> tuple[float, ...]:
+        """By device the mean of its windows; () if that is unknown."""
+        return tuple(map(fmean, zip(*self.window_slowdowns, strict=True)))
 
     @property
     def counts_waits(self) -> bool:
@@ -501,7 +505,7 @@ class Run:
     @property
     def speed_range(self) -> tuple[float, float] | None:
         """The least and the greatest speed of the host, in windows of steps, over that of the profile; None: unknown."""
-        if not self.device_slowdowns or self.plan.host_speed is None:
+        if not self.window_slowdowns or self.plan.host_speed is None:
             return None
         found = [x for rank in self.plan.host_speed.slowdowns(self.timed_speed) for x in rank]
         return 1 / max(found), 1 / min(found)

@@ -23,6 +23,12 @@ from gplan.core.machine import Device, EngineCost, Link
 from gplan.core.precision import Precision
 from gplan.core.units import percent_text
 
+SAMPLING_BUDGET_S = 20.0
+"""How long a profile samples the layers at most, for each micro-batch size, unless told otherwise.
+
+On a shared host this is some of its phases, of a few seconds each.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueCost:

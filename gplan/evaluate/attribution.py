@@ -7,14 +7,15 @@ simulator does; each change of its length is one part. Last comes waiting that n
     |---------------------------------------------------- measured ---------------------------------------------------------|
 
 The host's part is known where a yardstick was read in the profile and in the run: all times are first brought to the
-speed that each device had in the run, so that the other parts are errors of the model of costs. A timeline shows a
+speeds that the devices had in the run, so that the other parts are errors of the model of costs. A timeline shows a
 transfer only where a device waited for it, and an engine gap only where it did not; the others stay as predicted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -78,6 +79,11 @@ def at_speed(times: StepTimes, plan: Plan, slowdowns: Sequence[float]) -> StepTi
 
 def layout_step_s(program: ActionProgram, times: StepTimes) -> float:
     """The step's length with these times: an action starts when its device is free and its input has arrived."""
+    return _layout(program, times)[0]
+
+
+def _layout(program: ActionProgram, times: StepTimes) -> tuple[float, float, float]:
+    """The lengths of the step and of its micro-batch loop, and the seconds of all actions in it."""
     durations = [times.durations[action] for action in program.actions]
     occupied = [x + times.gaps[action.stage, action.kind] for x, action in zip(durations, program.actions, strict=True)]
     transfers = [times.transfers[action.stage, action.kind] for action in program.actions]
@@ -85,7 +91,8 @@ def layout_step_s(program: ActionProgram, times: StepTimes) -> float:
     rows = action_times(program.individual, occupied, transfers, zero=0.0)
     for entry, (start_s, _, _), duration_s in zip(program.entries, rows, durations, strict=True):
         last[entry.device] = start_s + duration_s
-    return times.start_s + max(last[device] + tail_s for device, tail_s in enumerate(times.tails))
+    step_s = times.start_s + max(last[device] + tail_s for device, tail_s in enumerate(times.tails))
+    return step_s, max(last), math.fsum(durations)
 
 
 @dataclass(frozen=True)
@@ -184,32 +191,50 @@ class Attribution:
         return self.measured_s - self.predicted_s
 
 
-def times_at_run_speed(run: Run) -> StepTimes:
-    """The predicted times at the speed that each device had in the run, where that is known.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EqualSpeed:
+    """How the predicted step and bubble change with the speed that the host had in the run."""
+
+    factor: float  # on the step
+    bubble: float  # added to the bubble
+
+
+def equal_speed(run: Run) -> EqualSpeed | None:
+    """The mean step over the windows of the run, each laid out at the speeds that the devices had in it; None if unknown.
+
+    A device that is slow in one window and quick in the next is waited for in the one and waits in the other: so the
+    step is longer, and the bubble larger, than at the mean speeds. O(windows K M).
+    """
+    times = predicted_times(run.plan)
+    program = whole_program(schedule_of(run.plan), run.plan.recompute)
+    layouts = [_layout(program, x) for x in _times_at_speeds(run, times, run.window_slowdowns)]
+    before = _layout(program, times)
+    if not layouts or not before[0]:
+        return None
+    return EqualSpeed(
+        factor=fmean(step_s for step_s, _, _ in layouts) / before[0],
+        bubble=_bubble(layouts, run.plan.num_devices) - _bubble([before], run.plan.num_devices),
+    )
+
+
+def _bubble(layouts: Sequence[tuple[float, float, float]], num_devices: int) -> float:
+    return 1.0 - sum(busy_s for _, _, busy_s in layouts) / (num_devices * sum(loop_s for _, loop_s, _ in layouts))
+
+
+def _times_at_speeds(run: Run, times: StepTimes, speeds: Iterable[Sequence[float]]) -> Iterator[StepTimes]:
+    """The times at each of these slowdowns of the devices.
 
     The virtual engine takes transfers and its own cost as planned, whatever the speed.
     """
-    plan, times = run.plan, predicted_times(run.plan)
-    if not run.device_slowdowns:
-        return times
-    slowed = at_speed(times, plan, run.device_slowdowns)
-    if run.engine != "virtual":
-        return slowed
-    updates_s = map(simulate(plan).update_s, range(plan.num_devices))
-    tails = (
-        tail_s + (slowdown - 1.0) * update_s
-        for tail_s, slowdown, update_s in zip(times.tails, run.device_slowdowns, updates_s, strict=True)
-    )
-    return replace(slowed, gaps=times.gaps, transfers=times.transfers, tails=tuple(tails))
-
-
-def equal_speed_factor(run: Run) -> float | None:
-    """How many times as long the predicted step is at the speed that the host had in the run; None if unknown."""
-    if not run.device_slowdowns:
-        return None
-    program = whole_program(schedule_of(run.plan), run.plan.recompute)
-    before_s = layout_step_s(program, predicted_times(run.plan))
-    return layout_step_s(program, times_at_run_speed(run)) / before_s if before_s else None
+    predicted = simulate(run.plan)
+    updates_s = [predicted.update_s(device) for device in range(run.plan.num_devices)]
+    for slowdowns in speeds:
+        slowed = at_speed(times, run.plan, slowdowns)
+        if run.engine == "virtual":
+            added = ((x - 1.0) * update_s for x, update_s in zip(slowdowns, updates_s, strict=True))
+            tails = tuple(map(operator.add, times.tails, added))
+            slowed = replace(slowed, gaps=times.gaps, transfers=times.transfers, tails=tails)
+        yield slowed
 
 
 def attribute_error(run: Run) -> Attribution:
@@ -220,10 +245,11 @@ def attribute_error(run: Run) -> Attribution:
     """
     plan, timeline = run.plan, run.timeline
     measured = MeasuredTimes(plan, timeline)
-    predicted, host_parts = times_at_run_speed(run), list[ErrorPart]()
-    if run.device_slowdowns:
-        drift_s = layout_step_s(measured.program, predicted) - layout_step_s(measured.program, measured.predicted)
+    predicted, host_parts = measured.predicted, list[ErrorPart]()
+    if (speed := equal_speed(run)) is not None:
+        drift_s = (speed.factor - 1.0) * layout_step_s(measured.program, predicted)
         host_parts.append(ErrorPart(cause=ErrorCause.HOST_SPEED, stage=None, seconds=drift_s))
+        (predicted,) = _times_at_speeds(run, predicted, [run.device_slowdowns])
     means = timeline.mean_durations(plan.recompute)
     changes: dict[ErrorCause, dict[str, object]] = {
         ErrorCause.COMPUTE: {"durations": means},

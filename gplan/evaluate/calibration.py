@@ -41,7 +41,7 @@ from gplan.core.errors import FileError, UsageError
 from gplan.core.machine import FREE_LINK
 from gplan.core.units import counted, now_text, percent_text
 from gplan.cost.stage_costs import contention_share
-from gplan.evaluate.attribution import MeasuredTimes, equal_speed_factor
+from gplan.evaluate.attribution import MeasuredTimes
 from gplan.evaluate.replanning import reprice, why_not_replannable, with_link_times
 from gplan.simulation.simulator import simulate
 
@@ -212,7 +212,7 @@ class _CalibrationRun:
     @cached_property
     def timeline(self) -> Timeline:
         """The measured one, at the host's speed in the profile where both speeds are known."""
-        return self.run.timeline.times(1.0 / (equal_speed_factor(self.run) or 1.0))
+        return self.run.timeline.times(1.0 / (self.run.slowdown or 1.0))
 
     @cached_property
     def measured(self) -> MeasuredTimes:

@@ -12,7 +12,7 @@ from itertools import zip_longest
 
 from gplan.core import Action, ActionKind, IdleCause, Plan, Run, Timeline
 from gplan.core.units import UnitKind, seconds_text
-from gplan.evaluate.attribution import equal_speed_factor
+from gplan.evaluate.attribution import equal_speed
 from gplan.simulation.bubble import idle_by_cause
 from gplan.simulation.simulator import schedule_of, simulate, step_and_bubble
 
@@ -127,14 +127,16 @@ def samples_per_s(plan: Plan, step_s: float) -> float:
 
 def _step_rows(run: Run, predicted: Timeline) -> Iterator[ComparisonRow]:
     plan, prediction, measured = run.plan, run.plan.prediction, run.timeline
-    factor = equal_speed_factor(run)
+    speed = equal_speed(run)
+    factor = None if speed is None else speed.factor
     yield _row(STEP_TIME, (prediction.step_s, measured.step_s), "seconds", slowdown=factor)
     rates = (samples_per_s(plan, x.step_s) for x in (prediction, measured))
     yield _row(THROUGHPUT, rates, "samples_per_s", slowdown=factor)
-    yield _row(BUBBLE, (prediction.bubble, measured.bubble), "share")
+    row = _row(BUBBLE, (prediction.bubble, measured.bubble), "share")
+    yield row if speed is None else replace(row, equal_speed_error=prediction.bubble + speed.bubble - measured.bubble)
     idle, measured_idle = idle_by_cause(predicted), idle_by_cause(measured)
     for cause in IdleCause:
-        yield _row(idle_quantity(cause), (idle[cause], measured_idle[cause]), "seconds", slowdown=factor)
+        yield _row(idle_quantity(cause), (idle[cause], measured_idle[cause]), "seconds")
 
 
 def _device_rows(run: Run, predicted: Timeline) -> Iterator[ComparisonRow]:

@@ -1,8 +1,8 @@
 """Time layers in rounds: all layers forward, the loss, all layers backward, so that caches and clocks are as in a step.
 
-Each round also runs all layers as one stage. Every other round runs the user's model and a recomputed stage; the rounds
-between run a backward that creates gradients, the two halves of a split backward, and a round beside other processes
-(contention). Sampling ends when the standard errors of every relevant median and of the sum of the layers are small.
+Each round also runs all layers as one stage, and all layers beside other processes (contention). Every other round runs
+the user's model and a recomputed stage; the rounds between run a backward that creates gradients, and the two halves of a
+split backward. Sampling ends when the standard errors of every relevant median and of the sum of the layers are small.
 `Corrections` turns the time of a layer on its own into its time within a stage.
 """
 
@@ -229,7 +229,7 @@ class TimingRounds:
                 self._first_round()
                 if self._splits_backward:
                     self._split_round(added)
-                self._round_beside_others(added)
+            self._round_beside_others(added)
             self._clock.flush()
             self._add_excesses(added)
             spent = (time.monotonic() - start_s) / budget_s

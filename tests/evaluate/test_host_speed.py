@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from gplan.core import (
     Plan,
     Profile,
     Run,
+    Span,
     StepSpeed,
     Timeline,
     YardstickTimes,
@@ -72,6 +74,17 @@ def slow_timeline(plan: Plan, factors: tuple[float, ...]) -> Timeline:
     )
 
 
+def mean_timeline(timelines: Sequence[Timeline]) -> Timeline:
+    """Every action from its mean start to its mean end, as in a run."""
+    spans = (
+        Span(
+            device=x[0].device, action=x[0].action, start_s=fmean(y.start_s for y in x), end_s=fmean(y.end_s for y in x)
+        )
+        for x in zip(*(sorted(y.spans, key=lambda span: str(span.action)) for y in timelines), strict=True)
+    )
+    return replace(timelines[0], spans=tuple(sorted(spans, key=lambda x: x.start_s)))
+
+
 def printed(view: object) -> str:
     console = Console(width=200)
     with console.capture() as capture:
@@ -86,7 +99,7 @@ def test_a_slow_host_is_no_error_at_equal_speed() -> None:
     assert (step.error, step.equal_speed_error) == (pytest.approx(-0.2), pytest.approx(0.0, abs=1e-12))
     assert found.row(THROUGHPUT).equal_speed_error == pytest.approx(0.0, abs=1e-12)
     assert found.row(FORWARD, stage=1).equal_speed_error == pytest.approx(0.0, abs=1e-12)
-    assert found.row(BUBBLE).equal_speed_error is None
+    assert found.row(BUBBLE).equal_speed_error == pytest.approx(0.0, abs=1e-12)
     assert found.row(PEAK_MEMORY, device=0).equal_speed_error is None
 
 
@@ -97,7 +110,27 @@ def test_host_drift_is_one_part_and_the_model_another(factors: tuple[float, floa
     parts = {(x.cause, x.stage): x.seconds for x in found.parts if abs(x.seconds) > 1e-9 * found.measured_s}
     assert set(parts) == {(ErrorCause.HOST_SPEED, None)}
     assert math.fsum(parts.values()) == pytest.approx(found.error_s)
-    assert compare(run).row(STEP_TIME).equal_speed_error == pytest.approx(0.0, abs=1e-9)
+    found_rows = compare(run)
+    assert found_rows.row(STEP_TIME).equal_speed_error == pytest.approx(0.0, abs=1e-9)
+    assert found_rows.row(BUBBLE).equal_speed_error == pytest.approx(0.0, abs=1e-9)
+
+
+def test_devices_that_are_slow_in_turns_wait_for_each_other() -> None:
+    plan = usual_plan()
+    phases = [(1.5, 1.0), (1.0, 1.5)]
+    run = slow_run(plan, 1.25, 1.25)
+    windows = tuple(
+        StepSpeed(first_step=i, end_step=i + 1, ranks=tuple(map(readings, x)), compute_s=x)
+        for i, x in enumerate(phases, start=3)
+    )
+    run = replace(run, timeline=mean_timeline([slow_timeline(plan, x) for x in phases]), host_speed=windows)
+    assert run.device_slowdowns == pytest.approx((1.25, 1.25))
+    step, bubble = (compare(run).row(x) for x in (STEP_TIME, BUBBLE))
+    assert step.measured > 1.3 * step.predicted and bubble.error is not None and bubble.error < -0.05
+    assert step.equal_speed_error == pytest.approx(0.0, abs=1e-9)
+    assert bubble.equal_speed_error == pytest.approx(0.0, abs=1e-9)
+    parts = {x.cause: x.seconds for x in attribute_error(run).parts}
+    assert parts[ErrorCause.HOST_SPEED] == pytest.approx(step.measured - step.predicted)
 
 
 def test_virtual_transfers_are_no_slower_on_a_slow_host() -> None:
