@@ -153,6 +153,18 @@ class HostSpeed:
             found.append(tuple(min(most, max(least, whole * share)) for share in shares))
         return tuple(found)
 
+    def update_slowdowns(self, steps: Sequence[StepSpeed]) -> tuple[float, ...]:
+        """By rank how many times as long updates took, by the memory part alone; () unless every rank has a reading.
+
+        An update reads and writes every weight once and computes little. The middle mean over the windows.
+        """
+        num_ranks = len(steps[0].ranks) if steps else 0
+        by_rank = [
+            [self.ratios(times, num_devices=num_ranks)[1] for x in steps if (times := x.ranks[rank]) is not None]
+            for rank in range(num_ranks)
+        ]
+        return tuple(map(middle_mean, by_rank)) if all(by_rank) else ()
+
     @property
     def phases(self) -> tuple[tuple[float, float, float], ...]:
         """(start, end, slowdown) of stretches of windows of about the same speed."""

@@ -478,18 +478,27 @@ class Run:
         By the yardstick, which is read while the process has its core, times the proven waits for a core where the
         profile had none. A device's is the mean of its replicas; one process that runs all devices has one for all.
         """
-        reference, num = self.plan.host_speed, self.plan.num_devices
+        reference = self.plan.host_speed
         by_rank = reference.slowdowns(self.timed_speed) if reference is not None else ()
-        stretches = self.core_stretch if self.counts_waits else (1.0,) * num
-        return tuple(
-            tuple(geometric_mean(ranks[i % len(ranks) :: num]) * stretches[i] for i in range(num))
-            for ranks in zip(*by_rank, strict=True)
-        )
+        return tuple(map(self._of_devices, zip(*by_rank, strict=True)))
 
     @property
     def device_slowdowns(self) -> tuple[float, ...]:
         """By device the mean of its windows; () if that is unknown."""
         return tuple(map(fmean, zip(*self.window_slowdowns, strict=True)))
+
+    @property
+    def update_slowdowns(self) -> tuple[float, ...]:
+        """By device, how many times as long updates of weights took as in the profile; () if that is unknown."""
+        reference = self.plan.host_speed
+        by_rank = reference.update_slowdowns(self.timed_speed) if reference is not None else ()
+        return self._of_devices(by_rank) if by_rank else ()
+
+    def _of_devices(self, by_rank: tuple[float, ...]) -> tuple[float, ...]:
+        """The mean over the replicas of each device, with its waits for a core."""
+        num = self.plan.num_devices
+        stretches = self.core_stretch if self.counts_waits else (1.0,) * num
+        return tuple(geometric_mean(by_rank[i % len(by_rank) :: num]) * stretches[i] for i in range(num))
 
     @property
     def counts_waits(self) -> bool:

@@ -21,7 +21,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from gplan.core import Action, ActionKind, Plan, Run, Span, Timeline
 from gplan.simulation.kernel import ActionProgram, action_times, whole_program
@@ -65,25 +65,30 @@ def _tails(timeline: Timeline) -> tuple[float, ...]:
     return tuple(end_s - loop_s for end_s, loop_s in zip(ends, loop_ends, strict=True))
 
 
-def at_speed(times: StepTimes, plan: Plan, slowdowns: Sequence[float]) -> StepTimes:
-    """The times on devices that take so many times as long."""
+def at_speed(times: StepTimes, plan: Plan, slowdowns: Sequence[float], update_slowdowns: Sequence[float]) -> StepTimes:
+    """The times on devices that take so many times as long; their updates have slowdowns of their own."""
     of_stage = [slowdowns[device] for device in plan.devices]
     return StepTimes(
         durations={action: x * of_stage[action.stage] for action, x in times.durations.items()},
         gaps={kind: x * of_stage[kind[0]] for kind, x in times.gaps.items()},
         transfers={kind: x * of_stage[kind[0]] for kind, x in times.transfers.items()},
-        tails=tuple(x * slowdown for x, slowdown in zip(times.tails, slowdowns, strict=True)),
+        tails=tuple(map(operator.mul, times.tails, update_slowdowns)),
         start_s=times.start_s,
     )
 
 
 def layout_step_s(program: ActionProgram, times: StepTimes) -> float:
     """The step's length with these times: an action starts when its device is free and its input has arrived."""
-    return _layout(program, times)[0]
+    return _lay_out(program, times).step_s
 
 
-def _layout(program: ActionProgram, times: StepTimes) -> tuple[float, float, float]:
-    """The lengths of the step and of its micro-batch loop, and the seconds of all actions in it."""
+class _Layout(NamedTuple):
+    step_s: float
+    loop_s: float  # of its micro-batch loop
+    busy_s: float  # of all actions in the loop
+
+
+def _lay_out(program: ActionProgram, times: StepTimes) -> _Layout:
     durations = [times.durations[action] for action in program.actions]
     occupied = [x + times.gaps[action.stage, action.kind] for x, action in zip(durations, program.actions, strict=True)]
     transfers = [times.transfers[action.stage, action.kind] for action in program.actions]
@@ -92,7 +97,7 @@ def _layout(program: ActionProgram, times: StepTimes) -> tuple[float, float, flo
     for entry, (start_s, _, _), duration_s in zip(program.entries, rows, durations, strict=True):
         last[entry.device] = start_s + duration_s
     step_s = times.start_s + max(last[device] + tail_s for device, tail_s in enumerate(times.tails))
-    return step_s, max(last), math.fsum(durations)
+    return _Layout(step_s=step_s, loop_s=max(last), busy_s=math.fsum(durations))
 
 
 @dataclass(frozen=True)
@@ -205,20 +210,22 @@ def equal_speed(run: Run) -> EqualSpeed | None:
     A device that is slow in one window and quick in the next is waited for in the one and waits in the other: so the
     step is longer, and the bubble larger, than at the mean speeds. O(windows K M).
     """
-    times = predicted_times(run.plan)
-    program = whole_program(schedule_of(run.plan), run.plan.recompute)
-    layouts = [_layout(program, x) for x in _times_at_speeds(run, times, run.window_slowdowns)]
-    before = _layout(program, times)
-    if not layouts or not before[0]:
+    windows = run.window_slowdowns
+    if not windows:
         return None
+    times, program = predicted_times(run.plan), whole_program(schedule_of(run.plan), run.plan.recompute)
+    before = _lay_out(program, times)
+    if not before.loop_s:
+        return None
+    layouts = [_lay_out(program, x) for x in _times_at_speeds(run, times, windows)]
     return EqualSpeed(
-        factor=fmean(step_s for step_s, _, _ in layouts) / before[0],
+        factor=fmean(x.step_s for x in layouts) / before.step_s,
         bubble=_bubble(layouts, run.plan.num_devices) - _bubble([before], run.plan.num_devices),
     )
 
 
-def _bubble(layouts: Sequence[tuple[float, float, float]], num_devices: int) -> float:
-    return 1.0 - sum(busy_s for _, _, busy_s in layouts) / (num_devices * sum(loop_s for _, loop_s, _ in layouts))
+def _bubble(layouts: Sequence[_Layout], num_devices: int) -> float:
+    return 1.0 - sum(x.busy_s for x in layouts) / (num_devices * sum(x.loop_s for x in layouts))
 
 
 def _times_at_speeds(run: Run, times: StepTimes, speeds: Iterable[Sequence[float]]) -> Iterator[StepTimes]:
@@ -229,9 +236,9 @@ def _times_at_speeds(run: Run, times: StepTimes, speeds: Iterable[Sequence[float
     predicted = simulate(run.plan)
     updates_s = [predicted.update_s(device) for device in range(run.plan.num_devices)]
     for slowdowns in speeds:
-        slowed = at_speed(times, run.plan, slowdowns)
+        slowed = at_speed(times, run.plan, slowdowns, run.update_slowdowns)
         if run.engine == "virtual":
-            added = ((x - 1.0) * update_s for x, update_s in zip(slowdowns, updates_s, strict=True))
+            added = ((x - 1.0) * update_s for x, update_s in zip(run.update_slowdowns, updates_s, strict=True))
             tails = tuple(map(operator.add, times.tails, added))
             slowed = replace(slowed, gaps=times.gaps, transfers=times.transfers, tails=tails)
         yield slowed

@@ -146,14 +146,14 @@ def _device_rows(run: Run, predicted: Timeline) -> Iterator[ComparisonRow]:
     for device in range(plan.num_devices):
         stages = [stage.index for stage in plan.stages_of(device)]
         only = stages[0] if len(stages) == 1 else None
-        slowdown = run.device_slowdowns[device] if run.device_slowdowns else None
+        slowdown, update_slowdown = (x[device] if x else None for x in (run.device_slowdowns, run.update_slowdowns))
         for stage in stages:
             for kind in ActionKind:
                 if kind is not ActionKind.OPTIMIZER and (stage, kind) in kinds:
                     means = (x.mean_s(kind, stage=stage) for x in timelines)
                     yield _row(kind.words, means, "seconds", device=device, stage=stage, slowdown=slowdown)
         updates = (x.update_s(device) for x in timelines)
-        yield _row(OPTIMIZER, updates, "seconds", device=device, stage=only, slowdown=slowdown)
+        yield _row(OPTIMIZER, updates, "seconds", device=device, stage=only, slowdown=update_slowdown)
         if peak_bytes := run.peak_bytes[device]:
             row = _row(PEAK_MEMORY, (plan.device_peak_bytes[device], peak_bytes), "bytes", device=device, stage=only)
             yield replace(row, reserved=run.reserved_bytes[device]) if run.reserved_bytes else row

@@ -28,7 +28,7 @@ from gplan.core import (
 )
 from gplan.evaluate.attribution import ErrorCause, at_speed, attribute_error, predicted_times
 from gplan.evaluate.calibration import calibrate
-from gplan.evaluate.compare import BUBBLE, FORWARD, PEAK_MEMORY, STEP_TIME, THROUGHPUT, compare
+from gplan.evaluate.compare import BUBBLE, FORWARD, OPTIMIZER, PEAK_MEMORY, STEP_TIME, THROUGHPUT, compare
 from gplan.evaluate.profile_difference import profile_difference
 from gplan.evaluate.retiming import retime_profile
 from gplan.evaluate.verify import verify
@@ -67,7 +67,7 @@ def slow_run(plan: Plan, *factors: float) -> Run:
 
 
 def slow_timeline(plan: Plan, factors: tuple[float, ...]) -> Timeline:
-    slow = at_speed(predicted_times(plan), plan, factors).durations
+    slow = at_speed(predicted_times(plan), plan, factors, factors).durations
     updates = {x.action: x.duration_s * factors[x.device] for x in simulate(plan).spans}
     return timeline_of(
         schedule_of(plan), plan.stage_costs, duration_s={**updates, **slow}.__getitem__, origin="measured"
@@ -142,6 +142,18 @@ def test_virtual_transfers_are_no_slower_on_a_slow_host() -> None:
     parts = {x.cause for x in attribute_error(run).parts if abs(x.seconds) > 1e-9 * run.timeline.step_s}
     assert parts == {ErrorCause.HOST_SPEED}
     assert compare(run).row(STEP_TIME).equal_speed_error == pytest.approx(0.0, abs=1e-9)
+
+
+def test_updates_are_as_slow_as_the_memory() -> None:
+    plan = usual_plan()
+    run = slow_run(plan, 1.0, 1.0)
+    memory = replace(SPEED.reference, memory_s=1.5 * SPEED.reference.memory_s)
+    windows = (StepSpeed(first_step=3, end_step=8, ranks=(SPEED.reference, memory), compute_s=(1.0, 1.0)),)
+    run = replace(run, host_speed=windows)
+    assert (run.device_slowdowns, run.update_slowdowns) == (pytest.approx((1.0, 1.0)), pytest.approx((1.0, 1.5)))
+    found = compare(run)
+    assert found.row(FORWARD, stage=1).equal_speed_error == pytest.approx(0.0)
+    assert [found.row(OPTIMIZER, stage=x).equal_speed_error for x in (0, 1)] == pytest.approx([0.0, 0.5])
 
 
 def test_what_the_host_does_not_explain_stays_with_the_model() -> None:
