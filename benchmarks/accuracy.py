@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", default=tuple(ENGINES))
     parser.add_argument("--rounds", type=int, default=3, help="over everything")
     parser.add_argument("--steps", type=int, default=16, help="of a run at least")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of a run at least, by its prediction")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of a run at least, by its prediction")
     parser.add_argument("--output", type=Path, default=ROOT / "reports" / "accuracy")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)

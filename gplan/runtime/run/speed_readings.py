@@ -10,7 +10,7 @@ from gplan.core import YardstickTimes
 from profiler.timing.clock import CpuClock, CudaClock, Samples
 from profiler.timing.yardstick import Yardstick, mean_times, yardstick_parts
 
-_MOST_SHARE = 0.0025  # of the time from one reading to the next
+_MOST_SHARE = 0.005  # of the time from one reading to the next
 _NUM_WARMUPS = 4  # products before a reading: right after layers the third is as fast as the others
 
 
