@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, geometric_mean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,16 +154,19 @@ class HostSpeed:
         return tuple(found)
 
     def update_slowdowns(self, steps: Sequence[StepSpeed]) -> tuple[float, ...]:
-        """By rank how many times as long updates took, by the memory part alone; () unless every rank has a reading.
+        """By rank how many times as long updates of weights took; () unless every rank has a reading.
 
-        An update reads and writes every weight once and computes little. The middle mean over the windows.
+        An update computes little for what it reads and writes: compute and memory count half each. It is the middle mean
+        over the windows.
         """
         num_ranks = len(steps[0].ranks) if steps else 0
         by_rank = [
-            [self.ratios(times, num_devices=num_ranks)[1] for x in steps if (times := x.ranks[rank]) is not None]
+            [self.ratios(times, num_devices=num_ranks)[:2] for x in steps if (times := x.ranks[rank]) is not None]
             for rank in range(num_ranks)
         ]
-        return tuple(map(middle_mean, by_rank)) if all(by_rank) else ()
+        if not all(by_rank):
+            return ()
+        return tuple(middle_mean([geometric_mean(x) ** self.response for x in ratios]) for ratios in by_rank)
 
     @property
     def phases(self) -> tuple[tuple[float, float, float], ...]:

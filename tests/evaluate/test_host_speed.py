@@ -144,10 +144,10 @@ def test_virtual_transfers_are_no_slower_on_a_slow_host() -> None:
     assert compare(run).row(STEP_TIME).equal_speed_error == pytest.approx(0.0, abs=1e-9)
 
 
-def test_updates_are_as_slow_as_the_memory() -> None:
+def test_memory_counts_half_for_updates() -> None:
     plan = usual_plan()
     run = slow_run(plan, 1.0, 1.0)
-    memory = replace(SPEED.reference, memory_s=1.5 * SPEED.reference.memory_s)
+    memory = replace(SPEED.reference, memory_s=1.5**2 * SPEED.reference.memory_s)
     windows = (StepSpeed(first_step=3, end_step=8, ranks=(SPEED.reference, memory), compute_s=(1.0, 1.0)),)
     run = replace(run, host_speed=windows)
     assert (run.device_slowdowns, run.update_slowdowns) == (pytest.approx((1.0, 1.0)), pytest.approx((1.0, 1.5)))
