@@ -234,12 +234,12 @@ def _times_at_speeds(run: Run, times: StepTimes, speeds: Iterable[Sequence[float
     The virtual engine takes transfers and its own cost as planned, whatever the speed.
     """
     predicted = simulate(run.plan)
-    updates_s = [predicted.update_s(device) for device in range(run.plan.num_devices)]
+    updates_s, update_slowdowns = map(predicted.update_s, range(run.plan.num_devices)), run.update_slowdowns
+    added_s = [(x - 1.0) * update_s for x, update_s in zip(update_slowdowns, updates_s, strict=True)]
     for slowdowns in speeds:
-        slowed = at_speed(times, run.plan, slowdowns, run.update_slowdowns)
+        slowed = at_speed(times, run.plan, slowdowns, update_slowdowns)
         if run.engine == "virtual":
-            added = ((x - 1.0) * update_s for x, update_s in zip(run.update_slowdowns, updates_s, strict=True))
-            tails = tuple(map(operator.add, times.tails, added))
+            tails = tuple(map(operator.add, times.tails, added_s))
             slowed = replace(slowed, gaps=times.gaps, transfers=times.transfers, tails=tails)
         yield slowed
 
