@@ -33,7 +33,7 @@ from gplan.evaluate.profile_difference import profile_difference
 from gplan.evaluate.retiming import retime_profile
 from gplan.evaluate.verify import verify
 from gplan.files import json_files
-from gplan.reporting.page.facts import run_facts
+from gplan.reporting.page.facts import headlines, run_facts
 from gplan.reporting.text.profile_difference import difference_view
 from gplan.reporting.text.run import comparison_table, run_view
 from gplan.simulation.simulator import schedule_of, simulate, timeline_of
@@ -344,6 +344,9 @@ def test_the_page_has_both_errors() -> None:
     heads = [{x.heading for x in comparison_table(run).columns} for run in (slow, plain)]
     assert ["at equal host speed" in x for x in heads] == [True, False]
     assert any("as fast as in the profile" in value for _, value in run_facts(slow))
+    step, rate, bubble, peak = (x.equal_speed_error for x in headlines(slow))
+    assert [x and x.lstrip("+-") for x in (step, rate, bubble, peak)] == ["0.0 %", "0.0 %", "0.0 points", None]
+    assert {x.equal_speed_error for x in headlines(plain)} == {None}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from gplan.reporting.page.html import facts_list, table
 from gplan.reporting.subject import PlanAnalysis, Subject, plan_of
 from gplan.reporting.text.attribution import OTHER_ORDER, attribution_table
 from gplan.reporting.text.plan import setting_text, stages_table
-from gplan.reporting.text.run import comparison_table, devices_table
+from gplan.reporting.text.run import EQUAL_SPEED, comparison_table, devices_table
 from gplan.simulation.simulator import simulate
 
 _GROUND = Neutral(name="ground", light="#f6f7f9", dark="#12161b")
@@ -105,10 +105,14 @@ def _top(subject: Subject, analysis: PlanAnalysis) -> Iterator[str]:
 
 
 def _card(headline: Headline) -> str:
-    """A headline figure: the measured value, and below it the prediction and its error."""
+    """A headline figure: the measured value, and below it the prediction and its errors."""
     big, origin = headline.measured or headline.predicted, "measured" if headline.measured else "predicted"
-    pairs = [("predicted", headline.predicted), ("error", headline.error)] if headline.measured else []
-    lines = "".join(f"<div><dt>{name}</dt><dd>{escape(value or '')}</dd></div>" for name, value in pairs)
+    pairs = [
+        ("predicted", headline.predicted if headline.measured else None),
+        ("error", headline.error),
+        (EQUAL_SPEED, headline.equal_speed_error),
+    ]
+    lines = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs if value)
     return (
         f'<div class="card"><h3>{escape(headline.name)}</h3><div class="big">{escape(big)}</div>'
         f'<div class="small">{origin}</div>{f"<dl>{lines}</dl>" if lines else ""}</div>'

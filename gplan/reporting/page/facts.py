@@ -34,6 +34,7 @@ class Headline:
     predicted: str
     measured: str | None = None
     error: str | None = None
+    equal_speed_error: str | None = None
 
 
 def headlines(subject: Subject) -> tuple[Headline, ...]:
@@ -60,10 +61,7 @@ def run_facts(run: Run) -> list[Fact]:
     return [
         ("engine", _engine_words(run.engine)),
         ("steps", run.steps_text),
-        (
-            "times",
-            "means over those of these steps with a typical length" if run.versions else "medians over these steps",
-        ),
+        ("times", "means over these steps" if run.versions else "medians over these steps"),
         *(("speed of the host", text) for text in host_speed_lines(run)),
         *([("other work on the host", run.host_load.text)] if run.host_load is not None else []),
         ("median step by the wall clock", seconds_text(median(run.step_s[run.num_warmup_steps :]))),
@@ -100,7 +98,9 @@ def plan_facts(plan: Plan) -> list[Fact]:
 
 def _headline(name: str, row: ComparisonRow) -> Headline:
     predicted, measured = (quantity_text(x, row.unit) for x in (row.predicted, row.measured))
-    return Headline(name=name, predicted=predicted, measured=measured, error=error_text(row.error, row.unit))
+    equal = None if row.equal_speed_error is None else error_text(row.equal_speed_error, row.unit)
+    error = error_text(row.error, row.unit)
+    return Headline(name=name, predicted=predicted, measured=measured, error=error, equal_speed_error=equal)
 
 
 def _engine_words(engine: str) -> str:
