@@ -75,6 +75,8 @@ def main() -> None:
             pd.DataFrame(rows).to_csv(path, index=False)
     rows.sort(key=lambda row: (list(ENGINES).index(row["engine"]), [*MODELS, row["model"]].index(row["model"])))
     runs = pd.DataFrame(rows).dropna(subset=["measured_step_s"])
+    if "equal_speed_bubble_points" not in runs:  # of an earlier version
+        runs["equal_speed_bubble_points"] = math.nan
     table = over_rounds(runs)
     draw(table).savefig(options.output / "accuracy.png", dpi=150)
     (options.output / "README.md").write_text(as_text(table, runs.device.unique()))
@@ -143,7 +145,7 @@ def errors_of(plan: Plan, run: Run) -> dict[str, Any]:
         "step_error": step.error,
         "equal_speed_error": step.equal_speed_error,
         "bubble_points": 100 * (bubble.error or 0.0),
-        "equal_speed_bubble_points": None if bubble.equal_speed_error is None else 100 * bubble.equal_speed_error,
+        "equal_speed_bubble_points": math.nan if bubble.equal_speed_error is None else 100 * bubble.equal_speed_error,
         "memory_error": max((predicted / found - 1 for predicted, found in peaks), key=abs),
         "num_counted": run.num_counted,
         "num_disturbed": run.num_disturbed,

@@ -83,9 +83,26 @@ def layout_step_s(program: ActionProgram, times: StepTimes) -> float:
 
 
 class _Layout(NamedTuple):
-    step_s: float
-    loop_s: float  # of its micro-batch loop
-    busy_s: float  # of all actions in the loop
+    ends_s: tuple[float, ...]  # of each device's last update
+    loop_ends_s: tuple[float, ...]  # of each device's last forward or backward
+    busy_s: float  # of all forwards and backwards
+
+    @property
+    def step_s(self) -> float:
+        return max(self.ends_s)
+
+    @property
+    def bubble(self) -> float:
+        return 1.0 - self.busy_s / (len(self.loop_ends_s) * max(self.loop_ends_s))
+
+
+def _mean_layout(layouts: Sequence[_Layout]) -> _Layout:
+    """The mean of each end, as in a run's timeline."""
+    ends, loop_ends = (
+        tuple(map(fmean, zip(*found, strict=True)))
+        for found in ([x.ends_s for x in layouts], [x.loop_ends_s for x in layouts])
+    )
+    return _Layout(ends_s=ends, loop_ends_s=loop_ends, busy_s=fmean(x.busy_s for x in layouts))
 
 
 def _lay_out(program: ActionProgram, times: StepTimes) -> _Layout:
@@ -96,8 +113,8 @@ def _lay_out(program: ActionProgram, times: StepTimes) -> _Layout:
     rows = action_times(program.individual, occupied, transfers, zero=0.0)
     for entry, (start_s, _, _), duration_s in zip(program.entries, rows, durations, strict=True):
         last[entry.device] = start_s + duration_s
-    step_s = times.start_s + max(last[device] + tail_s for device, tail_s in enumerate(times.tails))
-    return _Layout(step_s=step_s, loop_s=max(last), busy_s=math.fsum(durations))
+    ends_s = (times.start_s + end_s + tail_s for end_s, tail_s in zip(last, times.tails, strict=True))
+    return _Layout(ends_s=tuple(ends_s), loop_ends_s=tuple(last), busy_s=math.fsum(durations))
 
 
 @dataclass(frozen=True)
@@ -205,27 +222,22 @@ class EqualSpeed:
 
 
 def equal_speed(run: Run) -> EqualSpeed | None:
-    """The mean step over the windows of the run, each laid out at the speeds that the devices had in it; None if unknown.
+    """By the means over the run's windows, each laid out at the speeds that the devices had in it; None if unknown.
 
     A device that is slow in one window and quick in the next is waited for in the one and waits in the other: so the
-    step is longer, and the bubble larger, than at the mean speeds. O(windows K M).
+    step is longer, and the bubble larger, than at the mean speeds. The virtual engine lays out the mean durations, so
+    there the mean speeds count. O(windows K M).
     """
     windows = run.window_slowdowns
     if not windows:
         return None
     times, program = predicted_times(run.plan), whole_program(schedule_of(run.plan), run.plan.recompute)
     before = _lay_out(program, times)
-    if not before.loop_s:
+    if not max(before.loop_ends_s):
         return None
-    layouts = [_lay_out(program, x) for x in _times_at_speeds(run, times, windows)]
-    return EqualSpeed(
-        factor=fmean(x.step_s for x in layouts) / before.step_s,
-        bubble=_bubble(layouts, run.plan.num_devices) - _bubble([before], run.plan.num_devices),
-    )
-
-
-def _bubble(layouts: Sequence[_Layout], num_devices: int) -> float:
-    return 1.0 - sum(x.busy_s for x in layouts) / (num_devices * sum(x.loop_s for x in layouts))
+    speeds = [run.device_slowdowns] if run.engine == "virtual" else windows
+    mean = _mean_layout([_lay_out(program, x) for x in _times_at_speeds(run, times, speeds)])
+    return EqualSpeed(factor=mean.step_s / before.step_s, bubble=mean.bubble - before.bubble)
 
 
 def _times_at_speeds(run: Run, times: StepTimes, speeds: Iterable[Sequence[float]]) -> Iterator[StepTimes]:

@@ -141,12 +141,12 @@ def _step_rows(run: Run, predicted: Timeline) -> Iterator[ComparisonRow]:
 
 def _device_rows(run: Run, predicted: Timeline) -> Iterator[ComparisonRow]:
     """The rows of every device and its stages; the first stage computes no input gradient, so it has no row for it."""
-    plan, timelines = run.plan, (predicted, run.timeline)
+    plan, timelines, slowdowns = run.plan, (predicted, run.timeline), (run.device_slowdowns, run.update_slowdowns)
     kinds = {(span.action.stage, span.action.kind) for span in timelines[0].spans} - {(0, ActionKind.INPUT_GRADIENT)}
     for device in range(plan.num_devices):
         stages = [stage.index for stage in plan.stages_of(device)]
         only = stages[0] if len(stages) == 1 else None
-        slowdown, update_slowdown = (x[device] if x else None for x in (run.device_slowdowns, run.update_slowdowns))
+        slowdown, update_slowdown = (x[device] if x else None for x in slowdowns)
         for stage in stages:
             for kind in ActionKind:
                 if kind is not ActionKind.OPTIMIZER and (stage, kind) in kinds:
