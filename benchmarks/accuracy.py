@@ -236,23 +236,18 @@ def summary(table: pd.DataFrame, by: list[str]) -> list[str]:
     lines = [f"| {head} |", "|" + "---|" * (len(by) + 12)]
     for names, part in table.groupby(by, sort=False):
         cells = [*map(str, names), str(part["round"].sum())]
-        for errors in (part.step_error, part.equal_speed_error.dropna()):
-            cells += (
-                [percent_text(errors.abs().median()), percent_text(max(errors, key=abs), signed=True)]
-                if len(errors)
-                else ["", ""]
-            )
-        for points in (part.bubble_points, part.equal_speed_bubble_points.dropna()):
-            cells += (
-                [f"{points.abs().median():.1f} points", f"{max(points, key=abs):+.1f} points"]
-                if len(points)
-                else ["", ""]
-            )
-        memory = part.memory_error
-        cells += [percent_text(memory.abs().median()), percent_text(memory.iloc[memory.abs().argmax()], signed=True)]
+        for name in ("step_error", "equal_speed_error", "bubble_points", "equal_speed_bubble_points", "memory_error"):
+            errors = part[name].dropna()
+            text = points_text if name.endswith("points") else percent_text
+            cells += [text(errors.abs().median()), text(max(errors, key=abs), signed=True)] if len(errors) else ["", ""]
         cells.append(f"{seconds_text(part.measured_step_s.min())} to {seconds_text(part.measured_step_s.max())}")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def points_text(points: float, *, signed: bool = False) -> str:
+    """Percentage points, to a tenth."""
+    return f"{points:+.1f} points" if signed else f"{points:.1f} points"
 
 
 if __name__ == "__main__":

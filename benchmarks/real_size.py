@@ -26,7 +26,7 @@ import pandas as pd
 from host_speed import yardstick_of
 
 import gplan
-from gplan.core import Profile, Run
+from gplan.core import Profile
 from gplan.core.units import percent_text, seconds_text
 from gplan.evaluate.compare import BACKWARD, BUBBLE, FORWARD, OPTIMIZER, PEAK_MEMORY, STEP_TIME, compare
 from gplan.files.json_files import write_bytes
@@ -157,12 +157,6 @@ def _run_rows(each: RealSizeRun, profile: Profile, options: argparse.Namespace) 
         recompute=each.recompute,
     )
     run = gplan.run(plan, engine=each.engine, num_steps=options.steps)
-    yield from rows_of(each, run)
-    print(*asdict(each).values(), percent_text(compare(run).row(STEP_TIME).error or 0.0, signed=True), flush=True)
-
-
-def rows_of(each: RealSizeRun, run: Run) -> Iterator[dict[str, Any]]:
-    """Every row of the run's comparison, then the yardstick's parts."""
     comparison, made = compare(run), asdict(each) | {"created": run.created}
     for row in comparison.rows:
         yield {
@@ -176,6 +170,8 @@ def rows_of(each: RealSizeRun, run: Run) -> Iterator[dict[str, Any]]:
         }
     for part, ratio in yardstick_of(run).items():
         yield {**made, "stage": "", "quantity": f"yardstick's {part}", "predicted": 1.0, "measured": ratio}
+    step = comparison.row(STEP_TIME)
+    print(*asdict(each).values(), percent_text(step.error or 0.0, signed=True), flush=True)
 
 
 def as_text(rows: pd.DataFrame) -> str:
@@ -205,7 +201,7 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         "## Runs of earlier versions",
         "",
-        "Before 22:51 on 2026-11-26 a profile measured contention in every second round and took samples for 10 s at most, and the "
+        f"Before {PRESENT} a profile measured contention in every second round and took samples for 10 s at most, and the "
         "error at equal speed was that of the devices' mean speeds; the bubble had none. Before 00:05 on 2026-11-27 a run read the "
         "yardstick for up to 0.25 % of its time, later 0.5 %. Runs from 21:26 on were compared anew by the present version.",
         "",

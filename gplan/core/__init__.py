@@ -44,6 +44,7 @@ from gplan.core.schedule import (
     Span,
     Timeline,
     Transfer,
+    idle_share,
     is_recomputed,
     runs_forward_again,
 )

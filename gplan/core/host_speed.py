@@ -156,8 +156,8 @@ class HostSpeed:
     def update_slowdowns(self, steps: Sequence[StepSpeed]) -> tuple[float, ...]:
         """By rank how many times as long updates of weights took; () unless every rank has a reading.
 
-        An update computes little for what it reads and writes: compute and memory count half each. It is the middle mean
-        over the windows.
+        An update computes little for what it reads and writes: compute and memory count half each. The
+        result is the middle mean over the windows.
         """
         num_ranks = len(steps[0].ranks) if steps else 0
         by_rank = [

@@ -24,9 +24,9 @@ from gplan.core.precision import Precision
 from gplan.core.units import percent_text
 
 SAMPLING_BUDGET_S = 20.0
-"""How long a profile samples the layers at most, for each micro-batch size, unless told otherwise.
+"""Default of the longest sampling of the layers, for each micro-batch size.
 
-On a shared host this is some of its phases, of a few seconds each.
+A shared host changes its speed every few seconds: the samples should see several speeds.
 """
 
 

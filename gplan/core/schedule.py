@@ -217,8 +217,7 @@ class Timeline:
     def bubble(self) -> float:
         """The share of device time that is idle within the micro-batch loop; (K-1)/(M+K-1) for equal GPipe stages."""
         available_s = self.num_devices * (self.loop_end_s - self.loop_start_s)
-        busy_s = sum(span.duration_s for span in self.loop_spans)
-        return max(0.0, 1.0 - busy_s / available_s) if available_s else 0.0
+        return idle_share(sum(span.duration_s for span in self.loop_spans), available_s)
 
     @cached_property
     def stages_by_device(self) -> tuple[tuple[int, ...], ...]:
@@ -305,6 +304,15 @@ def _check_interval(interval: Span | Transfer) -> None:
     if not 0.0 <= interval.start_s <= interval.end_s < math.inf:
         check_not_negative(interval, "start_s", "end_s")
         raise ValueError(f"end_s is {interval.end_s!r}; expected at least start_s, {interval.start_s!r}")
+
+
+def idle_share(busy_s: float, available_s: float) -> float:
+    """The share of the available device time that is idle; 0 without any.
+
+    >>> idle_share(3.0, 4.0), idle_share(0.0, 0.0)
+    (0.25, 0.0)
+    """
+    return max(0.0, 1.0 - busy_s / available_s) if available_s else 0.0
 
 
 def is_recomputed(microbatch: int, *, num_microbatches: int, recompute: RecomputeMode) -> bool:

@@ -6,8 +6,8 @@ simulator does; each change of its length is one part. Last comes waiting that n
     |-- predicted --|- host -|- stage 0 -|- stage 1 -|- engine -|- transfers -|- single actions -|- step extras -|- waiting -|
     |---------------------------------------------------- measured ---------------------------------------------------------|
 
-The host's part is known where a yardstick was read in the profile and in the run: all times are first brought to the
-speeds that the devices had in the run, so that the other parts are errors of the model of costs. A timeline shows a
+The host's part is known where a yardstick was read in the profile and in the run (`equal_speed`); waits of devices that
+are slow in turns belong to it. The other parts, errors of the model of costs, start from the times at each device's mean speed. A timeline shows a
 transfer only where a device waited for it, and an engine gap only where it did not; the others stay as predicted.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -23,7 +23,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple, TypeAlias
 
-from gplan.core import Action, ActionKind, Plan, Run, Span, Timeline
+from gplan.core import Action, ActionKind, Plan, Run, Span, Timeline, idle_share
 from gplan.simulation.kernel import ActionProgram, action_times, whole_program
 from gplan.simulation.simulator import gap_s, planned_s, schedule_of, simulate, transfer_s
 
@@ -65,8 +65,10 @@ def _tails(timeline: Timeline) -> tuple[float, ...]:
     return tuple(end_s - loop_s for end_s, loop_s in zip(ends, loop_ends, strict=True))
 
 
-def at_speed(times: StepTimes, plan: Plan, slowdowns: Sequence[float], update_slowdowns: Sequence[float]) -> StepTimes:
-    """The times on devices that take so many times as long; their updates have slowdowns of their own."""
+def at_speed(
+    times: StepTimes, plan: Plan, slowdowns: Sequence[float], *, update_slowdowns: Sequence[float]
+) -> StepTimes:
+    """The times on devices that take so many times as long; what follows the last action has slowdowns of its own."""
     of_stage = [slowdowns[device] for device in plan.devices]
     return StepTimes(
         durations={action: x * of_stage[action.stage] for action, x in times.durations.items()},
@@ -93,7 +95,7 @@ class _Layout(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        return 1.0 - self.busy_s / (len(self.loop_ends_s) * max(self.loop_ends_s))
+        return idle_share(self.busy_s, len(self.loop_ends_s) * max(self.loop_ends_s))
 
 
 def _mean_layout(layouts: Sequence[_Layout]) -> _Layout:
@@ -217,8 +219,8 @@ class Attribution:
 class EqualSpeed:
     """How the predicted step and bubble change with the speed that the host had in the run."""
 
-    factor: float  # on the step
-    bubble: float  # added to the bubble
+    step_slowdown: float  # how many times as long the step is
+    bubble_increase: float
 
 
 def equal_speed(run: Run) -> EqualSpeed | None:
@@ -236,28 +238,33 @@ def equal_speed(run: Run) -> EqualSpeed | None:
     if not max(before.loop_ends_s):
         return None
     speeds = [run.device_slowdowns] if run.engine == "virtual" else windows
-    mean = _mean_layout([_lay_out(program, x) for x in _times_at_speeds(run, times, speeds)])
-    return EqualSpeed(factor=mean.step_s / before.step_s, bubble=mean.bubble - before.bubble)
+    of_updates = run.update_slowdowns
+    mean = _mean_layout(
+        [_lay_out(program, _times_at_speed(run, times, x, update_slowdowns=of_updates)) for x in speeds]
+    )
+    return EqualSpeed(step_slowdown=mean.step_s / before.step_s, bubble_increase=mean.bubble - before.bubble)
 
 
-def _times_at_speeds(run: Run, times: StepTimes, speeds: Iterable[Sequence[float]]) -> Iterator[StepTimes]:
-    """The times at each of these slowdowns of the devices.
+def _times_at_speed(
+    run: Run, times: StepTimes, slowdowns: Sequence[float], *, update_slowdowns: Sequence[float]
+) -> StepTimes:
+    """The predicted times at these slowdowns of the devices.
 
     The virtual engine takes transfers and its own cost as planned, whatever the speed.
     """
-    predicted = simulate(run.plan)
-    updates_s, update_slowdowns = map(predicted.update_s, range(run.plan.num_devices)), run.update_slowdowns
-    added_s = [(x - 1.0) * update_s for x, update_s in zip(update_slowdowns, updates_s, strict=True)]
-    for slowdowns in speeds:
-        slowed = at_speed(times, run.plan, slowdowns, update_slowdowns)
-        if run.engine == "virtual":
-            tails = tuple(map(operator.add, times.tails, added_s))
-            slowed = replace(slowed, gaps=times.gaps, transfers=times.transfers, tails=tails)
-        yield slowed
+    slowed = at_speed(times, run.plan, slowdowns, update_slowdowns=update_slowdowns)
+    if run.engine != "virtual":
+        return slowed
+    updates_s = map(simulate(run.plan).update_s, range(run.plan.num_devices))
+    tails = (
+        tail_s + (slowdown - 1.0) * update_s
+        for tail_s, slowdown, update_s in zip(times.tails, update_slowdowns, updates_s, strict=True)
+    )
+    return replace(slowed, gaps=times.gaps, transfers=times.transfers, tails=tuple(tails))
 
 
 def attribute_error(run: Run) -> Attribution:
-    """The parts of the error of a run's step, for every schedule and both engines; O(K^2 M).
+    """The parts of the error of a run's step, for every schedule and both engines; O(K^2 M + windows K M).
 
     Only for a run without an `order_difference`: another order is not a longer step of the predicted one. A stage's part
     depends on the order in which stages are changed, so it is the mean over both orders.
@@ -266,9 +273,9 @@ def attribute_error(run: Run) -> Attribution:
     measured = MeasuredTimes(plan, timeline)
     predicted, host_parts = measured.predicted, list[ErrorPart]()
     if (speed := equal_speed(run)) is not None:
-        drift_s = (speed.factor - 1.0) * layout_step_s(measured.program, predicted)
+        drift_s = (speed.step_slowdown - 1.0) * layout_step_s(measured.program, predicted)
         host_parts.append(ErrorPart(cause=ErrorCause.HOST_SPEED, stage=None, seconds=drift_s))
-        (predicted,) = _times_at_speeds(run, predicted, [run.device_slowdowns])
+        predicted = _times_at_speed(run, predicted, run.device_slowdowns, update_slowdowns=run.update_slowdowns)
     means = timeline.mean_durations(plan.recompute)
     changes: dict[ErrorCause, dict[str, object]] = {
         ErrorCause.COMPUTE: {"durations": means},

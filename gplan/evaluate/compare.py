@@ -128,12 +128,15 @@ def samples_per_s(plan: Plan, step_s: float) -> float:
 def _step_rows(run: Run, predicted: Timeline) -> Iterator[ComparisonRow]:
     plan, prediction, measured = run.plan, run.plan.prediction, run.timeline
     speed = equal_speed(run)
-    factor = None if speed is None else speed.factor
+    factor = None if speed is None else speed.step_slowdown
     yield _row(STEP_TIME, (prediction.step_s, measured.step_s), "seconds", slowdown=factor)
     rates = (samples_per_s(plan, x.step_s) for x in (prediction, measured))
     yield _row(THROUGHPUT, rates, "samples_per_s", slowdown=factor)
     row = _row(BUBBLE, (prediction.bubble, measured.bubble), "share")
-    yield row if speed is None else replace(row, equal_speed_error=prediction.bubble + speed.bubble - measured.bubble)
+    if speed is not None:
+        error = prediction_error(prediction.bubble + speed.bubble_increase, measured.bubble, "share")
+        row = replace(row, equal_speed_error=error)
+    yield row
     idle, measured_idle = idle_by_cause(predicted), idle_by_cause(measured)
     for cause in IdleCause:
         yield _row(idle_quantity(cause), (idle[cause], measured_idle[cause]), "seconds")

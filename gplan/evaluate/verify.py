@@ -215,7 +215,7 @@ class _Turns:
     def _contender(self, record: _Record) -> Contender:
         runs = record.runs[: self._num_complete]
         steps_s = tuple(run.timeline.step_s for run in runs)
-        slowdowns = tuple(x.factor for run in runs if (x := equal_speed(run)) is not None)
+        slowdowns = tuple(x.step_slowdown for run in runs if (x := equal_speed(run)) is not None)
         return Contender(
             label=record.rival.label,
             run=min(runs, key=lambda run: abs(run.timeline.step_s - geometric_mean(steps_s))),

@@ -19,7 +19,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from gplan.core import Action, ActionKind, Floats, Plan, StageCost, StageSeconds
+from gplan.core import Action, ActionKind, Floats, Plan, StageCost, StageSeconds, idle_share
 from gplan.cost.stage_seconds import action_s
 from gplan.cost.stage_spread import StageSpread
 from gplan.simulation.batch_layout import lay_out_steps
@@ -63,7 +63,7 @@ def step_spread(plan: Plan, spreads: Sequence[StageSpread]) -> StepSpread:
         expected_s=float(steps.step_s.mean()),
         median_s=median_s,
         p95_s=p95_s,
-        bubble=max(0.0, 1.0 - busy_s / (plan.num_devices * float(steps.loop_s.mean()))),
+        bubble=idle_share(busy_s, plan.num_devices * float(steps.loop_s.mean())),
         num_draws=NUM_DRAWS,
     )
 

@@ -36,6 +36,7 @@ from gplan.core import (
     StageCost,
     Timeline,
     Transfer,
+    idle_share,
 )
 from gplan.cost.stage_seconds import ActionKey, action_s, gaps, occupied
 from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
@@ -139,7 +140,7 @@ def step_and_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute
     updates = update_times(schedule, costs, free, planned_s(schedule, costs, recompute))
     step_s = max(end_s for _, _, _, end_s in updates)
     available_s = schedule.num_devices * (max(ends) - min(starts))
-    return step_s, max(0.0, 1.0 - total_s / available_s) if available_s else 0.0
+    return step_s, idle_share(total_s, available_s)
 
 
 def equal_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute: RecomputeMode) -> float:

@@ -67,7 +67,7 @@ def slow_run(plan: Plan, *factors: float) -> Run:
 
 
 def slow_timeline(plan: Plan, factors: tuple[float, ...]) -> Timeline:
-    slow = at_speed(predicted_times(plan), plan, factors, factors).durations
+    slow = at_speed(predicted_times(plan), plan, factors, update_slowdowns=factors).durations
     updates = {x.action: x.duration_s * factors[x.device] for x in simulate(plan).spans}
     return timeline_of(
         schedule_of(plan), plan.stage_costs, duration_s={**updates, **slow}.__getitem__, origin="measured"

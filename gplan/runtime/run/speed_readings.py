@@ -19,7 +19,7 @@ class SpeedReadings:
 
     A host can change its speed several times in a step. So a step has many short readings, after backwards, when the core
     is warm. They are in no action's time. With the torch engine they lengthen a step by up to `_MOST_SHARE`, and a run of
-    less than a second by one reading, some 2 ms.
+    less than half a second by one reading, some 2 ms.
     """
 
     def __init__(self, device: torch.device) -> None:
