@@ -26,7 +26,7 @@ from gplan.cost.sharding import EXCHANGED
 from gplan.cost.stage_bytes import MEGATRON, MicrobatchTerms, TransferMemory, microbatch_bytes, transfer_memory
 from gplan.cost.workspaces import Workspaces
 from gplan.graph.boundary import Crossing, PassThrough, crossing_of, saved_outputs, unsaved_outputs
-from gplan.graph.down_sets import DownSets, Floats, Ints, Output, Prefixes, Waiting
+from gplan.graph.down_sets import Bools, DownSets, Floats, Ints, Output, Prefixes, Waiting
 
 _MOST_POSITIONS = 400  # of a chain whose stages are few enough to look at all of them
 _ROUNDING = 1e-9  # the share of seconds below which a difference of sums is nothing
@@ -252,26 +252,25 @@ class Costs:
         return self._of_layers("unfinished")
 
     def optimizer_s(self, first: Ints, end: Ints) -> Floats:
-        """[E]: seconds of the updates of stages: zero_grad, the optimizer's step on what a replica updates, moving averages."""
+        """[E]: seconds of the updates of stages by themselves: zero_grad, the optimizer's step on what a replica updates,
+        moving averages."""
         step = self.profile.step
-        return self.update_contention(first) * (step.fixed_part_s + step.spread_s * self.update_share(first, end))
+        return step.fixed_part_s + step.spread_s * self.update_share(first, end)
 
-    def update_contention(self, first: Ints) -> Floats:
-        """[E]: how many times as long updates of stages take beside the passes of other devices.
+    @property
+    def update_contention(self) -> float:
+        """How many times as long an update takes beside the passes of other devices."""
+        return self._contention_factor(self.profile.step.contention)
 
-        1 for the stage with the first layer, which ends the last backward: no other device runs a pass then.
-        """
-        return np.where(first == 0, 1.0, self._contention_factor(self.profile.step.contention))
-
-    def tied_update_s(self, first: Ints) -> Floats:
-        """[E]: seconds that updates of stages take longer where another device holds one of their weights.
+    @property
+    def tied_update_s(self) -> float:
+        """Seconds that an update takes longer where another device holds one of the stage's weights.
 
         Both devices wait for the summed gradients and then update at the same time, until the shorter update has ended.
         """
         others, num_measured = min(1, self.num_devices - 1), self.profile.num_neighbours
         together = contention_factor(self.profile.step.update_contention, others, num_measured=num_measured)
-        longer: Floats = np.maximum(0.0, together - self.update_contention(first)) * self._shorter_update_s
-        return longer
+        return max(0.0, together - 1.0) * self._shorter_update_s
 
     @cached_property
     def _shorter_update_s(self) -> float:
@@ -552,6 +551,7 @@ class Costs:
         place = place or StagePlace(link=self.profile.link)
         before, after, speed = place.boundaries.before, place.boundaries.after, place.speed
         has_halves = self.has_halves if halves is None else halves
+        tied = self.tied_bytes(first, end) > 0 if place.tied_links else np.zeros(len(first), dtype=np.bool_)
 
         def of_pass(seconds_of: Callable[[Ints, Ints], Floats]) -> Floats:
             return (seconds_of(first, end) + self.profile.overhead_s) / speed
@@ -560,7 +560,7 @@ class Costs:
             forward_s=of_pass(self.forward_s),
             backward_s=of_pass(self.backward_s),
             recompute_s=self.recompute_s(first, end) / speed if recomputes else np.zeros(len(first)),
-            optimizer_s=self._update_s(first, end, place.tied_links) / speed,
+            optimizer_s=self._update_s(first, end, tied) / speed,
             activation_s=self.activation_s(place.link)[end] * after,
             gradient_s=self.gradient_s(place.link)[end] * after,
             input_gradient_s=of_pass(self.input_gradient_s) if has_halves else None,
@@ -570,20 +570,25 @@ class Costs:
             forward_sending_s=self.activation_sending_s[end] * after / speed,
             backward_sending_s=self.gradient_sending_s[first] * before / speed,
             around_s=np.where(first == 0, self.around_s / speed, 0.0),
+            tied=tied.astype(np.float64) if place.tied_links else None,
         )
 
-    def _update_s(self, first: Ints, end: Ints, tied_links: Sequence[Link]) -> Floats:
-        """[E]: `optimizer_s`, and `tied_update_s` where another device holds one of the weights."""
-        seconds = self.optimizer_s(first, end)
-        if not tied_links:
-            return seconds
-        return seconds + np.where(self.tied_bytes(first, end) > 0, self.tied_update_s(first), 0.0)
+    def _update_s(self, first: Ints, end: Ints, tied: Bools) -> Floats:
+        """[E]: `optimizer_s` beside the passes of other devices; where another device holds one of the weights, beside its
+        update.
+
+        No pass runs beside the update of the stage with the first layer, which ends the last backward, nor beside those
+        that wait for it.
+        """
+        alone_s = self.optimizer_s(first, end)
+        beside_s = np.where(first == 0, alone_s, self.update_contention * alone_s)
+        return np.where(tied, alone_s + self.tied_update_s, beside_s)
 
     def _all_reduce_s(self, first: Ints, end: Ints, tied_links: Sequence[Link]) -> Floats:
         """[E]: seconds in which gradients of stages are summed once per step, by their bytes alone.
 
-        First with those of the other device that holds the same weights, then with the replicas'; from the stage's last
-        backward on, as if the others were ready then.
+        First with those of the other device that holds the same weights, then with the replicas'. Replicas count as ready
+        when the stage is.
         """
         seconds = np.zeros(len(first))
         if tied_links:

@@ -13,7 +13,7 @@ from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.candidates import Candidates
 from gplan.partition.problem import Problem
 from gplan.schedules.registry import make_schedule
-from gplan.simulation.kernel import ActionProgram, action_times, program_of
+from gplan.simulation.kernel import ActionProgram, action_times, program_of, when_updates_begin
 
 _CHUNK_FLOATS = 4_000_000  # arrival times held at once
 
@@ -69,9 +69,11 @@ def simulate_window(
         free[entry.device] = end
         if i == program.last_backward:
             back_s = end
-    for device, stages in enumerate(program.stages):
+    own = [[stage - first_stage for stage in stages] for stages in program.stages]
+    free = when_updates_begin(own, window, free)
+    for device, stages in enumerate(own):
         for stage in stages:
-            free[device] = free[device] + window[stage - first_stage].optimizer_s
+            free[device] = free[device] + window[stage].optimizer_s
     return WindowEnds(back_s=back_s, optimizer_s=np.maximum.reduce(free))
 
 

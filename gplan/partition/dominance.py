@@ -1,4 +1,4 @@
-"""GPipe prefixes as labels: five numbers say all that the rest of a partition needs to know of one.
+"""GPipe prefixes as labels: a few numbers say all that the rest of a partition needs to know of one.
 
 All forwards run, then all backwards, so a step is two flow shops, one after the other, each with its closed form:
     T = sum (f + a) + (M-1) max (f, a) + first_{K-1}
@@ -13,10 +13,15 @@ longest path that begins on stage s with the backward of the
 like a stage without an optimizer on which each transfer takes g_{s-1}. A prefix that is no better in any of max (f, a),
 sum (f + a), last, second and first than another up to the same layer is pointless. Few remain, as the numbers rise and
 fall together, but their number has no polynomial bound.
+
+Stages with tied weights update when the first of them, which is done last, has done all its backwards. So where weights are
+tied, the same three paths from that stage's last backward, without an update, are labels too (0 until there is such a
+stage), and the longest update of such a stage.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,26 +39,19 @@ class GPipeLabels(SimulatedPrefixes):
 
     def root(self) -> PartialPlans:
         """The empty prefix: nothing was sent, and no backward follows the first stage's."""
-        return empty_prefix(self.bounds, [0.0, 0.0, -np.inf, -np.inf, -np.inf])
+        return empty_prefix(self.bounds, [0.0, 0.0, -np.inf, -np.inf, -np.inf, *[0.0] * (5 * self._has_tied)])
 
     def grow(self, parents: PartialPlans, candidates: Ints) -> PartialPlans:
         """Each parent with one more stage; O(1) array operations."""
-        bounds, num_microbatches = self.bounds, self.bounds.problem.num_microbatches
-        some = bounds.candidates[parents.stage]
+        some = self.bounds.candidates[parents.stage]
         times, gradient_s = some.times.take(candidates), self._gradient_before_s(parents)
-        max_f, passed_s, last, second, first = parents.labels.T
-        first_b, b = self._backwards_s(times)
+        max_f, passed_s, *before = parents.labels.T[:5]
         max_f = np.maximum(max_f, np.maximum(times.forward_s, times.activation_s))
-        num_between = num_microbatches - 2
-        last = gradient_s + last
-        second = np.maximum(num_between * gradient_s + last, gradient_s + second)
-        first = gradient_s + (np.maximum(second, first) if num_microbatches > 1 else first)
-        last = b + np.maximum(times.optimizer_s, last)
-        second = np.maximum(num_between * b + last, b + second)
-        after_first = second if num_microbatches > 1 else times.optimizer_s
-        first = first_b + np.maximum(after_first, first)
         passed_s = passed_s + times.forward_s + times.activation_s
-        labels = np.column_stack([max_f, passed_s, last, second, first])
+        columns = [max_f, passed_s, *self._paths_s(before, gradient_s, times, times.optimizer_s)]
+        if self._has_tied:
+            columns += self._tied_labels(parents.labels.T[5:], gradient_s, times)
+        labels = np.column_stack(columns)
         children = PartialPlans(
             paths=np.column_stack([parents.paths, candidates]),
             last_end=some.end[candidates],
@@ -62,6 +60,36 @@ class GPipeLabels(SimulatedPrefixes):
         )
         longest_s = np.maximum(self._bounds_s(children, times.gradient_s), parents.bounds_s)
         return PartialPlans(paths=children.paths, last_end=children.last_end, labels=labels, bounds_s=longest_s)
+
+    def _paths_s(
+        self, before: Sequence[Floats], gradient_s: Floats, times: StageSeconds[Floats], end_s: Floats
+    ) -> list[Floats]:
+        """`last`, `second` and `first` with one more stage, after whose last backward `end_s` follows."""
+        last, second, first = before
+        first_b, b = self._backwards_s(times)
+        num_microbatches = self.bounds.problem.num_microbatches
+        num_between = num_microbatches - 2
+        last = gradient_s + last
+        second = np.maximum(num_between * gradient_s + last, gradient_s + second)
+        first = gradient_s + (np.maximum(second, first) if num_microbatches > 1 else first)
+        last = b + np.maximum(end_s, last)
+        second = np.maximum(num_between * b + last, b + second)
+        after_first = second if num_microbatches > 1 else end_s
+        return [last, second, first_b + np.maximum(after_first, first)]
+
+    def _tied_labels(self, before: Floats, gradient_s: Floats, times: StageSeconds[Floats]) -> list[Floats]:
+        """Whether any stage has tied weights, the longest update of one, and the paths to the first one's last backward."""
+        (had, update_s), paths = before[:2], before[2:]
+        tied = np.asarray(times.tied) > 0
+        has = tied | (had > 0)
+        end_s = np.where(has & (had == 0), 0.0, -np.inf)
+        found = self._paths_s(list(np.where(had > 0, paths, -np.inf)), gradient_s, times, end_s)
+        update_s = np.maximum(update_s, np.where(tied, times.optimizer_s, 0.0))
+        return [has.astype(np.float64), update_s, *(np.where(has, x, 0.0) for x in found)]
+
+    @property
+    def _has_tied(self) -> bool:
+        return self.bounds.candidates[0].times.tied is not None
 
     def undominated(self, nodes: PartialPlans) -> PartialPlans:
         """One of the best nodes for each trade-off, for every layer at which the next stage may begin."""
@@ -79,7 +107,10 @@ class GPipeLabels(SimulatedPrefixes):
         bounds, stage, end = self.bounds, nodes.stage, nodes.last_end
         around_s = bounds.around_after_again_s if self._recomputes[0] else bounds.around_after_s
         later_f, later_b, later_both = (table[stage][end] for table in self._largest_after)
-        max_f, passed_s, last, _, first = nodes.labels.T
+        max_f, passed_s, last, _, first = nodes.labels.T[:5]
+        if self._has_tied:
+            _, update_s, tied_last, _, tied_first = nodes.labels.T[5:]
+            last, first = np.maximum(last, tied_last + update_s), np.maximum(first, tied_first + update_s)
         passing_s = passed_s + around_s[stage][end] + gradient_s
         num_more = bounds.problem.num_microbatches - 1
         max_f = np.maximum(max_f, later_f)

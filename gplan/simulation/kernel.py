@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -210,6 +210,23 @@ def action_times(
                 arrival = latest(arrival, last_arrivals.get(link, zero))
             arrivals[i] = last_arrivals[link] = arrival = arrival + hops_s[hop]
         yield start, end, arrival
+
+
+def when_updates_begin(
+    stages: Sequence[Sequence[int]], times: Sequence[StageSeconds[Seconds]], free: Sequence[Seconds]
+) -> list[Seconds]:
+    """When each device can begin its updates, given when it has done all its actions.
+
+    Devices with tied weights wait for each other, as each needs the sum of the gradients (`StageSeconds.tied`).
+    `stages` are those of each device, as indices of `times`.
+    """
+    tied = [[x for stage in own if (x := times[stage].tied) is not None] for own in stages]
+    if not any(tied):
+        return list(free)
+    waits = [sum(own) > 0 for own in tied]
+    ready = np.maximum.reduce([np.where(x, free_s, -np.inf) for x, free_s in zip(waits, free, strict=True)])
+    begin: list[Any] = [np.where(x, ready, free_s) for x, free_s in zip(waits, free, strict=True)]
+    return [float(x) for x in begin] if isinstance(free[0], float) else begin
 
 
 class PathEntry(NamedTuple):

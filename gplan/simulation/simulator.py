@@ -8,7 +8,8 @@ pass their tensors on at once. A backward that recomputes takes the extra forwar
 first half. The first stage, whose inputs want no gradient, has the whole backward in the second half. When a device has
 done all its actions, it updates the weights of its stages, one stage after the other; the step ends with the last of
 them. Before a stage's update its gradients are added up with those of other devices; what the engine takes around the
-loop goes by before the first stage's (`before_update_s`).
+loop goes by before the first stage's (`before_update_s`). The devices that share tied weights wait for each other before
+their updates (`StageSeconds.tied`).
 
 For GPipe this gives, exactly,
     T = sum f + sum a + (M-1) max(f, a) + sum b + sum g + (M-1) max(b, g)
@@ -41,7 +42,7 @@ from gplan.core import (
 from gplan.cost.stage_seconds import ActionKey, action_s, gaps, occupied
 from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
 from gplan.schedules.registry import make_schedule
-from gplan.simulation.kernel import ActionProgram, action_times, whole_program
+from gplan.simulation.kernel import ActionProgram, action_times, when_updates_begin, whole_program
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -231,9 +232,10 @@ def _routes(schedule: Schedule, costs: Sequence[StageCost]) -> dict[tuple[int, A
 def update_times(
     schedule: Schedule, costs: Sequence[StageCost], free: Sequence[Seconds], update_s: Callable[[Action], Seconds]
 ) -> Iterator[tuple[int, Action, Seconds, Seconds]]:
-    """The device, action, start and end of each update: from `free` on, a device updates one stage after the other."""
-    for device, free_s in enumerate(free):
-        for stage in schedule.stages_of(device):
+    """The device, action, start and end of each update, given when each device has done all its actions."""
+    stages = [schedule.stages_of(device) for device in range(schedule.num_devices)]
+    for device, free_s in enumerate(when_updates_begin(stages, costs, free)):
+        for stage in stages[device]:
             update, before_s = Action(stage, ActionKind.OPTIMIZER, 0), costs[stage].before_update_s
             end_s = free_s + (update_s(update) + before_s)
             yield device, update, free_s + before_s, end_s

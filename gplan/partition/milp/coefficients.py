@@ -12,7 +12,7 @@ from gplan.core import Profile
 from gplan.cost.stage_costs import Costs
 from gplan.graph.down_sets import Floats, Waiting
 from gplan.partition.milp.assignment import StageAssignment
-from gplan.partition.milp.program import Expression, LinearProgram, weighted
+from gplan.partition.milp.program import Expression, LinearProgram, total, weighted
 from gplan.partition.problem import Problem
 
 
@@ -58,13 +58,15 @@ class ParameterBytes:
         return self._program.at_least(f"waits_{name}", [row], high=1)
 
     def is_any_tied(self, k: int) -> Expression:
-        """Whether stage k holds any such gradient."""
+        """1 where stage k holds any such gradient, else 0."""
         return self._any_tied(k)
 
     def _add_any_tied(self, k: int) -> Expression:
         pairs = zip(self._profile.shared_weights, self._tied_on(k), strict=True)
         tied = [is_tied for weight, is_tied in pairs if weight.gradient_bytes]
-        return self._program.at_least(f"tied_{k}", tied, high=1)
+        found = self._program.at_least(f"tied_{k}", tied, high=1)
+        self._program.require(total(tied), at_least=found)
+        return found
 
     def trained_share(self, k: int) -> Expression:
         """Which share of the model's trained bytes a replica updates on stage k."""
@@ -97,21 +99,31 @@ class ParameterBytes:
         return weighted([(1.0, own), *((getattr(weight, field), held) for weight, held in pairs)])
 
     def _add_tied(self, k: int) -> list[Expression]:
-        """Of every shared weight whether stage k holds it and not all of its users: t >= u - x[user, k] for each."""
-        return [
-            self._program.at_least(f"t_{i}_{k}", [self._less(held, v, k) for v in sorted(set(x.layers))], high=1)
-            for i, (x, held) in enumerate(zip(self._profile.shared_weights, self._shared_on(k), strict=True))
-        ]
+        """Of every shared weight whether stage k holds it and not all of its users: t >= u - x[user, k] for each.
+
+        No more than u, or than the number of users elsewhere, as to be tied can make an update shorter.
+        """
+        found = []
+        for i, (x, held) in enumerate(zip(self._profile.shared_weights, self._shared_on(k), strict=True)):
+            users = sorted(set(x.layers))
+            tied = self._program.at_least(f"t_{i}_{k}", [self._less(held, v, k) for v in users], high=1)
+            elsewhere = weighted([(1.0, len(users)), *((-1.0, self._choices.is_on(v, k)) for v in users)])
+            for most in (held, elsewhere):
+                self._program.require(most, at_least=tied)
+            found.append(tied)
+        return found
 
     def _less(self, held: Expression, layer: int, k: int) -> Expression:
         return weighted([(1.0, held), (-1.0, self._choices.is_on(layer, k))])
 
     def _add_shared(self, k: int) -> list[Expression]:
         """Of every shared weight whether any of its users is on stage k."""
-        return [
-            self._program.at_least(f"u_{i}_{k}", [self._choices.is_on(v, k) for v in sorted(set(x.layers))], high=1)
-            for i, x in enumerate(self._profile.shared_weights)
-        ]
+        found = []
+        for i, x in enumerate(self._profile.shared_weights):
+            on_stage = [self._choices.is_on(v, k) for v in sorted(set(x.layers))]
+            found.append(self._program.at_least(f"u_{i}_{k}", on_stage, high=1))
+            self._program.require(total(on_stage), at_least=found[-1])
+        return found
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -117,8 +118,14 @@ class StepTimeRows:
                 if needed is not None and needed.stage != action.stage:
                     arrival = arrivals.get(needed, ends[needed])
                     require(ends[action], at_least=total([arrival, duration]))
-            updates = [time(k, "update") for k in sorted({action.stage for action in order})]
-            require(self.program.goal, at_least=total([ends[order[-1]], *updates]))
+        updates = [[time(k, "update") for k in stages] for stages in self.problem.stages_by_device]
+        last = [ends[order[-1]] for order in schedule.orders]
+        for end, own in zip(last, updates, strict=True):
+            require(self.program.goal, at_least=total([end, *own]))
+        for one, other in permutations(self.choices.stages, 2) if self.problem.tied_links else ():
+            there, here = self.problem.devices[one], self.problem.devices[other]
+            if there != here:
+                require(self.program.goal, at_least=total([last[there], *updates[here], self._unless_tied(one, other)]))
 
     @cached_property
     def _passes(self) -> list[StageSeconds[Any]]:
@@ -142,14 +149,32 @@ class StepTimeRows:
     def _update(self, k: int) -> Expression:
         """The update and what the ranks exchange before it, as in `Costs.columns`, in units."""
         costs, scale = self.figures.costs, 1.0 / self.problem.speed(k) / self.unit_s
-        step, first = costs.profile.step, np.array([min(k, 1)])  # a stage begins with the first layer or a later one
-        contended = float(costs.update_contention(first)[0]) * scale
-        update = [(contended * step.spread_s, self.weights.update_share(k)), (contended * step.fixed_part_s, 1)]
-        tied_s = float(costs.tied_update_s(first)[0]) if self.problem.tied_links else 0.0
-        if tied_s:
-            update.append((tied_s * scale, self.weights.is_any_tied(k)))
+        step, contention = costs.profile.step, costs.update_contention if k else 1.0
+        alone = weighted([(step.spread_s * scale, self.weights.update_share(k)), (step.fixed_part_s * scale, 1)])
+        update = weighted([(contention, alone)])
+        if self.problem.tied_links:
+            is_tied, tied_s = self.weights.is_any_tied(k), costs.tied_update_s * scale
+            most_s = (step.spread_s + step.fixed_part_s) * scale
+            beside = weighted([(1.0, update), ((1.0 - contention) * most_s + tied_s, is_tied)])
+            update = self.program.at_least(f"own_update_{k}", [weighted([(1.0, alone), (tied_s, is_tied)]), beside])
         around = weighted([(costs.around_s * scale if k == 0 else 0.0, 1)])
-        return total([weighted(update), around, self._tied(k), self._replicas(k)])
+        return total([update, around, self._tied(k), self._replicas(k)])
+
+    def _unless_tied(self, one: int, other: int) -> Expression:
+        """0 where both stages have tied weights, so that the one's update waits for the other; else enough below 0."""
+        are_tied = [self.weights.is_any_tied(k) for k in (one, other)]
+        return weighted([(self._most_updates, total([*are_tied, -2.0]))])
+
+    @cached_property
+    def _most_updates(self) -> float:
+        """More than all updates of a device can take, in units."""
+        costs, links = self.figures.costs, self.problem.tied_links
+        whole = costs.columns(*costs.all_layers)
+        update_s = costs.update_contention * float(whole.optimizer_s[0]) + costs.tied_update_s + costs.around_s
+        num_bytes = np.array([sum(x.gradient_bytes for x in costs.profile.shared_weights)])
+        summing_s = max(float(link.collectives_s("all_reduce", num_bytes, 2)[0]) for link in links)
+        stage_s = update_s / min(self.problem.speeds) + float(np.max(whole.all_reduce_s)) + summing_s
+        return self.problem.num_stages * stage_s / self.unit_s
 
     def _tied(self, k: int) -> Expression:
         """Summing the gradients of tied weights, as `Costs.columns`."""
