@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Literal
@@ -171,8 +172,9 @@ def _measured(
     progress("measuring the link between two processes", 0.9)
     link = options.link or measure_link(device_kind=options.device_kind)
     first, values = measured[0], values_of([x.crossings for x in measured])
-    step, updates_s = update(speeds.at_one_speed)
-    fixed_s, averages_s = averages(speeds.at_one_speed)
+    updates_at_one_speed = partial(speeds.at_one_speed, of_updates=True)
+    step, updates_s = update(updates_at_one_speed)
+    fixed_s, averages_s = averages(updates_at_one_speed)
     layers, shared = layers_with_weights(
         chain, first.sources, [x.layers for x in measured], updates_s=updates_s, averages_s=averages_s
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, geometric_mean
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,17 +94,18 @@ class HostSpeed:
         if not LEAST_RESPONSE <= self.response <= 1.0:
             raise ValueError(f"response is {self.response!r}; expected {LEAST_RESPONSE} to 1")
 
-    def slowdown(self, times: YardstickTimes, *, num_devices: int = 1) -> float:
+    def slowdown(self, times: YardstickTimes, *, num_devices: int = 1, of_updates: bool = False) -> float:
         """How many times as long the model's work takes at these times of the yardstick as at the reference.
 
-        `num_devices` computed at the same time.
+        `num_devices` computed at the same time. The work is forwards and backwards, or updates of weights.
 
         >>> once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
         >>> slow = YardstickTimes(compute_s=4e-3, memory_s=4e-3, interpreter_s=9e-3)
         >>> HostSpeed(reference=once).slowdown(slow), HostSpeed(reference=once, response=0.5).slowdown(slow)
         (4.0, 2.0)
         """
-        return float(slowdown_of(np.array(self.ratios(times, num_devices=num_devices))) ** self.response)
+        ratios = np.array(self.ratios(times, num_devices=num_devices))
+        return float(slowdown_of(ratios, of_updates=of_updates) ** self.response)
 
     def slowed_by(self, slowdown: float) -> HostSpeed:
         """The speed at which the model's work takes `slowdown` times as long, without windows."""
@@ -121,8 +122,8 @@ class HostSpeed:
             times.interpreter_s / of.interpreter_s,
         )
 
-    def slowdowns(self, steps: Sequence[StepSpeed]) -> tuple[tuple[float, ...], ...]:
-        """By rank the slowdown in each window of steps; () unless every rank has a reading.
+    def slowdowns(self, steps: Sequence[StepSpeed], *, of_updates: bool = False) -> tuple[tuple[float, ...], ...]:
+        """By rank the slowdown in each window of steps, of passes or of updates; () unless every rank has a reading.
 
         A window's share is its compute time over the mean of the windows. The middle mean of reading over share is the
         slowdown of the run: what disturbs a reading need not disturb the steps. Times the share it is that of the window.
@@ -142,7 +143,7 @@ class HostSpeed:
             mean_s = fmean(x.compute_s[rank] for x in steps)
             shares = [x.compute_s[rank] / mean_s for x in steps]
             read = [
-                (self.slowdown(times, num_devices=num_ranks), share)
+                (self.slowdown(times, num_devices=num_ranks, of_updates=of_updates), share)
                 for x, share in zip(steps, shares, strict=True)
                 if (times := x.ranks[rank]) is not None
             ]
@@ -152,21 +153,6 @@ class HostSpeed:
             whole = middle_mean([reading / share for reading, share in read])
             found.append(tuple(min(most, max(least, whole * share)) for share in shares))
         return tuple(found)
-
-    def update_slowdowns(self, steps: Sequence[StepSpeed]) -> tuple[float, ...]:
-        """By rank how many times as long updates of weights took; () unless every rank has a reading.
-
-        An update computes little for what it reads and writes: compute and memory count half each. The
-        result is the middle mean over the windows.
-        """
-        num_ranks = len(steps[0].ranks) if steps else 0
-        by_rank = [
-            [self.ratios(times, num_devices=num_ranks)[:2] for x in steps if (times := x.ranks[rank]) is not None]
-            for rank in range(num_ranks)
-        ]
-        if not all(by_rank):
-            return ()
-        return tuple(middle_mean([geometric_mean(x) ** self.response for x in ratios]) for ratios in by_rank)
 
     @property
     def phases(self) -> tuple[tuple[float, float, float], ...]:
@@ -194,17 +180,19 @@ class HostSpeed:
         )
 
 
-def slowdown_of(ratios: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The slowdowns by the times of the three parts over their references, compute first: [3, ...] to [...].
+def slowdown_of(ratios: NDArray[np.float64], *, of_updates: bool = False) -> NDArray[np.float64]:
+    """The slowdowns by the times of the three parts over their references, compute and memory first: [3, ...] to [...].
 
-    Training is mostly products of matrices: compute counts two thirds and the median of the three a third. While other
-    work slows memory and the interpreter by 1.3 but compute by 1.1, a step takes about 1.15 times as long.
+    Forwards and backwards are mostly products of matrices: compute counts two thirds and the median of the three a third.
+    While other work slows memory and the interpreter by 1.3 but compute by 1.1, a step takes about 1.15 times as long. An
+    update of weights computes little for what it reads and writes: compute and memory count half each.
 
     >>> float(slowdown_of(np.array([1.0, 8.0, 1.0]))), float(slowdown_of(np.array([1.0, 8.0, 8.0])))
     (1.0, 2.0)
     """
-    slowdowns: NDArray[np.float64] = np.cbrt(ratios[0] ** 2 * np.median(ratios, axis=0))
-    return slowdowns
+    compute, memory = ratios[:2]
+    slowdowns: NDArray[np.float64] = np.cbrt(compute**2 * np.median(ratios, axis=0))
+    return np.sqrt(compute * memory) if of_updates else slowdowns
 
 
 def middle_mean(values: Sequence[float]) -> float:

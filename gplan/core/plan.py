@@ -478,9 +478,7 @@ class Run:
         By the yardstick, which is read while the process has its core, times the proven waits for a core where the
         profile had none. A device's is the mean of its replicas; one process that runs all devices has one for all.
         """
-        reference = self.plan.host_speed
-        by_rank = reference.slowdowns(self.timed_speed) if reference is not None else ()
-        return tuple(map(self._of_devices, zip(*by_rank, strict=True)))
+        return self._window_slowdowns(of_updates=False)
 
     @property
     def device_slowdowns(self) -> tuple[float, ...]:
@@ -490,9 +488,12 @@ class Run:
     @property
     def update_slowdowns(self) -> tuple[float, ...]:
         """By device, how many times as long updates of weights took as in the profile; () if that is unknown."""
+        return tuple(map(fmean, zip(*self._window_slowdowns(of_updates=True), strict=True)))
+
+    def _window_slowdowns(self, *, of_updates: bool) -> tuple[tuple[float, ...], ...]:
         reference = self.plan.host_speed
-        by_rank = reference.update_slowdowns(self.timed_speed) if reference is not None else ()
-        return self._of_devices(by_rank) if by_rank else ()
+        by_rank = reference.slowdowns(self.timed_speed, of_updates=of_updates) if reference is not None else ()
+        return tuple(map(self._of_devices, zip(*by_rank, strict=True)))
 
     def _of_devices(self, by_rank: tuple[float, ...]) -> tuple[float, ...]:
         """The mean over the replicas of each device, with its waits for a core."""

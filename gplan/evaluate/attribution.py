@@ -24,8 +24,8 @@ from statistics import fmean
 from typing import NamedTuple, TypeAlias
 
 from gplan.core import Action, ActionKind, Plan, Run, Span, Timeline, idle_share
-from gplan.simulation.kernel import ActionProgram, action_times, whole_program
-from gplan.simulation.simulator import gap_s, planned_s, schedule_of, simulate, transfer_s
+from gplan.simulation.kernel import ActionProgram, TiedDevices, action_times, when_updates_begin, whole_program
+from gplan.simulation.simulator import gap_s, planned_s, schedule_of, simulate, tied_devices_of, transfer_s
 
 StageKind: TypeAlias = tuple[int, ActionKind]
 ByAction: TypeAlias = Mapping[Action, float]
@@ -39,30 +39,33 @@ class StepTimes:
     durations: ByAction
     gaps: ByKind  # from the end of an action until its device can begin the next
     transfers: ByKind  # from then until the action's output has arrived
-    tails: tuple[float, ...]  # of each device, from the end of its last action to the end of its last update
+    tails: tuple[float, ...]  # of each device, from when its updates can begin to the end of its last one
+    tied: TiedDevices  # these wait for each other before their updates
     start_s: float = 0.0  # when the first action begins
 
 
 def predicted_times(plan: Plan) -> StepTimes:
     """The times that the plan predicts."""
     costs, schedule = plan.stage_costs, schedule_of(plan)
+    tied = tied_devices_of(schedule, costs)
     actions, duration_s = whole_program(schedule, plan.recompute).actions, planned_s(schedule, costs, plan.recompute)
     kinds = {(x.stage, x.kind): x for x in actions}
     return StepTimes(
         durations={action: duration_s(action) for action in actions},
         gaps={kind: gap_s(action, costs[action.stage]) for kind, action in kinds.items()},
         transfers={kind: transfer_s(action, costs) for kind, action in kinds.items()},
-        tails=_tails(simulate(plan)),
+        tails=_tails(simulate(plan), tied),
+        tied=tied,
     )
 
 
-def _tails(timeline: Timeline) -> tuple[float, ...]:
+def _tails(timeline: Timeline, tied: TiedDevices) -> tuple[float, ...]:
     ends, loop_ends = ([0.0] * timeline.num_devices for _ in range(2))
     for span in timeline.spans:
         ends[span.device] = max(ends[span.device], span.end_s)
         if span.action.kind is not ActionKind.OPTIMIZER:
             loop_ends[span.device] = max(loop_ends[span.device], span.end_s)
-    return tuple(end_s - loop_s for end_s, loop_s in zip(ends, loop_ends, strict=True))
+    return tuple(map(operator.sub, ends, when_updates_begin(tied, loop_ends)))
 
 
 def at_speed(
@@ -75,6 +78,7 @@ def at_speed(
         gaps={kind: x * of_stage[kind[0]] for kind, x in times.gaps.items()},
         transfers={kind: x * of_stage[kind[0]] for kind, x in times.transfers.items()},
         tails=tuple(map(operator.mul, times.tails, update_slowdowns)),
+        tied=times.tied,
         start_s=times.start_s,
     )
 
@@ -115,7 +119,8 @@ def _lay_out(program: ActionProgram, times: StepTimes) -> _Layout:
     rows = action_times(program.individual, occupied, transfers, zero=0.0)
     for entry, (start_s, _, _), duration_s in zip(program.entries, rows, durations, strict=True):
         last[entry.device] = start_s + duration_s
-    ends_s = (times.start_s + end_s + tail_s for end_s, tail_s in zip(last, times.tails, strict=True))
+    begins = when_updates_begin(times.tied, last)
+    ends_s = (times.start_s + begin_s + tail_s for begin_s, tail_s in zip(begins, times.tails, strict=True))
     return _Layout(ends_s=tuple(ends_s), loop_ends_s=tuple(last), busy_s=math.fsum(durations))
 
 
@@ -282,7 +287,7 @@ def attribute_error(run: Run) -> Attribution:
         ErrorCause.ENGINE: {"gaps": {**predicted.gaps, **measured.gaps}},
         ErrorCause.COMMUNICATION: {"transfers": {**predicted.transfers, **measured.transfers}},
         ErrorCause.SINGLE_ACTIONS: {"durations": {action: span.duration_s for action, span in measured.spans.items()}},
-        ErrorCause.STEP_EXTRAS: {"tails": _tails(timeline), "start_s": timeline.loop_start_s},
+        ErrorCause.STEP_EXTRAS: {"tails": _tails(timeline, predicted.tied), "start_s": timeline.loop_start_s},
     }
     _, *seconds = _increments_s(measured.program, predicted, list(changes.values()))
     parts = [

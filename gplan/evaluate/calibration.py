@@ -211,7 +211,7 @@ class _CalibrationRun:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The measured one, at the host's speed in the profile where both speeds are known."""
+        """The measured one, at the mean speed of the host in the profile where both speeds are known."""
         return self.run.timeline.times(1.0 / (self.run.slowdown or 1.0))
 
     @cached_property
@@ -234,7 +234,8 @@ class _CalibrationRun:
             costs = self.plan.stage_costs
             for device in range(self.plan.num_devices):
                 pieces = {"optimizer": sum(costs[x.index].optimizer_s for x in self.plan.stages_of(device))}
-                yield Sample(measured_s=self.timeline.update_s(device), pieces_s=pieces)
+                measured_s = self.run.timeline.update_s(device) / self._slowdown(device, of_updates=True)
+                yield Sample(measured_s=measured_s, pieces_s=pieces)
 
     def transfers(self) -> Iterator[Sample]:
         """The transfers that devices waited for."""
@@ -246,9 +247,15 @@ class _CalibrationRun:
         for kind, measured_s in self.measured.gaps.items():
             yield measured_s - self.measured.predicted.gaps[kind]
 
+    def _slowdown(self, device: int, *, of_updates: bool = False) -> float:
+        """How many times as long a device took as at the host's speed in the profile; 1 where that is unknown."""
+        found = self.run.update_slowdowns if of_updates else self.run.device_slowdowns
+        return found[device] if found else 1.0
+
     def _sample(self, stage: Stage, layers_s: Sequence[float], kinds: Sequence[ActionKind]) -> Sample:
         """A stage's mean seconds per micro-batch in actions of these kinds."""
-        predicted_s, measured_s = (x.mean_s(*kinds, stage=stage.index) for x in (self.predicted, self.timeline))
+        predicted_s, measured_s = (x.mean_s(*kinds, stage=stage.index) for x in (self.predicted, self.run.timeline))
+        measured_s /= self._slowdown(self.plan.devices[stage.index])
         num_actions = sum(
             seconds > 0 for kind in kinds for seconds in self.predicted.microbatch_s(kind, stage=stage.index).values()
         )

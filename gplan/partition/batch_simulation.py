@@ -13,7 +13,7 @@ from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.candidates import Candidates
 from gplan.partition.problem import Problem
 from gplan.schedules.registry import make_schedule
-from gplan.simulation.kernel import ActionProgram, action_times, program_of, when_updates_begin
+from gplan.simulation.kernel import ActionProgram, action_times, program_of, tied_devices, when_updates_begin
 
 _CHUNK_FLOATS = 4_000_000  # arrival times held at once
 
@@ -70,7 +70,7 @@ def simulate_window(
         if i == program.last_backward:
             back_s = end
     own = [[stage - first_stage for stage in stages] for stages in program.stages]
-    free = when_updates_begin(own, window, free)
+    free = when_updates_begin(tied_devices(own, window), free)
     for device, stages in enumerate(own):
         for stage in stages:
             free[device] = free[device] + window[stage].optimizer_s

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -212,20 +212,25 @@ def action_times(
         yield start, end, arrival
 
 
-def when_updates_begin(
-    stages: Sequence[Sequence[int]], times: Sequence[StageSeconds[Seconds]], free: Sequence[Seconds]
-) -> list[Seconds]:
+TiedDevices: TypeAlias = tuple[Any, ...] | None
+"""Of each device whether any of its stages has a tied weight, as a bool or an array of candidates; None: none can have."""
+
+
+def tied_devices(stages: Sequence[Sequence[int]], times: Sequence[StageSeconds[Seconds]]) -> TiedDevices:
+    """By the stages of each device, as indices of `times`."""
+    tied = [[x for stage in own if (x := times[stage].tied) is not None] for own in stages]
+    return tuple(sum(own) > 0 for own in tied) if any(tied) else None
+
+
+def when_updates_begin(tied: TiedDevices, free: Sequence[Seconds]) -> list[Seconds]:
     """When each device can begin its updates, given when it has done all its actions.
 
-    Devices with tied weights wait for each other, as each needs the sum of the gradients (`StageSeconds.tied`).
-    `stages` are those of each device, as indices of `times`.
+    Devices with tied weights wait for each other, as each needs the sum of the gradients.
     """
-    tied = [[x for stage in own if (x := times[stage].tied) is not None] for own in stages]
-    if not any(tied):
+    if tied is None:
         return list(free)
-    waits = [sum(own) > 0 for own in tied]
-    ready = np.maximum.reduce([np.where(x, free_s, -np.inf) for x, free_s in zip(waits, free, strict=True)])
-    begin: list[Any] = [np.where(x, ready, free_s) for x, free_s in zip(waits, free, strict=True)]
+    ready = np.maximum.reduce([np.where(x, free_s, -np.inf) for x, free_s in zip(tied, free, strict=True)])
+    begin: list[Any] = [np.where(x, ready, free_s) for x, free_s in zip(tied, free, strict=True)]
     return [float(x) for x in begin] if isinstance(free[0], float) else begin
 
 

@@ -42,7 +42,14 @@ from gplan.core import (
 from gplan.cost.stage_seconds import ActionKey, action_s, gaps, occupied
 from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
 from gplan.schedules.registry import make_schedule
-from gplan.simulation.kernel import ActionProgram, action_times, when_updates_begin, whole_program
+from gplan.simulation.kernel import (
+    ActionProgram,
+    TiedDevices,
+    action_times,
+    tied_devices,
+    when_updates_begin,
+    whole_program,
+)
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -229,13 +236,17 @@ def _routes(schedule: Schedule, costs: Sequence[StageCost]) -> dict[tuple[int, A
     return routes
 
 
+def tied_devices_of(schedule: Schedule, costs: Sequence[StageCost]) -> TiedDevices:
+    """Of each device whether any of its stages has a tied weight."""
+    return tied_devices([schedule.stages_of(device) for device in range(schedule.num_devices)], costs)
+
+
 def update_times(
     schedule: Schedule, costs: Sequence[StageCost], free: Sequence[Seconds], update_s: Callable[[Action], Seconds]
 ) -> Iterator[tuple[int, Action, Seconds, Seconds]]:
     """The device, action, start and end of each update, given when each device has done all its actions."""
-    stages = [schedule.stages_of(device) for device in range(schedule.num_devices)]
-    for device, free_s in enumerate(when_updates_begin(stages, costs, free)):
-        for stage in stages[device]:
+    for device, free_s in enumerate(when_updates_begin(tied_devices_of(schedule, costs), free)):
+        for stage in schedule.stages_of(device):
             update, before_s = Action(stage, ActionKind.OPTIMIZER, 0), costs[stage].before_update_s
             end_s = free_s + (update_s(update) + before_s)
             yield device, update, free_s + before_s, end_s

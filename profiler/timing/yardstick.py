@@ -238,14 +238,16 @@ class SpeedHistory:
         """
         return float(np.median(beside.clean_s / _nearest_median(*alone, np.array(beside.clean_at_s), _NUM_AROUND)))
 
-    def slowdowns(self, at_s: Sequence[float], *, beside: bool = False) -> Floats:
-        """The slowdown at each moment, by the medians of the nearest readings of each part: alone, or beside others."""
+    def slowdowns(self, at_s: Sequence[float], *, beside: bool = False, of_updates: bool = False) -> Floats:
+        """The slowdown of passes or of updates at each moment, by the medians of the nearest readings of each part: alone,
+        or beside others."""
         if self.host_speed is None or not self._is_known:
             return np.ones(len(at_s))
         of, num = self._ratios, _NUM_AROUND
         if beside and self._ratios_beside:
             of, num = self._ratios_beside, _NUM_AROUND_BESIDE
-        return self._yardstick_slowdowns(np.array(at_s), of, num) ** self.host_speed.response
+        found = self._yardstick_slowdowns(np.array(at_s), of, num, of_updates=of_updates)
+        return found**self.host_speed.response
 
     def _response_of(self, layers: Sequence[Samples], read_at_s: Sequence[float]) -> float:
         """The exponent, from LEAST_RESPONSE to 1, of the yardstick's slowdown that gives the slowdown of the layers.
@@ -269,12 +271,15 @@ class SpeedHistory:
         return min(1.0, max(LEAST_RESPONSE, math.log(of_layers) / math.log(of_readings)))
 
     @staticmethod
-    def _yardstick_slowdowns(moments_s: Floats, of: Sequence[tuple[Floats, Floats]], num_around: int) -> Floats:
-        return slowdown_of(np.array([_nearest_median(*part, moments_s, num_around) for part in of]))
+    def _yardstick_slowdowns(
+        moments_s: Floats, of: Sequence[tuple[Floats, Floats]], num_around: int, *, of_updates: bool = False
+    ) -> Floats:
+        ratios = np.array([_nearest_median(*part, moments_s, num_around) for part in of])
+        return slowdown_of(ratios, of_updates=of_updates)
 
-    def at_one_speed(self, samples: Samples, *, beside: bool = False) -> Samples:
-        """The samples as they would be at the median speed."""
-        return samples.divided(partial(self.slowdowns, beside=beside))
+    def at_one_speed(self, samples: Samples, *, beside: bool = False, of_updates: bool = False) -> Samples:
+        """The samples, of passes or of updates, as they would be at the median speed."""
+        return samples.divided(partial(self.slowdowns, beside=beside, of_updates=of_updates))
 
 
 def _stored_windows(parts: Sequence[Samples], start_s: float, window_s: float) -> Iterable[SpeedWindow]:

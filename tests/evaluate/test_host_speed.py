@@ -179,7 +179,11 @@ def test_waits_for_cores_count_as_the_hosts() -> None:
     assert "waits for cores made actions up to 2.00 times as long" in printed(run_view(waited))
     assert retime_profile(profiled(), run=waited).host_speed is None
     busy = replace(SPEED, load=HostLoad(wait_share=0.4))
-    assert replace(waited, plan=replace(waited.plan, host_speed=busy)).device_slowdowns == pytest.approx((1.0, 1.0))
+    uncounted = replace(waited, plan=replace(waited.plan, host_speed=busy))
+    assert uncounted.device_slowdowns == pytest.approx((1.0, 1.0))
+    assert "2.00 times as long, which stays in both errors, as the profile had such waits" in printed(
+        run_view(uncounted)
+    )
 
 
 def made_windows(compute_s: Sequence[float], reading: Mapping[int, float]) -> tuple[StepSpeed, ...]:
@@ -193,6 +197,13 @@ def made_windows(compute_s: Sequence[float], reading: Mapping[int, float]) -> tu
 def test_a_slow_phase_counts_as_long_as_it_is() -> None:
     phase = [2.0 if i in (3, 4) else 1.0 for i in range(8)]
     assert SPEED.slowdowns(made_windows(phase, {})) == (pytest.approx(phase),)
+
+
+def test_a_slow_phase_counts_for_updates_too() -> None:
+    """A middle mean of the readings alone would leave it out."""
+    windows = made_windows([2.0 if i == 4 else 1.0 for i in range(8)], {})  # the first three are the warm-up
+    run = replace(with_speed(slow_run(usual_plan(), 1.0, 1.0), 1.0, 1.0), host_speed=windows)
+    assert run.update_slowdowns == run.device_slowdowns == pytest.approx((1.2, 1.2))
 
 
 def test_readings_that_are_slow_where_the_steps_are_not_do_not_count() -> None:

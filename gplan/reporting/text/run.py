@@ -98,11 +98,14 @@ def host_speed_lines(run: Run) -> Iterator[str]:
         return
     row = compare(run).row(STEP_TIME)
     error, equal = (error_text(x, row.unit) for x in (row.error, row.equal_speed_error))
-    stretch = max(run.core_stretch, default=1.0) if run.counts_waits else 1.0
-    waits = f", and waits for cores made actions up to {stretch:.2f} times as long" if stretch > _LEAST_STRETCH else ""
+    stretch, waits, left = max(run.core_stretch, default=1.0), "", ""
+    if stretch > _LEAST_STRETCH:
+        longer = f"waits for cores made actions up to {stretch:.2f} times as long"
+        waits = f", and {longer}" if run.counts_waits else ""
+        left = "" if run.counts_waits else f"; {longer}, which stays in both errors, as the profile had such waits too"
     yield (
         f"the host ran {factors_text(*speeds)} times as fast as in the profile{waits}: the step's error is "
-        f"{error}, and {equal} at equal host speed"
+        f"{error}, and {equal} at equal host speed{left}"
     )
 
 
