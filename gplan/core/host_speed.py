@@ -2,7 +2,7 @@
 
 The slowdown is found from the three parts' times over their references (`slowdown_of`). A part is read in less than a
 millisecond, and a disturbance of that length seldom hits two of them. A profile brings its samples to the reference,
-its median speed.
+its mean speed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_CHANGE = 2.0  # of the slowdown within a profile, before a warning
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YardstickTimes:
-    """Seconds of the three parts of the yardstick: medians in a profile, means in a run."""
+    """Seconds of the three parts of the yardstick: means, or medians in a window of a profile."""
 
     compute_s: float  # products: of matrices in a core's caches, and with weights that are not
     memory_s: float  # sums of vectors that are not in the caches

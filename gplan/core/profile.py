@@ -362,7 +362,7 @@ class Profile:
             return f"this host was not quiet meanwhile ({figures}): profile again when it is"
         return (
             f"there is no sign of other work on this host ({figures}), so this model's layers do not add up when measured "
-            "one by one; notes name the neighbouring layers that disagree most"
+            "one by one; notes name the pairs of layers that disagree most"
         )
 
     @property

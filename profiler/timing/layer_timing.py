@@ -405,7 +405,10 @@ def _adds_up(bench: Bench, samples: Callable[[str], Samples]) -> bool:
 
 
 def _notes_on_pairs(bench: Bench, samples: Callable[[str], Samples], size: int) -> Iterator[str]:
-    """A note on the neighbouring layers whose times alone differ most from their time together, if those were sampled."""
+    """A note on the pairs of layers whose times alone differ most from their time together, if those were sampled.
+
+    Equal layers are measured once, so the layers of a pair need not be neighbours in the model.
+    """
 
     def seconds(*keys: str) -> float:
         return sum(samples(f"{key}/{x}").timing().median_s for key in keys for x in ("forward", "backward"))
@@ -417,7 +420,7 @@ def _notes_on_pairs(bench: Bench, samples: Callable[[str], Samples], size: int) 
     worst = sorted(found, key=lambda pair: -abs(pair[0] - pair[1]))[:_NUM_PAIRS_NAMED]
     if worst:
         pairs = ", ".join(f"{names} ({seconds_text(x)} apart, {seconds_text(y)} together)" for x, y, names in worst)
-        yield f"neighbouring layers measured apart and together differ most here, at micro-batch size {size}: {pairs}"
+        yield f"layers one after the other, measured apart and together, differ most here, at micro-batch size {size}: {pairs}"
 
 
 def _layers_text(bench: Bench, subject: _Subject) -> str:

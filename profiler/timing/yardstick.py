@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import cycle
-from statistics import fmean, median
+from statistics import fmean
 from typing import TypeAlias
 
 import numpy as np
@@ -208,18 +208,22 @@ def _times(seconds: Sequence[float]) -> YardstickTimes | None:
 
 
 class SpeedHistory:
-    """The slowdown of the host at each moment, by readings of the yardstick. With too few of them, it is steady."""
+    """The slowdown of the host at each moment, by readings of the yardstick. With too few of them, it is steady.
+
+    The reference is the mean reading, as a step is predicted for the mean speed: on a host that is slow for less than half
+    of the time the median would be its quick speed.
+    """
 
     def __init__(
         self, parts: Sequence[Samples], beside: Sequence[Samples] = (), layers: Sequence[Samples] = ()
     ) -> None:
         """`parts` were read alone, `beside` beside other processes; `layers` are the samples of the layers alone."""
-        found = median_times(parts)
+        found = mean_times(parts)
         self.host_speed = None if found is None else HostSpeed(reference=found)
         self._is_known = min(len(x.clean_s) for x in parts) >= _LEAST_READINGS
         if found is None or not self._is_known:
             return
-        self._ratios = [_ratios(x, median(x.clean_s)) for x in parts]
+        self._ratios = [_ratios(x, fmean(x.clean_s)) for x in parts]
         self._ratios_beside, times_beside = list[tuple[Floats, Floats]](), None
         if beside and all(x.clean_s for x in beside):
             references_s = [self._at_reference_s(*pair) for pair in zip(beside, self._ratios, strict=True)]
@@ -278,7 +282,7 @@ class SpeedHistory:
         return slowdown_of(ratios, of_updates=of_updates)
 
     def at_one_speed(self, samples: Samples, *, beside: bool = False, of_updates: bool = False) -> Samples:
-        """The samples, of passes or of updates, as they would be at the median speed."""
+        """The samples, of passes or of updates, as they would be at the mean speed."""
         return samples.divided(partial(self.slowdowns, beside=beside, of_updates=of_updates))
 
 

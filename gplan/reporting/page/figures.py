@@ -39,7 +39,7 @@ _CAPTIONS = {
         "and step time."
     ),
 }
-_AFTER_A_SEARCH = " A search finds more of them: `gplan balance --schedule auto --recompute auto`."
+_AFTER_A_SEARCH = " A search finds more of them: `gplan balance --k {} --schedule auto --recompute auto`."
 _PLANNED = "The best plan for each number of devices K and micro-batches M, at this plan's micro-batch size."
 _SIMULATED = (
     "This plan's stages with other numbers of micro-batches, simulated. To compare other numbers of devices, give the "
@@ -60,7 +60,7 @@ def charts_of(drawings: Sequence[Drawing], plan: Plan, analysis: PlanAnalysis) -
     """A function from names of charts to the HTML of those that were drawn; small ones are side by side."""
     by_name = {drawing.name: drawing for drawing in drawings}
     captions = {**_CAPTIONS, "choices": _SIMULATED if analysis.explanation is None else _PLANNED}
-    captions["frontier"] += "" if plan.frontier else _AFTER_A_SEARCH
+    captions["frontier"] += "" if plan.frontier else _AFTER_A_SEARCH.format(plan.num_devices)
 
     def charts(*names: str) -> str:
         found = [by_name[name] for name in names if name in by_name]

@@ -61,7 +61,7 @@ def option_text(option: Option, *, plan: PlanSettings) -> str:
         "schedule": f"schedule {schedule_info(setting.schedule).title}",
         "recompute": f"recompute {setting.recompute}",
         "faster link": "a link twice as fast",
-        "free link": "free transfers",
+        "free link": "free transfers and sums of gradients",
     }
     return texts[option.kind]
 

@@ -25,7 +25,6 @@ from gplan.evaluate.rivals import THIS_PLAN
 from gplan.partition.balance import alternative_of
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, note_lines
 from gplan.schedules.registry import num_devices_of, schedule_info
-from gplan.simulation.bubble import idle_by_device
 from gplan.simulation.schedule_trial import Law, law_of
 from gplan.simulation.simulator import simulate
 
@@ -119,7 +118,7 @@ def stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
     columns += [Column(key=_PASSES, title=name, group=MICROBATCH) for name in ("forward", "backward")]
     columns += [Column(key=name, group=STEP) for name in ("compute", "transfers", "idle")]
     columns.append(Column(key="peak memory"))
-    idle_s = [sum(idle.values()) for idle in idle_by_device(timeline)]
+    idle_s = [timeline.step_s - timeline.busy_s(i) - timeline.update_s(i) for i in range(plan.num_devices)]
     return FittedTable(
         title=f"{plan.model.name}: {setting_text(plan)}{precision_suffix(plan.precision)}",
         columns=tuple(columns),

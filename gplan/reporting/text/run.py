@@ -65,10 +65,11 @@ def devices_table(run: Run) -> FittedTable:
     busy_s = {side: [x.busy_s(device) for device in range(x.num_devices)] for side, x in sides.items()}
     loop_s = {side: x.loop_end_s - x.loop_start_s for side, x in sides.items()}
     return FittedTable(
-        title="each device, from the first forward to the last backward",
+        title="each device, from the first forward to the last backward "
+        f"({', '.join(f'{side} {seconds_text(x)}' for side, x in loop_s.items())})",
         columns=(
             *columns("device", "stages"),
-            *(Column(key=side, group=what) for what in ("compute per step", "idle per step") for side in sides),
+            *(Column(key=side, group=what) for what in ("compute", "idle") for side in sides),
         ),
         lines=tuple(
             Line(
