@@ -21,6 +21,7 @@ from gplan.core import (
     Plan,
     Profile,
     Run,
+    SharedWeight,
     Span,
     StepSpeed,
     Timeline,
@@ -143,6 +144,19 @@ def test_virtual_transfers_are_no_slower_on_a_slow_host() -> None:
     parts = {x.cause for x in attribute_error(run).parts if abs(x.seconds) > 1e-9 * run.timeline.step_s}
     assert parts == {ErrorCause.HOST_SPEED}
     assert compare(run).row(STEP_TIME).equal_speed_error == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("factors", [(1.4, 1.0), (1.0, 1.4)])
+def test_devices_with_a_tied_weight_wait_for_each_other_at_any_speed(factors: tuple[float, float]) -> None:
+    tied = SharedWeight(name="w", layers=(0, 3), num_parameters=2, weight_bytes=8, gradient_bytes=8)
+    profile = make_profile([3.0, 5.0, 4.0, 6.0], optimizer_s=40.0, weight_bytes=[4, 4, 4, 40], shared_weights=(tied,))
+    plan = usual_plan(profile, microbatch_size=1)
+    predicted = simulate(plan)
+    assert predicted.step_s > predicted.loop_end_s + predicted.update_s(0), "the last device, which waits, ends last"
+    run = slow_run(plan, *factors)
+    assert compare(run).row(STEP_TIME).equal_speed_error == pytest.approx(0.0, abs=1e-9)
+    parts = {x.cause for x in attribute_error(run).parts if abs(x.seconds) > 1e-9 * run.timeline.step_s}
+    assert parts == {ErrorCause.HOST_SPEED}
 
 
 def test_memory_counts_half_for_updates() -> None:
