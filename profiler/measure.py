@@ -22,6 +22,7 @@ import torch
 
 from gplan.core import Device, EngineCost, Granularity, Link, Profile
 from gplan.core.errors import ModelError, UsageError
+from gplan.core.host_speed import update_slowdown_of
 from gplan.core.profile import SAMPLING_BUDGET_S
 from gplan.core.progress import Progress, no_progress, part
 from gplan.core.units import counted, now_text
@@ -172,7 +173,7 @@ def _measured(
     progress("measuring the link between two processes", 0.9)
     link = options.link or measure_link(device_kind=options.device_kind)
     first, values = measured[0], values_of([x.crossings for x in measured])
-    updates_at_one_speed = partial(speeds.at_one_speed, of_updates=True)
+    updates_at_one_speed = partial(speeds.at_one_speed, rule=update_slowdown_of)
     step, updates_s = update(updates_at_one_speed)
     fixed_s, averages_s = averages(updates_at_one_speed)
     layers, shared = layers_with_weights(

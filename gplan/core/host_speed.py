@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,7 @@ _MOST_CHANGE = 2.0  # of the slowdown within a profile, before a warning
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YardstickTimes:
-    """Seconds of the three parts of the yardstick: means, or medians in a window of a profile."""
+    """Seconds of the three parts of the yardstick: means, but medians in a window of a profile."""
 
     compute_s: float  # products: of matrices in a core's caches, and with weights that are not
     memory_s: float  # sums of vectors that are not in the caches
@@ -80,6 +81,33 @@ class StepSpeed:
             raise ValueError(f"end_step is {self.end_step}; expected more than first_step, {self.first_step}")
 
 
+Rule: TypeAlias = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+"""The slowdowns of some work by the times of the three parts over their references, compute first: [3, ...] to [...]."""
+
+
+def slowdown_of(ratios: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The `Rule` for forwards and backwards, which are mostly products of matrices.
+
+    Compute counts two thirds and the median of the three a third. While other work slows memory and the interpreter by
+    1.3 but compute by 1.1, a step takes about 1.15 times as long.
+
+    >>> float(slowdown_of(np.array([1.0, 8.0, 1.0]))), float(slowdown_of(np.array([1.0, 8.0, 8.0])))
+    (1.0, 2.0)
+    """
+    slowdowns: NDArray[np.float64] = np.cbrt(ratios[0] ** 2 * np.median(ratios, axis=0))
+    return slowdowns
+
+
+def update_slowdown_of(ratios: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The `Rule` for updates of weights, which compute little for what they read and write: compute and memory count half.
+
+    >>> float(update_slowdown_of(np.array([1.0, 4.0, 1.0])))
+    2.0
+    """
+    slowdowns: NDArray[np.float64] = np.sqrt(ratios[0] * ratios[1])
+    return slowdowns
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpeed:
     """The speed that the times of a profile belong to, and how it changed while the profile was measured."""
@@ -94,10 +122,10 @@ class HostSpeed:
         if not LEAST_RESPONSE <= self.response <= 1.0:
             raise ValueError(f"response is {self.response!r}; expected {LEAST_RESPONSE} to 1")
 
-    def slowdown(self, times: YardstickTimes, *, num_devices: int = 1, of_updates: bool = False) -> float:
+    def slowdown(self, times: YardstickTimes, *, num_devices: int = 1, rule: Rule = slowdown_of) -> float:
         """How many times as long the model's work takes at these times of the yardstick as at the reference.
 
-        `num_devices` computed at the same time. The work is forwards and backwards, or updates of weights.
+        `num_devices` computed at the same time. `rule` says for which work: by default `slowdown_of`, of passes.
 
         >>> once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
         >>> slow = YardstickTimes(compute_s=4e-3, memory_s=4e-3, interpreter_s=9e-3)
@@ -105,7 +133,7 @@ class HostSpeed:
         (4.0, 2.0)
         """
         ratios = np.array(self.ratios(times, num_devices=num_devices))
-        return float(slowdown_of(ratios, of_updates=of_updates) ** self.response)
+        return float(rule(ratios) ** self.response)
 
     def slowed_by(self, slowdown: float) -> HostSpeed:
         """The speed at which the model's work takes `slowdown` times as long, without windows."""
@@ -122,8 +150,8 @@ class HostSpeed:
             times.interpreter_s / of.interpreter_s,
         )
 
-    def slowdowns(self, steps: Sequence[StepSpeed], *, of_updates: bool = False) -> tuple[tuple[float, ...], ...]:
-        """By rank the slowdown in each window of steps, of passes or of updates; () unless every rank has a reading.
+    def slowdowns(self, steps: Sequence[StepSpeed], *, rule: Rule = slowdown_of) -> tuple[tuple[float, ...], ...]:
+        """By rank the slowdown in each window of steps, see `slowdown`; () unless every rank has a reading.
 
         A window's share is its compute time over the mean of the windows. The middle mean of reading over share is the
         slowdown of the run: what disturbs a reading need not disturb the steps. Times the share it is that of the window.
@@ -143,7 +171,7 @@ class HostSpeed:
             mean_s = fmean(x.compute_s[rank] for x in steps)
             shares = [x.compute_s[rank] / mean_s for x in steps]
             read = [
-                (self.slowdown(times, num_devices=num_ranks, of_updates=of_updates), share)
+                (self.slowdown(times, num_devices=num_ranks, rule=rule), share)
                 for x, share in zip(steps, shares, strict=True)
                 if (times := x.ranks[rank]) is not None
             ]
@@ -178,21 +206,6 @@ class HostSpeed:
             f"measured: {phases} (1 is the speed that the times are brought to); they are less certain than "
             "those of a steady host",
         )
-
-
-def slowdown_of(ratios: NDArray[np.float64], *, of_updates: bool = False) -> NDArray[np.float64]:
-    """The slowdowns by the times of the three parts over their references, compute and memory first: [3, ...] to [...].
-
-    Forwards and backwards are mostly products of matrices: compute counts two thirds and the median of the three a third.
-    While other work slows memory and the interpreter by 1.3 but compute by 1.1, a step takes about 1.15 times as long. An
-    update of weights computes little for what it reads and writes: compute and memory count half each.
-
-    >>> float(slowdown_of(np.array([1.0, 8.0, 1.0]))), float(slowdown_of(np.array([1.0, 8.0, 8.0])))
-    (1.0, 2.0)
-    """
-    compute, memory = ratios[:2]
-    slowdowns: NDArray[np.float64] = np.cbrt(compute**2 * np.median(ratios, axis=0))
-    return np.sqrt(compute * memory) if of_updates else slowdowns
 
 
 def middle_mean(values: Sequence[float]) -> float:

@@ -24,7 +24,7 @@ from gplan.core.checks import (
     check_share,
 )
 from gplan.core.host_load import HostLoad, interruption_text
-from gplan.core.host_speed import HostSpeed, StepSpeed
+from gplan.core.host_speed import HostSpeed, Rule, StepSpeed, slowdown_of, update_slowdown_of
 from gplan.core.machine import Device, Link, MachineDevice
 from gplan.core.precision import Precision
 from gplan.core.profile import ModelId
@@ -478,7 +478,7 @@ class Run:
         By the yardstick, which is read while the process has its core, times the proven waits for a core where the
         profile had none. A device's is the mean of its replicas; one process that runs all devices has one for all.
         """
-        return self._window_slowdowns(of_updates=False)
+        return self._window_slowdowns(slowdown_of)
 
     @property
     def device_slowdowns(self) -> tuple[float, ...]:
@@ -488,11 +488,11 @@ class Run:
     @property
     def update_slowdowns(self) -> tuple[float, ...]:
         """By device, how many times as long updates of weights took as in the profile; () if that is unknown."""
-        return tuple(map(fmean, zip(*self._window_slowdowns(of_updates=True), strict=True)))
+        return tuple(map(fmean, zip(*self._window_slowdowns(update_slowdown_of), strict=True)))
 
-    def _window_slowdowns(self, *, of_updates: bool) -> tuple[tuple[float, ...], ...]:
+    def _window_slowdowns(self, rule: Rule) -> tuple[tuple[float, ...], ...]:
         reference = self.plan.host_speed
-        by_rank = reference.slowdowns(self.timed_speed, of_updates=of_updates) if reference is not None else ()
+        by_rank = reference.slowdowns(self.timed_speed, rule=rule) if reference is not None else ()
         return tuple(map(self._of_devices, zip(*by_rank, strict=True)))
 
     def _of_devices(self, by_rank: tuple[float, ...]) -> tuple[float, ...]:

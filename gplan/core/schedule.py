@@ -293,6 +293,10 @@ class Timeline:
         """Seconds of a device's optimizer, for all its stages."""
         return sum(self.total_s(ActionKind.OPTIMIZER, stage=stage) for stage in self.stages_by_device[device])
 
+    def idle_s(self, device: int) -> float:
+        """Seconds of the step in which a device neither computes nor updates."""
+        return self.step_s - self.busy_s(device) - self.update_s(device)
+
     def received_s(self, stage: int) -> float:
         """Mean seconds per micro-batch of the transfers to a stage: activations from before it, gradients from after."""
         seconds = (x.end_s - x.start_s for x in self.transfers if x.action.receiver == stage)

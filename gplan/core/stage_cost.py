@@ -44,11 +44,13 @@ class StageSeconds(Generic[Seconds]):
     gradient_s: Seconds  # transfer of their gradients back from it
     input_gradient_s: Seconds | None = None  # the halves of a split backward, without recompute; None: not known
     weight_gradient_s: Seconds | None = None
-    tied: Seconds | None = None  # 1 where another device holds one of the weights too: the update waits for it; else 0
+    is_tied: Seconds | None = (
+        None  # 1 where another device holds one of the weights too, so that both update together; else 0
+    )
 
     @property
     def present(self) -> dict[str, Seconds]:
-        """The seconds by name, without the halves of a backward where there are none."""
+        """What is known, by name: not the halves of a backward where there are none."""
         found: dict[str, Seconds | None] = {x.name: getattr(self, x.name) for x in fields(self)}
         return {name: seconds for name, seconds in found.items() if seconds is not None}
 
@@ -84,7 +86,7 @@ class StageTimes(StageSeconds[Seconds]):
 
     @property
     def before_update_s(self) -> Seconds:
-        """From when the device has done all its actions, or the update before, until the stage's update begins."""
+        """From when the device can update (`when_updates_begin`), or from the update before, until the stage's update begins."""
         return self.all_reduce_s + self.around_s
 
 

@@ -251,7 +251,7 @@ class Costs:
         """[L]: seconds that a recompute leaves out where it ends with this layer, at the last tensor that is saved."""
         return self._of_layers("unfinished")
 
-    def optimizer_s(self, first: Ints, end: Ints) -> Floats:
+    def update_alone_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: seconds of the updates of stages by themselves: zero_grad, the optimizer's step on what a replica updates,
         moving averages."""
         step = self.profile.step
@@ -570,7 +570,7 @@ class Costs:
             forward_sending_s=self.activation_sending_s[end] * after / speed,
             backward_sending_s=self.gradient_sending_s[first] * before / speed,
             around_s=np.where(first == 0, self.around_s / speed, 0.0),
-            tied=tied.astype(np.float64) if place.tied_links else None,
+            is_tied=tied.astype(np.float64) if place.tied_links else None,
         )
 
     def _update_s(self, first: Ints, end: Ints, tied: Bools) -> Floats:
@@ -578,9 +578,9 @@ class Costs:
         update.
 
         No pass runs beside the update of the stage with the first layer, which ends the last backward, nor beside those
-        that wait for it.
+        that wait for it: the first stage is taken to hold one of the tied weights.
         """
-        alone_s = self.optimizer_s(first, end)
+        alone_s = self.update_alone_s(first, end)
         beside_s = np.where(first == 0, alone_s, self.update_contention * alone_s)
         return np.where(tied, alone_s + self.tied_update_s, beside_s)
 

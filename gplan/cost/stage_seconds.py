@@ -38,7 +38,7 @@ def occupied(times: StageTimes[Seconds]) -> StageSeconds[Seconds]:
         gradient_s=times.gradient_s,
         input_gradient_s=None if first_s is None else first_s + after.backward_s,
         weight_gradient_s=None if second_s is None else second_s + times.gap_s,
-        tied=times.tied,
+        is_tied=times.is_tied,
     )
 
 

@@ -234,7 +234,7 @@ class _CalibrationRun:
             costs = self.plan.stage_costs
             for device in range(self.plan.num_devices):
                 pieces = {"optimizer": sum(costs[x.index].optimizer_s for x in self.plan.stages_of(device))}
-                measured_s = self.run.timeline.update_s(device) / self._slowdown(device, of_updates=True)
+                measured_s = self.run.timeline.update_s(device) / _of_device(self.run.update_slowdowns, device)
                 yield Sample(measured_s=measured_s, pieces_s=pieces)
 
     def transfers(self) -> Iterator[Sample]:
@@ -247,15 +247,10 @@ class _CalibrationRun:
         for kind, measured_s in self.measured.gaps.items():
             yield measured_s - self.measured.predicted.gaps[kind]
 
-    def _slowdown(self, device: int, *, of_updates: bool = False) -> float:
-        """How many times as long a device took as at the host's speed in the profile; 1 where that is unknown."""
-        found = self.run.update_slowdowns if of_updates else self.run.device_slowdowns
-        return found[device] if found else 1.0
-
     def _sample(self, stage: Stage, layers_s: Sequence[float], kinds: Sequence[ActionKind]) -> Sample:
         """A stage's mean seconds per micro-batch in actions of these kinds."""
         predicted_s, measured_s = (x.mean_s(*kinds, stage=stage.index) for x in (self.predicted, self.run.timeline))
-        measured_s /= self._slowdown(self.plan.devices[stage.index])
+        measured_s /= _of_device(self.run.device_slowdowns, self.plan.devices[stage.index])
         num_actions = sum(
             seconds > 0 for kind in kinds for seconds in self.predicted.microbatch_s(kind, stage=stage.index).values()
         )
@@ -266,6 +261,11 @@ class _CalibrationRun:
             share = max(0.0, predicted_s - fixed_s) * seconds / total_s
             pieces[kind_of[name]] = pieces.get(kind_of[name], 0.0) + share
         return Sample(measured_s=measured_s, pieces_s=pieces, fixed_s=fixed_s)
+
+
+def _of_device(slowdowns: Sequence[float], device: int) -> float:
+    """How many times as long a device took as at the host's speed in the profile; 1 where that is unknown."""
+    return slowdowns[device] if slowdowns else 1.0
 
 
 def _fit(verification: Verification, profile: Profile) -> Calibration:

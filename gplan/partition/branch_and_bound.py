@@ -8,8 +8,8 @@ of a `Relaxation`: labels for GPipe, a simulation of the prefix for other schedu
 Lagrangian weights where devices hold several.
 
 Where stages and micro-batches are many and partitions few, all are bounded instead (`all_bounded`): the step of a partition is
-its longest path, and any path is a sum over its stages, so the longest path of one partition bounds all others at the
-cost of a sum. The partition with the smallest bound is simulated next, until none is below the best one.
+at least its longest path, and any path is a sum over its stages, so the longest path of one partition bounds all others at
+the cost of a sum. The partition with the smallest bound is simulated next, until none is below the best one.
 
 Exact up to rounding: plans within 1e-12 of each other count as equal. The worst case is exponential in K.
 """
@@ -174,9 +174,11 @@ def all_bounded(space: SearchSpace, paths: Ints, incumbent: Incumbent, *, deadli
         sums = np.zeros(len(paths))
         for s in stages:
             sums += (weights[s] @ figures[s])[paths[:, s]]
+        value = float(goal.values(paths[index : index + 1])[0])  # with tied weights it can be above its own sum
         least = np.maximum(least, sums)
-        if sums[index] < incumbent.value:
-            incumbent = replace(incumbent, ends=ends_of(candidates, paths[index]), value=float(sums[index]))
+        least[index] = max(least[index], value)
+        if value < incumbent.value:
+            incumbent = replace(incumbent, ends=ends_of(candidates, paths[index]), value=value)
     least_value = min(float(least.min()) * (1 + ROUNDING), incumbent.worth)
     return replace(incumbent, lower_bound=max(incumbent.lower_bound, least_value))
 

@@ -1,9 +1,9 @@
 """The critical path of a step as a sum of stage times: how many forwards, transfers and so on of each stage it has.
 
 An action comes after the one before it on its device, and after the arrival of what it needs; transfers of a link come
-after each other. The length of a path is
-linear in the times of the stages, and the step is the longest of all paths; so the counts of any path give a lower
-bound of the step that is linear in the partition (`lagrangian.py`).
+after each other. The length of a path is linear in the times of the stages, and the step is at least the longest of all paths;
+so the counts of any path give a lower bound of the step that is linear in the partition (`lagrangian.py`). The step is
+longer than all paths where devices with tied weights wait for each other before their updates.
 """
 
 from __future__ import annotations

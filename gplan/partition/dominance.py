@@ -14,9 +14,9 @@ like a stage without an optimizer on which each transfer takes g_{s-1}. A prefix
 sum (f + a), last, second and first than another up to the same layer is pointless. Few remain, as the numbers rise and
 fall together, but their number has no polynomial bound.
 
-Stages with tied weights update when the first of them, which is done last, has done all its backwards. So where weights are
-tied, the same three paths from that stage's last backward, without an update, are labels too (0 until there is such a
-stage), and the longest update of such a stage.
+Stages with tied weights update when the first of them, which is done last, has done all its backwards. Where weights may be
+tied there are five more labels: whether a stage has a tied weight, the longest update of such a stage, and the three paths
+to the last backward of the first one (0 if there is none).
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.dp import suffix_tables
 from gplan.partition.partial_plans import PartialPlans, SimulatedPrefixes, best_by_end, empty_prefix
 
+_NO_TIED = (0.0,) * 5  # labels of a prefix without tied weights
+
 
 @dataclass(frozen=True)
 class GPipeLabels(SimulatedPrefixes):
@@ -39,7 +41,7 @@ class GPipeLabels(SimulatedPrefixes):
 
     def root(self) -> PartialPlans:
         """The empty prefix: nothing was sent, and no backward follows the first stage's."""
-        return empty_prefix(self.bounds, [0.0, 0.0, -np.inf, -np.inf, -np.inf, *[0.0] * (5 * self._has_tied)])
+        return empty_prefix(self.bounds, [0.0, 0.0, -np.inf, -np.inf, -np.inf, *_NO_TIED[: 5 * self._may_be_tied]])
 
     def grow(self, parents: PartialPlans, candidates: Ints) -> PartialPlans:
         """Each parent with one more stage; O(1) array operations."""
@@ -49,7 +51,7 @@ class GPipeLabels(SimulatedPrefixes):
         max_f = np.maximum(max_f, np.maximum(times.forward_s, times.activation_s))
         passed_s = passed_s + times.forward_s + times.activation_s
         columns = [max_f, passed_s, *self._paths_s(before, gradient_s, times, times.optimizer_s)]
-        if self._has_tied:
+        if self._may_be_tied:
             columns += self._tied_labels(parents.labels.T[5:], gradient_s, times)
         labels = np.column_stack(columns)
         children = PartialPlans(
@@ -64,7 +66,7 @@ class GPipeLabels(SimulatedPrefixes):
     def _paths_s(
         self, before: Sequence[Floats], gradient_s: Floats, times: StageSeconds[Floats], end_s: Floats
     ) -> list[Floats]:
-        """`last`, `second` and `first` with one more stage, after whose last backward `end_s` follows."""
+        """`last`, `second` and `first` with one more stage; `end_s` is what follows its last backward."""
         last, second, first = before
         first_b, b = self._backwards_s(times)
         num_microbatches = self.bounds.problem.num_microbatches
@@ -79,17 +81,17 @@ class GPipeLabels(SimulatedPrefixes):
 
     def _tied_labels(self, before: Floats, gradient_s: Floats, times: StageSeconds[Floats]) -> list[Floats]:
         """Whether any stage has tied weights, the longest update of one, and the paths to the first one's last backward."""
-        (had, update_s), paths = before[:2], before[2:]
-        tied = np.asarray(times.tied) > 0
-        has = tied | (had > 0)
-        end_s = np.where(has & (had == 0), 0.0, -np.inf)
-        found = self._paths_s(list(np.where(had > 0, paths, -np.inf)), gradient_s, times, end_s)
-        update_s = np.maximum(update_s, np.where(tied, times.optimizer_s, 0.0))
-        return [has.astype(np.float64), update_s, *(np.where(has, x, 0.0) for x in found)]
+        had_tied, update_s, paths = before[0] > 0, before[1], before[2:]
+        is_tied = np.asarray(times.is_tied) > 0
+        has_tied = is_tied | had_tied
+        end_s = np.where(has_tied & ~had_tied, 0.0, -np.inf)
+        found = self._paths_s(list(np.where(had_tied, paths, -np.inf)), gradient_s, times, end_s)
+        update_s = np.maximum(update_s, np.where(is_tied, times.optimizer_s, 0.0))
+        return [has_tied.astype(np.float64), update_s, *(np.where(has_tied, x, 0.0) for x in found)]
 
     @property
-    def _has_tied(self) -> bool:
-        return self.bounds.candidates[0].times.tied is not None
+    def _may_be_tied(self) -> bool:
+        return self.bounds.candidates[0].times.is_tied is not None
 
     def undominated(self, nodes: PartialPlans) -> PartialPlans:
         """One of the best nodes for each trade-off, for every layer at which the next stage may begin."""
@@ -108,7 +110,7 @@ class GPipeLabels(SimulatedPrefixes):
         around_s = bounds.around_after_again_s if self._recomputes[0] else bounds.around_after_s
         later_f, later_b, later_both = (table[stage][end] for table in self._largest_after)
         max_f, passed_s, last, _, first = nodes.labels.T[:5]
-        if self._has_tied:
+        if self._may_be_tied:
             _, update_s, tied_last, _, tied_first = nodes.labels.T[5:]
             last, first = np.maximum(last, tied_last + update_s), np.maximum(first, tied_first + update_s)
         passing_s = passed_s + around_s[stage][end] + gradient_s

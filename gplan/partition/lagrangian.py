@@ -1,6 +1,6 @@
 """Bounds from weights: what is to be small is the largest of many sums over the stages, so at least any mean.
 
-The step is the longest of very many paths, the largest load that of one of the devices, the largest peak that of one
+The step is at least the longest of very many paths, the largest load that of one of the devices, the largest peak that of one
 moment of a device; each is a sum of figures of the stages. A mean of such sums, with weights that add up to 1, is again
 a sum over the stages, and the partition for which it is smallest is a shortest path over the candidates: no partition has
 less. With the best weights this is the bound of a linear program (a Lagrangian bound); they are approached by
@@ -31,7 +31,7 @@ _HEAD_START = 20  # rounds that the first weights count for
 
 @dataclass(frozen=True)
 class Goal(ABC):
-    """What is to be small: the largest of sums over the stages."""
+    """What is to be small: the largest of sums over the stages, or at least that."""
 
     problem: Problem
     candidates: Sequence[Candidates]

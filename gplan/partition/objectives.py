@@ -1,6 +1,6 @@
 """What is to be small where devices hold several stages: the step, the largest load of a device, or the largest peak.
 
-Each is a `Goal`: the largest of many sums over the stages, exactly for partitions, at least so much for prefixes.
+Each is a `Goal`: at least the largest of many sums over the stages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gplan.partition.memory_feasibility import DeviceMemoryLimits
 
 @dataclass(frozen=True)
 class StepGoal(Goal):
-    """The simulated step: the longest path. A prefix is simulated with the stages after it as a pure delay."""
+    """The simulated step: at least the longest path. A prefix is simulated with the stages after it as a pure delay."""
 
     def figures(self, stage: int) -> Floats:
         """[times, E]: those of `critical_path.TIMES` that the step has."""

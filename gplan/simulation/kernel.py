@@ -218,7 +218,7 @@ TiedDevices: TypeAlias = tuple[Any, ...] | None
 
 def tied_devices(stages: Sequence[Sequence[int]], times: Sequence[StageSeconds[Seconds]]) -> TiedDevices:
     """By the stages of each device, as indices of `times`."""
-    tied = [[x for stage in own if (x := times[stage].tied) is not None] for own in stages]
+    tied = [[x for stage in own if (x := times[stage].is_tied) is not None] for own in stages]
     return tuple(sum(own) > 0 for own in tied) if any(tied) else None
 
 

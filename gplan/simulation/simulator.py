@@ -9,7 +9,7 @@ first half. The first stage, whose inputs want no gradient, has the whole backwa
 done all its actions, it updates the weights of its stages, one stage after the other; the step ends with the last of
 them. Before a stage's update its gradients are added up with those of other devices; what the engine takes around the
 loop goes by before the first stage's (`before_update_s`). The devices that share tied weights wait for each other before
-their updates (`StageSeconds.tied`).
+their updates (`when_updates_begin`).
 
 For GPipe this gives, exactly,
     T = sum f + sum a + (M-1) max(f, a) + sum b + sum g + (M-1) max(b, g)

@@ -174,7 +174,7 @@ class StrategyBounds:
             num_bytes = int(costs.held_sum(field, *costs.all_layers)[0]) / replicas
             link = costs.profile.link.ring_message(kind, replicas)
             reduced += num_messages(kind, replicas) * num_bytes * min_s_per_byte(link)
-        return reduced + float(costs.optimizer_s(*costs.all_layers)[0]) + costs.around_s
+        return reduced + float(costs.update_alone_s(*costs.all_layers)[0]) + costs.around_s
 
     @property
     def _shared_s(self) -> float:

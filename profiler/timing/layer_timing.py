@@ -420,7 +420,7 @@ def _notes_on_pairs(bench: Bench, samples: Callable[[str], Samples], size: int) 
     worst = sorted(found, key=lambda pair: -abs(pair[0] - pair[1]))[:_NUM_PAIRS_NAMED]
     if worst:
         pairs = ", ".join(f"{names} ({seconds_text(x)} apart, {seconds_text(y)} together)" for x, y, names in worst)
-        yield f"layers one after the other, measured apart and together, differ most here, at micro-batch size {size}: {pairs}"
+        yield f"pairs of layers whose separate times differ most from their time together, at micro-batch size {size}: {pairs}"
 
 
 def _layers_text(bench: Bench, subject: _Subject) -> str:

@@ -28,7 +28,7 @@ from profiler.timing.clock import Clock, Samples, median_s
 from profiler.timing.neighbours import BESIDE_OTHERS, Neighbours
 
 _LEAST_SUMS = 5  # rounds for a variance of the layers' sum
-_ERRORS_OF_AROUND = 3.0  # standard errors; of large layers there are few samples, perhaps in one phase of the host
+_CERTAIN = 3.0  # standard errors
 _LEAST_RERUN = 0.1  # share of the stage's forward that is run again, below which the factor of recompute is 1
 
 
@@ -49,8 +49,8 @@ class Corrections:
 
     Recompute: besides the second run, each saved tensor is replaced in the forward and found again in the backward, and
     buffers that a forward writes to are kept. Both passes of a recomputed stage, less the second run, are compared with
-    those of the one stage within each round. What is left counts beyond three of its standard errors: it is next to nothing
-    for large layers, while a host that changes its speed makes the two differ by as much as a whole run.
+    those of the one stage within each round. The difference counts only above three of its standard errors: of large layers,
+    for which it is next to nothing, there are few samples, perhaps in different phases of the host.
     """
 
     recompute_factor: float | None = None  # what a recompute adds to a step, over the part of a forward that it repeats
@@ -80,7 +80,7 @@ def corrections_of(bench: Bench, samples: Callable[[str], Samples], share_run_ag
         cuts[name] = even_cut_s([samples(f"{key}/{name}").timing().low_s / 2 for key in keys], excesses[name])
     forward_s, weights_s = seconds("stage/forward"), seconds("stage/weight gradient")
     rerun_s = forward_s - (1 - share_run_again) * seconds(f"{bench.keys[-1]}/forward") if bench.keys else 0.0
-    again_s = seconds("recomputed/again") + lower_bound_s(samples("recomputed/around"), num_errors=_ERRORS_OF_AROUND)
+    again_s = seconds("recomputed/again") + _certain_s(samples("recomputed/around"))
     return Corrections(
         recompute_factor=_ratio(again_s, rerun_s) if rerun_s > _LEAST_RERUN * forward_s else 1.0,
         forward_cut_s=cuts["forward"],
@@ -98,13 +98,19 @@ def _ratio(piece_s: float, sum_s: float) -> float:
     return piece_s / sum_s if piece_s and sum_s else 1.0
 
 
-def lower_bound_s(excess: Samples, *, num_errors: float = 1.0) -> float:
-    """The median less so many of its standard errors, at least 0; 0 with fewer than five samples.
+def _certain_s(excess: Samples) -> float:
+    """The median, or 0 where that is not above three of its standard errors."""
+    median_of_all_s = median_s(excess.clean_s) if excess.clean_s else 0.0
+    return median_of_all_s if median_of_all_s > _CERTAIN * excess.median_error_s else 0.0
+
+
+def lower_bound_s(excess: Samples) -> float:
+    """The median less its standard error, at least 0; 0 with fewer than five samples.
 
     >>> lower_bound_s(Samples([1.0] * 5)), lower_bound_s(Samples([1.0] * 4)), lower_bound_s(Samples([-1.0, 1.0, 0.0, 0.5, -0.5]))
     (1.0, 0.0, 0.0)
     """
-    return max(0.0, median_s(excess.clean_s) - num_errors * excess.median_error_s) if excess.clean_s else 0.0
+    return max(0.0, median_s(excess.clean_s) - excess.median_error_s) if excess.clean_s else 0.0
 
 
 def shares_weights(layers: Sequence[nn.Module]) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import cycle
-from statistics import fmean
+from statistics import fmean, median
 from typing import TypeAlias
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch import Tensor
 from gplan.core.host_speed import (
     LEAST_RESPONSE,
     HostSpeed,
+    Rule,
     SpeedWindow,
     YardstickTimes,
     mean_over_lower_quartile,
@@ -55,6 +56,7 @@ _NUM_KEPT_BESIDE = 4  # the same beside other processes
 _NUM_AROUND = 9  # times of a part whose median is the speed of a moment
 _NUM_AROUND_BESIDE = 6  # the same beside other processes, where readings are close to each other
 _PRIOR_OF_LAYERS, _PRIOR_OF_READINGS = 1.16, 1.2  # factors on the two ratios of a response: alone they give 0.8
+_MOST_OVER_MEDIAN = 3.0  # for which a reading counts in the reference
 _WINDOW_S = 1.0  # the shortest window
 _NUM_STORED = 20  # windows in a profile
 _STREAMED_FLOATS = 2**24  # 64 MiB, more than the caches hold that a core shares; on a CPU two halves are read in turns
@@ -207,28 +209,35 @@ def _times(seconds: Sequence[float]) -> YardstickTimes | None:
     return YardstickTimes(**{f"{name}_s": s for name, s in zip(PARTS, seconds, strict=True)}) if all(seconds) else None
 
 
+def _reference_s(readings_s: Sequence[float]) -> float:
+    """The mean reading, where none counts as more than three times the median; 0 without any."""
+    most_s = _MOST_OVER_MEDIAN * median(readings_s) if readings_s else 0.0
+    return fmean(min(x, most_s) for x in readings_s) if readings_s else 0.0
+
+
 class SpeedHistory:
     """The slowdown of the host at each moment, by readings of the yardstick. With too few of them, it is steady.
 
-    The reference is the mean reading, as a step is predicted for the mean speed: on a host that is slow for less than half
-    of the time the median would be its quick speed.
+    The reference is the mean reading, so predictions include slow phases: on a host that is slow for less than half of the
+    time, the median would leave them out. A disturbed reading counts as at most three times the median.
     """
 
     def __init__(
         self, parts: Sequence[Samples], beside: Sequence[Samples] = (), layers: Sequence[Samples] = ()
     ) -> None:
         """`parts` were read alone, `beside` beside other processes; `layers` are the samples of the layers alone."""
-        found = mean_times(parts)
+        references_s = [_reference_s(x.clean_s) for x in parts]
+        found = _times(references_s)
         self.host_speed = None if found is None else HostSpeed(reference=found)
         self._is_known = min(len(x.clean_s) for x in parts) >= _LEAST_READINGS
         if found is None or not self._is_known:
             return
-        self._ratios = [_ratios(x, fmean(x.clean_s)) for x in parts]
+        self._ratios = [_ratios(*pair) for pair in zip(parts, references_s, strict=True)]
         self._ratios_beside, times_beside = list[tuple[Floats, Floats]](), None
         if beside and all(x.clean_s for x in beside):
-            references_s = [self._at_reference_s(*pair) for pair in zip(beside, self._ratios, strict=True)]
-            self._ratios_beside = [_ratios(*pair) for pair in zip(beside, references_s, strict=True)]
-            times_beside = _times(references_s)
+            beside_s = [self._at_reference_s(*pair) for pair in zip(beside, self._ratios, strict=True)]
+            self._ratios_beside = [_ratios(*pair) for pair in zip(beside, beside_s, strict=True)]
+            times_beside = _times(beside_s)
         response = self._response_of(layers, parts[0].clean_at_s)
         start_s, end_s = min(x.clean_at_s[0] for x in parts), max(x.clean_at_s[-1] for x in parts)
         windows = tuple(_stored_windows(parts, start_s, max(_WINDOW_S, (end_s - start_s) / _NUM_STORED)))
@@ -242,16 +251,14 @@ class SpeedHistory:
         """
         return float(np.median(beside.clean_s / _nearest_median(*alone, np.array(beside.clean_at_s), _NUM_AROUND)))
 
-    def slowdowns(self, at_s: Sequence[float], *, beside: bool = False, of_updates: bool = False) -> Floats:
-        """The slowdown of passes or of updates at each moment, by the medians of the nearest readings of each part: alone,
-        or beside others."""
+    def slowdowns(self, at_s: Sequence[float], *, beside: bool = False, rule: Rule = slowdown_of) -> Floats:
+        """The slowdown at each moment, by the medians of the nearest readings of each part: alone, or beside others."""
         if self.host_speed is None or not self._is_known:
             return np.ones(len(at_s))
         of, num = self._ratios, _NUM_AROUND
         if beside and self._ratios_beside:
             of, num = self._ratios_beside, _NUM_AROUND_BESIDE
-        found = self._yardstick_slowdowns(np.array(at_s), of, num, of_updates=of_updates)
-        return found**self.host_speed.response
+        return self._yardstick_slowdowns(np.array(at_s), of, num, rule) ** self.host_speed.response
 
     def _response_of(self, layers: Sequence[Samples], read_at_s: Sequence[float]) -> float:
         """The exponent, from LEAST_RESPONSE to 1, of the yardstick's slowdown that gives the slowdown of the layers.
@@ -276,14 +283,13 @@ class SpeedHistory:
 
     @staticmethod
     def _yardstick_slowdowns(
-        moments_s: Floats, of: Sequence[tuple[Floats, Floats]], num_around: int, *, of_updates: bool = False
+        moments_s: Floats, of: Sequence[tuple[Floats, Floats]], num_around: int, rule: Rule = slowdown_of
     ) -> Floats:
-        ratios = np.array([_nearest_median(*part, moments_s, num_around) for part in of])
-        return slowdown_of(ratios, of_updates=of_updates)
+        return rule(np.array([_nearest_median(*part, moments_s, num_around) for part in of]))
 
-    def at_one_speed(self, samples: Samples, *, beside: bool = False, of_updates: bool = False) -> Samples:
-        """The samples, of passes or of updates, as they would be at the mean speed."""
-        return samples.divided(partial(self.slowdowns, beside=beside, of_updates=of_updates))
+    def at_one_speed(self, samples: Samples, *, beside: bool = False, rule: Rule = slowdown_of) -> Samples:
+        """The samples as they would be at the mean speed."""
+        return samples.divided(partial(self.slowdowns, beside=beside, rule=rule))
 
 
 def _stored_windows(parts: Sequence[Samples], start_s: float, window_s: float) -> Iterable[SpeedWindow]:

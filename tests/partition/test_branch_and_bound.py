@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from gplan.core import SharedWeight
 from gplan.partition import branch_and_bound
 from gplan.partition.batch_simulation import steps_s
 from gplan.partition.bounds import StepBounds
@@ -59,6 +60,24 @@ def test_all_partitions_bounded_by_paths_equal_brute_force(monkeypatch: pytest.M
     assert goal_s(problem, solution.stages) == pytest.approx(best_s, rel=1e-9)
     assert solution.lower_bound_s == pytest.approx(best_s, rel=1e-9)
     assert fits_memory(problem, solution.stages)
+
+
+@pytest.mark.parametrize("many_actions", [1, 10**9])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "looped-bfs:2"])
+def test_a_step_that_ends_with_a_tied_update_is_longer_than_its_paths(
+    monkeypatch: pytest.MonkeyPatch, schedule: str, many_actions: int
+) -> None:
+    """The last device waits for the first one, and has the longer update."""
+    monkeypatch.setattr(branch_and_bound, "_MANY_ACTIONS", many_actions)
+    tied = SharedWeight(name="w", layers=(0, 7), num_parameters=2, weight_bytes=8, gradient_bytes=8)
+    problem = make_problem(
+        [3, 1, 2, 1, 3, 1, 2, 4], num_stages=4, schedule=schedule, minimize="step-time", shared_weights=(tied,),
+        weight_bytes=[4, 9, 6, 8, 7, 30, 20, 40], optimizer_s=200.0,
+    )  # fmt: skip
+    best_s, solution = best_objective_s(problem), solve(problem)
+    assert solution is not None and solution.notes == ()
+    assert goal_s(problem, solution.stages) == pytest.approx(best_s, rel=1e-9)
+    assert solution.lower_bound_s == pytest.approx(best_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

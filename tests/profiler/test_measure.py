@@ -401,7 +401,9 @@ def test_layers_and_operations_have_journals_of_their_own() -> None:
 def test_layers_that_do_not_add_up_are_timed_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("profiler.timing.layer_timing.MOST_DISAGREEMENT", -1.0)
     notes = measure_profile(mlp(), OPTIONS).notes
-    (note,) = [x for x in notes if x.startswith("layers one after the other, measured apart and together, differ most")]
+    (note,) = [
+        x for x in notes if x.startswith("pairs of layers whose separate times differ most from their time together")
+    ]
     assert "0 and 1 (" in note and "1 and 2 (" in note
 
 

@@ -132,6 +132,13 @@ def test_a_steady_host_changes_no_sample_and_gives_no_warning() -> None:
     assert speeds.host_speed is not None and speeds.host_speed.doubts == ()
 
 
+def test_a_disturbed_reading_hardly_changes_the_reference() -> None:
+    parts = [sampled(x, np.arange(0, 100, 0.5).tolist(), lambda at_s: 50.0 if at_s == 20.0 else 1.0) for x in USUAL_S]
+    found = SpeedHistory(parts).host_speed
+    assert found is not None
+    assert found.reference.compute_s == pytest.approx(1.01 * USUAL_S[0])
+
+
 def test_too_few_readings_change_nothing() -> None:
     layer = sampled(0.02, [1.0, 2.0], two_phases)
     for num in (0, 1, 4):

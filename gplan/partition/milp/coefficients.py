@@ -101,7 +101,7 @@ class ParameterBytes:
     def _add_tied(self, k: int) -> list[Expression]:
         """Of every shared weight whether stage k holds it and not all of its users: t >= u - x[user, k] for each.
 
-        No more than u, or than the number of users elsewhere, as to be tied can make an update shorter.
+        No more than u, or than the number of users elsewhere, because a tied weight can make an update shorter.
         """
         found = []
         for i, (x, held) in enumerate(zip(self._profile.shared_weights, self._shared_on(k), strict=True)):

@@ -161,7 +161,7 @@ class StepTimeRows:
         return total([update, around, self._tied(k), self._replicas(k)])
 
     def _unless_tied(self, one: int, other: int) -> Expression:
-        """0 where both stages have tied weights, so that the one's update waits for the other; else enough below 0."""
+        """0 where both stages have tied weights, so that the other's update waits for the one; else enough below 0."""
         are_tied = [self.weights.is_any_tied(k) for k in (one, other)]
         return weighted([(self._most_updates, total([*are_tied, -2.0]))])
 

@@ -64,7 +64,7 @@ def run_facts(run: Run) -> list[Fact]:
         ("times", "means over these steps" if run.versions else "medians over these steps"),
         *(("speed of the host", text) for text in host_speed_lines(run)),
         *([("other work on the host", run.host_load.text)] if run.host_load is not None else []),
-        ("median step, with those left out", seconds_text(median(run.step_s[run.num_warmup_steps :]))),
+        ("median of all steps after the warm-up", seconds_text(median(run.step_s[run.num_warmup_steps :]))),
         *([("loss, first to last step", f"{run.losses[0]:.4g} to {run.losses[-1]:.4g}")] if run.losses else []),
         ("gradients compared with the plain model", check_text(run.check) if run.check else "not checked"),
         ("date", run.created),

@@ -118,7 +118,7 @@ def stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
     columns += [Column(key=_PASSES, title=name, group=MICROBATCH) for name in ("forward", "backward")]
     columns += [Column(key=name, group=STEP) for name in ("compute", "transfers", "idle")]
     columns.append(Column(key="peak memory"))
-    idle_s = [timeline.step_s - timeline.busy_s(i) - timeline.update_s(i) for i in range(plan.num_devices)]
+    idle_s = list(map(timeline.idle_s, range(plan.num_devices)))
     return FittedTable(
         title=f"{plan.model.name}: {setting_text(plan)}{precision_suffix(plan.precision)}",
         columns=tuple(columns),

@@ -99,14 +99,16 @@ def host_speed_lines(run: Run) -> Iterator[str]:
         return
     row = compare(run).row(STEP_TIME)
     error, equal = (error_text(x, row.unit) for x in (row.error, row.equal_speed_error))
-    stretch, waits, left = max(run.core_stretch, default=1.0), "", ""
+    stretch, waits, uncounted = max(run.core_stretch, default=1.0), "", ""
     if stretch > _LEAST_STRETCH:
         longer = f"waits for cores made actions up to {stretch:.2f} times as long"
         waits = f", and {longer}" if run.counts_waits else ""
-        left = "" if run.counts_waits else f"; {longer}, which stays in both errors, as the profile had such waits too"
+        uncounted = (
+            "" if run.counts_waits else f"; {longer}, which stays in both errors: the profile may have such waits too"
+        )
     yield (
         f"the host ran {factors_text(*speeds)} times as fast as in the profile{waits}: the step's error is "
-        f"{error}, and {equal} at equal host speed{left}"
+        f"{error}, and {equal} at equal host speed{uncounted}"
     )
 
 

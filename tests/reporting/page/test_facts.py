@@ -66,7 +66,7 @@ def test_how_it_was_measured_tells_steps_warm_up_and_refused() -> None:
     assert facts["engine"].startswith("virtual: ")
     assert "simulated" in facts["engine"]
     assert facts["steps"] == "1 of 3 steps: 1 to warm up, 1 left out as interrupted"
-    assert facts["median step, with those left out"] == seconds_text(run.timeline.step_s)
+    assert facts["median of all steps after the warm-up"] == seconds_text(run.timeline.step_s)
     assert facts["versions"] == "torch 2.13, python 3.12"
     assert facts["gradients compared with the plain model"] == "not checked"
 
