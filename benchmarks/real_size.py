@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet50": ("examples/resnet.py", {"depth": 50, "width": 64, "image_size": 224, "num_classes": 1000}),
 }
 OPTIMIZERS = ("adamw", "sgd")
-PRESENT = "2026-11-26 22:51"  # since when runs are of the present version
+PRESENT = "2026-11-27 03:12"  # since when runs are of the present version
 LAYERS = ["", 0, "", ""]  # in place of engine, devices, schedule and recompute: the layers' sum against the whole model
 
 
@@ -201,9 +201,13 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         "## Runs of earlier versions",
         "",
-        f"Before {PRESENT} a profile measured contention in every second round and took samples for 10 s at most, and the "
+        f"Before {PRESENT} predictions were for the median speed of the host in the profile, not its mean, and the recompute of "
+        "one profile of Llama was 1.8 times as long as its forward. Before 02:54 the last device of a tied weight did not "
+        "wait for the first before its update.",
+        "",
+        "Before 22:51 on 2026-11-26 a profile measured contention in every second round and took samples for 10 s at most, and the "
         "error at equal speed was that of the devices' mean speeds; the bubble had none. Before 00:05 on 2026-11-27 a run read the "
-        "yardstick for up to 0.25 % of its time, later 0.5 %. Runs from 21:26 on were compared anew by the present version.",
+        "yardstick for up to 0.25 % of its time, later 0.5 %. Runs from 21:26 to 00:34 were compared anew later, by windows.",
         "",
         "On 2026-11-26 ways to compare the host's speed were tried one after the other: from 19:39 one reading of the yardstick "
         "before each step, with its parts read one after the other in profiles; from 20:47 many readings in a step, and a "
