@@ -191,7 +191,7 @@ def test_gains_of_a_division(profile: Profile, num_replicas: int) -> None:
     num_layers = len(profile.layers)
     for first, end in combinations(range(num_layers + 1), 2):
         bounds = np.array([first]), np.array([end])
-        assert part.columns(*bounds).before_update_s + part.optimizer_s(*bounds) <= (
-            whole.columns(*bounds).before_update_s + whole.optimizer_s(*bounds) + 1e-9
+        assert part.columns(*bounds).before_update_s + part.update_alone_s(*bounds) <= (
+            whole.columns(*bounds).before_update_s + whole.update_alone_s(*bounds) + 1e-9
         )
         assert peak(part, first, end) <= peak(whole, first, end)
