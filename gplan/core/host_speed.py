@@ -81,12 +81,12 @@ class StepSpeed:
             raise ValueError(f"end_step is {self.end_step}; expected more than first_step, {self.first_step}")
 
 
-Rule: TypeAlias = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+SlowdownRule: TypeAlias = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """The slowdowns of some work by the times of the three parts over their references, compute first: [3, ...] to [...]."""
 
 
 def slowdown_of(ratios: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The `Rule` for forwards and backwards, which are mostly products of matrices.
+    """The `SlowdownRule` for forwards and backwards, which are mostly products of matrices.
 
     Compute counts two thirds and the median of the three a third. While other work slows memory and the interpreter by
     1.3 but compute by 1.1, a step takes about 1.15 times as long.
@@ -99,7 +99,7 @@ def slowdown_of(ratios: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def update_slowdown_of(ratios: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The `Rule` for updates of weights, which compute little for what they read and write: compute and memory count half.
+    """The `SlowdownRule` for updates of weights, which compute little for what they read and write: compute and memory count half.
 
     >>> float(update_slowdown_of(np.array([1.0, 4.0, 1.0])))
     2.0
@@ -122,7 +122,7 @@ class HostSpeed:
         if not LEAST_RESPONSE <= self.response <= 1.0:
             raise ValueError(f"response is {self.response!r}; expected {LEAST_RESPONSE} to 1")
 
-    def slowdown(self, times: YardstickTimes, *, num_devices: int = 1, rule: Rule = slowdown_of) -> float:
+    def slowdown(self, times: YardstickTimes, *, num_devices: int = 1, rule: SlowdownRule = slowdown_of) -> float:
         """How many times as long the model's work takes at these times of the yardstick as at the reference.
 
         `num_devices` computed at the same time. `rule` says for which work: by default `slowdown_of`, of passes.
@@ -150,7 +150,9 @@ class HostSpeed:
             times.interpreter_s / of.interpreter_s,
         )
 
-    def slowdowns(self, steps: Sequence[StepSpeed], *, rule: Rule = slowdown_of) -> tuple[tuple[float, ...], ...]:
+    def slowdowns(
+        self, steps: Sequence[StepSpeed], *, rule: SlowdownRule = slowdown_of
+    ) -> tuple[tuple[float, ...], ...]:
         """By rank the slowdown in each window of steps, see `slowdown`; () unless every rank has a reading.
 
         A window's share is its compute time over the mean of the windows. The middle mean of reading over share is the

@@ -24,7 +24,7 @@ from gplan.core.checks import (
     check_share,
 )
 from gplan.core.host_load import HostLoad, interruption_text
-from gplan.core.host_speed import HostSpeed, Rule, StepSpeed, slowdown_of, update_slowdown_of
+from gplan.core.host_speed import HostSpeed, SlowdownRule, StepSpeed, slowdown_of, update_slowdown_of
 from gplan.core.machine import Device, Link, MachineDevice
 from gplan.core.precision import Precision
 from gplan.core.profile import ModelId
@@ -490,7 +490,7 @@ class Run:
         """By device, how many times as long updates of weights took as in the profile; () if that is unknown."""
         return tuple(map(fmean, zip(*self._window_slowdowns(update_slowdown_of), strict=True)))
 
-    def _window_slowdowns(self, rule: Rule) -> tuple[tuple[float, ...], ...]:
+    def _window_slowdowns(self, rule: SlowdownRule) -> tuple[tuple[float, ...], ...]:
         reference = self.plan.host_speed
         by_rank = reference.slowdowns(self.timed_speed, rule=rule) if reference is not None else ()
         return tuple(map(self._of_devices, zip(*by_rank, strict=True)))

@@ -44,9 +44,7 @@ class StageSeconds(Generic[Seconds]):
     gradient_s: Seconds  # transfer of their gradients back from it
     input_gradient_s: Seconds | None = None  # the halves of a split backward, without recompute; None: not known
     weight_gradient_s: Seconds | None = None
-    is_tied: Seconds | None = (
-        None  # 1 where another device holds one of the weights too, so that both update together; else 0
-    )
+    is_tied: Seconds | None = None  # 1 where the update waits for another device with the same weight, else 0
 
     @property
     def present(self) -> dict[str, Seconds]:

@@ -39,9 +39,7 @@ class StepTimes:
     durations: ByAction
     gaps: ByKind  # from the end of an action until its device can begin the next
     transfers: ByKind  # from then until the action's output has arrived
-    tails: tuple[
-        float, ...
-    ]  # of each device, from the last action that its updates wait for to the end of its last one
+    tails: tuple[float, ...]  # of each device, from the last action that its updates wait for to their end
     tied: TiedDevices  # these wait for each other before their updates
     start_s: float = 0.0  # when the first action begins
 

@@ -41,7 +41,8 @@ class GPipeLabels(SimulatedPrefixes):
 
     def root(self) -> PartialPlans:
         """The empty prefix: nothing was sent, and no backward follows the first stage's."""
-        return empty_prefix(self.bounds, [0.0, 0.0, -np.inf, -np.inf, -np.inf, *_NO_TIED[: 5 * self._may_be_tied]])
+        tied = _NO_TIED if self._may_be_tied else ()
+        return empty_prefix(self.bounds, [0.0, 0.0, -np.inf, -np.inf, -np.inf, *tied])
 
     def grow(self, parents: PartialPlans, candidates: Ints) -> PartialPlans:
         """Each parent with one more stage; O(1) array operations."""

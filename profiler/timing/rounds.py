@@ -28,7 +28,7 @@ from profiler.timing.clock import Clock, Samples, median_s
 from profiler.timing.neighbours import BESIDE_OTHERS, Neighbours
 
 _LEAST_SUMS = 5  # rounds for a variance of the layers' sum
-_CERTAIN = 3.0  # standard errors
+_CERTAIN = 3.0  # standard errors, above which a difference counts in full
 _LEAST_RERUN = 0.1  # share of the stage's forward that is run again, below which the factor of recompute is 1
 
 
@@ -100,8 +100,8 @@ def _ratio(piece_s: float, sum_s: float) -> float:
 
 def _certain_s(excess: Samples) -> float:
     """The median, or 0 where that is not above three of its standard errors."""
-    median_of_all_s = median_s(excess.clean_s) if excess.clean_s else 0.0
-    return median_of_all_s if median_of_all_s > _CERTAIN * excess.median_error_s else 0.0
+    found_s = median_s(excess.clean_s) if excess.clean_s else 0.0
+    return found_s if found_s > _CERTAIN * excess.median_error_s else 0.0
 
 
 def lower_bound_s(excess: Samples) -> float:

@@ -24,7 +24,7 @@ from torch import Tensor
 from gplan.core.host_speed import (
     LEAST_RESPONSE,
     HostSpeed,
-    Rule,
+    SlowdownRule,
     SpeedWindow,
     YardstickTimes,
     mean_over_lower_quartile,
@@ -211,8 +211,10 @@ def _times(seconds: Sequence[float]) -> YardstickTimes | None:
 
 def _reference_s(readings_s: Sequence[float]) -> float:
     """The mean reading, where none counts as more than three times the median; 0 without any."""
-    most_s = _MOST_OVER_MEDIAN * median(readings_s) if readings_s else 0.0
-    return fmean(min(x, most_s) for x in readings_s) if readings_s else 0.0
+    if not readings_s:
+        return 0.0
+    most_s = _MOST_OVER_MEDIAN * median(readings_s)
+    return fmean(min(x, most_s) for x in readings_s)
 
 
 class SpeedHistory:
@@ -251,7 +253,7 @@ class SpeedHistory:
         """
         return float(np.median(beside.clean_s / _nearest_median(*alone, np.array(beside.clean_at_s), _NUM_AROUND)))
 
-    def slowdowns(self, at_s: Sequence[float], *, beside: bool = False, rule: Rule = slowdown_of) -> Floats:
+    def slowdowns(self, at_s: Sequence[float], *, beside: bool = False, rule: SlowdownRule = slowdown_of) -> Floats:
         """The slowdown at each moment, by the medians of the nearest readings of each part: alone, or beside others."""
         if self.host_speed is None or not self._is_known:
             return np.ones(len(at_s))
@@ -283,11 +285,11 @@ class SpeedHistory:
 
     @staticmethod
     def _yardstick_slowdowns(
-        moments_s: Floats, of: Sequence[tuple[Floats, Floats]], num_around: int, rule: Rule = slowdown_of
+        moments_s: Floats, of: Sequence[tuple[Floats, Floats]], num_around: int, rule: SlowdownRule = slowdown_of
     ) -> Floats:
         return rule(np.array([_nearest_median(*part, moments_s, num_around) for part in of]))
 
-    def at_one_speed(self, samples: Samples, *, beside: bool = False, rule: Rule = slowdown_of) -> Samples:
+    def at_one_speed(self, samples: Samples, *, beside: bool = False, rule: SlowdownRule = slowdown_of) -> Samples:
         """The samples as they would be at the mean speed."""
         return samples.divided(partial(self.slowdowns, beside=beside, rule=rule))
 
