@@ -38,7 +38,7 @@ from profiler.timing.averages_step import sample_averages
 from profiler.timing.clock import Clock, CpuClock, CudaClock
 from profiler.timing.journal import Journal
 from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, SampledSize, Setup, mean_of_known, sample_size
-from profiler.timing.optimizer_step import MICROBATCHES, sample_step, sample_update_contention
+from profiler.timing.optimizer_step import MICROBATCHES, StepSampler
 from profiler.timing.yardstick import SpeedHistory, Yardstick, yardstick_parts
 
 _SHARE_OF_LAYERS = 0.75  # of the progress of a profile
@@ -148,21 +148,21 @@ def _measured(
     with device_share(options.num_threads), _on_device(file, options.device), model_state_restored(file.model):
         loss = _loss_facts(file, options)
         before = read_load()
-        progress("measuring the optimizer's step beside others", 0.0)
-        earlier, early_notes = sample_update_contention(file, setup.clock, device=options.device, shares=setup.shares)
-        sampled, too_large = _sample_sizes(
-            file, options, setup, lambda text, share: progress(text, _SHARE_OF_LAYERS * share)
-        )
-        progress("measuring the optimizer's step", _SHARE_OF_LAYERS)
-        update, step_notes = sample_step(
+        progress("measuring the optimizer's step", 0.0)
+        steps = StepSampler(
             file,
             setup.clock,
             device=options.device,
             shares=setup.shares,
             work_beside=_training_pass(file, options),
-            earlier=earlier,
-            read_yardstick=setup.read_yardstick,
+            read_yardstick=yardstick.read,
         )
+        steps.sample()
+        sampled, too_large = _sample_sizes(
+            file, options, setup, lambda text, share: progress(text, _SHARE_OF_LAYERS * share)
+        )
+        progress("measuring the optimizer's step again", _SHARE_OF_LAYERS)
+        steps.sample()
         chain = sampled[0].chain
         averages = sample_averages(chain, setup.clock, device=options.device, read_yardstick=setup.read_yardstick)
     load = load_between(before, read_load())
@@ -174,7 +174,7 @@ def _measured(
     link = options.link or measure_link(device_kind=options.device_kind)
     first, values = measured[0], values_of([x.crossings for x in measured])
     updates_at_one_speed = partial(speeds.at_one_speed, rule=update_slowdown_of)
-    step, updates_s = update(updates_at_one_speed)
+    step, updates_s = steps.update(updates_at_one_speed)
     fixed_s, averages_s = averages(updates_at_one_speed)
     layers, shared = layers_with_weights(
         chain, first.sources, [x.layers for x in measured], updates_s=updates_s, averages_s=averages_s
@@ -201,8 +201,7 @@ def _measured(
                     *setup.journal.notes,
                     *loss.notes,
                     *(x for y in measured for x in y.notes),
-                    *early_notes,
-                    *step_notes,
+                    *steps.notes,
                     *too_large,
                 )
             )

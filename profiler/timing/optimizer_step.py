@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from statistics import fmean
 from typing import TypeAlias
@@ -33,9 +33,9 @@ from profiler.timing.clock import AtOneSpeed, Clock, Samples, cold_caches
 from profiler.timing.neighbours import NEIGHBOUR_FAILED, Neighbours, neighbours
 
 MICROBATCHES = 8  # of a measured step: a usual number
-_NUM_ROUNDS = 6  # at a time, of a step alone and one beside each kind of neighbours
+_NUM_ROUNDS = 4  # in a row, of a step alone and one beside each kind of neighbours
 WARMUP = 2
-_STEPS_OF_SHAPE = 6
+_STEPS_OF_SHAPE = 3  # at a time
 _NUM_TINY = 16  # tensors of one element, beside a single one
 MOST_COPIED_BYTES = 256 * 2**20  # of copied parameters
 _MOST_ALIKE_BYTES = 32 * 2**20  # of those of one shape, to measure that; at least one
@@ -86,6 +86,7 @@ class _Steps:
             own = Samples()
             read_yardstick()
             self.once(own, zeroing)
+            read_yardstick()
             beside = [self.among(x) for x in others]
             self.clock.flush()
             own_s = own.timing().median_s
@@ -112,99 +113,182 @@ class _Steps:
 Update: TypeAlias = tuple[StepCost, dict[nn.Parameter, float]]
 """The costs of the optimizer's step, and the seconds of each trained parameter in it."""
 
-SampledStep: TypeAlias = Callable[[AtOneSpeed], Update]
-"""The update, once the speed of the host is known."""
 
-
-def sample_update_contention(
-    file: ModelFile, clock: Clock, *, device: str = "cpu", shares: Sequence[set[int]] = ()
-) -> tuple[list[float], tuple[str, ...]]:
-    """Slow-downs of the update beside updates on `shares`, for `sample_step`, and notes. The model is not run.
-
-    On a virtual machine updates slow each other down for some ten seconds and then not, as its cores move on the host. So
-    a profile measures this before its layers too. Gradients are then in all rows: which are used is not known yet.
-    """
-    trained = _trained(file)
-    if not trained or not shares:
-        return [], ()
-    copies = [_copy(x, file.precision, device) for x in _parameters_to_copy(_by_shape(trained, {}))]
-    steps = _steps(file, copies, clock, device)
-    with neighbours(shares, steps.update, copies) as others:
-        steps.once(Samples(), Samples())  # as in `sample_step`
-        (ratios,) = steps.rounds([others], Samples(), Samples())
-        return ratios, () if others.are_alive else (NEIGHBOUR_FAILED,)
-
-
-def sample_step(
-    file: ModelFile,
-    clock: Clock,
-    *,
-    device: str = "cpu",
-    shares: Sequence[set[int]] = (),
-    work_beside: Callable[[], object] | None = None,
-    earlier: Sequence[float] = (),
-    read_yardstick: Callable[[], object] = lambda: None,
-) -> tuple[SampledStep, tuple[str, ...]]:
-    """Sample the optimizer's step alone, and beside one process on each of `shares` (sets of cores). Also returns notes.
+class StepSampler:
+    """Samples the optimizer's step alone, and beside one process on each of `shares` (sets of cores).
 
     On each of `shares` one process repeats `work_beside`, a training pass of the next micro-batch as other stages make
     them in a pipeline, and another one repeats the update alone, in turns. Without `work_beside` both slow-downs are
-    those beside updates, of which `sample_update_contention` found `earlier` ones. The yardstick is read while all of them
-    are stopped. Slow-downs are means over the times at which they were measured, as they change (see there).
-    """
-    trained = _trained(file)
-    if not trained:
-        return lambda _: (StepCost.none(origin="measured"), {}), ()
-    unused = _unused_rows(trained, work_beside)
-    by_shape = _by_shape(trained, unused)
-    some = _parameters_to_copy(by_shape)
-    copies = [_copy(x, file.precision, device) for x in some]
-    steps = _steps(file, copies, clock, device, [unused.get(x) for x in some])
-    works: list[tuple[Callable[[], object], list[nn.Parameter]]] = [(steps.update, copies)] if shares else []
-    if work_beside is not None and shares:
-        works.insert(0, (work_beside, trained))
-    alone, zeroing = Samples(), Samples()
-    with ExitStack() as stack:
-        others = [stack.enter_context(neighbours(shares, *work)) for work in works]
-        if others:
-            steps.once(Samples(), Samples())  # the first step after a fork copies the pages that both processes have
-        before_shapes = steps.rounds(others, alone, zeroing, read_yardstick)
-        seconds_of, shape_notes = _sample_shapes(file, by_shape, unused, clock, device, read_yardstick)
-        after_shapes = steps.rounds(others, alone, zeroing, read_yardstick)
-        notes = () if all(x.are_alive for x in others) else (NEIGHBOUR_FAILED,)
-    some_bytes, masters = sum(map(gradient_bytes, some)), master_bytes(some, file.precision)
-    state_bytes = optimizer_state_bytes(steps.optimizer) + masters
-    workspace_bytes, largest_workspace = _workspaces(file, steps, clock, device)
-    workspace_bytes += max(0, masters - some_bytes)  # gradients for the optimizer, in the dtype of master weights
-    largest_workspace *= sum(x.nbytes for x in copies) / some_bytes  # from a tensor to its gradient
-    by_bytes = sum(map(gradient_bytes, trained)) / some_bytes
-    ratios = [[*times] for times in zip(before_shapes, after_shapes, strict=True)]  # of each neighbour, by time
-    if ratios and earlier:
-        ratios[-1].append([*earlier])
-    slow_downs = [max(1.0, fmean(map(middle_mean, times))) for times in ratios] or [1.0]
+    those beside updates. The yardstick is read while all of them are stopped.
 
-    def measured(at_one_speed: AtOneSpeed) -> Update:
-        fixed_s, found_s = seconds_of(at_one_speed)
+    The speed of a shared host changes between phases of seconds or minutes. So do the slow-downs: on a virtual machine
+    updates slow each other down for some ten seconds and then not, as its cores move on the host. So a profile calls
+    `sample` before its layers and after them, and the costs are those of all samples.
+    """
+
+    def __init__(
+        self,
+        file: ModelFile,
+        clock: Clock,
+        *,
+        device: str = "cpu",
+        shares: Sequence[set[int]] = (),
+        work_beside: Callable[[], object] | None = None,
+        read_yardstick: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._file, self._clock, self._device = file, clock, device
+        self._shares, self._work_beside, self._read_yardstick = shares, work_beside, read_yardstick
+        self._trained = _trained(file)
+        self._unused = _unused_rows(self._trained, work_beside)
+        by_shape = _by_shape(self._trained, self._unused)
+        self._some = _parameters_to_copy(by_shape)
+        self._shapes = [_alike(parameters) for parameters in by_shape]
+        self._tiny = [_tiny(by_shape[0][0], number, device) for number in (1, _NUM_TINY)] if by_shape else []
+        self._alone, self._zeroing = Samples(), Samples()
+        self._ratios: list[list[list[float]]] = []  # by time and kind of neighbours
+        self._memory: _OptimizerMemory | None = None
+        self._has_failed = False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What could not be measured."""
+        tiny, shape = (next((x.rejected for x in of if x.rejected), "") for of in (self._tiny, self._shapes))
+        found = {
+            NEIGHBOUR_FAILED: self._has_failed,
+            f"the fixed time of an update counts as 0, as the optimizer rejects tensors of {tiny}": tiny,
+            f"the optimizer rejects some tensors without the others, so their times are by bytes: {shape}": shape,
+        }
+        return tuple(note for note, holds in found.items() if holds)
+
+    def sample(self) -> None:
+        """Sample for some seconds. Does nothing without an optimizer or weights to train."""
+        if not self._trained:
+            return
+        steps = self._steps(self._some)
+        works: list[tuple[Callable[[], object], Sequence[nn.Parameter]]] = []
+        if self._shares:
+            works.append((steps.update, steps.copies))
+            if self._work_beside is not None:
+                works.insert(0, (self._work_beside, self._trained))
+        with ExitStack() as stack:
+            others = [stack.enter_context(neighbours(self._shares, *work)) for work in works]
+            if others:
+                steps.once(
+                    Samples(), Samples()
+                )  # the first step after a fork copies the pages that both processes have
+            self._sample_rounds(steps, others)
+            for alike in (*self._tiny, *self._shapes):
+                self._sample_alike(alike)
+            self._sample_rounds(steps, others)
+            self._has_failed |= not all(x.are_alive for x in others)
+        if self._memory is None:
+            self._memory = self._memory_of(steps)
+
+    def update(self, at_one_speed: AtOneSpeed) -> Update:
+        """By the samples, once the speed of the host is known."""
+        if self._memory is None:
+            return StepCost.none(origin="measured"), {}
+        some_bytes = sum(map(gradient_bytes, self._some))
+        slow_downs = [max(1.0, fmean(map(middle_mean, times))) for times in zip(*self._ratios, strict=True)] or [1.0]
+        one, all_tiny = (x.seconds(at_one_speed) for x in self._tiny)
+        fixed_s = 0.0 if one is None or all_tiny is None else max(0.0, one - max(0.0, all_tiny - one) / (_NUM_TINY - 1))
         cost = StepCost(
-            optimizer=at_one_speed(alone).timing(),
-            zero_grad=at_one_speed(zeroing).timing(),
-            optimizer_name=type(steps.optimizer).__name__,
-            state_bytes=state_bytes,
-            workspace_bytes=workspace_bytes,
-            largest_workspace=largest_workspace,
+            optimizer=at_one_speed(self._alone).timing(),
+            zero_grad=at_one_speed(self._zeroing).timing(),
+            optimizer_name=self._memory.optimizer_name,
+            state_bytes=self._memory.state_bytes,
+            workspace_bytes=self._memory.workspace_bytes,
+            largest_workspace=self._memory.largest_workspace,
             contention=slow_downs[0],
             update_contention=slow_downs[-1],
             fixed_s=fixed_s,
-            master_bytes=masters,
+            master_bytes=self._memory.master_bytes,
         )
-        each_s = _seconds_by_parameter(found_s, trained, some, spread_s=cost.spread_s)
-        some_s = sum(each_s[x] for x in some)
+        found_s = {
+            parameter: max(0.0, seconds - fixed_s) / len(alike.some)
+            for alike in self._shapes
+            if (seconds := alike.seconds(at_one_speed)) is not None
+            for parameter in alike.all
+        }
+        each_s = _seconds_by_parameter(found_s, self._trained, self._some, spread_s=cost.spread_s)
+        some_s = sum(each_s[x] for x in self._some)
         factor = cost.spread_s / some_s if some_s else 0.0
         each_s = {x: factor * seconds for x, seconds in each_s.items()}
-        grown = cost.grown(by_bytes, by_update=sum(each_s.values()) / cost.spread_s if factor else by_bytes)
-        return grown, each_s
+        by_bytes = sum(map(gradient_bytes, self._trained)) / some_bytes
+        return cost.grown(by_bytes, by_update=sum(each_s.values()) / cost.spread_s if factor else by_bytes), each_s
 
-    return measured, (*notes, *shape_notes)
+    def _steps(self, parameters: Sequence[nn.Parameter]) -> _Steps:
+        copies = [_copy(x, self._file.precision, self._device) for x in parameters]
+        return _steps(self._file, copies, self._clock, self._device, [self._unused.get(x) for x in parameters])
+
+    def _sample_rounds(self, steps: _Steps, others: Sequence[Neighbours]) -> None:
+        self._ratios.append(steps.rounds(others, self._alone, self._zeroing, self._read_yardstick))
+
+    def _sample_alike(self, alike: _Alike) -> None:
+        """Sample the update of some parameters, unless the optimizer rejects them without the others."""
+        if alike.rejected:
+            return
+        self._read_yardstick()
+        try:
+            steps = self._steps(alike.some)
+            for _ in range(_STEPS_OF_SHAPE):
+                steps.once(alike.step, alike.zeroing)
+        except Exception as error:  # the author's optimizer may raise anything
+            shape = " x ".join(map(str, alike.some[0].shape))
+            alike.rejected = f"shape {shape}: {describe(error.__cause__ or error)}"
+        self._clock.flush()
+
+    def _memory_of(self, steps: _Steps) -> _OptimizerMemory:
+        """As that of all copies."""
+        some_bytes, masters = sum(map(gradient_bytes, self._some)), master_bytes(self._some, self._file.precision)
+        workspace_bytes, largest_workspace = _workspaces(self._file, steps, self._clock, self._device)
+        return _OptimizerMemory(
+            optimizer_name=type(steps.optimizer).__name__,
+            state_bytes=optimizer_state_bytes(steps.optimizer) + masters,
+            # gradients for the optimizer, in the dtype of master weights
+            workspace_bytes=workspace_bytes + max(0, masters - some_bytes),
+            # from a tensor to its gradient
+            largest_workspace=largest_workspace * sum(x.nbytes for x in steps.copies) / some_bytes,
+            master_bytes=masters,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OptimizerMemory:
+    """The optimizer over the copied parameters, see StepCost."""
+
+    optimizer_name: str
+    state_bytes: int
+    workspace_bytes: int
+    largest_workspace: float
+    master_bytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Alike:
+    """Parameters whose updates take the same time, and the samples of an update of some of them."""
+
+    all: Sequence[nn.Parameter]
+    some: Sequence[nn.Parameter]
+    step: Samples = field(default_factory=Samples)
+    zeroing: Samples = field(default_factory=Samples)
+    rejected: str = ""  # why the optimizer does not take them alone
+
+    def seconds(self, at_one_speed: AtOneSpeed) -> float | None:
+        """Of an update of `some`, with zero_grad; None if the optimizer rejects them."""
+        if self.rejected:
+            return None
+        return sum(at_one_speed(x).timing().median_s for x in (self.step, self.zeroing))
+
+
+def _alike(parameters: Sequence[nn.Parameter]) -> _Alike:
+    return _Alike(all=parameters, some=parameters[: max(1, _MOST_ALIKE_BYTES // max(1, parameters[0].nbytes))])
+
+
+def _tiny(parameter: nn.Parameter, number: int, device: str) -> _Alike:
+    """Tensors of one element with as many dimensions as the parameter."""
+    found = [nn.Parameter(torch.zeros([1] * parameter.dim(), device=device)) for _ in range(number)]
+    return _Alike(all=found, some=found)
 
 
 def _trained(file: ModelFile) -> list[nn.Parameter]:
@@ -219,56 +303,6 @@ def _by_shape(trained: Sequence[nn.Parameter], unused: Mapping[nn.Parameter, Ten
         rows = int(unused[x].sum()) if x in unused else 0
         found.setdefault((x.shape, x.dtype, gradient_bytes(x), rows), []).append(x)
     return list(found.values())
-
-
-def _sample_shapes(
-    file: ModelFile,
-    by_shape: Sequence[Sequence[nn.Parameter]],
-    unused: Mapping[nn.Parameter, Tensor],
-    clock: Clock,
-    device: str,
-    read_yardstick: Callable[[], object],
-) -> tuple[Callable[[AtOneSpeed], tuple[float, dict[nn.Parameter, float]]], tuple[str, ...]]:
-    """Sample updates of each shape alone; return a function that gives `fixed_s` and the seconds of parameters; and notes.
-
-    Parameters of shapes that the optimizer rejects alone are missing.
-    """
-    shapes, rejected = list[tuple[Sequence[nn.Parameter], int, tuple[Samples, Samples]]](), list[str]()
-
-    def sampled(copies: Sequence[nn.Parameter], rows: Sequence[Tensor | None]) -> tuple[Samples, Samples] | None:
-        try:
-            return _update_samples(file, copies, clock, device, rows)
-        except Exception as error:  # the author's optimizer may raise anything
-            rejected.append(f"shape {' x '.join(map(str, copies[0].shape))}: {describe(error.__cause__ or error)}")
-            return None
-
-    tiny = [nn.Parameter(torch.zeros([1] * by_shape[0][0].dim(), device=device)) for _ in range(_NUM_TINY)]
-    of_one = sampled(tiny[:1], [None])
-    of_all = sampled(tiny, [None] * _NUM_TINY) if of_one else None
-    notes = [f"the fixed time of an update counts as 0, as the optimizer rejects tensors of {x}" for x in rejected]
-    rejected.clear()
-    for parameters in by_shape:
-        read_yardstick()
-        chosen = parameters[: max(1, _MOST_ALIKE_BYTES // max(1, parameters[0].nbytes))]
-        found = sampled([_copy(x, file.precision, device) for x in chosen], [unused.get(x) for x in chosen])
-        if found is not None:
-            shapes.append((parameters, len(chosen), found))
-    notes += [
-        f"the optimizer rejects some tensors without the others, so their times are by bytes: {x}" for x in rejected[:1]
-    ]
-
-    def seconds_of(at_one_speed: AtOneSpeed) -> tuple[float, dict[nn.Parameter, float]]:
-        def seconds(samples: tuple[Samples, Samples]) -> float:
-            return sum(at_one_speed(x).timing().median_s for x in samples)
-
-        fixed_s = 0.0
-        if of_one and of_all:
-            one_s = seconds(of_one)
-            fixed_s = max(0.0, one_s - max(0.0, seconds(of_all) - one_s) / (_NUM_TINY - 1))
-        each = ((parameters, max(0.0, seconds(samples) - fixed_s) / num) for parameters, num, samples in shapes)
-        return fixed_s, {x: s for parameters, s in each for x in parameters}
-
-    return seconds_of, tuple(notes)
 
 
 def _seconds_by_parameter(
@@ -290,7 +324,7 @@ def _seconds_by_parameter(
 
 def _unused_rows(trained: Sequence[nn.Parameter], work: Callable[[], object] | None) -> dict[nn.Parameter, Tensor]:
     """The rows without a gradient, of those parameters that a first step gives gradients in some rows only."""
-    if work is None:
+    if work is None or not trained:
         return {}
     without = [x for x in trained if x.grad is None]
     for parameter in trained:
@@ -328,22 +362,6 @@ def _steps(
     for _ in range(WARMUP):
         steps.once(Samples(), Samples())
     return steps
-
-
-def _update_samples(
-    file: ModelFile,
-    copies: Sequence[nn.Parameter],
-    clock: Clock,
-    device: str,
-    unused_rows: Sequence[Tensor | None],
-) -> tuple[Samples, Samples]:
-    """The samples of the step and of zero_grad."""
-    step, zeroing = Samples(), Samples()
-    steps = _steps(file, copies, clock, device, unused_rows)
-    for _ in range(_STEPS_OF_SHAPE):
-        steps.once(step, zeroing)
-    clock.flush()
-    return step, zeroing
 
 
 def _parameters_to_copy(by_shape: Sequence[Sequence[nn.Parameter]]) -> list[nn.Parameter]:

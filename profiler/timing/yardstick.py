@@ -163,11 +163,15 @@ class Yardstick:
 
     def read_if_due(self) -> None:
         """Time every part, unless the last reading was so short a time ago that it took more than its share of it."""
+        if self._now() >= self._next_s:
+            self.read()
+
+    def read(self) -> None:
+        """Time every part."""
         start_s = self._now()
-        if start_s >= self._next_s:
-            self._read(self.parts, _NUM_KEPT)
-            end_s = self._now()
-            self._next_s = end_s + min(max(self._least_s, end_s - start_s), _MOST_READING_S) / self._share
+        self._read(self.parts, _NUM_KEPT)
+        end_s = self._now()
+        self._next_s = end_s + min(max(self._least_s, end_s - start_s), _MOST_READING_S) / self._share
 
     def read_beside(self) -> None:
         """Time every part, while other processes compute."""

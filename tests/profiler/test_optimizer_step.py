@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
@@ -18,7 +18,7 @@ from gplan.core.errors import ModelError
 from profiler.model.load import ModelFile, model_in_memory
 from profiler.timing import optimizer_step
 from profiler.timing.clock import Clock, CpuClock, Samples
-from profiler.timing.optimizer_step import sample_step, sample_update_contention
+from profiler.timing.optimizer_step import StepSampler
 
 
 class StatedClock(CpuClock):
@@ -43,8 +43,26 @@ class OneSecond(torch.optim.Optimizer):
 
 
 def measured_step(file: ModelFile, clock: Clock) -> tuple[StepCost, tuple[str, ...]]:
-    sampled, notes = sample_step(file, clock)
-    return sampled(lambda samples, beside=False: samples)[0], notes
+    found = sampled(file, clock)
+    return found.update(as_sampled)[0], found.notes
+
+
+def sampled(
+    file: ModelFile,
+    clock: Clock,
+    *,
+    shares: Sequence[set[int]] = (),
+    work_beside: Callable[[], object] | None = None,
+) -> StepSampler:
+    """Sampled at one time."""
+    found = StepSampler(file, clock, shares=shares, work_beside=work_beside)
+    found.sample()
+    return found
+
+
+def as_sampled(samples: Samples, *, beside: bool = False) -> Samples:
+    """On a host of one speed."""
+    return samples
 
 
 def test_adam_state_per_parameter() -> None:
@@ -102,8 +120,7 @@ def test_the_step_is_sampled_beside_a_pass_and_beside_other_steps(
 
     monkeypatch.setattr(optimizer_step, "neighbours", recorded)
     file = model_in_memory(nn.Linear(4, 4), optimizer=lambda p: OneSecond(p))
-    sampled, _ = sample_step(file, StatedClock(), shares=[{0}], work_beside=a_pass if has_work else None)
-    found, _ = sampled(lambda samples, beside=False: samples)
+    found, _ = sampled(file, StatedClock(), shares=[{0}], work_beside=a_pass if has_work else None).update(as_sampled)
     assert len(works) == 1 + has_work
     assert (found.contention, found.update_contention) == (2.0 if has_work else 3.0, 3.0)
 
@@ -111,7 +128,7 @@ def test_the_step_is_sampled_beside_a_pass_and_beside_other_steps(
 def test_the_model_is_not_trained_by_it() -> None:
     model = nn.Linear(4, 4)
     before = model.weight.detach().clone()
-    sample_step(model_in_memory(model, optimizer=lambda p: torch.optim.SGD(p, lr=1.0)), CpuClock())
+    sampled(model_in_memory(model, optimizer=lambda p: torch.optim.SGD(p, lr=1.0)), CpuClock())
     assert torch.equal(model.weight, before)
     assert model.weight.grad is None
 
@@ -144,7 +161,7 @@ def test_an_optimizer_that_cannot_step_alone_is_named() -> None:
 
     file = model_in_memory(nn.Linear(2, 2), optimizer=lambda p: Closure(p, lr=0.1))
     with pytest.raises(ModelError, match="optimizer of Linear cannot take a step on its own"):
-        sample_step(file, CpuClock())
+        sampled(file, CpuClock())
 
 
 class Counting(CpuClock):
@@ -164,19 +181,19 @@ class Counting(CpuClock):
 def test_a_byte_of_a_large_tensor_has_a_time_of_its_own(monkeypatch: pytest.MonkeyPatch, most_copied: int) -> None:
     monkeypatch.setattr(optimizer_step, "MOST_COPIED_BYTES", most_copied)
     model = nn.Sequential(*(nn.Linear(100, n, bias=False) for n in (100, 25, 25, 25)))
-    sampled, notes = sample_step(model_in_memory(model, optimizer=torch.optim.Adam), Counting())
-    step, updates_s = sampled(lambda samples, beside=False: samples)
+    sampler = sampled(model_in_memory(model, optimizer=torch.optim.Adam), Counting())
+    step, updates_s = sampler.update(as_sampled)
     assert step.fixed_s == pytest.approx(5.0)
     assert [updates_s[x] for x in model.parameters()] == pytest.approx([2 + 80, 2 + 10, 2 + 10, 2 + 10])
     assert step.update_s == pytest.approx(5 + 82 + 3 * 12)
-    assert not notes
+    assert not sampler.notes
 
 
 def test_all_times_are_brought_to_one_speed() -> None:
     model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(4)))
-    sampled, _ = sample_step(model_in_memory(model, optimizer=torch.optim.Adam), Counting())
-    usual, usual_s = sampled(lambda x, beside=False: x)
-    slow, slow_s = sampled(lambda x, beside=False: x.divided(lambda at_s: np.full(len(at_s), 2.0)))
+    sampler = sampled(model_in_memory(model, optimizer=torch.optim.Adam), Counting())
+    usual, usual_s = sampler.update(as_sampled)
+    slow, slow_s = sampler.update(lambda x, beside=False: x.divided(lambda at_s: np.full(len(at_s), 2.0)))
     assert usual.fixed_s > 0
     assert (slow.fixed_s, slow.update_s) == pytest.approx((usual.fixed_s / 2, usual.update_s / 2))
     assert sum(slow_s.values()) == pytest.approx(sum(usual_s.values()) / 2)
@@ -195,10 +212,10 @@ def test_tensors_that_the_optimizer_rejects_alone_count_by_bytes() -> None:
             return float(sum(10 if x.dim() < 2 else x.numel() for x in self.param_groups[0]["params"]))
 
     model = nn.Linear(5, 4)
-    sampled, notes = sample_step(model_in_memory(model, optimizer=lambda p: NeedsAMatrix(p)), StatedClock())
-    step, updates_s = sampled(lambda samples, beside=False: samples)
+    sampler = sampled(model_in_memory(model, optimizer=lambda p: NeedsAMatrix(p)), StatedClock())
+    step, updates_s = sampler.update(as_sampled)
     assert (step.fixed_s, updates_s[model.weight], updates_s[model.bias]) == pytest.approx((0.0, 20.0, 10.0))
-    fixed, note = notes
+    fixed, note = sampler.notes
     assert fixed.startswith(
         "the fixed time of an update counts as 0, as the optimizer rejects tensors of shape 1 x 1: Value"
     )
@@ -227,47 +244,61 @@ def test_rows_without_a_gradient_are_those_of_a_first_step(num_batches: int) -> 
     def a_pass() -> None:
         file.model(next(batches)).sum().backward()
 
-    sampled, _ = sample_step(file, StatedClock(), work_beside=a_pass)
+    sampler = sampled(file, StatedClock(), work_beside=a_pass)
     assert table.weight.grad is None
     used = 20 * num_batches
-    _, updates_s = sampled(lambda samples, beside=False: samples)
+    _, updates_s = sampler.update(as_sampled)
     assert (updates_s[table.weight], updates_s[mix.weight]) == pytest.approx((used + 5 * (100 - used), 100))
 
 
-def test_contention_of_updates_is_a_mean_over_the_times_of_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates take three times as long at first, and do not slow each other down at the two later times."""
-    file = model_in_memory(nn.Linear(4, 4), optimizer=lambda p: OneSecond(p))
+def test_the_update_is_that_of_all_times_of_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At first a step takes a second and three beside others; later two and two."""
+    beside_s = 3.0
 
     class Others:
         are_alive = True
 
-        def __init__(self, seconds: float) -> None:
-            self.seconds = seconds
-
         @contextmanager
         def running(self) -> Iterator[None]:
             with monkeypatch.context() as patch:
-                patch.setattr(OneSecond, "seconds", self.seconds)
+                patch.setattr(OneSecond, "seconds", beside_s)
                 yield
 
     @contextmanager
-    def beside(seconds: float, *_: object) -> Iterator[Others]:
-        yield Others(seconds)
+    def beside(*_: object) -> Iterator[Others]:
+        yield Others()
 
-    monkeypatch.setattr(optimizer_step, "neighbours", partial(beside, 3.0))
-    earlier, notes = sample_update_contention(file, StatedClock(), shares=[{0}])
-    assert (set(earlier), notes) == ({3.0}, ())
-    monkeypatch.setattr(optimizer_step, "neighbours", partial(beside, 1.0))
-    sampled, _ = sample_step(file, StatedClock(), shares=[{0}], earlier=earlier)
-    found, _ = sampled(lambda samples, beside=False: samples)
-    assert found.update_contention == pytest.approx((3.0 + 1.0 + 1.0) / 3)
-
-
-def test_nothing_to_update_has_no_contention() -> None:
-    frozen = nn.Linear(4, 4).requires_grad_(False)
-    nothing = ([], ())
-    assert (
-        sample_update_contention(model_in_memory(frozen, optimizer=torch.optim.Adam), CpuClock(), shares=[{0}])
-        == nothing
+    monkeypatch.setattr(optimizer_step, "neighbours", beside)
+    sampler = StepSampler(
+        model_in_memory(nn.Linear(4, 4), optimizer=lambda p: OneSecond(p)), StatedClock(), shares=[{0}]
     )
-    assert sample_update_contention(model_in_memory(nn.Linear(4, 4)), CpuClock(), shares=[{0}]) == nothing
+    sampler.sample()
+    beside_s = 2.0
+    monkeypatch.setattr(OneSecond, "seconds", 2.0)
+    sampler.sample()
+    found, _ = sampler.update(as_sampled)
+    assert (found.optimizer.median_s, found.update_contention) == (1.5, (3.0 + 1.0) / 2)
+
+
+def test_the_yardstick_is_read_around_every_step_alone() -> None:
+    events = list[str]()
+
+    class Noting(OneSecond):
+        def step(self, closure: Any = None) -> float:  # type: ignore[override]
+            events.append("step")
+            return 1.0
+
+    file = model_in_memory(nn.Linear(4, 4), optimizer=lambda p: Noting(p))
+    StepSampler(file, StatedClock(), read_yardstick=lambda: events.append("read")).sample()
+    counted = " ".join(events)
+    assert counted.count("read step read") >= 2
+    assert counted.startswith("step step read step read")
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.optim.Adam])
+def test_nothing_to_update_takes_no_time(optimizer: Any) -> None:
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    file = model_in_memory(frozen, optimizer=optimizer) if optimizer else model_in_memory(nn.Linear(4, 4))
+    sampler = sampled(file, CpuClock(), shares=[{0}])
+    assert sampler.update(as_sampled) == (StepCost.none(origin="measured"), {})
+    assert sampler.notes == ()
