@@ -7,11 +7,12 @@ update of all shapes. If the parameters exceed 256 MiB, only some of each shape 
 scaled by bytes. On a CPU other memory is read before each sample, because after a whole backward pass no gradient is in
 a core's own caches.
 
-Rows of a table that no micro-batch of a first step uses have zero gradients here too (docs/cost-model.md, Optimizer).
+Rows of a table that the first steps do not use have zero gradients here too (docs/cost-model.md, Optimizer).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from profiler.timing.neighbours import NEIGHBOUR_FAILED, Neighbours, neighbours
 
 MICROBATCHES = 8  # of a measured step: a usual number
 _NUM_ROUNDS = 4  # in a row, of a step alone and one beside each kind of neighbours
+_USUAL_STEP = 10  # in the middle of a usual run
 WARMUP = 2
 _STEPS_OF_SHAPE = 3  # at a time
 _NUM_TINY = 16  # tensors of one element, beside a single one
@@ -172,10 +174,8 @@ class StepSampler:
                 works.insert(0, (self._work_beside, self._trained))
         with ExitStack() as stack:
             others = [stack.enter_context(neighbours(self._shares, *work)) for work in works]
-            if others:
-                steps.once(
-                    Samples(), Samples()
-                )  # the first step after a fork copies the pages that both processes have
+            if others:  # the first step after a fork copies the pages that both processes have
+                steps.once(Samples(), Samples())
             self._sample_rounds(steps, others)
             for alike in (*self._tiny, *self._shapes):
                 self._sample_alike(alike)
@@ -323,26 +323,47 @@ def _seconds_by_parameter(
 
 
 def _unused_rows(trained: Sequence[nn.Parameter], work: Callable[[], object] | None) -> dict[nn.Parameter, Tensor]:
-    """The rows without a gradient, of those parameters that a first step gives gradients in some rows only."""
+    """The rows that the first steps leave without a gradient, of those parameters that have such rows."""
     if work is None or not trained:
         return {}
     without = [x for x in trained if x.grad is None]
     for parameter in trained:
         if parameter.grad is not None:
             parameter.grad.zero_()
-    for _ in range(MICROBATCHES):
-        work()
-    found = {x: _empty_rows(x.grad) for x in trained}
+    empty = list[dict[nn.Parameter, Tensor]]()  # after half of a step, and after it
+    for _ in range(2):
+        for _ in range(MICROBATCHES // 2):
+            work()
+        empty.append({x: _empty_rows(x.grad) for x in trained if x.grad is not None and _has_rows(x.grad)})
     for parameter in without:
         parameter.grad = None
-    return {x: rows for x, rows in found.items() if rows is not None}
+    at_half, at_end = empty
+    found = {x: _empty_after_steps(at_half.get(x, rows), rows) for x, rows in at_end.items() if not rows.all()}
+    return {x: rows for x, rows in found.items() if rows.any()}
 
 
-def _empty_rows(gradient: Tensor | None) -> Tensor | None:
-    if gradient is None or gradient.is_sparse or gradient.dim() < 2:
-        return None
-    empty = (gradient == 0).flatten(1).all(1)
-    return empty if empty.any() and not empty.all() else None
+def _has_rows(gradient: Tensor) -> bool:
+    """Whether some of its rows can be without a gradient."""
+    return not gradient.is_sparse and gradient.dim() > 1
+
+
+def _empty_rows(gradient: Tensor) -> Tensor:
+    return (gradient == 0).flatten(1).all(1)
+
+
+def _empty_after_steps(at_half: Tensor, at_end: Tensor) -> Tensor:
+    """Which rows still have no gradient after `_USUAL_STEP` steps, by those of half of a step and of all of it.
+
+    While few rows are used, their number grows as a power of the number of tokens (Heaps' law). The power is 1 for random
+    tokens and less for text.
+    """
+    used_at_half, used = (1.0 - float(x.float().mean()) for x in (at_half, at_end))
+    exponent = min(1.0, math.log2(used / used_at_half)) if used_at_half else 1.0
+    num_left = round((1.0 - used) ** (_USUAL_STEP**exponent) * at_end.numel())
+    places = at_end.nonzero().flatten()
+    left = torch.zeros_like(at_end)
+    left[places[torch.linspace(0, len(places) - 1, num_left, device=places.device).round().long()]] = True
+    return left
 
 
 def _steps(

@@ -236,7 +236,7 @@ class SlowForEmptyRows(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("num_batches", [1, 2])
-def test_rows_without_a_gradient_are_those_of_a_first_step(num_batches: int) -> None:
+def test_rows_that_no_micro_batch_uses_stay_without_a_gradient(num_batches: int) -> None:
     table, mix = nn.Embedding(100, 50), nn.Linear(50, 100, bias=False)
     file = model_in_memory(nn.Sequential(table, mix), optimizer=lambda p: SlowForEmptyRows(p))
     batches = cycle(torch.arange(20 * x, 20 * x + 20) for x in range(num_batches))
@@ -249,6 +249,17 @@ def test_rows_without_a_gradient_are_those_of_a_first_step(num_batches: int) -> 
     used = 20 * num_batches
     _, updates_s = sampler.update(as_sampled)
     assert (updates_s[table.weight], updates_s[mix.weight]) == pytest.approx((used + 5 * (100 - used), 100))
+
+
+def test_rows_without_a_gradient_are_those_of_the_tenth_step() -> None:
+    """Eight micro-batches use four new rows each: 16 of 400 rows after half a step and 32 after one."""
+    table = nn.Embedding(400, 50)
+    file = model_in_memory(table, optimizer=lambda p: SlowForEmptyRows(p))
+    batches = cycle(torch.arange(4 * x, 4 * x + 4) for x in range(8))
+    sampler = sampled(file, StatedClock(), work_beside=lambda: file.model(next(batches)).sum().backward())
+    unused = round(400 * (1 - 32 / 400) ** 10)
+    _, updates_s = sampler.update(as_sampled)
+    assert updates_s[table.weight] == pytest.approx(400 - unused + 5 * unused)
 
 
 def test_the_update_is_that_of_all_times_of_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
