@@ -41,7 +41,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet50": ("examples/resnet.py", {"depth": 50, "width": 64, "image_size": 224, "num_classes": 1000}),
 }
 OPTIMIZERS = ("adamw", "sgd")
-PRESENT = "2026-11-27 03:12"  # since when runs are of the present version
+PRESENT = "2026-11-27 03:12"  # since when predictions are for the host's mean speed
+UPDATES_TWICE = "2026-11-27 08:06"  # since when updates are sampled before the layers and after them
 LAYERS = ["", 0, "", ""]  # in place of engine, devices, schedule and recompute: the layers' sum against the whole model
 
 
@@ -190,6 +191,10 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         "Forward, backward, optimizer and peak memory have the raw error of the stage where it is largest. "
         + _summary(present),
+        "",
+        f"Since {UPDATES_TWICE} a profile samples updates before the layers and after them, not after them only; since 08:42 in "
+        "tables with as many unused rows as in the tenth step of a training, not as in the first. "
+        + _summary(present[present.made >= UPDATES_TWICE]),
         "",
         *_run_table(present),
         "",
