@@ -31,7 +31,7 @@ _MOST_CHANGE = 2.0  # of the slowdown within a profile, before a warning
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YardstickTimes:
-    """Seconds of the three parts of the yardstick: means, but medians in a window of a profile."""
+    """Seconds of the three parts of the yardstick: means."""
 
     compute_s: float  # products: of matrices in a core's caches, and with weights that are not
     memory_s: float  # sums of vectors that are not in the caches

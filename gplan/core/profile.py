@@ -326,8 +326,14 @@ class Profile:
         return self.host_speed.load if self.host_speed is not None else None
 
     @property
+    def all_notes(self) -> tuple[str, ...]:
+        """What a reader of the profile must know."""
+        return (*self.notes, *self.plan_notes, *self.doubts)
+
+    @property
     def doubts(self) -> tuple[str, ...]:
-        """Warnings if the layers together take another time than the whole model, or if the host's speed changed much."""
+        """Warnings if the layers together take another time than the whole model, or if other work or changes of the host's
+        speed make the times uncertain."""
         changed = self.host_speed.doubts if self.host_speed is not None else ()
         found = []
         for index, whole in enumerate(self.whole_model):
@@ -339,6 +345,12 @@ class Profile:
                     found.append(
                         f"{name} {percent_text(error, signed=True)} at micro-batch size {whole.microbatch_size}"
                     )
+        if not found and self.host_load is not None and self.host_load.is_heavy:
+            return (
+                *changed,
+                f"other work disturbed this profile ({self.host_load.text}), so predictions can be far too long: profile again "
+                "when the host is quiet",
+            )
         if not found:
             return changed
         return (

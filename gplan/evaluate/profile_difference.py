@@ -216,8 +216,8 @@ def _remarks(old: Profile, new: Profile) -> Iterator[str]:
         found, expected = after.get(name, "none"), before.get(name, "none")
         if found != expected:
             yield f"{name}: {expected} → {found}"
-    for note in dict.fromkeys([*old.notes, *new.notes]):
-        sides = [side for side, profile in (("old", old), ("new", new)) if note in profile.notes]
+    for note in dict.fromkeys([*old.all_notes, *new.all_notes]):
+        sides = [side for side, profile in (("old", old), ("new", new)) if note in profile.all_notes]
         yield f"of the {' and the '.join(sides)} profile: {note}"
 
 

@@ -198,11 +198,6 @@ def _repeat(work: Callable[[], object], count: int) -> None:
         work()
 
 
-def median_times(parts: Sequence[Samples]) -> YardstickTimes | None:
-    """The median of each part, as of layers; None without readings of all."""
-    return _times([x.timing().median_s for x in parts])
-
-
 def mean_times(parts: Sequence[Samples]) -> YardstickTimes | None:
     """The mean of each part; None without readings of all."""
     return _times([fmean(x.clean_s or [0.0]) for x in parts])
@@ -213,7 +208,7 @@ def _times(seconds: Sequence[float]) -> YardstickTimes | None:
     return YardstickTimes(**{f"{name}_s": s for name, s in zip(PARTS, seconds, strict=True)}) if all(seconds) else None
 
 
-def _reference_s(readings_s: Sequence[float]) -> float:
+def _mean_s(readings_s: Sequence[float]) -> float:
     """The mean reading, where none counts as more than three times the median; 0 without any."""
     if not readings_s:
         return 0.0
@@ -232,7 +227,7 @@ class SpeedHistory:
         self, parts: Sequence[Samples], beside: Sequence[Samples] = (), layers: Sequence[Samples] = ()
     ) -> None:
         """`parts` were read alone, `beside` beside other processes; `layers` are the samples of the layers alone."""
-        references_s = [_reference_s(x.clean_s) for x in parts]
+        references_s = [_mean_s(x.clean_s) for x in parts]
         found = _times(references_s)
         self.host_speed = None if found is None else HostSpeed(reference=found)
         self._is_known = min(len(x.clean_s) for x in parts) >= _LEAST_READINGS
@@ -303,7 +298,7 @@ def _stored_windows(parts: Sequence[Samples], start_s: float, window_s: float) -
     for window in range(1 + int((last - start_s) // window_s)):
         begin_s, end_s = start_s + window * window_s, start_s + (window + 1) * window_s
         inside = [x.between(begin_s, end_s) for x in parts]
-        if times := median_times(inside):
+        if times := _times([_mean_s(x.clean_s) for x in inside]):
             yield SpeedWindow(
                 start_s=round(begin_s - start_s, 3),
                 end_s=round(min(end_s, last) - start_s, 3),

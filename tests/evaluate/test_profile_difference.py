@@ -206,6 +206,7 @@ def test_remarks_on_other_differences() -> None:
         model=replace(old.model, settings=(("depth", "3"),), digest="new"),
         versions=(("torch", "2.14"),),
         num_neighbours=1,
+        plan_notes=("also shown with plans",),
     )
     assert profile_difference(old, new).remarks == (
         "digest of layers and parameters: made → new",
@@ -215,6 +216,7 @@ def test_remarks_on_other_differences() -> None:
         "processes beside the measured one: 0 → 1",
         "setting depth: none → 3",
         "of the old and the new profile: half measured",
+        "of the new profile: also shown with plans",
     )
 
 

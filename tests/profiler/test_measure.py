@@ -203,13 +203,21 @@ def test_interrupted_profile_continues(tmp_path: Path) -> None:
 
 
 def test_error_names_the_journal(tmp_path: Path) -> None:
+    progress = list[str]()
+
     class Breaks(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
-            raise ValueError("no")
+            if any("step again" in text for text in progress):  # after the layers
+                raise ValueError("no")
+            return super().step(closure)
 
     file = replace(mlp(), functions={**mlp().functions, "optimizer": lambda p: Breaks(p, lr=0.1)})
     with pytest.raises(ModelError, match="the measurements so far are kept in"):
-        measure_profile(file, replace(OPTIONS, journal=tmp_path / "journal"))
+        measure_profile(
+            file,
+            replace(OPTIONS, journal=tmp_path / "journal"),
+            progress=lambda text, _: progress.append(text),
+        )
 
 
 def test_alike_layers_are_measured_once() -> None:
@@ -405,6 +413,19 @@ def test_layers_that_do_not_add_up_are_timed_in_pairs(monkeypatch: pytest.Monkey
         x for x in notes if x.startswith("pairs of layers whose separate times differ most from their time together")
     ]
     assert "0 and 1 (" in note and "1 and 2 (" in note
+
+
+def test_a_profile_on_a_busy_host_is_doubted(profile: Profile) -> None:
+    assert profile.host_speed is not None
+    quiet, busy = (
+        replace(
+            profile, whole_model=(), host_speed=replace(profile.host_speed, windows=(), load=HostLoad(wait_share=x))
+        )
+        for x in (0.1, 0.5)
+    )
+    assert quiet.doubts == ()
+    (doubt,) = busy.doubts
+    assert doubt.startswith("other work disturbed this profile (50.0 % of the time waiting for a core")
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,17 @@ def explain(
 ) -> Explanation:
     """The reasons for a plan, from the profile that it was made from.
 
+    A profile that was measured again gives the plan other times: then all figures are by these, and a note says so.
     Options and layers that the time does not suffice for are named in the result. `progress` is called with a text and
     the share done, first of the options, then of the layers. Raises FileError where plan and profile do not belong
     together.
     """
     ordered, setting, why_not = profile_in_plan_order(plan, profile), setting_of(plan), why_not_replannable(plan)
+    notes = (
+        () if why_not else tuple(f"the figures here are by this profile: {x}" for x in other_times_notes(plan, ordered))
+    )
+    if notes:
+        plan = plan_with_cuts(ordered, setting, plan.cuts)
     options: tuple[Option, ...] = (Option(kind="same", setting=setting, outcome=None, reason=why_not),)
     if not why_not:
         deadline_s = time.perf_counter() + options_s
@@ -79,7 +85,7 @@ def explain(
         sensitivities=sensitivities,
         rules=() if why_not else tuple(baseline_outcomes(plan, ordered)),
         spread=step_spread(plan, stage_spreads(plan, ordered)),
-        notes=() if why_not else other_times_notes(plan, ordered),
+        notes=notes,
     )
 
 

@@ -197,7 +197,7 @@ def profile_view(
             views.extend(Text(line) for line in (*_origin_lines(profile, rows), _whole_line(profile, index)))
     views.extend(Text(_size_line(profile, index)) for index, size in enumerate(sizes) if size not in shown)
     views.extend(Text(line) for line in _model_lines(profile))
-    return Group(*views, *note_lines((*profile.notes, *profile.plan_notes, *profile.doubts)))
+    return Group(*views, *note_lines(profile.all_notes))
 
 
 def _rows(profile: Profile, index: int, *, sort: Sort, is_folded: bool) -> list[LayerRow]:

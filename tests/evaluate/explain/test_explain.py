@@ -13,7 +13,7 @@ from gplan.cli import main
 from gplan.core import Constraints, MachineDevice, Profile, SharedWeight
 from gplan.evaluate.explain.explain import THIS_PLAN, baseline_outcomes, explain, largest_load_s, num_parameters
 from gplan.evaluate.explain.explanation import BaselineOutcome
-from gplan.evaluate.replanning import problem_of
+from gplan.evaluate.replanning import problem_of, reprice
 from tests.evaluate.explain.settings import memory_bound, plan_of, recompute_bound, setting, two_towers
 from tests.made import make_profile
 
@@ -30,10 +30,14 @@ def test_the_parts_speak_of_one_plan() -> None:
 
 def test_suboptimal_plan_is_compared_with_the_best() -> None:
     profile = make_profile([3.0, 1.0, 1.0, 1.0])
-    found = explain(plan_of(make_profile([1.0, 1.0, 1.0, 1.0])), profile)
+    plan = plan_of(make_profile([1.0, 1.0, 1.0, 1.0]))
+    found = explain(plan, profile)
     assert found.options[0].outcome is not None
     assert found.options[0].outcome.step_s == plan_of(profile).prediction.step_s
-    assert len(found.notes) == 1
+    with_these_times = reprice(plan, profile, engine="torch").prediction.step_s
+    assert plan.prediction.step_s < with_these_times == found.step_s == found.rules[0].step_s
+    (note,) = found.notes
+    assert note.startswith("the figures here are by this profile: with this profile the plan's step takes")
 
 
 def test_branching_model_is_explained_in_plan_order() -> None:
