@@ -332,8 +332,7 @@ class Profile:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Warnings if the layers together take another time than the whole model, or if other work or changes of the host's
-        speed make the times uncertain."""
+        """Warnings where times are uncertain: layers that do not add up, other work, a host whose speed changed much."""
         changed = self.host_speed.doubts if self.host_speed is not None else ()
         found = []
         for index, whole in enumerate(self.whole_model):
