@@ -99,7 +99,7 @@ def slowdown_of(ratios: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def update_slowdown_of(ratios: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The `SlowdownRule` for updates of weights, which compute little for what they read and write: compute and memory count half.
+    """The `SlowdownRule` for updates of weights, which compute little for what they read: compute and memory count half.
 
     >>> float(update_slowdown_of(np.array([1.0, 4.0, 1.0])))
     2.0

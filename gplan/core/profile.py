@@ -333,7 +333,7 @@ class Profile:
     @property
     def doubts(self) -> tuple[str, ...]:
         """Warnings where times are uncertain: layers that do not add up, other work, a host whose speed changed much."""
-        changed = self.host_speed.doubts if self.host_speed is not None else ()
+        doubts = list(self.host_speed.doubts) if self.host_speed is not None else []
         found = []
         for index, whole in enumerate(self.whole_model):
             for name, total_s, timing in zip(
@@ -344,19 +344,17 @@ class Profile:
                     found.append(
                         f"{name} {percent_text(error, signed=True)} at micro-batch size {whole.microbatch_size}"
                     )
-        if not found and self.host_load is not None and self.host_load.is_heavy:
-            return (
-                *changed,
-                f"other work disturbed this profile ({self.host_load.text}), so predictions can be far too long: profile again "
-                "when the host is quiet",
+        if found:
+            doubts.append(
+                f"do not rely on these times: the sum of the layers differs from the whole model ({', '.join(found)}); "
+                f"{self._disagreement_reason}"
             )
-        if not found:
-            return changed
-        return (
-            *changed,
-            f"do not rely on these times: the sum of the layers differs from the whole model ({', '.join(found)}); "
-            f"{self._disagreement_reason}",
-        )
+        elif self.host_load is not None and self.host_load.is_heavy:
+            doubts.append(
+                f"other work disturbed this profile ({self.host_load.text}), so predictions can be far too long: profile again "
+                "when the host is quiet"
+            )
+        return tuple(doubts)
 
     @property
     def _disagreement_reason(self) -> str:

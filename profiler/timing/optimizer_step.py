@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from statistics import fmean
 from typing import TypeAlias
@@ -40,6 +40,7 @@ WARMUP = 2
 _STEPS_OF_SHAPE = 3  # at a time
 _NUM_TINY = 16  # tensors of one element, beside a single one
 MOST_COPIED_BYTES = 256 * 2**20  # of copied parameters
+_NO_COST = StepCost.none(origin="measured")
 _MOST_ALIKE_BYTES = 32 * 2**20  # of those of one shape, to measure that; at least one
 
 
@@ -126,6 +127,8 @@ class StepSampler:
     The speed of a shared host changes between phases of seconds or minutes. So do the slow-downs: on a virtual machine
     updates slow each other down for some ten seconds and then not, as its cores move on the host. So a profile calls
     `sample` before its layers and after them, and the costs are those of all samples.
+
+    Making one runs `work_beside` for a step, to know which rows have gradients.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class StepSampler:
         self._tiny = [_tiny(by_shape[0][0], number, device) for number in (1, _NUM_TINY)] if by_shape else []
         self._alone, self._zeroing = Samples(), Samples()
         self._ratios: list[list[list[float]]] = []  # by time and kind of neighbours
-        self._memory: _OptimizerMemory | None = None
+        self._without_times: StepCost | None = None  # known from the first sampling
         self._has_failed = False
 
     @property
@@ -181,28 +184,24 @@ class StepSampler:
                 self._sample_alike(alike)
             self._sample_rounds(steps, others)
             self._has_failed |= not all(x.are_alive for x in others)
-        if self._memory is None:
-            self._memory = self._memory_of(steps)
+        if self._without_times is None:
+            self._without_times = self._cost_without_times(steps)
 
     def update(self, at_one_speed: AtOneSpeed) -> Update:
         """By the samples, once the speed of the host is known."""
-        if self._memory is None:
-            return StepCost.none(origin="measured"), {}
+        if self._without_times is None:
+            return _NO_COST, {}
         some_bytes = sum(map(gradient_bytes, self._some))
         slow_downs = [max(1.0, fmean(map(middle_mean, times))) for times in zip(*self._ratios, strict=True)] or [1.0]
         one, all_tiny = (x.seconds(at_one_speed) for x in self._tiny)
         fixed_s = 0.0 if one is None or all_tiny is None else max(0.0, one - max(0.0, all_tiny - one) / (_NUM_TINY - 1))
-        cost = StepCost(
+        cost = replace(
+            self._without_times,
             optimizer=at_one_speed(self._alone).timing(),
             zero_grad=at_one_speed(self._zeroing).timing(),
-            optimizer_name=self._memory.optimizer_name,
-            state_bytes=self._memory.state_bytes,
-            workspace_bytes=self._memory.workspace_bytes,
-            largest_workspace=self._memory.largest_workspace,
             contention=slow_downs[0],
             update_contention=slow_downs[-1],
             fixed_s=fixed_s,
-            master_bytes=self._memory.master_bytes,
         )
         found_s = {
             parameter: max(0.0, seconds - fixed_s) / len(alike.some)
@@ -238,11 +237,12 @@ class StepSampler:
             alike.rejected = f"shape {shape}: {describe(error.__cause__ or error)}"
         self._clock.flush()
 
-    def _memory_of(self, steps: _Steps) -> _OptimizerMemory:
-        """As that of all copies."""
+    def _cost_without_times(self, steps: _Steps) -> StepCost:
+        """The name and the bytes of the optimizer over the copies."""
         some_bytes, masters = sum(map(gradient_bytes, self._some)), master_bytes(self._some, self._file.precision)
         workspace_bytes, largest_workspace = _workspaces(self._file, steps, self._clock, self._device)
-        return _OptimizerMemory(
+        return replace(
+            _NO_COST,
             optimizer_name=type(steps.optimizer).__name__,
             state_bytes=optimizer_state_bytes(steps.optimizer) + masters,
             # gradients for the optimizer, in the dtype of master weights
@@ -251,17 +251,6 @@ class StepSampler:
             largest_workspace=largest_workspace * sum(x.nbytes for x in steps.copies) / some_bytes,
             master_bytes=masters,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OptimizerMemory:
-    """The optimizer over the copied parameters, see StepCost."""
-
-    optimizer_name: str
-    state_bytes: int
-    workspace_bytes: int
-    largest_workspace: float
-    master_bytes: int
 
 
 @dataclass(slots=True, kw_only=True)
