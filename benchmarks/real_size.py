@@ -43,6 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 OPTIMIZERS = ("adamw", "sgd")
 PRESENT = "2026-11-27 03:12"  # since when predictions are for the host's mean speed
 UPDATES_TWICE = "2026-11-27 08:06"  # since when updates are sampled before the layers and after them
+TENTH_STEP = "2026-11-27 08:42"  # since when tables have as many unused rows as in the tenth step
 LAYERS = ["", 0, "", ""]  # in place of engine, devices, schedule and recompute: the layers' sum against the whole model
 
 
@@ -192,9 +193,9 @@ def as_text(rows: pd.DataFrame) -> str:
         "Forward, backward, optimizer and peak memory have the raw error of the stage where it is largest. "
         + _summary(present),
         "",
-        f"Since {UPDATES_TWICE} a profile samples updates before the layers and after them, not after them only; since 08:42 in "
-        "tables with as many unused rows as in the tenth step of a training, not as in the first. "
-        + _summary(present[present.made >= UPDATES_TWICE]),
+        f"Since {UPDATES_TWICE} a profile samples updates before and after the layers; earlier ones did so only after them. Since "
+        f"{TENTH_STEP} tables have as many unused rows as in the tenth step of a training; earlier ones had as many as in the "
+        f"first. Runs since {UPDATES_TWICE}: " + _summary(present[present.made >= UPDATES_TWICE]),
         "",
         *_run_table(present),
         "",

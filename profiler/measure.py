@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Literal
@@ -35,6 +35,7 @@ from profiler.model.data import LossFacts, call_model, check_microbatch_sizes, f
 from profiler.model.error_location import is_out_of_memory
 from profiler.model.load import ModelFile
 from profiler.timing.averages_step import sample_averages
+from profiler.timing.bench import run_naming_errors
 from profiler.timing.clock import Clock, CpuClock, CudaClock
 from profiler.timing.journal import Journal
 from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, SampledSize, Setup, mean_of_known, sample_size
@@ -148,7 +149,6 @@ def _measured(
     with device_share(options.num_threads), _on_device(file, options.device), model_state_restored(file.model):
         loss = _loss_facts(file, options)
         before = read_load()
-        progress("measuring the optimizer's step", 0.0)
         steps = StepSampler(
             file,
             setup.clock,
@@ -157,7 +157,13 @@ def _measured(
             work_beside=_training_pass(file, options),
             read_yardstick=yardstick.read,
         )
-        steps.sample()
+
+        @cache
+        def sample_updates_first() -> None:
+            progress("measuring the optimizer's step", 0.0)
+            steps.sample()
+
+        setup = replace(setup, before_timing=sample_updates_first)
         sampled, too_large = _sample_sizes(
             file, options, setup, lambda text, share: progress(text, _SHARE_OF_LAYERS * share)
         )
@@ -255,7 +261,9 @@ def _training_pass(file: ModelFile, options: ProfileOptions) -> Callable[[], obj
 
     def train_once() -> None:
         inputs, target = next(batches)
-        torch.autograd.backward(file.loss(call_model(file, inputs), target))
+        loss = file.loss(call_model(file, inputs), target)
+        if loss.requires_grad:
+            run_naming_errors("the model", "backward", loss.backward)
 
     return train_once
 

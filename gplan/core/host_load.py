@@ -9,7 +9,7 @@ from gplan.core.checks import check_share
 from gplan.core.units import percent_text
 
 _LEAST_EVIDENCE = 0.01  # share of the time; a quiet host stays far below
-_LEAST_HEAVY = 0.2  # share of the time
+LEAST_HEAVY = 0.2  # share of the time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,8 @@ class HostLoad:
 
     @property
     def is_heavy(self) -> bool:
-        """Whether a process lost so much of its time that times measured in it are doubtful."""
-        return max(self.steal_share, self.wait_share) >= _LEAST_HEAVY
+        """Whether either share is so large that the measured times are doubtful."""
+        return max(self.steal_share, self.wait_share) >= LEAST_HEAVY
 
     @property
     def text(self) -> str:

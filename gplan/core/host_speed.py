@@ -99,7 +99,7 @@ def slowdown_of(ratios: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def update_slowdown_of(ratios: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The `SlowdownRule` for updates of weights, which compute little for what they read: compute and memory count half.
+    """The `SlowdownRule` for updates of weights, which compute little but read and write much memory: compute and memory count half each.
 
     >>> float(update_slowdown_of(np.array([1.0, 4.0, 1.0])))
     2.0
@@ -229,17 +229,15 @@ def mean_over_lower_quartile(values: Sequence[float]) -> float:
     return max(1.0, fmean(values) / float(np.quantile(values, 0.25)))
 
 
-def average_times(
-    times: Iterable[YardstickTimes | None], average: Callable[[Iterable[float]], float]
-) -> YardstickTimes | None:
-    """The average of each part, such as by statistics.median; None without any reading."""
+def mean_of_times(times: Iterable[YardstickTimes | None]) -> YardstickTimes | None:
+    """The mean of each part; None without any reading."""
     found = [x for x in times if x is not None]
     if not found:
         return None
     return YardstickTimes(
-        compute_s=average(x.compute_s for x in found),
-        memory_s=average(x.memory_s for x in found),
-        interpreter_s=average(x.interpreter_s for x in found),
+        compute_s=fmean(x.compute_s for x in found),
+        memory_s=fmean(x.memory_s for x in found),
+        interpreter_s=fmean(x.interpreter_s for x in found),
     )
 
 

@@ -16,7 +16,7 @@ from gplan.core.checks import (
     check_positive,
     check_share,
 )
-from gplan.core.host_load import HostLoad
+from gplan.core.host_load import LEAST_HEAVY, HostLoad
 from gplan.core.host_speed import ONE_PHASE, HostSpeed
 from gplan.core.layer_cost import LayerCost, StepCost, Timing, WholeModel, check_rising_sizes, microbatch_sizes_of
 from gplan.core.machine import Device, EngineCost, Link
@@ -351,8 +351,8 @@ class Profile:
             )
         elif self.host_load is not None and self.host_load.is_heavy:
             doubts.append(
-                f"other work disturbed this profile ({self.host_load.text}), so predictions can be far too long: profile again "
-                "when the host is quiet"
+                f"other work disturbed this profile ({self.host_load.text}; expected less than {percent_text(LEAST_HEAVY)} of "
+                "each), so predictions can be far too long: profile again when the host is quiet"
             )
         return tuple(doubts)
 

@@ -216,8 +216,9 @@ def _remarks(old: Profile, new: Profile) -> Iterator[str]:
         found, expected = after.get(name, "none"), before.get(name, "none")
         if found != expected:
             yield f"{name}: {expected} → {found}"
-    for note in dict.fromkeys([*old.all_notes, *new.all_notes]):
-        sides = [side for side, profile in (("old", old), ("new", new)) if note in profile.all_notes]
+    notes = {"old": old.all_notes, "new": new.all_notes}
+    for note in dict.fromkeys((*notes["old"], *notes["new"])):
+        sides = [side for side, found in notes.items() if note in found]
         yield f"of the {' and the '.join(sides)} profile: {note}"
 
 

@@ -160,6 +160,6 @@ def other_times_notes(plan: Plan, ordered: Profile) -> tuple[str, ...]:
     if plan.prediction.gives(step_s):
         return ()
     return (
-        f"with this profile the plan's step takes {seconds_text(step_s)}, not {seconds_text(plan.prediction.step_s)}: it was measured "
-        "again after the plan was made, or the plan's costs come from elsewhere; `gplan balance` makes them agree",
+        f"this profile gives the plan a step of {seconds_text(step_s)}, not {seconds_text(plan.prediction.step_s)}: the profile was "
+        "measured again after the plan was made, or the plan's costs come from elsewhere; `gplan balance` makes them agree",
     )

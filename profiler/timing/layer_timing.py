@@ -72,6 +72,7 @@ class Setup:
     shares: tuple[set[int], ...]  # the cores of each neighbour
     read_yardstick: Callable[[], object] = lambda: None
     read_beside: Callable[[], object] = lambda: None  # the yardstick while neighbours compute
+    before_timing: Callable[[], object] = lambda: None  # called when layers have run, before they are timed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,6 +340,7 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
     notes, obstacle = rehearse(bench), split_backward_obstacle(bench)
     if obstacle:
         notes += (f"the backward cannot be split, so schedules that split it cannot be used: {obstacle}",)
+    setup.before_timing()
     samples = subject.samples(setup.journal, bench.name)
     what = f"micro-batch size {subject.microbatch_size}: {_layers_text(bench, subject)}"
 

@@ -34,10 +34,10 @@ from profiler.timing.clock import AtOneSpeed, Clock, Samples, cold_caches
 from profiler.timing.neighbours import NEIGHBOUR_FAILED, Neighbours, neighbours
 
 MICROBATCHES = 8  # of a measured step: a usual number
-_NUM_ROUNDS = 4  # in a row, of a step alone and one beside each kind of neighbours
+_NUM_ROUNDS = 4  # in a series, of a step alone and one beside each kind of neighbours
 _USUAL_STEP = 10  # in the middle of a usual run
 WARMUP = 2
-_STEPS_OF_SHAPE = 3  # at a time
+_STEPS_OF_SHAPE = 3  # in a call of sample()
 _NUM_TINY = 16  # tensors of one element, beside a single one
 MOST_COPIED_BYTES = 256 * 2**20  # of copied parameters
 _NO_COST = StepCost.none(origin="measured")
@@ -78,7 +78,7 @@ class _Steps:
         others: Sequence[Neighbours],
         alone: Samples,
         zeroing: Samples,
-        read_yardstick: Callable[[], object] = lambda: None,
+        read_yardstick: Callable[[], object],
     ) -> list[list[float]]:
         """Time a step alone, then one beside each of `others`, some times. Returns for each of them the ratios to alone.
 
@@ -88,6 +88,7 @@ class _Steps:
         for _ in range(_NUM_ROUNDS):
             own = Samples()
             read_yardstick()
+            self.clock.flush()  # a GPU that still reads would hide how long the launches of a step take
             self.once(own, zeroing)
             read_yardstick()
             beside = [self.among(x) for x in others]
@@ -128,7 +129,7 @@ class StepSampler:
     updates slow each other down for some ten seconds and then not, as its cores move on the host. So a profile calls
     `sample` before its layers and after them, and the costs are those of all samples.
 
-    Making one runs `work_beside` for a step, to know which rows have gradients.
+    The first call runs `work_beside` for a step, to know which rows have gradients.
     """
 
     def __init__(
@@ -144,13 +145,10 @@ class StepSampler:
         self._file, self._clock, self._device = file, clock, device
         self._shares, self._work_beside, self._read_yardstick = shares, work_beside, read_yardstick
         self._trained = _trained(file)
-        self._unused = _unused_rows(self._trained, work_beside)
-        by_shape = _by_shape(self._trained, self._unused)
-        self._some = _parameters_to_copy(by_shape)
-        self._shapes = [_alike(parameters) for parameters in by_shape]
-        self._tiny = [_tiny(by_shape[0][0], number, device) for number in (1, _NUM_TINY)] if by_shape else []
+        self._unused: dict[nn.Parameter, Tensor] = {}
+        self._some, self._shapes, self._tiny = list[nn.Parameter](), list[_Alike](), list[_Alike]()
         self._alone, self._zeroing = Samples(), Samples()
-        self._ratios: list[list[list[float]]] = []  # by time and kind of neighbours
+        self._ratios: list[list[list[float]]] = []  # by series and kind of neighbours
         self._without_times: StepCost | None = None  # known from the first sampling
         self._has_failed = False
 
@@ -166,9 +164,11 @@ class StepSampler:
         return tuple(note for note, holds in found.items() if holds)
 
     def sample(self) -> None:
-        """Sample for some seconds. Does nothing without an optimizer or weights to train."""
+        """Sample two series of rounds, with the updates of each shape between them. Does nothing without weights to train."""
         if not self._trained:
             return
+        if not self._some:
+            self._choose()
         steps = self._steps(self._some)
         works: list[tuple[Callable[[], object], Sequence[nn.Parameter]]] = []
         if self._shares:
@@ -188,9 +188,10 @@ class StepSampler:
             self._without_times = self._cost_without_times(steps)
 
     def update(self, at_one_speed: AtOneSpeed) -> Update:
-        """By the samples, once the speed of the host is known."""
-        if self._without_times is None:
+        """The costs of the step and the seconds of each parameter, from the samples at one speed of the host."""
+        if not self._trained:
             return _NO_COST, {}
+        assert self._without_times is not None, "call sample() first"
         some_bytes = sum(map(gradient_bytes, self._some))
         slow_downs = [max(1.0, fmean(map(middle_mean, times))) for times in zip(*self._ratios, strict=True)] or [1.0]
         one, all_tiny = (x.seconds(at_one_speed) for x in self._tiny)
@@ -216,6 +217,14 @@ class StepSampler:
         by_bytes = sum(map(gradient_bytes, self._trained)) / some_bytes
         return cost.grown(by_bytes, by_update=sum(each_s.values()) / cost.spread_s if factor else by_bytes), each_s
 
+    def _choose(self) -> None:
+        """Choose the parameters whose copies are updated."""
+        self._unused = _unused_rows(self._trained, self._work_beside)
+        by_shape = _by_shape(self._trained, self._unused)
+        self._some = _parameters_to_copy(by_shape)
+        self._shapes = [_alike(parameters) for parameters in by_shape]
+        self._tiny = [_tiny(by_shape[0][0], number, self._device) for number in (1, _NUM_TINY)]
+
     def _steps(self, parameters: Sequence[nn.Parameter]) -> _Steps:
         copies = [_copy(x, self._file.precision, self._device) for x in parameters]
         return _steps(self._file, copies, self._clock, self._device, [self._unused.get(x) for x in parameters])
@@ -228,6 +237,7 @@ class StepSampler:
         if alike.rejected:
             return
         self._read_yardstick()
+        self._clock.flush()
         try:
             steps = self._steps(alike.some)
             for _ in range(_STEPS_OF_SHAPE):
@@ -327,7 +337,11 @@ def _unused_rows(trained: Sequence[nn.Parameter], work: Callable[[], object] | N
     for parameter in without:
         parameter.grad = None
     at_half, at_end = empty
-    found = {x: _empty_after_steps(at_half.get(x, rows), rows) for x, rows in at_end.items() if not rows.all()}
+    found = {
+        x: _empty_after_steps(at_half.get(x, torch.ones_like(rows)), rows)
+        for x, rows in at_end.items()
+        if not rows.all()
+    }
     return {x: rows for x, rows in found.items() if rows.any()}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -33,7 +34,7 @@ from gplan.core.host_speed import (
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.neighbours import BESIDE_OTHERS
 
-_MOST_SHARE = 0.01  # of the time that readings may take
+_MOST_SHARE = 0.01  # of the time that readings by `read_if_due` may take
 
 Floats = NDArray[np.float64]
 
@@ -143,7 +144,7 @@ class Yardstick:
         num_warmups: int = _NUM_WARMUPS,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`share`: the most of the time that readings may take; `num_warmups`: products before each."""
+        """`share`: the most of the time that `read_if_due` may take; `num_warmups`: products before each."""
         self._clock, self._samples, self._parts, self._now = clock, samples, parts, now
         self._share, self._num_warmups = share, num_warmups
         self._least_s = 0.0 if PAGES in parts else _GPU_READING_S
@@ -167,7 +168,7 @@ class Yardstick:
             self.read()
 
     def read(self) -> None:
-        """Time every part."""
+        """Time every part now; the next `read_if_due` waits as after any reading."""
         start_s = self._now()
         self._read(self.parts, _NUM_KEPT)
         end_s = self._now()
@@ -208,18 +209,24 @@ def _times(seconds: Sequence[float]) -> YardstickTimes | None:
     return YardstickTimes(**{f"{name}_s": s for name, s in zip(PARTS, seconds, strict=True)}) if all(seconds) else None
 
 
-def _mean_s(readings_s: Sequence[float]) -> float:
-    """The mean reading, where none counts as more than three times the median; 0 without any."""
-    if not readings_s:
+def _mean_s(readings: Samples) -> float:
+    """The mean over time, by the mean of each second that has readings; 0 without any.
+
+    No reading counts as more than three times the median. Around updates there are many readings in a second.
+    """
+    if not readings.clean_s:
         return 0.0
-    most_s = _MOST_OVER_MEDIAN * median(readings_s)
-    return fmean(min(x, most_s) for x in readings_s)
+    most_s = _MOST_OVER_MEDIAN * median(readings.clean_s)
+    by_second = defaultdict[int, list[float]](list)
+    for reading_s, at_s in zip(readings.clean_s, readings.clean_at_s, strict=True):
+        by_second[int(at_s)].append(min(reading_s, most_s))
+    return fmean(map(fmean, by_second.values()))
 
 
 class SpeedHistory:
     """The slowdown of the host at each moment, by readings of the yardstick. With too few of them, it is steady.
 
-    The reference is the mean reading, so predictions include slow phases: on a host that is slow for less than half of the
+    The reference is the mean over time, so predictions include slow phases: on a host that is slow for less than half of the
     time, the median would leave them out. A disturbed reading counts as at most three times the median.
     """
 
@@ -227,7 +234,7 @@ class SpeedHistory:
         self, parts: Sequence[Samples], beside: Sequence[Samples] = (), layers: Sequence[Samples] = ()
     ) -> None:
         """`parts` were read alone, `beside` beside other processes; `layers` are the samples of the layers alone."""
-        references_s = [_mean_s(x.clean_s) for x in parts]
+        references_s = [_mean_s(x) for x in parts]
         found = _times(references_s)
         self.host_speed = None if found is None else HostSpeed(reference=found)
         self._is_known = min(len(x.clean_s) for x in parts) >= _LEAST_READINGS
@@ -298,7 +305,7 @@ def _stored_windows(parts: Sequence[Samples], start_s: float, window_s: float) -
     for window in range(1 + int((last - start_s) // window_s)):
         begin_s, end_s = start_s + window * window_s, start_s + (window + 1) * window_s
         inside = [x.between(begin_s, end_s) for x in parts]
-        if times := _times([_mean_s(x.clean_s) for x in inside]):
+        if times := _times([_mean_s(x) for x in inside]):
             yield SpeedWindow(
                 start_s=round(begin_s - start_s, 3),
                 end_s=round(min(end_s, last) - start_s, 3),

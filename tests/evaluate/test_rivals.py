@@ -129,4 +129,4 @@ def test_other_profile_is_refused_or_noted() -> None:
     with pytest.raises(FileError, match="expected the profile that the plan was made from"):
         rivals_of(plan, other)
     slower = make_profile([2.0] * 8, microbatch_sizes=(1, 2, 4))
-    assert "with this profile the plan's step takes" in rivals_of(plan, slower).notes[0]
+    assert "this profile gives the plan a step of" in rivals_of(plan, slower).notes[0]

@@ -177,6 +177,38 @@ def test_too_large_sizes_are_left_out() -> None:
     assert "sizes from 4 up were left out" in found.notes[-1] and "1 (Narrow)" in found.notes[-1]
 
 
+class FailingBackward(torch.autograd.Function):
+    """Its backward raises."""
+
+    @staticmethod
+    def forward(_context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_context: Any, *_gradients: Tensor) -> Any:
+        raise RuntimeError("no gradient here")
+
+
+def test_a_backward_that_fails_names_its_layer() -> None:
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return FailingBackward.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+    model = nn.Sequential(nn.Linear(4, 4), Failing())
+    with pytest.raises(ModelError, match="layer 1 cannot be run alone, backward: .*no gradient here"):
+        measure_profile(in_memory(model, lambda n: torch.randn(n, 4), classes), OPTIONS)
+
+
+def test_a_loss_without_a_gradient_is_profiled() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target).detach()
+
+    found = measure_profile(
+        in_memory(nn.Sequential(nn.Linear(4, 4)), lambda n: torch.randn(n, 4), classes, loss), OPTIONS
+    )
+    assert found.layers[0].costs[0].backward.median_s == 0.0
+
+
 def test_too_large_single_size_is_an_error() -> None:
     with pytest.raises(ModelError, match=r"1 \(Narrow\)"):
         measure_profile(narrow(), replace(OPTIONS, microbatch_sizes=(4,)))
@@ -425,6 +457,7 @@ def test_a_profile_on_a_busy_host_is_doubted(profile: Profile) -> None:
     )
     assert quiet.doubts == ()
     (doubt,) = busy.doubts
+    assert "expected less than 20.0 % of each" in doubt
     assert doubt.startswith("other work disturbed this profile (50.0 % of the time waiting for a core")
 
 

@@ -270,8 +270,19 @@ def test_an_interrupted_reading_is_dropped() -> None:
     samples = defaultdict[str, Samples](Samples)
     yardstick = Yardstick(BusyClock(), samples.__getitem__, dict.fromkeys(PARTS, (lambda: None, 3)))
     yardstick.read_if_due()
-    assert all(x.timing().median_s for x in yardstick.parts)  # of layers the shorter half of refused samples counts
+    assert all(
+        x.timing().median_s for x in yardstick.parts
+    )  # refused samples count here, as for layers, but not in means of readings
     assert mean_times(yardstick.parts) is None
+
+
+def test_many_readings_in_one_second_count_as_that_second() -> None:
+    """Updates, with many readings, come in a fast second before 50 slow ones."""
+    at_s = [*np.linspace(0.0, 0.9, 50).tolist(), *np.arange(1.0, 51.0).tolist()]
+    parts = [sampled(x, at_s, lambda at_s: 1.0 if at_s < 1.0 else 2.0) for x in USUAL_S]
+    speed = SpeedHistory(parts).host_speed
+    assert speed is not None
+    assert speed.reference.compute_s == pytest.approx((1 + 50 * 2) / 51 * USUAL_S[0])
 
 
 @pytest.mark.parametrize("exponent", [0.5, 0.75, 1.0])

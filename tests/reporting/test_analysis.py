@@ -53,4 +53,4 @@ def test_layers_whose_contention_differs_are_no_sign_of_another_profile_but_othe
     same = analysis_of(run, with_contention([1.1, 1.9, 1.2, 1.6])).explanation
     other = analysis_of(run, with_contention([1.1, 1.9, 1.2, 1.6], slowness=2.0)).explanation
     assert same is not None and same.notes == ()
-    assert other is not None and "with this profile the plan's step takes" in other.notes[0]
+    assert other is not None and "this profile gives the plan a step of" in other.notes[0]

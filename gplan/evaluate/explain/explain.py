@@ -49,16 +49,18 @@ def explain(
     sensitivities_s: float = SENSITIVITIES_S,
     progress: Progress = no_progress,
 ) -> Explanation:
-    """The reasons for a plan, from the profile that it was made from.
+    """The reasons for a plan, from a profile of its model.
 
-    A profile that was measured again gives the plan other times: then all figures are by these, and a note says so.
-    Options and layers that the time does not suffice for are named in the result. `progress` is called with a text and
+    If the profile was measured again after the plan was made, all figures are from the new profile, and a note states
+    this; a plan for a machine keeps its own times. Options and layers that the time does not suffice for are named in the result. `progress` is called with a text and
     the share done, first of the options, then of the layers. Raises FileError where plan and profile do not belong
     together.
     """
     ordered, setting, why_not = profile_in_plan_order(plan, profile), setting_of(plan), why_not_replannable(plan)
     notes = (
-        () if why_not else tuple(f"the figures here are by this profile: {x}" for x in other_times_notes(plan, ordered))
+        ()
+        if why_not
+        else tuple(f"{x}; all figures here are from this profile" for x in other_times_notes(plan, ordered))
     )
     if notes:
         plan = plan_with_cuts(ordered, setting, plan.cuts)

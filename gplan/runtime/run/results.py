@@ -27,7 +27,7 @@ from gplan.core import (
     Timeline,
 )
 from gplan.core.host_load import interruption_text, largest_load
-from gplan.core.host_speed import average_times
+from gplan.core.host_speed import mean_of_times
 from gplan.core.schedule import Piece
 from gplan.core.units import now_text
 from gplan.runtime.recorder import ActionTiming
@@ -202,7 +202,7 @@ def _speed_windows(ranks: Sequence[Sequence[StepRecord]], timed: range, settled:
         end = min(first + size, timed.stop)
         within = [i for i in range(first, end) if i in counted_steps]
         if within:
-            readings = tuple(average_times([own[i].yardstick for i in within], fmean) for own in ranks)
+            readings = tuple(mean_of_times(own[i].yardstick for i in within) for own in ranks)
             compute_s = tuple(fmean(sum(x.busy_s for x in own[i].actions) for i in within) for own in ranks)
             yield StepSpeed(first_step=first, end_step=end, ranks=readings, compute_s=compute_s)
 

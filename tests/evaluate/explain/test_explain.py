@@ -37,7 +37,8 @@ def test_suboptimal_plan_is_compared_with_the_best() -> None:
     with_these_times = reprice(plan, profile, engine="torch").prediction.step_s
     assert plan.prediction.step_s < with_these_times == found.step_s == found.rules[0].step_s
     (note,) = found.notes
-    assert note.startswith("the figures here are by this profile: with this profile the plan's step takes")
+    assert note.startswith("this profile gives the plan a step of")
+    assert note.endswith("all figures here are from this profile")
 
 
 def test_branching_model_is_explained_in_plan_order() -> None:
