@@ -27,7 +27,10 @@ class ActionTiming:
     busy_s: float
 
 
-_WARM = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)  # an input gradient of the first stage does nothing
+_BEFORE_READINGS = (
+    ActionKind.BACKWARD,
+    ActionKind.WEIGHT_GRADIENT,
+)  # an input gradient of the first stage does nothing
 
 _Raw = tuple[Action, float, float, float]  # the fields of an ActionTiming, which takes longer to build
 
@@ -41,7 +44,9 @@ class ActionRecorder:
 
     def __init__(self) -> None:
         self.under_way: Action | None = None  # after an error, the action that failed
-        self.after_backward: Callable[[], object] = lambda: None  # called after each of `_WARM`
+        # called before the action that follows one of `_BEFORE_READINGS`, with the seconds between them
+        self.between_actions: Callable[[float], object] = lambda _: None
+        self._ended_s: float | None = None  # when one of `_BEFORE_READINGS` ended that no action has followed yet
         self.heartbeat = Heartbeat()
         self.is_on_gpu = False
         self._noted: list[_Raw] = []
@@ -50,6 +55,9 @@ class ActionRecorder:
 
     def note(self, action: Action) -> AbstractContextManager[None]:
         """Record what runs inside the block. Two blocks in a row of one action, a forward and its loss, count as one."""
+        if self._ended_s is not None:
+            since_s, self._ended_s = time.perf_counter() - self._ended_s, None
+            self.between_actions(since_s)
         self.under_way = action
         self.heartbeat.enter_action(action.kind, action.stage, action.microbatch)
         return self._on_gpu(action) if self.is_on_gpu else _CpuBlock(self, self._noted, action)
@@ -74,10 +82,10 @@ class ActionRecorder:
         return tuple(taken)
 
     def end(self, action: Action) -> None:
-        """Mark an action as done; after a backward, call `after_backward`."""
+        """Mark an action as done."""
         self.under_way = None
-        if action.kind in _WARM:
-            self.after_backward()
+        if action.kind in _BEFORE_READINGS:
+            self._ended_s = time.perf_counter()
 
     @contextmanager
     def _on_gpu(self, action: Action) -> Iterator[None]:

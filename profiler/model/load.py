@@ -54,7 +54,8 @@ _KINDS: dict[type, str] = {
     LRScheduler: "a torch.optim.lr_scheduler.LRScheduler",
 }
 _REDUCTIONS = get_args(LossReduction)
-_FUNCTIONS = ("example_inputs", "loss", "optimizer", "scheduler", "batches")
+_FUNCTIONS = {"example_inputs": 1, "loss": 2, "optimizer": 1, "scheduler": 1, "batches": 1}
+"""The functions of a model file beside its model, and how many arguments gplan passes to each."""
 _REMEDIES = {
     "example_inputs": "def example_inputs(batch_size):\n    return torch.randn(batch_size, 3, 32, 32)",
     "loss": "def loss(output, target):\n    return torch.nn.functional.cross_entropy(output, target)",
@@ -276,8 +277,8 @@ def open_model_file(
     settings = dict(settings or {})
     module, target = locate(reference)
     functions = {x: f for x in _FUNCTIONS if callable(f := getattr(module, x, None))}
-    _check_settings(settings, [target, *functions.values()], reference)
-    bound = _with_own_loss({name: _with_settings(function, settings) for name, function in functions.items()})
+    _check_settings(settings, [(target, 0), *((f, _FUNCTIONS[x]) for x, f in functions.items())], reference)
+    bound = _with_own_loss({x: _with_settings(f, settings, _FUNCTIONS[x]) for x, f in functions.items()})
     if input_shapes is not None:
         if "batches" in bound:
             raise UsageError(f"--input-shape {input_shapes}: {reference} defines batches, which have inputs; omit it")
@@ -372,7 +373,7 @@ def _built(target: Any, settings: Mapping[str, SettingValue], reference: str) ->
             kind = type(target).__name__
             raise ModelError(f"{reference} is a {kind}; expected an nn.Module, a class, a function or a list")
         try:
-            made = _with_settings(target, settings)()
+            made = _with_settings(target, settings, 0)()
         except (Exception, SystemExit) as error:
             if is_out_of_memory(error):
                 raise ModelTooLargeError(
@@ -405,17 +406,21 @@ def _checked_reduction(value: object, owner: str) -> LossReduction | None:
     return cast(LossReduction | None, value)
 
 
-def _accepted(function: Any) -> tuple[set[str], bool]:
-    """The keyword parameters of a function, and whether it accepts any keyword."""
+def _accepted(function: Any, num_passed: int) -> tuple[set[str], bool]:
+    """The keyword parameters of a function after those that gplan passes, and whether it accepts any keyword."""
     if isinstance(function, nn.Module) or not callable(function):
         return set(), False
-    parameters = inspect.signature(function).parameters.values()
-    named = {x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)}
+    parameters = list(inspect.signature(function).parameters.values())
+    by_place = [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    by_name = {x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)}
+    named = by_name - set(by_place[:num_passed])
     return named, any(x.kind is x.VAR_KEYWORD for x in parameters)
 
 
-def _with_settings(function: Callable[..., Any], settings: Mapping[str, SettingValue]) -> Callable[..., Any]:
-    named, takes_all = _accepted(function)
+def _with_settings(
+    function: Callable[..., Any], settings: Mapping[str, SettingValue], num_passed: int
+) -> Callable[..., Any]:
+    named, takes_all = _accepted(function, num_passed)
     own = {key: value for key, value in settings.items() if takes_all or key in named}
     return partial(function, **own)
 
@@ -431,10 +436,9 @@ def _takes(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _check_settings(settings: Mapping[str, SettingValue], functions: Sequence[Any], reference: str) -> None:
-    accepted = [_accepted(function) for function in functions]
-    passed = {"batch_size", "output", "target", "parameters", "optimizer"}
-    known = set().union(*(named for named, _ in accepted)) - passed
+def _check_settings(settings: Mapping[str, SettingValue], functions: Sequence[tuple[Any, int]], reference: str) -> None:
+    accepted = [_accepted(*each) for each in functions]
+    known = set().union(*(named for named, _ in accepted))
     unknown = [key for key in settings if key not in known]
     if unknown and not any(takes_all for _, takes_all in accepted):
         choices = ", ".join(sorted(known)) or "no settings at all"

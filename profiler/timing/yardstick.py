@@ -52,6 +52,7 @@ _GPU_READING_S = 5e-3  # about; the host only launches it
 _LEAST_READINGS = 5
 _MOST_READING_S = 0.02  # that counts: an interruption need not put off the next
 _NUM_WARMUPS = 12  # products before a reading: after a wait or an update the twelfth is as fast as the others
+_NUM_WARMUPS_WARM = 4  # right after layers the third is
 _NUM_KEPT = 2  # times of each part in a reading
 _NUM_KEPT_BESIDE = 4  # the same beside other processes
 _NUM_AROUND = 9  # times of a part whose median is the speed of a moment
@@ -141,12 +142,11 @@ class Yardstick:
         parts: Mapping[str, Part],
         *,
         share: float = _MOST_SHARE,
-        num_warmups: int = _NUM_WARMUPS,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`share`: the most of the time that `read_if_due` may take; `num_warmups`: products before each."""
+        """`share`: the most of the time that `read_if_due` may take."""
         self._clock, self._samples, self._parts, self._now = clock, samples, parts, now
-        self._share, self._num_warmups = share, num_warmups
+        self._share = share
         self._least_s = 0.0 if PAGES in parts else _GPU_READING_S
         for work, _ in parts.values():  # a library chooses its kernels
             work()
@@ -162,23 +162,26 @@ class Yardstick:
         """The samples of each part beside other processes."""
         return tuple(self._samples(f"{SAMPLES}{name}{BESIDE_OTHERS}") for name in PARTS)
 
-    def read_if_due(self) -> None:
-        """Time every part, unless the last reading was so short a time ago that it took more than its share of it."""
-        if self._now() >= self._next_s:
-            self.read()
+    def read_if_due(self, *, is_warm: bool = False) -> None:
+        """Time every part, unless the last reading was so short a time ago that it took more than its share of it.
 
-    def read(self) -> None:
+        `is_warm`: the core has just run layers.
+        """
+        if self._now() >= self._next_s:
+            self.read(is_warm=is_warm)
+
+    def read(self, *, is_warm: bool = False) -> None:
         """Time every part now; the next `read_if_due` waits as after any reading."""
         start_s = self._now()
-        self._read(self.parts, _NUM_KEPT)
+        self._read(self.parts, _NUM_KEPT, _NUM_WARMUPS_WARM if is_warm else _NUM_WARMUPS)
         end_s = self._now()
         self._next_s = end_s + min(max(self._least_s, end_s - start_s), _MOST_READING_S) / self._share
 
     def read_beside(self) -> None:
         """Time every part, while other processes compute."""
-        self._read(self.parts_beside, _NUM_KEPT_BESIDE)
+        self._read(self.parts_beside, _NUM_KEPT_BESIDE, _NUM_WARMUPS)
 
-    def _read(self, samples: Sequence[Samples], num_kept: int) -> None:
+    def _read(self, samples: Sequence[Samples], num_kept: int, num_warmups: int) -> None:
         """Time the parts, one after the other, each some times in a row after a first time that does not count.
 
         Before, the memory that they read is brought back, which takes longer in some processes than in others. A core that
@@ -189,7 +192,7 @@ class Yardstick:
             _repeat(*self._parts[PAGES])
         for name, of_part in zip(PARTS, samples, strict=True):
             work, count = self._parts[name]
-            _repeat(work, count * (self._num_warmups if name == "compute" else 1))
+            _repeat(work, count * (num_warmups if name == "compute" else 1))
             for _ in range(num_kept):
                 self._clock.time(of_part, _repeat, work, count)
 

@@ -128,6 +128,13 @@ def test_unknown_setting_lists_known_settings(file: Path) -> None:
         load_model_file(str(file), settings={"widht": 8})
 
 
+def test_what_gplan_passes_is_no_setting(tmp_path: Path) -> None:
+    """Whatever the author calls it."""
+    (tmp_path / "m.py").write_text(f"{GOOD}\ndef loss(logits, labels, smoothing=0.0):\n    return logits.sum()\n")
+    with pytest.raises(UsageError, match="--set logits: .* expected depth, smoothing, width$"):
+        load_model_file(str(tmp_path / "m.py"), settings={"logits": 8})
+
+
 def test_wrong_function_signature_is_explained(tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text(f"{GOOD}\ndef batches():\n    yield 1, 2\n")
     loaded = load_model_file(str(tmp_path / "m.py"))

@@ -21,51 +21,65 @@ def test_a_step_has_the_mean_of_its_readings(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(readings._yardstick, "_now", lambda: now_s[0])
     seconds = iter([1e-3, 3e-3, 8e-3])
 
-    def read(self: yardstick.Yardstick, samples: object, num_kept: int) -> None:
+    def read(self: yardstick.Yardstick, *_: object) -> None:
         found = next(seconds)
         for part in self.parts:
             part.add_clean(found, now_s[0])
 
     monkeypatch.setattr(yardstick.Yardstick, "_read", read)
     assert readings.take() is None
-    readings.after_backward()
+    readings.between_actions(0.0)
     now_s[0] += 10.0
-    readings.after_backward()
+    readings.between_actions(0.0)
     times = readings.take()
     assert times is not None and times.compute_s == times.memory_s == times.interpreter_s == pytest.approx(2e-3)
     now_s[0] += 10.0
-    readings.after_backward()
+    readings.between_actions(0.0)
     times = readings.take()
     assert times is not None and times.compute_s == pytest.approx(8e-3)
     assert readings.take() is None
 
 
-def test_parts_run_a_few_times_right_after_layers() -> None:
+@pytest.mark.parametrize(("since_s", "num_warmups"), [(1e-4, 4), (1e-2, 12)])
+def test_parts_run_a_few_times_right_after_layers_and_more_often_after_a_wait(since_s: float, num_warmups: int) -> None:
     calls = list[str]()
     readings = SpeedReadings(torch.device("cpu"))
     readings._yardstick._parts = {name: (partial(calls.append, name), 1) for name in yardstick.PARTS}
-    readings.after_backward()
-    assert [len([*run]) for _, run in groupby(calls)] == [4 + 2, 1 + 2, 1 + 2]
+    readings.between_actions(since_s)
+    assert [len([*run]) for _, run in groupby(calls)] == [num_warmups + 2, 1 + 2, 1 + 2]
     assert readings.take() is not None
 
 
 def test_only_backwards_that_did_not_fail_are_followed_by_a_reading() -> None:
     recorder, seen = ActionRecorder(), list[ActionKind]()
     for kind in ActionKind:
-        recorder.after_backward = lambda kind=kind: seen.append(kind)  # type: ignore[misc]
-        with recorder.note(Action(0, kind, 0)):
-            pass
+        recorder.between_actions = lambda _, kind=kind: seen.append(kind)  # type: ignore[misc]
         with pytest.raises(ValueError), recorder.note(Action(0, kind, 1)):
             raise ValueError
+        for microbatch in range(2):
+            with recorder.note(Action(0, kind, microbatch)):
+                pass
+        recorder.take()
+        recorder.between_actions = lambda _: None
+        with recorder.note(Action(1, ActionKind.FORWARD, 0)):
+            pass
     assert seen == [ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT]
 
 
-def test_readings_are_in_no_actions_time() -> None:
-    recorder, read_at_s = ActionRecorder(), list[float]()
-    recorder.after_backward = lambda: read_at_s.append(time.perf_counter())
-    for i in range(2):
-        with recorder.note(Action(0, ActionKind.BACKWARD, i)):
-            pass
+def test_readings_come_right_before_the_next_action() -> None:
+    """Not right after a backward: then it has not been sent, and the rank that waits for it does not compute."""
+    recorder, read_at_s, since_s = ActionRecorder(), list[float](), list[float]()
+
+    def read(seconds: float) -> None:
+        read_at_s.append(time.perf_counter())
+        since_s.append(seconds)
+
+    recorder.between_actions = read
+    with recorder.note(Action(0, ActionKind.BACKWARD, 0)):
+        pass
+    sent_at_s = time.perf_counter()
+    with recorder.note(Action(0, ActionKind.FORWARD, 1)):
+        pass
     first, second = recorder.take()
-    assert first.end_s <= read_at_s[0] <= second.start_s
-    assert second.end_s <= read_at_s[1]
+    assert first.end_s <= sent_at_s <= read_at_s[0] <= second.start_s
+    assert sent_at_s - first.end_s <= since_s[0] <= read_at_s[0] - first.end_s

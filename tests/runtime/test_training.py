@@ -167,7 +167,7 @@ def test_layer_that_returns_its_input_costs_no_memory() -> None:
 def test_yardstick_is_read_after_backwards_of_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reading in the warm-up would only put off those that count."""
     read = list[int]()
-    monkeypatch.setattr(SpeedReadings, "after_backward", lambda _: read.append(1))
+    monkeypatch.setattr(SpeedReadings, "between_actions", lambda *_: read.append(1))
 
     def take(_: SpeedReadings) -> YardstickTimes | None:
         num = len(read)

@@ -75,13 +75,16 @@ def _factor_text(factor: float) -> str:
     return f"× {factor:.3f}"
 
 
+_CLOSEST_RUN = "this is the run closest to the mean of its rounds; the mean is in the table of rivals"
+
+
 def verification_view(verification: Verification) -> RenderableType:
     """Predicted beside measured, the error in parts, the rivals, and a few lines about the errors and the regret."""
     chosen = verification.chosen
     return Group(
         comparison_table(chosen.run),
         *(Text(x) for x in host_speed_lines(chosen.run)),
-        Text("this is the run closest to the mean of its rounds; the mean is in the table of rivals", style="dim"),
+        *([Text(_CLOSEST_RUN, style="dim")] if verification.num_rounds > 1 else []),
         Text(),
         attribution_table(chosen.run) or Text(OTHER_ORDER),
         Text(),
@@ -96,9 +99,14 @@ def _rivals_table(verification: Verification) -> FittedTable:
     """A row for every plan; compared per sample if batches differ."""
     is_by_sample = len({x.plan.batch_size for x in verification.contenders}) > 1
     has_speed = any(x.slowdown is not None for x in verification.contenders)
-    by_sample = "; to this plan: per sample, as batches differ" if is_by_sample else ""
+    has_rounds = verification.num_rounds > 1
+    below = [
+        *(["rounds: the shortest and the longest"] if has_rounds else []),
+        *(["to this plan: per sample, as batches differ"] if is_by_sample else []),
+    ]
     return FittedTable(
-        title=f"the plan and its rivals, step time: geometric mean of {counted(verification.num_rounds, 'round')}, in turns",
+        title="the plan and its rivals, step time: "
+        + (f"geometric mean of {counted(verification.num_rounds, 'round')}, in turns" if has_rounds else "one round"),
         columns=columns(
             "plan",
             "predicted",
@@ -107,11 +115,11 @@ def _rivals_table(verification: Verification) -> FittedTable:
             *([EQUAL_SPEED] if has_speed else []),
             "to this plan",
             "samples/s",
-            "rounds",
+            *(["rounds"] if has_rounds else []),
         ),
         lines=tuple(_rival_line(x, verification, has_speed) for x in verification.contenders),
         spare=("rounds", "samples/s", "to this plan"),
-        below=f"rounds: the shortest and the longest{by_sample}",
+        below="; ".join(below),
     )
 
 
@@ -135,9 +143,13 @@ def _rival_line(contender: Contender, verification: Verification, has_speed: boo
         *([error_text(contender.equal_speed_error, "seconds")] if has_speed else []),
         "" if contender is chosen else percent_text(relative, signed=True),
         rate,
-        f"{seconds_text(min(contender.steps_s))} .. {seconds_text(max(contender.steps_s))}",
+        *([_range_text(contender)] if verification.num_rounds > 1 else []),
     )
     return Line(cells=cells, shorter=(contender.label,), style="bold" if contender is chosen else "")
+
+
+def _range_text(contender: Contender) -> str:
+    return f"{seconds_text(min(contender.steps_s))} .. {seconds_text(max(contender.steps_s))}"
 
 
 def _standing_lines(verification: Verification) -> Iterator[Text]:

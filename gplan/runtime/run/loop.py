@@ -154,7 +154,7 @@ class _TrainingLoop:
         num_done = index - self.first_step
         is_measured = num_done == self._remaining.memory_step
         if num_done == self._remaining.num_warmup_steps:  # earlier readings would only put off those that count
-            self._pipe.runner.engine.recorder.after_backward = self._speed_readings.after_backward
+            self._pipe.runner.engine.recorder.between_actions = self._speed_readings.between_actions
         with self._locating_errors():
             inputs, target = self._data.take()
             step = (self._measured_step if is_measured else self._timed_step)(inputs, target)

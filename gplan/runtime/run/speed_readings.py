@@ -1,4 +1,4 @@
-"""The readings of the yardstick in a run: after some backwards, so that they see the speeds that the actions see."""
+"""The readings of the yardstick in a run: between actions, so that they see the speeds that the actions see."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from profiler.timing.clock import CpuClock, CudaClock, Samples
 from profiler.timing.yardstick import Yardstick, mean_times, yardstick_parts
 
 _MOST_SHARE = 0.005  # of the time from one reading to the next
-_NUM_WARMUPS = 4  # products before a reading: right after layers the third is as fast as the others
+_STILL_WARM_S = 1e-3  # since the last action
 
 
 class SpeedReadings:
     """Reads the yardstick between the actions of a rank, while the other ranks compute.
 
-    A host can change its speed several times in a step. So a step has many short readings, after backwards, when the core
-    is warm. They are in no action's time. With the torch engine they lengthen a step by up to `_MOST_SHARE`, and a run of
-    less than half a second by one reading, some 2 ms.
+    A host can change its speed several times in a step. So a step has many short readings, each before the action that
+    follows a backward. By then the other ranks have what the backward sent: before it is sent, they may wait, and cores
+    that share one of the host are fast while the other waits. Readings are in no action's time. With the torch engine they
+    lengthen a step by up to `_MOST_SHARE`, and a run of less than half a second by one reading, some 2 ms.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,12 +31,11 @@ class SpeedReadings:
             lambda name: self._samples[name],
             yardstick_parts(str(device)),
             share=_MOST_SHARE,
-            num_warmups=_NUM_WARMUPS,
         )
 
-    def after_backward(self) -> None:
-        """Read the yardstick unless it was read a short time ago."""
-        self._yardstick.read_if_due()
+    def between_actions(self, since_s: float) -> None:
+        """Read the yardstick, unless it was read a short time ago; `since_s`: seconds since the last action."""
+        self._yardstick.read_if_due(is_warm=since_s < _STILL_WARM_S)
 
     def take(self) -> YardstickTimes | None:
         """The mean of the readings since the last call; None without any. Waits for the device."""

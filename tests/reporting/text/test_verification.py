@@ -41,3 +41,11 @@ def test_a_rival_that_failed_later_has_its_row_and_a_line_that_says_so() -> None
     assert "+10.0 %" in next(line for line in lines if line.startswith("short "))
     assert "not run in all rounds: short: failed in round 2" in lines
     assert "left out: gone: failed in round 2" in lines
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2])
+def test_one_round_has_no_mean_and_no_range(num_rounds: int) -> None:
+    found = verified("1f1b")
+    found = replace(found, contenders=(replace(found.chosen, steps_s=(1.0,) * num_rounds),))
+    lines = "\n".join(printed(verification_view(found), width=120))
+    assert [x in lines for x in ("the shortest and the longest", "mean of its rounds", " .. ")] == [num_rounds > 1] * 3
