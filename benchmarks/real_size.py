@@ -44,6 +44,7 @@ OPTIMIZERS = ("adamw", "sgd")
 PRESENT = "2026-11-27 03:12"  # since when predictions are for the host's mean speed
 UPDATES_TWICE = "2026-11-27 08:06"  # since when updates are sampled before the layers and after them
 TENTH_STEP = "2026-11-27 08:42"  # since when tables have as many unused rows as in the tenth step
+BEFORE_NEXT_ACTION = "2026-11-27 12:18"  # since when a run reads the yardstick there
 LAYERS = ["", 0, "", ""]  # in place of engine, devices, schedule and recompute: the layers' sum against the whole model
 
 
@@ -195,7 +196,10 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         f"Since {UPDATES_TWICE} a profile samples updates before and after the layers; earlier ones did so only after them. Since "
         f"{TENTH_STEP} tables have as many unused rows as in the tenth step of a training; earlier ones had as many as in the "
-        f"first. Runs since {UPDATES_TWICE}: " + _summary(present[present.made >= UPDATES_TWICE]),
+        "first. " + _summary(present[present.made >= UPDATES_TWICE]),
+        "",
+        f"Since {BEFORE_NEXT_ACTION} a run reads the yardstick right before the action after a backward; earlier ones right after "
+        "the backward. " + _summary(present[present.made >= BEFORE_NEXT_ACTION]),
         "",
         *_run_table(present),
         "",

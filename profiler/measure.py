@@ -167,6 +167,7 @@ def _measured(
         sampled, too_large = _sample_sizes(
             file, options, setup, lambda text, share: progress(text, _SHARE_OF_LAYERS * share)
         )
+        sample_updates_first()  # not yet called where the journal has every layer
         progress("measuring the optimizer's step again", _SHARE_OF_LAYERS)
         steps.sample()
         chain = sampled[0].chain

@@ -99,7 +99,9 @@ def slowdown_of(ratios: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def update_slowdown_of(ratios: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The `SlowdownRule` for updates of weights, which compute little but read and write much memory: compute and memory count half each.
+    """The `SlowdownRule` for updates of weights, which compute little for the memory that they read and write.
+
+    Compute and memory count half each.
 
     >>> float(update_slowdown_of(np.array([1.0, 4.0, 1.0])))
     2.0

@@ -351,8 +351,8 @@ class Profile:
             )
         elif self.host_load is not None and self.host_load.is_heavy:
             doubts.append(
-                f"other work disturbed this profile ({self.host_load.text}; expected less than {percent_text(LEAST_HEAVY)} of "
-                "each), so predictions can be far too long: profile again when the host is quiet"
+                f"other work disturbed this profile ({self.host_load.text}; expected both below {percent_text(LEAST_HEAVY)}), "
+                "so predictions can be far too long: profile again when the host is quiet"
             )
         return tuple(doubts)
 

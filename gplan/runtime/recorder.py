@@ -27,10 +27,8 @@ class ActionTiming:
     busy_s: float
 
 
-_BEFORE_READINGS = (
-    ActionKind.BACKWARD,
-    ActionKind.WEIGHT_GRADIENT,
-)  # an input gradient of the first stage does nothing
+# without input gradients: that of the first stage does nothing
+_BEFORE_READINGS = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
 
 _Raw = tuple[Action, float, float, float]  # the fields of an ActionTiming, which takes longer to build
 
@@ -44,9 +42,9 @@ class ActionRecorder:
 
     def __init__(self) -> None:
         self.under_way: Action | None = None  # after an error, the action that failed
-        # called before the action that follows one of `_BEFORE_READINGS`, with the seconds between them
+        # called between one of `_BEFORE_READINGS` and the next action, with the seconds since the first ended
         self.between_actions: Callable[[float], object] = lambda _: None
-        self._ended_s: float | None = None  # when one of `_BEFORE_READINGS` ended that no action has followed yet
+        self._ended_s: float | None = None  # end of the last action, if it is one of `_BEFORE_READINGS`
         self.heartbeat = Heartbeat()
         self.is_on_gpu = False
         self._noted: list[_Raw] = []

@@ -406,23 +406,39 @@ def _checked_reduction(value: object, owner: str) -> LossReduction | None:
     return cast(LossReduction | None, value)
 
 
-def _accepted(function: Any, num_passed: int) -> tuple[set[str], bool]:
-    """The keyword parameters of a function after those that gplan passes, and whether it accepts any keyword."""
-    if isinstance(function, nn.Module) or not callable(function):
-        return set(), False
-    parameters = list(inspect.signature(function).parameters.values())
-    by_place = [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
-    by_name = {x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)}
-    named = by_name - set(by_place[:num_passed])
-    return named, any(x.kind is x.VAR_KEYWORD for x in parameters)
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    """The parameters of a function of a model file."""
+
+    settings: frozenset[str]
+    passed: frozenset[str]  # by gplan, by their places
+    takes_all: bool  # any keyword
+
+    @classmethod
+    def of(cls, function: Any, num_passed: int) -> _Parameters:
+        """Those of a function whose first arguments gplan passes."""
+        if isinstance(function, nn.Module) or not callable(function):
+            return cls(frozenset(), frozenset(), takes_all=False)
+        parameters = list(inspect.signature(function).parameters.values())
+        by_place = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+        by_name = [x for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
+        passed = frozenset(x.name for x in by_place[:num_passed])
+        return cls(
+            frozenset(x.name for x in by_name) - passed,
+            passed,
+            takes_all=any(x.kind is x.VAR_KEYWORD for x in parameters),
+        )
+
+    def takes(self, setting: str) -> bool:
+        """Whether the function gets this setting."""
+        return setting in self.settings or (self.takes_all and setting not in self.passed)
 
 
 def _with_settings(
     function: Callable[..., Any], settings: Mapping[str, SettingValue], num_passed: int
 ) -> Callable[..., Any]:
-    named, takes_all = _accepted(function, num_passed)
-    own = {key: value for key, value in settings.items() if takes_all or key in named}
-    return partial(function, **own)
+    parameters = _Parameters.of(function, num_passed)
+    return partial(function, **{key: value for key, value in settings.items() if parameters.takes(key)})
 
 
 def _takes(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
@@ -437,9 +453,9 @@ def _takes(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
 
 
 def _check_settings(settings: Mapping[str, SettingValue], functions: Sequence[tuple[Any, int]], reference: str) -> None:
-    accepted = [_accepted(*each) for each in functions]
-    known = set().union(*(named for named, _ in accepted))
-    unknown = [key for key in settings if key not in known]
-    if unknown and not any(takes_all for _, takes_all in accepted):
+    parameters = [_Parameters.of(*each) for each in functions]
+    known = frozenset().union(*(x.settings for x in parameters))
+    unknown = [key for key in settings if not any(x.takes(key) for x in parameters)]
+    if unknown:
         choices = ", ".join(sorted(known)) or "no settings at all"
         raise UsageError(f"--set {unknown[0]}: no function in {reference} has this parameter; expected {choices}")

@@ -252,4 +252,4 @@ def run_naming_errors(name: str, direction: str, work: Callable[[], Result]) -> 
                 f"{name} runs out of memory in its {direction} pass; profile smaller micro-batches (--microbatch-size), or "
                 "on a device with more memory"
             ) from error
-        raise ModelError(f"{name} cannot be run alone, {direction}: {describe(error)}; fix it there") from error
+        raise ModelError(f"{name} fails in its {direction} pass: {describe(error)}") from error

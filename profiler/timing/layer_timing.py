@@ -72,7 +72,9 @@ class Setup:
     shares: tuple[set[int], ...]  # the cores of each neighbour
     read_yardstick: Callable[[], object] = lambda: None
     read_beside: Callable[[], object] = lambda: None  # the yardstick while neighbours compute
-    before_timing: Callable[[], object] = lambda: None  # called when layers have run, before they are timed
+    before_timing: Callable[[], object] = lambda: (
+        None
+    )  # called for each bench after its untimed run, before its samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

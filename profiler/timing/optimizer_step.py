@@ -164,7 +164,10 @@ class StepSampler:
         return tuple(note for note, holds in found.items() if holds)
 
     def sample(self) -> None:
-        """Sample two series of rounds, with the updates of each shape between them. Does nothing without weights to train."""
+        """Sample two series of rounds, and between them the updates of each shape.
+
+        Does nothing without an optimizer or without weights to train.
+        """
         if not self._trained:
             return
         if not self._some:

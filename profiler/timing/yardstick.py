@@ -213,9 +213,10 @@ def _times(seconds: Sequence[float]) -> YardstickTimes | None:
 
 
 def _mean_s(readings: Samples) -> float:
-    """The mean over time, by the mean of each second that has readings; 0 without any.
+    """The mean over time: of the readings of each second first, then of the seconds that have any; 0 without readings.
 
-    No reading counts as more than three times the median. Around updates there are many readings in a second.
+    Otherwise the many readings around updates would outweigh those between layers. No reading counts as more than three
+    times the median.
     """
     if not readings.clean_s:
         return 0.0

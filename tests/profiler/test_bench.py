@@ -96,12 +96,12 @@ def test_layers_that_behave_have_no_notes() -> None:
 
 
 def test_a_layer_that_fails_alone_is_named_with_its_own_words() -> None:
-    with pytest.raises(ModelError, match=r"layer b cannot be run alone, forward: ValueError: no such luck"):
+    with pytest.raises(ModelError, match=r"layer b fails in its forward pass: ValueError: no such luck"):
         rehearse(bench_of(Layer(), Failing()))
 
 
 def test_a_backward_that_fails_is_named_too() -> None:
-    with pytest.raises(ModelError, match=r"layer b cannot be run alone, backward: RuntimeError: cannot go back"):
+    with pytest.raises(ModelError, match=r"layer b fails in its backward pass: RuntimeError: cannot go back"):
         rehearse(bench_of(Layer(), OneWay(), Layer()))
 
 

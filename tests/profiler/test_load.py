@@ -128,6 +128,13 @@ def test_unknown_setting_lists_known_settings(file: Path) -> None:
         load_model_file(str(file), settings={"widht": 8})
 
 
+def test_what_gplan_passes_is_no_setting_of_a_function_that_takes_any(tmp_path: Path) -> None:
+    """It can be one of another function."""
+    (tmp_path / "m.py").write_text(f"{GOOD}\ndef loss(depth, labels, **settings):\n    return settings\n")
+    opened = open_model_file(str(tmp_path / "m.py"), settings={"depth": 2, "width": 6})
+    assert opened.functions["loss"](1, 2) == {"width": 6}
+
+
 def test_what_gplan_passes_is_no_setting(tmp_path: Path) -> None:
     """Whatever the author calls it."""
     (tmp_path / "m.py").write_text(f"{GOOD}\ndef loss(logits, labels, smoothing=0.0):\n    return logits.sum()\n")

@@ -195,7 +195,7 @@ def test_a_backward_that_fails_names_its_layer() -> None:
             return FailingBackward.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
     model = nn.Sequential(nn.Linear(4, 4), Failing())
-    with pytest.raises(ModelError, match="layer 1 cannot be run alone, backward: .*no gradient here"):
+    with pytest.raises(ModelError, match="layer 1 fails in its backward pass: .*no gradient here"):
         measure_profile(in_memory(model, lambda n: torch.randn(n, 4), classes), OPTIONS)
 
 
@@ -232,6 +232,22 @@ def test_interrupted_profile_continues(tmp_path: Path) -> None:
     assert not any("size 1" in text and "round" in text for text in rounds)
     assert found.layers[0].costs[0].forward.num_samples >= 5
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_profile_interrupted_after_its_layers_samples_updates_twice_when_it_continues(tmp_path: Path) -> None:
+    options, texts = replace(OPTIONS, journal=tmp_path / "journal"), list[str]()
+
+    def stop(text: str, _share: float) -> None:
+        if text.endswith("step again"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_profile(mlp(), options, progress=stop)
+    measure_profile(mlp(), options, progress=lambda text, _: texts.append(text))
+    assert [x for x in texts if "optimizer's step" in x] == [
+        "measuring the optimizer's step",
+        "measuring the optimizer's step again",
+    ]
 
 
 def test_error_names_the_journal(tmp_path: Path) -> None:
@@ -457,7 +473,7 @@ def test_a_profile_on_a_busy_host_is_doubted(profile: Profile) -> None:
     )
     assert quiet.doubts == ()
     (doubt,) = busy.doubts
-    assert "expected less than 20.0 % of each" in doubt
+    assert "expected both below 20.0 %" in doubt
     assert doubt.startswith("other work disturbed this profile (50.0 % of the time waiting for a core")
 
 

@@ -52,9 +52,9 @@ def explain(
     """The reasons for a plan, from a profile of its model.
 
     If the profile was measured again after the plan was made, all figures are from the new profile, and a note states
-    this; a plan for a machine keeps its own times. Options and layers that the time does not suffice for are named in the result. `progress` is called with a text and
-    the share done, first of the options, then of the layers. Raises FileError where plan and profile do not belong
-    together.
+    this; a plan for a machine keeps its own times. Options and layers that the time does not suffice for are named in the
+    result. `progress` is called with a text and the share done, first of the options, then of the layers. Raises FileError
+    where plan and profile do not belong together.
     """
     ordered, setting, why_not = profile_in_plan_order(plan, profile), setting_of(plan), why_not_replannable(plan)
     notes = (

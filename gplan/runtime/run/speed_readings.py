@@ -17,10 +17,10 @@ _STILL_WARM_S = 1e-3  # since the last action
 class SpeedReadings:
     """Reads the yardstick between the actions of a rank, while the other ranks compute.
 
-    A host can change its speed several times in a step. So a step has many short readings, each before the action that
-    follows a backward. By then the other ranks have what the backward sent: before it is sent, they may wait, and cores
-    that share one of the host are fast while the other waits. Readings are in no action's time. With the torch engine they
-    lengthen a step by up to `_MOST_SHARE`, and a run of less than half a second by one reading, some 2 ms.
+    A host can change its speed several times in a step. So a step has many short readings, each right before the action
+    that follows a backward, when its gradients are on their way. Before, the rank that waits for them does not compute, and
+    if its core and this one share a core of the host, a reading would be too fast. Readings are in no action's time. With
+    the torch engine they lengthen a step by up to `_MOST_SHARE`, and a run of less than half a second by one, 2 to 5 ms.
     """
 
     def __init__(self, device: torch.device) -> None:
