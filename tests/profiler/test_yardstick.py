@@ -270,9 +270,8 @@ def test_an_interrupted_reading_is_dropped() -> None:
     samples = defaultdict[str, Samples](Samples)
     yardstick = Yardstick(BusyClock(), samples.__getitem__, dict.fromkeys(PARTS, (lambda: None, 3)))
     yardstick.read_if_due()
-    assert all(
-        x.timing().median_s for x in yardstick.parts
-    )  # refused samples count here, as for layers, but not in means of readings
+    # refused samples count in `timing`, as for layers, but not in means of readings
+    assert all(x.timing().median_s for x in yardstick.parts)
     assert mean_times(yardstick.parts) is None
 
 
