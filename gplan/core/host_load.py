@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,16 @@ class HostLoad:
     def is_heavy(self) -> bool:
         """Whether either share is so large that the measured times are doubtful."""
         return max(self.steal_share, self.wait_share) >= LEAST_HEAVY
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long measured work takes at most by both shares.
+
+        >>> HostLoad(wait_share=0.5).slowdown
+        2.0
+        """
+        left = 1.0 - self.steal_share - self.wait_share
+        return 1.0 / left if left > 0.0 else math.inf
 
     @property
     def text(self) -> str:

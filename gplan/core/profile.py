@@ -334,20 +334,21 @@ class Profile:
     def doubts(self) -> tuple[str, ...]:
         """Warnings where times are uncertain: layers that do not add up, other work, a host whose speed changed much."""
         doubts = list(self.host_speed.doubts) if self.host_speed is not None else []
-        found = []
+        found, ratio = [], 1.0
         for index, whole in enumerate(self.whole_model):
             for name, total_s, timing in zip(
                 ("forward", "backward"), self.one_stage_s(index), (whole.forward, whole.backward), strict=True
             ):
                 error = total_s / timing.median_s - 1.0 if timing.median_s else 0.0
                 if abs(error) > MOST_DISAGREEMENT:
+                    ratio = max(ratio, 1.0 + error, 1.0 / (1.0 + error) if error > -1.0 else math.inf)
                     found.append(
                         f"{name} {percent_text(error, signed=True)} at micro-batch size {whole.microbatch_size}"
                     )
         if found:
             doubts.append(
                 f"do not rely on these times: the sum of the layers differs from the whole model ({', '.join(found)}); "
-                f"{self._disagreement_reason}"
+                f"{self._disagreement_reason(ratio)}"
             )
         elif self.host_load is not None and self.host_load.is_heavy:
             doubts.append(
@@ -356,9 +357,8 @@ class Profile:
             )
         return tuple(doubts)
 
-    @property
-    def _disagreement_reason(self) -> str:
-        """Whether the host can be at fault where layers and whole model disagree, with the evidence."""
+    def _disagreement_reason(self, ratio: float) -> str:
+        """Whether the host can be at fault where one of layers and whole model took `ratio` times as long as the other."""
         if self.host_load is None:
             return (
                 "profile again, and if the difference stays, this model's layers do not add up when measured one by one"
@@ -367,11 +367,17 @@ class Profile:
         change = self.host_speed.change if self.host_speed is not None else 1.0
         changed = f"changed by a factor of {change:.2f}" if phases else "was measured too seldom to tell"
         figures = f"{self.host_load.text}, its speed {changed}"
-        if self.host_load.is_evidence or change > ONE_PHASE:
+        is_quiet = not self.host_load.is_evidence and change <= ONE_PHASE
+        if not is_quiet and change * self.host_load.slowdown >= ratio:
             return f"this host was not quiet meanwhile ({figures}): profile again when it is"
+        host = (
+            f"there is no sign of other work on this host ({figures}), so"
+            if is_quiet
+            else f"this host was not quiet meanwhile ({figures}), but not enough to explain a factor of {ratio:.2f}, so"
+        )
         return (
-            f"there is no sign of other work on this host ({figures}), so this model's layers do not add up when measured "
-            "one by one; notes name the pairs of layers that disagree most"
+            f"{host} this model's layers do not add up when measured one by one; "
+            "notes name the pairs of layers that disagree most"
         )
 
     @property

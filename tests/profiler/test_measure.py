@@ -478,20 +478,35 @@ def test_a_profile_on_a_busy_host_is_doubted(profile: Profile) -> None:
 
 
 @pytest.mark.parametrize(
-    ("load", "words"),
+    ("load", "ratio", "words"),
     [
-        (HostLoad(wait_share=0.3), "this host was not quiet meanwhile (30.0 % of the time waiting for a core"),
-        (HostLoad(), "there is no sign of other work"),
-        (None, "profile again, and if the difference stays"),
+        (HostLoad(wait_share=0.3), 1.4, "not quiet meanwhile (30.0 % of the time waiting for a core"),
+        (
+            HostLoad(wait_share=0.3),
+            2.3,
+            "but not enough to explain a factor of 2.30, so this model's layers do not add up",
+        ),
+        (HostLoad(), 1.4, "there is no sign of other work"),
+        (None, 1.4, "profile again, and if the difference stays"),
     ],
 )
-def test_doubts_blame_other_work_only_with_evidence(profile: Profile, load: HostLoad | None, words: str) -> None:
+@pytest.mark.parametrize("layers_are_slow", [True, False])
+def test_doubts_blame_other_work_only_with_evidence(
+    profile: Profile, load: HostLoad | None, ratio: float, words: str, *, layers_are_slow: bool
+) -> None:
     (whole,) = profile.whole_model
-    slow = replace(whole, forward=whole.forward.times(9.0))
+    forward_s, backward_s = profile.one_stage_s(0)
+    factor = 1.0 / ratio if layers_are_slow else ratio
+    slow = replace(
+        whole,
+        forward=whole.forward.times(forward_s * factor / whole.forward.median_s),
+        backward=whole.backward.times(backward_s / whole.backward.median_s),
+    )
     assert profile.host_speed is not None
     speed = replace(profile.host_speed, windows=(), load=load)
     (doubt,) = replace(profile, whole_model=(slow,), host_speed=speed).doubts
     assert doubt.startswith("do not rely on these times") and words in doubt
+    assert ("profile again when it is" in doubt) == (load is not None and load.wait_share > 0 and ratio < 2)
 
 
 def test_a_profile_has_the_speed_and_the_load_of_its_host(profile: Profile) -> None:
