@@ -33,7 +33,7 @@ from profiler.capture.inplace import writers
 from profiler.capture.opaque_modules import ModuleRecords, opaque_modules
 from profiler.capture.value_checks import state_of_batch
 from profiler.capture.value_forms import stage_output
-from profiler.model.error_location import author_line
+from profiler.model.error_location import author_line, first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,11 +319,11 @@ def _untraceable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             path = name.rpartition(".")[0]
             return ModelError(parameter_changed(path, name) if is_changed else _data_used(path, name))
     where = author_line(error)
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = first_line(error) or type(error).__name__
     if _is_plain_failure(error):
-        return UntraceableError(f"{type(model).__name__} fails: {where or 'in the model'}: {reason[:300]}")
+        return UntraceableError(f"{type(model).__name__} fails: {where or 'in the model'}: {reason}")
     return UntraceableError(
-        f"{type(model).__name__} cannot be captured by torch.export: {where or 'in the model'}: {reason[:300]}. "
+        f"{type(model).__name__} cannot be captured by torch.export: {where or 'in the model'}: {reason}. "
         "If the control flow of that line depends on the values of a tensor (an `if`, a loop, .item()), use torch.where "
         "or torch.cond, or define the model as an nn.Sequential or a list of stages, which is cut between its children "
         "without tracing"

@@ -11,12 +11,14 @@ import sysconfig
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 
 from gplan.core.errors import ModelError
 
 _OURS = Path(__file__).resolve().parents[1], Path(__file__).resolve().parents[2] / "gplan"
 _INSTALLED = tuple({Path(path).resolve() for name, path in sysconfig.get_paths().items() if "lib" in name})
 _INSTALLED_PARTS = frozenset({"site-packages", "dist-packages"})
+_MOST_CHARACTERS = 300
 _DUMPED_FRAME = re.compile(r'  File "(.+)", line (\d+) in ')
 
 
@@ -30,8 +32,17 @@ def describe(error: BaseException) -> str:
     """An exception in one line, with the user's line."""
     frame = _author_frame(error)
     where = "" if frame is None else f" ({frame.filename}, line {frame.lineno})"
+    return f"{type(error).__name__}: {first_line(error) or 'no message'}{where}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, cut after a word if it is long; "" without a message.
+
+    >>> first_line(ValueError("of " * 200))[-8:]
+    'of of …'
+    """
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}{where}"
+    return shorten(lines[0], _MOST_CHARACTERS, placeholder=" …") if lines else ""
 
 
 def author_line_of_dump(lines: Sequence[str]) -> str | None:

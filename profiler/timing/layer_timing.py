@@ -209,7 +209,8 @@ def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> tup
             )
         ]
         common = [common_variance(bench, samples)]
-        found = _measured_size(subject, costs, memories, [corrections], common, notes)
+        pair_notes = _notes_on_pairs(bench, samples, subject.microbatch_size)
+        found = _measured_size(subject, costs, memories, [corrections], common, (*notes, *pair_notes))
         if whole_bytes is None:
             return found
         whole = WholeModel(
@@ -371,8 +372,7 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
             rounds.sample_pairs()
         if beside is not None and not beside.are_alive:
             notes += (NEIGHBOUR_FAILED,)
-    pair_notes = _notes_on_pairs(bench, samples, subject.microbatch_size)
-    notes = (*notes, *_notes_on_samples(bench, samples, load), *pair_notes)
+    notes = (*notes, *_notes_on_samples(bench, samples, load))
     setup.journal.keep(done, notes)
     setup.journal.save()
     return notes
@@ -409,10 +409,13 @@ def _adds_up(bench: Bench, samples: Callable[[str], Samples]) -> bool:
 
 
 def _notes_on_pairs(bench: Bench, samples: Callable[[str], Samples], size: int) -> Iterator[str]:
-    """A note on the pairs of layers whose times alone differ most from their time together, if those were sampled.
+    """A note on the pairs of layers whose times alone differ most from their time together, if layers do not add up.
 
-    Equal layers are measured once, so the layers of a pair need not be neighbours in the model.
+    The samples are at one speed of the host. As they were timed, layers can fail to add up because the speed changed: then
+    pairs were sampled, but nothing is noted. Equal layers are measured once, so a pair need not be neighbours in the model.
     """
+    if _adds_up(bench, samples):
+        return
 
     def seconds(*keys: str) -> float:
         return sum(samples(f"{key}/{x}").timing().median_s for key in keys for x in ("forward", "backward"))
@@ -423,8 +426,10 @@ def _notes_on_pairs(bench: Bench, samples: Callable[[str], Samples], size: int) 
             found.append((seconds(one[0], other[0]), together_s, f"{one[1]} and {other[1]}"))
     worst = sorted(found, key=lambda pair: -abs(pair[0] - pair[1]))[:_NUM_PAIRS_NAMED]
     if worst:
-        pairs = ", ".join(f"{names} ({seconds_text(x)} apart, {seconds_text(y)} together)" for x, y, names in worst)
-        yield f"pairs of layers whose separate times differ most from their time together, at micro-batch size {size}: {pairs}"
+        pairs = ", ".join(
+            f"{names} ({seconds_text(x)} one by one, {seconds_text(y)} together)" for x, y, names in worst
+        )
+        yield f"pairs of layers that take longer or shorter together than one by one, at micro-batch size {size}: {pairs}"
 
 
 def _layers_text(bench: Bench, subject: _Subject) -> str:

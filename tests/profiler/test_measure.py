@@ -456,11 +456,19 @@ def test_layers_and_operations_have_journals_of_their_own() -> None:
 
 def test_layers_that_do_not_add_up_are_timed_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("profiler.timing.layer_timing.MOST_DISAGREEMENT", -1.0)
-    notes = measure_profile(mlp(), OPTIONS).notes
-    (note,) = [
-        x for x in notes if x.startswith("pairs of layers whose separate times differ most from their time together")
-    ]
+    (note,) = _notes_on_pairs(measure_profile(mlp(), OPTIONS))
     assert "0 and 1 (" in note and "1 and 2 (" in note
+
+
+def test_layers_that_add_up_at_one_speed_of_the_host_have_no_note_on_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_up = iter([False, True])  # as they were timed, at one speed
+    monkeypatch.setattr("profiler.timing.layer_timing._adds_up", lambda *_: next(add_up))
+    assert not _notes_on_pairs(measure_profile(mlp(), OPTIONS))
+    assert next(add_up, None) is None
+
+
+def _notes_on_pairs(profile: Profile) -> list[str]:
+    return [x for x in profile.notes if x.startswith("pairs of layers that take longer or shorter together")]
 
 
 def test_a_profile_on_a_busy_host_is_doubted(profile: Profile) -> None:

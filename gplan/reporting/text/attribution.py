@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gplan.core import Run
 from gplan.core.units import percent_text, seconds_text
 from gplan.evaluate.attribution import Attribution, ErrorCause, ErrorPart, attribute_error
@@ -10,6 +12,7 @@ from gplan.reporting.text.fitted_table import FittedTable, Line, columns
 
 _LEAST_IN_TABLE, _LEAST_IN_SENTENCE, _ROUNDING = 5e-4, 5e-3, 1e-6  # of the measured step
 _MOST_IN_SENTENCE = 4
+_SMALLER_PARTS = "smaller parts together"
 OTHER_ORDER = "the error cannot be divided into parts: the devices did not run the plan's actions in the plan's order"
 _CAUSES = {
     ErrorCause.HOST_SPEED: "another speed of the host than in the profile",
@@ -32,9 +35,9 @@ def attribution_table(run: Run) -> FittedTable | None:
     measured_s = attribution.measured_s
     parts = [x for x in attribution.parts if abs(x.seconds) >= _LEAST_IN_TABLE * measured_s]
     rows = [(_part_text(x), x.seconds) for x in parts]
-    smaller_s = attribution.error_s - sum(x.seconds for x in parts)
+    smaller_s = _without(attribution, parts)
     if abs(smaller_s) > _ROUNDING * measured_s:
-        rows.append(("smaller parts, together", smaller_s))
+        rows.append((_SMALLER_PARTS, smaller_s))
     return FittedTable(
         title="from the predicted step to the measured one",
         columns=columns("part", "seconds per step", "of measured"),
@@ -47,6 +50,11 @@ def attribution_table(run: Run) -> FittedTable | None:
             _sum_line("measured step", measured_s, measured_s),
         ),
     )
+
+
+def _without(attribution: Attribution, parts: Sequence[ErrorPart]) -> float:
+    """Seconds of the error that are in none of `parts`."""
+    return attribution.error_s - sum(x.seconds for x in parts)
 
 
 def _sum_line(text: str, seconds: float, measured_s: float) -> Line:
@@ -67,11 +75,13 @@ def attribution_text(run: Run) -> str:
 
 
 def largest_parts_text(attribution: Attribution) -> str:
-    """The largest parts, those of at least 0.5 % of the measured step."""
+    """The largest parts, those of at least 0.5 % of the measured step, then the sum of the others if it is as large."""
     least_s = _LEAST_IN_SENTENCE * attribution.measured_s
     parts = sorted(attribution.parts, key=lambda part: -abs(part.seconds))
-    said = [f"{_part_text(x)} {_signed_text(x.seconds)}" for x in parts if abs(x.seconds) >= least_s][
-        :_MOST_IN_SENTENCE
-    ]
+    parts = [x for x in parts if abs(x.seconds) >= least_s][:_MOST_IN_SENTENCE]
+    said = [f"{_part_text(x)} {_signed_text(x.seconds)}" for x in parts]
+    smaller_s = _without(attribution, parts)
+    if said and abs(smaller_s) >= least_s:
+        said.append(f"{_SMALLER_PARTS} {_signed_text(smaller_s)}")
     step = f"the step took {seconds_text(abs(attribution.error_s))} {'more' if attribution.error_s > 0 else 'less'}"
     return f"{step} than predicted" + (f": {', '.join(said)}" if said else "")

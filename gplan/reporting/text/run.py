@@ -102,10 +102,10 @@ def host_speed_lines(run: Run) -> Iterator[str]:
     stretch, waits, uncounted = max(run.core_stretch, default=1.0), "", ""
     if stretch > _LEAST_STRETCH:
         longer = f"waits for cores made actions up to {stretch:.2f} times as long"
-        waits = f", and {longer}" if run.counts_waits else ""
-        uncounted = (
-            "" if run.counts_waits else f"; {longer}, which stays in both errors: the profile may have such waits too"
-        )
+        if run.counts_waits:
+            waits = f", and {longer}"
+        else:
+            uncounted = f"; {longer}: both errors include that, since the profile may have such waits too"
     yield (
         f"the host ran {factors_text(*speeds)} times as fast as in the profile{waits}: the step's error is "
         f"{error}, and {equal} at equal host speed{uncounted}"

@@ -21,6 +21,10 @@ def text_of(*parts: tuple[ErrorCause, int | None, float]) -> str:
             "the step took 199 ms less than predicted: compute of stage 1 -250 ms, waits caused by varying durations +50.0 ms",
         ),
         ([(ErrorCause.ENGINE, None, 0.001)], "the step took 1.00 ms more than predicted"),
+        (
+            [(ErrorCause.COMPUTE, 0, 0.1), (ErrorCause.ENGINE, None, 0.004), (ErrorCause.WAITING, None, 0.003)],
+            "the step took 107 ms more than predicted: compute of stage 0 +100 ms, smaller parts together +7.00 ms",
+        ),
     ],
 )
 def test_the_largest_parts_come_first_and_small_ones_are_left_out(
