@@ -38,7 +38,7 @@ def describe(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, cut after a word if it is long; "" without a message.
 
-    >>> first_line(ValueError("of " * 200))[-8:]
+    >>> first_line(ValueError("of " * 200))[-7:]
     'of of …'
     """
     lines = str(error).strip().splitlines()
