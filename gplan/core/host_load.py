@@ -35,7 +35,7 @@ class HostLoad:
 
     @property
     def slowdown(self) -> float:
-        """How many times as long measured work takes at most by both shares.
+        """How many times as long work takes that loses both shares of its time, in the mean over all cores.
 
         >>> HostLoad(wait_share=0.5).slowdown
         2.0

@@ -341,7 +341,7 @@ class Profile:
             ):
                 error = total_s / timing.median_s - 1.0 if timing.median_s else 0.0
                 if abs(error) > MOST_DISAGREEMENT:
-                    ratio = max(ratio, 1.0 + error, 1.0 / (1.0 + error) if error > -1.0 else math.inf)
+                    ratio = max(ratio, 1.0 + error, timing.median_s / total_s if total_s else math.inf)
                     found.append(
                         f"{name} {percent_text(error, signed=True)} at micro-batch size {whole.microbatch_size}"
                     )
@@ -358,7 +358,7 @@ class Profile:
         return tuple(doubts)
 
     def _disagreement_reason(self, ratio: float) -> str:
-        """Whether the host can be at fault where one of layers and whole model took `ratio` times as long as the other."""
+        """What explains a ratio of the larger to the smaller of layers and whole model: the host, if its figures do."""
         if self.host_load is None:
             return (
                 "profile again, and if the difference stays, this model's layers do not add up when measured one by one"
@@ -368,16 +368,16 @@ class Profile:
         changed = f"changed by a factor of {change:.2f}" if phases else "was measured too seldom to tell"
         figures = f"{self.host_load.text}, its speed {changed}"
         is_quiet = not self.host_load.is_evidence and change <= ONE_PHASE
-        if not is_quiet and change * self.host_load.slowdown >= ratio:
+        if not is_quiet and (not phases or change * self.host_load.slowdown >= ratio):
             return f"this host was not quiet meanwhile ({figures}): profile again when it is"
         host = (
             f"there is no sign of other work on this host ({figures}), so"
             if is_quiet
-            else f"this host was not quiet meanwhile ({figures}), but not enough to explain a factor of {ratio:.2f}, so"
+            else f"this host was not quiet meanwhile ({figures}), but its mean load and speed do not explain a factor of {ratio:.2f}, so"
         )
         return (
             f"{host} this model's layers do not add up when measured one by one; "
-            "notes name the pairs of layers that disagree most"
+            "if pairs of layers were timed, a note names those that disagree most"
         )
 
     @property

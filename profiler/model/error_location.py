@@ -11,7 +11,6 @@ import sysconfig
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import shorten
 
 from gplan.core.errors import ModelError
 
@@ -36,13 +35,19 @@ def describe(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, cut after a word if it is long; "" without a message.
+    """The first line of an error's message, cut if it is long, after a word if possible; "" without a message.
 
     >>> first_line(ValueError("of " * 200))[-7:]
     'of of …'
+    >>> len(first_line(ValueError("x" * 400)))
+    300
     """
-    lines = str(error).strip().splitlines()
-    return shorten(lines[0], _MOST_CHARACTERS, placeholder=" …") if lines else ""
+    line = next(iter(str(error).strip().splitlines()), "")
+    if len(line) <= _MOST_CHARACTERS:
+        return line
+    cut = line[: _MOST_CHARACTERS - 1]
+    words = cut.rpartition(" ")[0]
+    return f"{words} …" if len(words) > _MOST_CHARACTERS // 2 else f"{cut}…"
 
 
 def author_line_of_dump(lines: Sequence[str]) -> str | None:

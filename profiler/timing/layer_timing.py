@@ -166,6 +166,11 @@ class _Subject:
     keys: dict[int, str]  # of the layers to be measured
 
     @property
+    def layer_keys(self) -> tuple[str, ...]:
+        """For every layer of the model the key of its samples."""
+        return tuple(self.keys[x] for x in self.sources)
+
+    @property
     def tensors(self) -> Tensors:
         """The inputs, flat."""
         return flat_tensors(self.inputs, what="the inputs")
@@ -209,7 +214,7 @@ def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> tup
             )
         ]
         common = [common_variance(bench, samples)]
-        pair_notes = _notes_on_pairs(bench, samples, subject.microbatch_size)
+        pair_notes = _notes_on_pairs(bench, subject, samples)
         found = _measured_size(subject, costs, memories, [corrections], common, (*notes, *pair_notes))
         if whole_bytes is None:
             return found
@@ -368,7 +373,7 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
         before = read_load()
         rounds.sample(setup.budget_s, report, num_done=setup.journal.value(f"{done}/rounds") or 0)
         load = load_between(before, read_load())
-        if not _adds_up(bench, samples):
+        if not _adds_up(bench, subject, samples):
             rounds.sample_pairs()
         if beside is not None and not beside.are_alive:
             notes += (NEIGHBOUR_FAILED,)
@@ -393,12 +398,14 @@ def _notes_on_samples(bench: Bench, samples: Callable[[str], Samples], load: Hos
         )
 
 
-def _adds_up(bench: Bench, samples: Callable[[str], Samples]) -> bool:
-    """Whether the layers, corrected as parts of a stage, and the loss take as long as the model; True if not measured."""
+def _adds_up(bench: Bench, subject: _Subject, samples: Callable[[str], Samples]) -> bool:
+    """Whether all layers, corrected as parts of a stage, and the loss take as long as the model; True if not measured."""
+    if bench.whole is None:
+        return True
     corrections = corrections_of(bench, samples)
 
     def is_near(name: str, cut_s: float, tail: float) -> bool:
-        layers_s = sum(net(samples(f"{key}/{name}").timing(), cut_s).median_s * tail for key in bench.keys)
+        layers_s = sum(net(samples(f"{key}/{name}").timing(), cut_s).median_s * tail for key in subject.layer_keys)
         total_s = corrections.overhead_s + layers_s + samples(f"loss/{name}").timing().median_s
         whole_s = samples(f"whole/{name}").timing().median_s
         return not whole_s or abs(total_s / whole_s - 1.0) <= MOST_DISAGREEMENT
@@ -408,28 +415,31 @@ def _adds_up(bench: Bench, samples: Callable[[str], Samples]) -> bool:
     )
 
 
-def _notes_on_pairs(bench: Bench, samples: Callable[[str], Samples], size: int) -> Iterator[str]:
+def _notes_on_pairs(bench: Bench, subject: _Subject, samples: Callable[[str], Samples]) -> Iterator[str]:
     """A note on the pairs of layers whose times alone differ most from their time together, if layers do not add up.
 
     The samples are at one speed of the host. As they were timed, layers can fail to add up because the speed changed: then
     pairs were sampled, but nothing is noted. Equal layers are measured once, so a pair need not be neighbours in the model.
     """
-    if _adds_up(bench, samples):
+    if _adds_up(bench, subject, samples):
         return
 
     def seconds(*keys: str) -> float:
         return sum(samples(f"{key}/{x}").timing().median_s for key in keys for x in ("forward", "backward"))
 
-    found = []
+    found = dict[str, tuple[float, float, str]]()  # by the keys of the pair, since equal layers have the same samples
     for one, other in pairwise(zip(bench.keys, bench.names, strict=True)):
-        if together_s := seconds(f"{one[0]}+{other[0]}"):
-            found.append((seconds(one[0], other[0]), together_s, f"{one[1]} and {other[1]}"))
-    worst = sorted(found, key=lambda pair: -abs(pair[0] - pair[1]))[:_NUM_PAIRS_NAMED]
+        if together_s := seconds(pair := f"{one[0]}+{other[0]}"):
+            found.setdefault(pair, (seconds(one[0], other[0]), together_s, f"{one[1]} and {other[1]}"))
+    worst = sorted(found.values(), key=lambda pair: -abs(pair[0] - pair[1]))[:_NUM_PAIRS_NAMED]
     if worst:
         pairs = ", ".join(
             f"{names} ({seconds_text(x)} one by one, {seconds_text(y)} together)" for x, y, names in worst
         )
-        yield f"pairs of layers that take longer or shorter together than one by one, at micro-batch size {size}: {pairs}"
+        yield (
+            "pairs of layers that take longer or shorter together than one by one, at micro-batch size "
+            f"{subject.microbatch_size}: {pairs}"
+        )
 
 
 def _layers_text(bench: Bench, subject: _Subject) -> str:

@@ -17,9 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from gplan.core import HostLoad, Link, Profile
 from gplan.core.errors import ModelError, UsageError
+from gplan.core.host_speed import SpeedWindow
 from gplan.files import json_files
 from profiler.measure import ProfileOptions, _journal_key, measure_profile
 from profiler.model.load import ModelFile, model_in_memory
+from profiler.timing import layer_timing
+from profiler.timing.clock import Samples
+from profiler.timing.rounds import NO_CORRECTIONS
 from tests.profiler.models import ConvNet, Tied
 
 LINK = Link(latency_s=0.0, bytes_per_s=1e9)
@@ -460,11 +464,28 @@ def test_layers_that_do_not_add_up_are_timed_in_pairs(monkeypatch: pytest.Monkey
     assert "0 and 1 (" in note and "1 and 2 (" in note
 
 
-def test_layers_that_add_up_at_one_speed_of_the_host_have_no_note_on_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_note_on_pairs_if_layers_add_up_at_one_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     add_up = iter([False, True])  # as they were timed, at one speed
     monkeypatch.setattr("profiler.timing.layer_timing._adds_up", lambda *_: next(add_up))
     assert not _notes_on_pairs(measure_profile(mlp(), OPTIONS))
     assert next(add_up, None) is None
+
+
+def test_equal_layers_add_up_with_all_their_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    adds_up, subjects = layer_timing._adds_up, list[Any]()
+    monkeypatch.setattr(layer_timing, "_adds_up", lambda *x: subjects.append(x[:2]) or True)
+    monkeypatch.setattr(layer_timing, "corrections_of", lambda *_: NO_CORRECTIONS)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)), nn.Linear(8, 4))
+    measure_profile(in_memory(model, lambda n: torch.randn(n, 8), classes), OPTIONS)
+
+    def add_up_to(whole_s: float) -> bool:
+        def samples(name: str) -> Samples:
+            return Samples(clean_s=[whole_s if name.startswith("whole/") else 1.0] * 3)
+
+        return adds_up(*subjects[0], samples)
+
+    assert add_up_to(10.0)  # nine layers and the loss
+    assert not add_up_to(5.0)
 
 
 def _notes_on_pairs(profile: Profile) -> list[str]:
@@ -486,21 +507,20 @@ def test_a_profile_on_a_busy_host_is_doubted(profile: Profile) -> None:
 
 
 @pytest.mark.parametrize(
-    ("load", "ratio", "words"),
+    ("load", "changes", "ratio", "words"),
     [
-        (HostLoad(wait_share=0.3), 1.4, "not quiet meanwhile (30.0 % of the time waiting for a core"),
-        (
-            HostLoad(wait_share=0.3),
-            2.3,
-            "but not enough to explain a factor of 2.30, so this model's layers do not add up",
-        ),
-        (HostLoad(), 1.4, "there is no sign of other work"),
-        (None, 1.4, "profile again, and if the difference stays"),
+        (HostLoad(wait_share=0.3), True, 1.4, "not quiet meanwhile (30.0 % of the time waiting for a core"),
+        (HostLoad(steal_share=0.3), True, 2.5, "do not explain a factor of 2.50, so this model's layers do not add up"),
+        (HostLoad(), True, 1.4, "its speed changed by a factor of 1.50): profile again when it is"),
+        (HostLoad(), True, 2.5, "do not explain a factor of 2.50"),
+        (HostLoad(wait_share=0.3), False, 2.5, "its speed was measured too seldom to tell): profile again when it is"),
+        (HostLoad(), False, 1.4, "there is no sign of other work"),
+        (None, False, 1.4, "profile again, and if the difference stays"),
     ],
 )
 @pytest.mark.parametrize("layers_are_slow", [True, False])
 def test_doubts_blame_other_work_only_with_evidence(
-    profile: Profile, load: HostLoad | None, ratio: float, words: str, *, layers_are_slow: bool
+    profile: Profile, load: HostLoad | None, *, changes: bool, ratio: float, words: str, layers_are_slow: bool
 ) -> None:
     (whole,) = profile.whole_model
     forward_s, backward_s = profile.one_stage_s(0)
@@ -511,10 +531,13 @@ def test_doubts_blame_other_work_only_with_evidence(
         backward=whole.backward.times(backward_s / whole.backward.median_s),
     )
     assert profile.host_speed is not None
-    speed = replace(profile.host_speed, windows=(), load=load)
+    reference = profile.host_speed.reference
+    windows = tuple(
+        SpeedWindow(start_s=i, end_s=i + 1, times=reference.times(x), num_readings=9) for i, x in enumerate((1.0, 1.5))
+    )
+    speed = replace(profile.host_speed, windows=windows if changes else (), load=load, response=1.0)
     (doubt,) = replace(profile, whole_model=(slow,), host_speed=speed).doubts
     assert doubt.startswith("do not rely on these times") and words in doubt
-    assert ("profile again when it is" in doubt) == (load is not None and load.wait_share > 0 and ratio < 2)
 
 
 def test_a_profile_has_the_speed_and_the_load_of_its_host(profile: Profile) -> None:

@@ -35,9 +35,9 @@ def attribution_table(run: Run) -> FittedTable | None:
     measured_s = attribution.measured_s
     parts = [x for x in attribution.parts if abs(x.seconds) >= _LEAST_IN_TABLE * measured_s]
     rows = [(_part_text(x), x.seconds) for x in parts]
-    smaller_s = _without(attribution, parts)
-    if abs(smaller_s) > _ROUNDING * measured_s:
-        rows.append((_SMALLER_PARTS, smaller_s))
+    remainder_s = _remainder_s(attribution, parts)
+    if abs(remainder_s) > _ROUNDING * measured_s:
+        rows.append((_SMALLER_PARTS, remainder_s))
     return FittedTable(
         title="from the predicted step to the measured one",
         columns=columns("part", "seconds per step", "of measured"),
@@ -52,7 +52,7 @@ def attribution_table(run: Run) -> FittedTable | None:
     )
 
 
-def _without(attribution: Attribution, parts: Sequence[ErrorPart]) -> float:
+def _remainder_s(attribution: Attribution, parts: Sequence[ErrorPart]) -> float:
     """Seconds of the error that are in none of `parts`."""
     return attribution.error_s - sum(x.seconds for x in parts)
 
@@ -75,13 +75,13 @@ def attribution_text(run: Run) -> str:
 
 
 def largest_parts_text(attribution: Attribution) -> str:
-    """The largest parts, those of at least 0.5 % of the measured step, then the sum of the others if it is as large."""
+    """At most four parts of at least 0.5 % of the measured step, then the sum of the others if that is at least 0.5 % too."""
     least_s = _LEAST_IN_SENTENCE * attribution.measured_s
     parts = sorted(attribution.parts, key=lambda part: -abs(part.seconds))
     parts = [x for x in parts if abs(x.seconds) >= least_s][:_MOST_IN_SENTENCE]
-    said = [f"{_part_text(x)} {_signed_text(x.seconds)}" for x in parts]
-    smaller_s = _without(attribution, parts)
-    if said and abs(smaller_s) >= least_s:
-        said.append(f"{_SMALLER_PARTS} {_signed_text(smaller_s)}")
+    texts = [f"{_part_text(x)} {_signed_text(x.seconds)}" for x in parts]
+    remainder_s = _remainder_s(attribution, parts)
+    if texts and abs(remainder_s) >= least_s:
+        texts.append(f"{_SMALLER_PARTS} {_signed_text(remainder_s)}")
     step = f"the step took {seconds_text(abs(attribution.error_s))} {'more' if attribution.error_s > 0 else 'less'}"
-    return f"{step} than predicted" + (f": {', '.join(said)}" if said else "")
+    return f"{step} than predicted" + (f": {', '.join(texts)}" if texts else "")
