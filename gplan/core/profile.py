@@ -341,7 +341,7 @@ class Profile:
             ):
                 error = total_s / timing.median_s - 1.0 if timing.median_s else 0.0
                 if abs(error) > MOST_DISAGREEMENT:
-                    ratio = max(ratio, 1.0 + error, timing.median_s / total_s if total_s else math.inf)
+                    ratio = max(ratio, total_s / timing.median_s, timing.median_s / total_s if total_s else math.inf)
                     found.append(
                         f"{name} {percent_text(error, signed=True)} at micro-batch size {whole.microbatch_size}"
                     )
@@ -367,16 +367,15 @@ class Profile:
         change = self.host_speed.change if self.host_speed is not None else 1.0
         changed = f"changed by a factor of {change:.2f}" if phases else "was measured too seldom to tell"
         figures = f"{self.host_load.text}, its speed {changed}"
-        is_quiet = not self.host_load.is_evidence and change <= ONE_PHASE
-        if not is_quiet and (not phases or change * self.host_load.slowdown >= ratio):
-            return f"this host was not quiet meanwhile ({figures}): profile again when it is"
-        host = (
-            f"there is no sign of other work on this host ({figures}), so"
-            if is_quiet
-            else f"this host was not quiet meanwhile ({figures}), but its mean load and speed do not explain a factor of {ratio:.2f}, so"
-        )
+        not_quiet = f"this host was not quiet meanwhile ({figures})"
+        if not self.host_load.is_evidence and change <= ONE_PHASE:
+            host = f"there is no sign of other work on this host ({figures})"
+        elif not phases or change * self.host_load.slowdown >= ratio:
+            return f"{not_quiet}: profile again when it is"
+        else:
+            host = f"{not_quiet}, but its mean load and speed do not explain a factor of {ratio:.2f}"
         return (
-            f"{host} this model's layers do not add up when measured one by one; "
+            f"{host}, so this model's layers do not add up when measured one by one; "
             "if pairs of layers were timed, a note names those that disagree most"
         )
 

@@ -427,10 +427,10 @@ def _notes_on_pairs(bench: Bench, subject: _Subject, samples: Callable[[str], Sa
     def seconds(*keys: str) -> float:
         return sum(samples(f"{key}/{x}").timing().median_s for key in keys for x in ("forward", "backward"))
 
-    found = dict[str, tuple[float, float, str]]()  # by the keys of the pair, since equal layers have the same samples
+    found = dict[str, tuple[float, float, str]]()  # by key, since pairs of equal layers have the same samples
     for one, other in pairwise(zip(bench.keys, bench.names, strict=True)):
-        if together_s := seconds(pair := f"{one[0]}+{other[0]}"):
-            found.setdefault(pair, (seconds(one[0], other[0]), together_s, f"{one[1]} and {other[1]}"))
+        if together_s := seconds(key := f"{one[0]}+{other[0]}"):
+            found.setdefault(key, (seconds(one[0], other[0]), together_s, f"{one[1]} and {other[1]}"))
     worst = sorted(found.values(), key=lambda pair: -abs(pair[0] - pair[1]))[:_NUM_PAIRS_NAMED]
     if worst:
         pairs = ", ".join(
