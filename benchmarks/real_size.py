@@ -41,10 +41,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet50": ("examples/resnet.py", {"depth": 50, "width": 64, "image_size": 224, "num_classes": 1000}),
 }
 OPTIMIZERS = ("adamw", "sgd")
-PRESENT = "2026-11-27 03:12"  # since when predictions are for the host's mean speed
-UPDATES_TWICE = "2026-11-27 08:06"  # since when updates are sampled before the layers and after them
-TENTH_STEP = "2026-11-27 08:42"  # since when tables have as many unused rows as in the tenth step
-BEFORE_NEXT_ACTION = "2026-11-27 12:18"  # since when a run reads the yardstick there
 LAYERS = ["", 0, "", ""]  # in place of engine, devices, schedule and recompute: the layers' sum against the whole model
 
 
@@ -132,9 +128,13 @@ def profile_of(model: str, optimizer: str = "adamw", folder: Path = OUTPUT) -> P
     return found
 
 
+def _made(profile: Profile, created: str) -> dict[str, str]:
+    return {"device": profile.device.name, "created": created}
+
+
 def _layer_rows(model: str, optimizer: str, profile: Profile, seconds: float) -> list[dict[str, Any]]:
     """The layers' sum against the whole model."""
-    place = dict(zip(KEY, [model, optimizer, *LAYERS], strict=True)) | {"stage": "", "created": profile.created}
+    place = dict(zip(KEY, [model, optimizer, *LAYERS], strict=True)) | _made(profile, profile.created) | {"stage": ""}
     whole = profile.whole_model[0]
     forward_s, backward_s = profile.one_stage_s(0)
     pairs = {
@@ -160,7 +160,7 @@ def _run_rows(each: RealSizeRun, profile: Profile, options: argparse.Namespace) 
         recompute=each.recompute,
     )
     run = gplan.run(plan, engine=each.engine, num_steps=options.steps)
-    comparison, made = compare(run), asdict(each) | {"created": run.created}
+    comparison, made = compare(run), asdict(each) | _made(profile, run.created)
     for row in comparison.rows:
         yield {
             **made,
@@ -179,9 +179,8 @@ def _run_rows(each: RealSizeRun, profile: Profile, options: argparse.Namespace) 
 
 def as_text(rows: pd.DataFrame) -> str:
     """The report: the layers' sums, then one line a run, also where a setting was run several times."""
-    rows = rows.assign(made=rows.created.fillna("").astype(str).str[:16].str.replace("T", " "))
-    is_run, is_present = rows.num_devices > 0, rows.made >= PRESENT
-    present, earlier = rows[is_run & is_present], rows[is_run & ~is_present]
+    rows = rows.assign(made=rows.created.str[:16].str.replace("T", " "))
+    runs, sums = rows[rows.num_devices > 0], rows[rows.num_devices == 0]
     lines = [
         "# Predicted against measured at the size that people train",
         "",
@@ -191,53 +190,17 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         "## Runs",
         "",
-        "Forward, backward, optimizer and peak memory have the raw error of the stage where it is largest. "
-        + _summary(present),
+        "Forward, backward, optimizer and peak memory have the raw error of the stage where it is largest.",
         "",
-        f"Since {UPDATES_TWICE} a profile samples updates before and after the layers; earlier ones did so only after them. Since "
-        f"{TENTH_STEP} tables have as many unused rows as in the tenth step of a training; earlier ones had as many as in the "
-        "first. " + _summary(present[present.made >= UPDATES_TWICE]),
+        *(f"- {device}, {_summary(part)}" for device, part in runs.groupby("device", sort=False)),
         "",
-        f"Since {BEFORE_NEXT_ACTION} a run reads the yardstick right before the action after a backward; earlier ones right after "
-        "the backward. " + _summary(present[present.made >= BEFORE_NEXT_ACTION]),
-        "",
-        *_run_table(present),
+        *_run_table(runs),
         "",
         "## The layers' sum against the whole model",
         "",
-        "| model | optimizer | forward | backward | peak memory | response | profile | made |",
-        "|---|---|---|---|---|---|---|---|",
-        *(_layer_line(key, part) for key, part in rows[~is_run].groupby([*KEY[:2], "made"], sort=False)),
-        "",
-        "## Runs of earlier versions",
-        "",
-        f"Before {PRESENT} predictions were for the median speed of the host in the profile, not its mean, and the recompute of "
-        "one profile of Llama was 1.8 times as long as its forward. Before 02:54 the last device of a tied weight did not "
-        "wait for the first before its update.",
-        "",
-        "Before 22:51 on 2026-11-26 a profile measured contention in every second round and took samples for 10 s at most, and the "
-        "error at equal speed was that of the devices' mean speeds; the bubble had none. Before 00:05 on 2026-11-27 a run read the "
-        "yardstick for up to 0.25 % of its time, later 0.5 %. Runs from 21:26 to 00:34 were compared anew later, by windows.",
-        "",
-        "On 2026-11-26 ways to compare the host's speed were tried one after the other: from 19:39 one reading of the yardstick "
-        "before each step, with its parts read one after the other in profiles; from 20:47 many readings in a step, and a "
-        "response of the model; at 21:10 quick moments only; at 21:20 a response of 1 on a steady host, from 21:26 one of 0.8. "
-        "Before 19:39 the parts took turns in profiles, so that the reference of runs was 0.8 to 0.9 of what it should be; "
-        "from 17:15 the reading before a step was divided by the time of the actions within half a second of it over that of "
-        "such actions in the run. "
-        "Before 16:00 the host was another one: the cores of the present one take 1 or 1.4 times as long, in turns of some "
-        "seconds. Two profiles of GPT-2 and of BERT were made there; the runs are by the second one.",
-        "",
-        "Before 13:05 on 2026-11-26 the yardstick did not touch its pages before it was read, so readings of some ranks were up to "
-        "20 % too slow. On the virtual engine only the first device updated a tied weight: so on the last one of GPT-2 the optimizer "
-        "took almost nothing, and the peak was predicted 15.6 % too high. Before 23:47 on 2026-11-25 predictions lack the moving "
-        "averages of batch norm, which count as optimizer.",
-        "",
-        "Before 20:25 on 2026-11-24 the yardstick was read without warming up and was up to 20 % too slow, so errors at equal "
-        "speed are wrong by as much. Runs before 08:13 on 2026-11-25 average their steps without the slowest and the fastest quarter. "
-        "In all of these runs a single slow reading of the yardstick counts: so two errors at equal speed are +22 and +16 %.",
-        "",
-        *_run_table(earlier),
+        "| model | optimizer | forward | backward | peak memory | response | profile | device | made |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *(_layer_line(key, part) for key, part in sums.groupby([*KEY[:2], "device", "made"], sort=False)),
         "",
     ]
     return "\n".join(lines)
@@ -246,9 +209,9 @@ def as_text(rows: pd.DataFrame) -> str:
 def _run_table(runs: pd.DataFrame) -> list[str]:
     return [
         "| model | optimizer | engine | K | schedule | recompute | step | error | at equal speed | bubble, points | at equal speed | "
-        "forward | backward | optimizer | peak memory | made |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-        *(_run_line(key, part) for key, part in runs.groupby([*KEY, "made"], sort=False)),
+        "forward | backward | optimizer | peak memory | device | made |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        *(_run_line(key, part) for key, part in runs.groupby([*KEY, "device", "made"], sort=False)),
     ]
 
 
@@ -269,7 +232,7 @@ def _summary(runs: pd.DataFrame) -> str:
     ):
         if len(points):
             texts.append(f"{name}: median {points.abs().median():.1f}, worst {max(points, key=abs):+.1f} points")
-    return f"Over {len(steps)} runs: {'; '.join(texts)}." if len(steps) else ""
+    return f"{len(steps)} runs: {'; '.join(texts)}."
 
 
 def _median_and_worst(name: str, errors: pd.Series) -> str:
@@ -282,7 +245,7 @@ def _layer_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
     by_name = part.set_index("quantity")
     errors = [percent_text(by_name.error[f"layers {x}"], signed=True) for x in ("forward", "backward", "peak memory")]
     response = f"{by_name.measured['response']:.2f}" if "response" in by_name.index else ""
-    cells = [*map(str, key[:2]), *errors, response, f"{by_name.measured['profile seconds']:.0f} s", str(key[-1])]
+    cells = [*map(str, key[:2]), *errors, response, f"{by_name.measured['profile seconds']:.0f} s", *map(str, key[2:])]
     return f"| {' | '.join(cells)} |"
 
 
@@ -296,14 +259,14 @@ def _run_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
 
     equal = "" if pd.isna(step.equal_speed_error) else percent_text(step.equal_speed_error, signed=True)
     cells = [
-        *map(str, key[:-1]),
+        *map(str, key[:-2]),
         seconds_text(step.measured),
         percent_text(step.error, signed=True),
         equal,
         f"{100 * (bubble.predicted - bubble.measured):+.1f}",
         "" if pd.isna(bubble.equal_speed_error) else f"{100 * bubble.equal_speed_error:+.1f}",
         *map(worst, (FORWARD, BACKWARD, OPTIMIZER, PEAK_MEMORY)),
-        str(key[-1]),
+        *map(str, key[-2:]),
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -23,8 +23,8 @@ from gplan.core.units import seconds_text
 ONE_PHASE = 1.15
 """The largest ratio of slowdowns within a phase."""
 
-LEAST_RESPONSE = 0.25
-"""Of a model; the largest is 1."""
+LEAST_RESPONSE, MOST_RESPONSE = 0.25, 2.0
+"""Of a model."""
 
 _MOST_CHANGE = 2.0  # of the slowdown within a profile, before a warning
 
@@ -81,6 +81,12 @@ class StepSpeed:
             raise ValueError(f"end_step is {self.end_step}; expected more than first_step, {self.first_step}")
 
 
+def check_response(response: float) -> None:
+    """Raise ValueError unless it is from 0.25 to 2."""
+    if not LEAST_RESPONSE <= response <= MOST_RESPONSE:
+        raise ValueError(f"response is {response!r}; expected {LEAST_RESPONSE} to {MOST_RESPONSE:g}")
+
+
 SlowdownRule: TypeAlias = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """The slowdowns of some work by the times of the three parts over their references, compute first: [3, ...] to [...]."""
 
@@ -121,8 +127,7 @@ class HostSpeed:
     response: float = 1.0  # an exponent: of the yardstick's slowdown, to give that of the model
 
     def __post_init__(self) -> None:
-        if not LEAST_RESPONSE <= self.response <= 1.0:
-            raise ValueError(f"response is {self.response!r}; expected {LEAST_RESPONSE} to 1")
+        check_response(self.response)
 
     def slowdown(self, times: YardstickTimes, *, num_devices: int = 1, rule: SlowdownRule = slowdown_of) -> float:
         """How many times as long the model's work takes at these times of the yardstick as at the reference.
@@ -134,8 +139,13 @@ class HostSpeed:
         >>> HostSpeed(reference=once).slowdown(slow), HostSpeed(reference=once, response=0.5).slowdown(slow)
         (4.0, 2.0)
         """
-        ratios = np.array(self.ratios(times, num_devices=num_devices))
-        return float(rule(ratios) ** self.response)
+        return float(self.yardstick_slowdown(times, num_devices=num_devices, rule=rule) ** self.response)
+
+    def yardstick_slowdown(
+        self, times: YardstickTimes, *, num_devices: int = 1, rule: SlowdownRule = slowdown_of
+    ) -> float:
+        """`slowdown` if the model's work had a response of 1."""
+        return float(rule(np.array(self.ratios(times, num_devices=num_devices))))
 
     def slowed_by(self, slowdown: float) -> HostSpeed:
         """The speed at which the model's work takes `slowdown` times as long, without windows."""
@@ -231,9 +241,9 @@ def mean_over_lower_quartile(values: Sequence[float]) -> float:
     return max(1.0, fmean(values) / float(np.quantile(values, 0.25)))
 
 
-def mean_of_times(times: Iterable[YardstickTimes | None]) -> YardstickTimes | None:
+def mean_of_times(times: Iterable[YardstickTimes]) -> YardstickTimes | None:
     """The mean of each part; None without any reading."""
-    found = [x for x in times if x is not None]
+    found = list(times)
     if not found:
         return None
     return YardstickTimes(

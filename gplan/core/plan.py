@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, geometric_mean
 from typing import Generic, TypeVar
@@ -24,7 +24,7 @@ from gplan.core.checks import (
     check_share,
 )
 from gplan.core.host_load import HostLoad, interruption_text
-from gplan.core.host_speed import HostSpeed, SlowdownRule, StepSpeed, slowdown_of, update_slowdown_of
+from gplan.core.host_speed import HostSpeed, SlowdownRule, StepSpeed, check_response, slowdown_of, update_slowdown_of
 from gplan.core.machine import Device, Link, MachineDevice
 from gplan.core.precision import Precision
 from gplan.core.profile import ModelId
@@ -414,6 +414,7 @@ class Run:
     host_load: HostLoad | None = None  # evidence of other work during the timed steps; None: not measured
     reserved_bytes: tuple[int, ...] = ()  # per device, the peak of what a GPU's allocator reserved; (): not known
     core_stretch: tuple[float, ...] = ()  # by device: its actions with proven waits for a core over those without
+    response: float | None = None  # of the work in this run to the yardstick's slowdown; None: as in the profile
 
     def __post_init__(self) -> None:
         num_peaks, num_devices = len(self.peak_bytes), self.plan.num_devices
@@ -444,6 +445,8 @@ class Run:
 
     def _check_host(self) -> None:
         num_devices = self.plan.num_devices
+        if self.response is not None:
+            check_response(self.response)
         if self.core_stretch and not (
             len(self.core_stretch) == num_devices and all(1 <= x <= _MOST_STRETCH for x in self.core_stretch)
         ):
@@ -472,6 +475,12 @@ class Run:
         return tuple(x for x in self.host_speed if x.first_step >= self.num_warmup_steps)
 
     @property
+    def profiled_speed(self) -> HostSpeed | None:
+        """The host's speed in the profile, with the response of this run; None if it is not known."""
+        speed = self.plan.host_speed
+        return speed if speed is None or self.response is None else replace(speed, response=self.response)
+
+    @property
     def window_slowdowns(self) -> tuple[tuple[float, ...], ...]:
         """By window of timed steps, then by device, how many times as long work took as in the profile; () if unknown.
 
@@ -491,9 +500,12 @@ class Run:
         return tuple(map(fmean, zip(*self._window_slowdowns(update_slowdown_of), strict=True)))
 
     def _window_slowdowns(self, rule: SlowdownRule) -> tuple[tuple[float, ...], ...]:
-        reference = self.plan.host_speed
-        by_rank = reference.slowdowns(self.timed_speed, rule=rule) if reference is not None else ()
-        return tuple(map(self._of_devices, zip(*by_rank, strict=True)))
+        return tuple(map(self._of_devices, zip(*self._rank_slowdowns(rule), strict=True)))
+
+    def _rank_slowdowns(self, rule: SlowdownRule) -> tuple[tuple[float, ...], ...]:
+        """By rank the slowdown in each window; () if that is unknown."""
+        speed = self.profiled_speed
+        return speed.slowdowns(self.timed_speed, rule=rule) if speed is not None else ()
 
     def _of_devices(self, by_rank: tuple[float, ...]) -> tuple[float, ...]:
         """The mean over the replicas of each device, with its waits for a core."""
@@ -515,7 +527,5 @@ class Run:
     @property
     def speed_range(self) -> tuple[float, float] | None:
         """The least and the greatest speed of the host, in windows of steps, over that of the profile; None: unknown."""
-        if not self.window_slowdowns or self.plan.host_speed is None:
-            return None
-        found = [x for rank in self.plan.host_speed.slowdowns(self.timed_speed) for x in rank]
-        return 1 / max(found), 1 / min(found)
+        found = [x for rank in self._rank_slowdowns(slowdown_of) for x in rank]
+        return (1 / max(found), 1 / min(found)) if found else None

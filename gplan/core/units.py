@@ -177,7 +177,7 @@ def bytes_axis(largest_bytes: float) -> tuple[str, float]:
 def parse_bytes(text: str) -> int:
     """Bytes from text: GiB (or G) are binary, GB are decimal.
 
-    Raises UsageError for anything that is not a positive size.
+    Raises UsageError for anything that is not a positive size, and for less than 1 KiB without a unit.
 
     >>> parse_bytes("16GiB"), parse_bytes("1.5 GB"), parse_bytes("4096")
     (17179869184, 1500000000, 4096)
@@ -185,6 +185,8 @@ def parse_bytes(text: str) -> int:
     size = _parse(text, _BYTES_PER_UNIT, what="a size in bytes", example="16GiB or 800MB")
     if size < 1:
         raise UsageError(f"{text!r} is {size:g} bytes; expected at least 1 byte, such as 16GiB")
+    if size < 1024 and not re.search("[a-zA-Z]", text):
+        raise UsageError(f"{text!r} is {size:g} bytes; write it with its unit, such as {text.strip()}GiB")
     return int(size)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from gplan.core.host_speed import (
     LEAST_RESPONSE,
+    MOST_RESPONSE,
     HostSpeed,
     SlowdownRule,
     SpeedWindow,
@@ -162,13 +163,15 @@ class Yardstick:
         """The samples of each part beside other processes."""
         return tuple(self._samples(f"{SAMPLES}{name}{BESIDE_OTHERS}") for name in PARTS)
 
-    def read_if_due(self, *, is_warm: bool = False) -> None:
+    def read_if_due(self, *, is_warm: bool = False) -> bool:
         """Time every part, unless the last reading was so short a time ago that it took more than its share of it.
 
-        `is_warm`: the core has just run layers.
+        `is_warm`: the core has just run layers. Returns whether it was due.
         """
-        if self._now() >= self._next_s:
+        is_due = self._now() >= self._next_s
+        if is_due:
             self.read(is_warm=is_warm)
+        return is_due
 
     def read(self, *, is_warm: bool = False) -> None:
         """Time every part now; the next `read_if_due` waits as after any reading."""
@@ -273,7 +276,7 @@ class SpeedHistory:
         return self._yardstick_slowdowns(np.array(at_s), of, num, rule) ** self.host_speed.response
 
     def _response_of(self, layers: Sequence[Samples], read_at_s: Sequence[float]) -> float:
-        """The exponent, from LEAST_RESPONSE to 1, of the yardstick's slowdown that gives the slowdown of the layers.
+        """The exponent of the yardstick's slowdown that gives the slowdown of the layers.
 
         How far each layer's mean is above its lower quartile is compared with the readings in the same time, in
         logarithms. Noise alone does that too. So both have a factor, by which the exponent is near 0.8 on a steady host.
@@ -291,7 +294,7 @@ class SpeedHistory:
         if not all_s:
             return 1.0
         of_layers, of_readings = _PRIOR_OF_LAYERS * all_s / quick_s, _PRIOR_OF_READINGS * all_s / quick_by_readings_s
-        return min(1.0, max(LEAST_RESPONSE, math.log(of_layers) / math.log(of_readings)))
+        return min(MOST_RESPONSE, max(LEAST_RESPONSE, math.log(of_layers) / math.log(of_readings)))
 
     @staticmethod
     def _yardstick_slowdowns(

@@ -26,6 +26,12 @@ def test_a_size_that_is_none_is_refused_with_an_example(text: str) -> None:
         parse_bytes(text)
 
 
+def test_a_small_size_needs_its_unit() -> None:
+    with pytest.raises(UsageError, match="'6' is 6 bytes; write it with its unit, such as 6GiB"):
+        parse_bytes("6")
+    assert parse_bytes("6 B") == 6
+
+
 @pytest.mark.parametrize("text", ["", "fast", "5 years", "-2ms"])
 def test_a_duration_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="duration"):

@@ -357,10 +357,12 @@ def test_a_model_that_responds_half_as_much_to_the_host() -> None:
     assert newer is not None and newer.slowdown(readings(1.25**2)) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("response", [0.0, 1e-300, 1.1, math.nan])
+@pytest.mark.parametrize("response", [0.0, 1e-300, 2.1, math.nan])
 def test_a_response_out_of_bounds_is_refused(response: float) -> None:
-    with pytest.raises(ValueError, match=r"response is .*; expected 0.25 to 1"):
+    with pytest.raises(ValueError, match=r"response is .*; expected 0.25 to 2"):
         replace(SPEED, response=response)
+    with pytest.raises(ValueError, match=r"response is .*; expected 0.25 to 2"):
+        replace(slow_run(usual_plan(), 1.0, 1.0), response=response)
 
 
 def test_the_page_has_both_errors() -> None:

@@ -132,7 +132,7 @@ def _most_expensive(found: Bottleneck, setting: PlanSettings) -> str:
         return f"; {found.layers[0].layer} is the only layer of {holder}"
     names, share = tuple(x.layer for x in found.layers), sum(x.share for x in found.layers)
     verb = "takes" if len(names) == 1 else "take"
-    return f"; of the {found.num_layers} layers of {holder}, {joined(names)} {verb} {percent_text(share)} of that"
+    return f"; of the {found.num_layers} layers of {holder}, {joined(names)} {verb} {percent_text(share)} of their time"
 
 
 def _binding(explanation: Explanation) -> str:

@@ -158,7 +158,7 @@ class _TrainingLoop:
         with self._locating_errors():
             inputs, target = self._data.take()
             step = (self._measured_step if is_measured else self._timed_step)(inputs, target)
-            times = self._speed_readings.take()
+            readings = self._speed_readings.take()
             if self._scheduler is not None:
                 self._scheduler.step()
         if not math.isfinite(step.loss):
@@ -166,7 +166,7 @@ class _TrainingLoop:
         report(index, step.loss)
         if self._options.is_saved_after(index + 1):
             self._save()
-        return replace(step, yardstick=times)
+        return replace(step, readings=readings)
 
     @property
     def _num_ranks(self) -> int:

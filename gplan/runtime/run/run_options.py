@@ -56,6 +56,14 @@ class RunOptions:
         return self.save_every is not None and step % self.save_every == 0
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The yardstick at one moment of a run."""
+
+    at_s: float  # by `time.perf_counter`, as actions
+    times: YardstickTimes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """What one process measured in one step."""
@@ -65,7 +73,7 @@ class StepRecord:
     start_s: float
     end_s: float
     num_page_faults: int = 0  # pages that the process was given in the step
-    yardstick: YardstickTimes | None = None  # the mean of the readings in the step; None: none was due
+    readings: tuple[Reading, ...] = ()  # of the yardstick
 
 
 ReportStep = Callable[[int, float], None]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
+from itertools import pairwise
 
 import torch
 
-from gplan.core import YardstickTimes
+from gplan.runtime.run.run_options import Reading
 from profiler.timing.clock import CpuClock, CudaClock, Samples
 from profiler.timing.yardstick import Yardstick, mean_times, yardstick_parts
 
@@ -26,6 +28,7 @@ class SpeedReadings:
     def __init__(self, device: torch.device) -> None:
         self._clock = CpuClock() if device.type == "cpu" else CudaClock()
         self._samples = defaultdict[str, Samples](Samples)
+        self._ends_s = [time.time()]  # of the readings, which are between two of these moments
         self._yardstick = Yardstick(
             self._clock,
             lambda name: self._samples[name],
@@ -35,11 +38,17 @@ class SpeedReadings:
 
     def between_actions(self, since_s: float) -> None:
         """Read the yardstick, unless it was read a short time ago; `since_s`: seconds since the last action."""
-        self._yardstick.read_if_due(is_warm=since_s < _STILL_WARM_S)
+        if self._yardstick.read_if_due(is_warm=since_s < _STILL_WARM_S):
+            self._ends_s.append(time.time())
 
-    def take(self) -> YardstickTimes | None:
-        """The mean of the readings since the last call; None without any. Waits for the device."""
+    def take(self) -> tuple[Reading, ...]:
+        """The readings since the last call. Waits for the device."""
         self._clock.flush()
-        times = mean_times(self._yardstick.parts)
+        begun_s = time.time() - time.perf_counter()
+        means = [
+            (end_s - begun_s, mean_times([part.between(start_s, end_s) for part in self._yardstick.parts]))
+            for start_s, end_s in pairwise(self._ends_s)
+        ]
         self._samples.clear()
-        return times
+        del self._ends_s[:-1]
+        return tuple(Reading(at_s, times) for at_s, times in means if times is not None)
