@@ -346,6 +346,7 @@ def run_of(folder: Path, content: Json) -> Json:
         "step_timelines": [timeline] * 2 if plan.schedule == "gpipe" else [],
         "host_speed": [{"first_step": x, "end_step": x + 1, "ranks": [YARDSTICK], "compute_s": [0.1]} for x in (1, 2)],
         "host_load": {"steal_share": 0.0, "wait_share": 0.2}, "core_stretch": [1.2] * plan.num_devices,
+        "response": 1.2,
     }  # fmt: skip
 
 

@@ -173,6 +173,8 @@ def _run_rows(each: RealSizeRun, profile: Profile, options: argparse.Namespace) 
         }
     for part, ratio in yardstick_of(run).items():
         yield {**made, "stage": "", "quantity": f"yardstick's {part}", "predicted": 1.0, "measured": ratio}
+    if run.response is not None:
+        yield {**made, "stage": "", "quantity": "response", "measured": run.response}
     step = comparison.row(STEP_TIME)
     print(*asdict(each).values(), percent_text(step.error or 0.0, signed=True), flush=True)
 

@@ -51,9 +51,9 @@ def memory_option(default: str) -> Decorator:
 
 
 def _parsed_bytes(_context: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
-    from gplan.core.units import parse_bytes
+    from gplan.core.units import parse_memory
 
-    return None if text is None else parse_bytes(text)
+    return None if text is None else parse_memory(text)
 
 
 SCHEDULE_HELP = (

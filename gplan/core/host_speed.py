@@ -24,7 +24,7 @@ ONE_PHASE = 1.15
 """The largest ratio of slowdowns within a phase."""
 
 LEAST_RESPONSE, MOST_RESPONSE = 0.25, 2.0
-"""Of a model."""
+"""The smallest and the largest response."""
 
 _MOST_CHANGE = 2.0  # of the slowdown within a profile, before a warning
 
@@ -81,8 +81,13 @@ class StepSpeed:
             raise ValueError(f"end_step is {self.end_step}; expected more than first_step, {self.first_step}")
 
 
+def response_within_bounds(response: float) -> float:
+    """The nearest response."""
+    return float(min(MOST_RESPONSE, max(LEAST_RESPONSE, response)))
+
+
 def check_response(response: float) -> None:
-    """Raise ValueError unless it is from 0.25 to 2."""
+    """Raise ValueError unless it is within its bounds."""
     if not LEAST_RESPONSE <= response <= MOST_RESPONSE:
         raise ValueError(f"response is {response!r}; expected {LEAST_RESPONSE} to {MOST_RESPONSE:g}")
 
@@ -144,7 +149,7 @@ class HostSpeed:
     def yardstick_slowdown(
         self, times: YardstickTimes, *, num_devices: int = 1, rule: SlowdownRule = slowdown_of
     ) -> float:
-        """`slowdown` if the model's work had a response of 1."""
+        """How many times as long the yardstick takes as at the reference: `slowdown` without the response."""
         return float(rule(np.array(self.ratios(times, num_devices=num_devices))))
 
     def slowed_by(self, slowdown: float) -> HostSpeed:

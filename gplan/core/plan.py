@@ -24,7 +24,7 @@ from gplan.core.checks import (
     check_share,
 )
 from gplan.core.host_load import HostLoad, interruption_text
-from gplan.core.host_speed import HostSpeed, SlowdownRule, StepSpeed, check_response, slowdown_of, update_slowdown_of
+from gplan.core.host_speed import HostSpeed, StepSpeed, check_response, update_slowdown_of
 from gplan.core.machine import Device, Link, MachineDevice
 from gplan.core.precision import Precision
 from gplan.core.profile import ModelId
@@ -475,8 +475,8 @@ class Run:
         return tuple(x for x in self.host_speed if x.first_step >= self.num_warmup_steps)
 
     @property
-    def profiled_speed(self) -> HostSpeed | None:
-        """The host's speed in the profile, with the response of this run; None if it is not known."""
+    def reference_speed(self) -> HostSpeed | None:
+        """The profile's host speed, with the response that this run measured; None if the speed is not known."""
         speed = self.plan.host_speed
         return speed if speed is None or self.response is None else replace(speed, response=self.response)
 
@@ -487,7 +487,7 @@ class Run:
         By the yardstick, which is read while the process has its core, times the proven waits for a core where the
         profile had none. A device's is the mean of its replicas; one process that runs all devices has one for all.
         """
-        return self._window_slowdowns(slowdown_of)
+        return tuple(map(self._of_devices, zip(*self._rank_slowdowns, strict=True)))
 
     @property
     def device_slowdowns(self) -> tuple[float, ...]:
@@ -496,16 +496,20 @@ class Run:
 
     @property
     def update_slowdowns(self) -> tuple[float, ...]:
-        """By device, how many times as long updates of weights took as in the profile; () if that is unknown."""
-        return tuple(map(fmean, zip(*self._window_slowdowns(update_slowdown_of), strict=True)))
+        """By device, how many times as long updates of weights took as in the profile; () if that is unknown.
 
-    def _window_slowdowns(self, rule: SlowdownRule) -> tuple[tuple[float, ...], ...]:
-        return tuple(map(self._of_devices, zip(*self._rank_slowdowns(rule), strict=True)))
+        With the response of the profile: that of a run is of its passes, which can respond more than any update.
+        """
+        speed = self.plan.host_speed
+        by_rank = speed.slowdowns(self.timed_speed, rule=update_slowdown_of) if speed is not None else ()
+        windows = map(self._of_devices, zip(*by_rank, strict=True))
+        return tuple(map(fmean, zip(*windows, strict=True)))
 
-    def _rank_slowdowns(self, rule: SlowdownRule) -> tuple[tuple[float, ...], ...]:
+    @property
+    def _rank_slowdowns(self) -> tuple[tuple[float, ...], ...]:
         """By rank the slowdown in each window; () if that is unknown."""
-        speed = self.profiled_speed
-        return speed.slowdowns(self.timed_speed, rule=rule) if speed is not None else ()
+        speed = self.reference_speed
+        return speed.slowdowns(self.timed_speed) if speed is not None else ()
 
     def _of_devices(self, by_rank: tuple[float, ...]) -> tuple[float, ...]:
         """The mean over the replicas of each device, with its waits for a core."""
@@ -527,5 +531,5 @@ class Run:
     @property
     def speed_range(self) -> tuple[float, float] | None:
         """The least and the greatest speed of the host, in windows of steps, over that of the profile; None: unknown."""
-        found = [x for rank in self._rank_slowdowns(slowdown_of) for x in rank]
+        found = [x for rank in self._rank_slowdowns for x in rank]
         return (1 / max(found), 1 / min(found)) if found else None

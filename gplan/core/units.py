@@ -177,7 +177,7 @@ def bytes_axis(largest_bytes: float) -> tuple[str, float]:
 def parse_bytes(text: str) -> int:
     """Bytes from text: GiB (or G) are binary, GB are decimal.
 
-    Raises UsageError for anything that is not a positive size, and for less than 1 KiB without a unit.
+    Raises UsageError for anything that is not a positive size.
 
     >>> parse_bytes("16GiB"), parse_bytes("1.5 GB"), parse_bytes("4096")
     (17179869184, 1500000000, 4096)
@@ -185,9 +185,19 @@ def parse_bytes(text: str) -> int:
     size = _parse(text, _BYTES_PER_UNIT, what="a size in bytes", example="16GiB or 800MB")
     if size < 1:
         raise UsageError(f"{text!r} is {size:g} bytes; expected at least 1 byte, such as 16GiB")
-    if size < 1024 and not re.search("[a-zA-Z]", text):
-        raise UsageError(f"{text!r} is {size:g} bytes; write it with its unit, such as {text.strip()}GiB")
     return int(size)
+
+
+def parse_memory(text: str) -> int:
+    """As `parse_bytes`; a number below 1024 needs its unit, as it is probably meant in GiB.
+
+    >>> parse_memory("6 B"), parse_memory("4096")
+    (6, 4096)
+    """
+    size = parse_bytes(text)
+    if size < 1024 and text.strip().isdecimal():
+        raise UsageError(f"{text!r} is {size} bytes; write it with its unit, such as {text.strip()}GiB")
+    return size
 
 
 def parse_seconds(text: str) -> float:

@@ -51,7 +51,7 @@ import msgspec
 
 from gplan.core import HostLink, Link, Machine, MachineDevice
 from gplan.core.errors import FileError, UsageError
-from gplan.core.units import parse_bytes, parse_link
+from gplan.core.units import parse_link, parse_memory
 from gplan.files.json_files import write_bytes
 from gplan.files.link_table import LinkTable
 
@@ -194,7 +194,7 @@ def _device(device: _Device, host: _Host, path: Path, where: str) -> MachineDevi
             name=device.name,
             host=host.name,
             speed=host.speed if device.speed is None else device.speed,
-            memory_bytes=None if memory is None else parse_bytes(memory),
+            memory_bytes=None if memory is None else parse_memory(memory),
             hardware=host.hardware if device.hardware is None else device.hardware,
         )
 

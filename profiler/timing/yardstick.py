@@ -24,7 +24,6 @@ from torch import Tensor
 
 from gplan.core.host_speed import (
     LEAST_RESPONSE,
-    MOST_RESPONSE,
     HostSpeed,
     SlowdownRule,
     SpeedWindow,
@@ -276,7 +275,7 @@ class SpeedHistory:
         return self._yardstick_slowdowns(np.array(at_s), of, num, rule) ** self.host_speed.response
 
     def _response_of(self, layers: Sequence[Samples], read_at_s: Sequence[float]) -> float:
-        """The exponent of the yardstick's slowdown that gives the slowdown of the layers.
+        """The exponent, from LEAST_RESPONSE to 1, of the yardstick's slowdown that gives the slowdown of the layers.
 
         How far each layer's mean is above its lower quartile is compared with the readings in the same time, in
         logarithms. Noise alone does that too. So both have a factor, by which the exponent is near 0.8 on a steady host.
@@ -294,7 +293,7 @@ class SpeedHistory:
         if not all_s:
             return 1.0
         of_layers, of_readings = _PRIOR_OF_LAYERS * all_s / quick_s, _PRIOR_OF_READINGS * all_s / quick_by_readings_s
-        return min(MOST_RESPONSE, max(LEAST_RESPONSE, math.log(of_layers) / math.log(of_readings)))
+        return min(1.0, max(LEAST_RESPONSE, math.log(of_layers) / math.log(of_readings)))
 
     @staticmethod
     def _yardstick_slowdowns(

@@ -49,7 +49,7 @@ def ranks_of(plan: Plan, times_s: Sequence[tuple[float, float]]) -> list[list[St
 
 def read(times: YardstickTimes, at_s: float = 0.0) -> tuple[Reading, ...]:
     """One reading in a step."""
-    return (Reading(at_s, times),)
+    return (Reading(at_s=at_s, times=times),)
 
 
 @pytest.mark.parametrize(("num_clean", "counted", "is_told"), [(2, 5, True), (3, 3, False), (5, 5, False)])
@@ -162,10 +162,43 @@ def test_the_response_of_a_run_is_found_from_its_actions(response: float) -> Non
         own[:] = [_shifted(x, i) for i, x in enumerate(read_once)]
     run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=63))
     assert run.response == pytest.approx(response, abs=0.1)
-    speed = run.profiled_speed
+    speed = run.reference_speed
     assert speed is not None and speed.response == run.response
     assert run.device_slowdowns == pytest.approx([fmean(x**run.response for x in slowdowns[3:])] * 2, rel=0.02)
-    assert replace(run, response=None).profiled_speed == plan.host_speed
+    assert run.update_slowdowns == pytest.approx([fmean(x**0.8 for x in slowdowns[3:])] * 2, rel=0.02)
+    assert replace(run, response=None).reference_speed == plan.host_speed
+
+
+def test_micro_batches_of_different_lengths_do_not_look_like_a_response() -> None:
+    """The first action of a device in a step is the longest, and the yardstick is slower then, on a host as above."""
+    once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
+    plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once, response=0.8))
+    ranks = ranks_of(plan, [(0.5, 0.0)] * 63)
+    for own in ranks:
+        for i, step in enumerate(own):
+            begin_s = i * step.end_s
+            actions, readings = list[ActionTiming](), list[Reading]()
+            for x in step.actions:
+                at_s, is_first = begin_s + x.start_s, x.start_s == 0.0
+                slowdown = 1.6 if at_s % 12 < 6 else 1.0
+                actions.append(replace(x, busy_s=(3.0 if is_first else 1.0) * slowdown))
+                readings += read(once.times((1.3 if is_first else 1.0) * slowdown), x.start_s)
+            own[i] = _shifted(replace(step, actions=tuple(actions), readings=tuple(readings)), begin_s)
+    run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=63))
+    assert run.response == pytest.approx(1.0, abs=0.15)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_gpu_and_a_run_without_many_readings_have_no_response_of_their_own(kind: str) -> None:
+    once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
+    plan = scheduled_plan("gpipe")
+    plan = replace(plan, device=replace(plan.device, kind=kind), host_speed=HostSpeed(reference=once))
+    num_steps = 63 if kind == "cuda" else 20
+    ranks = ranks_of(plan, [(0.1 * (1 + i % 2), 0.0) for i in range(num_steps)])
+    for own in ranks:
+        own[:] = [_shifted(replace(x, readings=read(once.times(1 + i % 2))), i) for i, x in enumerate(own)]
+    run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=num_steps))
+    assert run.response is None
 
 
 @pytest.mark.parametrize(("num_hosts", "is_noted"), [(1, True), (2, False)])

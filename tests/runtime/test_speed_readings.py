@@ -11,12 +11,14 @@ import torch
 
 from gplan.core import Action, ActionKind
 from gplan.runtime.recorder import ActionRecorder
+from gplan.runtime.run import speed_readings
 from gplan.runtime.run.speed_readings import SpeedReadings
 from profiler.timing import yardstick
 
 
-def test_a_step_has_the_mean_of_its_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_has_the_readings_since_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [1e9]
+    monkeypatch.setattr(speed_readings, "_now_s", lambda: (now_s[0], now_s[0] - 1e9))  # after the samples of a reading
     readings = SpeedReadings(torch.device("cpu"))
     monkeypatch.setattr(readings._yardstick, "_now", lambda: now_s[0])
     seconds = iter([1e-3, 3e-3, 8e-3])
@@ -25,19 +27,24 @@ def test_a_step_has_the_mean_of_its_readings(monkeypatch: pytest.MonkeyPatch) ->
         found = next(seconds)
         for part in self.parts:
             part.add_clean(found, now_s[0])
+            part.add_clean(3 * found, now_s[0])
+        now_s[0] += 1.0
 
     monkeypatch.setattr(yardstick.Yardstick, "_read", read)
-    assert readings.take() is None
+
+    def taken() -> list[tuple[float, float]]:
+        return [(x.at_s, x.times.compute_s) for x in readings.take()]
+
+    assert taken() == []
     readings.between_actions(0.0)
+    readings.between_actions(0.0)  # not due yet
     now_s[0] += 10.0
     readings.between_actions(0.0)
-    times = readings.take()
-    assert times is not None and times.compute_s == times.memory_s == times.interpreter_s == pytest.approx(2e-3)
+    assert taken() == [(1.0, pytest.approx(2e-3)), (12.0, pytest.approx(6e-3))]
     now_s[0] += 10.0
     readings.between_actions(0.0)
-    times = readings.take()
-    assert times is not None and times.compute_s == pytest.approx(8e-3)
-    assert readings.take() is None
+    assert taken() == [(23.0, pytest.approx(16e-3))]
+    assert taken() == []
 
 
 @pytest.mark.parametrize(("since_s", "num_warmups"), [(1e-4, 4), (1e-2, 12)])
@@ -47,7 +54,8 @@ def test_parts_run_a_few_times_right_after_layers_and_more_often_after_a_wait(si
     readings._yardstick._parts = {name: (partial(calls.append, name), 1) for name in yardstick.PARTS}
     readings.between_actions(since_s)
     assert [len([*run]) for _, run in groupby(calls)] == [num_warmups + 2, 1 + 2, 1 + 2]
-    assert readings.take() is not None
+    (reading,) = readings.take()
+    assert 0.0 <= time.perf_counter() - reading.at_s < 60.0
 
 
 def test_only_backwards_that_did_not_fail_are_followed_by_a_reading() -> None:

@@ -175,24 +175,28 @@ def _run(
 
 
 def _response(plan: Plan, ranks: Sequence[Sequence[StepRecord]], steps: Sequence[int]) -> float | None:
-    """By the actions of these steps and the readings between them; None for that of the profile."""
+    """By the actions of these steps and the readings between them; None on a GPU, which is not shared, and if unknown.
+
+    A kind of work is one action of the schedule: micro-batches can differ, as the first creates gradients.
+    """
     speed = plan.host_speed
     if speed is None or plan.device.kind != "cpu":
         return None
 
     def of_rank(own: Sequence[StepRecord]) -> tuple[list[Series], Series]:
-        passes: dict[tuple[ActionKind, int], list[ActionTiming]] = {}
+        passes: dict[Action, list[ActionTiming]] = {}
         for x in chain.from_iterable(own[i].actions for i in steps):
             if x.action.kind is not ActionKind.OPTIMIZER:
-                passes.setdefault((x.action.kind, x.action.stage), []).append(x)
+                passes.setdefault(x.action, []).append(x)
         readings = [x for i in steps for x in own[i].readings]
         slowdowns = [speed.yardstick_slowdown(x.times, num_devices=len(ranks)) for x in readings]
-        return (
-            [Series([x.busy_s for x in same], [(x.start_s + x.end_s) / 2 for x in same]) for same in passes.values()],
-            Series(slowdowns, [x.at_s for x in readings]),
-        )
+        work = [
+            Series(values=[x.busy_s for x in same], at_s=[(x.start_s + x.end_s) / 2 for x in same])
+            for same in passes.values()
+        ]
+        return work, Series(values=slowdowns, at_s=[x.at_s for x in readings])
 
-    return response_of(map(of_rank, ranks), usual=speed.response)
+    return response_of(map(of_rank, ranks), prior=speed.response)
 
 
 def _core_stretch(

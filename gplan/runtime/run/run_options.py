@@ -56,7 +56,7 @@ class RunOptions:
         return self.save_every is not None and step % self.save_every == 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """The yardstick at one moment of a run."""
 

@@ -28,7 +28,7 @@ class SpeedReadings:
     def __init__(self, device: torch.device) -> None:
         self._clock = CpuClock() if device.type == "cpu" else CudaClock()
         self._samples = defaultdict[str, Samples](Samples)
-        self._ends_s = [time.time()]  # of the readings, which are between two of these moments
+        self._ends_s = [_now_s()]  # the start, then the end of each reading; its samples lie between two of these
         self._yardstick = Yardstick(
             self._clock,
             lambda name: self._samples[name],
@@ -39,16 +39,20 @@ class SpeedReadings:
     def between_actions(self, since_s: float) -> None:
         """Read the yardstick, unless it was read a short time ago; `since_s`: seconds since the last action."""
         if self._yardstick.read_if_due(is_warm=since_s < _STILL_WARM_S):
-            self._ends_s.append(time.time())
+            self._ends_s.append(_now_s())
 
     def take(self) -> tuple[Reading, ...]:
         """The readings since the last call. Waits for the device."""
         self._clock.flush()
-        begun_s = time.time() - time.perf_counter()
         means = [
-            (end_s - begun_s, mean_times([part.between(start_s, end_s) for part in self._yardstick.parts]))
-            for start_s, end_s in pairwise(self._ends_s)
+            (at_s, mean_times([part.between(start_s, end_s) for part in self._yardstick.parts]))
+            for (start_s, _), (end_s, at_s) in pairwise(self._ends_s)
         ]
         self._samples.clear()
         del self._ends_s[:-1]
-        return tuple(Reading(at_s, times) for at_s, times in means if times is not None)
+        return tuple(Reading(at_s=at_s, times=times) for at_s, times in means if times is not None)
+
+
+def _now_s() -> tuple[float, float]:
+    """By the clock of samples, and by that of actions."""
+    return time.time(), time.perf_counter()
