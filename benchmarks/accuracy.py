@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", default=tuple(ENGINES))
     parser.add_argument("--rounds", type=int, default=3, help="over everything")
     parser.add_argument("--steps", type=int, default=16, help="of a run at least")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of a run at least, by its prediction")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of a run at least, by its prediction")
     parser.add_argument("--output", type=Path, default=ROOT / "reports" / "accuracy")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
@@ -164,16 +164,18 @@ def over_rounds(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(table: pd.DataFrame) -> Figure:
-    """Left measured against predicted steps; right the errors of the step by model."""
+    """Left measured against predicted steps; right both errors of the step by model."""
     figure = Figure(figsize=(11, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     models = list(dict.fromkeys(table.model))
     for engine, part in table.groupby("engine"):
         name, marker, colour = ENGINES[str(engine)]
-        look = {"marker": marker, "color": colour, "linestyle": "none", "markersize": 4, "alpha": 0.6, "label": name}
-        left.plot(1e3 * part.predicted_step_s, 1e3 * part.measured_step_s, **look)
+        look = {"marker": marker, "linestyle": "none", "markersize": 4, "alpha": 0.6}
+        left.plot(1e3 * part.predicted_step_s, 1e3 * part.measured_step_s, color=colour, label=name, **look)
         shift = 0.15 if engine == "torch" else -0.15
-        right.plot(100 * part.step_error, [models.index(x) + shift for x in part.model], **look)
+        rows = [models.index(x) + shift for x in part.model]
+        right.plot(100 * part.step_error, rows, color="0.6", label=f"{name}: raw", **look)
+        right.plot(100 * part.equal_speed_error, rows, color=colour, label=f"{name}: at equal host speed", **look)
     ends = [0.8e3 * table.predicted_step_s.min(), 1.2e3 * table.predicted_step_s.max()]
     left.plot(ends, ends, color="0.6", linewidth=0.8)
     left.set(xscale="log", yscale="log", xlabel="predicted step, ms", ylabel="measured step, ms")
@@ -189,6 +191,7 @@ def draw(table: pd.DataFrame) -> Figure:
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     left.legend(frameon=False, loc="upper left")
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=2, frameon=False, fontsize=8)
     return figure
 
 

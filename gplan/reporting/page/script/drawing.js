@@ -228,14 +228,20 @@ function drawAxis({ context, pipeline, layout, view, colour, x }) {
   context.strokeStyle = colour("grid");
   context.fillStyle = colour("faint");
   context.lineWidth = 1;
+  let labelled = -Infinity; // the right end of the last label
   for (let n = Math.ceil(view.from / step); n * step <= view.to; n++) {
     const at = x(n * step);
     context.beginPath();
     context.moveTo(at, layout.title);
     context.lineTo(at, bottom + 4);
     context.stroke();
-    context.textAlign = at > layout.right - 24 ? "right" : at < layout.left + 12 ? "left" : "center";
-    context.fillText(`${((n * step * pipeline.tick) / scale).toFixed(digits)} ${unit}`, at, bottom + 7);
+    const text = `${((n * step * pipeline.tick) / scale).toFixed(digits)} ${unit}`;
+    const { width } = context.measureText(text);
+    const left = at > layout.right - 24 ? at - width : at < layout.left + 12 ? at : at - width / 2;
+    if (left < labelled + 6) continue; // it would overlap
+    labelled = left + width;
+    context.textAlign = "left";
+    context.fillText(text, left, bottom + 7);
   }
   drawThumb({ context, pipeline, layout, view, colour });
 }
