@@ -34,14 +34,18 @@ class HostLoad:
         return max(self.steal_share, self.wait_share) >= LEAST_HEAVY
 
     @property
+    def lost_share(self) -> float:
+        """Both shares together, in the mean over all cores."""
+        return min(1.0, self.steal_share + self.wait_share)
+
+    @property
     def slowdown(self) -> float:
-        """How many times as long work takes that loses both shares of its time, in the mean over all cores.
+        """How many times as long work takes that loses that share of its time.
 
         >>> HostLoad(wait_share=0.5).slowdown
         2.0
         """
-        left = 1.0 - self.steal_share - self.wait_share
-        return 1.0 / left if left > 0.0 else math.inf
+        return 1.0 / (1.0 - self.lost_share) if self.lost_share < 1.0 else math.inf
 
     @property
     def text(self) -> str:

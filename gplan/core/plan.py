@@ -413,7 +413,9 @@ class Run:
     host_speed: tuple[StepSpeed, ...] = ()  # in windows of steps; one rank per process, in the order of ranks
     host_load: HostLoad | None = None  # evidence of other work during the timed steps; None: not measured
     reserved_bytes: tuple[int, ...] = ()  # per device, the peak of what a GPU's allocator reserved; (): not known
-    core_stretch: tuple[float, ...] = ()  # by device: its actions with proven waits for a core over those without
+    core_stretch: tuple[
+        float, ...
+    ] = ()  # by device: its actions with the proven time without a core over those without it
     response: float | None = None  # of the work in this run to the yardstick's slowdown; None: as in the profile
 
     def __post_init__(self) -> None:

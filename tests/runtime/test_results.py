@@ -86,14 +86,21 @@ def test_steps_are_disturbed_only_with_evidence(load: HostLoad, words: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("wait_share", "is_proven"),
-    [(0.0, False), (0.9, True), (0.1, True)],  # no evidence; more than the actions lost; less
+    ("load", "is_proven"),
+    [
+        (HostLoad(), False),
+        (HostLoad(wait_share=0.9), True),  # more than the actions lost
+        (HostLoad(wait_share=0.1), True),  # less
+        (HostLoad(steal_share=0.3, wait_share=0.005), True),  # steal is as good a proof
+    ],
 )
-def test_actions_are_stretched_by_proven_waits(wait_share: float, is_proven: bool) -> None:
-    plan, load = scheduled_plan("gpipe"), HostLoad(wait_share=wait_share)
+def test_actions_are_stretched_by_proven_losses_of_a_core(load: HostLoad, is_proven: bool) -> None:
+    plan = scheduled_plan("gpipe")
     run = run_of(plan, num_steps=8, num_clean=0, load=load)  # on their cores for half of the time
     busy_s = 0.5 * ACTION_S * len(dependency_order(schedule_of(plan)))
-    expected = () if not is_proven else (1.0 + min(busy_s, wait_share * ELAPSED_S) / busy_s,) * 2
+    expected = (
+        () if not is_proven else (1.0 + min(busy_s, (load.steal_share + load.wait_share) * ELAPSED_S) / busy_s,) * 2
+    )
     assert run.core_stretch == pytest.approx(expected)
 
 

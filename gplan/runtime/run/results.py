@@ -202,9 +202,10 @@ def _response(plan: Plan, ranks: Sequence[Sequence[StepRecord]], steps: Sequence
 def _core_stretch(
     plan: Plan, ranks: Sequence[Sequence[StepRecord]], loads: Sequence[HostLoad], chosen: Sequence[int]
 ) -> tuple[float, ...]:
-    """By device the stretch of its actions by waits for a core, as far as the system proves them; () without evidence.
+    """By device the stretch of its actions by the time without a core, as far as the system proves it; () without evidence.
 
-    Waits are a share of the seconds of the device's process, in which the virtual engine runs all devices.
+    It can prove waits for a core and steal, shares of the seconds of the device's process, in which the virtual engine runs
+    all devices.
     """
     if not any(x.is_evidence for x in loads):
         return ()
@@ -212,10 +213,10 @@ def _core_stretch(
     for device in range(plan.num_devices):
         counted_steps = [ranks[device % len(ranks)][i] for i in chosen]
         actions = [x for step in counted_steps for x in step.actions]
-        waited_s = loads[device % len(loads)].wait_share * sum(x.end_s - x.start_s for x in counted_steps)
+        lost_s = loads[device % len(loads)].lost_share * sum(x.end_s - x.start_s for x in counted_steps)
         busy_s = sum(x.busy_s for x in actions)
         off_core_s = max(0.0, sum(x.end_s - x.start_s for x in actions) - busy_s)
-        found.append(1.0 + min(off_core_s, waited_s) / busy_s if busy_s else 1.0)
+        found.append(1.0 + min(off_core_s, lost_s) / busy_s if busy_s else 1.0)
     return tuple(found)
 
 
