@@ -40,7 +40,7 @@ class HostLoad:
 
     @property
     def slowdown(self) -> float:
-        """How many times as long work takes that loses that share of its time.
+        """How many times as long work takes that loses `lost_share` of its time.
 
         >>> HostLoad(wait_share=0.5).slowdown
         2.0

@@ -413,9 +413,7 @@ class Run:
     host_speed: tuple[StepSpeed, ...] = ()  # in windows of steps; one rank per process, in the order of ranks
     host_load: HostLoad | None = None  # evidence of other work during the timed steps; None: not measured
     reserved_bytes: tuple[int, ...] = ()  # per device, the peak of what a GPU's allocator reserved; (): not known
-    core_stretch: tuple[
-        float, ...
-    ] = ()  # by device: its actions with the proven time without a core over those without it
+    core_stretch: tuple[float, ...] = ()  # by device: its actions over what they were without lost time
     response: float | None = None  # of the work in this run to the yardstick's slowdown; None: as in the profile
 
     def __post_init__(self) -> None:
@@ -486,10 +484,11 @@ class Run:
     def window_slowdowns(self) -> tuple[tuple[float, ...], ...]:
         """By window of timed steps, then by device, how many times as long work took as in the profile; () if unknown.
 
-        By the yardstick, which is read while the process has its core, times the proven waits for a core where the
-        profile had none. A device's is the mean of its replicas; one process that runs all devices has one for all.
+        By the yardstick, which is read while the process has its core, times what the proven time without a core added
+        where the profile had none. A device's is the mean of its replicas; one process that runs all devices has one for
+        all.
         """
-        return tuple(map(self._of_devices, zip(*self._rank_slowdowns, strict=True)))
+        return self._by_device(self._rank_slowdowns)
 
     @property
     def device_slowdowns(self) -> tuple[float, ...]:
@@ -504,8 +503,7 @@ class Run:
         """
         speed = self.plan.host_speed
         by_rank = speed.slowdowns(self.timed_speed, rule=update_slowdown_of) if speed is not None else ()
-        windows = map(self._of_devices, zip(*by_rank, strict=True))
-        return tuple(map(fmean, zip(*windows, strict=True)))
+        return tuple(map(fmean, zip(*self._by_device(by_rank), strict=True)))
 
     @property
     def _rank_slowdowns(self) -> tuple[tuple[float, ...], ...]:
@@ -513,15 +511,18 @@ class Run:
         speed = self.reference_speed
         return speed.slowdowns(self.timed_speed) if speed is not None else ()
 
-    def _of_devices(self, by_rank: tuple[float, ...]) -> tuple[float, ...]:
-        """The mean over the replicas of each device, with its waits for a core."""
+    def _by_device(self, by_rank: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+        """By window and device the mean over the device's replicas, with what it lost without a core, of slowdowns by rank."""
         num = self.plan.num_devices
         stretches = self.core_stretch if self.counts_waits else (1.0,) * num
-        return tuple(geometric_mean(by_rank[i % len(by_rank) :: num]) * stretches[i] for i in range(num))
+        return tuple(
+            tuple(geometric_mean(window[i % len(window) :: num]) * stretches[i] for i in range(num))
+            for window in zip(*by_rank, strict=True)
+        )
 
     @property
     def counts_waits(self) -> bool:
-        """Whether waits for a core lengthened the run but not the profile, whose own times may have them otherwise."""
+        """Whether time without a core lengthened the run but not the profile, whose own times may have it otherwise."""
         load = self.plan.host_speed.load if self.plan.host_speed is not None else None
         return bool(self.core_stretch) and load is not None and not load.is_evidence
 

@@ -19,7 +19,6 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gplan.core.host_speed import (
@@ -31,12 +30,12 @@ from gplan.core.host_speed import (
     mean_over_lower_quartile,
     slowdown_of,
 )
+from gplan.core.stage_cost import Floats
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.neighbours import BESIDE_OTHERS
 
 _MOST_SHARE = 0.01  # of the time that readings by `read_if_due` may take
 
-Floats = NDArray[np.float64]
 
 PARTS = ("compute", "memory", "interpreter")
 PAGES = "pages"

@@ -30,7 +30,7 @@ def measured(response: float, *, change: float, seconds: float = 120.0, seed: in
     return work, series(np.arange(0.0, seconds, 0.7), usual_s=1.0, exponent=1.0, noise=NOISE)
 
 
-def every_second(series: Series, step: int) -> Series:
+def every_nth(series: Series, step: int) -> Series:
     """Every so many-th value."""
     return Series(values=series.values[::step], at_s=series.at_s[::step])
 
@@ -59,10 +59,10 @@ def test_a_steady_host_leaves_the_prior(prior: float, seconds: float) -> None:
 
 def test_values_that_tell_nothing() -> None:
     work, readings = measured(1.5, change=1.6)
-    few, far_apart = measured(1.5, change=1.6, seconds=20.0)[1], every_second(readings, 5)
+    few, far_apart = measured(1.5, change=1.6, seconds=20.0)[1], every_nth(readings, 5)
     assert response_of([], prior=PRIOR) is None
     assert response_of([(work, few)], prior=PRIOR) is response_of([(work, far_apart)], prior=PRIOR) is None
-    assert response_of([([every_second(work[0], 30)], readings)], prior=PRIOR) is None
+    assert response_of([([every_nth(work[0], 30)], readings)], prior=PRIOR) is None
     no_time = Series(values=[0.0] * 20, at_s=list(range(20)))
     assert response_of([([no_time, *work], readings)], prior=PRIOR) == response_of([(work, readings)], prior=PRIOR)
 

@@ -21,9 +21,9 @@ from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
-from numpy.typing import NDArray
 
 from gplan.core import Plan
+from gplan.core.stage_cost import Floats
 from gplan.reporting.looks import FAINT, GRID, HATCH, INK, PAPER, Look
 
 _MOST_LISTED = 4
@@ -47,7 +47,6 @@ def stage_text(plan: Plan, stage: int) -> str:
     return f"stage {stage}, device {plan.devices[stage]}" if plan.has_chunks else f"stage {stage}"
 
 
-Floats: TypeAlias = NDArray[np.float64]
 Handle: TypeAlias = Artist | tuple[Artist, ...]
 
 WIDTH_INCHES, HALF_INCHES = 11.0, 5.6

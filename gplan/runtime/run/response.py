@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gplan.core.host_speed import response_within_bounds
-
-Floats: TypeAlias = NDArray[np.float64]
+from gplan.core.stage_cost import Floats
 
 _PRIOR_DEVIATION = 0.4  # of a model's response in a run from that of its profile
 _LAG_EDGES_S = np.arange(0.5, 2.25, 0.25)  # of the ranges of lags
@@ -36,7 +33,7 @@ class Series:
 
     @property
     def logs(self) -> Floats:
-        """Logarithms of the values, at most a factor of 3 from the median, less their mean."""
+        """Logarithms of the values, at most a factor of `_MOST_RATIO` from the median, less their mean."""
         logs, most = np.log(self.values), float(np.log(_MOST_RATIO))
         near = np.clip(logs - np.median(logs), -most, most)
         centred: Floats = near - near.mean()
