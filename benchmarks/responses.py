@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from gplan.core.host_speed import slowdown_of
 from gplan.core.units import seconds_text
 from profiler.host.host_info import keep_freed_memory, processor
-from profiler.timing.yardstick import PARTS, yardstick_parts
+from profiler.timing.yardstick import NUM_WARMUPS, PARTS, yardstick_parts
 
 ROOT = Path(__file__).parent.parent
 LAYERS: Mapping[str, tuple[nn.Module, tuple[int, ...]]] = {
@@ -37,7 +37,6 @@ LAYERS: Mapping[str, tuple[nn.Module, tuple[int, ...]]] = {
     "attention, 12 heads, 128 tokens": (nn.MultiheadAttention(768, 12, batch_first=True), (1, 128, 768)),
 }
 LEAST_WINDOWS = 3
-NUM_WARMUPS = 4  # products before the yardstick's compute, which follows other work
 
 
 def main() -> None:

@@ -42,9 +42,10 @@ class ActionRecorder:
 
     def __init__(self) -> None:
         self.under_way: Action | None = None  # after an error, the action that failed
-        # called between one of `_BEFORE_READINGS` and the next action, with the seconds since the first ended
-        self.between_actions: Callable[[float], object] = lambda _: None
-        self._ended_s: float | None = None  # end of the last action, if it is one of `_BEFORE_READINGS`
+        self.between_actions: Callable[[], object] = lambda: (
+            None
+        )  # called between one of `_BEFORE_READINGS` and the next
+        self._is_before_reading = False  # whether the last action is one of `_BEFORE_READINGS`
         self.heartbeat = Heartbeat()
         self.is_on_gpu = False
         self._noted: list[_Raw] = []
@@ -53,9 +54,9 @@ class ActionRecorder:
 
     def note(self, action: Action) -> AbstractContextManager[None]:
         """Record what runs inside the block. Two blocks in a row of one action, a forward and its loss, count as one."""
-        if self._ended_s is not None:
-            since_s, self._ended_s = time.perf_counter() - self._ended_s, None
-            self.between_actions(since_s)
+        if self._is_before_reading:
+            self._is_before_reading = False
+            self.between_actions()
         self.under_way = action
         self.heartbeat.enter_action(action.kind, action.stage, action.microbatch)
         return self._on_gpu(action) if self.is_on_gpu else _CpuBlock(self, self._noted, action)
@@ -82,8 +83,7 @@ class ActionRecorder:
     def end(self, action: Action) -> None:
         """Mark an action as done."""
         self.under_way = None
-        if action.kind in _BEFORE_READINGS:
-            self._ended_s = time.perf_counter()
+        self._is_before_reading = action.kind in _BEFORE_READINGS
 
     @contextmanager
     def _on_gpu(self, action: Action) -> Iterator[None]:

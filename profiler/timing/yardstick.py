@@ -37,6 +37,8 @@ from profiler.timing.neighbours import BESIDE_OTHERS
 _MOST_SHARE = 0.01  # of the time that readings by `read_if_due` may take
 
 
+NUM_WARMUPS = 14
+"""Products before a reading. After a wait, an update or the gradient of a table, all later ones are as fast as each other."""
 PARTS = ("compute", "memory", "interpreter")
 PAGES = "pages"
 """Work beside the parts, on a CPU: touches every page of the memory that they read.
@@ -50,8 +52,6 @@ SAMPLES = "yardstick/"
 _GPU_READING_S = 5e-3  # about; the host only launches it
 _LEAST_READINGS = 5
 _MOST_READING_S = 0.02  # that counts: an interruption need not put off the next
-_NUM_WARMUPS = 12  # products before a reading: after a wait or an update the twelfth is as fast as the others
-_NUM_WARMUPS_WARM = 4  # right after layers the third is
 _NUM_KEPT = 2  # times of each part in a reading
 _NUM_KEPT_BESIDE = 4  # the same beside other processes
 _NUM_AROUND = 9  # times of a part whose median is the speed of a moment
@@ -161,39 +161,39 @@ class Yardstick:
         """The samples of each part beside other processes."""
         return tuple(self._samples(f"{SAMPLES}{name}{BESIDE_OTHERS}") for name in PARTS)
 
-    def read_if_due(self, *, is_warm: bool = False) -> bool:
+    def read_if_due(self) -> bool:
         """Time every part, unless the last reading was so short a time ago that it took more than its share of it.
 
-        `is_warm`: the core has just run layers. Returns whether it was due.
+        Returns whether it was due.
         """
         is_due = self._now() >= self._next_s
         if is_due:
-            self.read(is_warm=is_warm)
+            self.read()
         return is_due
 
-    def read(self, *, is_warm: bool = False) -> None:
+    def read(self) -> None:
         """Time every part now; the next `read_if_due` waits as after any reading."""
         start_s = self._now()
-        self._read(self.parts, _NUM_KEPT, _NUM_WARMUPS_WARM if is_warm else _NUM_WARMUPS)
+        self._read(self.parts, _NUM_KEPT)
         end_s = self._now()
         self._next_s = end_s + min(max(self._least_s, end_s - start_s), _MOST_READING_S) / self._share
 
     def read_beside(self) -> None:
         """Time every part, while other processes compute."""
-        self._read(self.parts_beside, _NUM_KEPT_BESIDE, _NUM_WARMUPS)
+        self._read(self.parts_beside, _NUM_KEPT_BESIDE)
 
-    def _read(self, samples: Sequence[Samples], num_kept: int, num_warmups: int) -> None:
+    def _read(self, samples: Sequence[Samples], num_kept: int) -> None:
         """Time the parts, one after the other, each some times in a row after a first time that does not count.
 
         Before, the memory that they read is brought back, which takes longer in some processes than in others. A core that
-        did no products for a while comes to its full speed of them only after some. Parts do not take turns: the sums fill
-        the caches, and would slow the product after them.
+        did no products for a while, or only small ones, comes to its full speed of them only after some. Parts do not take
+        turns: the sums fill the caches, and would slow the product after them.
         """
         if PAGES in self._parts:
             _repeat(*self._parts[PAGES])
         for name, of_part in zip(PARTS, samples, strict=True):
             work, count = self._parts[name]
-            _repeat(work, count * (num_warmups if name == "compute" else 1))
+            _repeat(work, count * (NUM_WARMUPS if name == "compute" else 1))
             for _ in range(num_kept):
                 self._clock.time(of_part, _repeat, work, count)
 
@@ -203,7 +203,7 @@ def _repeat(work: Callable[[], object], count: int) -> None:
         work()
 
 
-def mean_times(parts: Sequence[Samples]) -> YardstickTimes | None:
+def mean_of_samples(parts: Sequence[Samples]) -> YardstickTimes | None:
     """The mean of each part; None without readings of all."""
     return _times([fmean(x.clean_s or [0.0]) for x in parts])
 

@@ -22,7 +22,7 @@ from profiler.timing.yardstick import (
     SpeedHistory,
     Yardstick,
     _ones_in_huge_pages,
-    mean_times,
+    mean_of_samples,
     yardstick_parts,
 )
 from tests.profiler.test_clock import Event, Stream
@@ -68,7 +68,7 @@ def test_yardstick_on_a_gpu_does_not_wait_for_it() -> None:
     yardstick.read_if_due()
     assert stream.waits == 0
     clock.flush()
-    times = mean_times(yardstick.parts)
+    times = mean_of_samples(yardstick.parts)
     assert times is not None
     assert (times.compute_s, times.memory_s, times.interpreter_s) == pytest.approx(USUAL_S)
 
@@ -179,7 +179,7 @@ def test_products_run_before_they_are_timed_and_no_part_between_two_of_them(
     calls.clear()
     read(yardstick)
     assert [(name, len([*run])) for name, run in groupby(calls)] == [
-        ("compute", 12 + num_kept),
+        ("compute", 14 + num_kept),
         ("memory", 1 + num_kept),
         ("interpreter", 1 + num_kept),
     ]
@@ -272,7 +272,7 @@ def test_an_interrupted_reading_is_dropped() -> None:
     yardstick.read_if_due()
     # refused samples count in `timing`, as for layers, but not in means of readings
     assert all(x.timing().median_s for x in yardstick.parts)
-    assert mean_times(yardstick.parts) is None
+    assert mean_of_samples(yardstick.parts) is None
 
 
 def test_many_readings_in_one_second_count_as_that_second() -> None:

@@ -10,10 +10,9 @@ import torch
 
 from gplan.runtime.run.run_options import Reading
 from profiler.timing.clock import CpuClock, CudaClock, Samples
-from profiler.timing.yardstick import Yardstick, mean_times, yardstick_parts
+from profiler.timing.yardstick import Yardstick, mean_of_samples, yardstick_parts
 
-_MOST_SHARE = 0.005  # of the time from one reading to the next
-_STILL_WARM_S = 1e-3  # since the last action
+_MOST_SHARE = 0.008  # of the time from one reading to the next
 
 
 class SpeedReadings:
@@ -22,7 +21,7 @@ class SpeedReadings:
     A host can change its speed several times in a step. So a step has many short readings, each right before the action
     that follows a backward, when its gradients are on their way. Before, the rank that waits for them does not compute, and
     if its core and this one share a core of the host, a reading would be too fast. Readings are in no action's time. With
-    the torch engine they lengthen a step by up to `_MOST_SHARE`, and a run of less than half a second by one, 2 to 5 ms.
+    the torch engine they lengthen a step by up to `_MOST_SHARE`, and a run of less than a second by one, 5 to 10 ms.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,16 +35,16 @@ class SpeedReadings:
             share=_MOST_SHARE,
         )
 
-    def between_actions(self, since_s: float) -> None:
-        """Read the yardstick, unless it was read a short time ago; `since_s`: seconds since the last action."""
-        if self._yardstick.read_if_due(is_warm=since_s < _STILL_WARM_S):
+    def between_actions(self) -> None:
+        """Read the yardstick, unless it was read a short time ago."""
+        if self._yardstick.read_if_due():
             self._ends_s.append(_now_s())
 
     def take(self) -> tuple[Reading, ...]:
         """The readings since the last call. Waits for the device."""
         self._clock.flush()
         means = [
-            (at_s, mean_times([part.between(start_s, end_s) for part in self._yardstick.parts]))
+            (at_s, mean_of_samples([part.between(start_s, end_s) for part in self._yardstick.parts]))
             for (start_s, _), (end_s, at_s) in pairwise(self._ends_s)
         ]
         self._samples.clear()
