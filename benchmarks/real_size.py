@@ -183,6 +183,7 @@ def as_text(rows: pd.DataFrame) -> str:
     """The report: the layers' sums, then one line a run, also where a setting was run several times."""
     rows = rows.assign(made=rows.created.str[:16].str.replace("T", " "))
     runs, sums = rows[rows.num_devices > 0], rows[rows.num_devices == 0]
+    days = runs.created.str[:10]
     lines = [
         "# Predicted against measured at the size that people train",
         "",
@@ -194,7 +195,7 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         "Forward, backward, optimizer and peak memory have the raw error of the stage where it is largest.",
         "",
-        *(f"- {device}, {_summary(part)}" for device, part in runs.groupby("device", sort=False)),
+        *(f"- {device}, {day}, {_summary(part)}" for (device, day), part in runs.groupby(["device", days], sort=False)),
         "",
         *_run_table(runs),
         "",
