@@ -196,7 +196,9 @@ def parse_memory(text: str) -> int:
     """
     size = parse_bytes(text)
     if size < 1024 and text.strip().isdecimal():
-        raise UsageError(f"{text!r} is {size} bytes; write it with its unit, such as {text.strip()}GiB")
+        raise UsageError(
+            f"{text!r} is {size} bytes; write it with its unit, such as {text.strip()}GiB or {text.strip()}MiB"
+        )
     return size
 
 

@@ -117,6 +117,24 @@ def test_non_finite_layer_is_noted() -> None:
     )
 
 
+class Masking(Layer):
+    """Makes a mask if it was not given one, and hands it on."""
+
+    def __init__(self, hidden: float) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, ...]:
+        mask = torch.full((2, 2), self.hidden).triu(1) if mask is None else mask
+        return self.inner(mask.softmax(1) @ x), mask
+
+
+def test_a_mask_may_have_infinities_but_no_nan() -> None:
+    assert rehearse(bench_of(Masking(-torch.inf), Masking(0.0))) == ()
+    (note,) = rehearse(bench_of(Masking(torch.nan), Masking(0.0)))
+    assert note.startswith("layer a returns values that are not finite")
+
+
 @pytest.mark.parametrize(
     "error",
     [
