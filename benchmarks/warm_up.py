@@ -1,6 +1,6 @@
 """How many products a core needs before they are at full speed, by the work that it did before.
 
-    python benchmarks/warm_up.py                    8 minutes on one core; writes reports/host-speed/warm-up/
+    python benchmarks/warm_up.py                    4 minutes on one core; writes reports/host-speed/warm-up/
 
 After a training pass of each model, and after a wait, the yardstick's compute is timed many times in a row.
 A reading of the yardstick runs `NUM_WARMUPS` products first; the table says how far one with fewer is off.

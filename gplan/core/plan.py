@@ -484,9 +484,8 @@ class Run:
     def window_slowdowns(self) -> tuple[tuple[float, ...], ...]:
         """By window of timed steps, then by device, how many times as long work took as in the profile; () if unknown.
 
-        By the yardstick, which is read while the process has its core, times what the proven time without a core added
-        where the profile had none. A device's is the mean of its replicas; one process that runs all devices has one for
-        all.
+        By the yardstick, which is read while the process has its core, times `core_stretch` if the profile lost no time.
+        A device's is the mean of its replicas; one process that runs all devices has one for all.
         """
         return self._by_device(self._rank_slowdowns)
 
@@ -512,7 +511,7 @@ class Run:
         return speed.slowdowns(self.timed_speed) if speed is not None else ()
 
     def _by_device(self, by_rank: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
-        """By window and device the mean over the device's replicas, with what it lost without a core, of slowdowns by rank."""
+        """Slowdowns by window and device, from those by rank and window: the mean of a device's replicas, with its stretch."""
         num = self.plan.num_devices
         stretches = self.core_stretch if self.counts_waits else (1.0,) * num
         return tuple(

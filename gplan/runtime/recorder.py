@@ -42,9 +42,8 @@ class ActionRecorder:
 
     def __init__(self) -> None:
         self.under_way: Action | None = None  # after an error, the action that failed
-        self.between_actions: Callable[[], object] = lambda: (
-            None
-        )  # called between one of `_BEFORE_READINGS` and the next
+        # called between one of `_BEFORE_READINGS` and the next action
+        self.between_actions: Callable[[], object] = lambda: None
         self._is_before_reading = False  # whether the last action is one of `_BEFORE_READINGS`
         self.heartbeat = Heartbeat()
         self.is_on_gpu = False

@@ -36,9 +36,8 @@ from profiler.timing.neighbours import BESIDE_OTHERS
 
 _MOST_SHARE = 0.01  # of the time that readings by `read_if_due` may take
 
-
 NUM_WARMUPS = 14
-"""Products before a reading. After a wait, an update or the gradient of a table, all later ones are as fast as each other."""
+"""Products before a reading: then a core has its full speed, also after a wait or work without large products."""
 PARTS = ("compute", "memory", "interpreter")
 PAGES = "pages"
 """Work beside the parts, on a CPU: touches every page of the memory that they read.
