@@ -30,6 +30,7 @@ from gplan.core.precision import Precision
 from gplan.core.profile import ModelId
 from gplan.core.schedule import Timeline
 from gplan.core.stage_cost import Contention, StageCost
+from gplan.core.units import ends_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,9 +157,8 @@ class Stage:
 
     @property
     def layers_text(self) -> str:
-        """The first and the last layer, and how many there are: "embedding … blocks.3 (5)"."""
-        names = self.layer_names
-        return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
+        """The first and the last layer, and how many there are."""
+        return ends_text(self.layer_names)
 
     @property
     def on_device(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Literal, TypeAlias
@@ -255,6 +255,15 @@ def counted(count: int, noun: str) -> str:
     """
     ending = "" if count == 1 else "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{count} {noun}{ending}"
+
+
+def ends_text(names: Sequence[str]) -> str:
+    """The first and the last of some names in order, and how many there are.
+
+    >>> ends_text(["embedding", "blocks.0", "blocks.1"]), ends_text(["head"])
+    ('embedding … blocks.1 (3)', 'head')
+    """
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
 
 
 def pipeline_text(num_stages: int, num_devices: int) -> str:

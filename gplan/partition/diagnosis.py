@@ -165,7 +165,7 @@ def _conflict_text(problem: Problem, conflicting: list[str]) -> str:
     return f"{' and '.join(conflicting)} cannot be satisfied together with {stages}; remove one of them"
 
 
-def _memory_text(problem: Problem, machine: Machine | None) -> str:
+def _memory_text(problem: Problem, machine: Machine | None = None) -> str:
     if machine is None:
         return f"{_size_text(problem.memory_of(0) or 0)} per device"
     if not problem.has_memory_limit and all(device.memory_bytes is None for device in machine.devices):
@@ -221,7 +221,7 @@ def stages_that_fit_text(problem: Problem) -> str:
             word = "was found to fit"
         if does_fit:
             remedy = _remedy(problem, number)
-            return f"with this memory the smallest number of {what} that {word} is {number} ({remedy})"
+            return f"with {_memory_text(problem)} the smallest number of {what} that {word} is {number} ({remedy})"
         if time.perf_counter() > deadline_s:
             return f"no number of {what} up to {number} {word} this memory (larger ones were not tried)"
     if problem.has_chunks:
@@ -234,8 +234,8 @@ def stages_that_fit_text(problem: Problem) -> str:
 
 
 def _remedy(problem: Problem, number: int) -> str:
-    """What to try; without the number of micro-batches it would be another one by default."""
-    return f"try --k {number} --microbatches {problem.num_microbatches}"
+    """What to change; without the number of micro-batches it would be another one by default."""
+    return f"the same command with --k {number} --microbatches {problem.num_microbatches}"
 
 
 def _device_text(tightest: TightestDevice) -> str:

@@ -6,6 +6,7 @@ A model file is first built without weights, which takes almost no memory. It is
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from profiler.capture.capture import capture
 from profiler.capture.sequence import as_sequential
 from profiler.model.data import sample_batch
 from profiler.model.lazy_build import random_state_kept
-from profiler.model.load import ModelFile, ModelTooLargeError, OpenedFile, model_in_memory, open_model_file
+from profiler.model.load import ModelFile, ModelTooLargeError, OpenedFile, lacks_text, model_in_memory, open_model_file
 from profiler.model.memory_budget import headroom
 from profiler.model.model_reference import SettingValue
 from profiler.model.precision import in_precision
@@ -97,7 +98,11 @@ class GivenModel:
         return replace(lazy, notes=(*lazy.notes, note))
 
     def _open(self, reference: str) -> OpenedFile:
-        return open_model_file(reference, settings=self.settings, input_shapes=self.input_shapes)
+        """The imported file; warns of a function that it seems to misspell, before anything is measured."""
+        opened = open_model_file(reference, settings=self.settings, input_shapes=self.input_shapes)
+        for function in opened.misspelled:
+            warnings.warn(lacks_text(opened.name, function, opened.misspelled), stacklevel=2)
+        return opened
 
 
 def num_layers_of(model: str, *, microbatch_size: int) -> int:

@@ -98,6 +98,8 @@ class ModelFile:
             return resize_inputs(self.fixed_inputs, batch_size)
         if "batches" in self.functions:
             return next(self.batches(batch_size))[0]
+        if "batches" in self.misspelled and "example_inputs" not in self.misspelled:
+            raise self._missing("batches")
         raise self._missing("example_inputs", ", or describe the inputs with --input-shape 8,3,224,224")
 
     def identity(self, chain: Chain) -> ModelId:
@@ -214,10 +216,13 @@ class ModelFile:
         return ModelError(f"{self._lacks(function)}; add it{otherwise}:\n{_REMEDIES[function]}")
 
     def _lacks(self, function: str) -> str:
-        similar = self.misspelled.get(function)
-        return f"{self.name} defines no {function}" + (
-            f", but {similar} (rename it, if that is meant)" if similar else ""
-        )
+        return lacks_text(self.name, function, self.misspelled)
+
+
+def lacks_text(file: str, function: str, misspelled: Mapping[str, str]) -> str:
+    """That the file does not define the function, and the name in it that may be a misspelling of it."""
+    similar = misspelled.get(function)
+    return f"{file} defines no {function}" + (f", but {similar} (rename it, if that is meant)" if similar else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Time layers in rounds: all layers forward, the loss, all layers backward, so that caches and clocks are as in a step.
 
-Each round also runs all layers as one stage, and all layers beside other processes (contention). Every other round runs
-the user's model and a recomputed stage; the rounds between run a backward that creates gradients, and the two halves of a
-split backward. Sampling ends when the standard errors of every relevant median and of the sum of the layers are small.
+Each round also runs all layers as one stage, the user's model, and all layers beside other processes (contention). Every
+other round runs a recomputed stage; the rounds between run a backward that creates gradients, and the two halves of a split
+backward. Sampling ends when the standard errors of every relevant median and of the sum of the layers are small.
 `Corrections` turns the time of a layer on its own into its time within a stage.
 """
 
@@ -231,8 +231,9 @@ class TimingRounds:
             added = RoundSamples(self._samples)
             self.layer_round(added, between=self._read_yardstick)
             self._stage_round(added, "stage", self._bench.stage)
+            self._whole_model_round()
             if index % 2 == 0:
-                self._whole_model_round(added)
+                self._recomputed_round(added)
             else:
                 self._first_round()
                 if self._splits_backward:
@@ -267,14 +268,17 @@ class TimingRounds:
             self._clock.flush()
             rounds += 1
 
-    def _whole_model_round(self, samples: Callable[[str], Samples]) -> None:
-        """The user's model, and all layers as one stage with recompute."""
+    def _whole_model_round(self) -> None:
+        """The user's model."""
         if self._bench.whole is not None:
             self._read_yardstick()
-            loss = self._clock.time(samples("whole/forward"), self._bench.whole)
+            loss = self._clock.time(self._samples("whole/forward"), self._bench.whole)
             if loss.requires_grad:
                 self._read_yardstick()
-                self._clock.time(samples("whole/backward"), loss.backward)
+                self._clock.time(self._samples("whole/backward"), loss.backward)
+
+    def _recomputed_round(self, samples: Callable[[str], Samples]) -> None:
+        """All layers as one stage with recompute."""
         again = partial(self._timed_again, samples("recomputed/again"))
         self._stage_round(
             samples,

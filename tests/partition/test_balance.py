@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.core import Device, Link, Machine, MachineDevice
+from gplan.core import Constraints, Device, Link, Machine, MachineDevice
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.partition.balance import balance
 from gplan.schedules.registry import canonical, make_schedule, num_stages_of
@@ -72,6 +72,11 @@ def test_every_solver_says_the_same_when_nothing_fits(solver: str, minimize: str
         ({"schedule": "2f2b"}, "schedule '2f2b' is not known; expected one of gpipe, 1f1b"),
         ({"recompute": "maybe"}, "recompute 'maybe' is not known; expected one of never, always, except-last"),
         ({"minimize": "cost"}, "minimize 'cost' is not known; expected one of step-time, max-stage"),
+        (
+            {"constraints": Constraints(cut_after=("aa",))},
+            "the profile has no layer 'aa'; expected one of its 6 layers, such as a (",
+        ),
+        ({"constraints": Constraints(cut_after=("zz",))}, "expected one of its 6 layers, such as a, b, c, d, e ("),
         ({"solver": "luck"}, "solver 'luck' is not known; expected one of auto, dp, milp, cbc"),
     ],
 )

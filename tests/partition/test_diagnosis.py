@@ -53,7 +53,7 @@ def test_the_message_names_the_device_that_is_full_with_all_its_stages() -> None
         "the smallest memory that fits is 3.91 KiB (4000 bytes), for device 0, which has stages 0 and 2 (peak in the forward of micro-batch 0 in stage 2)"
         in text
     )
-    assert "the smallest number of devices that fits is 4 (try --k 4 --microbatches 1)" in text
+    assert "the smallest number of devices that fits is 4 (the same command with --k 4 --microbatches 1)" in text
 
 
 def unsettled(monkeypatch: pytest.MonkeyPatch, known: Incumbent) -> Problem:
@@ -86,8 +86,11 @@ def test_whether_anything_fits_is_not_known_where_the_search_settles_neither(
 @pytest.mark.parametrize(
     ("answers", "told"),
     [
-        ([False, True], "the smallest number of devices that fits is 2 (try --k 2 --microbatches 1)"),
-        ([None, True], "the smallest number of devices that was found to fit is 2 (try --k 2 --microbatches 1)"),
+        ([False, True], "the smallest number of devices that fits is 2 (the same command with --k 2 --microbatches 1)"),
+        (
+            [None, True],
+            "the smallest number of devices that was found to fit is 2 (the same command with --k 2 --microbatches 1)",
+        ),
         ([False, False], "no number of devices fits this memory;"),
         ([False, None], "no number of devices was found to fit this memory in time;"),
     ],
@@ -120,7 +123,7 @@ def test_the_message_names_the_smallest_memory_the_stage_and_the_smallest_k() ->
         "the smallest memory that fits is 3.91 KiB (4000 bytes), for stage 0 (layers a to d, peak in the forward of micro-batch 0)"
         in text
     )
-    assert "the smallest number of stages that fits is 4 (try --k 4 --microbatches 1)" in text
+    assert "the smallest number of stages that fits is 4 (the same command with --k 4 --microbatches 1)" in text
 
 
 def test_the_smallest_k_may_be_smaller_than_the_one_asked_for() -> None:

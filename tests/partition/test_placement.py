@@ -126,7 +126,10 @@ def test_small_machine_error_names_memory_and_stages() -> None:
     assert "the smallest memory per device that fits is 11.7 KiB (12000 bytes), for stage 0 (layers a to f," in error(
         6, 1
     )
-    assert "on this machine the smallest number of stages that fits is 3 (try --k 3 --microbatches 1)" in error(6, 1)
+    assert (
+        "on this machine the smallest number of stages that fits is 3 (the same command with --k 3 --microbatches 1)"
+        in error(6, 1)
+    )
     assert "no number of stages up to 4 fits the machine" in error(8, 4)
 
 

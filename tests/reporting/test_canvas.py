@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gplan.core.units import counted
-from gplan.reporting.charts.canvas import blank_figure, boxes, layers_text, pens, shortened, to_svg, tooltip
+from gplan.reporting.charts.canvas import blank_figure, boxes, pens, shortened, to_svg, tooltip
 from gplan.reporting.charts.pipeline_chart import pipeline_chart
 from gplan.reporting.looks import Look
 from tests.reporting.subjects import make_plan
@@ -34,7 +34,6 @@ def test_counts_agree_with_their_noun() -> None:
         "2 layers",
         "0 micro-batches",
     ]
-    assert layers_text(3, 4) == "layer 3"
 
 
 def test_boxes_without_data_draw_nothing() -> None:

@@ -218,7 +218,7 @@ def test_a_split_backward_is_two_parts_of_a_stages_cost() -> None:
 
 def test_stages_say_their_device_where_a_device_has_several() -> None:
     labels = partition_chart(make_scheduled_plan("zb-v")).axes[1].get_yticklabels()
-    assert labels[2].get_text() == "stage 2, device 1\nlayers 4–5"
+    assert labels[2].get_text() == "stage 2, device 1\ne … f (2)"
 
 
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b:2", "zb-v"])

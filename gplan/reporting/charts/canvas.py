@@ -158,16 +158,6 @@ def shortened(name: str, longest: int) -> str:
     return f"…{tail}"
 
 
-def layers_text(first_layer: int, end_layer: int) -> str:
-    """The layers [first_layer, end_layer) in words.
-
-    >>> layers_text(4, 7), layers_text(4, 5)
-    ('layers 4–6', 'layer 4')
-    """
-    last = end_layer - 1
-    return f"layer {last}" if first_layer == last else f"layers {first_layer}–{last}"
-
-
 def to_png(figure: Figure) -> bytes:
     """The figure as a PNG file."""
     content = io.BytesIO()

@@ -14,11 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from gplan.core import ActionKind, Plan, Run
-from gplan.core.units import counted, pipeline_text, seconds_axis, seconds_text
+from gplan.core.units import counted, ends_text, pipeline_text, seconds_axis, seconds_text
 from gplan.reporting.charts.canvas import (
     blank_figure,
     headline,
-    layers_text,
     legend,
     note,
     shortened,
@@ -115,7 +114,8 @@ def _draw_stages(axes: Axes, plan: Plan, stages: pd.DataFrame) -> None:
             note(axes, end, y, label, xytext=(4, 0), va="center", fontsize=8.5, color=colour)
     _mark_even_share(axes, stages, scale=scale)
     predicted = stages[stages["side"] == PREDICTED]
-    names = [f"{stage_text(plan, x.index)}\n{layers_text(x.first_layer, x.end_layer)}" for x in plan.stages]
+    shorter = [[shortened(name, _LONGEST_UPRIGHT) for name in x.layer_names] for x in plan.stages]
+    names = [f"{stage_text(plan, i)}\n{ends_text(layers)}" for i, layers in enumerate(shorter)]
     axes.set_yticks(predicted["stage"], names)
     axes.set(ylim=(len(predicted) - 0.5, -0.5), xlim=(0, 1.22 * float(stages["load_s"].max()) / scale or 1.0))
     axes.set_xlabel(f"{unit} per micro-batch")

@@ -14,7 +14,6 @@ from statistics import median
 
 from gplan.core import Idle, IdleCause, Plan, Span, Timeline, Transfer
 from gplan.core.units import bytes_text, percent_text, seconds_text
-from gplan.reporting.charts.canvas import layers_text
 from gplan.reporting.looks import ACTIONS, COMMUNICATION, IDLE, NEUTRALS, shades_of
 from gplan.reporting.subject import PREDICTED, Subject, plan_of, side_text, timelines_of
 from gplan.simulation.bubble import idle_pieces
@@ -118,8 +117,6 @@ def _flat(pieces: Iterable[tuple[int, ...]]) -> list[int]:
 def _stages(plan: Plan) -> Iterator[list[object]]:
     """Of each stage: its device, its layers in words, and the bytes that it sends forward and back."""
     for stage in plan.stages:
-        names = " … ".join(dict.fromkeys((stage.layer_names[0], stage.layer_names[-1])))
         sent = bytes_text(stage.cost.activation_bytes)
         back = bytes_text(plan.stages[stage.index - 1].cost.gradient_bytes) if stage.index else ""
-        words = f"{layers_text(stage.first_layer, stage.end_layer)}: {names}"
-        yield [plan.devices[stage.index], words, sent, back]
+        yield [plan.devices[stage.index], stage.layers_text, sent, back]

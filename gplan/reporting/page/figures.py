@@ -8,7 +8,7 @@ from html import escape
 
 from gplan.core import ActionKind, IdleCause, Plan, Stage, Timeline
 from gplan.core.units import bytes_text, counted, seconds_text
-from gplan.reporting.charts.canvas import layers_text, shortened
+from gplan.reporting.charts.canvas import shortened
 from gplan.reporting.charts.draw import Drawing
 from gplan.reporting.charts.pipeline_chart import shown_looks
 from gplan.reporting.looks import ACTIONS, COMMUNICATION, IDLE, NEUTRALS, shades_of
@@ -153,9 +153,8 @@ def _block(plan: Plan, stage: Stage, all_s: float) -> str:
     grow = sum(max(least_s, time_s) for _, time_s in _layers(plan, stage)) / (all_s or 1.0)
     share = f" ({100 * own_s / all_s:.0f} %)" if all_s else ""
     layers = "".join(_layer(words, max(least_s, time_s) / (all_s or 1.0)) for words, time_s in _layers(plan, stage))
-    ends = " … ".join(dict.fromkeys((stage.layer_names[0], stage.layer_names[-1])))
     words = "\n".join(
-        (f"stage {stage.index} on device {plan.devices[stage.index]}", f"{_stage_text(stage)}: {ends}",
+        (f"stage {stage.index} on device {plan.devices[stage.index]}", stage.layers_text,
          f"{seconds_text(own_s)} per micro-batch{share}", *_cut_words(plan, stage))
     )  # fmt: skip
     return (
@@ -183,10 +182,6 @@ def _layers(plan: Plan, stage: Stage) -> Iterator[tuple[str, float]]:
 def _stage_s(plan: Plan, stage: Stage) -> float:
     """Seconds of all layers of a stage for one micro-batch."""
     return sum(map(sum, plan.layer_times_s(stage)))
-
-
-def _stage_text(stage: Stage) -> str:
-    return f"{counted(stage.num_layers, 'layer')}, {layers_text(stage.first_layer, stage.end_layer).split(' ')[1]}"
 
 
 def _cut_words(plan: Plan, stage: Stage) -> tuple[str, ...]:

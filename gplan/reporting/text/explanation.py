@@ -25,11 +25,13 @@ from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns
 from gplan.reporting.text.plan import setting_text
 from gplan.schedules.registry import make_schedule, schedule_info
 
-SAME_DEVICES: tuple[OptionKind, ...] = (
-    "same", "no constraints", "smaller microbatches", "more microbatches", "schedule", "recompute",
-)  # fmt: skip
-OTHER_DEVICES: tuple[OptionKind, ...] = ("more memory", "more devices", "faster link")
-FEWER_DEVICES: tuple[OptionKind, ...] = ("fewer devices",)
+_PLACES: dict[str, tuple[OptionKind, ...]] = {
+    "on the same devices": ("same", "no constraints", "smaller microbatches", "schedule", "recompute"),
+    "with another batch": ("more microbatches",),
+    "with other hardware": ("more memory", "more devices", "faster link"),
+    "with less": ("fewer devices",),
+}
+"""The options among which the headline names the best one, from those that cost nothing on."""
 _LEAST_GAIN = 0.001  # of the rate, to be named as what would help
 
 
@@ -180,12 +182,11 @@ def _share_text(seconds: float | None, step_s: float) -> str:
 
 
 def _help(explanation: Explanation) -> str:
-    """The best option on the same devices, the best with others, and the one with fewer devices if that is better."""
+    """The best option of each place that is better than the plan."""
     if explanation.options[0].outcome is None:
         return f"What would help is not known: {explanation.options[0].reason}."
     parts = []
-    places = {"on the same devices": SAME_DEVICES, "with other hardware": OTHER_DEVICES, "with less": FEWER_DEVICES}
-    for where, kinds in places.items():
+    for where, kinds in _PLACES.items():
         option = _best(explanation, kinds)
         if option is not None and option.outcome is not None:
             gain = percent_text(option.outcome.samples_per_s / explanation.samples_per_s - 1, signed=True)

@@ -79,7 +79,9 @@ class FittedTable:
         if self.below:
             yield Text(self.below, style="dim")
         if left_out:
-            yield Text(f"left out in {options.max_width} columns: {', '.join(left_out)}", style="dim")
+            width = options.max_width
+            text = f"left out in {width} columns: {', '.join(left_out)} (COLUMNS={2 * width} shows more)"
+            yield Text(text, style="dim")
 
     def _widths(self) -> list[int]:
         """The widths of all columns, wide enough for the heads of their groups."""

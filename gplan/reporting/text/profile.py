@@ -340,7 +340,7 @@ def _speed_text(speed: HostSpeed) -> str:
     what = "host speed during the profile"
     if not phases:
         return f"{what}: measured too seldom to tell"
-    return f"{what}: {factors_text(min(phases), max(phases))} times the speed that the times above are for"
+    return f"{what}: {factors_text(min(phases), max(phases))}, where 1 is the speed that the times above are for"
 
 
 def _left_out_text(profile: Profile) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 from statistics import fmean
@@ -148,7 +148,8 @@ def _run(
     load = largest_load(loads)
     timed = range(options.num_warmup_steps, len(step_s))
     first_replica = ranks[: plan.num_devices]
-    settled = _enough([i for i in timed if not any(_is_growing(own[i]) for own in first_replica)], timed)
+    growing = {i for i in timed if any(_is_growing(own[i]) for own in first_replica)}
+    settled = _enough([i for i in timed if i not in growing], timed)
     clean = [i for i in settled if _is_clean([x for own in ranks for x in own[i].actions])]
     chosen, num_disturbed = _enough(clean, settled), len(settled) - len(clean)
     return Run(
@@ -166,7 +167,7 @@ def _run(
         check=check,
         created=now_text(),
         versions=software_versions(),
-        notes=(*_notes_on_steps(settled, len(chosen), num_disturbed, options, load), *notes),
+        notes=(*_notes_on_steps(settled, chosen, num_disturbed, growing, options, load), *notes),
         host_speed=tuple(_speed_windows(ranks, timed, settled)),
         host_load=load,
         core_stretch=_core_stretch(plan, ranks, loads, chosen),
@@ -238,12 +239,23 @@ def _speed_windows(ranks: Sequence[Sequence[StepRecord]], timed: range, settled:
 
 
 def _notes_on_steps(
-    settled: Sequence[int], num_counted: int, num_disturbed: int, options: RunOptions, load: HostLoad | None
+    settled: Sequence[int],
+    chosen: Sequence[int],
+    num_disturbed: int,
+    growing: Set[int],
+    options: RunOptions,
+    load: HostLoad | None,
 ) -> tuple[str, ...]:
-    """Note a missing warm-up, and disturbed steps that count."""
+    """Note a missing warm-up, and steps that count although they were disturbed or the memory still grew in them."""
     found: list[str] = []
+    num_counted, num_growing = len(chosen), len(growing & set(chosen))
     if not options.num_warmup_steps:
         found.append("too few steps for a warm-up: first-time costs and the reading of memory are in the times")
+    if num_growing:
+        found.append(
+            f"steps that count although the memory of a process still grew in them: {num_growing} of {num_counted}, as too few "
+            "were without; their actions, the optimizer's above all, take longer than later ones; run again with more --steps"
+        )
     if num_disturbed > len(settled) - num_counted:
         found.append(
             f"steps that count although they were {interruption_text(load)}: {num_disturbed} of {num_counted}, as too few were "

@@ -29,13 +29,29 @@ def test_where_all_fits_all_is_shown() -> None:
 
 def test_the_most_spare_column_goes_first_and_is_named_below() -> None:
     lines = printed(table("blocks.1"), width=25)
-    assert lines == ["t", "layer       spare", "blocks.1  1.23 ms", "left out in 25 columns:", "most spare"]
+    assert lines == [
+        "t",
+        "layer       spare",
+        "blocks.1  1.23 ms",
+        "left out in 25 columns:",
+        "most spare (COLUMNS=50",
+        "shows more)",
+    ]
 
 
 def test_columns_of_one_key_go_together() -> None:
     columns = (NAME, Column(key="spread", title="±"), Column(key="kept"), Column(key="spread", title="±"))
     wide = FittedTable(title="t", columns=columns, lines=(Line(cells=("a", "1 %", "2 ms", "3 %")),), spare=("spread",))
-    assert printed(wide, width=12) == ["t", "layer  kept", "a      2 ms", "left out in", "12 columns:", "spread"]
+    assert printed(wide, width=12) == [
+        "t",
+        "layer  kept",
+        "a      2 ms",
+        "left out in",
+        "12 columns:",
+        "spread",
+        "(COLUMNS=24",
+        "shows more)",
+    ]
 
 
 def test_the_name_takes_the_longest_form_that_fits() -> None:
