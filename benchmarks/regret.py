@@ -8,7 +8,9 @@
 Each model is profiled once; then its cuts run in turns, every second round in reverse order, so that drift of the
 host hits all alike. A cut's time is the smallest of its rounds' median steps, as disturbances only ever add. Regret: the
 chosen cut's time over the best one's, less 1; how far a cut's two smallest rounds are apart says how much of that is
-noise. A second regret is by the median of the rounds' steps, each at equal host speed. At real size the rounds that are there are not run again, so more of them are added by --rounds 4.
+noise. A second regret is by the median of the rounds' steps, each at equal host speed. At real size the profiles are
+those that benchmarks/real_size.py keeps. Rounds that were run with them are not run again: --rounds 4 adds two. A profile
+of another day starts a new measurement, with its own row in the table. --rounds 0 writes table and chart anew.
 """
 
 from __future__ import annotations
@@ -95,23 +97,28 @@ def main() -> None:
     folder = options.output or ROOT / "reports" / "regret" / ("real-size" if options.real_size else "")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "regret.csv"
-    rows = pd.read_csv(path) if options.real_size and path.exists() else pd.DataFrame({"model": [], "round": []})
-    for case in cases:
-        there = rows[rows.model == case.name]
-        for found in measured(case, range(there["round"].nunique(), options.rounds), options.steps):
+    rows = (
+        pd.read_csv(path)
+        if options.real_size and path.exists()
+        else pd.DataFrame({"model": [], "round": [], "created": []})
+    )
+    for case in cases if options.rounds else []:
+        profile = case.profile()
+        there = rows[(rows.model == case.name) & (rows.created == profile.created[:10])]
+        for found in measured(case, profile, range(there["round"].nunique(), options.rounds), options.steps):
             rows = pd.concat([rows, found], ignore_index=True)
             rows.to_csv(path, index=False)
-    tables = [by_cut(part) for _, part in rows.groupby("model", sort=False)]
-    draw(tables).savefig(folder / "regret.png", dpi=150)
+    tables = [by_cut(part) for _, part in rows.groupby(["model", "created"], sort=False)]
+    newest = {table.model[0]: table for table in sorted(tables, key=lambda x: x.created[0])}
+    draw([x for x in tables if x is newest[x.model[0]]]).savefig(folder / "regret.png", dpi=150)
     (folder / "README.md").write_text(as_text(tables, options))
     print((folder / "README.md").read_text())
 
 
-def measured(case: Case, rounds: range, num_steps: int) -> Iterator[pd.DataFrame]:
+def measured(case: Case, profile: Profile, rounds: range, num_steps: int) -> Iterator[pd.DataFrame]:
     """For each round one row for each cut of a model."""
     if not rounds:
         return
-    profile = case.profile()
     chosen = case.planned(profile)
     plans = [case.planned(profile, cut) for cut in case.cuts(profile, chosen)]
     for number in rounds:
@@ -129,7 +136,7 @@ def measured(case: Case, rounds: range, num_steps: int) -> Iterator[pd.DataFrame
                 "num_counted": run.num_counted,
                 "num_disturbed": run.num_disturbed,
                 "device": profile.device.name,
-                "created": run.created[:10],
+                "created": profile.created[:10],
                 "torch": dict(run.versions)["torch"],
             }
             print(case.name, number, row["cut_after"], seconds_text(run.timeline.step_s), flush=True)
@@ -177,14 +184,14 @@ def draw(tables: list[pd.DataFrame]) -> Figure:
 
 def as_text(tables: list[pd.DataFrame], options: argparse.Namespace) -> str:
     """The regret of each model's chosen cut, and how it was measured."""
-    first = tables[0].iloc[0]
-    head = "| model | cuts | rounds | chosen: after | measured | best measured: after | measured | regret | two rounds apart | rank correlation | regret at equal host speed |"
-    lines = [head, "|" + "---|" * 11]
+    devices, versions = (", ".join(dict.fromkeys(x[column].iloc[0] for x in tables)) for column in ("device", "torch"))
+    head = "| model | profiled on | cuts | rounds | chosen: after | measured | best measured: after | measured | regret | two rounds apart | rank correlation | regret at equal host speed |"
+    lines = [head, "|" + "---|" * 12]
     for table in tables:
         chosen, best = table[table.is_chosen].iloc[0], table.iloc[table.measured_s.argmin()]
         rank = rank_correlation(list(table.predicted_s), list(table.measured_s))
         lines.append(
-            f"| {chosen.model} | {len(table)} | {chosen.rounds} | {chosen.cut_after} | {seconds_text(chosen.measured_s)} | {best.cut_after} | "
+            f"| {chosen.model} | {chosen.created} | {len(table)} | {chosen.rounds} | {chosen.cut_after} | {seconds_text(chosen.measured_s)} | {best.cut_after} | "
             f"{seconds_text(best.measured_s)} | {percent_text(chosen.measured_s / best.measured_s - 1)} | "
             f"{percent_text(median(table.rounds_apart))} | {rank:.2f} | {equal_speed_text(table)} |"
         )
@@ -193,11 +200,11 @@ def as_text(tables: list[pd.DataFrame], options: argparse.Namespace) -> str:
             f"# {'Cuts around the chosen one at real size' if options.real_size else 'Every cut of four models'}, measured\n",
             f"`python benchmarks/regret.py{' --real-size' if options.real_size else ''}`: K = 2 on two processes, GPipe, "
             f"M = {NUM_MICROBATCHES} micro-batches of {1 if options.real_size else MICROBATCH_SIZE}, rounds of "
-            f"{options.steps} steps over the cuts, every second one in reverse order; all are in regret.csv. "
-            f"{first.device}; torch {first.torch}; {first.created}. Regret is the chosen cut's measured step over the "
+            "8 to 10 steps over the cuts, every second one in reverse order; all are in regret.csv. "
+            f"{devices}; torch {versions}. Regret is the chosen cut's measured step over the "
             "best measured one's, less 1, by the smallest step of the rounds; *two rounds apart* is the median over the cuts "
             "of what a cut's two smallest rounds differ by. The last column is by the median of the rounds' steps, each at the "
-            "speed that the host had in the profile.\n",
+            "speed that the host had in the profile. The chart shows the newest measurement of each model.\n",
             *lines,
             "\n![every cut](regret.png)\n",
         ]

@@ -52,7 +52,7 @@ def check_constraints(constraints: Constraints, profile: Profile, *, num_stages:
     pairs = [x for pair in constraints.keep_together for x in pair]
     for name in (*constraints.cut_after, *pairs, *(x.layer for x in constraints.pins)):
         if name not in names:
-            raise UsageError(f"the profile has no layer {name!r}; expected one of {_like_text(name, names)}")
+            raise UsageError(f"the profile has no layer {name!r}; expected one of {_similar_names_text(name, names)}")
     for first, last in constraints.keep_together:
         if names.index(first) > names.index(last):
             raise UsageError(
@@ -65,14 +65,14 @@ def check_constraints(constraints: Constraints, profile: Profile, *, num_stages:
         raise UsageError(f"{names[-1]} is the last layer; there is nothing to cut off after it")
 
 
-def _like_text(name: str, names: Sequence[str]) -> str:
-    """The names most similar to a mistyped one, or the first few, and how many there are."""
+def _similar_names_text(name: str, names: Sequence[str]) -> str:
+    """The layers to choose from: all of a few; else their number, with those most similar to `name` or the first five."""
     from difflib import get_close_matches
 
     like = get_close_matches(name, names, n=5, cutoff=0.6) or names[:5]
     if len(names) == len(like):
         return ", ".join(names)
-    return f"its {len(names)} layers, such as {', '.join(like)} (`gplan show` with the profile lists all)"
+    return f"its {len(names)} layers, such as {', '.join(like)} (`gplan show --all` lists them)"
 
 
 def constraint_options(constraints: Constraints) -> Iterator[tuple[str, Constraints]]:

@@ -215,27 +215,27 @@ def _machine_stages_text(problem: Problem, machine: Machine) -> str:
 def stages_that_fit_text(problem: Problem) -> str:
     """The smallest number of stages, or of devices, for which the problem has a plan; as a remedy."""
     what = "devices" if problem.has_chunks else "stages"
-    deadline_s, word = time.perf_counter() + _SEARCH_S, "fits"
+    deadline_s, word, memory = time.perf_counter() + _SEARCH_S, "fits", _memory_text(problem)
     for number, does_fit in enumerate(feasibility_by_num_devices(problem), start=1):
         if does_fit is None:
             word = "was found to fit"
         if does_fit:
             remedy = _remedy(problem, number)
-            return f"with {_memory_text(problem)} the smallest number of {what} that {word} is {number} ({remedy})"
+            return f"with {memory} the smallest number of {what} that {word} is {number} ({remedy})"
         if time.perf_counter() > deadline_s:
-            return f"no number of {what} up to {number} {word} this memory (larger ones were not tried)"
+            return f"no number of {what} up to {number} {word} {memory} (larger ones were not tried)"
     if problem.has_chunks:
-        return f"no number of devices {word} this memory{'' if word == 'fits' else ' in time'}"
+        return f"no number of devices {word} {memory}{'' if word == 'fits' else ' in time'}"
     stage, peak_bytes = _tightest_stage(replace(problem, num_stages=problem.num_layers))
     return (
-        "no number of stages fits this memory: with one layer per stage, "
+        f"no number of stages fits {memory}: with one layer per stage, "
         f"stage {stage.index} ({_layers_text(stage)}) needs {_size_text(peak_bytes)}"
     )
 
 
 def _remedy(problem: Problem, number: int) -> str:
     """What to change; without the number of micro-batches it would be another one by default."""
-    return f"the same command with --k {number} --microbatches {problem.num_microbatches}"
+    return f"run the same command with --k {number} --microbatches {problem.num_microbatches}"
 
 
 def _device_text(tightest: TightestDevice) -> str:

@@ -100,8 +100,8 @@ class GivenModel:
     def _open(self, reference: str) -> OpenedFile:
         """The imported file; warns of a function that it seems to misspell, before anything is measured."""
         opened = open_model_file(reference, settings=self.settings, input_shapes=self.input_shapes)
-        for function in opened.misspelled:
-            warnings.warn(lacks_text(opened.name, function, opened.misspelled), stacklevel=2)
+        for function, similar in opened.misspelled.items():
+            warnings.warn(lacks_text(opened.name, function, similar), stacklevel=2)
         return opened
 
 

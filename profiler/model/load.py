@@ -213,15 +213,15 @@ class ModelFile:
         return value
 
     def _missing(self, function: str, otherwise: str = "") -> ModelError:
-        return ModelError(f"{self._lacks(function)}; add it{otherwise}:\n{_REMEDIES[function]}")
+        add = f"otherwise add {function}" if function in self.misspelled else "add it"
+        return ModelError(f"{self._lacks(function)}; {add}{otherwise}:\n{_REMEDIES[function]}")
 
     def _lacks(self, function: str) -> str:
-        return lacks_text(self.name, function, self.misspelled)
+        return lacks_text(self.name, function, self.misspelled.get(function))
 
 
-def lacks_text(file: str, function: str, misspelled: Mapping[str, str]) -> str:
-    """That the file does not define the function, and the name in it that may be a misspelling of it."""
-    similar = misspelled.get(function)
+def lacks_text(file: str, function: str, similar: str | None) -> str:
+    """States that the file lacks the function, and names a function in it that may be a misspelling."""
     return f"{file} defines no {function}" + (f", but {similar} (rename it, if that is meant)" if similar else "")
 
 
@@ -288,6 +288,7 @@ def open_model_file(
         if "batches" in bound:
             raise UsageError(f"--input-shape {input_shapes}: {reference} defines batches, which have inputs; omit it")
         bound.pop("example_inputs", None)
+    needed = [x for x in _FUNCTIONS if x != "example_inputs" or input_shapes is None]
     return OpenedFile(
         name=reference,
         target=target,
@@ -295,7 +296,7 @@ def open_model_file(
         functions=bound,
         input_shapes=input_shapes,
         loss_reduction=_checked_reduction(getattr(module, "loss_reduction", None), reference),
-        misspelled={x: y for x in _FUNCTIONS if x not in functions and (y := similar_name(x, module))},
+        misspelled={x: y for x in needed if x not in functions and (y := similar_name(x, module))},
     )
 
 

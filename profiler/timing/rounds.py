@@ -1,6 +1,6 @@
 """Time layers in rounds: all layers forward, the loss, all layers backward, so that caches and clocks are as in a step.
 
-Each round also runs all layers as one stage, the user's model, and all layers beside other processes (contention). Every
+Each round also runs the user's model, all layers as one stage, and all layers beside other processes (contention). Every
 other round runs a recomputed stage; the rounds between run a backward that creates gradients, and the two halves of a split
 backward. Sampling ends when the standard errors of every relevant median and of the sum of the layers are small.
 `Corrections` turns the time of a layer on its own into its time within a stage.
@@ -269,7 +269,7 @@ class TimingRounds:
             rounds += 1
 
     def _whole_model_round(self) -> None:
-        """The user's model."""
+        """Forward and backward of the user's model."""
         if self._bench.whole is not None:
             self._read_yardstick()
             loss = self._clock.time(self._samples("whole/forward"), self._bench.whole)
@@ -278,7 +278,7 @@ class TimingRounds:
                 self._clock.time(self._samples("whole/backward"), loss.backward)
 
     def _recomputed_round(self, samples: Callable[[str], Samples]) -> None:
-        """All layers as one stage with recompute."""
+        """Forward and backward of all layers as one stage that recomputes."""
         again = partial(self._timed_again, samples("recomputed/again"))
         self._stage_round(
             samples,

@@ -1,4 +1,4 @@
-"""The yardstick: fixed work of less than a millisecond, timed between the samples to know how fast the host was.
+"""The yardstick: short fixed work, timed between the samples to know how fast the host was.
 
 Its parts are bound by compute, by memory, and by the interpreter. The speed of a shared host changes between phases of
 some seconds or minutes. Samples are divided by the slowdown of their moment (`SpeedHistory`).
@@ -34,7 +34,7 @@ from gplan.core.stage_cost import Floats
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.neighbours import BESIDE_OTHERS
 
-_MOST_SHARE = 0.01  # of the time that readings by `read_if_due` may take
+_MOST_SHARE = 0.02  # of the time; the most that readings by `read_if_due` take
 
 NUM_WARMUPS = 14
 """Products before a reading: then a core has its full speed, also after a wait or work without large products."""

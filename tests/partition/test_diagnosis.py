@@ -53,7 +53,7 @@ def test_the_message_names_the_device_that_is_full_with_all_its_stages() -> None
         "the smallest memory that fits is 3.91 KiB (4000 bytes), for device 0, which has stages 0 and 2 (peak in the forward of micro-batch 0 in stage 2)"
         in text
     )
-    assert "the smallest number of devices that fits is 4 (the same command with --k 4 --microbatches 1)" in text
+    assert "the smallest number of devices that fits is 4 (run the same command with --k 4 --microbatches 1)" in text
 
 
 def unsettled(monkeypatch: pytest.MonkeyPatch, known: Incumbent) -> Problem:
@@ -86,13 +86,16 @@ def test_whether_anything_fits_is_not_known_where_the_search_settles_neither(
 @pytest.mark.parametrize(
     ("answers", "told"),
     [
-        ([False, True], "the smallest number of devices that fits is 2 (the same command with --k 2 --microbatches 1)"),
+        (
+            [False, True],
+            "the smallest number of devices that fits is 2 (run the same command with --k 2 --microbatches 1)",
+        ),
         (
             [None, True],
-            "the smallest number of devices that was found to fit is 2 (the same command with --k 2 --microbatches 1)",
+            "the smallest number of devices that was found to fit is 2 (run the same command with --k 2 --microbatches 1)",
         ),
-        ([False, False], "no number of devices fits this memory;"),
-        ([False, None], "no number of devices was found to fit this memory in time;"),
+        ([False, False], "no number of devices fits 2.44 KiB (2500 bytes) per device;"),
+        ([False, None], "no number of devices was found to fit 2.44 KiB (2500 bytes) per device in time;"),
     ],
 )
 def test_the_message_claims_no_more_of_numbers_of_devices_than_is_known(
@@ -110,7 +113,7 @@ def test_where_time_is_up_the_message_says_up_to_which_number_of_devices_was_tri
     problem = unsettled(monkeypatch, UNSETTLED)
     monkeypatch.setattr(diagnosis, "_SEARCH_S", -1.0)
     monkeypatch.setattr(diagnosis, "feasibility_by_num_devices", lambda _: iter([answer, True]))
-    assert f"no number of devices up to 1 {word} this memory (larger ones were not tried)" in str(
+    assert f"no number of devices up to 1 {word} 2.44 KiB (2500 bytes) per device (larger ones were not tried)" in str(
         no_plan_error(problem)
     )
 
@@ -123,7 +126,8 @@ def test_the_message_names_the_smallest_memory_the_stage_and_the_smallest_k() ->
         "the smallest memory that fits is 3.91 KiB (4000 bytes), for stage 0 (layers a to d, peak in the forward of micro-batch 0)"
         in text
     )
-    assert "the smallest number of stages that fits is 4 (the same command with --k 4 --microbatches 1)" in text
+    remedy = "the smallest number of stages that fits is 4 (run the same command with --k 4 --microbatches 1)"
+    assert f"; with 2.44 KiB (2500 bytes) per device {remedy}" in text
 
 
 def test_the_smallest_k_may_be_smaller_than_the_one_asked_for() -> None:
@@ -143,7 +147,10 @@ def test_more_stages_need_not_fit_better_under_1f1b() -> None:
 def test_a_layer_that_is_too_big_for_every_k_is_named() -> None:
     problem = make_problem([1] * 3, num_stages=2, weight_bytes=[10, 5000, 10], memory_bytes=9999)
     text = str(no_plan_error(problem))
-    assert "no number of stages fits this memory: with one layer per stage, stage 1 (layer b) needs" in text
+    assert (
+        "no number of stages fits 9.76 KiB (9999 bytes) per device: with one layer per stage, stage 1 (layer b) needs"
+        in text
+    )
 
 
 def test_where_each_layer_would_fit_alone_but_no_k_does_the_finest_partition_is_named() -> None:
@@ -152,7 +159,7 @@ def test_where_each_layer_would_fit_alone_but_no_k_does_the_finest_partition_is_
         memory_bytes=199,
     )  # fmt: skip
     text = str(no_plan_error(problem))
-    assert "no number of stages fits this memory: with one layer per stage, stage 0 (layer a) needs 200 B" in text
+    assert "no number of stages fits 199 B per device: with one layer per stage, stage 0 (layer a) needs 200 B" in text
 
 
 def test_recomputing_is_not_offered_where_it_saves_nothing() -> None:

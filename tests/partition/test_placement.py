@@ -127,7 +127,7 @@ def test_small_machine_error_names_memory_and_stages() -> None:
         6, 1
     )
     assert (
-        "on this machine the smallest number of stages that fits is 3 (the same command with --k 3 --microbatches 1)"
+        "on this machine the smallest number of stages that fits is 3 (run the same command with --k 3 --microbatches 1)"
         in error(6, 1)
     )
     assert "no number of stages up to 4 fits the machine" in error(8, 4)

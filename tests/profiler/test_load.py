@@ -163,18 +163,18 @@ def test_a_misspelled_function_is_named_where_it_is_missing(file: Path) -> None:
         loaded.notes_on_missing
     )
     with pytest.raises(
-        ModelError, match=r"defines no loss, but los \(rename it, if that is meant\); add it:\ndef loss"
+        ModelError, match=r"defines no loss, but los \(rename it, if that is meant\); otherwise add loss:\ndef loss"
     ):
         loaded.require("loss")
 
 
-def test_misspelled_batches_are_named_where_inputs_are_missing(file: Path) -> None:
+def test_misspelled_batches_named_without_inputs(file: Path) -> None:
     file.write_text(file.read_text().replace("def example_inputs(", "def batchs("))
     with pytest.raises(ModelError, match=r"defines no batches, but batchs \(rename it"):
         load_model_file(str(file)).example_inputs(2)
 
 
-def test_a_misspelled_function_is_told_before_anything_is_measured(file: Path) -> None:
+def test_misspelled_function_warns_before_measuring(file: Path) -> None:
     file.write_text(f"{file.read_text()}\ndef optimiser(parameters):\n    return None\n")
     with pytest.warns(UserWarning, match=r"defines no optimizer, but optimiser \(rename it"):
         GivenModel(model=str(file)).load_for_measuring()

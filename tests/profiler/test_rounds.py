@@ -108,6 +108,13 @@ def test_everything_is_sampled() -> None:
     }
 
 
+def test_whole_model_is_timed_in_every_round() -> None:
+    book = Bookkeeper()
+    sampled(bench_of(("a", "b")), book)
+    whole, stage, recomputed = (len(book.samples[f"{x}/forward"].clean_s) for x in ("whole", "stage", "recomputed"))
+    assert whole == stage == 2 * recomputed
+
+
 def test_layers_that_are_alike_share_their_samples() -> None:
     book = Bookkeeper()
     sampled(bench_of(("a", "b", "b", "b")), book)

@@ -119,4 +119,4 @@ def _stages(plan: Plan) -> Iterator[list[object]]:
     for stage in plan.stages:
         sent = bytes_text(stage.cost.activation_bytes)
         back = bytes_text(plan.stages[stage.index - 1].cost.gradient_bytes) if stage.index else ""
-        yield [plan.devices[stage.index], stage.layers_text, sent, back]
+        yield [plan.devices[stage.index], f"layers: {stage.layers_text}", sent, back]

@@ -154,7 +154,7 @@ def _block(plan: Plan, stage: Stage, all_s: float) -> str:
     share = f" ({100 * own_s / all_s:.0f} %)" if all_s else ""
     layers = "".join(_layer(words, max(least_s, time_s) / (all_s or 1.0)) for words, time_s in _layers(plan, stage))
     words = "\n".join(
-        (f"stage {stage.index} on device {plan.devices[stage.index]}", stage.layers_text,
+        (f"stage {stage.index} on device {plan.devices[stage.index]}", f"layers: {stage.layers_text}",
          f"{seconds_text(own_s)} per micro-batch{share}", *_cut_words(plan, stage))
     )  # fmt: skip
     return (

@@ -25,13 +25,13 @@ from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns
 from gplan.reporting.text.plan import setting_text
 from gplan.schedules.registry import make_schedule, schedule_info
 
-_PLACES: dict[str, tuple[OptionKind, ...]] = {
+_OPTION_GROUPS: dict[str, tuple[OptionKind, ...]] = {
     "on the same devices": ("same", "no constraints", "smaller microbatches", "schedule", "recompute"),
-    "with another batch": ("more microbatches",),
+    "with a larger batch": ("more microbatches",),
     "with other hardware": ("more memory", "more devices", "faster link"),
-    "with less": ("fewer devices",),
+    "with less hardware": ("fewer devices",),
 }
-"""The options among which the headline names the best one, from those that cost nothing on."""
+"""The headline names the best option of each group. The groups are in order of cost: the first needs nothing new."""
 _LEAST_GAIN = 0.001  # of the rate, to be named as what would help
 
 
@@ -182,11 +182,11 @@ def _share_text(seconds: float | None, step_s: float) -> str:
 
 
 def _help(explanation: Explanation) -> str:
-    """The best option of each place that is better than the plan."""
+    """For each group of options the best one, if it trains more samples per second than the plan."""
     if explanation.options[0].outcome is None:
         return f"What would help is not known: {explanation.options[0].reason}."
     parts = []
-    for where, kinds in _PLACES.items():
+    for where, kinds in _OPTION_GROUPS.items():
         option = _best(explanation, kinds)
         if option is not None and option.outcome is not None:
             gain = percent_text(option.outcome.samples_per_s / explanation.samples_per_s - 1, signed=True)

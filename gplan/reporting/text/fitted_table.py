@@ -80,7 +80,7 @@ class FittedTable:
             yield Text(self.below, style="dim")
         if left_out:
             width = options.max_width
-            text = f"left out in {width} columns: {', '.join(left_out)} (COLUMNS={2 * width} shows more)"
+            text = f"left out in {width} columns: {', '.join(left_out)} (set COLUMNS={2 * width} to show more)"
             yield Text(text, style="dim")
 
     def _widths(self) -> list[int]:

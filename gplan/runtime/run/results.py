@@ -167,7 +167,12 @@ def _run(
         check=check,
         created=now_text(),
         versions=software_versions(),
-        notes=(*_notes_on_steps(settled, chosen, num_disturbed, growing, options, load), *notes),
+        notes=(
+            *_notes_on_steps(
+                settled, chosen=chosen, num_disturbed=num_disturbed, growing=growing, options=options, load=load
+            ),
+            *notes,
+        ),
         host_speed=tuple(_speed_windows(ranks, timed, settled)),
         host_load=load,
         core_stretch=_core_stretch(plan, ranks, loads, chosen),
@@ -240,6 +245,7 @@ def _speed_windows(ranks: Sequence[Sequence[StepRecord]], timed: range, settled:
 
 def _notes_on_steps(
     settled: Sequence[int],
+    *,
     chosen: Sequence[int],
     num_disturbed: int,
     growing: Set[int],
@@ -253,8 +259,8 @@ def _notes_on_steps(
         found.append("too few steps for a warm-up: first-time costs and the reading of memory are in the times")
     if num_growing:
         found.append(
-            f"steps that count although the memory of a process still grew in them: {num_growing} of {num_counted}, as too few "
-            "were without; their actions, the optimizer's above all, take longer than later ones; run again with more --steps"
+            f"{num_growing} of {num_counted} steps that count ran while the memory of a process still grew, as fewer than three "
+            "other steps remained; such steps take longer, mostly in the optimizer; run again with more --steps"
         )
     if num_disturbed > len(settled) - num_counted:
         found.append(

@@ -78,7 +78,7 @@ def test_both_sides_are_there_for_a_run_and_one_for_a_plan() -> None:
 def test_no_name_can_end_the_element_that_it_is_in() -> None:
     text = pipeline_json(named(make_plan(4, num_stages=2), ["</script><b>", "<!--", "a&b", '"']))
     assert not set("<>&") & set(text)
-    assert json.loads(text)["stages"][0][1] == "</script><b> … <!-- (2)"
+    assert json.loads(text)["stages"][0][1] == "layers: </script><b> … <!-- (2)"
 
 
 def test_every_cause_of_waiting_has_a_meaning_and_a_colour() -> None:

@@ -36,14 +36,14 @@ def test_the_headline_names_the_stage_its_dearest_layers_and_what_would_help() -
     assert headline(explained(make_profile([1.0, 1.0, 1.0, 5.0, 1.0]), num_microbatches=8)) == (
         "Stage 1 computes longest: for 94.1 % of the 153 s step; of the 2 layers of stage 1, d takes 83.3 % of their time.",
         "Compute limits the step: of the step, filling and draining take 5.9 %, exposed transfers nothing; there is no memory limit.",
-        "What would help most: on the same devices, schedule interleaved-1f1b:2: +4.1 % samples/s; with another batch, "
+        "What would help most: on the same devices, schedule interleaved-1f1b:2: +4.1 % samples/s; with a larger batch, "
         "16 micro-batches of 1 (twice the batch): +3.0 % samples/s; with other hardware, 3 devices (one more): +15.9 % samples/s.",
     )
 
 
 def test_one_device_that_is_faster_is_in_the_headline() -> None:
     profile = make_profile([1.0, 1.0], [1.0, 1.0], output_bytes=10**10, link=ONE_GB_PER_S)
-    assert "with less, 1 device (one fewer), schedule 1f1b: +" in told(profile)
+    assert "with less hardware, 1 device (one fewer), schedule 1f1b: +" in told(profile)
 
 
 def test_what_binds_is_said_with_what_it_costs() -> None:

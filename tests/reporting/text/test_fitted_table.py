@@ -34,8 +34,8 @@ def test_the_most_spare_column_goes_first_and_is_named_below() -> None:
         "layer       spare",
         "blocks.1  1.23 ms",
         "left out in 25 columns:",
-        "most spare (COLUMNS=50",
-        "shows more)",
+        "most spare (set",
+        "COLUMNS=50 to show more)",
     ]
 
 
@@ -48,9 +48,9 @@ def test_columns_of_one_key_go_together() -> None:
         "a      2 ms",
         "left out in",
         "12 columns:",
-        "spread",
-        "(COLUMNS=24",
-        "shows more)",
+        "spread (set",
+        "COLUMNS=24 to",
+        "show more)",
     ]
 
 
