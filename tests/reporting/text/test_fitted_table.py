@@ -49,8 +49,9 @@ def test_columns_of_one_key_go_together() -> None:
         "left out in",
         "12 columns:",
         "spread (set",
-        "COLUMNS=24 to",
-        "show more)",
+        "COLUMNS=24",
+        "to show",
+        "more)",
     ]
 
 
