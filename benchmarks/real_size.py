@@ -15,12 +15,13 @@ came: raw, and at equal host speed.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pandas as pd
 from host_speed import yardstick_of
@@ -41,6 +42,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet50": ("examples/resnet.py", {"depth": 50, "width": 64, "image_size": 224, "num_classes": 1000}),
 }
 OPTIMIZERS = ("adamw", "sgd")
+Numbers = TypeVar("Numbers", float, "pd.Series[float]")
 LAYERS = ["", 0, "", ""]  # in place of engine, devices, schedule and recompute: the layers' sum against the whole model
 
 
@@ -197,6 +199,10 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         *(f"- {device}, {day}, {_summary(part)}" for (device, day), part in runs.groupby(["device", days], sort=False)),
         "",
+        "By how much the host was faster or slower in the run than in the profile:",
+        "",
+        *_by_change_of_speed(runs),
+        "",
         *_run_table(runs),
         "",
         "## The layers' sum against the whole model",
@@ -236,6 +242,21 @@ def _summary(runs: pd.DataFrame) -> str:
         if len(points):
             texts.append(f"{name}: median {points.abs().median():.1f}, worst {max(points, key=abs):+.1f} points")
     return f"{len(steps)} runs: {'; '.join(texts)}."
+
+
+def _by_change_of_speed(runs: pd.DataFrame) -> Iterator[str]:
+    """For each range of the change of the host's speed between profile and run: the errors at equal speed."""
+    steps = runs[runs.quantity == STEP_TIME].dropna(subset="equal_speed_error")
+    changes = (slowdown(steps.error, steps.equal_speed_error) - 1).abs()
+    for low, high, words in ((0, 0.05, "up to 5 %"), (0.05, 0.1, "5 to 10 %"), (0.1, math.inf, "more than 10 %")):
+        part = steps[(low <= changes) & (changes < high)]
+        if len(part):
+            yield f"- {words}, {len(part)} runs: {_median_and_worst('step at equal speed', part.equal_speed_error)}."
+
+
+def slowdown(error: Numbers, equal_speed_error: Numbers) -> Numbers:
+    """By a step's two errors: how many times longer than in the profile it takes because the host is slower."""
+    return (1 + equal_speed_error) / (1 + error)
 
 
 def _median_and_worst(name: str, errors: pd.Series) -> str:

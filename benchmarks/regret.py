@@ -24,7 +24,7 @@ from statistics import median
 
 import pandas as pd
 from matplotlib.figure import Figure
-from real_size import profile_of
+from real_size import profile_of, slowdown
 
 import gplan
 from gplan.core import Constraints, Plan, Profile, Run
@@ -132,7 +132,7 @@ def measured(case: Case, profile: Profile, rounds: range, num_steps: int) -> Ite
                 "is_chosen": plan.cuts == chosen.cuts,
                 "predicted_s": plan.prediction.step_s,
                 "measured_s": run.timeline.step_s,
-                "slowdown": slowdown(run),
+                "slowdown": slowdown_of_run(run),
                 "num_counted": run.num_counted,
                 "num_disturbed": run.num_disturbed,
                 "device": profile.device.name,
@@ -144,12 +144,12 @@ def measured(case: Case, profile: Profile, rounds: range, num_steps: int) -> Ite
         yield pd.DataFrame(found)
 
 
-def slowdown(run: Run) -> float:
+def slowdown_of_run(run: Run) -> float:
     """How many times longer than in the profile the step takes as the host is slower; nan if that was not measured."""
     step = compare(run).row(STEP_TIME)
     if step.error is None or step.equal_speed_error is None:
         return math.nan
-    return (1 + step.equal_speed_error) / (1 + step.error)
+    return slowdown(step.error, step.equal_speed_error)
 
 
 def by_cut(rows: pd.DataFrame) -> pd.DataFrame:
