@@ -38,6 +38,6 @@ def test_zero_overhead_recovered() -> None:
 
 def test_measured_cost_has_every_size() -> None:
     with forking():
-        found = measure_engine(num_steps=5)
+        found = measure_engine()  # with fewer steps a busy host can leave a size without a gap
     assert found.action_s > 0
     assert {point.num_bytes for point in found.sending.points} == set(SENT_BYTES)

@@ -71,7 +71,7 @@ def capacity_text(plan: Plan, most_bytes: int) -> str:
     """The memory limit in words."""
     capacity = capacity_bytes(plan)
     if capacity is None:
-        return "the memory of the devices is unknown"
+        return "no memory limit is known"
     whose = "limit of each device" if plan.memory_limit_bytes is not None else capacity_name(plan)
     far = near_capacity(plan, most_bytes) is None
     return f"{whose}: {bytes_text(capacity)}" + (", above this axis" if far else "")

@@ -243,7 +243,7 @@ def _checkpoints_locked(options: RunOptions) -> Iterator[None]:
             yield
         except KeyboardInterrupt as interrupt:
             newest = newest_intact(directory)
-            text = "no checkpoint was saved yet" if newest is None else f"go on from {newest} with --resume"
+            text = "no checkpoint was saved yet" if newest is None else f"go on with --resume {newest}"
             raise KeyboardInterrupt(text) from interrupt
 
 

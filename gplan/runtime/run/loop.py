@@ -218,6 +218,7 @@ class _TrainingLoop:
                 f"{loaded.path} was saved with mini-batches of {was} samples, the plan has {now}: the data go on at batch "
                 f"{position + 1} of that size{again}"
             )
+        self._notes = (*self._notes, f"went on from {loaded.path}: steps {num_steps + 1} to {wanted} were run")
         self._data.skip_to(position)
 
     def _warn(self, note: str) -> None:
