@@ -365,8 +365,10 @@ class Profile:
             )
         phases = self.host_speed.phases if self.host_speed is not None else ()
         change = self.host_speed.change if self.host_speed is not None else 1.0
-        changed = f"changed by a factor of {change:.2f}" if change >= 1.005 else "did not change"
-        changed = changed if phases else "was measured too seldom to tell"
+        if not phases:
+            changed = "was measured too seldom to tell"
+        else:
+            changed = f"changed by a factor of {change:.2f}" if change >= 1.005 else "did not change"
         figures = f"{self.host_load.text}, its speed {changed}"
         not_quiet = f"this host was not quiet meanwhile ({figures})"
         if not self.host_load.is_evidence and change <= ONE_PHASE:
