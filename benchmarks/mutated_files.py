@@ -169,7 +169,7 @@ def make_originals(folder: Path) -> dict[str, list[Json]]:
     runs = [run_of(folder, plan) for plan in plans if len(plan["stages"]) < 6]
     calibration = calibration_of(profiles[1])
     verification = {
-        "format": "gplan.verification/4",
+        "format": "gplan.verification/5",
         "engine": "virtual",
         "contenders": [
             {"label": "plan", "run": without_format(runs[0]), "steps_s": [0.02, 0.021]},
@@ -240,7 +240,7 @@ def profile_of(num_layers: int, *, sizes: Sequence[int], is_rich: bool, **more: 
         for i in range(num_layers)
     ]
     return {
-        "format": "gplan.profile/5",
+        "format": "gplan.profile/6",
         "model": {"name": "model.py", "settings": [["depth", "3"]], "digest": "d"},
         "device": {"name": "made", "kind": "cpu", "num_threads": 2, "memory_bytes": 2**34},
         "layers": layers,
@@ -339,7 +339,7 @@ def run_of(folder: Path, content: Json) -> Json:
         "num_parameters": 4, "tolerance": 1e-4, "whole_batch": None,
     }  # fmt: skip
     return {
-        "format": "gplan.run/6", "plan": without_format(content), "engine": "virtual", "losses": [0.5, 0.4, 0.3],
+        "format": "gplan.run/7", "plan": without_format(content), "engine": "virtual", "losses": [0.5, 0.4, 0.3],
         "step_s": [0.2, 0.1, 0.1], "num_warmup_steps": 1, "num_disturbed": 0, "num_counted": 2,
         "timeline": {**timeline, "origin": "measured"}, "peak_bytes": [10**6] * plan.num_devices, "check": check,
         "created": "2000-01-01T00:00:00+00:00", "versions": [["torch", "2"]], "notes": ["a note"],

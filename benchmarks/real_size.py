@@ -148,9 +148,7 @@ def _layer_rows(model: str, optimizer: str, profile: Profile, seconds: float) ->
         {**place, "quantity": name, "predicted": one, "measured": other, "error": one / other - 1}
         for name, (one, other) in pairs.items()
     ]
-    speed = profile.host_speed
-    response = [] if speed is None else [{**place, "quantity": "response", "measured": speed.response}]
-    return [*rows, {**place, "quantity": "profile seconds", "measured": seconds}, *response]
+    return [*rows, {**place, "quantity": "profile seconds", "measured": seconds}]
 
 
 def _run_rows(each: RealSizeRun, profile: Profile, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -175,8 +173,6 @@ def _run_rows(each: RealSizeRun, profile: Profile, options: argparse.Namespace) 
         }
     for part, ratio in yardstick_of(run).items():
         yield {**made, "stage": "", "quantity": f"yardstick's {part}", "predicted": 1.0, "measured": ratio}
-    if run.response is not None:
-        yield {**made, "stage": "", "quantity": "response", "measured": run.response}
     step = comparison.row(STEP_TIME)
     print(*asdict(each).values(), percent_text(step.error or 0.0, signed=True), flush=True)
 
@@ -207,8 +203,8 @@ def as_text(rows: pd.DataFrame) -> str:
         "",
         "## The layers' sum against the whole model",
         "",
-        "| model | optimizer | forward | backward | peak memory | response | profile | device | made |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | optimizer | forward | backward | peak memory | profile | device | made |",
+        "|---|---|---|---|---|---|---|---|",
         *(_layer_line(key, part) for key, part in sums.groupby([*KEY[:2], "device", "made"], sort=False)),
         "",
     ]
@@ -268,8 +264,7 @@ def _median_and_worst(name: str, errors: pd.Series) -> str:
 def _layer_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
     by_name = part.set_index("quantity")
     errors = [percent_text(by_name.error[f"layers {x}"], signed=True) for x in ("forward", "backward", "peak memory")]
-    response = f"{by_name.measured['response']:.2f}" if "response" in by_name.index else ""
-    cells = [*map(str, key[:2]), *errors, response, f"{by_name.measured['profile seconds']:.0f} s", *map(str, key[2:])]
+    cells = [*map(str, key[:2]), *errors, f"{by_name.measured['profile seconds']:.0f} s", *map(str, key[2:])]
     return f"| {' | '.join(cells)} |"
 
 

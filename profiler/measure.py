@@ -22,7 +22,7 @@ import torch
 
 from gplan.core import Device, EngineCost, Granularity, Link, Profile
 from gplan.core.errors import ModelError, UsageError
-from gplan.core.host_speed import update_slowdown_of
+from gplan.core.host_speed import UPDATE_WEIGHTS
 from gplan.core.profile import SAMPLING_BUDGET_S
 from gplan.core.progress import Progress, no_progress, part
 from gplan.core.units import counted, now_text
@@ -173,14 +173,12 @@ def _measured(
         chain = sampled[0].chain
         averages = sample_averages(chain, setup.clock, device=options.device, read_yardstick=setup.read_yardstick)
     load = load_between(before, read_load())
-    # a GPU is not shared: its clocks slow all work alike
-    layer_samples = [x for size in sampled for x in size.layer_samples] if options.device == "cpu" else []
-    speeds = SpeedHistory(yardstick.parts, yardstick.parts_beside, layer_samples)
+    speeds = SpeedHistory(yardstick.parts, yardstick.parts_beside, device=options.device)
     measured = [size.measured(speeds.at_one_speed) for size in sampled]
     progress("measuring the link between two processes", 0.9)
     link = options.link or measure_link(device_kind=options.device_kind)
     first, values = measured[0], values_of([x.crossings for x in measured])
-    updates_at_one_speed = partial(speeds.at_one_speed, rule=update_slowdown_of)
+    updates_at_one_speed = partial(speeds.at_one_speed, weights=UPDATE_WEIGHTS)
     step, updates_s = steps.update(updates_at_one_speed)
     fixed_s, averages_s = averages(updates_at_one_speed)
     layers, shared = layers_with_weights(

@@ -1,9 +1,10 @@
-"""What the verbs print: a result as tables or as JSON, and a progress bar on standard error."""
+"""What the verbs print: a result as tables or as JSON, and progress on standard error."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from gplan.core.progress import Progress
 
 _FILE_WIDTH = 120  # columns of tables printed to a file or a pipe, unless COLUMNS is set
+_LINE_S = 30.0  # between lines of progress
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON instead of tables.")
 
@@ -75,14 +77,39 @@ def closed_pipe_ignored() -> Iterator[None]:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar on standard error, under torchrun of rank 0; yields a function that shows a text and the share done."""
+    """A bar on standard error, or a line now and then if that is no terminal; under torchrun of rank 0.
+
+    Yields a function that shows a text and the share done.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    from gplan.core.progress import no_progress
+
     console = Console(stderr=True)
-    is_shown = console.is_terminal and os.environ.get("RANK", "0") == "0"
-    with Bar(*columns, console=console, transient=True, disable=not is_shown) as progress:
-        task = progress.add_task("starting", total=1.0)
-        yield lambda text, share: progress.update(task, description=text, completed=share)
+    if os.environ.get("RANK", "0") != "0":
+        yield no_progress
+    elif not console.is_terminal:
+        yield _progress_lines()
+    else:
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Bar(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("starting", total=1.0)
+            yield lambda text, share: progress.update(task, description=text, completed=share)
+
+
+def _progress_lines() -> Progress:
+    """Prints a line at most every `_LINE_S` seconds, so that a log shows that long work goes on."""
+    from gplan.core.units import seconds_text
+
+    begun_s = last_s = time.monotonic()
+
+    def show(text: str, share: float) -> None:
+        nonlocal last_s
+        now_s = time.monotonic()
+        if now_s - last_s >= _LINE_S:
+            last_s = now_s
+            click.echo(f"{share:.0%} done after {seconds_text(now_s - begun_s)}: {text}", err=True)
+
+    return show

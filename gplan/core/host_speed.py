@@ -1,14 +1,13 @@
 """How fast a host was: the times of a yardstick, fixed work in three parts, in windows of a profile or of a run.
 
-The slowdown is found from the three parts' times over their references (`slowdown_of`). A part is read in less than a
-millisecond, and a disturbance of that length seldom hits two of them. A profile brings its samples to the reference,
-its mean speed.
+The slowdown is a weighted geometric mean of the three parts' times over their references (`slowdown_of`). A profile
+brings its samples to the reference, its mean speed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TypeAlias
@@ -23,9 +22,6 @@ from gplan.core.units import seconds_text
 ONE_PHASE = 1.15
 """The largest ratio of slowdowns within a phase."""
 
-LEAST_RESPONSE, MOST_RESPONSE = 0.25, 2.0
-"""The smallest and the largest response."""
-
 _MOST_CHANGE = 2.0  # of the slowdown within a profile, before a warning
 
 
@@ -35,7 +31,9 @@ class YardstickTimes:
 
     compute_s: float  # products: of matrices in a core's caches, and with weights that are not
     memory_s: float  # sums of vectors that are not in the caches
-    interpreter_s: float  # Python; on a GPU launches of small kernels
+    interpreter_s: (
+        float  # passes of a tiny model, mostly Python and PyTorch's own code; on a GPU launches of small kernels
+    )
 
     def __post_init__(self) -> None:
         check_positive(self, "compute_s", "memory_s", "interpreter_s")
@@ -81,43 +79,24 @@ class StepSpeed:
             raise ValueError(f"end_step is {self.end_step}; expected more than first_step, {self.first_step}")
 
 
-def response_within_bounds(response: float) -> float:
-    """The nearest response."""
-    return float(min(MOST_RESPONSE, max(LEAST_RESPONSE, response)))
+PartWeights: TypeAlias = tuple[float, float, float]
+"""How much compute, memory and interpreter count in the slowdown of some work; 1 together."""
+
+PASS_WEIGHTS: PartWeights = (1 / 3, 1 / 3, 1 / 3)
+"""Of forwards and backwards on a CPU (benchmarks/responses.py)."""
+GPU_PASS_WEIGHTS: PartWeights = (2 / 3, 1 / 3, 0.0)
+"""On a GPU, whose host launches kernels while earlier ones run."""
+UPDATE_WEIGHTS: PartWeights = (1 / 2, 1 / 2, 0.0)
+"""Of updates of weights, which compute little for the memory that they read and write."""
 
 
-def check_response(response: float) -> None:
-    """Raise ValueError unless it is within its bounds."""
-    if not LEAST_RESPONSE <= response <= MOST_RESPONSE:
-        raise ValueError(f"response is {response!r}; expected {LEAST_RESPONSE} to {MOST_RESPONSE:g}")
+def slowdown_of(ratios: NDArray[np.float64], weights: PartWeights) -> NDArray[np.float64]:
+    """The slowdowns of some work by the times of the three parts over their references: [3, ...] to [...].
 
-
-SlowdownRule: TypeAlias = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-"""The slowdowns of some work by the times of the three parts over their references, compute first: [3, ...] to [...]."""
-
-
-def slowdown_of(ratios: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The `SlowdownRule` for forwards and backwards, which are mostly products of matrices.
-
-    Compute counts two thirds and the median of the three a third. While other work slows memory and the interpreter by
-    1.3 but compute by 1.1, a step takes about 1.15 times as long.
-
-    >>> float(slowdown_of(np.array([1.0, 8.0, 1.0]))), float(slowdown_of(np.array([1.0, 8.0, 8.0])))
-    (1.0, 2.0)
-    """
-    slowdowns: NDArray[np.float64] = np.cbrt(ratios[0] ** 2 * np.median(ratios, axis=0))
-    return slowdowns
-
-
-def update_slowdown_of(ratios: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The `SlowdownRule` for updates of weights, which compute little for the memory that they read and write.
-
-    Compute and memory count half each.
-
-    >>> float(update_slowdown_of(np.array([1.0, 4.0, 1.0])))
+    >>> float(slowdown_of(np.array([1.0, 4.0, 8.0]), UPDATE_WEIGHTS))
     2.0
     """
-    slowdowns: NDArray[np.float64] = np.sqrt(ratios[0] * ratios[1])
+    slowdowns: NDArray[np.float64] = np.exp(np.tensordot(weights, np.log(ratios), 1))
     return slowdowns
 
 
@@ -129,34 +108,23 @@ class HostSpeed:
     windows: tuple[SpeedWindow, ...] = ()  # left out of plans
     load: HostLoad | None = None  # evidence of other work while layers were timed; None: not measured
     beside: YardstickTimes | None = None  # the reference beside other processes that compute; None: the same
-    response: float = 1.0  # an exponent: of the yardstick's slowdown, to give that of the model
+    weights: PartWeights = PASS_WEIGHTS  # of the parts in the slowdown of passes
 
-    def __post_init__(self) -> None:
-        check_response(self.response)
+    def slowdown(self, times: YardstickTimes, *, num_devices: int = 1) -> float:
+        """How many times as long the model's passes take at these times of the yardstick as at the reference.
 
-    def slowdown(self, times: YardstickTimes, *, num_devices: int = 1, rule: SlowdownRule = slowdown_of) -> float:
-        """How many times as long the model's work takes at these times of the yardstick as at the reference.
-
-        `num_devices` computed at the same time. `rule` says for which work: by default `slowdown_of`, of passes.
+        `num_devices` computed at the same time.
 
         >>> once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
-        >>> slow = YardstickTimes(compute_s=4e-3, memory_s=4e-3, interpreter_s=9e-3)
-        >>> HostSpeed(reference=once).slowdown(slow), HostSpeed(reference=once, response=0.5).slowdown(slow)
-        (4.0, 2.0)
+        >>> round(HostSpeed(reference=once).slowdown(once.times(4.0)), 12)
+        4.0
         """
-        return float(self.yardstick_slowdown(times, num_devices=num_devices, rule=rule) ** self.response)
-
-    def yardstick_slowdown(
-        self, times: YardstickTimes, *, num_devices: int = 1, rule: SlowdownRule = slowdown_of
-    ) -> float:
-        """How many times as long the yardstick takes as at the reference: `slowdown` without the response."""
-        return float(rule(np.array(self.ratios(times, num_devices=num_devices))))
+        return float(slowdown_of(np.array(self.ratios(times, num_devices=num_devices)), self.weights))
 
     def slowed_by(self, slowdown: float) -> HostSpeed:
         """The speed at which the model's work takes `slowdown` times as long, without windows."""
-        factor = slowdown ** (1.0 / self.response)
-        beside = self.beside and self.beside.times(factor)
-        return replace(self, reference=self.reference.times(factor), beside=beside, windows=())
+        beside = self.beside and self.beside.times(slowdown)
+        return replace(self, reference=self.reference.times(slowdown), beside=beside, windows=())
 
     def ratios(self, times: YardstickTimes, *, num_devices: int = 1) -> tuple[float, float, float]:
         """The times of the compute, memory and interpreter parts over their references."""
@@ -167,9 +135,11 @@ class HostSpeed:
             times.interpreter_s / of.interpreter_s,
         )
 
-    def slowdowns(
-        self, steps: Sequence[StepSpeed], *, rule: SlowdownRule = slowdown_of
-    ) -> tuple[tuple[float, ...], ...]:
+    def of_updates(self) -> HostSpeed:
+        """The same speed, whose slowdown is that of updates."""
+        return replace(self, weights=UPDATE_WEIGHTS)
+
+    def slowdowns(self, steps: Sequence[StepSpeed]) -> tuple[tuple[float, ...], ...]:
         """By rank the slowdown in each window of steps, see `slowdown`; () unless every rank has a reading.
 
         A window's share is its compute time over the mean of the windows. The middle mean of reading over share is the
@@ -190,7 +160,7 @@ class HostSpeed:
             mean_s = fmean(x.compute_s[rank] for x in steps)
             shares = [x.compute_s[rank] / mean_s for x in steps]
             read = [
-                (self.slowdown(times, num_devices=num_ranks, rule=rule), share)
+                (self.slowdown(times, num_devices=num_ranks), share)
                 for x, share in zip(steps, shares, strict=True)
                 if (times := x.ranks[rank]) is not None
             ]
@@ -235,15 +205,6 @@ def middle_mean(values: Sequence[float]) -> float:
     """
     quarter = len(values) // 4
     return fmean(sorted(values)[quarter : len(values) - quarter])
-
-
-def mean_over_lower_quartile(values: Sequence[float]) -> float:
-    """At least 1: how much longer work took in the mean than in its quick moments.
-
-    >>> mean_over_lower_quartile([1.0, 1.0, 1.0, 2.0])
-    1.25
-    """
-    return max(1.0, fmean(values) / float(np.quantile(values, 0.25)))
 
 
 def mean_of_times(times: Iterable[YardstickTimes]) -> YardstickTimes | None:

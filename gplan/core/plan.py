@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, geometric_mean
 from typing import Generic, TypeVar
@@ -24,7 +24,7 @@ from gplan.core.checks import (
     check_share,
 )
 from gplan.core.host_load import HostLoad, interruption_text
-from gplan.core.host_speed import HostSpeed, StepSpeed, check_response, update_slowdown_of
+from gplan.core.host_speed import HostSpeed, StepSpeed
 from gplan.core.machine import Device, Link, MachineDevice
 from gplan.core.precision import Precision
 from gplan.core.profile import ModelId
@@ -414,7 +414,6 @@ class Run:
     host_load: HostLoad | None = None  # evidence of other work during the timed steps; None: not measured
     reserved_bytes: tuple[int, ...] = ()  # per device, the peak of what a GPU's allocator reserved; (): not known
     core_stretch: tuple[float, ...] = ()  # by device: its actions over what they were without lost time
-    response: float | None = None  # of the work in this run to the yardstick's slowdown; None: as in the profile
 
     def __post_init__(self) -> None:
         num_peaks, num_devices = len(self.peak_bytes), self.plan.num_devices
@@ -445,8 +444,6 @@ class Run:
 
     def _check_host(self) -> None:
         num_devices = self.plan.num_devices
-        if self.response is not None:
-            check_response(self.response)
         if self.core_stretch and not (
             len(self.core_stretch) == num_devices and all(1 <= x <= _MOST_STRETCH for x in self.core_stretch)
         ):
@@ -475,12 +472,6 @@ class Run:
         return tuple(x for x in self.host_speed if x.first_step >= self.num_warmup_steps)
 
     @property
-    def reference_speed(self) -> HostSpeed | None:
-        """The profile's host speed, with the response that this run measured; None if the speed is not known."""
-        speed = self.plan.host_speed
-        return speed if speed is None or self.response is None else replace(speed, response=self.response)
-
-    @property
     def window_slowdowns(self) -> tuple[tuple[float, ...], ...]:
         """By window of timed steps, then by device, how many times as long work took as in the profile; () if unknown.
 
@@ -496,18 +487,15 @@ class Run:
 
     @property
     def update_slowdowns(self) -> tuple[float, ...]:
-        """By device, how many times as long updates of weights took as in the profile; () if that is unknown.
-
-        With the response of the profile: that of a run is of its passes, which can respond more than any update.
-        """
+        """By device, how many times as long updates of weights took as in the profile; () if that is unknown."""
         speed = self.plan.host_speed
-        by_rank = speed.slowdowns(self.timed_speed, rule=update_slowdown_of) if speed is not None else ()
+        by_rank = speed.of_updates().slowdowns(self.timed_speed) if speed is not None else ()
         return tuple(map(fmean, zip(*self._by_device(by_rank), strict=True)))
 
     @property
     def _rank_slowdowns(self) -> tuple[tuple[float, ...], ...]:
         """By rank the slowdown in each window; () if that is unknown."""
-        speed = self.reference_speed
+        speed = self.plan.host_speed
         return speed.slowdowns(self.timed_speed) if speed is not None else ()
 
     def _by_device(self, by_rank: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:

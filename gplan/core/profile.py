@@ -81,6 +81,11 @@ MOST_DISAGREEMENT = 0.2
 """Relative error of the layers' sum beside the whole model above which a warning is given."""
 
 
+def adds_up(layers_s: float, whole_s: float) -> bool:
+    """Whether the layers' sum is near the seconds of the whole model; True if the whole model takes no time."""
+    return not whole_s or abs(layers_s / whole_s - 1.0) <= MOST_DISAGREEMENT
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSize:
     """One parameter, as replicas may divide it."""
@@ -339,12 +344,11 @@ class Profile:
             for name, total_s, timing in zip(
                 ("forward", "backward"), self.one_stage_s(index), (whole.forward, whole.backward), strict=True
             ):
-                error = total_s / timing.median_s - 1.0 if timing.median_s else 0.0
-                if abs(error) > MOST_DISAGREEMENT:
-                    ratio = max(ratio, total_s / timing.median_s, timing.median_s / total_s if total_s else math.inf)
-                    found.append(
-                        f"{name} {percent_text(error, signed=True)} at micro-batch size {whole.microbatch_size}"
-                    )
+                if not adds_up(total_s, timing.median_s):
+                    relative = total_s / timing.median_s
+                    ratio = max(ratio, relative, 1.0 / relative if relative else math.inf)
+                    error = percent_text(relative - 1.0, signed=True)
+                    found.append(f"{name} {error} at micro-batch size {whole.microbatch_size}")
         if found:
             doubts.append(
                 f"do not rely on these times: the sum of the layers differs from the whole model ({', '.join(found)}); "

@@ -64,14 +64,15 @@ def memory_size_text(num_bytes: int) -> str:
     return f"{math.ceil(num_bytes / 2**20)}MiB" if num_bytes >= 2**20 else f"{num_bytes}B"
 
 
-def some_names(names: Collection[str]) -> str:
-    """The first three names, and how many more there are.
+def some_names(names: Collection[str], *, most: int = 3) -> str:
+    """The first names as a list in words, and how many more there are.
 
-    >>> some_names("abcde"), some_names([])
-    ('a, b, c and 2 more', 'none')
+    >>> some_names("abc"), some_names("abcde"), some_names([])
+    ('a, b and c', 'a, b, c and 2 more', 'none')
     """
-    first = ", ".join(list(names)[:3]) or "none"
-    return first + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    num_more = len(names) - most
+    shown = [*list(names)[:most], *([f"{num_more} more"] if num_more > 0 else [])]
+    return " and ".join(x for x in (", ".join(shown[:-1]), *shown[-1:]) if x) or "none"
 
 
 def now_text() -> str:

@@ -66,7 +66,7 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
 
 def _speed_of_run(run: Run) -> HostSpeed | None:
     """The speed that the run's times belong to; None where the yardstick was not read in both, or cores were missing."""
-    known, slowdown = run.reference_speed, run.slowdown
+    known, slowdown = run.plan.host_speed, run.slowdown
     if known is None or slowdown is None or run.core_stretch:
         return None
     return replace(known.slowed_by(slowdown), load=run.host_load)

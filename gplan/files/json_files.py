@@ -1,6 +1,6 @@
 """Profiles, plans, runs, verifications and calibrations as JSON files: versioned, checked, and written atomically.
 
-Every file contains one value with a `format` such as "gplan.profile/5". Unknown keys, numbers out of bounds and plans
+Every file contains one value with a `format` such as "gplan.profile/6". Unknown keys, numbers out of bounds and plans
 that do not fit their schedule are rejected; messages name the path inside the file, such as
 `$.layers[3].costs[0].stash_bytes`. Files of older versions are not converted.
 """
@@ -26,10 +26,10 @@ Value: TypeAlias = Profile | Plan | Run | Verification | Calibration
 ValueT = TypeVar("ValueT", Profile, Plan, Run, Verification, Calibration)
 
 FORMATS: dict[type[Value], str] = {
-    Profile: "gplan.profile/5",
-    Plan: "gplan.plan/4",
-    Run: "gplan.run/6",
-    Verification: "gplan.verification/4",
+    Profile: "gplan.profile/6",
+    Plan: "gplan.plan/5",
+    Run: "gplan.run/7",
+    Verification: "gplan.verification/5",
     Calibration: "gplan.calibration/1",
 }
 _MADE_BY = {
@@ -41,6 +41,7 @@ _MADE_BY = {
 }
 _NOT_FINITE = object()
 _ANY = "gplan profile, plan, run, verification or calibration"
+_ANY_REMEDY = "name another file, or make it with the verb that writes it (`gplan --help` lists the verbs)"
 
 
 def to_json(value: Value) -> bytes:
@@ -63,12 +64,12 @@ def load(kind: type[ValueT], path: Path) -> ValueT:
 
 def load_any(path: Path) -> Value:
     """Read a value of any type, chosen by the format in the file; raises FileError for an unknown format."""
-    text = _read(path, expected=_ANY, remedy="`gplan --help` says which verb makes which")
-    found = _decoded(text, name=str(path), remedy=f"expected a {_ANY}").get("format")
+    text = _read(path, expected=_ANY, remedy=_ANY_REMEDY)
+    found = _decoded(text, name=str(path), remedy=f"expected a {_ANY}; {_ANY_REMEDY}").get("format")
     kind = next((kind for kind, name in FORMATS.items() if found == name or _is_older(found, kind)), None)
     if kind is not None:
         return cast(Value, parse(cast(type[Any], kind), text, name=str(path)))
-    raise FileError(f"{path} {_format_text(found)}; expected one of {', '.join(FORMATS.values())}")
+    raise FileError(f"{path} {_format_text(found)}; expected one of {', '.join(FORMATS.values())}; {_ANY_REMEDY}")
 
 
 def parse(kind: type[ValueT], text: bytes, *, name: str) -> ValueT:

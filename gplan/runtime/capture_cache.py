@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from gplan.core import Plan, RecomputeMode
 from gplan.core.errors import FileError, ModelError
+from gplan.core.units import some_names
 from gplan.runtime.random_streams import seed_key
 from gplan.runtime.stage_module import GatheredLayers, LayerInfo, ParameterGroup, StageModule, make_segments
 from profiler.capture.capture import capture
@@ -259,10 +260,12 @@ def _check_layers(chain: Chain, plan: Plan, name: str) -> None:
         found, made_for = (f"{len(x)} layers ({x[0]} to {x[-1]})" for x in (chain.names, plan.layer_names))
         settings = "".join(f" --set {key}={value}" for key, value in plan.model.settings)
         lacking = [x for x in plan.layer_names if x not in there]
-        odd = lacking or [x for x in chain.names if x not in planned]
+        unplanned = [x for x in chain.names if x not in planned]
+        odd = {"plan": lacking, "model": unplanned}
+        only = "; ".join(f"only the {where} has {some_names(names)}" for where, names in odd.items() if names)
         raise FileError(
-            f"the plan was made for {plan.model.name}{settings} with {made_for}; {name} has {found}: {odd[0]} is only in the "
-            f"{'plan' if lacking else 'model'}; build the model with the plan's settings, or profile and balance again"
+            f"the plan was made for {plan.model.name}{settings} with {made_for}; {name} has {found}; {only}; "
+            "build the model with the plan's settings, or profile and balance again"
         )
     if chain.digest() != plan.model.digest:
         raise FileError(

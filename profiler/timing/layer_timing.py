@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from gplan.core import Granularity, LayerCost, LossReduction, Timing, WholeModel
 from gplan.core.errors import ModelError
 from gplan.core.host_load import HostLoad, interruption_text
-from gplan.core.profile import MOST_DISAGREEMENT
+from gplan.core.profile import adds_up
 from gplan.core.progress import Progress, part
 from gplan.core.units import seconds_text
 from profiler.analytic.layer_work import LayerAnalysis, analyse, analyse_halves
@@ -101,7 +101,6 @@ class SampledSize:
 
     chain: Chain
     measured: _Measured
-    layer_samples: tuple[Samples, ...]  # as they were timed
 
 
 def sample_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: Progress) -> SampledSize:
@@ -115,17 +114,7 @@ def sample_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: P
     found, keys = layers_to_measure(chain)
     measure = _sample_alone if file.is_lazy else _sample_together
     subject = _Subject(file, chain, microbatch_size, inputs, target, found, keys)
-    measured, benches = measure(subject, setup, progress)
-    return SampledSize(
-        chain=chain,
-        measured=measured,
-        layer_samples=tuple(
-            subject.samples(setup.journal, bench.name)(f"{key}/{x}")
-            for bench in benches
-            for key in dict.fromkeys(bench.keys)
-            for x in ("forward", "backward")
-        ),
-    )
+    return SampledSize(chain=chain, measured=measure(subject, setup, progress))
 
 
 def _check_loss(file: ModelFile, chain: Chain, inputs: Any, target: Any) -> None:
@@ -186,7 +175,7 @@ class _Subject:
         return cache(lambda name: at_one_speed(found(name), beside=name.endswith(BESIDE_OTHERS)))
 
 
-def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> tuple[_Measured, list[Bench]]:
+def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> _Measured:
     others = _other_batches(subject, device=setup.device)
     bench = bench_of_chain(subject.file, subject.chain, subject.keys, subject.inputs, subject.target, others)
     allocate_gradients(subject.file.model)
@@ -227,7 +216,7 @@ def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> tup
         )
         return replace(found, whole=whole)
 
-    return measured, [bench]
+    return measured
 
 
 def _other_batches(subject: _Subject, *, device: str) -> list[tuple[Any, Any]]:
@@ -285,7 +274,7 @@ def _whole_model_bytes(run: Callable[[], Tensor], device: str) -> tuple[int, int
     return max(0, trace.peak_bytes()), trace.peak_reserved_bytes
 
 
-def _sample_alone(subject: _Subject, setup: Setup, progress: Progress) -> tuple[_Measured, list[Bench]]:
+def _sample_alone(subject: _Subject, setup: Setup, progress: Progress) -> _Measured:
     chain, size = subject.chain, subject.microbatch_size
     stages = {layer: chain.stage(layer, layer + 1) for layer in subject.keys}
     outputs = real_like(chain.specs(len(chain)), seed=0, device=setup.device)
@@ -318,7 +307,7 @@ def _sample_alone(subject: _Subject, setup: Setup, progress: Progress) -> tuple[
         found = _measured_size(subject, costs, memories, list(corrections.values()), common, notes)
         return replace(found, loss_reduction=reduction)
 
-    return measured, [*benches.values()]
+    return measured
 
 
 def _halves_alone(
@@ -407,8 +396,7 @@ def _adds_up(bench: Bench, subject: _Subject, samples: Callable[[str], Samples])
     def is_near(name: str, cut_s: float, tail: float) -> bool:
         layers_s = sum(net(samples(f"{key}/{name}").timing(), cut_s).median_s * tail for key in subject.layer_keys)
         total_s = corrections.overhead_s + layers_s + samples(f"loss/{name}").timing().median_s
-        whole_s = samples(f"whole/{name}").timing().median_s
-        return not whole_s or abs(total_s / whole_s - 1.0) <= MOST_DISAGREEMENT
+        return adds_up(total_s, samples(f"whole/{name}").timing().median_s)
 
     return is_near("forward", corrections.forward_cut_s, corrections.forward_tail) and is_near(
         "backward", corrections.backward_cut_s, corrections.backward_tail

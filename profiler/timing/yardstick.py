@@ -1,12 +1,11 @@
 """The yardstick: short fixed work, timed between the samples to know how fast the host was.
 
-Its parts are bound by compute, by memory, and by the interpreter. The speed of a shared host changes between phases of
+Its parts are bound by compute, by memory, and by the interpreter with PyTorch's own code. The speed of a shared host changes between phases of
 some seconds or minutes. Samples are divided by the slowdown of their moment (`SpeedHistory`).
 """
 
 from __future__ import annotations
 
-import math
 import mmap
 import time
 from collections import defaultdict
@@ -20,14 +19,15 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gplan.core.host_speed import (
-    LEAST_RESPONSE,
+    GPU_PASS_WEIGHTS,
+    PASS_WEIGHTS,
     HostSpeed,
-    SlowdownRule,
+    PartWeights,
     SpeedWindow,
     YardstickTimes,
-    mean_over_lower_quartile,
     slowdown_of,
 )
 from gplan.core.stage_cost import Floats
@@ -55,12 +55,12 @@ _NUM_KEPT = 2  # times of each part in a reading
 _NUM_KEPT_BESIDE = 4  # the same beside other processes
 _NUM_AROUND = 9  # times of a part whose median is the speed of a moment
 _NUM_AROUND_BESIDE = 6  # the same beside other processes, where readings are close to each other
-_PRIOR_OF_LAYERS, _PRIOR_OF_READINGS = 1.16, 1.2  # factors on the two ratios of a response: alone they give 0.8
 _MOST_OVER_MEDIAN = 3.0  # for which a reading counts in the reference
 _WINDOW_S = 1.0  # the shortest window
 _NUM_STORED = 20  # windows in a profile
 _STREAMED_FLOATS = 2**24  # 64 MiB, more than the caches hold that a core shares; on a CPU two halves are read in turns
 _ROWS, _WEIGHTS = 128, 256  # of the product whose weights come from memory: it takes as long as 192 x 192 x 192
+_TINY_ROWS, _TINY_WIDTH = 8, 32
 _HUGE_PAGE_BYTES = 2**21
 _PAGE_FLOATS = 1024
 _HALF_PAGE_FLOATS = 512  # a core is slower to write where what it reads lies whole pages away
@@ -76,8 +76,9 @@ def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
     One product has two matrices of 192 x 192, and one has other weights of 256 x 256 each time: small layers stay in the
     caches, those of large models do not, and other work on the host slows the two differently. On a CPU these weights
     and the sums each cycle through 32 MiB, on a GPU the sums through 64 MiB, so that what they read has left the caches,
-    whatever ran in between. The parts are as fast in every process: their tensors have fixed distances and lie in huge
-    pages, and they allocate nothing, not even integers. They draw no random numbers.
+    whatever ran in between. These two are as fast in every process: their tensors have fixed distances and lie in huge
+    pages, and they allocate nothing. The third part is a forward and backward of a tiny model, on a GPU launches of small
+    kernels. No part draws random numbers.
     """
     on_gpu = device != "cpu"
     width, num_floats = (2048, 2**23) if on_gpu else (192, 2**18)
@@ -92,7 +93,6 @@ def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
     rows, outputs = (x[: _ROWS * _WEIGHTS].view(_ROWS, _WEIGHTS) for x in (left, product))
     next_weights = cycle(weights.unflatten(0, (-1, _WEIGHTS, _WEIGHTS)).unbind())
     addends = cycle(summed.view(-1, num_floats).unbind())
-    cached = tuple(range(8)) * 300  # as all integers up to 256
 
     def multiply_both() -> None:
         multiply()
@@ -101,18 +101,29 @@ def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
     def add_next() -> None:
         total.add_(next(addends))
 
-    def loop() -> None:
-        number = 0
-        for i in cached:
-            number = (number + i) & 127
-
     pages = streamed.view(-1, _PAGE_FLOATS)[:, 0]
     touch: dict[str, Part] = {} if on_gpu else {PAGES: (partial(torch.sum, pages, dim=0, out=small.view(())), 1)}
     return touch | {
         "compute": (multiply if on_gpu else multiply_both, 1),
         "memory": (add_next, 8 if on_gpu else 2),  # on a GPU the first launch is short beside 8 sums
-        "interpreter": (partial(small.add_, 1), 32) if on_gpu else (loop, 1),
+        "interpreter": (partial(small.add_, 1), 32) if on_gpu else (_passes_of_tiny_model(), 1),
     }
+
+
+def _passes_of_tiny_model() -> Callable[[], object]:
+    """A forward and backward that compute next to nothing: Python, the choice of kernels, and small pieces of memory."""
+    values = torch.linspace(-1.0, 1.0, _TINY_WIDTH * _TINY_WIDTH).view(_TINY_WIDTH, _TINY_WIDTH)
+    weights = [x.clone().requires_grad_() for x in (values, values[0], values[1], values[2], values, values[3])]
+    samples = values[:_TINY_ROWS].clone()
+
+    def train() -> object:
+        first, first_bias, scale, shift, second, second_bias = weights
+        with torch.enable_grad():
+            hidden = functional.layer_norm(functional.linear(samples, first, first_bias), (_TINY_WIDTH,), scale, shift)
+            loss = functional.linear(functional.gelu(hidden), second, second_bias).sum()
+        return torch.autograd.grad(loss, weights)
+
+    return train
 
 
 def _ones_in_huge_pages(number: int) -> Tensor:
@@ -234,13 +245,12 @@ class SpeedHistory:
     time, the median would leave them out. A disturbed reading counts as at most three times the median.
     """
 
-    def __init__(
-        self, parts: Sequence[Samples], beside: Sequence[Samples] = (), layers: Sequence[Samples] = ()
-    ) -> None:
-        """`parts` were read alone, `beside` beside other processes; `layers` are the samples of the layers alone."""
+    def __init__(self, parts: Sequence[Samples], beside: Sequence[Samples] = (), *, device: str = "cpu") -> None:
+        """`parts` were read alone, `beside` beside other processes."""
         references_s = [_mean_s(x) for x in parts]
         found = _times(references_s)
-        self.host_speed = None if found is None else HostSpeed(reference=found)
+        self._weights = PASS_WEIGHTS if device == "cpu" else GPU_PASS_WEIGHTS
+        self.host_speed = None if found is None else HostSpeed(reference=found, weights=self._weights)
         self._is_known = min(len(x.clean_s) for x in parts) >= _LEAST_READINGS
         if found is None or not self._is_known:
             return
@@ -250,10 +260,9 @@ class SpeedHistory:
             beside_s = [self._at_reference_s(*pair) for pair in zip(beside, self._ratios, strict=True)]
             self._ratios_beside = [_ratios(*pair) for pair in zip(beside, beside_s, strict=True)]
             times_beside = _times(beside_s)
-        response = self._response_of(layers, parts[0].clean_at_s)
         start_s, end_s = min(x.clean_at_s[0] for x in parts), max(x.clean_at_s[-1] for x in parts)
         windows = tuple(_stored_windows(parts, start_s, max(_WINDOW_S, (end_s - start_s) / _NUM_STORED)))
-        self.host_speed = HostSpeed(reference=found, windows=windows, beside=times_beside, response=response)
+        self.host_speed = HostSpeed(reference=found, windows=windows, beside=times_beside, weights=self._weights)
 
     @staticmethod
     def _at_reference_s(beside: Samples, alone: tuple[Floats, Floats]) -> float:
@@ -263,45 +272,22 @@ class SpeedHistory:
         """
         return float(np.median(beside.clean_s / _nearest_median(*alone, np.array(beside.clean_at_s), _NUM_AROUND)))
 
-    def slowdowns(self, at_s: Sequence[float], *, beside: bool = False, rule: SlowdownRule = slowdown_of) -> Floats:
-        """The slowdown at each moment, by the medians of the nearest readings of each part: alone, or beside others."""
+    def slowdowns(self, at_s: Sequence[float], *, beside: bool = False, weights: PartWeights | None = None) -> Floats:
+        """The slowdown at each moment, by the medians of the nearest readings of each part: alone, or beside others.
+
+        `weights`: of other work than passes.
+        """
         if self.host_speed is None or not self._is_known:
             return np.ones(len(at_s))
         of, num = self._ratios, _NUM_AROUND
         if beside and self._ratios_beside:
             of, num = self._ratios_beside, _NUM_AROUND_BESIDE
-        return self._yardstick_slowdowns(np.array(at_s), of, num, rule) ** self.host_speed.response
+        moments_s = np.array(at_s)
+        return slowdown_of(np.array([_nearest_median(*x, moments_s, num) for x in of]), weights or self._weights)
 
-    def _response_of(self, layers: Sequence[Samples], read_at_s: Sequence[float]) -> float:
-        """The exponent, from LEAST_RESPONSE to 1, of the yardstick's slowdown that gives the slowdown of the layers.
-
-        How far each layer's mean is above its lower quartile is compared with the readings in the same time, in
-        logarithms. Noise alone does that too. So both have a factor, by which the exponent is near 0.8 on a steady host.
-        """
-        all_s = quick_s = quick_by_readings_s = 0.0
-        for samples in (x for x in layers if len(x.clean_s) >= _LEAST_READINGS):
-            first_s, last_s = min(samples.clean_at_s), max(samples.clean_at_s)
-            at_s = np.array([x for x in read_at_s if first_s <= x <= last_s])
-            if len(at_s) >= _LEAST_READINGS:
-                layer_s = sum(samples.clean_s)
-                all_s += layer_s
-                quick_s += layer_s / mean_over_lower_quartile(samples.clean_s)
-                readings = self._yardstick_slowdowns(at_s, self._ratios, 1).tolist()
-                quick_by_readings_s += layer_s / mean_over_lower_quartile(readings)
-        if not all_s:
-            return 1.0
-        of_layers, of_readings = _PRIOR_OF_LAYERS * all_s / quick_s, _PRIOR_OF_READINGS * all_s / quick_by_readings_s
-        return min(1.0, max(LEAST_RESPONSE, math.log(of_layers) / math.log(of_readings)))
-
-    @staticmethod
-    def _yardstick_slowdowns(
-        moments_s: Floats, of: Sequence[tuple[Floats, Floats]], num_around: int, rule: SlowdownRule = slowdown_of
-    ) -> Floats:
-        return rule(np.array([_nearest_median(*part, moments_s, num_around) for part in of]))
-
-    def at_one_speed(self, samples: Samples, *, beside: bool = False, rule: SlowdownRule = slowdown_of) -> Samples:
+    def at_one_speed(self, samples: Samples, *, beside: bool = False, weights: PartWeights | None = None) -> Samples:
         """The samples as they would be at the mean speed."""
-        return samples.divided(partial(self.slowdowns, beside=beside, rule=rule))
+        return samples.divided(partial(self.slowdowns, beside=beside, weights=weights))
 
 
 def _stored_windows(parts: Sequence[Samples], start_s: float, window_s: float) -> Iterable[SpeedWindow]:

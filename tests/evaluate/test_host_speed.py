@@ -165,9 +165,10 @@ def test_memory_counts_half_for_updates() -> None:
     memory = replace(SPEED.reference, memory_s=1.5**2 * SPEED.reference.memory_s)
     windows = (StepSpeed(first_step=3, end_step=8, ranks=(SPEED.reference, memory), compute_s=(1.0, 1.0)),)
     run = replace(run, host_speed=windows)
-    assert (run.device_slowdowns, run.update_slowdowns) == (pytest.approx((1.0, 1.0)), pytest.approx((1.0, 1.5)))
+    slower = 1.5 ** (2 / 3)  # of passes, in which memory counts a third
+    assert (run.device_slowdowns, run.update_slowdowns) == (pytest.approx((1.0, slower)), pytest.approx((1.0, 1.5)))
     found = compare(run)
-    assert found.row(FORWARD, stage=1).equal_speed_error == pytest.approx(0.0)
+    assert found.row(FORWARD, stage=1).equal_speed_error == pytest.approx(slower - 1)
     assert [found.row(OPTIMIZER, stage=x).equal_speed_error for x in (0, 1)] == pytest.approx([0.0, 0.5])
 
 
@@ -195,7 +196,7 @@ def test_waits_for_cores_count_as_the_hosts() -> None:
     busy = replace(SPEED, load=HostLoad(wait_share=0.4))
     uncounted = replace(waited, plan=replace(waited.plan, host_speed=busy))
     assert uncounted.device_slowdowns == pytest.approx((1.0, 1.0))
-    assert "2.00 times as long: both errors include that" in printed(run_view(uncounted))
+    assert "2.00 times as long, which both errors include" in printed(run_view(uncounted))
 
 
 def made_windows(compute_s: Sequence[float], reading: Mapping[int, float]) -> tuple[StepSpeed, ...]:
@@ -340,29 +341,6 @@ def test_a_retimed_profile_leaves_out_disturbed_readings_as_its_run_does() -> No
     assert newer.host_speed is not None and newer.host_speed.beside is not None
     assert newer.host_speed.reference.compute_s == pytest.approx(1.25e-3)
     assert newer.host_speed.beside.compute_s == pytest.approx(2.5e-3)
-
-
-def test_a_model_that_responds_half_as_much_to_the_host() -> None:
-    speed = replace(SPEED, response=0.5)
-    slow = readings(4.0)
-    assert speed.slowdown(slow) == pytest.approx(2.0)
-    assert speed.slowed_by(2.0).slowdown(slow) == pytest.approx(1.0)
-    run = slow_run(usual_plan(), 1.25, 1.25)
-    windows = tuple(
-        StepSpeed(first_step=i, end_step=i + 1, ranks=(readings(1.25**2),) * 2, compute_s=(1.0, 1.0)) for i in (3, 4)
-    )
-    run = replace(run, plan=replace(run.plan, host_speed=speed), host_speed=windows)
-    assert run.device_slowdowns == pytest.approx((1.25, 1.25))
-    newer = retime_profile(usual_profile(), run=run).host_speed
-    assert newer is not None and newer.slowdown(readings(1.25**2)) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("response", [0.0, 1e-300, 2.1, math.nan])
-def test_a_response_out_of_bounds_is_refused(response: float) -> None:
-    with pytest.raises(ValueError, match=r"response is .*; expected 0.25 to 2"):
-        replace(SPEED, response=response)
-    with pytest.raises(ValueError, match=r"response is .*; expected 0.25 to 2"):
-        replace(slow_run(usual_plan(), 1.0, 1.0), response=response)
 
 
 def test_the_page_has_both_errors() -> None:

@@ -195,7 +195,7 @@ def damage_empty(content: dict[str, Any]) -> None:
         (damage_nan, r"has a NaN or an infinity at \$\.layers\[1\]\.costs\[0\]\.forward_s; expected a number"),
         (damage_leftovers, r"has bytes left over by a layer after the last of 3"),
         (damage_order, r"micro-batch sizes are \(1, 1\); expected rising sizes"),
-        (damage_version, r"format 'gplan.profile/99'; expected 'gplan.profile/5'"),
+        (damage_version, r"format 'gplan.profile/99'; expected 'gplan.profile/6'"),
         (damage_share, r"common_variance is 1.5; expected a share from 0 to 1"),
         (damage_empty, r"layers is empty"),
     ],
@@ -277,7 +277,7 @@ def test_a_plan_is_not_taken_for_a_profile(tmp_path: Path) -> None:
     plan = gplan.balance(make_profile([1.0, 2.0]), num_devices=2, num_microbatches=2)
     json_files.save(plan, tmp_path / "plan.json")
     with pytest.raises(
-        FileError, match=r"format 'gplan.plan/4'; expected 'gplan.profile/5', a gplan profile; make one with"
+        FileError, match=r"format 'gplan.plan/5'; expected 'gplan.profile/6', a gplan profile; make one with"
     ):
         json_files.load(Profile, tmp_path / "plan.json")
     assert isinstance(json_files.load_any(tmp_path / "plan.json"), Plan)
@@ -306,8 +306,8 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(
 def test_a_file_of_an_older_version_gets_one_clear_sentence(tmp_path: Path) -> None:
     plan = gplan.balance(make_profile([1.0, 2.0]), num_devices=2, num_microbatches=2)
     path = tmp_path / "plan.json"
-    path.write_bytes(json_files.to_json(plan).replace(b"gplan.plan/4", b"gplan.plan/3"))
-    expected = "older gplan .format gplan.plan/3; this one reads gplan.plan/4.; make it again with `gplan balance`"
+    path.write_bytes(json_files.to_json(plan).replace(b"gplan.plan/5", b"gplan.plan/4"))
+    expected = "older gplan .format gplan.plan/4; this one reads gplan.plan/5.; make it again with `gplan balance`"
     for load in (lambda: json_files.load(Plan, path), lambda: json_files.load_any(path)):
         with pytest.raises(FileError, match=expected):
             load()

@@ -459,7 +459,7 @@ def test_layers_and_operations_have_journals_of_their_own() -> None:
 
 
 def test_layers_that_do_not_add_up_are_timed_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("profiler.timing.layer_timing.MOST_DISAGREEMENT", -1.0)
+    monkeypatch.setattr("gplan.core.profile.MOST_DISAGREEMENT", -1.0)
     (note,) = _notes_on_pairs(measure_profile(mlp(), OPTIONS))
     assert "0 and 1 (" in note and "1 and 2 (" in note
 

@@ -111,7 +111,9 @@ def test_impossible_order_refused(tmp_path: Path) -> None:
 def test_unknown_layer_refused(tmp_path: Path) -> None:
     reference = branched_file(tmp_path, "towers")
     plan = with_layers(turned_plan(reference), ["a.0", "a.1", "b.0", "b.one", "head"])
-    with pytest.raises(FileError, match=r"5 layers \(a\.0 to head\).*b\.one is only in the plan;"):
+    with pytest.raises(
+        FileError, match=r"5 layers \(a\.0 to head\).*only the plan has b\.one; only the model has b\.1;"
+    ):
         run_virtually(load_model_file(reference), plan, CHECKED)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean
 
 import pytest
 
@@ -13,7 +12,7 @@ from gplan.evaluate.compare import PEAK_MEMORY, compare
 from gplan.reporting.text.run import reserved_lines
 from gplan.runtime.recorder import ActionTiming
 from gplan.runtime.run.results import _shifted, on_one_clock, torch_run, virtual_run
-from gplan.runtime.run.run_options import Reading, RunOptions, StepRecord
+from gplan.runtime.run.run_options import RunOptions, StepRecord
 from gplan.simulation.bubble import idle_by_cause
 from gplan.simulation.simulator import dependency_order, planned_s, schedule_of, timeline_of
 from tests.scheduled import scheduled_plan
@@ -45,11 +44,6 @@ def ranks_of(plan: Plan, times_s: Sequence[tuple[float, float]]) -> list[list[St
         return StepRecord(loss=1.0, actions=tuple(actions), start_s=0.0, end_s=starts[-1] + action_s)
 
     return [[step(device, *times) for times in times_s] for device in range(plan.num_devices)]
-
-
-def read(times: YardstickTimes, at_s: float = 0.0) -> tuple[Reading, ...]:
-    """One reading in a step."""
-    return (Reading(at_s=at_s, times=times),)
 
 
 @pytest.mark.parametrize(("num_clean", "counted", "is_told"), [(2, 5, True), (3, 3, False), (5, 5, False)])
@@ -112,7 +106,7 @@ def test_speed_of_the_host_in_windows_of_steps() -> None:
     plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once))
     ranks = ranks_of(plan, [(0.1, 0.0)] * 43)
     for i in range(43):  # a rank reads in every second step; the host is half as fast from step 23 on
-        ranks[i % 2][i] = replace(ranks[i % 2][i], readings=read(once if i < 23 else twice))
+        ranks[i % 2][i] = replace(ranks[i % 2][i], readings=(once if i < 23 else twice,))
         for own in ranks if i >= 23 else ():
             own[i] = replace(own[i], actions=tuple(replace(x, busy_s=2 * x.busy_s) for x in own[i].actions))
     run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=43))
@@ -127,7 +121,7 @@ def test_a_rank_that_reads_in_some_steps_only_has_all_windows() -> None:
     plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once))
     ranks = ranks_of(plan, [(0.1, 0.0)] * 8)
     for own in ranks:
-        own[3] = replace(own[3], readings=read(once))
+        own[3] = replace(own[3], readings=(once,))
     run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=8))
     assert [x.ranks for x in run.host_speed] == [(once, once), *[(None, None)] * 4]
     assert run.device_slowdowns == pytest.approx((1.0, 1.0))
@@ -141,7 +135,7 @@ def test_readings_in_steps_with_growing_memory_do_not_count() -> None:
     for own in ranks:
         for i, step in enumerate(own):
             own[i] = replace(
-                step, readings=read(twice if i in (3, 5) else once), num_page_faults=10**6 if i in (3, 5) else 0
+                step, readings=(twice if i in (3, 5) else once,), num_page_faults=10**6 if i in (3, 5) else 0
             )
     run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=10))
     assert run.num_growing == 2
@@ -153,61 +147,10 @@ def test_rank_without_a_reading_leaves_the_speed_unknown() -> None:
     once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
     plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once))
     ranks = ranks_of(plan, [(0.1, 0.0)] * 8)
-    ranks[0] = [replace(x, readings=read(once)) for x in ranks[0]]
+    ranks[0] = [replace(x, readings=(once,)) for x in ranks[0]]
     run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=8))
     assert run.host_speed[0].ranks == (once, None)
     assert (run.device_slowdowns, run.slowdown, run.speed_range) == ((), None, None)
-
-
-@pytest.mark.parametrize("response", [0.5, 1.5])
-def test_the_response_of_a_run_is_found_from_its_actions(response: float) -> None:
-    """The host is 1.6 times as slow in six of twelve seconds; a step takes about one."""
-    once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
-    plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once, response=0.8))
-    slowdowns = [1.6 if i % 12 < 6 else 1.0 for i in range(63)]
-    ranks = ranks_of(plan, [(0.1 * x**response, 0.0) for x in slowdowns])
-    for own in ranks:
-        read_once = [replace(x, readings=read(once.times(y))) for x, y in zip(own, slowdowns, strict=True)]
-        own[:] = [_shifted(x, i) for i, x in enumerate(read_once)]
-    run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=63))
-    assert run.response == pytest.approx(response, abs=0.1)
-    speed = run.reference_speed
-    assert speed is not None and speed.response == run.response
-    assert run.device_slowdowns == pytest.approx([fmean(x**run.response for x in slowdowns[3:])] * 2, rel=0.02)
-    assert run.update_slowdowns == pytest.approx([fmean(x**0.8 for x in slowdowns[3:])] * 2, rel=0.02)
-    assert replace(run, response=None).reference_speed == plan.host_speed
-
-
-def test_micro_batches_of_different_lengths_do_not_look_like_a_response() -> None:
-    """The first action of a device in a step is the longest, and the yardstick is slower then, on a host as above."""
-    once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
-    plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once, response=0.8))
-    ranks = ranks_of(plan, [(0.5, 0.0)] * 63)
-    for own in ranks:
-        for i, step in enumerate(own):
-            begin_s = i * step.end_s
-            actions, readings = list[ActionTiming](), list[Reading]()
-            for x in step.actions:
-                at_s, is_first = begin_s + x.start_s, x.start_s == 0.0
-                slowdown = 1.6 if at_s % 12 < 6 else 1.0
-                actions.append(replace(x, busy_s=(3.0 if is_first else 1.0) * slowdown))
-                readings += read(once.times((1.3 if is_first else 1.0) * slowdown), x.start_s)
-            own[i] = _shifted(replace(step, actions=tuple(actions), readings=tuple(readings)), begin_s)
-    run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=63))
-    assert run.response == pytest.approx(1.0, abs=0.15)
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_a_gpu_and_a_run_without_many_readings_have_no_response_of_their_own(kind: str) -> None:
-    once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
-    plan = scheduled_plan("gpipe")
-    plan = replace(plan, device=replace(plan.device, kind=kind), host_speed=HostSpeed(reference=once))
-    num_steps = 63 if kind == "cuda" else 20
-    ranks = ranks_of(plan, [(0.1 * (1 + i % 2), 0.0) for i in range(num_steps)])
-    for own in ranks:
-        own[:] = [_shifted(replace(x, readings=read(once.times(1 + i % 2))), i) for i, x in enumerate(own)]
-    run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=num_steps))
-    assert run.response is None
 
 
 @pytest.mark.parametrize(("num_hosts", "is_noted"), [(1, True), (2, False)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from functools import partial
 from itertools import groupby
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from profiler.timing import yardstick
 
 def test_a_step_has_the_readings_since_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [1e9]
-    monkeypatch.setattr(speed_readings, "_now_s", lambda: (now_s[0], now_s[0] - 1e9))  # after the samples of a reading
+    monkeypatch.setattr(speed_readings, "time", SimpleNamespace(time=lambda: now_s[0]))
     readings = SpeedReadings(torch.device("cpu"))
     monkeypatch.setattr(readings._yardstick, "_now", lambda: now_s[0])
     seconds = iter([1e-3, 3e-3, 8e-3])
@@ -32,18 +33,18 @@ def test_a_step_has_the_readings_since_the_last_one(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(yardstick.Yardstick, "_read", read)
 
-    def taken() -> list[tuple[float, float]]:
-        return [(x.at_s, x.times.compute_s) for x in readings.take()]
+    def taken() -> list[float]:
+        return [x.compute_s for x in readings.take()]
 
     assert taken() == []
     readings.between_actions()
     readings.between_actions()  # not due yet
     now_s[0] += 10.0
     readings.between_actions()
-    assert taken() == [(1.0, pytest.approx(2e-3)), (12.0, pytest.approx(6e-3))]
+    assert taken() == pytest.approx([2e-3, 6e-3])
     now_s[0] += 10.0
     readings.between_actions()
-    assert taken() == [(23.0, pytest.approx(16e-3))]
+    assert taken() == pytest.approx([16e-3])
     assert taken() == []
 
 
@@ -54,8 +55,7 @@ def test_products_run_as_often_before_a_reading_as_in_a_profile() -> None:
     readings._yardstick._parts = {name: (partial(calls.append, name), 1) for name in yardstick.PARTS}
     readings.between_actions()
     assert [len([*run]) for _, run in groupby(calls)] == [14 + 2, 1 + 2, 1 + 2]
-    (reading,) = readings.take()
-    assert 0.0 <= time.perf_counter() - reading.at_s < 60.0
+    assert len(readings.take()) == 1
 
 
 def test_only_backwards_that_did_not_fail_are_followed_by_a_reading() -> None:

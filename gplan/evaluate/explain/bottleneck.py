@@ -13,6 +13,7 @@ that reaches its threshold binds the step; if none does, compute binds:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -90,13 +91,17 @@ def layer_times_s(plan: Plan, stage: Stage) -> tuple[float, ...]:
 
 
 def _slowest_layers(plan: Plan, stages: Sequence[Stage]) -> Iterator[LayerShare]:
-    """The slowest layers, up to half of the device's compute and at most five; none where no layer takes time."""
+    """The slowest layers, up to half of the device's compute and at most five, and those that take as long as the last of these.
+
+    None where no layer takes time.
+    """
     times = {name: x for stage in stages for name, x in zip(stage.layer_names, layer_times_s(plan, stage), strict=True)}
-    total_s, seen_s = sum(times.values()), 0.0
-    for name in sorted(times, key=lambda x: times[x], reverse=True)[:_MOST_LAYERS]:
-        if not total_s or seen_s >= _HALF * total_s:
+    total_s, seen_s, last_s = sum(times.values()), 0.0, math.inf
+    for number, name in enumerate(sorted(times, key=lambda x: times[x], reverse=True)):
+        is_enough = number >= _MOST_LAYERS or seen_s >= _HALF * total_s
+        if not total_s or (is_enough and times[name] < last_s * (1 - _TOLERANCE)):
             return
-        seen_s += times[name]
+        seen_s, last_s = seen_s + times[name], times[name]
         yield LayerShare(layer=name, time_s=times[name], share=times[name] / total_s)
 
 

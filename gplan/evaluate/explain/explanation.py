@@ -46,7 +46,7 @@ class Bottleneck:
     device: int
     stages: tuple[int, ...]  # that the device holds
     equals: tuple[int, ...]  # other devices whose compute is within one percent
-    layers: tuple[LayerShare, ...]  # the slowest first, up to half of the device's compute
+    layers: tuple[LayerShare, ...]  # the slowest first, up to half of the device's compute and their equals
     num_layers: int  # of all its stages
     busy_s: float  # computing
     filling_s: float  # idle while the pipeline fills and drains, the transfers of that included

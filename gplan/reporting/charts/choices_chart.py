@@ -49,8 +49,8 @@ def choices_chart(analysis: PlanAnalysis) -> Figure | None:
     axes = figure.subplots()
     unit, scale = seconds_axis(max(x.sample_s for x in choices))
     lines = [list(group) for _, group in groupby(choices, key=lambda x: x.num_devices)]
-    for line, look in zip(lines, _LINES, strict=False):
-        _draw_line(axes, line, look, scale=scale)
+    for above, line, look in zip(reversed(range(len(lines))), lines, _LINES, strict=False):
+        _draw_line(axes, line, look, scale=scale, num_above=above)
     numbers = sorted({x.num_microbatches for x in choices})
     axes.set_xscale("log", base=2)
     axes.set_xticks(numbers, [str(x) for x in numbers])
@@ -129,14 +129,18 @@ def _alternative(x: Alternative, kind: PointKind) -> Point:
     return Point(kind=kind, label=x.label or alternative_text(x), step_s=x.step_s, peak_bytes=x.peak_bytes)
 
 
-def _draw_line(axes: Axes, line: Sequence[ScalingPoint], look: tuple[str, str], *, scale: float) -> None:
+def _draw_line(
+    axes: Axes, line: Sequence[ScalingPoint], look: tuple[str, str], *, scale: float, num_above: int
+) -> None:
+    """A line, thicker for each of the lines that are drawn above it, so that equal ones are all seen."""
     shape, colour = look
-    axes.plot([x.num_microbatches for x in line], [x.sample_s / scale for x in line], color=colour, linewidth=1.4)
+    numbers, seconds = [x.num_microbatches for x in line], [x.sample_s / scale for x in line]
+    axes.plot(numbers, seconds, color=colour, linewidth=1.4 + 1.6 * num_above)
     for x in line:
         at = [x.num_microbatches], [x.sample_s / scale]
         if x.is_plan:
             axes.plot(*at, marker="o", color=INK.light, markersize=12, markerfacecolor="none")
-        (mark,) = axes.plot(*at, marker=shape, color=colour, markersize=6)
+        (mark,) = axes.plot(*at, marker=shape, color=colour, markersize=6 + 1.6 * num_above)
         which = f"{counted(x.num_devices, 'device')}, {counted(x.num_microbatches, 'micro-batch')}"
         rate = quantity_text(x.batch_size / x.step_s, "samples_per_s")
         tooltip(mark, which, f"step {seconds_text(x.step_s)}, {rate}", f"bubble {percent_text(x.bubble)}")

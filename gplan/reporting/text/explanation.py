@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core.units import bytes_text, counted, percent_text, quantity_text, seconds_text
+from gplan.core.units import bytes_text, counted, percent_text, quantity_text, seconds_text, some_names
 from gplan.evaluate.explain.explanation import (
     BaselineOutcome,
     Bottleneck,
@@ -68,16 +68,6 @@ def option_text(option: Option, *, plan: PlanSettings) -> str:
     return texts[option.kind]
 
 
-def joined(names: tuple[str, ...], *, most: int = 3) -> str:
-    """Names as a list in words.
-
-    >>> joined(("a", "b", "c")), joined(("a", "b", "c", "d", "e"))
-    ('a, b and c', 'a, b, c and 2 more')
-    """
-    shown = [*names[:most], *([f"{len(names) - most} more"] if len(names) > most else [])]
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
-
-
 def holder_text(found: Bottleneck, setting: PlanSettings) -> str:
     """The name of the bottleneck: a stage if each device has one, else a device."""
     return f"device {found.device}" if devices_differ_from_stages(setting) else f"stage {found.device}"
@@ -116,12 +106,12 @@ def _pace(explanation: Explanation) -> Iterator[str]:
     elif len(found.equals) == num_devices - 1:
         yield f"All {num_devices} {what}s compute equally long, within 1 %: for {of_step}."
     elif found.equals:
-        numbers = joined(tuple(str(x) for x in sorted((found.device, *found.equals))), most=6)
+        numbers = some_names(list(map(str, sorted((found.device, *found.equals)))), most=6)
         longest = f"{what.capitalize()}s {numbers} compute longest and, within 1 %, equally long"
         yield f"{longest}: for {of_step}{_most_expensive(found, setting)}."
     else:
         holder = holder_text(found, setting).capitalize()
-        holder += f" (stages {joined(tuple(map(str, found.stages)))})" if len(found.stages) > 1 else ""
+        holder += f" (stages {some_names(list(map(str, found.stages)))})" if len(found.stages) > 1 else ""
         yield f"{holder} computes longest: for {of_step}{_most_expensive(found, setting)}."
 
 
@@ -132,9 +122,11 @@ def _most_expensive(found: Bottleneck, setting: PlanSettings) -> str:
     holder = holder_text(found, setting)
     if found.num_layers == 1:
         return f"; {found.layers[0].layer} is the only layer of {holder}"
+    if len(found.layers) == found.num_layers:
+        return f"; none of its {found.num_layers} layers stands out"
     names, share = tuple(x.layer for x in found.layers), sum(x.share for x in found.layers)
     verb = "takes" if len(names) == 1 else "take"
-    return f"; of the {found.num_layers} layers of {holder}, {joined(names)} {verb} {percent_text(share)} of their time"
+    return f"; of the {found.num_layers} layers of {holder}, {some_names(names)} {verb} {percent_text(share)} of their time"
 
 
 def _binding(explanation: Explanation) -> str:
@@ -329,7 +321,7 @@ def _sensitivity_views(explanation: Explanation) -> Iterator[RenderableType]:
     if not found.is_proven:
         yield Text("these plans are not proven best: smaller changes may be enough", style="dim")
     if found.left_out:
-        yield Text(f"not computed, for lack of time: {joined(found.left_out)}", style="dim")
+        yield Text(f"not computed, for lack of time: {some_names(found.left_out)}", style="dim")
 
 
 def _sensitivity_line(x: Sensitivity) -> Line:
@@ -338,7 +330,7 @@ def _sensitivity_line(x: Sensitivity) -> Line:
 
 
 def _turn_cells(point: TurningPoint | None) -> tuple[str, str]:
-    return (_NEVER, "") if point is None else (f"× {point.factor:.2f}", joined(point.moved, most=1))
+    return (_NEVER, "") if point is None else (f"× {point.factor:.2f}", some_names(point.moved, most=1))
 
 
 def rules_table(explanation: Explanation) -> FittedTable | None:

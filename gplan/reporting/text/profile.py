@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core import HostSpeed, LayerCost, Origin, Profile, SharedWeight
+from gplan.core import HostSpeed, LayerCost, Origin, Profile, SharedWeight, StepCost
 from gplan.core.host_load import interruption_text
 from gplan.core.precision import AS_MADE
 from gplan.core.profile import group_equal
@@ -295,12 +295,18 @@ def _size_line(profile: Profile, index: int) -> str:
     )
 
 
-def _model_lines(profile: Profile) -> Iterator[str]:
-    step = profile.step
-    yield (
+def _optimizer_text(step: StepCost) -> str:
+    if step == StepCost.none(origin=step.optimizer.origin):
+        return "no optimizer, or nothing to train"
+    return (
         f"optimizer {step.optimizer_name}: {seconds_text(step.optimizer.median_s)} per step, zero_grad "
-        f"{seconds_text(step.zero_grad.median_s)} ({step.optimizer.origin}), state {bytes_text(step.state_bytes)}; link: "
-        f"{link_text(profile.link)}; {_engine_text(profile)}"
+        f"{seconds_text(step.zero_grad.median_s)} ({step.optimizer.origin}), state {bytes_text(step.state_bytes)}"
+    )
+
+
+def _model_lines(profile: Profile) -> Iterator[str]:
+    yield (
+        f"{_optimizer_text(profile.step)}; link: {link_text(profile.link)}; {_engine_text(profile)}"
         + (f"the loss is a {profile.loss_reduction} over the samples" if profile.loss else "no loss was measured")
     )
     if profile.precision != AS_MADE:

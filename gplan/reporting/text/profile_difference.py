@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core.units import bytes_text, error_text, percent_text, seconds_text
+from gplan.core.units import bytes_text, error_text, percent_text, seconds_text, some_names
 from gplan.evaluate.compare import prediction_error
 from gplan.evaluate.profile_difference import (
     BytesChange,
@@ -126,5 +126,4 @@ def _speed_text(median_change: float, slowdown: float | None) -> str:
 def _added_and_removed(difference: Difference) -> Iterator[str]:
     for what, names in (("were added", difference.appeared), ("were removed", difference.vanished)):
         if names:
-            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-            yield f"layers that {what}: {', '.join(names[:_MOST_NAMES])}{more}"
+            yield f"layers that {what}: {some_names(names, most=_MOST_NAMES)}"

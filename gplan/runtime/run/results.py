@@ -31,7 +31,6 @@ from gplan.core.host_speed import mean_of_times
 from gplan.core.schedule import Piece
 from gplan.core.units import now_text
 from gplan.runtime.recorder import ActionTiming
-from gplan.runtime.run.response import Series, response_of
 from gplan.runtime.run.run_options import RunOptions, StepRecord
 from gplan.runtime.validation import notes_on_machine
 from gplan.simulation.exposed_communication import exposed_in
@@ -97,9 +96,7 @@ def _shifted(step: StepRecord, seconds: float) -> StepRecord:
     if not seconds:
         return step
     actions = (replace(x, start_s=x.start_s + seconds, end_s=x.end_s + seconds) for x in step.actions)
-    readings = tuple(replace(x, at_s=x.at_s + seconds) for x in step.readings)
-    start_s, end_s = step.start_s + seconds, step.end_s + seconds
-    return replace(step, actions=tuple(actions), readings=readings, start_s=start_s, end_s=end_s)
+    return replace(step, actions=tuple(actions), start_s=step.start_s + seconds, end_s=step.end_s + seconds)
 
 
 def virtual_run(
@@ -176,33 +173,7 @@ def _run(
         host_speed=tuple(_speed_windows(ranks, timed, settled)),
         host_load=load,
         core_stretch=_core_stretch(plan, ranks, loads, chosen),
-        response=_response(plan, ranks, settled),
     )
-
-
-def _response(plan: Plan, ranks: Sequence[Sequence[StepRecord]], steps: Sequence[int]) -> float | None:
-    """By the actions of these steps and the readings between them; None on a GPU, which is not shared, and if unknown.
-
-    A kind of work is one action of the schedule: micro-batches can differ, as the first creates gradients.
-    """
-    speed = plan.host_speed
-    if speed is None or plan.device.kind != "cpu":
-        return None
-
-    def of_rank(own: Sequence[StepRecord]) -> tuple[list[Series], Series]:
-        passes: dict[Action, list[ActionTiming]] = {}
-        for x in chain.from_iterable(own[i].actions for i in steps):
-            if x.action.kind is not ActionKind.OPTIMIZER:
-                passes.setdefault(x.action, []).append(x)
-        readings = [x for i in steps for x in own[i].readings]
-        slowdowns = [speed.yardstick_slowdown(x.times, num_devices=len(ranks)) for x in readings]
-        work = [
-            Series(values=[x.busy_s for x in same], at_s=[(x.start_s + x.end_s) / 2 for x in same])
-            for same in passes.values()
-        ]
-        return work, Series(values=slowdowns, at_s=[x.at_s for x in readings])
-
-    return response_of(map(of_rank, ranks), prior=speed.response)
 
 
 def _core_stretch(
@@ -238,7 +209,7 @@ def _speed_windows(ranks: Sequence[Sequence[StepRecord]], timed: range, settled:
         end = min(first + size, timed.stop)
         within = [i for i in range(first, end) if i in counted_steps]
         if within:
-            readings = tuple(mean_of_times(x.times for i in within for x in own[i].readings) for own in ranks)
+            readings = tuple(mean_of_times(x for i in within for x in own[i].readings) for own in ranks)
             compute_s = tuple(fmean(sum(x.busy_s for x in own[i].actions) for i in within) for own in ranks)
             yield StepSpeed(first_step=first, end_step=end, ranks=readings, compute_s=compute_s)
 

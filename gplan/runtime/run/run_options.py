@@ -57,14 +57,6 @@ class RunOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """The yardstick at one moment of a run."""
-
-    at_s: float  # by `time.perf_counter`, as actions
-    times: YardstickTimes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """What one process measured in one step."""
 
@@ -73,7 +65,7 @@ class StepRecord:
     start_s: float
     end_s: float
     num_page_faults: int = 0  # pages that the process was given in the step
-    readings: tuple[Reading, ...] = ()  # of the yardstick
+    readings: tuple[YardstickTimes, ...] = ()
 
 
 ReportStep = Callable[[int, float], None]

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from gplan.runtime.run.run_options import Reading
+from gplan.core.host_speed import YardstickTimes
 from profiler.timing.clock import CpuClock, CudaClock, Samples
 from profiler.timing.yardstick import Yardstick, mean_of_samples, yardstick_parts
 
@@ -21,13 +21,13 @@ class SpeedReadings:
     A host can change its speed several times in a step. So a step has many short readings, each right before the action
     that follows a backward, when its gradients are on their way. Before, the rank that waits for them does not compute, and
     if its core and this one share a core of the host, a reading would be too fast. Readings are in no action's time. With
-    the torch engine they lengthen a step by up to `_MOST_SHARE`, and a run of less than a second by one, 7 to 10 ms.
+    the torch engine they lengthen a step by up to `_MOST_SHARE`, and a run of less than a second by one, 8 to 12 ms.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._clock = CpuClock() if device.type == "cpu" else CudaClock()
         self._samples = defaultdict[str, Samples](Samples)
-        self._ends_s = [_now_s()]  # the start, then the end of each reading; its samples lie between two of these
+        self._ends_s = [time.time()]  # the start, then the end of each reading; its samples lie between two of these
         self._yardstick = Yardstick(
             self._clock,
             lambda name: self._samples[name],
@@ -38,20 +38,15 @@ class SpeedReadings:
     def between_actions(self) -> None:
         """Read the yardstick, unless it was read a short time ago."""
         if self._yardstick.read_if_due():
-            self._ends_s.append(_now_s())
+            self._ends_s.append(time.time())
 
-    def take(self) -> tuple[Reading, ...]:
+    def take(self) -> tuple[YardstickTimes, ...]:
         """The readings since the last call. Waits for the device."""
         self._clock.flush()
         means = [
-            (at_s, mean_of_samples([part.between(start_s, end_s) for part in self._yardstick.parts]))
-            for (start_s, _), (end_s, at_s) in pairwise(self._ends_s)
+            mean_of_samples([part.between(start_s, end_s) for part in self._yardstick.parts])
+            for start_s, end_s in pairwise(self._ends_s)
         ]
         self._samples.clear()
         del self._ends_s[:-1]
-        return tuple(Reading(at_s=at_s, times=times) for at_s, times in means if times is not None)
-
-
-def _now_s() -> tuple[float, float]:
-    """By the clock of samples, and by that of actions."""
-    return time.time(), time.perf_counter()
+        return tuple(times for times in means if times is not None)
