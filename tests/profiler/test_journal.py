@@ -55,8 +55,8 @@ def test_nothing_is_written_where_nothing_was_measured(tmp_path: Path) -> None:
     [
         b"{",
         b"[]",
-        b'{"format": "gplan.journal/4", "key": "one"}',
-        b'{"format": "gplan.journal/4", "key": "one", "samples": {"4/all/0/forward": {"clean_s": "soon"}}, "values": {}}',
+        b'{"format": "gplan.journal/5", "key": "one"}',
+        b'{"format": "gplan.journal/5", "key": "one", "samples": {"4/all/0/forward": {"clean_s": "soon"}}, "values": {}}',
     ],
     ids=["cut off", "no object", "no samples", "samples that are no numbers"],
 )

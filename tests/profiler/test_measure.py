@@ -535,7 +535,7 @@ def test_doubts_blame_other_work_only_with_evidence(
     windows = tuple(
         SpeedWindow(start_s=i, end_s=i + 1, times=reference.times(x), num_readings=9) for i, x in enumerate((1.0, 1.5))
     )
-    speed = replace(profile.host_speed, windows=windows if changes else (), load=load, response=1.0)
+    speed = replace(profile.host_speed, windows=windows if changes else (), load=load)
     (doubt,) = replace(profile, whole_model=(slow,), host_speed=speed).doubts
     assert doubt.startswith("do not rely on these times") and words in doubt
 

@@ -109,14 +109,15 @@ def test_names_behind_one_prefix_are_found(tmp_path: Path, prefix: str) -> None:
 
 def test_names_behind_two_prefixes_are_refused(tmp_path: Path) -> None:
     torch.save({f"{who}.{name}": x for who in ("student", "teacher") for name, x in STATE.items()}, tmp_path / "x.pt")
-    with pytest.raises(FileError, match=r"tiny with several prefixes, student\., teacher\.; save"):
+    with pytest.raises(FileError, match=r"tiny with several prefixes, student\. and teacher\.; save"):
         read_weights(tmp_path / "x.pt", list(STATE), what="tiny")
 
 
 def test_names_that_are_missing_are_listed_and_counted(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "x.pt")
     with pytest.raises(
-        FileError, match=r"x.pt lacks 4 of 5 weights of tiny: c, d, e and 1 more; it has a, b; expected the state_dict"
+        FileError,
+        match=r"x.pt lacks 4 of 5 weights of tiny: c, d, e and 1 more; it has a and b; expected the state_dict",
     ):
         read_weights(tmp_path / "x.pt", list("acdef"), what="tiny")
 

@@ -57,7 +57,7 @@ def test_missing_names_refused(tmp_path: Path) -> None:
 def test_extra_names_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
     own = training(adam, names=["embed", "0.weight", "0.bias", "1.scale"])
-    with pytest.raises(FileError, match=r"holds 2 tensors that the model has not \(1\.kernel, 1\.none\)"):
+    with pytest.raises(FileError, match=r"holds 2 tensors that the model has not \(1\.kernel and 1\.none\)"):
         own.load(path)
 
 

@@ -126,7 +126,7 @@ def test_meta_model_refused() -> None:
     [
         (
             TOWER,
-            r"made for Tower with 5 layers \(floors.0 to floors.4\); row has 5 layers \(0 to 4\): floors.0 is only",
+            r"made for Tower with 5 layers \(floors.0 to floors.4\); row has 5 layers \(0 to 4\); only the plan has floors.0, ",
         ),
         (TIED, "ModelError: row fails with inputs 2,3:int64, as the plan for Tied has them:"),
     ],
