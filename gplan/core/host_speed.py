@@ -31,9 +31,7 @@ class YardstickTimes:
 
     compute_s: float  # products: of matrices in a core's caches, and with weights that are not
     memory_s: float  # sums of vectors that are not in the caches
-    interpreter_s: (
-        float  # passes of a tiny model, mostly Python and PyTorch's own code; on a GPU launches of small kernels
-    )
+    interpreter_s: float  # passes of a tiny model: Python and PyTorch's own code; on a GPU launches of small kernels
 
     def __post_init__(self) -> None:
         check_positive(self, "compute_s", "memory_s", "interpreter_s")
@@ -109,6 +107,10 @@ class HostSpeed:
     load: HostLoad | None = None  # evidence of other work while layers were timed; None: not measured
     beside: YardstickTimes | None = None  # the reference beside other processes that compute; None: the same
     weights: PartWeights = PASS_WEIGHTS  # of the parts in the slowdown of passes
+
+    def __post_init__(self) -> None:
+        if not (min(self.weights) >= 0.0 and math.isclose(sum(self.weights), 1.0, abs_tol=1e-6)):
+            raise ValueError(f"weights is {self.weights}; expected three numbers of 0 or more whose sum is 1")
 
     def slowdown(self, times: YardstickTimes, *, num_devices: int = 1) -> float:
         """How many times as long the model's passes take at these times of the yardstick as at the reference.

@@ -1,7 +1,7 @@
 """The yardstick: short fixed work, timed between the samples to know how fast the host was.
 
-Its parts are bound by compute, by memory, and by the interpreter with PyTorch's own code. The speed of a shared host changes between phases of
-some seconds or minutes. Samples are divided by the slowdown of their moment (`SpeedHistory`).
+Its parts are bound by compute, by memory, and by the interpreter with PyTorch's own code. The speed of a shared host
+changes between phases of some seconds or minutes. Samples are divided by the slowdown of their moment (`SpeedHistory`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ Part: TypeAlias = tuple[Callable[[], object], int]
 
 
 def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
-    """The parts on a device: products, sums over 1 MiB of memory, and a loop; on a GPU larger, and small launches.
+    """The parts on a device: products, sums over 1 MiB of memory, and a tiny model; on a GPU larger, and small launches.
 
     One product has two matrices of 192 x 192, and one has other weights of 256 x 256 each time: small layers stay in the
     caches, those of large models do not, and other work on the host slows the two differently. On a CPU these weights
@@ -112,13 +112,14 @@ def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
 
 def _passes_of_tiny_model() -> Callable[[], object]:
     """A forward and backward that compute next to nothing: Python, the choice of kernels, and small pieces of memory."""
-    values = torch.linspace(-1.0, 1.0, _TINY_WIDTH * _TINY_WIDTH).view(_TINY_WIDTH, _TINY_WIDTH)
+    numbers = torch.linspace(-1.0, 1.0, _TINY_WIDTH**2, dtype=torch.float32, device="cpu")
+    values = numbers.view(_TINY_WIDTH, _TINY_WIDTH)
     weights = [x.clone().requires_grad_() for x in (values, values[0], values[1], values[2], values, values[3])]
     samples = values[:_TINY_ROWS].clone()
 
     def train() -> object:
         first, first_bias, scale, shift, second, second_bias = weights
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
             hidden = functional.layer_norm(functional.linear(samples, first, first_bias), (_TINY_WIDTH,), scale, shift)
             loss = functional.linear(functional.gelu(hidden), second, second_bias).sum()
         return torch.autograd.grad(loss, weights)

@@ -27,6 +27,7 @@ from gplan.core import (
     Timeline,
     YardstickTimes,
 )
+from gplan.core.host_speed import PartWeights
 from gplan.evaluate.attribution import ErrorCause, at_speed, attribute_error, predicted_times
 from gplan.evaluate.calibration import calibrate
 from gplan.evaluate.compare import BUBBLE, FORWARD, OPTIMIZER, PEAK_MEMORY, STEP_TIME, THROUGHPUT, compare
@@ -341,6 +342,12 @@ def test_a_retimed_profile_leaves_out_disturbed_readings_as_its_run_does() -> No
     assert newer.host_speed is not None and newer.host_speed.beside is not None
     assert newer.host_speed.reference.compute_s == pytest.approx(1.25e-3)
     assert newer.host_speed.beside.compute_s == pytest.approx(2.5e-3)
+
+
+@pytest.mark.parametrize("weights", [(0.5, 0.5, 0.5), (1.5, -0.5, 0.0), (math.nan, 0.5, 0.5)])
+def test_weights_that_are_no_shares_are_refused(weights: PartWeights) -> None:
+    with pytest.raises(ValueError, match="expected three numbers of 0 or more whose sum is 1"):
+        replace(SPEED, weights=weights)
 
 
 def test_the_page_has_both_errors() -> None:

@@ -90,6 +90,19 @@ def test_parts_run_and_draw_nothing() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
+def test_a_reading_does_not_depend_on_what_surrounds_it() -> None:
+    """A script can read it without gradients, under autocast, and with another default dtype."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        work, _ = yardstick_parts()["interpreter"]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        gradients = work()
+    assert {x.dtype for x in gradients} == {torch.float32}  # type: ignore[attr-defined]
+    assert any(x.abs().max() > 0 for x in gradients)  # type: ignore[attr-defined]
+
+
 def test_parts_lie_in_huge_pages_where_there_are_any() -> None:
     found = _ones_in_huge_pages(1000)
     assert found.tolist() == [1.0] * 1000
