@@ -64,11 +64,12 @@ LAYERS: Mapping[str, tuple[nn.Module, tuple[int, ...]]] = {
     "4 convolutions with batch norm, 32 channels, 4 x 32 x 32": (convolutions(32, depth=4), (4, 32, 32, 32)),
 }
 LOOP = "loop"
+EACH_A_THIRD, WITHOUT_INTERPRETER = "each part a third", "compute and memory"
 WITH_LOOP = (*PARTS[:2], LOOP)
 RULES: Mapping[str, tuple[tuple[str, ...], PartWeights]] = {
-    "gplan's": (PARTS, PASS_WEIGHTS),
+    EACH_A_THIRD: (PARTS, PASS_WEIGHTS),
     "compute alone": (PARTS, (1.0, 0.0, 0.0)),
-    "compute and memory": (PARTS, (1 / 2, 1 / 2, 0.0)),
+    WITHOUT_INTERPRETER: (PARTS, (1 / 2, 1 / 2, 0.0)),
     "compute and interpreter": (PARTS, (1 / 2, 0.0, 1 / 2)),
     "compute twice, memory, interpreter": (PARTS, (1 / 2, 1 / 4, 1 / 4)),
     "compute, memory, loop": (WITH_LOOP, PASS_WEIGHTS),
@@ -148,26 +149,23 @@ def as_text(rows: pd.DataFrame, window_s: float) -> str:
     """The response of each kind, and how far the windows are from it."""
     means = rows.groupby((rows.at_s // window_s).astype(int)).mean().drop(columns="at_s")
     logs = np.log(means / means.mean())
-    yardstick = by_rule(means, *RULES["gplan's"])
+    yardsticks = [by_rule(means, *RULES[name]) for name in (EACH_A_THIRD, WITHOUT_INTERPRETER)]
     lines = [
         "# How much layers are slowed when the yardstick is\n",
         f"Made by `python benchmarks/responses.py` on {processor()}, torch {torch.__version__}: {len(means)} windows of "
         f"{window_s:g} s, with {len(rows)} turns in all. The response is the slope of log(time) over log(slowdown) by the "
-        f"yardstick, whose standard deviation over the windows is {100 * yardstick.std():.1f} %. The last column is the share "
-        "of a layer's variance that it explains.\n",
-        "| forward and backward | mean | standard deviation of windows | response | explained |",
+        f"yardstick, whose standard deviation over the windows is {100 * yardsticks[0].std():.1f} % if each part counts a "
+        "third. The share of a layer's variance that it explains is in brackets.\n",
+        f"| forward and backward | mean | standard deviation of windows | response to {EACH_A_THIRD} | to {WITHOUT_INTERPRETER} |",
         "|---|---|---|---|---|",
     ]
     for name in LAYERS:
         layer = logs[name] - logs[name].mean()
-        response = float(layer @ yardstick / (yardstick @ yardstick))
-        explained = 1 - fmean((layer - response * yardstick) ** 2) / fmean(layer**2)
-        cells = (
-            seconds_text(means[name].mean()),
-            f"{100 * layer.std():.1f} %",
-            f"{response:.2f}",
-            f"{100 * explained:.0f} %",
-        )
+        cells = [seconds_text(means[name].mean()), f"{100 * layer.std():.1f} %"]
+        for yardstick in yardsticks:
+            response = float(layer @ yardstick / (yardstick @ yardstick))
+            explained = 1 - fmean((layer - response * yardstick) ** 2) / fmean(layer**2)
+            cells.append(f"{response:.2f} ({100 * explained:.0f} %)")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += [
         "\nHow far the layers are from the slowdown by other weights of the parts, in the same windows and at a response of 1. "

@@ -22,7 +22,7 @@ import torch
 
 from gplan.core import Device, EngineCost, Granularity, Link, Profile
 from gplan.core.errors import ModelError, UsageError
-from gplan.core.host_speed import UPDATE_WEIGHTS
+from gplan.core.host_speed import GPU_PASS_WEIGHTS, UPDATE_WEIGHTS, PartWeights
 from gplan.core.profile import SAMPLING_BUDGET_S
 from gplan.core.progress import Progress, no_progress, part
 from gplan.core.units import counted, now_text
@@ -36,11 +36,18 @@ from profiler.model.error_location import is_out_of_memory
 from profiler.model.load import ModelFile
 from profiler.timing.averages_step import sample_averages
 from profiler.timing.bench import run_naming_errors
-from profiler.timing.clock import Clock, CpuClock, CudaClock
+from profiler.timing.clock import Clock, CpuClock, CudaClock, Samples
 from profiler.timing.journal import Journal
-from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, SampledSize, Setup, mean_of_known, sample_size
+from profiler.timing.layer_timing import (
+    NUM_ROUTED_BATCHES,
+    MeasuredSize,
+    SampledSize,
+    Setup,
+    mean_of_known,
+    sample_size,
+)
 from profiler.timing.optimizer_step import MICROBATCHES, StepSampler
-from profiler.timing.yardstick import SpeedHistory, Yardstick, yardstick_parts
+from profiler.timing.yardstick import SpeedHistory, Yardstick, pass_weights, yardstick_parts
 
 _SHARE_OF_LAYERS = 0.75  # of the progress of a profile
 
@@ -173,7 +180,8 @@ def _measured(
         chain = sampled[0].chain
         averages = sample_averages(chain, setup.clock, device=options.device, read_yardstick=setup.read_yardstick)
     load = load_between(before, read_load())
-    speeds = SpeedHistory(yardstick.parts, yardstick.parts_beside, device=options.device)
+    weights = _pass_weights(sampled[-1].measured(_as_timed), yardstick, options)
+    speeds = SpeedHistory(yardstick.parts, yardstick.parts_beside, weights=weights)
     measured = [size.measured(speeds.at_one_speed) for size in sampled]
     progress("measuring the link between two processes", 0.9)
     link = options.link or measure_link(device_kind=options.device_kind)
@@ -233,6 +241,21 @@ def _loss_facts(file: ModelFile, options: ProfileOptions) -> LossFacts:
     if file.is_lazy:
         return LossFacts(reduction=file.loss_reduction or "mean", notes=())
     return find_loss_reduction(file, options.microbatch_sizes[0], device=options.device)
+
+
+def _pass_weights(size: MeasuredSize, yardstick: Yardstick, options: ProfileOptions) -> PartWeights:
+    """How the parts of the yardstick count in the slowdown of the model's passes, by its operations and times."""
+    if options.device_kind != "cpu":
+        return GPU_PASS_WEIGHTS
+    costs = (*size.layers, size.loss)
+    work = [x for cost in costs for x in (*cost.forward_work, *cost.backward_work)]
+    seconds = sum(cost.forward.median_s + cost.backward.median_s for cost in costs)
+    return pass_weights(yardstick.parts, num_operations=sum(x.num_operations for x in work), seconds=seconds)
+
+
+def _as_timed(samples: Samples, *, beside: bool = False) -> Samples:
+    """The samples, not yet at one speed: an `AtOneSpeed`."""
+    return samples
 
 
 def _sample_sizes(

@@ -81,9 +81,9 @@ PartWeights: TypeAlias = tuple[float, float, float]
 """How much compute, memory and interpreter count in the slowdown of some work; 1 together."""
 
 PASS_WEIGHTS: PartWeights = (1 / 3, 1 / 3, 1 / 3)
-"""Of forwards and backwards on a CPU (benchmarks/responses.py)."""
+"""Of forwards and backwards on a CPU whose operations are not counted."""
 GPU_PASS_WEIGHTS: PartWeights = (2 / 3, 1 / 3, 0.0)
-"""On a GPU, whose host launches kernels while earlier ones run."""
+"""Of forwards and backwards on a GPU, whose host launches kernels while earlier ones run."""
 UPDATE_WEIGHTS: PartWeights = (1 / 2, 1 / 2, 0.0)
 """Of updates of weights, which compute little for the memory that they read and write."""
 

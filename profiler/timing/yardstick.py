@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from gplan.core.host_speed import (
-    GPU_PASS_WEIGHTS,
     PASS_WEIGHTS,
     HostSpeed,
     PartWeights,
@@ -61,6 +60,9 @@ _NUM_STORED = 20  # windows in a profile
 _STREAMED_FLOATS = 2**24  # 64 MiB, more than the caches hold that a core shares; on a CPU two halves are read in turns
 _ROWS, _WEIGHTS = 128, 256  # of the product whose weights come from memory: it takes as long as 192 x 192 x 192
 _TINY_ROWS, _TINY_WIDTH = 8, 32
+_TINY_OPERATIONS = 27  # of its forward and backward, as those of a layer are counted
+_COLD = 2.0  # how much longer the code of an operation takes among those of a model than in the tiny one
+_MOST_OWN_CODE = 0.8  # of the time of passes
 _HUGE_PAGE_BYTES = 2**21
 _PAGE_FLOATS = 1024
 _HALF_PAGE_FLOATS = 512  # a core is slower to write where what it reads lies whole pages away
@@ -125,6 +127,19 @@ def _passes_of_tiny_model() -> Callable[[], object]:
         return torch.autograd.grad(loss, weights)
 
     return train
+
+
+def pass_weights(parts: Sequence[Samples], *, num_operations: int, seconds: float) -> PartWeights:
+    """The weights of the parts for the passes of a model on a CPU, with so many operations in so many seconds.
+
+    The interpreter counts as much as Python and PyTorch's own code take of the passes: of each operation what one of the
+    tiny model takes, or longer, as it is not in the caches. Compute and memory share the rest.
+    """
+    tiny_s = _mean_s(parts[PARTS.index("interpreter")])
+    if not (num_operations and seconds and tiny_s):
+        return PASS_WEIGHTS
+    own = min(_MOST_OWN_CODE, _COLD * tiny_s / _TINY_OPERATIONS * num_operations / seconds)
+    return ((1 - own) / 2, (1 - own) / 2, own)
 
 
 def _ones_in_huge_pages(number: int) -> Tensor:
@@ -246,11 +261,13 @@ class SpeedHistory:
     time, the median would leave them out. A disturbed reading counts as at most three times the median.
     """
 
-    def __init__(self, parts: Sequence[Samples], beside: Sequence[Samples] = (), *, device: str = "cpu") -> None:
-        """`parts` were read alone, `beside` beside other processes."""
+    def __init__(
+        self, parts: Sequence[Samples], beside: Sequence[Samples] = (), *, weights: PartWeights = PASS_WEIGHTS
+    ) -> None:
+        """`parts` were read alone, `beside` beside other processes; `weights` are those of passes."""
         references_s = [_mean_s(x) for x in parts]
         found = _times(references_s)
-        self._weights = PASS_WEIGHTS if device == "cpu" else GPU_PASS_WEIGHTS
+        self._weights = weights
         self.host_speed = None if found is None else HostSpeed(reference=found, weights=self._weights)
         self._is_known = min(len(x.clean_s) for x in parts) >= _LEAST_READINGS
         if found is None or not self._is_known:

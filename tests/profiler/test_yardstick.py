@@ -12,17 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from gplan.core import HostSpeed, SpeedWindow, YardstickTimes
+from gplan.core.host_speed import GPU_PASS_WEIGHTS, PASS_WEIGHTS
+from profiler.analytic.layer_work import analyse
 from profiler.timing.clock import CpuClock, CudaClock, Samples
 from profiler.timing.yardstick import (
     _STREAMED_FLOATS,
+    _TINY_OPERATIONS,
     PAGES,
     PARTS,
     SpeedHistory,
     Yardstick,
     _ones_in_huge_pages,
     mean_of_samples,
+    pass_weights,
     yardstick_parts,
 )
 from tests.profiler.test_clock import Event, Stream
@@ -274,10 +279,31 @@ def test_every_part_counts_a_third_in_passes() -> None:
         assert slow / fast == pytest.approx(2.5 ** (1 / 3))
 
 
+def test_a_model_of_many_short_operations_is_slowed_as_their_code() -> None:
+    parts = [sampled(x, np.arange(0, 100, 0.5).tolist(), lambda _: 1.0) for x in USUAL_S]
+    each_s = 2 * USUAL_S[2] / _TINY_OPERATIONS  # as the code of the tiny model is in the caches
+    found = pass_weights(parts, num_operations=1000, seconds=4000 * each_s)
+    assert found == pytest.approx((0.375, 0.375, 0.25))
+    assert pass_weights(parts, num_operations=1000, seconds=1e9 * each_s) == pytest.approx((0.5, 0.5, 0.0), abs=1e-5)
+    assert pass_weights(parts, num_operations=1000, seconds=each_s) == pytest.approx((0.1, 0.1, 0.8))
+
+
+def test_parts_count_alike_in_passes_whose_operations_are_not_counted() -> None:
+    parts = [sampled(x, np.arange(0, 100, 0.5).tolist(), lambda _: 1.0) for x in USUAL_S]
+    assert pass_weights(parts, num_operations=0, seconds=1.0) == PASS_WEIGHTS
+    assert pass_weights([Samples()] * 3, num_operations=9, seconds=1.0) == PASS_WEIGHTS
+
+
+def test_operations_of_the_tiny_model_are_counted_as_those_of_layers() -> None:
+    tiny = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 32))
+    analyses = analyse([tiny], (torch.ones(8, 32),), lambda outputs: outputs[0].sum())
+    assert sum(len(x.forward) + len(x.backward) for x in analyses) == _TINY_OPERATIONS
+
+
 def test_launches_do_not_slow_the_passes_of_a_gpu() -> None:
     parts = [sampled(x, np.arange(0, 100, 0.5).tolist(), lambda _: 1.0) for x in USUAL_S]
     parts[2] = sampled(USUAL_S[2], np.arange(0, 100, 0.5).tolist(), two_phases)
-    assert SpeedHistory(parts, device="cuda").slowdowns([10.0, 90.0]) == pytest.approx([1.0, 1.0])
+    assert SpeedHistory(parts, weights=GPU_PASS_WEIGHTS).slowdowns([10.0, 90.0]) == pytest.approx([1.0, 1.0])
 
 
 def test_a_short_disturbance_of_a_part_changes_nothing() -> None:
