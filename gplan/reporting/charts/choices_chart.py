@@ -135,12 +135,12 @@ def _draw_line(
     """A line, thicker for each of the lines that are drawn above it, so that equal ones are all seen."""
     shape, colour = look
     numbers, seconds = [x.num_microbatches for x in line], [x.sample_s / scale for x in line]
-    axes.plot(numbers, seconds, color=colour, linewidth=1.4 + 1.6 * num_above)
+    axes.plot(numbers, seconds, color=colour, linewidth=1.4 + 0.8 * num_above)
     for x in line:
         at = [x.num_microbatches], [x.sample_s / scale]
         if x.is_plan:
             axes.plot(*at, marker="o", color=INK.light, markersize=12, markerfacecolor="none")
-        (mark,) = axes.plot(*at, marker=shape, color=colour, markersize=6 + 1.6 * num_above)
+        (mark,) = axes.plot(*at, marker=shape, color=colour, markersize=6 + 0.8 * num_above)
         which = f"{counted(x.num_devices, 'device')}, {counted(x.num_microbatches, 'micro-batch')}"
         rate = quantity_text(x.batch_size / x.step_s, "samples_per_s")
         tooltip(mark, which, f"step {seconds_text(x.step_s)}, {rate}", f"bubble {percent_text(x.bubble)}")
