@@ -40,7 +40,6 @@ from profiler.timing.clock import Clock, CpuClock, CudaClock, Samples
 from profiler.timing.journal import Journal
 from profiler.timing.layer_timing import (
     NUM_ROUTED_BATCHES,
-    MeasuredSize,
     SampledSize,
     Setup,
     mean_of_known,
@@ -180,7 +179,7 @@ def _measured(
         chain = sampled[0].chain
         averages = sample_averages(chain, setup.clock, device=options.device, read_yardstick=setup.read_yardstick)
     load = load_between(before, read_load())
-    weights = _pass_weights(sampled[-1].measured(_as_timed), yardstick, options)
+    weights = _pass_weights(sampled[-1], yardstick, options)
     speeds = SpeedHistory(yardstick.parts, yardstick.parts_beside, weights=weights)
     measured = [size.measured(speeds.at_one_speed) for size in sampled]
     progress("measuring the link between two processes", 0.9)
@@ -243,10 +242,11 @@ def _loss_facts(file: ModelFile, options: ProfileOptions) -> LossFacts:
     return find_loss_reduction(file, options.microbatch_sizes[0], device=options.device)
 
 
-def _pass_weights(size: MeasuredSize, yardstick: Yardstick, options: ProfileOptions) -> PartWeights:
+def _pass_weights(sampled: SampledSize, yardstick: Yardstick, options: ProfileOptions) -> PartWeights:
     """How the parts of the yardstick count in the slowdown of the model's passes, by its operations and times."""
     if options.device_kind != "cpu":
         return GPU_PASS_WEIGHTS
+    size = sampled.measured(_as_timed)
     costs = (*size.layers, size.loss)
     work = [x for cost in costs for x in (*cost.forward_work, *cost.backward_work)]
     seconds = sum(cost.forward.median_s + cost.backward.median_s for cost in costs)

@@ -70,9 +70,11 @@ def some_names(names: Collection[str], *, most: int = 3) -> str:
     >>> some_names("abc"), some_names("abcde"), some_names([])
     ('a, b and c', 'a, b, c and 2 more', 'none')
     """
-    num_more = len(names) - most
-    shown = [*list(names)[:most], *([f"{num_more} more"] if num_more > 0 else [])]
-    return " and ".join(x for x in (", ".join(shown[:-1]), *shown[-1:]) if x) or "none"
+    shown = list(names)[:most] or ["none"]
+    if len(names) > most:
+        shown.append(f"{len(names) - most} more")
+    *first, last = shown
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def now_text() -> str:

@@ -267,8 +267,7 @@ class SpeedHistory:
         """`parts` were read alone, `beside` beside other processes; `weights` are those of passes."""
         references_s = [_mean_s(x) for x in parts]
         found = _times(references_s)
-        self._weights = weights
-        self.host_speed = None if found is None else HostSpeed(reference=found, weights=self._weights)
+        self.host_speed = None if found is None else HostSpeed(reference=found, weights=weights)
         self._is_known = min(len(x.clean_s) for x in parts) >= _LEAST_READINGS
         if found is None or not self._is_known:
             return
@@ -280,7 +279,7 @@ class SpeedHistory:
             times_beside = _times(beside_s)
         start_s, end_s = min(x.clean_at_s[0] for x in parts), max(x.clean_at_s[-1] for x in parts)
         windows = tuple(_stored_windows(parts, start_s, max(_WINDOW_S, (end_s - start_s) / _NUM_STORED)))
-        self.host_speed = HostSpeed(reference=found, windows=windows, beside=times_beside, weights=self._weights)
+        self.host_speed = HostSpeed(reference=found, windows=windows, beside=times_beside, weights=weights)
 
     @staticmethod
     def _at_reference_s(beside: Samples, alone: tuple[Floats, Floats]) -> float:
@@ -301,7 +300,8 @@ class SpeedHistory:
         if beside and self._ratios_beside:
             of, num = self._ratios_beside, _NUM_AROUND_BESIDE
         moments_s = np.array(at_s)
-        return slowdown_of(np.array([_nearest_median(*x, moments_s, num) for x in of]), weights or self._weights)
+        ratios = np.array([_nearest_median(*x, moments_s, num) for x in of])
+        return slowdown_of(ratios, weights or self.host_speed.weights)
 
     def at_one_speed(self, samples: Samples, *, beside: bool = False, weights: PartWeights | None = None) -> Samples:
         """The samples as they would be at the mean speed."""

@@ -91,9 +91,9 @@ def layer_times_s(plan: Plan, stage: Stage) -> tuple[float, ...]:
 
 
 def _slowest_layers(plan: Plan, stages: Sequence[Stage]) -> Iterator[LayerShare]:
-    """The slowest layers, up to half of the device's compute and at most five, and those that take as long as the last of these.
+    """The slowest layers, up to half of the device's compute and at most five; none where no layer takes time.
 
-    None where no layer takes time.
+    More than that if others take as long as the last of these.
     """
     times = {name: x for stage in stages for name, x in zip(stage.layer_names, layer_times_s(plan, stage), strict=True)}
     total_s, seen_s, last_s = sum(times.values()), 0.0, math.inf

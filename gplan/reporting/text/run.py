@@ -105,7 +105,7 @@ def host_speed_lines(run: Run) -> Iterator[str]:
         if run.counts_waits:
             waits = f", and {longer}"
         else:
-            uncounted = f"; {longer}, which both errors include, as the profile's waits are not known"
+            uncounted = f"; {longer}, which both errors include: the profile's times may include such waits too"
     yield (
         f"the host ran {factors_text(*speeds)} times as fast as in the profile{waits}: the step's error is "
         f"{error}, and {equal} at equal host speed{uncounted}"
