@@ -23,11 +23,11 @@ import gplan
 from gplan.core import Plan, Run
 from gplan.core.units import percent_text, seconds_text
 from gplan.evaluate.compare import STEP_TIME, compare
+from profiler.timing.yardstick import PARTS
 
 ROOT = Path(__file__).parent.parent
 NUM_RUNS = 20
 ERRORS = {"error": "raw", "equal_speed_error": "at equal host speed"}
-PARTS = ("compute", "memory", "interpreter")
 
 
 def main() -> None:

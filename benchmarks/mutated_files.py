@@ -268,7 +268,7 @@ YARDSTICK = {"compute_s": 1e-3, "memory_s": 5e-4, "interpreter_s": 2e-4}
 HOST_SPEED = {
     "reference": YARDSTICK,
     "windows": [{"start_s": 0.0, "end_s": 1.0, "times": YARDSTICK, "num_readings": 9}],
-    "load": {"steal_share": 0.0, "wait_share": 0.001}, "beside": YARDSTICK, "response": 0.8,
+    "load": {"steal_share": 0.0, "wait_share": 0.001}, "beside": YARDSTICK, "weights": [0.4, 0.4, 0.2],
 }  # fmt: skip
 
 
@@ -346,7 +346,6 @@ def run_of(folder: Path, content: Json) -> Json:
         "step_timelines": [timeline] * 2 if plan.schedule == "gpipe" else [],
         "host_speed": [{"first_step": x, "end_step": x + 1, "ranks": [YARDSTICK], "compute_s": [0.1]} for x in (1, 2)],
         "host_load": {"steal_share": 0.0, "wait_share": 0.2}, "core_stretch": [1.2] * plan.num_devices,
-        "response": 1.2,
     }  # fmt: skip
 
 

@@ -38,13 +38,7 @@ from profiler.timing.averages_step import sample_averages
 from profiler.timing.bench import run_naming_errors
 from profiler.timing.clock import Clock, CpuClock, CudaClock, Samples
 from profiler.timing.journal import Journal
-from profiler.timing.layer_timing import (
-    NUM_ROUTED_BATCHES,
-    SampledSize,
-    Setup,
-    mean_of_known,
-    sample_size,
-)
+from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, SampledSize, Setup, mean_of_known, sample_size
 from profiler.timing.optimizer_step import MICROBATCHES, StepSampler
 from profiler.timing.yardstick import SpeedHistory, Yardstick, pass_weights, yardstick_parts
 
@@ -179,7 +173,7 @@ def _measured(
         chain = sampled[0].chain
         averages = sample_averages(chain, setup.clock, device=options.device, read_yardstick=setup.read_yardstick)
     load = load_between(before, read_load())
-    weights = _pass_weights(sampled[-1], yardstick, options)
+    weights = _weights_of_model(sampled[-1], yardstick, options)
     speeds = SpeedHistory(yardstick.parts, yardstick.parts_beside, weights=weights)
     measured = [size.measured(speeds.at_one_speed) for size in sampled]
     progress("measuring the link between two processes", 0.9)
@@ -242,11 +236,14 @@ def _loss_facts(file: ModelFile, options: ProfileOptions) -> LossFacts:
     return find_loss_reduction(file, options.microbatch_sizes[0], device=options.device)
 
 
-def _pass_weights(sampled: SampledSize, yardstick: Yardstick, options: ProfileOptions) -> PartWeights:
-    """How the parts of the yardstick count in the slowdown of the model's passes, by its operations and times."""
+def _weights_of_model(largest: SampledSize, yardstick: Yardstick, options: ProfileOptions) -> PartWeights:
+    """How much the parts of the yardstick count in the model's passes, by its operations and times.
+
+    By those of the largest micro-batch size: a profile has one set of weights, and plans take large sizes where they can.
+    """
     if options.device_kind != "cpu":
         return GPU_PASS_WEIGHTS
-    size = sampled.measured(_as_timed)
+    size = largest.measured(_as_timed)
     costs = (*size.layers, size.loss)
     work = [x for cost in costs for x in (*cost.forward_work, *cost.backward_work)]
     seconds = sum(cost.forward.median_s + cost.backward.median_s for cost in costs)

@@ -77,7 +77,7 @@ def closed_pipe_ignored() -> Iterator[None]:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar on standard error, or a line now and then if that is no terminal; under torchrun of rank 0.
+    """Shows progress on standard error: a bar on a terminal, else lines. Under torchrun only rank 0 shows it.
 
     Yields a function that shows a text and the share done.
     """

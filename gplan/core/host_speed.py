@@ -81,15 +81,15 @@ PartWeights: TypeAlias = tuple[float, float, float]
 """How much compute, memory and interpreter count in the slowdown of some work; 1 together."""
 
 PASS_WEIGHTS: PartWeights = (1 / 3, 1 / 3, 1 / 3)
-"""Of forwards and backwards on a CPU whose operations are not counted."""
+"""For forwards and backwards on a CPU if the model's operations were not counted."""
 GPU_PASS_WEIGHTS: PartWeights = (2 / 3, 1 / 3, 0.0)
-"""Of forwards and backwards on a GPU, whose host launches kernels while earlier ones run."""
+"""For forwards and backwards on a GPU, whose host launches kernels while earlier ones run; assumed, not fitted."""
 UPDATE_WEIGHTS: PartWeights = (1 / 2, 1 / 2, 0.0)
-"""Of updates of weights, which compute little for the memory that they read and write."""
+"""For updates of weights, which compute little for the memory that they read and write."""
 
 
 def slowdown_of(ratios: NDArray[np.float64], weights: PartWeights) -> NDArray[np.float64]:
-    """The slowdowns of some work by the times of the three parts over their references: [3, ...] to [...].
+    """The weighted geometric mean of the three ratios, times of the parts over their references: [3, ...] to [...].
 
     >>> float(slowdown_of(np.array([1.0, 4.0, 8.0]), UPDATE_WEIGHTS))
     2.0
@@ -112,16 +112,16 @@ class HostSpeed:
         if not (min(self.weights) >= 0.0 and math.isclose(sum(self.weights), 1.0, abs_tol=1e-6)):
             raise ValueError(f"weights is {self.weights}; expected three numbers of 0 or more whose sum is 1")
 
-    def slowdown(self, times: YardstickTimes, *, num_devices: int = 1) -> float:
-        """How many times as long the model's passes take at these times of the yardstick as at the reference.
+    def slowdown(self, times: YardstickTimes, *, num_devices: int = 1, weights: PartWeights | None = None) -> float:
+        """How many times as long work takes at these times of the yardstick as at the reference.
 
-        `num_devices` computed at the same time.
+        `num_devices` computed at the same time; `weights` are those of the parts, by default of passes.
 
         >>> once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
         >>> round(HostSpeed(reference=once).slowdown(once.times(4.0)), 12)
         4.0
         """
-        return float(slowdown_of(np.array(self.ratios(times, num_devices=num_devices)), self.weights))
+        return float(slowdown_of(np.array(self.ratios(times, num_devices=num_devices)), weights or self.weights))
 
     def slowed_by(self, slowdown: float) -> HostSpeed:
         """The speed at which the model's work takes `slowdown` times as long, without windows."""
@@ -137,11 +137,9 @@ class HostSpeed:
             times.interpreter_s / of.interpreter_s,
         )
 
-    def of_updates(self) -> HostSpeed:
-        """The same speed, whose slowdown is that of updates."""
-        return replace(self, weights=UPDATE_WEIGHTS)
-
-    def slowdowns(self, steps: Sequence[StepSpeed]) -> tuple[tuple[float, ...], ...]:
+    def slowdowns(
+        self, steps: Sequence[StepSpeed], *, weights: PartWeights | None = None
+    ) -> tuple[tuple[float, ...], ...]:
         """By rank the slowdown in each window of steps, see `slowdown`; () unless every rank has a reading.
 
         A window's share is its compute time over the mean of the windows. The middle mean of reading over share is the
@@ -162,7 +160,7 @@ class HostSpeed:
             mean_s = fmean(x.compute_s[rank] for x in steps)
             shares = [x.compute_s[rank] / mean_s for x in steps]
             read = [
-                (self.slowdown(times, num_devices=num_ranks), share)
+                (self.slowdown(times, num_devices=num_ranks, weights=weights), share)
                 for x, share in zip(steps, shares, strict=True)
                 if (times := x.ranks[rank]) is not None
             ]

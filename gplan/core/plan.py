@@ -24,7 +24,7 @@ from gplan.core.checks import (
     check_share,
 )
 from gplan.core.host_load import HostLoad, interruption_text
-from gplan.core.host_speed import HostSpeed, StepSpeed
+from gplan.core.host_speed import UPDATE_WEIGHTS, HostSpeed, StepSpeed
 from gplan.core.machine import Device, Link, MachineDevice
 from gplan.core.precision import Precision
 from gplan.core.profile import ModelId
@@ -489,7 +489,7 @@ class Run:
     def update_slowdowns(self) -> tuple[float, ...]:
         """By device, how many times as long updates of weights took as in the profile; () if that is unknown."""
         speed = self.plan.host_speed
-        by_rank = speed.of_updates().slowdowns(self.timed_speed) if speed is not None else ()
+        by_rank = speed.slowdowns(self.timed_speed, weights=UPDATE_WEIGHTS) if speed is not None else ()
         return tuple(map(fmean, zip(*self._by_device(by_rank), strict=True)))
 
     @property

@@ -78,7 +78,7 @@ class Value:
 
 
 MOST_DISAGREEMENT = 0.2
-"""Relative error of the layers' sum beside the whole model above which a warning is given."""
+"""Relative error of the layers' sum beside the whole model above which pairs of layers are timed and a warning is given."""
 
 
 def adds_up(layers_s: float, whole_s: float) -> bool:

@@ -229,7 +229,7 @@ def stages_that_fit_text(problem: Problem) -> str:
     stage, peak_bytes = _tightest_stage(replace(problem, num_stages=problem.num_layers))
     return (
         f"no number of stages fits {memory}: with one layer per stage, "
-        f"stage {stage.index} ({stage.layers_text}) needs {_size_text(peak_bytes)}"
+        f"stage {stage.index} (layers: {stage.layers_text}) needs {_size_text(peak_bytes)}"
     )
 
 
@@ -243,7 +243,7 @@ def _device_text(tightest: TightestDevice) -> str:
     stages = tightest.stages
     moment = _moment_text(stages[0].memory.moment, has_chunks=len(stages) > 1)
     if len(stages) == 1:
-        return f"stage {stages[0].index} ({stages[0].layers_text}; peak in {moment})"
+        return f"stage {stages[0].index} (layers: {stages[0].layers_text}; peak in {moment})"
     numbers = " and ".join(str(stage.index) for stage in stages)
     return f"device {stages[0].device}, which has stages {numbers} (peak in {moment})"
 

@@ -107,7 +107,7 @@ class Samples:
 
 
 class AtOneSpeed(Protocol):
-    """Brings samples to one speed of the host, which is known when everything is sampled.
+    """Brings samples to one speed of the host, which is known only when everything is sampled.
 
     `beside`: those taken while other processes computed.
     """

@@ -97,7 +97,7 @@ _Measured: TypeAlias = Callable[[AtOneSpeed], MeasuredSize]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSize:
-    """A sampled micro-batch size, and its costs once the speed of the host is known."""
+    """A sampled micro-batch size; `measured` computes its costs, of the samples as timed or at one speed."""
 
     chain: Chain
     measured: _Measured

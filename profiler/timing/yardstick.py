@@ -60,9 +60,11 @@ _NUM_STORED = 20  # windows in a profile
 _STREAMED_FLOATS = 2**24  # 64 MiB, more than the caches hold that a core shares; on a CPU two halves are read in turns
 _ROWS, _WEIGHTS = 128, 256  # of the product whose weights come from memory: it takes as long as 192 x 192 x 192
 _TINY_ROWS, _TINY_WIDTH = 8, 32
-_TINY_OPERATIONS = 27  # of its forward and backward, as those of a layer are counted
-_COLD = 2.0  # how much longer the code of an operation takes among those of a model than in the tiny one
-_MOST_OWN_CODE = 0.8  # of the time of passes
+TINY_OPERATIONS = 27  # of the forward and backward of `tiny_model`, as those of a layer are counted
+_COLD = (
+    2.0  # times as long an operation's own code takes in a model as in the tiny one; chosen on 20 runs, see Host speed
+)
+_MOST_OWN_CODE = 0.8  # of the time of passes; what is computed takes some of it
 _HUGE_PAGE_BYTES = 2**21
 _PAGE_FLOATS = 1024
 _HALF_PAGE_FLOATS = 512  # a core is slower to write where what it reads lies whole pages away
@@ -78,7 +80,7 @@ def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
     One product has two matrices of 192 x 192, and one has other weights of 256 x 256 each time: small layers stay in the
     caches, those of large models do not, and other work on the host slows the two differently. On a CPU these weights
     and the sums each cycle through 32 MiB, on a GPU the sums through 64 MiB, so that what they read has left the caches,
-    whatever ran in between. These two are as fast in every process: their tensors have fixed distances and lie in huge
+    whatever ran in between. The products and sums are equally fast in every process: their tensors have fixed distances and lie in huge
     pages, and they allocate nothing. The third part is a forward and backward of a tiny model, on a GPU launches of small
     kernels. No part draws random numbers.
     """
@@ -120,25 +122,39 @@ def _passes_of_tiny_model() -> Callable[[], object]:
     samples = values[:_TINY_ROWS].clone()
 
     def train() -> object:
-        first, first_bias, scale, shift, second, second_bias = weights
         with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            hidden = functional.layer_norm(functional.linear(samples, first, first_bias), (_TINY_WIDTH,), scale, shift)
-            loss = functional.linear(functional.gelu(hidden), second, second_bias).sum()
+            loss = tiny_model(samples, *weights).sum()
         return torch.autograd.grad(loss, weights)
 
     return train
 
 
-def pass_weights(parts: Sequence[Samples], *, num_operations: int, seconds: float) -> PartWeights:
-    """The weights of the parts for the passes of a model on a CPU, with so many operations in so many seconds.
+def tiny_model(
+    samples: Tensor,
+    first: Tensor,
+    first_bias: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    second: Tensor,
+    second_bias: Tensor,
+) -> Tensor:
+    """A linear layer, a layer norm, GELU and a linear layer: [rows, width] to [rows, width]."""
+    hidden = functional.layer_norm(functional.linear(samples, first, first_bias), scale.shape, scale, shift)
+    return functional.linear(functional.gelu(hidden), second, second_bias)
 
-    The interpreter counts as much as Python and PyTorch's own code take of the passes: of each operation what one of the
-    tiny model takes, or longer, as it is not in the caches. Compute and memory share the rest.
+
+def pass_weights(parts: Sequence[Samples], *, num_operations: int, seconds: float) -> PartWeights:
+    """The weights of the parts for the passes of a model on a CPU.
+
+    `num_operations` and `seconds` are of one forward and backward of the model. The interpreter's weight is the share of
+    `seconds` that Python and PyTorch's own code take: for each operation `_COLD` times what one of the tiny model takes,
+    together at most `_MOST_OWN_CODE`. Compute and memory get half of the rest each. Every part gets a third if the
+    operations were not counted or the yardstick was not read.
     """
     tiny_s = _mean_s(parts[PARTS.index("interpreter")])
     if not (num_operations and seconds and tiny_s):
         return PASS_WEIGHTS
-    own = min(_MOST_OWN_CODE, _COLD * tiny_s / _TINY_OPERATIONS * num_operations / seconds)
+    own = min(_MOST_OWN_CODE, _COLD * tiny_s / TINY_OPERATIONS * num_operations / seconds)
     return ((1 - own) / 2, (1 - own) / 2, own)
 
 
@@ -261,10 +277,8 @@ class SpeedHistory:
     time, the median would leave them out. A disturbed reading counts as at most three times the median.
     """
 
-    def __init__(
-        self, parts: Sequence[Samples], beside: Sequence[Samples] = (), *, weights: PartWeights = PASS_WEIGHTS
-    ) -> None:
-        """`parts` were read alone, `beside` beside other processes; `weights` are those of passes."""
+    def __init__(self, parts: Sequence[Samples], beside: Sequence[Samples] = (), *, weights: PartWeights) -> None:
+        """`parts` were read alone, `beside` beside other processes; `weights` are those of the parts for passes."""
         references_s = [_mean_s(x) for x in parts]
         found = _times(references_s)
         self.host_speed = None if found is None else HostSpeed(reference=found, weights=weights)
@@ -292,7 +306,7 @@ class SpeedHistory:
     def slowdowns(self, at_s: Sequence[float], *, beside: bool = False, weights: PartWeights | None = None) -> Floats:
         """The slowdown at each moment, by the medians of the nearest readings of each part: alone, or beside others.
 
-        `weights`: of other work than passes.
+        `weights`: of the parts; by default those of passes.
         """
         if self.host_speed is None or not self._is_known:
             return np.ones(len(at_s))

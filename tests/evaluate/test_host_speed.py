@@ -166,7 +166,7 @@ def test_memory_counts_half_for_updates() -> None:
     memory = replace(SPEED.reference, memory_s=1.5**2 * SPEED.reference.memory_s)
     windows = (StepSpeed(first_step=3, end_step=8, ranks=(SPEED.reference, memory), compute_s=(1.0, 1.0)),)
     run = replace(run, host_speed=windows)
-    slower = 1.5 ** (2 / 3)  # of passes, in which memory counts a third
+    slower = 1.5 ** (2 / 3)  # of passes, by the default weights
     assert (run.device_slowdowns, run.update_slowdowns) == (pytest.approx((1.0, slower)), pytest.approx((1.0, 1.5)))
     found = compare(run)
     assert found.row(FORWARD, stage=1).equal_speed_error == pytest.approx(slower - 1)

@@ -123,7 +123,7 @@ def test_the_message_names_the_smallest_memory_the_stage_and_the_smallest_k() ->
     text = str(no_plan_error(problem))
     assert "8 layers into 2 stages fits 2.44 KiB (2500 bytes) per device" in text
     assert (
-        "the smallest memory that fits is 3.91 KiB (4000 bytes), for stage 0 (a … d (4); peak in the forward of micro-batch 0)"
+        "the smallest memory that fits is 3.91 KiB (4000 bytes), for stage 0 (layers: a … d (4); peak in the forward of micro-batch 0)"
         in text
     )
     remedy = "the smallest number of stages that fits is 4 (run the same command with --k 4 --microbatches 1)"
@@ -148,7 +148,8 @@ def test_a_layer_that_is_too_big_for_every_k_is_named() -> None:
     problem = make_problem([1] * 3, num_stages=2, weight_bytes=[10, 5000, 10], memory_bytes=9999)
     text = str(no_plan_error(problem))
     assert (
-        "no number of stages fits 9.76 KiB (9999 bytes) per device: with one layer per stage, stage 1 (b) needs" in text
+        "no number of stages fits 9.76 KiB (9999 bytes) per device: with one layer per stage, stage 1 (layers: b) needs"
+        in text
     )
 
 
@@ -158,7 +159,9 @@ def test_where_each_layer_would_fit_alone_but_no_k_does_the_finest_partition_is_
         memory_bytes=199,
     )  # fmt: skip
     text = str(no_plan_error(problem))
-    assert "no number of stages fits 199 B per device: with one layer per stage, stage 0 (a) needs 200 B" in text
+    assert (
+        "no number of stages fits 199 B per device: with one layer per stage, stage 0 (layers: a) needs 200 B" in text
+    )
 
 
 def test_recomputing_is_not_offered_where_it_saves_nothing() -> None:

@@ -20,14 +20,15 @@ from profiler.analytic.layer_work import analyse
 from profiler.timing.clock import CpuClock, CudaClock, Samples
 from profiler.timing.yardstick import (
     _STREAMED_FLOATS,
-    _TINY_OPERATIONS,
     PAGES,
     PARTS,
+    TINY_OPERATIONS,
     SpeedHistory,
     Yardstick,
     _ones_in_huge_pages,
     mean_of_samples,
     pass_weights,
+    tiny_model,
     yardstick_parts,
 )
 from tests.profiler.test_clock import Event, Stream
@@ -129,7 +130,7 @@ MEAN = 0.6 * 1.0 + 0.4 * 2.5
 def history(slowdown: Callable[[float], float]) -> tuple[SpeedHistory, Samples]:
     parts = [sampled(x, np.arange(0, 100, 0.5).tolist(), slowdown) for x in USUAL_S]
     layer = sampled(0.02, np.arange(0.25, 100, 1.0).tolist(), slowdown)
-    return SpeedHistory(parts), layer
+    return SpeedHistory(parts, weights=PASS_WEIGHTS), layer
 
 
 def test_a_profile_over_two_phases_is_brought_to_its_mean_speed() -> None:
@@ -151,7 +152,7 @@ def test_a_steady_host_changes_no_sample_and_gives_no_warning() -> None:
 
 def test_a_disturbed_reading_hardly_changes_the_reference() -> None:
     parts = [sampled(x, np.arange(0, 100, 0.5).tolist(), lambda at_s: 50.0 if at_s == 20.0 else 1.0) for x in USUAL_S]
-    found = SpeedHistory(parts).host_speed
+    found = SpeedHistory(parts, weights=PASS_WEIGHTS).host_speed
     assert found is not None
     assert found.reference.compute_s == pytest.approx(1.01 * USUAL_S[0])
 
@@ -159,7 +160,7 @@ def test_a_disturbed_reading_hardly_changes_the_reference() -> None:
 def test_too_few_readings_change_nothing() -> None:
     layer = sampled(0.02, [1.0, 2.0], two_phases)
     for num in (0, 1, 4):
-        speeds = SpeedHistory([sampled(1e-3, list(range(num)), two_phases)] * 3)
+        speeds = SpeedHistory([sampled(1e-3, list(range(num)), two_phases)] * 3, weights=PASS_WEIGHTS)
         assert (speeds.host_speed is None) == (num == 0)
         assert speeds.at_one_speed(layer) == layer
 
@@ -242,7 +243,7 @@ def test_parts_beside_others_are_the_reference_of_runs_on_several_devices() -> N
     for _ in range(4):
         clock.now_s += 2.0
         yardstick.read_if_due()
-    found = SpeedHistory(yardstick.parts, yardstick.parts_beside).host_speed
+    found = SpeedHistory(yardstick.parts, yardstick.parts_beside, weights=PASS_WEIGHTS).host_speed
     assert found is not None
     assert found.beside == YardstickTimes(compute_s=2e-3, memory_s=2e-3, interpreter_s=2e-3)
     assert found.slowdown(found.beside, num_devices=2) == pytest.approx(1.0)
@@ -257,7 +258,7 @@ def test_references_beside_others_belong_to_the_speed_of_those_alone() -> None:
 
     alone = [sampled(x, np.arange(0, 100, 0.5).tolist(), seconds) for x in USUAL_S]
     beside = [sampled(1.1 * x, np.arange(85, 95, 0.5).tolist(), seconds) for x in USUAL_S]
-    speeds = SpeedHistory(alone, beside)
+    speeds = SpeedHistory(alone, beside, weights=PASS_WEIGHTS)
     assert speeds.host_speed is not None and speeds.host_speed.beside is not None
     reference, there = speeds.host_speed.reference, speeds.host_speed.beside
     assert reference.compute_s == pytest.approx(1.75 * USUAL_S[0])
@@ -270,18 +271,18 @@ def test_references_beside_others_belong_to_the_speed_of_those_alone() -> None:
     assert speeds.at_one_speed(work, beside=True).timing().median_s == pytest.approx(0.02 * 1.75)
 
 
-def test_every_part_counts_a_third_in_passes() -> None:
+def test_a_part_that_counts_a_third_slows_passes_by_the_cube_root() -> None:
     """Other work can slow one part alone, and layers then take longer too."""
     for index in range(3):
         parts = [sampled(x, np.arange(0, 100, 0.5).tolist(), lambda _: 1.0) for x in USUAL_S]
         parts[index] = sampled(USUAL_S[index], np.arange(0, 100, 0.5).tolist(), two_phases)
-        fast, slow = SpeedHistory(parts).slowdowns([10.0, 90.0]).tolist()
+        fast, slow = SpeedHistory(parts, weights=PASS_WEIGHTS).slowdowns([10.0, 90.0]).tolist()
         assert slow / fast == pytest.approx(2.5 ** (1 / 3))
 
 
 def test_a_model_of_many_short_operations_is_slowed_as_their_code() -> None:
     parts = [sampled(x, np.arange(0, 100, 0.5).tolist(), lambda _: 1.0) for x in USUAL_S]
-    each_s = 2 * USUAL_S[2] / _TINY_OPERATIONS  # as the code of the tiny model is in the caches
+    each_s = 2 * USUAL_S[2] / TINY_OPERATIONS  # twice as long as in the tiny model, whose code is in the caches
     found = pass_weights(parts, num_operations=1000, seconds=4000 * each_s)
     assert found == pytest.approx((0.375, 0.375, 0.25))
     assert pass_weights(parts, num_operations=1000, seconds=1e9 * each_s) == pytest.approx((0.5, 0.5, 0.0), abs=1e-5)
@@ -294,10 +295,21 @@ def test_parts_count_alike_in_passes_whose_operations_are_not_counted() -> None:
     assert pass_weights([Samples()] * 3, num_operations=9, seconds=1.0) == PASS_WEIGHTS
 
 
+class TinyModel(nn.Module):
+    """That of the yardstick as a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = ((32, 32), (32,), (32,), (32,), (32, 32), (32,))
+        self.weights = nn.ParameterList(torch.ones(x) for x in shapes)
+
+    def forward(self, samples: torch.Tensor) -> torch.Tensor:
+        return tiny_model(samples, *self.weights)
+
+
 def test_operations_of_the_tiny_model_are_counted_as_those_of_layers() -> None:
-    tiny = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 32))
-    analyses = analyse([tiny], (torch.ones(8, 32),), lambda outputs: outputs[0].sum())
-    assert sum(len(x.forward) + len(x.backward) for x in analyses) == _TINY_OPERATIONS
+    analyses = analyse([TinyModel()], (torch.ones(8, 32),), lambda outputs: outputs[0].sum())
+    assert sum(len(x.forward) + len(x.backward) for x in analyses) == TINY_OPERATIONS
 
 
 def test_launches_do_not_slow_the_passes_of_a_gpu() -> None:
@@ -310,7 +322,7 @@ def test_a_short_disturbance_of_a_part_changes_nothing() -> None:
     parts = [sampled(x, np.arange(0, 100, 0.5).tolist(), lambda _: 1.0) for x in USUAL_S]
     disturbed = [3.0 * x if at_s == 90.0 else x for x, at_s in zip(parts[2].clean_s, parts[2].clean_at_s, strict=True)]
     parts[2] = Samples(clean_s=disturbed, clean_at_s=parts[2].clean_at_s)
-    fast, slow = SpeedHistory(parts).slowdowns([10.0, 90.0]).tolist()
+    fast, slow = SpeedHistory(parts, weights=PASS_WEIGHTS).slowdowns([10.0, 90.0]).tolist()
     assert slow == fast
 
 
@@ -335,7 +347,7 @@ def test_many_readings_in_one_second_count_as_that_second() -> None:
     """Updates, with many readings, come in a fast second before 50 slow ones."""
     at_s = [*np.linspace(0.0, 0.9, 50).tolist(), *np.arange(1.0, 51.0).tolist()]
     parts = [sampled(x, at_s, lambda at_s: 1.0 if at_s < 1.0 else 2.0) for x in USUAL_S]
-    speed = SpeedHistory(parts).host_speed
+    speed = SpeedHistory(parts, weights=PASS_WEIGHTS).host_speed
     assert speed is not None
     assert speed.reference.compute_s == pytest.approx((1 + 50 * 2) / 51 * USUAL_S[0])
 
@@ -344,7 +356,7 @@ def test_layers_in_different_phases_are_brought_to_one_speed() -> None:
     """As those of a lazy model, or of two micro-batch sizes; each layer has one phase of the host."""
     parts = [sampled(x, np.arange(0, 100, 0.5).tolist(), two_phases) for x in USUAL_S]
     layers = [sampled(0.02, np.arange(first, first + 30, 1.0).tolist(), two_phases) for first in (10, 65)]
-    speeds = SpeedHistory(parts)
+    speeds = SpeedHistory(parts, weights=PASS_WEIGHTS)
     found_s = [speeds.at_one_speed(x).timing().median_s for x in layers]
     assert found_s == pytest.approx([0.02 * MEAN] * 2)
 

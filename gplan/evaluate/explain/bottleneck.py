@@ -93,7 +93,7 @@ def layer_times_s(plan: Plan, stage: Stage) -> tuple[float, ...]:
 def _slowest_layers(plan: Plan, stages: Sequence[Stage]) -> Iterator[LayerShare]:
     """The slowest layers, up to half of the device's compute and at most five; none where no layer takes time.
 
-    More than that if others take as long as the last of these.
+    Layers that take as long as the last one, within 1 %, are included too.
     """
     times = {name: x for stage in stages for name, x in zip(stage.layer_names, layer_times_s(plan, stage), strict=True)}
     total_s, seen_s, last_s = sum(times.values()), 0.0, math.inf
