@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from gplan.core.host_speed import PASS_WEIGHTS, PartWeights, slowdown_of
 from gplan.core.units import seconds_text
 from profiler.host.host_info import keep_freed_memory, processor
-from profiler.timing.yardstick import NUM_WARMUPS, PARTS, yardstick_parts
+from profiler.timing.yardstick import PARTS, WARMUPS, yardstick_parts
 
 ROOT = Path(__file__).parent.parent
 CACHED = tuple(range(8)) * 300  # integers up to 256, which Python keeps
@@ -109,7 +109,7 @@ def measured(seconds: float) -> pd.DataFrame:
     while (at_s := time.monotonic() - start_s) < seconds:
         row = {"at_s": at_s}
         for name, run in work.items():
-            for _ in range(NUM_WARMUPS if name == "compute" else 1):
+            for _ in range(WARMUPS.get(name, 1)):
                 run()
             begin_s = time.perf_counter()
             run()

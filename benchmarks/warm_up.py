@@ -3,7 +3,7 @@
     python benchmarks/warm_up.py                    4 minutes on one core; writes reports/host-speed/warm-up/
 
 After a training pass of each model, and after a wait, the yardstick's compute is timed many times in a row.
-A reading of the yardstick runs `NUM_WARMUPS` products first; the table says how far one with fewer is off.
+A reading of the yardstick runs 14 products first; the table says how far one with fewer is off.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from real_size import MODELS, ROOT
 from gplan.core.units import percent_text, seconds_text
 from profiler.host.host_info import keep_freed_memory, processor
 from profiler.model.load import load_model_file
-from profiler.timing.yardstick import NUM_WARMUPS, PAGES, yardstick_parts
+from profiler.timing.yardstick import PAGES, WARMUPS, yardstick_parts
 
 EXAMPLES = ("transformer_lm", "gpt2_hf", "resnet", "unet", "amoebanet_d")
 EXAMPLE_SIZE = 4  # samples; models of real size have one
+NUM_WARMUPS = WARMUPS["compute"]
 NUM_PRODUCTS = 2 * NUM_WARMUPS
 SHOWN = (0, 4, 8, NUM_WARMUPS)
 WAIT, WAIT_S = "wait of 30 ms", 0.03

@@ -35,9 +35,13 @@ from profiler.timing.neighbours import BESIDE_OTHERS
 
 _MOST_SHARE = 0.02  # of the time; the most that readings by `read_if_due` take
 
-NUM_WARMUPS = 14
-"""Products before a reading: then a core has its full speed, also after a wait or work without large products."""
 PARTS = ("compute", "memory", "interpreter")
+WARMUPS = dict(zip(PARTS, (14, 1, 6), strict=True))
+"""How often each part runs before it is timed.
+
+After 14 products a core has its full speed, also after a wait or work without large products. After six passes the code of
+the tiny model is in the caches, whatever ran before.
+"""
 PAGES = "pages"
 """Work beside the parts, on a CPU: touches every page of the memory that they read.
 
@@ -61,9 +65,7 @@ _STREAMED_FLOATS = 2**24  # 64 MiB, more than the caches hold that a core shares
 _ROWS, _WEIGHTS = 128, 256  # of the product whose weights come from memory: it takes as long as 192 x 192 x 192
 _TINY_ROWS, _TINY_WIDTH = 8, 32
 TINY_OPERATIONS = 27  # of the forward and backward of `tiny_model`, as those of a layer are counted
-_COLD = (
-    2.0  # times as long an operation's own code takes in a model as in the tiny one; chosen on 20 runs, see Host speed
-)
+_COLD = 2.3  # times as long an operation's own code takes in a model as in the tiny one; see Host speed
 _MOST_OWN_CODE = 0.8  # of the time of passes; what is computed takes some of it
 _HUGE_PAGE_BYTES = 2**21
 _PAGE_FLOATS = 1024
@@ -225,17 +227,16 @@ class Yardstick:
         self._read(self.parts_beside, _NUM_KEPT_BESIDE)
 
     def _read(self, samples: Sequence[Samples], num_kept: int) -> None:
-        """Time the parts, one after the other, each some times in a row after a first time that does not count.
+        """Time the parts, one after the other, each some times in a row after `WARMUPS` that do not count.
 
-        Before, the memory that they read is brought back, which takes longer in some processes than in others. A core that
-        did no products for a while, or only small ones, comes to its full speed of them only after some. Parts do not take
-        turns: the sums fill the caches, and would slow the product after them.
+        Before, the memory that they read is brought back, which takes longer in some processes than in others. Parts do not
+        take turns: the sums fill the caches, and would slow the product after them.
         """
         if PAGES in self._parts:
             _repeat(*self._parts[PAGES])
         for name, of_part in zip(PARTS, samples, strict=True):
             work, count = self._parts[name]
-            _repeat(work, count * (NUM_WARMUPS if name == "compute" else 1))
+            _repeat(work, count * WARMUPS[name])
             for _ in range(num_kept):
                 self._clock.time(of_part, _repeat, work, count)
 

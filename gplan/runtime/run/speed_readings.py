@@ -21,7 +21,7 @@ class SpeedReadings:
     A host can change its speed several times in a step. So a step has many short readings, each right before the action
     that follows a backward, when its gradients are on their way. Before, the rank that waits for them does not compute, and
     if its core and this one share a core of the host, a reading would be too fast. Readings are in no action's time. With
-    the torch engine they lengthen a step by up to `_MOST_SHARE`, and a run of less than a second by one, 8 to 12 ms.
+    the torch engine they lengthen a step by up to `_MOST_SHARE`, and a run of less than a second by one, 10 to 15 ms.
     """
 
     def __init__(self, device: torch.device) -> None:
