@@ -1,9 +1,9 @@
-"""How many products a core needs before they are at full speed, by the work that it did before.
+"""How often a part of the yardstick must run before it is at full speed, by the work that the core did before.
 
     python benchmarks/warm_up.py                    4 minutes on one core; writes reports/host-speed/warm-up/
 
-After a training pass of each model, and after a wait, the yardstick's compute is timed many times in a row.
-A reading of the yardstick runs 14 products first; the table says how far one with fewer is off.
+After a training pass of each model, and after a wait, each part of the yardstick is timed many times in a row, in the
+order of a reading. A reading runs each part some times first; the tables say how far one with fewer is off.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from real_size import MODELS, ROOT
 from gplan.core.units import percent_text, seconds_text
 from profiler.host.host_info import keep_freed_memory, processor
 from profiler.model.load import load_model_file
-from profiler.timing.yardstick import PAGES, WARMUPS, yardstick_parts
+from profiler.timing.yardstick import PAGES, PARTS, WARMUPS, yardstick_parts
 
 EXAMPLES = ("transformer_lm", "gpt2_hf", "resnet", "unet", "amoebanet_d")
 EXAMPLE_SIZE = 4  # samples; models of real size have one
-NUM_WARMUPS = WARMUPS["compute"]
-NUM_PRODUCTS = 2 * NUM_WARMUPS
-SHOWN = (0, 4, 8, NUM_WARMUPS)
+NUM_AT_FULL_SPEED = 8
+SHOWN = {"compute": (0, 4, 8, 14), "memory": (0, 1), "interpreter": (0, 1, 2, 4, 6)}
 WAIT, WAIT_S = "wait of 30 ms", 0.03
 
 
@@ -49,18 +48,21 @@ def main() -> None:
 
 
 def measured(name: str, num_turns: int) -> list[dict[str, object]]:
-    """The seconds of each product after the work, in every turn."""
+    """The seconds of each repetition of each part after the work, in every turn."""
     work, parts = work_of(name), yardstick_parts()
-    (touch, _), (multiply, _) = parts[PAGES], parts["compute"]
+    touch, _ = parts[PAGES]
     work()
     rows = list[dict[str, object]]()
     for turn in range(num_turns):
         work()
         touch()
-        for number in range(NUM_PRODUCTS):
-            begin_s = time.perf_counter()
-            multiply()
-            rows.append({"work": name, "turn": turn, "number": number, "seconds": time.perf_counter() - begin_s})
+        for part in PARTS:
+            run, _ = parts[part]
+            for number in range(WARMUPS[part] + NUM_AT_FULL_SPEED):
+                begin_s = time.perf_counter()
+                run()
+                seconds = time.perf_counter() - begin_s
+                rows.append({"work": name, "turn": turn, "part": part, "number": number, "seconds": seconds})
     print(name, flush=True)
     return rows
 
@@ -76,20 +78,25 @@ def work_of(name: str) -> Callable[[], object]:
 
 
 def as_text(rows: pd.DataFrame) -> str:
-    """How long products take by their number, over what those after `NUM_WARMUPS` take."""
+    """How long each part takes by its number, over what those after the warm-up of a reading take."""
     lines = [
-        "# How many products a core needs before they are at full speed\n",
+        "# How often a part of the yardstick must run before it is at full speed\n",
         f"Made by `python benchmarks/warm_up.py` on {processor()}, torch {torch.__version__}: medians over "
-        f"{rows.turn.nunique()} turns. A product is the yardstick's compute. Full speed is the median of those after "
-        f"{NUM_WARMUPS}, which a reading of the yardstick runs first.\n",
-        f"| after | at full speed | {' | '.join(f'after {x} products' for x in SHOWN)} |",
-        f"|---|---|{'---|' * len(SHOWN)}",
+        f"{rows.turn.nunique()} turns. Full speed is the median after as many repetitions as a reading of the "
+        "yardstick runs first.",
     ]
-    for name, part in rows.groupby("work", sort=False):
-        full_s = part[part.number >= NUM_WARMUPS].seconds.median()
-        by_number = part.groupby("number").seconds.median()
-        cells = [seconds_text(full_s), *(percent_text(by_number[x] / full_s - 1, signed=True) for x in SHOWN)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    for part, of_part in rows.groupby("part", sort=False):
+        shown = SHOWN[str(part)]
+        lines += [
+            f"\n## {str(part).capitalize()}: a reading runs {WARMUPS[str(part)]} first\n",
+            f"| after | at full speed | {' | '.join(f'after {x}' for x in shown)} |",
+            f"|---|---|{'---|' * len(shown)}",
+        ]
+        for name, found in of_part.groupby("work", sort=False):
+            full_s = found[found.number >= WARMUPS[str(part)]].seconds.median()
+            by_number = found.groupby("number").seconds.median()
+            cells = [seconds_text(full_s), *(percent_text(by_number[x] / full_s - 1, signed=True) for x in shown)]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 

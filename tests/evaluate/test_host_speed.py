@@ -197,7 +197,7 @@ def test_waits_for_cores_count_as_the_hosts() -> None:
     busy = replace(SPEED, load=HostLoad(wait_share=0.4))
     uncounted = replace(waited, plan=replace(waited.plan, host_speed=busy))
     assert uncounted.device_slowdowns == pytest.approx((1.0, 1.0))
-    assert "2.00 times as long, which both errors include" in printed(run_view(uncounted))
+    assert "2.00 times as long; neither error is corrected for that" in printed(run_view(uncounted))
 
 
 def made_windows(compute_s: Sequence[float], reading: Mapping[int, float]) -> tuple[StepSpeed, ...]:

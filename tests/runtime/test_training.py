@@ -355,6 +355,16 @@ def test_the_check_tells_how_far_a_loss_with_class_weights_is_from_the_whole_bat
     assert "because of a loss or buffers that depend on how the mini-batch is divided" in text
 
 
+def test_a_sum_of_rounded_gradients_is_no_loss_that_depends_on_the_division(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gplan.runtime.run.reference.TOLERANCE", 1e-12)  # less than what rounding does
+    file = small_example("transformer_lm")
+    plan = plan_for(file, num_devices=2)
+    inputs, target = BatchStream(file, plan.batch_size, seed=0).peek()
+    whole = plain_reference(file, plan, inputs, target).whole_batch
+    assert whole is not None and 0.0 < whole.max_relative_error < 1e-3
+    assert whole.reason == "rounding, as the loss is the same"
+
+
 def test_the_check_runs_the_whole_batch_where_it_is_the_same() -> None:
     file = small_example("transformer_lm")
     run = run_virtually(file, plan_for(file, num_devices=2), RunOptions(num_steps=1, check=True))

@@ -27,6 +27,7 @@ from gplan.simulation.without_contention import NOTE
 EQUAL_SPEED = "at equal host speed"
 _LEAST_STRETCH = 1.005
 _COARSE_TOLERANCE = 0.05
+_LEAST_PERCENT = 1e-3  # relative differences below are not percentages
 _CHECK_STYLES = {True: "green", False: "bold red"}
 _MICROBATCH_QUANTITIES = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 
@@ -105,7 +106,7 @@ def host_speed_lines(run: Run) -> Iterator[str]:
         if run.counts_waits:
             waits = f", and {longer}"
         else:
-            uncounted = f"; {longer}, which both errors include: the profile's times may include such waits too"
+            uncounted = f"; {longer}; neither error is corrected for that, as the profile may have such waits too"
     yield (
         f"the host ran {factors_text(*speeds)} times as fast as in the profile{waits}: the step's error is "
         f"{error}, and {equal} at equal host speed{uncounted}"
@@ -142,12 +143,14 @@ def check_text(check: GradientCheck) -> str:
     result, whole = "equal" if check.passed else "DIFFER", check.whole_batch
     if whole is not None:
         result = f"{'equal to' if check.passed else 'DIFFER from'} those of the plain model micro-batch by micro-batch"
-    last = (
-        "plain model run on the mini-batch in one piece"
-        if whole is None
-        else f"in one piece the mini-batch has loss {whole.loss:.6f} and gradients that differ by up to "
-        f"{percent_text(whole.max_relative_error)} ({whole.worst_parameter}), because of {whole.reason}"
-    )
+    last = "plain model run on the mini-batch in one piece"
+    if whole is not None:
+        error = whole.max_relative_error
+        apart = percent_text(error) if error >= _LEAST_PERCENT else f"{error:.1e}"
+        last = (
+            f"in one piece the mini-batch has loss {whole.loss:.6f} and gradients that differ by up to {apart} "
+            f"({whole.worst_parameter}), because of {whole.reason}"
+        )
     return (
         f"{result}: largest relative difference {check.max_relative_error:.1e} ({check.worst_parameter}) over "
         f"{check.num_parameters} parameters, tolerance {check.tolerance:.0e}{coarse}; loss {check.loss:.6f} against "

@@ -139,7 +139,9 @@ class _TrainingLoop:
                 if file.name == other
                 else f"differs from the profiled model file {other}"
             )
-            self._warn(f"{file.name} {how}: if its layers, their sizes or its loss differ, profile and balance again")
+            self._warn(
+                f"{file.name} {how}: if its layers, their sizes, its loss or its optimizer differ, profile and balance again"
+            )
         for note in stale_prediction_notes(plan):
             self._warn(note)
         if options.resume is not None:

@@ -30,6 +30,7 @@ from profiler.model.load import ModelFile
 TOLERANCE = 1e-5  # of float32 numbers
 _FINEST_TOLERANCE = 1e-10  # of float64 numbers
 _ROUNDINGS = 8.0  # epsilons of coarser numbers, plus 2 sqrt(micro-batches), as every sum of gradients is rounded
+_MOST_ROUNDING = 1e-3  # relative, of gradients that are sums of much larger numbers
 _SMALLEST_SCALE = 1e-3  # of the model's largest gradient; see gradient_errors
 
 
@@ -103,17 +104,25 @@ def _why_by_microbatch(file: ModelFile, divided: _PlainRun, whole: _PlainRun, nu
         return "the rounding of 16-bit numbers"
     if any(isinstance(x, _BatchNorm) for x in file.model.modules()):
         return "batch norm"
-    if _difference(divided, whole, num_parts) is not None:
-        return "a loss or buffers that depend on how the mini-batch is divided"
-    return None
+    if _difference(divided, whole, num_parts) is None:
+        return None
+    _, apart = _largest_error(gradient_errors(whole.gradients, divided.gradients))
+    if _are_alike(divided, whole) and apart <= _MOST_ROUNDING:
+        return "rounding, as the loss is the same"
+    return "a loss or buffers that depend on how the mini-batch is divided"
 
 
 def _difference(one: _PlainRun, other: _PlainRun, num_microbatches: int) -> str | None:
     """What differs between two runs by more than rounding; None if nothing does."""
-    if abs(other.loss - one.loss) > _ROUNDINGS * one.epsilon * abs(one.loss):
+    if not _are_alike(one, other):
         return f"losses {one.loss:.6g} and {other.loss:.6g}"
     worst, error = _largest_error(gradient_errors(one.gradients, other.gradients))
     return f"gradients of {worst} that are {error:.1e} apart" if error > one.tolerance(num_microbatches) else None
+
+
+def _are_alike(one: _PlainRun, other: _PlainRun) -> bool:
+    """Whether two runs have the same loss, but for rounding."""
+    return abs(other.loss - one.loss) <= _ROUNDINGS * one.epsilon * abs(one.loss)
 
 
 def _largest_error(errors: Mapping[str, float]) -> tuple[str, float]:
