@@ -123,7 +123,10 @@ def test_small_machine_error_names_memory_and_stages() -> None:
         return str(caught.value)
 
     assert "fits the machine's devices (600 B to 8.79 KiB (9000 bytes) per device)" in error(6, 1)
-    assert "the smallest memory per device that fits is 11.7 KiB (12000 bytes), for stage 0 (a … f (6);" in error(6, 1)
+    assert (
+        "the smallest memory per device that fits is 11.7 KiB (12000 bytes), for stage 0 (layers: a … f (6);"
+        in error(6, 1)
+    )
     assert (
         "on this machine the smallest number of stages that fits is 3 (run the same command with --k 3 --microbatches 1)"
         in error(6, 1)
