@@ -82,9 +82,9 @@ def yardstick_parts(device: str = "cpu") -> dict[str, Part]:
     One product has two matrices of 192 x 192, and one has other weights of 256 x 256 each time: small layers stay in the
     caches, those of large models do not, and other work on the host slows the two differently. On a CPU these weights
     and the sums each cycle through 32 MiB, on a GPU the sums through 64 MiB, so that what they read has left the caches,
-    whatever ran in between. The products and sums are equally fast in every process: their tensors have fixed distances and lie in huge
-    pages, and they allocate nothing. The third part is a forward and backward of a tiny model, on a GPU launches of small
-    kernels. No part draws random numbers.
+    whatever ran in between. The products and sums are equally fast in every process: their tensors have fixed distances and
+    lie in huge pages, and they allocate nothing. The third part is a forward and backward of a tiny model, on a GPU launches
+    of small kernels. No part draws random numbers.
     """
     on_gpu = device != "cpu"
     width, num_floats = (2048, 2**23) if on_gpu else (192, 2**18)

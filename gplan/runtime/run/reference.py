@@ -75,12 +75,12 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
             f"--check runs the plain model on the whole mini-batch of {counted(plan.batch_size, 'sample')} too, which fails: "
             f"{describe(error)}; run without --check"
         ) from error
-    reason = _why_by_microbatch(file, divided, whole, num_parts)
+    worst, apart = _largest_error(gradient_errors(whole.gradients, divided.gradients))
+    reason = _why_by_microbatch(file, divided, whole, num_parts, apart)
     if reason is None:
         return Reference(
             loss=whole.loss, gradients=whole.gradients, whole_batch=None, tolerance=whole.tolerance(num_parts)
         )
-    worst, apart = _largest_error(gradient_errors(whole.gradients, divided.gradients))
     in_one_piece = WholeBatch(loss=whole.loss, max_relative_error=apart, worst_parameter=worst, reason=reason)
     del whole  # its gradients
     again = _plain_run(file, plan, inputs, target, num_parts=num_parts, seed=2)
@@ -98,15 +98,19 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
     )
 
 
-def _why_by_microbatch(file: ModelFile, divided: _PlainRun, whole: _PlainRun, num_parts: int) -> str | None:
-    """Why the whole mini-batch has other results, or may have by design; None where it has the same."""
+def _why_by_microbatch(
+    file: ModelFile, divided: _PlainRun, whole: _PlainRun, num_parts: int, apart: float
+) -> str | None:
+    """Why the whole mini-batch has other results, or may have by design; None where it has the same.
+
+    `apart` is the largest relative error of its gradients.
+    """
     if divided.epsilon > torch.finfo(torch.float32).eps:
         return "the rounding of 16-bit numbers"
     if any(isinstance(x, _BatchNorm) for x in file.model.modules()):
         return "batch norm"
     if _difference(divided, whole, num_parts) is None:
         return None
-    _, apart = _largest_error(gradient_errors(whole.gradients, divided.gradients))
     if _are_alike(divided, whole) and apart <= _MOST_ROUNDING:
         return "rounding, as the loss is the same"
     return "a loss or buffers that depend on how the mini-batch is divided"
