@@ -9,6 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 
 import click
@@ -42,6 +43,8 @@ class _Verbs(click.Group):
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in VERBS:
+            if similar := get_close_matches(name, VERBS):
+                raise click.UsageError(f"no such command '{name}', but {' or '.join(similar)}", context)
             return None
         import logging
 

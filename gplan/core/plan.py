@@ -463,7 +463,7 @@ class Run:
         if not self.num_disturbed:
             return of_all
         if self.num_counted == len(self.step_s) - self.num_warmup_steps - self.num_growing:
-            return f"{of_all}, {self.num_disturbed} interrupted but counted, as too few were clean"
+            return f"{of_all}, {self.num_disturbed} of the {self.num_counted} interrupted"
         return f"{of_all}, {self.num_disturbed} left out as {interruption_text(self.host_load)}"
 
     @property

@@ -85,10 +85,10 @@ def now_text() -> str:
 def percent_text(share: float, *, signed: bool = False) -> str:
     """A share as a percentage with one decimal.
 
-    >>> percent_text(0.1234), percent_text(0.05, signed=True)
-    ('12.3 %', '+5.0 %')
+    >>> percent_text(0.1234), percent_text(0.05, signed=True), percent_text(-0.0001, signed=True)
+    ('12.3 %', '+5.0 %', '+0.0 %')
     """
-    return f"{100 * share:+.1f} %" if signed else f"{100 * share:.1f} %"
+    return f"{100 * share:+z.1f} %" if signed else f"{100 * share:z.1f} %"
 
 
 def factors_text(low: float, high: float) -> str:
@@ -155,7 +155,7 @@ def error_text(error: float | None, unit: UnitKind) -> str:
     """
     if error is None:
         return "–"
-    return f"{100 * error:+.1f} points" if unit == "share" else percent_text(error, signed=True)
+    return f"{100 * error:+z.1f} points" if unit == "share" else percent_text(error, signed=True)
 
 
 def seconds_axis(longest_s: float) -> tuple[str, float]:

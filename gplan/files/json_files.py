@@ -19,7 +19,7 @@ import msgspec
 
 from gplan.core import Calibration, Plan, Profile, Run, Verification
 from gplan.core.checks import bounds_of
-from gplan.core.errors import FileError
+from gplan.core.errors import FileError, similar_file_text
 from gplan.schedules.validate import schedule_mismatch
 
 Value: TypeAlias = Profile | Plan | Run | Verification | Calibration
@@ -141,7 +141,7 @@ def _read(path: Path, *, expected: str, remedy: str) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise FileError(f"{path} is not there; expected a {expected}; {remedy}") from error
+        raise FileError(f"{path} is not there{similar_file_text(path)}; expected a {expected}; {remedy}") from error
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error.strerror}; expected a {expected}") from error
 

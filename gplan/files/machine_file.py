@@ -50,7 +50,7 @@ from pathlib import Path
 import msgspec
 
 from gplan.core import HostLink, Link, Machine, MachineDevice
-from gplan.core.errors import FileError, UsageError
+from gplan.core.errors import FileError, UsageError, similar_file_text
 from gplan.core.units import parse_link, parse_memory
 from gplan.files.json_files import write_bytes
 from gplan.files.link_table import LinkTable
@@ -156,7 +156,9 @@ def _read(path: Path) -> _Content:
     try:
         return msgspec.toml.decode(path.read_bytes(), type=_Content)
     except FileNotFoundError as error:
-        raise FileError(f"{path} is not there; expected a machine file in TOML; {_REMEDY}") from error
+        raise FileError(
+            f"{path} is not there{similar_file_text(path)}; expected a machine file in TOML; {_REMEDY}"
+        ) from error
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error.strerror}; expected a machine file in TOML") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

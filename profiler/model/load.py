@@ -63,6 +63,7 @@ _REMEDIES = {
     "scheduler": "def scheduler(optimizer):\n    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)",
     "batches": "def batches(batch_size):\n    while True:\n        yield inputs, target",
 }
+_PLANNED = ("loss", "optimizer")  # plans have their time and memory
 
 
 class ModelTooLargeError(ModelError):
@@ -214,7 +215,8 @@ class ModelFile:
 
     def _missing(self, function: str, otherwise: str = "") -> ModelError:
         add = f"otherwise add {function}" if function in self.misspelled else "add it"
-        return ModelError(f"{self._lacks(function)}; {add}{otherwise}:\n{_REMEDIES[function]}")
+        then = ", then profile and balance again" if function in _PLANNED else ""
+        return ModelError(f"{self._lacks(function)}; {add}{then}{otherwise}:\n{_REMEDIES[function]}")
 
     def _lacks(self, function: str) -> str:
         return lacks_text(self.name, function, self.misspelled.get(function))

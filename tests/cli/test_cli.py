@@ -125,6 +125,9 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
         "error: invalid value for '--k': 'two' is neither a whole number nor auto; see gplan",
     ),
     (("export", "gplan.plan.json"), 2, "error: missing option '--to'. Choose from: "),
+    (("blance",), 2, "error: no such command 'blance', but balance; see gplan --help"),
+    (("show", "gplan.profle.json"), 3, "gplan.profle.json is not there, but gplan.profile.json is; expected"),
+    (("profile", "modle.py"), 3, "modle.py is not there, but model.py is (searched in"),
     (("nonsense",), 2, "error: no such command 'nonsense'; see gplan --help"),
 ]
 

@@ -277,7 +277,7 @@ def _option_views(explanation: Explanation) -> Iterator[RenderableType]:
     for option in explanation.options:
         if option.outcome is None:
             text = option_text(option, plan=explanation.setting)
-            yield Text(f"left out: {text}: {_short(option.reason)}", style="dim")
+            yield Text(f"left out: {text}: {option.reason}", style="dim")
 
 
 def _option_line(option: Option, explanation: Explanation) -> Line:
@@ -400,4 +400,4 @@ def change_text(value: float, before: float) -> str:
     if not before:
         return "–"
     share = value / before - 1
-    return percent_text(share, signed=abs(share) >= 0.0005).replace("-0.0", "0.0")
+    return percent_text(share, signed=abs(share) >= 0.0005)

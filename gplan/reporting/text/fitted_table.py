@@ -146,7 +146,7 @@ def _span(places: Sequence[int], widths: Sequence[int]) -> int:
 def fitted(forms: Sequence[str], width: int) -> str:
     """The first form of at most `width` characters, else the last one shortened.
 
-    >>> fitted(("blocks.1 and 92 alike", "blocks.1 × 93"), 16)
+    >>> fitted(("blocks.1 and 92 like it", "blocks.1 × 93"), 16)
     'blocks.1 × 93'
     """
     return next((form for form in forms if cell_len(form) <= width), None) or shortened(forms[-1], width)

@@ -70,7 +70,7 @@ def _layer_lines(size: SizeDifference, *, only_changed: bool) -> Iterator[Line]:
 
 def _names(layer: LayerDifference) -> tuple[str, ...]:
     first, count = layer.names[0], len(layer.names)
-    return (first,) if count == 1 else (f"{first} and {count - 1} alike", f"{first} × {count}")
+    return (first,) if count == 1 else (f"{first} and {count - 1} like it", f"{first} × {count}")
 
 
 def _line(name: str, change: Change, *, count: int, shorter: tuple[str, ...] = ()) -> Line:

@@ -22,9 +22,9 @@ from gplan.evaluate.compare import (
 from gplan.reporting.text.attribution import attribution_text
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, note_lines
 from gplan.simulation.simulator import simulate
-from gplan.simulation.without_contention import NOTE
 
 EQUAL_SPEED = "at equal host speed"
+EQUAL_SPEED_COLUMN = Column(key=EQUAL_SPEED, title="equal speed")
 _LEAST_STRETCH = 1.005
 _COARSE_TOLERANCE = 0.05
 _LEAST_PERCENT = 1e-3  # relative differences below are not percentages
@@ -42,7 +42,7 @@ def run_view(run: Run) -> RenderableType:
         *(Text(x) for x in host_speed_lines(run)),
         Text(f"{losses}measured over {run.steps_text}"),
         *([Text(f"gradients {check_text(check)}", style=_CHECK_STYLES[check.passed])] if (check := run.check) else []),
-        *note_lines([*run.notes, *(x for x in run.plan.notes if x == NOTE)]),
+        *note_lines([*run.notes, *run.plan.notes]),
     )
 
 
@@ -54,9 +54,9 @@ def comparison_table(run: Run) -> FittedTable:
     has_speed = any(x.equal_speed_error is not None for x in rows)
     return FittedTable(
         title=f"predicted versus measured, engine {run.engine}{virtual if run.engine == 'virtual' else ''}",
-        columns=columns(*names, "error", *([EQUAL_SPEED] if has_speed else [])),
+        columns=(*columns(*names, "error"), *([EQUAL_SPEED_COLUMN] if has_speed else [])),
         lines=tuple(_line(row, has_chunks, has_speed) for row in rows),
-        below="idle time is of all devices together",
+        below="idle time is of all devices together" + (f"; equal speed: the error {EQUAL_SPEED}" if has_speed else ""),
     )
 
 
@@ -153,6 +153,6 @@ def check_text(check: GradientCheck) -> str:
         )
     return (
         f"{result}: largest relative difference {check.max_relative_error:.1e} ({check.worst_parameter}) over "
-        f"{check.num_parameters} parameters, tolerance {check.tolerance:.0e}{coarse}; loss {check.loss:.6f} against "
+        f"{check.num_parameters} parameter tensors, tolerance {check.tolerance:.0e}{coarse}; loss {check.loss:.6f} against "
         f"{check.plain_loss:.6f}; {last}"
     )

@@ -13,8 +13,8 @@ from gplan.evaluate.compare import samples_per_s
 from gplan.evaluate.verify import Ranking, ranking_of
 from gplan.reporting.text.attribution import OTHER_ORDER, attribution_table
 from gplan.reporting.text.explanation import rate_text
-from gplan.reporting.text.fitted_table import FittedTable, Line, columns, note_lines
-from gplan.reporting.text.run import EQUAL_SPEED, comparison_table, host_speed_lines
+from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, note_lines
+from gplan.reporting.text.run import EQUAL_SPEED, EQUAL_SPEED_COLUMN, comparison_table, host_speed_lines
 
 
 def calibration_view(calibration: Calibration) -> RenderableType:
@@ -107,15 +107,10 @@ def _rivals_table(verification: Verification) -> FittedTable:
     return FittedTable(
         title="the plan and its rivals, step time: "
         + (f"geometric mean of {counted(verification.num_rounds, 'round')}, in turns" if has_rounds else "one round"),
-        columns=columns(
-            "plan",
-            "predicted",
-            "measured",
-            "error",
-            *([EQUAL_SPEED] if has_speed else []),
-            "to this plan",
-            "samples/s",
-            *(["rounds"] if has_rounds else []),
+        columns=(
+            *columns("plan", "predicted", "measured", "error"),
+            *([EQUAL_SPEED_COLUMN] if has_speed else []),
+            *(Column(key=x) for x in ("to this plan", "samples/s", *(["rounds"] if has_rounds else []))),
         ),
         lines=tuple(_rival_line(x, verification, has_speed) for x in verification.contenders),
         spare=("rounds", "samples/s", "to this plan"),
@@ -160,11 +155,11 @@ def _standing_lines(verification: Verification) -> Iterator[Text]:
     )
     if standing.num_same_batch > 1:
         yield Text(_regret_text(standing, chosen))
-    repeated, kept = verification.num_refused, sum(x.num_disturbed for x in verification.contenders)
+    repeated = verification.num_refused
     interrupted = (
-        f"most steps of {counted(repeated, 'run')} were interrupted, so they were repeated; {kept} such counted; "
+        f"most steps of {counted(repeated, 'run')} were interrupted, so they were repeated; " if repeated else ""
     )
-    yield Text(f"{interrupted if repeated or kept else ''}this plan was measured over {chosen.run.steps_text}")
+    yield Text(f"{interrupted}this plan was measured over {chosen.run.steps_text}")
 
 
 def _ranks_text(standing: Ranking) -> str:

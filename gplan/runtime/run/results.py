@@ -234,9 +234,10 @@ def _notes_on_steps(
             "other steps remained; such steps take longer, mostly in the optimizer; run again with more --steps"
         )
     if num_disturbed > len(settled) - num_counted:
+        idle = " on an idle host, or" if load is not None and load.is_evidence else ""
         found.append(
             f"steps that count although they were {interruption_text(load)}: {num_disturbed} of {num_counted}, as too few were "
-            "clean; times and errors are those of such steps; run again on an idle host, or with more --steps"
+            f"clean; times and errors are those of such steps; run again{idle} with more --steps"
         )
     return tuple(found)
 

@@ -79,7 +79,7 @@ def test_gradients_that_differ_are_told_in_capitals() -> None:
     facts = dict(run_facts(replace(make_run(), check=check)))
     assert (
         facts["gradients compared with the plain model"]
-        == "DIFFER: largest relative difference 5.0e-01 (w) over 2 parameters, tolerance 1e-04; loss 1.000000 against "
+        == "DIFFER: largest relative difference 5.0e-01 (w) over 2 parameter tensors, tolerance 1e-04; loss 1.000000 against "
         "1.000000; plain model run on the mini-batch in one piece"
     )
 

@@ -213,7 +213,7 @@ def test_the_steps_of_a_run_are_counted_as_warm_up_counted_and_refused() -> None
     text = "measured over 5 of 8 steps: 2 to warm up, 1 left out as interrupted"
     assert text in printed(run_view(run))
     kept = replace(run, num_counted=6, num_disturbed=4)
-    text = "measured over 6 of 8 steps: 2 to warm up, 4 interrupted but counted, as too few were clean"
+    text = "measured over 6 of 8 steps: 2 to warm up, 4 of the 6 interrupted"
     assert text in printed(run_view(kept))
 
 

@@ -82,7 +82,7 @@ def test_two_kinds_of_layers_that_alternate_are_a_row_each_where_they_were_not_m
 
 def test_by_cost_a_layer_and_all_that_are_like_it_are_one_row_with_their_share_together() -> None:
     lines = printed(profile_view(blocks(96, measured=3), sort="cost"))
-    assert first_cells(lines) == ["blocks.1 and 92 alike", "head", "blocks.95", "blocks.2", "blocks.0", "embedding"]
+    assert first_cells(lines) == ["blocks.1 and 92 like it", "head", "blocks.95", "blocks.2", "blocks.0", "embedding"]
     share = 93 * 0.002 / (0.0001 + 96 * 0.002 + 0.005)
     assert f" {100 * share:.1f} %" in next(line for line in lines if line.startswith("blocks.1 and"))
 

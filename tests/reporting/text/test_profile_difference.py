@@ -38,7 +38,7 @@ def test_everything_is_shown_when_asked_for() -> None:
 def test_layers_alike_are_one_row_with_the_change_of_one_and_of_all() -> None:
     old, new = (make_profile([x] * 93, [0.0] * 93) for x in (0.002, 0.003))
     folded = [replace(p, layers=(p.layers[0], *(replace(x, same_as=0) for x in p.layers[1:]))) for p in (old, new)]
-    (row,) = [line for line in told(*folded) if line.startswith("a and 92 alike")]
+    (row,) = [line for line in told(*folded) if line.startswith("a and 92 like it")]
     assert "2.00 ms  3.00 ms  +50.0 %" in row
     assert row.endswith("+93.0 ms")
 
