@@ -43,8 +43,9 @@ class _Verbs(click.Group):
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in VERBS:
-            if similar := get_close_matches(name, VERBS):
-                raise click.UsageError(f"no such command '{name}', but {' or '.join(similar)}", context)
+            similar = [] if context.resilient_parsing else get_close_matches(name, VERBS)  # completion expects None
+            if similar:
+                raise click.UsageError(f"no such command '{name}'; similar: {' or '.join(similar)}", context)
             return None
         import logging
 

@@ -12,11 +12,6 @@ Each message states what was found, what was expected and what to do. Any other 
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-from pathlib import Path
-
-_LEAST_SIMILAR = 0.85  # of names; those of a plan and a profile have 0.8
-
 
 class GplanError(Exception):
     """Base class of all errors that a user can cause and fix."""
@@ -61,10 +56,3 @@ def is_interrupt(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def similar_file_text(path: Path) -> str:
-    """For the message on a file that is not there: names one in its folder that may be meant, or is empty."""
-    names = [x.name for x in path.parent.iterdir() if x.is_file()] if path.parent.is_dir() else []
-    similar = get_close_matches(path.name, names, n=1, cutoff=_LEAST_SIMILAR)
-    return f", but {path.with_name(similar[0])} is" if similar else ""

@@ -467,6 +467,11 @@ class Run:
         return f"{of_all}, {self.num_disturbed} left out as {interruption_text(self.host_load)}"
 
     @property
+    def all_notes(self) -> tuple[str, ...]:
+        """The notes of its plan and its own."""
+        return (*self.plan.notes, *self.notes)
+
+    @property
     def timed_speed(self) -> tuple[StepSpeed, ...]:
         """The windows of the host's speed after the warm-up."""
         return tuple(x for x in self.host_speed if x.first_step >= self.num_warmup_steps)

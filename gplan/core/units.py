@@ -150,8 +150,8 @@ def quantity_text(value: float, unit: UnitKind) -> str:
 def error_text(error: float | None, unit: UnitKind) -> str:
     """A signed error: of a share in percentage points, of all else in percent; "–" where there is none.
 
-    >>> error_text(-0.05, "seconds"), error_text(0.012, "share"), error_text(None, "bytes")
-    ('-5.0 %', '+1.2 points', '–')
+    >>> error_text(-0.05, "seconds"), error_text(-0.0001, "share"), error_text(None, "bytes")
+    ('-5.0 %', '+0.0 points', '–')
     """
     if error is None:
         return "–"

@@ -93,9 +93,11 @@ def _notes(rounds: RoundResults, *, is_crowded: bool) -> Iterator[str]:
     if rounds.failure:
         yield f"the plan failed in a later round, so the results are of {extent}: {rounds.failure}"
     if num_disturbed := sum(x.num_disturbed for x in rounds.contenders):
+        load = largest_load(rounds.disturbed_loads)
+        quiet = " when the machine is quiet" if load is not None and load.is_evidence else ""
         yield (
             f"{counted(num_disturbed, 'run')} counted although more than half of the steps were "
-            f"{interruption_text(largest_load(rounds.disturbed_loads))}: no more were repeated; verify again when the machine is quiet"
+            f"{interruption_text(load)}: no more were repeated; verify again{quiet}"
         )
 
 

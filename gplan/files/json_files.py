@@ -12,6 +12,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -19,8 +20,10 @@ import msgspec
 
 from gplan.core import Calibration, Plan, Profile, Run, Verification
 from gplan.core.checks import bounds_of
-from gplan.core.errors import FileError, similar_file_text
+from gplan.core.errors import FileError
 from gplan.schedules.validate import schedule_mismatch
+
+_LEAST_SIMILAR = 0.85  # by difflib; gplan.plan.json and gplan.profile.json have 0.79
 
 Value: TypeAlias = Profile | Plan | Run | Verification | Calibration
 ValueT = TypeVar("ValueT", Profile, Plan, Run, Verification, Calibration)
@@ -129,6 +132,16 @@ def _aside(path: Path) -> tuple[int, str]:
         file = next((x for x in path.parents if x.is_file()), None)
         reason = error.strerror if file is None else f"{file} is a file; expected a folder"
         raise FileError(f"{path} cannot be written: {reason}; name another place with --output") from error
+
+
+def similar_file_text(path: Path) -> str:
+    """The end of "PATH is not there": the most similar file name in the same folder, or ""."""
+    try:
+        names = [x.name for x in path.parent.iterdir() if x.is_file()]
+    except OSError:
+        return ""
+    similar = get_close_matches(path.name, names, n=1, cutoff=_LEAST_SIMILAR)
+    return f", but {path.with_name(similar[0])} is" if similar else ""
 
 
 def _umask() -> int:

@@ -50,9 +50,9 @@ from pathlib import Path
 import msgspec
 
 from gplan.core import HostLink, Link, Machine, MachineDevice
-from gplan.core.errors import FileError, UsageError, similar_file_text
+from gplan.core.errors import FileError, UsageError
 from gplan.core.units import parse_link, parse_memory
-from gplan.files.json_files import write_bytes
+from gplan.files.json_files import similar_file_text, write_bytes
 from gplan.files.link_table import LinkTable
 
 _REMEDY = (

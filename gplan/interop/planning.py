@@ -152,7 +152,7 @@ def nearest_plan_text(plan: Plan, profile: Profile, *, receiver: str) -> str:
     cuts = ", ".join(nearest.layer_names[x] for x in nearest.cuts)
     return (
         f"the nearest plan that it can run begins its stages at {cuts} and takes {seconds_text(nearest.prediction.step_s)} a step, this "
-        f"one {seconds_text(plan.prediction.step_s)} ({change:+.1%}): gplan balance --for {receiver} --k {nearest.num_devices} "
+        f"one {seconds_text(plan.prediction.step_s)} ({percent_text(change, signed=True)}): gplan balance --for {receiver} --k {nearest.num_devices} "
         f"--microbatches {nearest.num_microbatches} --schedule {nearest.schedule} --recompute {nearest.recompute}"
     )
 

@@ -63,7 +63,6 @@ _REMEDIES = {
     "scheduler": "def scheduler(optimizer):\n    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)",
     "batches": "def batches(batch_size):\n    while True:\n        yield inputs, target",
 }
-_PLANNED = ("loss", "optimizer")  # plans have their time and memory
 
 
 class ModelTooLargeError(ModelError):
@@ -181,20 +180,25 @@ class ModelFile:
     @property
     def notes_on_missing(self) -> tuple[str, ...]:
         """What plans leave out because the file does not define it."""
+        return tuple(
+            f"{self._lacks(name)}: {what} are in no plan, and a run needs the {name}"
+            for name, what in self._missing_parts.items()
+        )
+
+    @property
+    def _missing_parts(self) -> dict[str, str]:
+        """What plans leave out, by the missing function."""
         parts = {"optimizer": "its states and its time", "loss": "its time and its memory"}
         if self.has("loss"):
             parts["batches"] = "time and memory of the loss"
-        return tuple(
-            f"{self._lacks(name)}: {what} are in no plan, and a run needs the {name}"
-            for name, what in parts.items()
-            if not self.has(name)
-        )
+        return {name: what for name, what in parts.items() if not self.has(name)}
 
     def require(self, *functions: str) -> None:
         """Raise ModelError, with example code, for the first function that is missing."""
         for function in functions:
             if function not in self.functions:
-                raise self._missing(function)
+                is_planned = function in self._missing_parts
+                raise self._missing(function, then="\nthen profile and balance again" if is_planned else "")
 
     def _call(self, function: str, *args: Any, expected: type[Returned]) -> Returned:
         self.require(function)
@@ -213,10 +217,9 @@ class ModelFile:
             )
         return value
 
-    def _missing(self, function: str, otherwise: str = "") -> ModelError:
+    def _missing(self, function: str, otherwise: str = "", then: str = "") -> ModelError:
         add = f"otherwise add {function}" if function in self.misspelled else "add it"
-        then = ", then profile and balance again" if function in _PLANNED else ""
-        return ModelError(f"{self._lacks(function)}; {add}{then}{otherwise}:\n{_REMEDIES[function]}")
+        return ModelError(f"{self._lacks(function)}; {add}{otherwise}:\n{_REMEDIES[function]}{then}")
 
     def _lacks(self, function: str) -> str:
         return lacks_text(self.name, function, self.misspelled.get(function))

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gplan.core.errors import ModelError, UsageError, similar_file_text
+from gplan.core.errors import ModelError, UsageError
+from gplan.files.json_files import similar_file_text
 from profiler.model.error_location import describe
 from profiler.model.materialise import real_like
 
@@ -82,7 +83,7 @@ def check_is_there(path: Path, *, named_by: str = "") -> None:
         where = "" if path.is_absolute() else f" (searched in {Path.cwd()})"
         named = f", which {named_by} names," if named_by else ""
         raise ModelError(
-            f"{path}{named} is not there{similar_file_text(path)}{where}; name a Python file that defines a model: "
+            f"{path}{named} is not there{where}{similar_file_text(path)}; name a Python file that defines a model: "
             "gplan VERB PATH/model.py"
         )
 

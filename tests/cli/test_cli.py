@@ -116,7 +116,7 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
     (("profile", "model.py", "--link", "100Gb/s"), 2, "reads as bits"),
     (("balance", "elsewhere.json", "--k", "2"), 3, "elsewhere.json is not there"),
     (("balance",), 2, "--k"),
-    (("run",), 3, "gplan.plan.json is not there"),
+    (("run",), 3, "gplan.plan.json is not there; expected"),
     (("report",), 2, "run `gplan balance` or `gplan run` first"),
     (("report", "gplan.profile.json"), 2, "is a profile"),
     (
@@ -125,9 +125,9 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
         "error: invalid value for '--k': 'two' is neither a whole number nor auto; see gplan",
     ),
     (("export", "gplan.plan.json"), 2, "error: missing option '--to'. Choose from: "),
-    (("blance",), 2, "error: no such command 'blance', but balance; see gplan --help"),
+    (("blance",), 2, "error: no such command 'blance'; similar: balance; see gplan --help"),
     (("show", "gplan.profle.json"), 3, "gplan.profle.json is not there, but gplan.profile.json is; expected"),
-    (("profile", "modle.py"), 3, "modle.py is not there, but model.py is (searched in"),
+    (("profile", "modle.py"), 3, "), but model.py is; name a Python file"),
     (("nonsense",), 2, "error: no such command 'nonsense'; see gplan --help"),
 ]
 

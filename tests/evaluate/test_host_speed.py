@@ -87,8 +87,8 @@ def mean_timeline(timelines: Sequence[Timeline]) -> Timeline:
     return replace(timelines[0], spans=tuple(sorted(spans, key=lambda x: x.start_s)))
 
 
-def printed(view: object) -> str:
-    console = Console(width=200)
+def printed(view: object, *, width: int = 200) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(view)
     return " ".join(capture.get().split())
@@ -247,6 +247,8 @@ def test_a_run_prints_both_errors_and_the_range() -> None:
     text = printed(run_view(run))
     assert "the host ran 0.80 times as fast as in the profile: the step's error is -20.0 %" in text
     assert "at equal host speed" in text
+    assert "step time 648 s 810 s -20.0 % +0.0 %" in text
+    assert "-20.0 % +0.0 %" in printed(run_view(run), width=80)  # the last column is whole
     assert json_files.parse(Run, json_files.to_json(run), name="run") == run
 
 

@@ -117,5 +117,5 @@ def _gap_words(plan: Plan) -> str:
 def notes_of(subject: Subject) -> tuple[str, ...]:
     """The notes of the plan and, for a run, of the run."""
     if isinstance(subject, Run):
-        return *subject.plan.notes, *subject.notes
+        return subject.all_notes
     return *subject.notes, *stale_prediction_notes(subject)

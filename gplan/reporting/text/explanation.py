@@ -296,11 +296,6 @@ def _option_line(option: Option, explanation: Explanation) -> Line:
     return Line(cells=cells, shorter=(text.partition(" (")[0], text.partition(",")[0]))
 
 
-def _short(reason: str) -> str:
-    """The first two clauses of a reason: what was found, and what would be needed."""
-    return "; ".join(reason.split("; ")[:2])
-
-
 def _sensitivity_views(explanation: Explanation) -> Iterator[RenderableType]:
     found = explanation.sensitivities
     yield Text()
@@ -359,7 +354,7 @@ def _rule_views(explanation: Explanation) -> Iterator[RenderableType]:
     for rule in explanation.rules:
         if rule.reason:
             what = "left out" if rule.cuts is None else "does not fit"
-            yield Text(f"{what}: {rule.rule}: {_short(rule.reason)}", style="dim")
+            yield Text(f"{what}: {rule.rule}: {rule.reason}", style="dim")
 
 
 def _rule_line(rule: BaselineOutcome, this_plan: BaselineOutcome, setting: PlanSettings) -> Line:

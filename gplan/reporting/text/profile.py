@@ -247,8 +247,8 @@ def _names(profile: Profile, members: tuple[int, ...]) -> tuple[str, ...]:
         return (f"{first.name}, like {source}", first.name) if source else (first.name,)
     if source:
         return f"{ends}, {count} layers like {source}", f"{count} layers like {source}", f"{count} like {source}"
-    alike = f"{first.name} and {count - 1} like it", f"{first.name} × {count}"
-    return (f"{ends}, {count} layers alike", *alike) if members[-1] - members[0] == count - 1 else alike
+    shorter = f"{first.name} and {count - 1} like it", f"{first.name} × {count}"
+    return (f"{ends}, {count} layers alike", *shorter) if members[-1] - members[0] == count - 1 else shorter
 
 
 def _origin_lines(profile: Profile, rows: Sequence[LayerRow]) -> Iterator[str]:

@@ -33,7 +33,7 @@ _MICROBATCH_QUANTITIES = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 
 
 def run_view(run: Run) -> RenderableType:
-    """Predicted beside measured; below, where the error comes from, the loss, the gradient check and notes."""
+    """Predicted beside measured; below, where the error comes from, the loss, the gradient check, and the notes of plan and run."""
     losses = f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps; " if run.losses else ""
     return Group(
         comparison_table(run),
@@ -42,7 +42,7 @@ def run_view(run: Run) -> RenderableType:
         *(Text(x) for x in host_speed_lines(run)),
         Text(f"{losses}measured over {run.steps_text}"),
         *([Text(f"gradients {check_text(check)}", style=_CHECK_STYLES[check.passed])] if (check := run.check) else []),
-        *note_lines([*run.notes, *run.plan.notes]),
+        *note_lines(run.all_notes),
     )
 
 
@@ -56,6 +56,7 @@ def comparison_table(run: Run) -> FittedTable:
         title=f"predicted versus measured, engine {run.engine}{virtual if run.engine == 'virtual' else ''}",
         columns=(*columns(*names, "error"), *([EQUAL_SPEED_COLUMN] if has_speed else [])),
         lines=tuple(_line(row, has_chunks, has_speed) for row in rows),
+        spare=(EQUAL_SPEED,) if has_chunks else (),
         below="idle time is of all devices together" + (f"; equal speed: the error {EQUAL_SPEED}" if has_speed else ""),
     )
 

@@ -217,8 +217,9 @@ def test_the_steps_of_a_run_are_counted_as_warm_up_counted_and_refused() -> None
     assert text in printed(run_view(kept))
 
 
-def test_a_prediction_without_contention_says_so() -> None:
+def test_a_run_repeats_the_notes_of_its_plan() -> None:
     run = make_run()
     alone = replace(run.plan, notes=("of the plan", NOTE))
     found = [printed(run_view(replace(run, plan=x)), width=200) for x in (run.plan, alone)]
-    assert [sum(NOTE in line for line in lines) for lines in found] == [0, 1]
+    for note in alone.notes:
+        assert [sum(f"note: {note}" in line for line in lines) for lines in found] == [0, 1]
