@@ -26,7 +26,6 @@ from profiler.timing.yardstick import PAGES, PARTS, WARMUPS, yardstick_parts
 EXAMPLES = ("transformer_lm", "gpt2_hf", "resnet", "unet", "amoebanet_d")
 EXAMPLE_SIZE = 4  # samples; models of real size have one
 NUM_AT_FULL_SPEED = 8
-FIRST = {name: WARMUPS[name] * count for name, (_, count) in yardstick_parts().items() if name in WARMUPS}
 SHOWN = {"compute": (0, 4, 8), "memory": (0, 1), "interpreter": (0, 1, 2, 4)}  # and after what a reading runs first
 WAIT, WAIT_S = "wait of 30 ms", 0.03
 
@@ -50,7 +49,7 @@ def main() -> None:
 
 def measured(name: str, num_turns: int) -> list[dict[str, object]]:
     """The seconds of each repetition of each part after the work, in every turn."""
-    work, parts = work_of(name), yardstick_parts()
+    work, parts, first = work_of(name), yardstick_parts(), num_first()
     touch, _ = parts[PAGES]
     work()
     rows = list[dict[str, object]]()
@@ -59,13 +58,18 @@ def measured(name: str, num_turns: int) -> list[dict[str, object]]:
         touch()
         for part in PARTS:
             run, _ = parts[part]
-            for number in range(FIRST[part] + NUM_AT_FULL_SPEED):
+            for number in range(first[part] + NUM_AT_FULL_SPEED):
                 begin_s = time.perf_counter()
                 run()
                 seconds = time.perf_counter() - begin_s
                 rows.append({"work": name, "turn": turn, "part": part, "number": number, "seconds": seconds})
     print(name, flush=True)
     return rows
+
+
+def num_first() -> dict[str, int]:
+    """By part, how many repetitions a reading runs before it times some."""
+    return {name: WARMUPS[name] * count for name, (_, count) in yardstick_parts().items() if name in WARMUPS}
 
 
 def work_of(name: str) -> Callable[[], object]:
@@ -86,8 +90,9 @@ def as_text(rows: pd.DataFrame) -> str:
         f"{rows.turn.nunique()} turns. Full speed is the median after as many repetitions as a reading of the "
         "yardstick runs first.",
     ]
+    num_by_part = num_first()
     for part, of_part in rows.groupby("part", sort=False):
-        first = FIRST[str(part)]
+        first = num_by_part[str(part)]
         shown = (*SHOWN[str(part)], first)
         lines += [
             f"\n## {str(part).capitalize()}: a reading runs {first} first\n",

@@ -28,7 +28,7 @@ from gplan.core.units import (
     seconds_text,
 )
 from gplan.evaluate.compare import prediction_error
-from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, note_lines, shortened
+from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, names_of_equal, note_lines, shortened
 from gplan.reporting.text.machine import device_text, link_text
 
 Sort: TypeAlias = Literal["cost", "order", "memory"]
@@ -247,7 +247,7 @@ def _names(profile: Profile, members: tuple[int, ...]) -> tuple[str, ...]:
         return (f"{first.name}, like {source}", first.name) if source else (first.name,)
     if source:
         return f"{ends}, {count} layers like {source}", f"{count} layers like {source}", f"{count} like {source}"
-    shorter = f"{first.name} and {count - 1} like it", f"{first.name} × {count}"
+    shorter = names_of_equal(first.name, count)
     return (f"{ends}, {count} layers alike", *shorter) if members[-1] - members[0] == count - 1 else shorter
 
 

@@ -21,7 +21,7 @@ from gplan.evaluate.profile_difference import (
     SizeDifference,
     TimeChange,
 )
-from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, note_lines
+from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, names_of_equal, note_lines
 from gplan.reporting.text.machine import link_text
 
 _COLUMNS = (
@@ -70,7 +70,7 @@ def _layer_lines(size: SizeDifference, *, only_changed: bool) -> Iterator[Line]:
 
 def _names(layer: LayerDifference) -> tuple[str, ...]:
     first, count = layer.names[0], len(layer.names)
-    return (first,) if count == 1 else (f"{first} and {count - 1} like it", f"{first} × {count}")
+    return (first,) if count == 1 else names_of_equal(first, count)
 
 
 def _line(name: str, change: Change, *, count: int, shorter: tuple[str, ...] = ()) -> Line:

@@ -111,20 +111,20 @@ def _why_by_microbatch(
         return "batch norm"
     if _difference(divided, whole, num_parts) is None:
         return None
-    if _are_alike(divided, whole) and apart <= _MOST_ROUNDING:
+    if _have_same_loss(divided, whole) and apart <= _MOST_ROUNDING:
         return "rounding, as the loss is the same"
     return "a loss or buffers that depend on how the mini-batch is divided"
 
 
 def _difference(one: _PlainRun, other: _PlainRun, num_microbatches: int) -> str | None:
     """What differs between two runs by more than rounding; None if nothing does."""
-    if not _are_alike(one, other):
+    if not _have_same_loss(one, other):
         return f"losses {one.loss:.6g} and {other.loss:.6g}"
     worst, error = _largest_error(gradient_errors(one.gradients, other.gradients))
     return f"gradients of {worst} that are {error:.1e} apart" if error > one.tolerance(num_microbatches) else None
 
 
-def _are_alike(one: _PlainRun, other: _PlainRun) -> bool:
+def _have_same_loss(one: _PlainRun, other: _PlainRun) -> bool:
     """Whether two runs have the same loss, but for rounding."""
     return abs(other.loss - one.loss) <= _ROUNDINGS * one.epsilon * abs(one.loss)
 
