@@ -290,6 +290,8 @@ def verify(
     the first round; a rival that cannot be run is left out and named.
     """
 
+    from profiler.host.host_info import usable_cores
+
     def runner(contender: Plan) -> Run:
         return run(
             contender,
@@ -307,6 +309,7 @@ def verify(
         profile,
         runner,
         engine=engine,
+        num_cores=len(usable_cores()),
         num_rounds=num_rounds,
         num_steps=num_steps,
         num_rivals=num_rivals,

@@ -27,7 +27,8 @@ MESSAGES_OF_OTHERS = {  # of torch and click, or with names that the code puts i
     "there is neither gplan.run.json nor gplan.plan.json here",
 }
 OTHER_OPTIONS = {  # of click, torchrun and Megatron-LM
-    "--help", "--master-port", "--pipeline-model-parallel-layout", "--profile-ranks", "--use-pytorch-profiler",
+    "--help", "--master-port", "--node-rank", "--nproc-per-node", "--pipeline-model-parallel-layout", "--profile-ranks",
+    "--rdzv-backend", "--use-pytorch-profiler",
 }  # fmt: skip
 
 

@@ -116,6 +116,7 @@ def balance(
     from gplan.strategy_search.machine_search import search_machine
 
     measured = json_files.load(Profile, profile)
+    json_files.check_writable(output)
     rules = ForReceiver.of(receiver, measured) if receiver is not None else None
     schedule = schedule or (rules.default_schedule if rules is not None else "gpipe")
     if schedule != "auto":

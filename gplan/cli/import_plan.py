@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,7 @@ def _text(layout: str) -> str:
             raise FileError(f"{layout} is no file; expected a layout, or a file with one")
         return path.read_text() if path.is_file() else layout
     except (OSError, ValueError) as error:
-        if (
-            not isinstance(error, UnicodeDecodeError) and getattr(error, "errno", 36) == 36
-        ):  # no name of a file: a layout
+        too_long = errno.ENAMETOOLONG
+        if not isinstance(error, UnicodeDecodeError) and getattr(error, "errno", too_long) == too_long:  # a layout
             return layout
         raise FileError(f"{layout} cannot be read: {error}; expected a text with the layout") from error

@@ -39,6 +39,7 @@ def import_trace(
       gplan balance new.profile.json --k 4
     """
     from rich.console import Group
+    from rich.text import Text
 
     from gplan.core import Plan, Profile
     from gplan.evaluate.retiming import retime_profile
@@ -62,7 +63,7 @@ def import_trace(
     json_files.save(run, run_file)
     if retimed is not None and output is not None:
         json_files.save(retimed, output)
-    views = [view, "", run_view(run), *([f"wrote {output}"] if retimed is not None else [])]
+    views = [view, "", run_view(run), *([Text(f"wrote {output}")] if retimed is not None else [])]
     print_result(run, lambda: Group(*views), as_json=as_json, written=run_file)
 
 

@@ -38,7 +38,7 @@ def print_result(
         console = _console()
         console.print(shown)
         if written is not None:
-            console.print(f"wrote {written}", style="dim")
+            console.print(f"wrote {written}", style="dim", markup=False)
 
 
 def _json_text(result: object) -> str:
@@ -93,7 +93,7 @@ def progress_bar() -> Iterator[Progress]:
     elif not console.is_terminal:
         yield _progress_lines()
     else:
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
         with Bar(*columns, console=console, transient=True) as progress:
             task = progress.add_task("starting", total=1.0)
             yield lambda text, share: progress.update(task, description=text, completed=share)

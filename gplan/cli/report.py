@@ -76,6 +76,11 @@ def _profile_of(value: Plan | Run, path: Path | None) -> tuple[Profile | None, s
         return None, "; without a profile (--profile) the page does not explain the plan"
     try:
         profile = json_files.load(Profile, source)
+    except FileError as error:
+        if path is not None:
+            raise
+        return None, f"; the page does not explain the plan (see --profile): {error}"
+    try:
         profile_in_plan_order(plan, profile)
     except FileError:
         if path is not None:

@@ -13,15 +13,18 @@ from statistics import fmean
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from gplan.core.checks import check_not_negative, check_positive
 from gplan.core.host_load import HostLoad
 from gplan.core.units import seconds_text
 
+EQUAL_SPEED = "at equal host speed"
+"""Said of an error whose prediction is at the speed that the host had in the run."""
 ONE_PHASE = 1.15
 """The largest ratio of slowdowns within a phase."""
 
+_MOST_OFF = 1.4  # times the median of the windows of a run, for which one counts
 _MOST_CHANGE = 2.0  # of the slowdown within a profile, before a warning
 
 
@@ -142,8 +145,9 @@ class HostSpeed:
     ) -> tuple[tuple[float, ...], ...]:
         """By rank the slowdown in each window of steps, see `slowdown`; () unless every rank has a reading.
 
-        A window's share is its compute time over the mean of the windows. The middle mean of reading over share is the
-        slowdown of the run: what disturbs a reading need not disturb the steps. Times the share it is that of the window.
+        A window's share is its compute time over the mean of the windows. The mean of reading over share is the slowdown of
+        the run, without windows far off the median: what disturbs a reading need not disturb the steps. Times the share it is
+        that of the window.
         Steps can also differ in their work, as with inputs of several shapes: so no slowdown is outside the range of the
         readings.
 
@@ -167,7 +171,7 @@ class HostSpeed:
             if not read:
                 return ()
             least, most = (end(reading for reading, _ in read) for end in (min, max))
-            whole = middle_mean([reading / share for reading, share in read])
+            whole = float(mean_near_median([reading / share for reading, share in read], most=_MOST_OFF))
             found.append(tuple(min(most, max(least, whole * share)) for share in shares))
         return tuple(found)
 
@@ -197,14 +201,19 @@ class HostSpeed:
         )
 
 
-def middle_mean(values: Sequence[float]) -> float:
-    """The mean without the lowest and the highest quarter, which leaves out bursts.
+def mean_near_median(values: ArrayLike, *, most: float) -> NDArray[np.float64]:
+    """The mean along the last axis, where values more than `most` times off the median count as the median.
 
-    >>> middle_mean([1.0, 1.0, 1.2, 9.0])
-    1.1
+    So disturbances do not count, and the usual spread, which may be skewed, does.
+
+    >>> float(mean_near_median([1.0, 1.0, 1.2, 9.0], most=2.0)), float(mean_near_median([1.0, 1.0, 1.6], most=2.0))
+    (1.075, 1.2)
     """
-    quarter = len(values) // 4
-    return fmean(sorted(values)[quarter : len(values) - quarter])
+    found = np.asarray(values, dtype=np.float64)
+    middle = np.median(found, axis=-1, keepdims=True)
+    is_near = (found <= most * middle) & (middle <= most * found)
+    means: NDArray[np.float64] = np.where(is_near, found, middle).mean(axis=-1)
+    return means
 
 
 def mean_of_times(times: Iterable[YardstickTimes]) -> YardstickTimes | None:

@@ -176,7 +176,7 @@ class LayerCost:
             self,
             forward=self.forward.corrected(forward),
             backward=self.backward.corrected(backward),
-            recompute=(self.recompute or self.forward).corrected(recompute),
+            recompute=self.known_recompute.corrected(recompute),
             last_recompute=self.last_recompute and self.last_recompute.corrected(recompute),
             first_backward=of_backward(self.first_backward),
             input_gradient=of_backward(self.input_gradient),
@@ -184,14 +184,19 @@ class LayerCost:
         )
 
     @property
+    def known_recompute(self) -> Timing:
+        """`recompute`, or the forward where it is not known."""
+        return self.recompute or self.forward
+
+    @property
     def recompute_s(self) -> float:
         """Seconds that recomputing the layer adds to its backward where other layers follow."""
-        return (self.recompute or self.forward).median_s
+        return self.known_recompute.median_s
 
     @property
     def last_recompute_s(self) -> float:
         """The same where it is the last layer recomputed together: a recompute ends at the last saved tensor."""
-        return min(self.recompute_s, (self.last_recompute or self.recompute or self.forward).median_s)
+        return min(self.recompute_s, (self.last_recompute or self.known_recompute).median_s)
 
     @property
     def last_backward_workspace_bytes(self) -> int:

@@ -431,7 +431,7 @@ class Run:
         )
         if ran != planned:
             raise ValueError(f"the timeline has {ran} devices and micro-batches; the plan has {planned}")
-        if self.num_counted + self.num_warmup_steps + self.num_growing > len(self.step_s):
+        if self.num_counted > self.num_settled:
             raise ValueError(
                 f"num_counted is {self.num_counted}; there are only {len(self.step_s)} steps, with "
                 f"{self.num_warmup_steps + self.num_growing} of warm-up and growing memory"
@@ -456,13 +456,18 @@ class Run:
             raise ValueError("host_speed has windows of different numbers of ranks; expected one number")
 
     @property
+    def num_settled(self) -> int:
+        """The steps after the warm-up in which no process's memory grew."""
+        return len(self.step_s) - self.num_warmup_steps - self.num_growing
+
+    @property
     def steps_text(self) -> str:
         """The steps behind the measured times, in words."""
         growing = f", {self.num_growing} left out as memory still grew" if self.num_growing else ""
         of_all = f"{self.num_counted} of {len(self.step_s)} steps: {self.num_warmup_steps} to warm up{growing}"
         if not self.num_disturbed:
             return of_all
-        if self.num_counted == len(self.step_s) - self.num_warmup_steps - self.num_growing:
+        if self.num_counted == self.num_settled:
             return f"{of_all}, {self.num_disturbed} of the {self.num_counted} interrupted"
         return f"{of_all}, {self.num_disturbed} left out as {interruption_text(self.host_load)}"
 

@@ -363,21 +363,21 @@ class Profile:
 
     def _disagreement_reason(self, ratio: float) -> str:
         """What explains a ratio of the larger to the smaller of layers and whole model: the host, if its figures do."""
-        if self.host_load is None:
+        speed = self.host_speed
+        if speed is None or speed.load is None:
             return (
                 "profile again, and if the difference stays, this model's layers do not add up when measured one by one"
             )
-        phases = self.host_speed.phases if self.host_speed is not None else ()
-        change = self.host_speed.change if self.host_speed is not None else 1.0
+        phases, change, load = speed.phases, speed.change, speed.load
         if not phases:
             changed = "was measured too seldom to tell"
         else:
             changed = f"changed by a factor of {change:.2f}" if change >= 1.005 else "did not change"
-        figures = f"{self.host_load.text}, its speed {changed}"
+        figures = f"{load.text}, its speed {changed}"
         not_quiet = f"this host was not quiet meanwhile ({figures})"
-        if not self.host_load.is_evidence and change <= ONE_PHASE:
+        if not load.is_evidence and change <= ONE_PHASE:
             host = f"there is no sign of other work on this host ({figures})"
-        elif not phases or change * self.host_load.slowdown >= ratio:
+        elif not phases or change * load.slowdown >= ratio:
             return f"{not_quiet}: profile again when it is"
         else:
             host = f"{not_quiet}, but its mean load and speed do not explain a factor of {ratio:.2f}"

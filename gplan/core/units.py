@@ -11,11 +11,12 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
-from gplan.core.checks import Sharding
+from gplan.core.checks import INTEGER, RATE, SECONDS, Bounds, Sharding
 from gplan.core.errors import UsageError
 
+NumberT = TypeVar("NumberT", int, float)
 UnitKind: TypeAlias = Literal["seconds", "bytes", "share", "samples_per_s"]
 """What a number counts."""
 
@@ -104,11 +105,11 @@ def factors_text(low: float, high: float) -> str:
 def count_text(count: float) -> str:
     """A count with a decimal prefix.
 
-    >>> count_text(940), count_text(1_230_000)
-    ('940', '1.23 M')
+    >>> count_text(940), count_text(1_230_000), count_text(999_700)
+    ('940', '1.23 M', '1.00 M')
     """
     for scale, prefix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(count) >= scale:
+        if abs(count) >= 0.9995 * scale:
             return f"{_three_digits(count / scale)} {prefix}"
     return f"{count:g}"
 
@@ -202,7 +203,7 @@ def parse_memory(text: str) -> int:
         raise UsageError(
             f"{text!r} is {size} bytes; write it with its unit, such as {text.strip()}GiB or {text.strip()}MiB"
         )
-    return size
+    return _within(INTEGER, size, text)
 
 
 def parse_seconds(text: str) -> float:
@@ -228,14 +229,25 @@ def parse_link(text: str) -> tuple[float, float]:
     amount = rate.strip().removesuffix("/s")
     if re.search(r"[kKmMgGtT]i?b$", amount):
         raise UsageError(f"{text!r} reads as bits; write the bandwidth in bytes, such as 12.5GB/s for 100 Gbit/s")
-    return float(parse_bytes(amount)), parse_seconds(latency) if latency else 0.0
+    latency_s = parse_seconds(latency) if latency else 0.0
+    return _within(RATE, float(parse_bytes(amount)), text), _within(SECONDS, latency_s, text)
+
+
+def _within(bounds: Bounds, value: NumberT, text: str) -> NumberT:
+    """The value; raises UsageError where a file could not hold it."""
+    if wrong := bounds.violation(value):
+        raise UsageError(f"{text!r} is {wrong}")
+    return value
 
 
 def _parse(text: str, units: Mapping[str, str | int], *, what: str, example: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*([a-zA-Zµ]*)\s*", text)
     if match is None or match[2].lower() not in units:
         raise UsageError(f"{text!r} is not {what}; write it like {example}")
-    value = float(Decimal(match[1]) * Decimal(units[match[2].lower()]))
+    try:
+        value = float(Decimal(match[1]) * Decimal(units[match[2].lower()]))
+    except ArithmeticError:
+        value = math.inf
     if not math.isfinite(value):
         raise UsageError(f"{text!r} is too large for {what}; write it like {example}")
     return value

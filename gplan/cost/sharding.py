@@ -133,17 +133,17 @@ class _Ring:
 
         message_bytes, before_bytes = (num_bytes or before_bytes, before_bytes) if self.overlaps else (0, 0)
         made_bytes = before_bytes + 2 * num_bytes - cost.stash_bytes  # before the forward
-        is_first = cost.input_gradient is not None  # of the halves of a backward
         running_bytes = num_bytes + before_bytes + cost.backward_workspace_bytes
         return replace(
             cost,
             forward=longer(cost.forward),
             backward=longer(cost.backward),
-            recompute=longer(cost.recompute or cost.forward),
+            recompute=longer(cost.known_recompute),
             last_recompute=longer_if(cost.last_recompute),
             first_backward=longer_if(cost.first_backward),
             input_gradient=longer_if(cost.input_gradient),
-            weight_gradient=cost.weight_gradient if is_first else longer_if(cost.weight_gradient),
+            # the first half of a backward gathers; without one the second does
+            weight_gradient=cost.weight_gradient if cost.input_gradient else longer_if(cost.weight_gradient),
             forward_workspace_bytes=max(message_bytes + num_bytes + cost.forward_workspace_bytes, made_bytes),
             backward_workspace_bytes=max(2 * num_bytes, running_bytes),
             gathering_bytes=max(0, 2 * num_bytes - running_bytes),

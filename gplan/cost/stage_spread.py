@@ -46,7 +46,7 @@ def _stage_spread(plan: Plan, stage: Stage, profile: Profile) -> StageSpread:
     return StageSpread(
         forward=_spread_of_sum((x.forward for x in every), common),
         backward=_spread_of_sum((x.backward for x in every), common),
-        recompute=_spread_of_sum((x.recompute or x.forward for x in again), common),
+        recompute=_spread_of_sum((x.known_recompute for x in again), common),
         input_gradient=_spread_of_sum(map(first_half, every), common),
         weight_gradient=_spread_of_sum((x.weight_gradient for x in every), common),
         optimizer=_spread_of_sum((profile.step.optimizer, profile.step.zero_grad), 0.0),

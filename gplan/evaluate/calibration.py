@@ -38,6 +38,7 @@ from gplan.core import (
     WholeModel,
 )
 from gplan.core.errors import FileError, UsageError
+from gplan.core.host_speed import EQUAL_SPEED
 from gplan.core.machine import FREE_LINK
 from gplan.core.units import counted, now_text, percent_text
 from gplan.cost.stage_costs import contention_share
@@ -135,12 +136,12 @@ def calibration_note(calibration: Calibration) -> str:
     learned = f"calibrated by {counted(len(calibration.learned_from), 'plan')} run with the {calibration.engine} engine"
     if not calibration.held_out:
         return f"{learned}; no other plan was run to check it by"
-    before = max(abs(x.error_before) for x in calibration.held_out)
-    after = max(abs(x.error_after) for x in calibration.held_out)
+    before, after = (max(abs(x.equal_speed_ratios[i] - 1.0) for x in calibration.held_out) for i in range(2))
     others = counted(len(calibration.held_out), "other")
     return (
         f"{learned}; on {others} the largest error of the step was "
         f"{percent_text(before)} without and {percent_text(after)} with it"
+        + (f" {EQUAL_SPEED}" if any(x.slowdown is not None for x in calibration.held_out) else "")
     )
 
 
@@ -251,10 +252,9 @@ class _CalibrationRun:
         """A stage's mean seconds per micro-batch in actions of these kinds."""
         predicted_s, measured_s = (x.mean_s(*kinds, stage=stage.index) for x in (self.predicted, self.run.timeline))
         measured_s /= _of_device(self.run.device_slowdowns, self.plan.devices[stage.index])
-        num_actions = sum(
-            seconds > 0 for kind in kinds for seconds in self.predicted.microbatch_s(kind, stage=stage.index).values()
+        fixed_s = (
+            self.predicted.num_actions(*kinds, stage=stage.index) / self.plan.num_microbatches * self.profile.overhead_s
         )
-        fixed_s = num_actions / self.plan.num_microbatches * self.profile.overhead_s
         total_s = sum(layers_s) or 1.0
         kind_of, pieces = {x.name: x.kind for x in self.profile.layers}, dict[str, float]()
         for name, seconds in zip(stage.layer_names, layers_s, strict=True):

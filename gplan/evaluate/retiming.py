@@ -25,12 +25,14 @@ from gplan.core import (
     Run,
     Stage,
     StepCost,
+    Timeline,
     is_recomputed,
 )
 from gplan.core.errors import FileError
 from gplan.core.units import now_text
 from gplan.evaluate.calibration import rescale_whole_model
 from gplan.evaluate.replanning import profile_in_plan_order, reprice, why_not_replannable
+from gplan.simulation.simulator import simulate
 
 _MOST_OVERHEAD = 0.5  # of the shortest action
 
@@ -50,7 +52,8 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
     predicted = _predicted(profile, plan)
     shortest_s = min(min(_measured_s(run, stage)) for stage in predicted.stages)
     overhead_s = min(profile.overhead_s, _MOST_OVERHEAD * shortest_s)
-    factors = [_factors(predicted, stage, run, profile.overhead_s, overhead_s) for stage in predicted.stages]
+    timeline = simulate(predicted)
+    factors = [_factors(predicted, timeline, stage, run, profile.overhead_s, overhead_s) for stage in predicted.stages]
     scaled = replace(
         profile,
         layers=_layers(profile, plan, factors),
@@ -90,19 +93,18 @@ def _measured_s(run: Run, stage: Stage) -> tuple[float, float]:
     return forward_s, backward_s
 
 
-def _factors(predicted: Plan, stage: Stage, run: Run, predicted_overhead_s: float, overhead_s: float) -> Factors:
+def _factors(
+    predicted: Plan, timeline: Timeline, stage: Stage, run: Run, predicted_overhead_s: float, overhead_s: float
+) -> Factors:
+    """`timeline` is the simulated step of `predicted`."""
     plan, cost = run.plan, predicted.stage_costs[stage.index]
     forward_s, backward_s = _measured_s(run, stage)
-    halves = cost.input_gradient_s, cost.weight_gradient_s
-    is_split = stage.index > 0 and run.timeline.median_s(ActionKind.BACKWARD, stage=stage.index) is None
-    passes_s = [x for x in halves if x is not None] if is_split and None not in halves else [cost.backward_s]
-    recomputes = is_recomputed(0, num_microbatches=plan.num_microbatches, recompute=plan.recompute)
-    predicted_s = sum(passes_s) + (cost.recompute_s if recomputes else 0.0)
-    num_calls = len(passes_s)
+    predicted_s = timeline.mean_s(*BACKWARD_KINDS, stage=stage.index)
+    num_calls = timeline.num_actions(*BACKWARD_KINDS, stage=stage.index) / plan.num_microbatches
     return Factors(
         forward=_factor(forward_s - overhead_s, cost.forward_s - predicted_overhead_s),
         backward=_factor(backward_s - num_calls * overhead_s, predicted_s - num_calls * predicted_overhead_s),
-        recomputes=recomputes,
+        recomputes=is_recomputed(0, num_microbatches=plan.num_microbatches, recompute=plan.recompute),
     )
 
 

@@ -10,7 +10,6 @@ far. The caller provides the function that runs a plan.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import geometric_mean
@@ -44,16 +43,16 @@ def verify(
     runner: Runner,
     *,
     engine: str,
+    num_cores: int,
     num_rounds: int = NUM_ROUNDS,
     num_steps: int = NUM_STEPS,
     num_rivals: int | None = None,
-    num_cores: int | None = None,
     progress: Progress = no_progress,
 ) -> Verification:
     """Run the plan and at most `num_rivals` others (None: all) in turns; `runner` takes `num_steps` steps per run.
 
-    Where the engine has a process for every device and the host has fewer cores (`num_cores`, by default this host's),
-    no run is repeated, since every run is disturbed by its own processes.
+    Where the engine has a process for every device and the host has fewer cores (`num_cores`), no run is repeated, since
+    every run is disturbed by its own processes.
 
     Raises FileError where plan and profile do not belong together, UsageError for counts that cannot be used, and the
     runner's error where the plan itself fails in the first round.
@@ -61,7 +60,7 @@ def verify(
     check_counts(num_rounds, num_steps, num_rivals)
     rivals = rivals_of(plan, profile, num_rivals=num_rivals)
     num_wanted = plan.num_ranks * plan.device.num_threads
-    is_crowded = engine == "torch" and num_wanted > (num_cores or os.cpu_count() or 1)
+    is_crowded = engine == "torch" and num_wanted > num_cores
     rounds = run_rounds(rivals.rivals, runner, num_rounds=num_rounds, repeats=not is_crowded, progress=progress)
     notes = [*rivals.notes, *_notes(rounds, is_crowded=is_crowded), *rounds.contenders[0].run.notes]
     return Verification(
@@ -143,9 +142,8 @@ def run_rounds(
 
 
 def is_disturbed(run: Run) -> bool:
-    """Whether the processes lost their cores in more than half of the timed steps."""
-    num_timed = len(run.step_s) - run.num_warmup_steps
-    return run.num_disturbed > _MOST_DISTURBED * num_timed
+    """Whether the processes lost their cores in more than half of the settled steps."""
+    return run.num_disturbed > _MOST_DISTURBED * run.num_settled
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
+import secrets
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -105,7 +105,7 @@ def check_writable(path: Path) -> None:
     """Raise FileError if a file could not be written; called before long computations."""
     handle, aside = _aside(path)
     os.close(handle)
-    os.unlink(aside)
+    aside.unlink()
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -114,20 +114,20 @@ def write_bytes(path: Path, content: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        os.chmod(aside, 0o666 & ~_umask())
         os.replace(aside, path)
     except OSError as error:
         raise FileError(f"{path} cannot be written: {error.strerror}; name another place with --output") from error
     finally:
-        Path(aside).unlink(missing_ok=True)
+        aside.unlink(missing_ok=True)
 
 
-def _aside(path: Path) -> tuple[int, str]:
+def _aside(path: Path) -> tuple[int, Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(21, "it is a folder")
-        return tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        return os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), aside
     except OSError as error:
         file = next((x for x in path.parents if x.is_file()), None)
         reason = error.strerror if file is None else f"{file} is a file; expected a folder"
@@ -142,12 +142,6 @@ def similar_file_text(path: Path) -> str:
         return ""
     similar = get_close_matches(path.name, names, n=1, cutoff=_LEAST_SIMILAR)
     return f", but {path.with_name(similar[0])} is" if similar else ""
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _read(path: Path, *, expected: str, remedy: str) -> bytes:

@@ -151,6 +151,8 @@ def capacity_bytes(plan: Plan) -> int | None:
 
 def capacity_name(plan: Plan) -> str:
     """What `capacity_bytes` is, in words."""
+    if plan.memory_limit_bytes is not None:
+        return "limit of each device"
     return "smallest memory of a device" if plan.is_for_machine else "memory of each device"
 
 

@@ -269,6 +269,6 @@ def _check_layers(chain: Chain, plan: Plan, name: str) -> None:
         )
     if chain.digest() != plan.model.digest:
         raise FileError(
-            f"the plan was made for a {plan.model.name} with other parameters (fingerprint "
+            f"the plan was made for a {plan.model.name} with other parameters (digest "
             f"{plan.model.digest}, now {chain.digest()} in {_dtypes_text(chain.model)}); profile and balance again with the same settings"
         )

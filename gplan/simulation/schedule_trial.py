@@ -129,7 +129,7 @@ _SAME = 1e-9
 
 
 def has_whole_backward(timeline: Timeline) -> bool:
-    """Whether stage 0 has backwards in halves: the second is then all of it, as its inputs need no gradient."""
+    """Whether the weight gradients of stage 0 are its whole backwards: its inputs need no gradient."""
     return any(x.action.stage == 0 and x.action.kind is ActionKind.WEIGHT_GRADIENT for x in timeline.spans)
 
 

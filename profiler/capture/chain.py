@@ -150,7 +150,7 @@ class Chain(ABC):
         """The tensors of the last boundary in the structure of the model's output."""
 
     def digest(self) -> str:
-        """A fingerprint of the layers and of the names and shapes of all parameters."""
+        """A hash of the layers and of the names and shapes of all parameters."""
         parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.model.named_parameters()]
         return hashlib.sha256(repr((self.names, self.kinds, parameters)).encode()).hexdigest()[:16]
 

@@ -99,8 +99,9 @@ class ModelFile:
         if "batches" in self.functions:
             return next(self.batches(batch_size))[0]
         if "batches" in self.misspelled and "example_inputs" not in self.misspelled:
-            raise self._missing("batches")
-        raise self._missing("example_inputs", ", or describe the inputs with --input-shape 8,3,224,224")
+            raise ModelError(self._missing_text("batches"))
+        otherwise = ", or describe the inputs with --input-shape 8,3,224,224"
+        raise ModelError(self._missing_text("example_inputs", otherwise))
 
     def identity(self, chain: Chain) -> ModelId:
         """The model's identity in a profile, with the digest of its layers and parameters."""
@@ -194,11 +195,11 @@ class ModelFile:
         return {name: what for name, what in parts.items() if not self.has(name)}
 
     def require(self, *functions: str) -> None:
-        """Raise ModelError, with example code, for the first function that is missing."""
-        for function in functions:
-            if function not in self.functions:
-                is_planned = function in self._missing_parts
-                raise self._missing(function, then="\nthen profile and balance again" if is_planned else "")
+        """Raise ModelError, with example code, if functions are missing."""
+        missing = [x for x in functions if not self.has(x)]
+        if missing:
+            then = "\nthen profile and balance again" if self._missing_parts.keys() & missing else ""
+            raise ModelError("\n".join(map(self._missing_text, missing)) + then)
 
     def _call(self, function: str, *args: Any, expected: type[Returned]) -> Returned:
         self.require(function)
@@ -217,9 +218,9 @@ class ModelFile:
             )
         return value
 
-    def _missing(self, function: str, otherwise: str = "", then: str = "") -> ModelError:
+    def _missing_text(self, function: str, otherwise: str = "") -> str:
         add = f"otherwise add {function}" if function in self.misspelled else "add it"
-        return ModelError(f"{self._lacks(function)}; {add}{otherwise}:\n{_REMEDIES[function]}{then}")
+        return f"{self._lacks(function)}; {add}{otherwise}:\n{_REMEDIES[function]}"
 
     def _lacks(self, function: str) -> str:
         return lacks_text(self.name, function, self.misspelled.get(function))

@@ -18,12 +18,14 @@ import torch
 from numpy.typing import NDArray
 
 from gplan.core import Timing
+from gplan.core.host_speed import mean_near_median
 from gplan.core.layer_cost import quartiles_median_error
 
 _MOST_WAITING = 0.05  # share of a sample that may pass without a core
 _SHORTEST_WAIT_S = 2e-4  # below the resolution of the clocks
 _LEAST_SAMPLES = 5  # for a standard error
 _SWEPT_BYTES = 64 * 2**20  # more than what a core's own caches hold
+DISTURBED = 2.0  # times the median: a sample that other work interrupted
 _LEAST_CLEAN = 3  # with fewer, refused samples count too
 _LAUNCH_BOUND_SHARE = 0.9  # launches over device time; 1 less the resolution of events
 
@@ -87,6 +89,13 @@ class Samples:
     def is_disturbed(self) -> bool:
         """Whether there are too few clean samples, so that refused ones count too."""
         return bool(self.refused_s) and len(self.clean_s) < _LEAST_CLEAN
+
+    @property
+    def tail(self) -> float:
+        """The mean over the median of the clean samples, without disturbed ones: what the slow ones add; 1 without any."""
+        if not self.clean_s:
+            return 1.0
+        return float(mean_near_median(self.clean_s, most=DISTURBED)) / median_s(self.clean_s)
 
     @property
     def median_error_s(self) -> float:

@@ -95,6 +95,6 @@ class Journal:
             self._values = content["values"]
         except FileNotFoundError:
             return
-        except (OSError, KeyError, msgspec.DecodeError) as error:
+        except (OSError, KeyError, UnicodeDecodeError, msgspec.DecodeError) as error:
             raise FileError(f"{path}, the journal of an interrupted profile, cannot be read; remove it") from error
         self.num_resumed = sum(len(x.clean_s) + len(x.refused_s) for x in self._samples.values())

@@ -53,12 +53,6 @@ class Neighbours:
         finally:
             self._send(signal.SIGSTOP)
 
-    def end(self) -> None:
-        """Kill the processes."""
-        self._send(signal.SIGKILL)
-        for process_id in self._process_ids:
-            os.waitpid(process_id, 0)
-
     def _send(self, number: signal.Signals) -> None:
         for process_id in self._process_ids:
             os.kill(process_id, number)
@@ -75,11 +69,20 @@ def neighbours(
     shares: Sequence[set[int]], work: Callable[[], object], parameters: Sequence[nn.Parameter]
 ) -> Iterator[Neighbours]:
     """One stopped process for each set of cores, which has done `work` once on copies of the parameters' values."""
-    found = Neighbours([_fork(work, parameters, cores) for cores in shares])
+    process_ids: list[int] = []
     try:
-        yield found
+        for cores in shares:
+            process_ids.append(_fork(work, parameters, cores))
+        yield Neighbours(process_ids)
     finally:
-        found.end()
+        _end(process_ids)
+
+
+def _end(process_ids: Iterable[int]) -> None:
+    """Kill the processes."""
+    for process_id in process_ids:
+        os.kill(process_id, signal.SIGKILL)
+        os.waitpid(process_id, 0)
 
 
 def _compute_until(end_s: float) -> None:

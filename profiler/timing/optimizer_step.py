@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from gplan.core import Precision, StepCost
 from gplan.core.errors import ModelError
-from gplan.core.host_speed import middle_mean
 from profiler.memory.allocations import gradient_bytes, now_ns, optimizer_state_bytes, traced_allocations
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
@@ -196,7 +195,7 @@ class StepSampler:
             return _NO_COST, {}
         assert self._without_times is not None, "call sample() first"
         some_bytes = sum(map(gradient_bytes, self._some))
-        slow_downs = [max(1.0, fmean(map(middle_mean, times))) for times in zip(*self._ratios, strict=True)] or [1.0]
+        slow_downs = [max(1.0, fmean(map(_middle_mean, times))) for times in zip(*self._ratios, strict=True)] or [1.0]
         one, all_tiny = (x.seconds(at_one_speed) for x in self._tiny)
         fixed_s = 0.0 if one is None or all_tiny is None else max(0.0, one - max(0.0, all_tiny - one) / (_NUM_TINY - 1))
         cost = replace(
@@ -408,6 +407,16 @@ def _copy(parameter: nn.Parameter, precision: Precision, device: str) -> nn.Para
         dtype = MASTER_DTYPE if precision.master_weights else parameter.dtype
         made = torch.empty(parameter.shape, dtype=dtype, device=device)
         return nn.Parameter(made.normal_(0.0, 0.02))
+
+
+def _middle_mean(values: Sequence[float]) -> float:
+    """The mean without the lowest and the highest quarter, which leaves out bursts.
+
+    >>> _middle_mean([1.0, 1.0, 1.2, 9.0])
+    1.1
+    """
+    quarter = len(values) // 4
+    return fmean(sorted(values)[quarter : len(values) - quarter])
 
 
 _LEAST_MULTIPLE = 1e-3  # of the largest tensor; less is a scalar or two

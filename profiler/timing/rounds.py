@@ -40,8 +40,8 @@ class Corrections:
     the one stage, compared within each round because clocks drift, is subtracted evenly, but never more than half of a
     layer's time. Only an excess above its own standard error counts: noise would never cancel out.
 
-    Tail: medians do not add up. Where samples have a long tail, the median of the sum is above the sum of the medians,
-    and all layers are scaled by the ratio. Both are taken over rounds.
+    Tail: medians do not add up. A burst of other work lengthens one layer or another in most rounds. So the mean of the
+    layers' sum is above the sum of their medians, and all layers are scaled by the ratio. Both are taken over rounds.
 
     Weight gradients: the second half of a split backward starts autograd once for every place where weights enter, and
     each start visits the graph below, so its time grows faster than the number of layers. The layers share the ratio
@@ -59,7 +59,7 @@ class Corrections:
     input_gradient_cut_s: float = 0.0  # of the first half of a split backward
     weight_gradient_factor: float = 1.0  # the second half of the one stage, over the sum of the layers'
     overhead_s: float = 0.0  # that a stage adds to each forward or backward
-    forward_tail: float = 1.0  # median of the layers' sum in a round, over the sum of their medians
+    forward_tail: float = 1.0  # mean of the layers' sum in a round, over the sum of their medians
     backward_tail: float = 1.0
 
 
@@ -72,6 +72,10 @@ def corrections_of(bench: Bench, samples: Callable[[str], Samples], share_run_ag
 
     def seconds(*names: str) -> float:
         return sum(samples(name).timing().median_s for name in names)
+
+    def together_s(name: str) -> float:
+        """The mean of the layers' sum in a round."""
+        return seconds(f"together/{name}") * samples(f"together/{name}").tail
 
     cuts, excesses = {}, {}
     halved = [key for key in bench.keys if samples(f"{key}/input gradient").timing().num_samples]
@@ -88,8 +92,8 @@ def corrections_of(bench: Bench, samples: Callable[[str], Samples], share_run_ag
         input_gradient_cut_s=cuts["input gradient"],
         weight_gradient_factor=_ratio(weights_s, seconds(*(f"{key}/weight gradient" for key in halved))),
         overhead_s=(excesses["forward"] + excesses["backward"]) / 2 / max(1, len(bench.keys)),
-        forward_tail=_ratio(seconds("together/forward"), seconds(*(f"{key}/forward" for key in bench.keys))),
-        backward_tail=_ratio(seconds("together/backward"), seconds(*(f"{key}/backward" for key in bench.keys))),
+        forward_tail=_ratio(together_s("forward"), seconds(*(f"{key}/forward" for key in bench.keys))),
+        backward_tail=_ratio(together_s("backward"), seconds(*(f"{key}/backward" for key in bench.keys))),
     )
 
 
@@ -306,7 +310,8 @@ class TimingRounds:
         """The sum of the layers in this round, its excess over the one stage, and what recompute adds besides the rerun."""
         for name in ("forward", "backward", "input gradient"):
             layers_s = added.seconds(*(f"{key}/{name}" for key in dict.fromkeys(self._bench.keys)))
-            self._add_difference(f"together/{name}", layers_s, 0.0)
+            if name != "input gradient":
+                self._add_difference(f"together/{name}", layers_s, 0.0)
             self._add_difference(f"excess/{name}", layers_s, added.seconds(f"stage/{name}"))
         again_s, both_s = added.seconds("recomputed/again"), added.seconds("stage/forward", "stage/backward")
         if again_s is not None and both_s is not None:

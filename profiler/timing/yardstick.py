@@ -27,10 +27,11 @@ from gplan.core.host_speed import (
     PartWeights,
     SpeedWindow,
     YardstickTimes,
+    mean_near_median,
     slowdown_of,
 )
 from gplan.core.stage_cost import Floats
-from profiler.timing.clock import Clock, Samples
+from profiler.timing.clock import DISTURBED, Clock, Samples
 from profiler.timing.neighbours import BESIDE_OTHERS
 
 _MOST_SHARE = 0.02  # of the time; the most that readings by `read_if_due` take
@@ -56,7 +57,7 @@ _LEAST_READINGS = 5
 _MOST_READING_S = 0.02  # that counts: an interruption need not put off the next
 _NUM_KEPT = 2  # times of each part in a reading
 _NUM_KEPT_BESIDE = 4  # the same beside other processes
-_NUM_AROUND = 9  # times of a part whose median is the speed of a moment
+_NUM_AROUND = 9  # times of a part whose mean is the speed of a moment
 _NUM_AROUND_BESIDE = 6  # the same beside other processes, where readings are close to each other
 _MOST_OVER_MEDIAN = 3.0  # for which a reading counts in the reference
 _WINDOW_S = 1.0  # the shortest window
@@ -275,7 +276,8 @@ class SpeedHistory:
     """The slowdown of the host at each moment, by readings of the yardstick. With too few of them, it is steady.
 
     The reference is the mean over time, so predictions include slow phases: on a host that is slow for less than half of the
-    time, the median would leave them out. A disturbed reading counts as at most three times the median.
+    time, the median would leave them out. The speed of a moment is a mean too. With medians there, samples would be divided
+    by too little, as readings have a long tail.
     """
 
     def __init__(self, parts: Sequence[Samples], beside: Sequence[Samples] = (), *, weights: PartWeights) -> None:
@@ -302,10 +304,11 @@ class SpeedHistory:
 
         The host may be faster or slower while other processes run. So each reading is compared with the nearest ones alone.
         """
-        return float(np.median(beside.clean_s / _nearest_median(*alone, np.array(beside.clean_at_s), _NUM_AROUND)))
+        around = _nearest_mean(*alone, np.array(beside.clean_at_s), _NUM_AROUND)
+        return float(mean_near_median(np.array(beside.clean_s) / around, most=DISTURBED))
 
     def slowdowns(self, at_s: Sequence[float], *, beside: bool = False, weights: PartWeights | None = None) -> Floats:
-        """The slowdown at each moment, by the medians of the nearest readings of each part: alone, or beside others.
+        """The slowdown at each moment, by the means of the nearest readings of each part: alone, or beside others.
 
         `weights`: of the parts; by default those of passes.
         """
@@ -315,7 +318,7 @@ class SpeedHistory:
         if beside and self._ratios_beside:
             of, num = self._ratios_beside, _NUM_AROUND_BESIDE
         moments_s = np.array(at_s)
-        ratios = np.array([_nearest_median(*x, moments_s, num) for x in of])
+        ratios = np.array([_nearest_mean(*x, moments_s, num) for x in of])
         return slowdown_of(ratios, weights or self.host_speed.weights)
 
     def at_one_speed(self, samples: Samples, *, beside: bool = False, weights: PartWeights | None = None) -> Samples:
@@ -342,9 +345,8 @@ def _ratios(readings: Samples, reference_s: float) -> tuple[Floats, Floats]:
     return np.array(readings.clean_at_s), np.array(readings.clean_s) / reference_s
 
 
-def _nearest_median(at_s: Floats, values: Floats, moments_s: Floats, num_around: int) -> Floats:
-    """For each moment the median of the nearest values in time."""
+def _nearest_mean(at_s: Floats, values: Floats, moments_s: Floats, num_around: int) -> Floats:
+    """For each moment the mean of the nearest values in time, without disturbed ones."""
     num = min(num_around, len(at_s))
     first = np.clip(np.searchsorted(at_s, moments_s) - num // 2, 0, len(at_s) - num)
-    medians: Floats = np.median(values[first[:, None] + np.arange(num)], axis=1)
-    return medians
+    return mean_near_median(values[first[:, None] + np.arange(num)], most=DISTURBED)

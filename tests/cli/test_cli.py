@@ -182,6 +182,21 @@ def test_the_same_run_works_under_torchrun(here: Path) -> None:
     assert isinstance(gplan.load("gplan.run.json"), gplan.Run)
 
 
+def test_a_place_for_the_plan_that_cannot_be_written_is_named_before_the_search(
+    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gplan_exits("profile", "model.py", "--device", "meta", "--hardware", "h100") == 0
+    monkeypatch.setattr("gplan.api.balance", lambda *_args, **_options: pytest.fail("it searched"))
+    assert gplan_exits("balance", "--k", "2", "--output", "model.py/plan.json") == 3
+    assert "cannot be written" in capfd.readouterr().err
+
+
+def test_names_of_files_are_no_markup(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert gplan_exits("profile", "model.py", "--device", "meta", "--hardware", "h100") == 0
+    assert gplan_exits("balance", "--k", "2", "--output", "plans[best].json") == 0
+    assert "wrote plans[best].json" in capfd.readouterr().out
+
+
 def test_a_profile_for_hardware_elsewhere_is_computed_and_says_so(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,17 @@ def test_a_size_that_is_none_is_refused_with_an_example(text: str) -> None:
         parse_bytes(text)
 
 
+@pytest.mark.parametrize("text", ["1e1000000", "2000PiB", "1e30GB"])
+def test_memory_that_no_file_holds_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="too large|expected an integer of at most"):
+        parse_memory(text)
+
+
+def test_a_link_that_no_file_holds_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"expected seconds, 0 or from 1e-30 to 1e12"):
+        parse_link("1GB/s,1e13s")
+
+
 def test_a_small_size_needs_its_unit() -> None:
     with pytest.raises(UsageError, match="'6' is 6 bytes; write it with its unit, such as 6GiB"):
         parse_memory("6")

@@ -162,7 +162,7 @@ def test_zero_against_zero_is_no_error() -> None:
 
 
 def test_missing_row_names_the_existing_ones() -> None:
-    with pytest.raises(ValueError, match=r"no row for 'latency' of stage None; expected one of step time, throughput"):
+    with pytest.raises(ValueError, match=r"no row for 'latency' of the step; expected one of step time, throughput"):
         compare(make_run()).row("latency")
 
 

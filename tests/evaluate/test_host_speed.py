@@ -228,6 +228,12 @@ def test_readings_that_are_slow_where_the_steps_are_not_do_not_count() -> None:
     assert compare(run).row(STEP_TIME).equal_speed_error == pytest.approx(0.0)
 
 
+def test_a_long_tail_of_readings_counts() -> None:
+    """The reference of a profile is a mean too. The middle half alone would be 1."""
+    windows = made_windows([1.0] * 8, {3: 1.2, 6: 1.2})
+    assert SPEED.slowdowns(windows) == (pytest.approx([1.05] * 8),)
+
+
 def test_steps_with_more_work_are_not_a_slower_host() -> None:
     windows = made_windows([1.0, 4.0, 1.0, 4.0], dict.fromkeys(range(4), 1.0))
     assert SPEED.slowdowns(windows) == ((1.0, 1.0, 1.0, 1.0),)

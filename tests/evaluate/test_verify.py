@@ -99,7 +99,7 @@ def test_bad_counts_are_refused_before_running(options: dict[str, int], message:
 
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(UsageError, match="asked for 3 steps a run; expected at least 6"):
-        verify(usual_plan(), usual_profile(), MadeHost(), engine="torch", num_steps=3)
+        verify(usual_plan(), usual_profile(), MadeHost(), engine="torch", num_cores=MANY_CORES, num_steps=3)
 
 
 def test_verification_round_trip(tmp_path: Path) -> None:

@@ -57,8 +57,9 @@ def test_nothing_is_written_where_nothing_was_measured(tmp_path: Path) -> None:
         b"[]",
         b'{"format": "gplan.journal/5", "key": "one"}',
         b'{"format": "gplan.journal/5", "key": "one", "samples": {"4/all/0/forward": {"clean_s": "soon"}}, "values": {}}',
+        b'{"format": "\xff"}',
     ],
-    ids=["cut off", "no object", "no samples", "samples that are no numbers"],
+    ids=["cut off", "no object", "no samples", "samples that are no numbers", "no text"],
 )
 def test_a_damaged_journal_is_named_with_what_to_do(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "journal"

@@ -158,6 +158,13 @@ def test_missing_function_shows_example_code(file: Path) -> None:
         load_model_file(str(file)).require("loss")
 
 
+def test_all_missing_functions_are_named_at_once(file: Path) -> None:
+    told = r"(?s)defines no batches; add it:\ndef batches\(.*\n[^\n]*defines no loss; add it:\n.*defines no optimizer; add it:\n"
+    with pytest.raises(ModelError, match=told) as caught:
+        load_model_file(str(file)).require("batches", "loss", "optimizer")
+    assert str(caught.value).count("then profile and balance again") == 1
+
+
 def test_a_misspelled_function_is_named_where_it_is_missing(file: Path) -> None:
     file.write_text(f"{file.read_text()}\ndef los(output, target):\n    return output.mean()\n")
     loaded = load_model_file(str(file))

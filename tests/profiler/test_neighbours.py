@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +57,22 @@ def test_nothing_is_left_at_the_end() -> None:
     with neighbours([{0}, {0}], lambda: time.sleep(0.01), ()) as others, others.running():
         assert others.are_alive
     assert not others.are_alive
+
+
+def test_nothing_is_left_where_a_later_one_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, fork = list[int](), module._fork
+
+    def fork_once(*args: Any) -> int:
+        if started:
+            raise BlockingIOError("no more processes")
+        started.append(fork(*args))
+        return started[0]
+
+    monkeypatch.setattr(module, "_fork", fork_once)
+    with pytest.raises(BlockingIOError), neighbours([{0}, {0}], lambda: time.sleep(0.01), ()):
+        pass
+    with pytest.raises(ChildProcessError):
+        os.waitpid(started[0], os.WNOHANG)
 
 
 def test_a_neighbour_that_fails_is_seen() -> None:

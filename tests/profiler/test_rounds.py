@@ -104,7 +104,7 @@ def test_everything_is_sampled() -> None:
         *(f"{key}/{x} gradient" for key in ("a", "b", "stage") for x in ("input", "weight")),
         *(f"excess/{x}" for x in ("forward", "backward", "input gradient")),
         *(f"recomputed/{x}" for x in ("again", "around")),
-        *(f"together/{x}" for x in ("forward", "backward", "input gradient")),
+        *(f"together/{x}" for x in ("forward", "backward")),
     }
 
 
@@ -128,7 +128,6 @@ def test_first_layer_has_only_a_second_half() -> None:
     assert counts == {
         "a/input gradient": 0, "a/weight gradient": 5, "b/input gradient": 5, "b/weight gradient": 5,
         "stage/input gradient": 5, "stage/weight gradient": 5, "excess/input gradient": 5,
-        "together/input gradient": 5,
     }  # fmt: skip
 
 
@@ -313,7 +312,7 @@ def test_tail_scales_layers() -> None:
         book.samples[f"{name}/forward"].clean_s = seconds
     book.samples["together/forward"].clean_s = [sum(x) for x in zip(*slow, strict=True)]
     corrections = corrections_of(bench, book)
-    assert corrections.forward_tail == pytest.approx(4 / 3)
+    assert corrections.forward_tail == pytest.approx(3.8 / 3)  # 4, 4, 4 and 3, and for the disturbed round 4
     assert corrections.backward_tail == pytest.approx(1.0)
 
 

@@ -318,6 +318,15 @@ def test_launches_do_not_slow_the_passes_of_a_gpu() -> None:
     assert SpeedHistory(parts, weights=GPU_PASS_WEIGHTS).slowdowns([10.0, 90.0]) == pytest.approx([1.0, 1.0])
 
 
+def test_a_long_tail_of_readings_changes_no_samples() -> None:
+    """Every fourth reading is 1.6 times slower, and the layer never is. Medians would make it 1.15 times as long."""
+    at_s = np.arange(0, 100, 0.5).tolist()
+    parts = [sampled(x, at_s, lambda at_s: 1.6 if at_s % 2 == 0 else 1.0) for x in USUAL_S]
+    layer = sampled(0.02, np.arange(10, 90, 0.7).tolist(), lambda _: 1.0)
+    brought = SpeedHistory(parts, weights=PASS_WEIGHTS).at_one_speed(layer)
+    assert brought.timing().median_s == pytest.approx(0.02, rel=0.02)
+
+
 def test_a_short_disturbance_of_a_part_changes_nothing() -> None:
     parts = [sampled(x, np.arange(0, 100, 0.5).tolist(), lambda _: 1.0) for x in USUAL_S]
     disturbed = [3.0 * x if at_s == 90.0 else x for x, at_s in zip(parts[2].clean_s, parts[2].clean_at_s, strict=True)]

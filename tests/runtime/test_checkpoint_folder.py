@@ -147,7 +147,7 @@ def test_named_checkpoint_not_substituted(tmp_path: Path) -> None:
 def test_another_model_not_skipped(tmp_path: Path) -> None:
     save(tmp_path, 1)
     save_checkpoint(tmp_path, state(), step=2, progress={}, digest="another", group=None)
-    with pytest.raises(FileError, match="is of a model with fingerprint another"):
+    with pytest.raises(FileError, match="is of a model with digest another"):
         value_in(tmp_path)
 
 

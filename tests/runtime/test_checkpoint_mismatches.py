@@ -44,7 +44,7 @@ def load_with(path: Path, *, digest: str = DIGEST, **changes: Tensor) -> None:
 
 
 def test_another_model_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="is of a model with fingerprint a-model, this one has another"):
+    with pytest.raises(FileError, match="is of a model with digest a-model, this one has another"):
         load_with(saved(tmp_path), digest="another")
 
 

@@ -7,10 +7,10 @@ Everything is computed by the simulator, the balancer and the cost model that ma
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 
-from gplan.core import Plan, Profile, Stage
+from gplan.core import Plan, Profile
 from gplan.core.errors import NoPlanError
 from gplan.core.interpolation import cost_at
 from gplan.core.progress import Progress, no_progress
@@ -127,7 +127,7 @@ def _baseline_outcome(name: str, plan: Plan, problem: Problem) -> BaselineOutcom
         rule=name,
         cuts=plan.cuts,
         step_s=simulate(plan).step_s,
-        largest_s=largest_load_s(plan.stages, problem),
+        largest_s=largest_load_s(plan, problem),
         peak_bytes=plan.peak_bytes,
         fits=not reason,
         reason=reason,
@@ -143,7 +143,7 @@ def num_parameters(profile: Profile) -> list[int]:
     return counts
 
 
-def largest_load_s(stages: Sequence[Stage], problem: Problem) -> float:
+def largest_load_s(plan: Plan, problem: Problem) -> float:
     """Compute seconds of one micro-batch on the device with most, recompute averaged over the step."""
-    loads = [compute_s(problem, stage.index, occupied(stage.contended_cost)) for stage in stages]
+    loads = [compute_s(problem, k, occupied(cost)) for k, cost in enumerate(plan.stage_costs)]
     return max(device_sums(problem, loads))

@@ -24,6 +24,7 @@ from gplan.schedules.registry import num_stages_of, schedule_info
 from gplan.strategy_search.space import AUTO_SCHEDULES
 
 MORE_MEMORY_BYTES = 2**30
+FASTER_LINK = 2.0  # times as fast
 OUT_OF_TIME = "not tried: the time for options was over"
 
 
@@ -107,7 +108,7 @@ def _changes(profile: Profile, setting: PlanSettings) -> Iterator[_Change]:
             yield _Change("recompute", replace(setting, recompute=mode), profile)
     yield from _device_changes(profile, setting)
     reason = "" if setting.num_devices > 1 else "one device sends nothing"
-    yield _Change("faster link", setting, with_link_times(profile, 0.5), reason)
+    yield _Change("faster link", setting, with_link_times(profile, 1.0 / FASTER_LINK), reason)
     yield _Change("free link", setting, with_link_times(profile, 0.0), reason)
 
 

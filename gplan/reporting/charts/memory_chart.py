@@ -72,9 +72,8 @@ def capacity_text(plan: Plan, most_bytes: int) -> str:
     capacity = capacity_bytes(plan)
     if capacity is None:
         return "no memory limit is known"
-    whose = "limit of each device" if plan.memory_limit_bytes is not None else capacity_name(plan)
     far = near_capacity(plan, most_bytes) is None
-    return f"{whose}: {bytes_text(capacity)}" + (", above this axis" if far else "")
+    return f"{capacity_name(plan)}: {bytes_text(capacity)}" + (", above this axis" if far else "")
 
 
 def category_handles(held_bytes: Mapping[str, int]) -> list[Artist]:

@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 
 from gplan.core import Run
+from gplan.core.host_speed import EQUAL_SPEED
 from gplan.core.precision import precision_suffix
 from gplan.reporting.charts.draw import Drawing
 from gplan.reporting.looks import NEUTRALS, Neutral
@@ -21,7 +22,7 @@ from gplan.reporting.page.html import facts_list, table
 from gplan.reporting.subject import PlanAnalysis, Subject, plan_of
 from gplan.reporting.text.attribution import OTHER_ORDER, attribution_table
 from gplan.reporting.text.plan import setting_text, stages_table
-from gplan.reporting.text.run import EQUAL_SPEED, comparison_table, devices_table
+from gplan.reporting.text.run import comparison_table, devices_table
 from gplan.simulation.simulator import simulate
 
 _GROUND = Neutral(name="ground", light="#f6f7f9", dark="#12161b")

@@ -20,6 +20,7 @@ from gplan.evaluate.explain.explanation import (
     Sensitivity,
     TurningPoint,
 )
+from gplan.evaluate.explain.options import FASTER_LINK, MORE_MEMORY_BYTES
 from gplan.evaluate.replanning import PlanSettings
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, note_lines
 from gplan.reporting.text.plan import setting_text
@@ -44,7 +45,11 @@ def option_text(option: Option, *, plan: PlanSettings) -> str:
     """What an option changes of the plan's setting, in words."""
     setting = option.setting
     batch = f"{counted(setting.num_microbatches, 'micro-batch')} of {setting.microbatch_size}"
-    memory = f"{bytes_text(setting.memory_bytes)} a device (1 GiB more)" if setting.memory_bytes else "more memory"
+    memory = (
+        f"{bytes_text(setting.memory_bytes)} a device ({bytes_text(MORE_MEMORY_BYTES)} more)"
+        if setting.memory_bytes
+        else "more memory"
+    )
     devices = counted(setting.num_devices, "device")
     devices += " a replica" if setting.num_replicas > 1 else ""
     alone = f", schedule {schedule_info(setting.schedule).title}" if setting.schedule != plan.schedule else ""
@@ -62,7 +67,7 @@ def option_text(option: Option, *, plan: PlanSettings) -> str:
         "more microbatches": f"{batch} (twice the batch)",
         "schedule": f"schedule {schedule_info(setting.schedule).title}",
         "recompute": f"recompute {setting.recompute}",
-        "faster link": "a link twice as fast",
+        "faster link": f"a link {FASTER_LINK:g} times as fast",
         "free link": "free transfers and sums of gradients",
     }
     return texts[option.kind]

@@ -36,8 +36,9 @@ def machine_view(machine: Machine) -> RenderableType:
 def _host_lines(machine: Machine) -> Iterator[Line]:
     for host, group in groupby(machine.devices, key=lambda x: x.host):
         devices = list(group)
-        memory = min((x.memory_bytes for x in devices if x.memory_bytes is not None), default=None)
-        memory_text = "" if memory is None else f"{bytes_text(memory)} each"
+        known = [x.memory_bytes for x in devices if x.memory_bytes is not None]
+        sizes = list(dict.fromkeys(bytes_text(end(known)) for end in (min, max))) if known else []
+        memory_text = f"{sizes[0]} each" if len(sizes) == 1 else " to ".join(sizes)
         hardware = ", ".join(dict.fromkeys(x.hardware for x in devices))
         yield Line(cells=(host, counted(len(devices), "device"), memory_text, hardware))
 

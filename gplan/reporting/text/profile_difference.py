@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from gplan.core.host_speed import EQUAL_SPEED
 from gplan.core.units import bytes_text, error_text, percent_text, seconds_text, some_names
 from gplan.evaluate.compare import prediction_error
 from gplan.evaluate.profile_difference import (
@@ -120,7 +121,7 @@ def _speed_text(median_change: float, slowdown: float | None) -> str:
     if slowdown is None:
         return ""
     at_equal_speed = percent_text((1.0 + median_change) / slowdown - 1.0, signed=True)
-    return f"; the new host ran {1 / slowdown:.2f} times as fast as the old one, at equal host speed it is {at_equal_speed}"
+    return f"; the new host ran {1 / slowdown:.2f} times as fast as the old one, {EQUAL_SPEED} it is {at_equal_speed}"
 
 
 def _added_and_removed(difference: Difference) -> Iterator[str]:

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gplan.core import GradientCheck, Run
+from gplan.core.host_speed import EQUAL_SPEED
 from gplan.core.units import bytes_text, error_text, factors_text, percent_text, quantity_text, seconds_text
 from gplan.evaluate.compare import (
     BACKWARD,
@@ -23,7 +24,6 @@ from gplan.reporting.text.attribution import attribution_text
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, note_lines
 from gplan.simulation.simulator import simulate
 
-EQUAL_SPEED = "at equal host speed"
 EQUAL_SPEED_COLUMN = Column(key=EQUAL_SPEED, title="equal speed")
 _LEAST_STRETCH = 1.005
 _COARSE_TOLERANCE = 0.05
@@ -110,7 +110,7 @@ def host_speed_lines(run: Run) -> Iterator[str]:
             uncounted = f"; {longer}; neither error is corrected for that, as the profile may have such waits too"
     yield (
         f"the host ran {factors_text(*speeds)} times as fast as in the profile{waits}: the step's error is "
-        f"{error}, and {equal} at equal host speed{uncounted}"
+        f"{error}, and {equal} {EQUAL_SPEED}{uncounted}"
     )
 
 

@@ -119,7 +119,7 @@ def _check_origin(saved: CheckpointReader, state: RankState, *, digest: str) -> 
         raise FileError(f"{saved.path} has {found}; expected {FORMAT!r}, a checkpoint that gplan saved")
     if header["digest"] != digest:
         raise FileError(
-            f"{saved.path} is of a model with fingerprint {header['digest']}, this one has {digest}; build the model "
+            f"{saved.path} is of a model with digest {header['digest']}, this one has {digest}; build the model "
             "with the settings it was trained with, or use a checkpoint of this model"
         )
     for what, was, now in (

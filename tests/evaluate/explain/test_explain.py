@@ -207,4 +207,4 @@ def test_num_parameters_with_sharing() -> None:
 def test_largest_load_averages_recompute(recompute: str, seconds: float) -> None:
     profile = make_profile([1.0, 2.0])
     plan = plan_of(profile, recompute=recompute)
-    assert largest_load_s(plan.stages, problem_of(profile, setting(recompute=recompute))) == pytest.approx(seconds)
+    assert largest_load_s(plan, problem_of(profile, setting(recompute=recompute))) == pytest.approx(seconds)

@@ -96,6 +96,6 @@ def test_capacity_and_settings_are_among_the_facts_of_the_plan() -> None:
     plan = make_plan(memory_bytes=2**30)
     plan = replace(plan, model=replace(plan.model, settings=(("depth", "4"),)))
     facts = dict(plan_facts(plan))
-    assert facts["memory of each device"] == "1.00 GiB"
+    assert facts["limit of each device"] == "1.00 GiB"
     assert facts["model"] == "made (depth=4)"
     assert dict(plan_facts(make_plan()))["memory of each device"] == "unknown"

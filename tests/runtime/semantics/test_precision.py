@@ -272,7 +272,5 @@ def test_what_clashes_with_the_model_is_refused() -> None:
     ):
         gplan.pipeline(CASES["frozen"].build, plan, precision="autocast")
     other = replace(plan, precision=Precision.named("autocast"))
-    with pytest.raises(
-        FileError, match=r"made for a Frozen with other parameters \(fingerprint .*, now .* in float32\)"
-    ):
+    with pytest.raises(FileError, match=r"made for a Frozen with other parameters \(digest .*, now .* in float32\)"):
         gplan.pipeline(CASES["frozen"].build, other, inputs=inputs, loss=CASES["frozen"].loss)
