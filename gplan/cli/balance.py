@@ -113,6 +113,7 @@ def balance(
     from gplan.files.machine_file import load_machine
     from gplan.interop.planning import ForReceiver
     from gplan.reporting.text.plan import plan_view
+    from gplan.schedules.registry import default_num_microbatches
     from gplan.strategy_search.machine_search import search_machine
 
     measured = json_files.load(Profile, profile)
@@ -153,7 +154,7 @@ def balance(
                 allows: dict[str, Any] = {} if rules is None else {"allows": rules.allows}
                 result = api.search(known, most_devices=devices, progress=progress, **common, **allows)
     else:
-        num_microbatches = 4 * num_devices if microbatches is None else microbatches
+        num_microbatches = default_num_microbatches(num_devices) if microbatches is None else microbatches
         if rules is not None:
             rules.check(schedule, num_devices=num_devices, num_microbatches=num_microbatches, recompute=recompute)
         result = api.balance(

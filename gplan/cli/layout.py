@@ -62,6 +62,7 @@ def layout(
     from gplan.interop.export.exporters import export
     from gplan.interop.planning import best_for_receiver
     from gplan.interop.receivers import RECEIVERS as RECEIVER_RULES
+    from gplan.schedules.registry import default_num_microbatches
     from profiler.analytic.decoder_config import Widths, parse_settings
     from profiler.analytic.decoder_profile import decoder_profile
     from profiler.analytic.hardware import load_hardware
@@ -79,7 +80,7 @@ def layout(
         receiver=receiver,
         num_devices=num_devices,
         num_chunks=num_chunks,
-        num_microbatches=4 * num_devices if microbatches is None else microbatches,
+        num_microbatches=default_num_microbatches(num_devices) if microbatches is None else microbatches,
         recompute=recompute,
         memory_bytes=memory_bytes,
         time_limit_s=time_limit,

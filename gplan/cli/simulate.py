@@ -123,6 +123,7 @@ def _schedules(plan: Plan | None) -> list[str]:
 
 def _given_trial(name: str, num_devices: int | None, microbatches: int | None, given: Mapping[str, str]) -> Trial:
     from gplan.core.errors import UsageError
+    from gplan.schedules.registry import default_num_microbatches
     from gplan.simulation.schedule_trial import given_trial
 
     costs = _costs(given)
@@ -132,7 +133,9 @@ def _given_trial(name: str, num_devices: int | None, microbatches: int | None, g
     if k is None:
         raise UsageError("how many devices? give --k 4")
     recompute: Any = given.get("recompute", "never")
-    return given_trial(name, costs, num_devices=k, num_microbatches=m or 4 * k, recompute=recompute)
+    return given_trial(
+        name, costs, num_devices=k, num_microbatches=m or default_num_microbatches(k), recompute=recompute
+    )
 
 
 def _every(trial_of: ScheduleTrial, names: Sequence[str]) -> tuple[list[Trial], list[str]]:

@@ -16,6 +16,11 @@ PARTS = StageBytes.__struct_fields__
 _MOST_FOR_ONE = 1000  # stages in a table for each one that is asked for; a table costs as much as about ten requests
 
 
+def first_of(parts: StageBytes[Ints]) -> StageBytes[int]:
+    """The first stage of some."""
+    return StageBytes(**{name: int(getattr(parts, name)[0]) for name in StageBytes.__struct_fields__})
+
+
 def rows_of(parts: StageBytes[Ints], shape: tuple[int, ...]) -> Ints:
     """[parts, *shape], from parts that may be the same for all stages."""
     return np.stack([np.broadcast_to(getattr(parts, name), shape) for name in PARTS]).astype(np.int64)

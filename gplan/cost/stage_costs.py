@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from gplan.core import Contention, LayerCost, Link, Profile, Sharding, StageBytes, StageCost, StageTimes, Timing
 from gplan.core.interpolation import cost_at
 from gplan.core.profile import BUCKET_BYTES
-from gplan.cost.part_table import PartTable
+from gplan.cost.part_table import PartTable, first_of
 from gplan.cost.sharding import EXCHANGED
 from gplan.cost.stage_bytes import MEGATRON, MicrobatchTerms, TransferMemory, microbatch_bytes, transfer_memory
 from gplan.cost.workspaces import Workspaces
@@ -628,8 +628,7 @@ class Costs:
 
     def one_stage_bytes(self, first: int, end: int, boundaries: DeviceBoundaries = ALL_BOUNDARIES) -> StageBytes[int]:
         """The parts of the memory of one stage."""
-        parts = self.parts(np.array([first]), np.array([end]), boundaries)
-        return StageBytes(**{name: int(getattr(parts, name)[0]) for name in StageBytes.__struct_fields__})
+        return first_of(self.parts(np.array([first]), np.array([end]), boundaries))
 
     @cached_property
     def _trained_total_bytes(self) -> int:

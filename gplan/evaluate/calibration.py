@@ -41,7 +41,7 @@ from gplan.core.errors import FileError, UsageError
 from gplan.core.host_speed import EQUAL_SPEED
 from gplan.core.machine import FREE_LINK
 from gplan.core.units import counted, now_text, percent_text
-from gplan.cost.stage_costs import contention_share
+from gplan.cost.stage_costs import contention_factor, contention_share
 from gplan.evaluate.attribution import MeasuredTimes
 from gplan.evaluate.replanning import reprice, why_not_replannable, with_link_times
 from gplan.simulation.simulator import simulate
@@ -112,7 +112,10 @@ def calibrated(profile: Profile, calibration: Calibration) -> Profile:
         forward, backward = factors.get(kind, (1.0, 1.0))
         contention = cost.contention
         if share:  # with the calibration's number of devices, the layer takes `calibration.contention` times as long
-            contended = (1.0 + (contention - 1.0) * share) * calibration.contention
+            others = calibration.num_devices - 1
+            contended = (
+                contention_factor(contention, others, num_measured=profile.num_neighbours) * calibration.contention
+            )
             contention = max(_LEAST_CONTENTION, 1.0 + (contended - 1.0) / share)
         return replace(cost.corrected(forward=forward, backward=backward, recompute=backward), contention=contention)
 

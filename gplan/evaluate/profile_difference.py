@@ -125,7 +125,7 @@ _Z = 1.96
 _DRIFT = 0.05
 _OVERHEAD_SHARE = 0.5
 _ROUNDING = 1e-9
-_LOSS = "(loss)"
+LOSS = "(loss)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,7 +292,7 @@ def _size_difference(old: Profile, new: Profile, pairs: list[tuple[int, int]], s
         names = tuple(new.layers[pairs[m][1]].name for m in members)
         layers.append(layer_difference(names, [before.costs[old_at], after.costs[new_at]], [before, after]))
     if old.loss and new.loss:
-        layers.append(layer_difference((_LOSS,), [old.loss[old_at], new.loss[new_at]], []))
+        layers.append(layer_difference((LOSS,), [old.loss[old_at], new.loss[new_at]], []))
     times = _in_both(_whole_times(old, old_at), _whole_times(new, new_at))
     memory = _in_both(_whole_bytes(old, old_at), _whole_bytes(new, new_at))
     shares = [

@@ -15,7 +15,7 @@ from gplan.interop.layouts import Layout, read_layout
 from gplan.interop.receivers import Settings, constraints_for, indivisible, receiver_named, settings_problem
 from gplan.partition.balance import alternative_of, balance, best_plan, problem_of
 from gplan.partition.constraints import combined
-from gplan.schedules.registry import num_stages_of
+from gplan.schedules.registry import default_num_microbatches, num_stages_of
 from gplan.strategy_search.space import Allows, Strategy
 
 
@@ -178,7 +178,7 @@ def import_plan(
     rules = ForReceiver.of(receiver, profile)
     found = read_layout(layout, profile, receiver=receiver)
     num_devices = num_devices or found.num_devices or found.num_stages
-    num_microbatches = num_microbatches or 4 * num_devices
+    num_microbatches = num_microbatches or default_num_microbatches(num_devices)
     schedule = schedule or _schedule(found, num_devices)
     if (num_stages := num_stages_of(schedule, num_devices)) != found.num_stages:
         raise UsageError(

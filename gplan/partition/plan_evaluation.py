@@ -22,12 +22,12 @@ from gplan.core import (
     Proof,
     Seconds,
     Stage,
-    StageBytes,
     StageMemory,
     StageSeconds,
 )
 from gplan.core.errors import UsageError
 from gplan.cost.memory_moments import device_memory, stage_memory
+from gplan.cost.part_table import first_of
 from gplan.cost.stage_seconds import occupied
 from gplan.partition.device_memory import device_peaks
 from gplan.partition.problem import Problem, Solution, device_sums, moments_of, peak_moments_of, recomputed_share
@@ -200,7 +200,7 @@ def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
     recompute_s = _recompute_alone_s(problem, choice, first, end)
     place = problem.stage_places[index]
     slower = choice.recompute_s / recompute_s if choice.recompute_s and recompute_s else 1.0
-    parts = StageBytes(**{name: int(getattr(choice.parts, name)[0]) for name in StageBytes.__struct_fields__})
+    parts = first_of(choice.parts)
     return Stage(
         index=index,
         first_layer=first,

@@ -37,7 +37,7 @@ class Samples:
     clean_s: list[float] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)
     launch_s: list[float] = field(default_factory=list)
-    clean_at_s: list[float] = field(default_factory=list)  # middle of each clean sample, by time.time
+    clean_at_s: list[float] = field(default_factory=list)  # time.time: on a CPU the middle, on a GPU after the launches
     refused_at_s: list[float] = field(default_factory=list)
 
     def add(self, wall_s: float, busy_s: float) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gplan.evaluate.compare import compare
 from gplan.reporting.charts.accuracy_chart import accuracy_chart, errors_chart
-from gplan.reporting.charts.canvas import pens, to_svg
+from gplan.reporting.charts.canvas import chart_style, to_svg
 from gplan.reporting.text.run import quantity_name
 from tests.reporting.subjects import make_plan, make_run
 
@@ -44,7 +44,7 @@ def test_an_error_beyond_the_axis_stands_at_its_end_in_words() -> None:
 
 
 def test_marks_tell_their_quantity_and_both_values_in_the_svg() -> None:
-    with pens("accuracy"):
+    with chart_style("accuracy"):
         figure = accuracy_chart(make_run(make_plan(2, num_stages=2)))
         assert figure is not None
         svg = to_svg(figure, "accuracy").decode()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gplan.core.units import counted
-from gplan.reporting.charts.canvas import blank_figure, boxes, pens, shortened, to_svg, tooltip
+from gplan.reporting.charts.canvas import blank_figure, boxes, chart_style, end_of_name, to_svg, tooltip
 from gplan.reporting.charts.pipeline_chart import pipeline_chart
 from gplan.reporting.looks import Look
 from tests.reporting.subjects import make_plan
@@ -17,15 +17,15 @@ from tests.reporting.subjects import make_plan
 
 @given(st.text(max_size=60), st.integers(2, 30))
 def test_a_shortened_name_fits_and_keeps_its_end(name: str, longest: int) -> None:
-    short = shortened(name, longest)
+    short = end_of_name(name, longest)
     assert len(short) <= longest
     assert name.endswith(short.removeprefix("…")) or name == short
 
 
 def test_a_shortened_name_breaks_at_a_dot_where_there_is_one() -> None:
-    assert shortened("model.encoder.blocks.17.attention", 20) == "…blocks.17.attention"
-    assert shortened("model.encoder.blocks.17.attention", 19) == "…17.attention"
-    assert shortened("abcdefghij", 5) == "…ghij"
+    assert end_of_name("model.encoder.blocks.17.attention", 20) == "…blocks.17.attention"
+    assert end_of_name("model.encoder.blocks.17.attention", 19) == "…17.attention"
+    assert end_of_name("abcdefghij", 5) == "…ghij"
 
 
 def test_counts_agree_with_their_noun() -> None:
@@ -52,7 +52,7 @@ def test_many_boxes_are_one_path() -> None:
 
 
 def test_ids_and_their_references_carry_the_name_of_the_chart() -> None:
-    with pens("mine"):
+    with chart_style("mine"):
         figure = blank_figure(2)
         axes = figure.subplots()
         axes.bar([0, 1], [1, 2], hatch="//")
@@ -66,14 +66,14 @@ def test_ids_and_their_references_carry_the_name_of_the_chart() -> None:
 
 
 def test_a_dollar_in_a_name_is_no_formula() -> None:
-    with pens("mine"):
+    with chart_style("mine"):
         figure = blank_figure(2)
         figure.subplots().set_title("a$b_1$")
         assert "a$b_1$" in to_svg(figure, "mine").decode()
 
 
 def test_a_mark_that_tells_has_its_words_in_the_svg_and_no_id() -> None:
-    with pens("one"):
+    with chart_style("one"):
         figure = blank_figure(2)
         (mark,) = figure.subplots().plot([1], [1], marker="o")
         tooltip(mark, "<b> & 'c'", "second")
@@ -86,6 +86,6 @@ def test_thousands_of_boxes_stay_small() -> None:
     sizes = []
     for num_microbatches in (64, 128):
         plan = make_plan(16, num_stages=8, num_microbatches=num_microbatches)
-        with pens("pipeline"):
+        with chart_style("pipeline"):
             sizes.append(len(to_svg(pipeline_chart(plan), "pipeline")))
     assert 100 < sizes[1] - sizes[0] < 120 * 2 * 8 * 64, "of each action: its box, its wait and its transfer"

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import matplotlib
 import pytest
 
-from gplan.reporting.charts.canvas import pens, to_svg
+from gplan.reporting.charts.canvas import chart_style, to_svg
 from gplan.reporting.charts.draw import CHARTS, Drawing, draw
 from gplan.reporting.charts.partition_chart import partition_chart
 from gplan.reporting.subject import analysis_of
@@ -47,7 +47,7 @@ def test_the_same_subject_gives_the_same_bytes_and_matplotlib_keeps_its_settings
     run, before = make_run(make_plan(3, num_stages=2)), dict(matplotlib.rcParams)
 
     def drawn() -> bytes:
-        with pens("partition"):
+        with chart_style("partition"):
             return to_svg(partition_chart(run), "partition")
 
     assert drawn() == drawn()

@@ -70,7 +70,8 @@ def explain(
         options = evaluate_options(profile, setting, deadline_s=deadline_s, progress=progress)
     bottleneck = find_bottleneck(plan, memory_gain_s=memory_gain_s(options))
     deadline_s = time.perf_counter() + sensitivities_s
-    if reason := _why_no_sensitivities(profile, options[0]):
+    reason = _why_no_sensitivities(profile, options[0]) if sensitivities_s > 0 else "no time was given for it"
+    if reason:
         sensitivities = Sensitivities(layers=(), left_out=(), most_factor=MOST_FACTOR, reason=reason)
     else:
         sensitivities = layer_sensitivities(

@@ -51,7 +51,7 @@ Handle: TypeAlias = Artist | tuple[Artist, ...]
 
 WIDTH_INCHES, HALF_INCHES = 11.0, 5.6
 _DOTS_PER_INCH = 150
-_PENS: dict[str, Any] = {
+_STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9.0,
@@ -82,9 +82,9 @@ _PENS: dict[str, Any] = {
 
 
 @contextmanager
-def pens(name: str) -> Iterator[None]:
+def chart_style(name: str) -> Iterator[None]:
     """The style of all charts; `name` makes the SVG's ids unique."""
-    with matplotlib.rc_context({**_PENS, "svg.hashsalt": name}):  # type: ignore[dict-item]
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):  # type: ignore[dict-item]
         yield
 
 
@@ -144,10 +144,10 @@ def legend(figure: Figure, handles: Sequence[Handle], *, most_in_a_row: int = 6)
     figure.legend(list(handles), names, loc=place, ncols=num_columns, handler_map=beside)  # type: ignore[call-overload]
 
 
-def shortened(name: str, longest: int) -> str:
+def end_of_name(name: str, longest: int) -> str:
     """A name of at most `longest` characters: its last parts, which identify a layer, else its last characters.
 
-    >>> shortened("transformer.blocks.10.mlp", 16), shortened("head", 9), shortened("multihead_attention", 9)
+    >>> end_of_name("transformer.blocks.10.mlp", 16), end_of_name("head", 9), end_of_name("multihead_attention", 9)
     ('…blocks.10.mlp', 'head', '…ttention')
     """
     if len(name) <= longest:
@@ -184,9 +184,9 @@ _RECTANGLE = re.compile(r"M(\S+) (\S+)L(\S+) \2L\3 (\S+)L\1 \4z")
 
 
 def _tidied(tag: str, name: str) -> str:
-    told = _TOOLTIP_GROUP.fullmatch(tag)
-    if told:
-        words = told[1].replace(_LINE_END, "&#10;")
+    match = _TOOLTIP_GROUP.fullmatch(tag)
+    if match:
+        words = match[1].replace(_LINE_END, "&#10;")
         return f'<g class="point"><title>{words}</title>'
     named = _ID.sub(rf"\g<1>{name}-", tag)
     short = _COORDINATES.sub(lambda match: _NEEDLESS_SPACE.sub("", _LONG_DECIMALS.sub(r"\1", match[0])), named)

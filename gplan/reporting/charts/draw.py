@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from gplan.reporting.charts.accuracy_chart import accuracy_chart, errors_chart
-from gplan.reporting.charts.canvas import pens, to_png, to_svg
+from gplan.reporting.charts.canvas import chart_style, to_png, to_svg
 from gplan.reporting.charts.choices_chart import choices_chart, frontier_chart
 from gplan.reporting.charts.memory_chart import holdings_chart, memory_chart
 from gplan.reporting.charts.partition_chart import partition_chart
@@ -40,7 +40,7 @@ def draw(subject: Subject, analysis: PlanAnalysis) -> tuple[Drawing, ...]:
     """The charts of a plan or a run, without those that have nothing to show."""
     drawings = []
     for name, chart in CHARTS.items():
-        with pens(name):
+        with chart_style(name):
             figure = chart(subject, analysis)
             if figure is not None:
                 png = to_png(figure)

@@ -17,10 +17,10 @@ from gplan.core import ActionKind, Plan, Run
 from gplan.core.units import counted, ends_text, pipeline_text, seconds_axis, seconds_text
 from gplan.reporting.charts.canvas import (
     blank_figure,
+    end_of_name,
     headline,
     legend,
     note,
-    shortened,
     stage_text,
     swatch,
 )
@@ -49,7 +49,7 @@ def partition_chart(subject: Subject) -> Figure:
     _draw_stages(below, plan, stages)
     parts = [look for part, look in _PARTS.items() if stages[part].max() > 0 or part == "backward_s"]
     legend(figure, [swatch(look) for look in parts])
-    name = shortened(plan.model.name, 60)
+    name = end_of_name(plan.model.name, 60)
     cut = f"{counted(len(plan.layer_names), 'layer')} in {pipeline_text(plan.num_stages, plan.num_devices)}"
     headline(figure, f"Partition of {name}: {cut}")
     return figure
@@ -86,7 +86,7 @@ def _draw_cuts(axes: Axes, plan: Plan, *, top: float) -> None:
 def _label_layers(axes: Axes, layers: Sequence[str]) -> None:
     """Names horizontal if they fit, else slanted; of many layers only some, vertical."""
     longest = _LONGEST_NAME if len(layers) <= _MOST_SLANTED else _LONGEST_UPRIGHT
-    names = [shortened(name, longest) for name in layers]
+    names = [end_of_name(name, longest) for name in layers]
     every = -(-len(names) // _MOST_LABELS)
     positions = range(0, len(names), every)
     flat = len(names) * (max(len(name) for name in names) + 2) <= _FLAT_CHARACTERS
@@ -114,7 +114,7 @@ def _draw_stages(axes: Axes, plan: Plan, stages: pd.DataFrame) -> None:
             note(axes, end, y, label, xytext=(4, 0), va="center", fontsize=8.5, color=colour)
     _mark_even_share(axes, stages, scale=scale)
     predicted = stages[stages["side"] == PREDICTED]
-    shorter = [[shortened(name, _LONGEST_UPRIGHT) for name in x.layer_names] for x in plan.stages]
+    shorter = [[end_of_name(name, _LONGEST_UPRIGHT) for name in x.layer_names] for x in plan.stages]
     names = [f"{stage_text(plan, i)}\n{ends_text(layers)}" for i, layers in enumerate(shorter)]
     axes.set_yticks(predicted["stage"], names)
     axes.set(ylim=(len(predicted) - 0.5, -0.5), xlim=(0, 1.22 * float(stages["load_s"].max()) / scale or 1.0))

@@ -23,9 +23,9 @@ from gplan.reporting.charts.canvas import (
     Handle,
     blank_figure,
     boxes,
+    end_of_name,
     headline,
     legend,
-    shortened,
     stages_text,
     swatch,
 )
@@ -159,7 +159,7 @@ def _name_rows(axes: Axes, spans: pd.DataFrame) -> None:
     axes.spines["left"].set_visible(False)
 
 
-_END, _PROMISED_END = (0, ()), (0, (2, 2))
+_END, _PREDICTED_END = (0, ()), (0, (2, 2))
 _ROW_INCHES, _CHUNKED_ROW_INCHES = 0.30, 0.36  # the latter has two lines of text
 
 
@@ -173,18 +173,20 @@ def pipeline_chart(subject: Subject) -> Figure:
     unit, scale = seconds_axis(longest_s)
     for axes, (side, timeline) in zip(panels, timelines.items(), strict=True):
         draw_gantt(axes, timeline, longest_s=longest_s, scale=scale)
-        _dress(axes, timeline, title=_panel_title(subject, side), scale=scale)
+        _title_panel(axes, timeline, title=_panel_title(subject, side), scale=scale)
     if MEASURED in timelines:
-        panels[-1].axvline(timelines[PREDICTED].step_s / scale, color=INK.light, linewidth=0.9, linestyle=_PROMISED_END)
+        panels[-1].axvline(
+            timelines[PREDICTED].step_s / scale, color=INK.light, linewidth=0.9, linestyle=_PREDICTED_END
+        )
     panels[-1].set(xlabel=f"time in {unit}", xlim=(0, 1.005 * longest_s / scale))
     legend(figure, [*gantt_handles(list(timelines.values())), *_end_handles(measured=MEASURED in timelines)])
     layout = f"{schedule_info(plan.schedule).title}, {pipeline_text(plan.num_stages, plan.num_devices)}"
     count = counted(plan.num_microbatches, "micro-batch")
-    headline(figure, f"One step of {shortened(plan.model.name, 40)}: {layout}, {count}")
+    headline(figure, f"One step of {end_of_name(plan.model.name, 40)}: {layout}, {count}")
     return figure
 
 
-def _dress(axes: Axes, timeline: Timeline, *, title: str, scale: float) -> None:
+def _title_panel(axes: Axes, timeline: Timeline, *, title: str, scale: float) -> None:
     axes.axvline(timeline.step_s / scale, color=INK.light, linewidth=0.9, linestyle=_END)
     axes.set_title(title, loc="left")
     numbers = f"step {seconds_text(timeline.step_s)}, bubble {percent_text(timeline.bubble)}"
@@ -198,5 +200,5 @@ def _panel_title(subject: Subject, side: str) -> str:
 
 
 def _end_handles(*, measured: bool) -> list[Artist]:
-    ends = [("end of the step", INK, _END)] + [("predicted end", FAINT, _PROMISED_END)] * measured
+    ends = [("end of the step", INK, _END)] + [("predicted end", FAINT, _PREDICTED_END)] * measured
     return [Line2D([], [], color=x.light, linewidth=0.9, linestyle=style, label=name) for name, x, style in ends]

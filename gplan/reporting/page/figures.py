@@ -8,7 +8,7 @@ from html import escape
 
 from gplan.core import ActionKind, IdleCause, Plan, Stage, Timeline
 from gplan.core.units import bytes_text, counted, seconds_text
-from gplan.reporting.charts.canvas import shortened
+from gplan.reporting.charts.canvas import end_of_name
 from gplan.reporting.charts.draw import Drawing
 from gplan.reporting.charts.pipeline_chart import shown_looks
 from gplan.reporting.looks import ACTIONS, COMMUNICATION, IDLE, NEUTRALS, shades_of
@@ -166,7 +166,7 @@ def _block(plan: Plan, stage: Stage, all_s: float) -> str:
 
 def _layer(words: str, share: float) -> str:
     """A layer of so much of the strip, with its name where there is room."""
-    name = shortened(words.partition("\n")[0], 14)
+    name = end_of_name(words.partition("\n")[0], 14)
     shown = f"<span>{escape(name)}</span>" if share * _CHARACTERS > len(name) + 2 else ""
     return f'<i style="flex-grow:{1000 * share:.2f}" title="{escape(words)}">{shown}</i>'
 

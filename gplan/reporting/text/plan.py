@@ -19,7 +19,7 @@ from gplan.core.units import (
     replicas_text,
     seconds_text,
 )
-from gplan.evaluate.compare import stale_prediction_notes
+from gplan.evaluate.compare import samples_per_s, stale_prediction_notes
 from gplan.evaluate.replanning import PlanSettings
 from gplan.evaluate.rivals import THIS_PLAN
 from gplan.partition.balance import alternative_of
@@ -64,7 +64,7 @@ def plan_view(plan: Plan) -> RenderableType:
     prediction, proof = plan.prediction, plan.proof
     lines = [
         f"predicted step {seconds_text(prediction.step_s)}, "
-        f"{quantity_text(plan.batch_size / prediction.step_s, 'samples_per_s')}, bubble "
+        f"{quantity_text(samples_per_s(plan, prediction.step_s), 'samples_per_s')}, bubble "
         f"{percent_text(prediction.bubble)} (equal stages and free transfers: {_ideal_text(plan, timeline)})",
         f"{plan.minimize} {seconds_text(proof.objective_s)}, lower bound {seconds_text(proof.lower_bound_s)}, "
         f"gap {percent_text(proof.gap)}: {'proven best' if proof.is_proven else 'best found'} by {proof.solver} "

@@ -28,6 +28,7 @@ from gplan.core.units import (
     seconds_text,
 )
 from gplan.evaluate.compare import prediction_error
+from gplan.evaluate.profile_difference import LOSS
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, names_of_equal, note_lines, shortened
 from gplan.reporting.text.machine import device_text, link_text
 
@@ -209,7 +210,7 @@ def _rows(profile: Profile, index: int, *, sort: Sort, is_folded: bool) -> list[
     rows = [_row(profile, members, index) for members in group_equal(keys)]
     if profile.loss:
         loss = profile.loss[index]
-        rows.append(LayerRow(names=("(loss)",), kind="", num_layers=1, weight_bytes=0, gradient_bytes=0, cost=loss))
+        rows.append(LayerRow(names=(LOSS,), kind="", num_layers=1, weight_bytes=0, gradient_bytes=0, cost=loss))
     return rows
 
 

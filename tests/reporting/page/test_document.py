@@ -11,7 +11,7 @@ import pytest
 
 from gplan.core import Run
 from gplan.partition.balance import balance
-from gplan.reporting.charts.canvas import pens, to_svg
+from gplan.reporting.charts.canvas import chart_style, to_svg
 from gplan.reporting.charts.draw import CHARTS, Drawing
 from gplan.reporting.looks import NEUTRALS
 from gplan.reporting.page.document import page
@@ -68,7 +68,7 @@ def svg_drawings(subject: Subject) -> list[Drawing]:
     choices = analysis_of(plan_of(subject), None)
     drawings = []
     for name, chart in CHARTS.items():
-        with pens(name):
+        with chart_style(name):
             figure = chart(subject, choices)
             if figure is not None:
                 drawings.append(Drawing(name=name, png=b"", svg=to_svg(figure, name)))
