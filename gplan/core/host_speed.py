@@ -24,7 +24,7 @@ EQUAL_SPEED = "at equal host speed"
 ONE_PHASE = 1.15
 """The largest ratio of slowdowns within a phase."""
 
-_MOST_OFF = 1.4  # times the median of the windows of a run, for which one counts
+_MOST_OFF = 1.4  # times the median of the windows of a run, for which one counts as it is
 _MOST_CHANGE = 2.0  # of the slowdown within a profile, before a warning
 
 
@@ -146,8 +146,8 @@ class HostSpeed:
         """By rank the slowdown in each window of steps, see `slowdown`; () unless every rank has a reading.
 
         A window's share is its compute time over the mean of the windows. The mean of reading over share is the slowdown of
-        the run, without windows far off the median: what disturbs a reading need not disturb the steps. Times the share it is
-        that of the window.
+        the run; windows far off the median count as the median, as what disturbs a reading need not disturb the steps. Times
+        the share it is that of the window.
         Steps can also differ in their work, as with inputs of several shapes: so no slowdown is outside the range of the
         readings.
 

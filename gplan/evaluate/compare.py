@@ -57,15 +57,16 @@ class Comparison:
 
     def row(self, quantity: str, *, stage: int | None = None, device: int | None = None) -> ComparisonRow:
         """The row of a quantity of the step, a stage or a device; raises ValueError where there is none."""
-        for row in self.rows:
-            is_of_step = row.stage is None and row.device is None
-            fits = (
-                row.device == device if device is not None else row.stage == stage if stage is not None else is_of_step
-            )
-            if row.quantity == quantity and fits:
+        if device is not None:
+            where, rows = f"device {device}", [x for x in self.rows if x.device == device]
+        elif stage is not None:
+            where, rows = f"stage {stage}", [x for x in self.rows if x.stage == stage]
+        else:
+            where, rows = "the step", [x for x in self.rows if x.device is None and x.stage is None]
+        for row in rows:
+            if row.quantity == quantity:
                 return row
         quantities = ", ".join(dict.fromkeys(row.quantity for row in self.rows))
-        where = f"device {device}" if device is not None else f"stage {stage}" if stage is not None else "the step"
         raise ValueError(f"no row for {quantity!r} of {where}; expected one of {quantities}")
 
 

@@ -85,17 +85,16 @@ class Samples:
             median_s=middle_s, low_s=low_s, high_s=high_s, num_samples=len(values), num_refused=len(self.refused_s)
         )
 
+    def mean_timing(self) -> Timing:
+        """As `timing`, scaled from the median to the mean of the clean samples; disturbed ones count as the median."""
+        if not self.clean_s:
+            return self.timing()
+        return self.timing().times(float(mean_near_median(self.clean_s, most=DISTURBED)) / median_s(self.clean_s))
+
     @property
     def is_disturbed(self) -> bool:
         """Whether there are too few clean samples, so that refused ones count too."""
         return bool(self.refused_s) and len(self.clean_s) < _LEAST_CLEAN
-
-    @property
-    def tail(self) -> float:
-        """The mean over the median of the clean samples, without disturbed ones: what the slow ones add; 1 without any."""
-        if not self.clean_s:
-            return 1.0
-        return float(mean_near_median(self.clean_s, most=DISTURBED)) / median_s(self.clean_s)
 
     @property
     def median_error_s(self) -> float:

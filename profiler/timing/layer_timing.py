@@ -209,19 +209,14 @@ def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> _Me
             return found
         whole = WholeModel(
             microbatch_size=subject.microbatch_size,
-            forward=_with_tail(samples("whole/forward")),
-            backward=_with_tail(samples("whole/backward")),
+            forward=samples("whole/forward").mean_timing(),
+            backward=samples("whole/backward").mean_timing(),
             allocated_bytes=whole_bytes[0],
             reserved_bytes=whole_bytes[1],
         )
         return replace(found, whole=whole)
 
     return measured
-
-
-def _with_tail(samples: Samples) -> Timing:
-    """Corrected for the long tail, as the layers are."""
-    return samples.timing().times(samples.tail)
 
 
 def _other_batches(subject: _Subject, *, device: str) -> list[tuple[Any, Any]]:
@@ -401,7 +396,7 @@ def _adds_up(bench: Bench, subject: _Subject, samples: Callable[[str], Samples])
     def is_near(name: str, cut_s: float, tail: float) -> bool:
         layers_s = sum(net(samples(f"{key}/{name}").timing(), cut_s).median_s * tail for key in subject.layer_keys)
         total_s = corrections.overhead_s + layers_s + samples(f"loss/{name}").timing().median_s
-        return adds_up(total_s, _with_tail(samples(f"whole/{name}")).median_s)
+        return adds_up(total_s, samples(f"whole/{name}").mean_timing().median_s)
 
     return is_near("forward", corrections.forward_cut_s, corrections.forward_tail) and is_near(
         "backward", corrections.backward_cut_s, corrections.backward_tail

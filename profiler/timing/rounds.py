@@ -75,7 +75,7 @@ def corrections_of(bench: Bench, samples: Callable[[str], Samples], share_run_ag
 
     def together_s(name: str) -> float:
         """The mean of the layers' sum in a round."""
-        return seconds(f"together/{name}") * samples(f"together/{name}").tail
+        return samples(f"together/{name}").mean_timing().median_s
 
     cuts, excesses = {}, {}
     halved = [key for key in bench.keys if samples(f"{key}/input gradient").timing().num_samples]

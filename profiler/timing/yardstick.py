@@ -346,7 +346,7 @@ def _ratios(readings: Samples, reference_s: float) -> tuple[Floats, Floats]:
 
 
 def _nearest_mean(at_s: Floats, values: Floats, moments_s: Floats, num_around: int) -> Floats:
-    """For each moment the mean of the nearest values in time, without disturbed ones."""
+    """For each moment the mean of the nearest values in time; disturbed ones count as the median."""
     num = min(num_around, len(at_s))
     first = np.clip(np.searchsorted(at_s, moments_s) - num // 2, 0, len(at_s) - num)
     return mean_near_median(values[first[:, None] + np.arange(num)], most=DISTURBED)
