@@ -206,8 +206,8 @@ def mean_near_median(values: ArrayLike, *, most: float) -> NDArray[np.float64]:
 
     So disturbances do not count, and the usual spread, which may be skewed, does.
 
-    >>> float(mean_near_median([1.0, 1.0, 1.2, 9.0], most=2.0)), float(mean_near_median([1.0, 1.0, 1.6], most=2.0))
-    (1.075, 1.2)
+    >>> float(mean_near_median([1.0, 1.0, 1.25, 9.0], most=2.0)), float(mean_near_median([1.0, 1.0, 1.75], most=2.0))
+    (1.09375, 1.25)
     """
     found = np.asarray(values, dtype=np.float64)
     middle = np.median(found, axis=-1, keepdims=True)
