@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gplan.core import Calibration, Device, Link, Plan, Profile, Run, Timeline, Verification
     from gplan.core.errors import FileError, GplanError, ModelError, NoPlanError, RunError, UsageError
     from gplan.evaluate.calibration import calibrate, calibrated
+    from gplan.evaluate.compare import compare
     from gplan.interop.planning import import_plan
     from gplan.partition.balance import balance
     from gplan.simulation.simulator import simulate
@@ -43,6 +44,7 @@ __all__ = [
     "balance",
     "calibrate",
     "calibrated",
+    "compare",
     "import_plan",
     "import_trace",
     "load",

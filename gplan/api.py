@@ -27,6 +27,7 @@ from gplan.core.profile import SAMPLING_BUDGET_S
 from gplan.core.progress import Progress, no_progress
 from gplan.evaluate.calibration import calibrate as calibrate
 from gplan.evaluate.calibration import calibrated as calibrated
+from gplan.evaluate.compare import compare as compare
 from gplan.evaluate.verify import NUM_ROUNDS, NUM_STEPS
 from gplan.evaluate.verify import verify as verify_by
 from gplan.files import json_files
@@ -289,8 +290,11 @@ def verify(
     Raises FileError where plan and profile do not belong together, and what `gplan.run` raises for the plan itself in
     the first round; a rival that cannot be run is left out and named.
     """
-
+    from gplan.runtime.run.launch import is_torchrun
     from profiler.host.host_info import usable_cores
+
+    if is_torchrun():
+        raise UsageError("gplan verify starts the processes of every run itself; start it without torchrun")
 
     def runner(contender: Plan) -> Run:
         return run(

@@ -8,7 +8,7 @@ until the profile is complete.
 from __future__ import annotations
 
 import hashlib
-import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +27,15 @@ from gplan.core.profile import SAMPLING_BUDGET_S
 from gplan.core.progress import Progress, no_progress, part
 from gplan.core.units import counted, now_text
 from profiler.capture.chain import model_state_restored, routing_notes
-from profiler.host.host_info import core_shares, device_share, gpu_state, max_neighbours, processor, software_versions
+from profiler.host.host_info import (
+    core_shares,
+    device_share,
+    gpu_state,
+    max_neighbours,
+    processor,
+    software_versions,
+    usable_cores,
+)
 from profiler.host.host_load import load_between, read_load
 from profiler.host.links import check_measurable, measure_link
 from profiler.memory.chain_profile import layers_with_weights, values_of
@@ -60,10 +68,10 @@ class ProfileOptions:
 
     def __post_init__(self) -> None:
         check_microbatch_sizes(self.microbatch_sizes)
-        cores = os.cpu_count() or 1
+        cores = len(usable_cores())
         if not 1 <= self.num_threads <= cores:
             raise UsageError(
-                f"{self.num_threads} threads were requested; this host has {cores} cores: 1 to {cores} are possible"
+                f"{self.num_threads} threads were requested; this process may use {cores} cores: 1 to {cores} are possible"
             )
         if not self.budget_s > 0:
             raise UsageError(f"the time to sample is {self.budget_s:g} s; expected more than 0")
@@ -290,11 +298,11 @@ def _training_pass(file: ModelFile, options: ProfileOptions) -> Callable[[], obj
 def _check_device(device: str) -> None:
     if device == "cpu":
         return
-    kind, _, index = device.partition(":")
-    if kind != "cuda" or not (index == "" or index.isdigit()):
+    match = re.fullmatch(r"cuda(?::([0-9]+))?", device)
+    if match is None:
         raise UsageError(f"--device {device}: expected cpu, cuda, cuda:1 or meta")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(index or 0) >= count:
+    if int(match[1] or 0) >= count:
         raise UsageError(
             f"--device {device}: torch {torch.__version__} sees {count} CUDA devices here; use --device cpu"
         )

@@ -119,7 +119,7 @@ def test_the_public_names_are_these() -> None:
     assert sorted(gplan.__all__) == [
         "Calibration", "Device", "FileError", "GplanError", "Link", "ModelError", "NoPlanError", "Plan", "Profile", "Run", "RunError",
         "Timeline", "UsageError", "Verification", "balance", "calibrate",
-        "calibrated", "import_plan", "import_trace", "load", "pipeline", "profile", "report", "run", "save", "search", "simulate", "verify",
+        "calibrated", "compare", "import_plan", "import_trace", "load", "pipeline", "profile", "report", "run", "save", "search", "simulate", "verify",
     ]  # fmt: skip
     for name in gplan.__all__:
         assert getattr(gplan, name).__doc__, f"gplan.{name} has no docstring"

@@ -143,7 +143,8 @@ def balance(
     if time_limit is not None:
         common["time_limit_s"] = time_limit
     if devices is not None or "auto" in (num_devices, microbatches, schedule, recompute, shard):
-        _check_searchable(minimize, solver, **{"--devices": devices, "--for": receiver} if machine is not None else {})
+        others = {"--devices": devices, "--for": receiver, "--shard": None if shard == "none" else shard}
+        _check_searchable(minimize, solver, **others if machine is not None else {})
         common |= {"num_devices": num_devices, "num_microbatches": microbatches}
         common |= {"batch_size": batch_size, "microbatch_size": microbatch_size}
         with progress_bar() as progress:
@@ -185,7 +186,7 @@ def _check_searchable(minimize: str, solver: str, **without_machine: object) -> 
         if is_given:
             raise UsageError(
                 f"{option} cannot be used in a search: give --k and --microbatches as numbers, --schedule and --recompute "
-                "by name, and no --devices"
+                "by name, --shard none, and no --devices"
             )
 
 

@@ -61,11 +61,15 @@ def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, 
 def _profile_of(plan: Plan, path: Path | None) -> Profile | None:
     """The profile at `path`; without a path, the default file if its model is the plan's."""
     from gplan.core import Profile
+    from gplan.core.errors import FileError
     from gplan.files import json_files
 
     if path is not None:
         return json_files.load(Profile, path)
     if not Path(PROFILE_FILE).exists():
         return None
-    found = json_files.load(Profile, Path(PROFILE_FILE))
+    try:
+        found = json_files.load(Profile, Path(PROFILE_FILE))
+    except FileError:  # the export notes what it does not check without a profile
+        return None
     return found if (found.model, found.granularity) == (plan.model, plan.granularity) else None

@@ -411,7 +411,7 @@ class Run:
     notes: tuple[str, ...] = ()  # shown with the run
     origin: Origin = "measured"
     host_speed: tuple[StepSpeed, ...] = ()  # in windows of steps; one rank per process, in the order of ranks
-    host_load: HostLoad | None = None  # evidence of other work during the timed steps; None: not measured
+    host_load: HostLoad | None = None  # evidence of other work during all steps, also the warm-up; None: not measured
     reserved_bytes: tuple[int, ...] = ()  # per device, the peak of what a GPU's allocator reserved; (): not known
     core_stretch: tuple[float, ...] = ()  # by device: its actions over what they were without lost time
 

@@ -195,7 +195,7 @@ class SharedWeight(Sharable):
     """A parameter used by several layers; each stage with any of them has one copy."""
 
     name: str
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # in order, each once
     num_parameters: int
     weight_bytes: int
     gradient_bytes: int
@@ -205,8 +205,8 @@ class SharedWeight(Sharable):
 
     def __post_init__(self) -> None:
         check_amounts(self)
-        if len(set(self.layers)) < 2:
-            raise ValueError(f"layers is {self.layers!r}; expected at least two different layers")
+        if len(self.layers) < 2 or list(self.layers) != sorted(set(self.layers)):
+            raise ValueError(f"layers is {self.layers!r}; expected at least two different layers in order")
 
     @property
     def largest_trained_bytes(self) -> int:

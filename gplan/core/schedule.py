@@ -270,9 +270,10 @@ class Timeline:
         seconds = self.microbatch_s(*kinds, stage=stage)
         return sum(seconds.values()) / len(seconds) if seconds else 0.0
 
-    def num_actions(self, *kinds: ActionKind, stage: int) -> int:
-        """How many actions of these kinds take time."""
-        return sum(seconds > 0 for kind in kinds for seconds in self.microbatch_s(kind, stage=stage).values())
+    def actions_per_microbatch(self, *kinds: ActionKind, stage: int) -> float:
+        """How many actions of these kinds take time, per micro-batch."""
+        found = [self.microbatch_s(kind, stage=stage).values() for kind in kinds]
+        return sum(seconds > 0 for of_kind in found for seconds in of_kind) / self.num_microbatches
 
     def median_s(self, *kinds: ActionKind, stage: int) -> float | None:
         """The median of `microbatch_s`; None where no micro-batch has such an action."""

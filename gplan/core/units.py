@@ -227,7 +227,7 @@ def parse_link(text: str) -> tuple[float, float]:
     if not rate.strip().endswith("/s"):
         raise UsageError(f"{text!r} is not a link; write bandwidth and latency like 25GB/s,5us")
     amount = rate.strip().removesuffix("/s")
-    if re.search(r"[kKmMgGtT]i?b$", amount):
+    if re.search(r"[kKmMgGtTpP]i?b\s*$", amount):
         raise UsageError(f"{text!r} reads as bits; write the bandwidth in bytes, such as 12.5GB/s for 100 Gbit/s")
     latency_s = parse_seconds(latency) if latency else 0.0
     return _within(RATE, float(parse_bytes(amount)), text), _within(SECONDS, latency_s, text)

@@ -139,12 +139,13 @@ def device_memory(
 
 def memory_at(peak: Moment, parts: StageBytes[int], *, action: str) -> StageMemory:
     """What a stage holds at a moment, by category; `action` is what its device does then."""
+    workspace = getattr(parts, peak.workspace) if peak.workspace else 0
     return StageMemory(
-        weight_bytes=parts.weight,
+        weight_bytes=parts.weight + min(0, workspace),  # sharded replicas have freed what they gathered at the update
         gradient_bytes=parts.gradient if peak.has_gradients else 0,
         optimizer_bytes=parts.optimizer,
         activation_bytes=_activation_bytes(peak, parts),
-        workspace_bytes=getattr(parts, peak.workspace) if peak.workspace else 0,
+        workspace_bytes=max(0, workspace),
         buffer_bytes=parts.buffer,
         moment=action,
     )

@@ -10,7 +10,8 @@ a step and then reduce-scattered. With P the padded parameters and p = P / R, G 
 A layer begins with 2 P, the message and the parameters made of it. On a GPU the message of a forward stays until the
 next layer's parameters are made, and in a backward the layer before is received meanwhile; the first layer of a stage is
 taken as if the stage before were here. A recompute leaves its last layer gathered for the backward. While gradients are
-reduced, there is a copy of them (of the stage; with "weights" of one layer), and then g is left. On a GPU only what a gather takes longer than computing counts.
+reduced, there is a copy of them (of the stage; with "weights" of one layer), and then g is left. On a GPU only what a
+gather takes longer than computing counts.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def sharded(profile: Profile, *, num_replicas: int, sharding: Sharding) -> Profi
         ring = _Ring(link=profile.link, num_replicas=num_replicas, overlaps=profile.device.kind != "cpu")
         gathered = [x.gathered_bytes for x in layers]
         for weight in shared_weights:
-            for user in set(weight.layers):
+            for user in weight.layers:
                 gathered[user] += weight.gathered_bytes
         before = accumulate(gathered, lambda found, x: x or found, initial=0)
         layers = [ring.gathering(*x) for x in zip(layers, gathered, before, strict=False)]
@@ -80,7 +81,9 @@ def division_gains(profile: Profile, *, num_replicas: int) -> bool:
 
 def _divided(held: Held, num_replicas: int, sharding: Sharding, *, in_place: bool, has_masters: bool) -> Held:
     """A layer or a shared weight with what one replica holds of it."""
-    known = held.parameters or _evenly(held.weight_bytes, is_trained=held.gradient_bytes > 0)
+    known = held.parameters
+    if not known and (held.num_parameters or held.gradient_bytes):  # else all of it is buffers, which stay whole
+        known = _evenly(held.weight_bytes, is_trained=held.gradient_bytes > 0)
     divided = [x for x in known if x.num_rows and (x.is_trained or sharding == "weights")]
     trained = [x for x in divided if x.is_trained]
     part_bytes, updated_bytes = (sum(x.part_bytes(num_replicas) for x in some) for some in (divided, trained))

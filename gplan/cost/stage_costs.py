@@ -276,12 +276,13 @@ class Costs:
     def _shorter_update_s(self) -> float:
         """Seconds of the shorter update of two devices with a tied weight: an equal share of the updates of all devices.
 
-        Every device that can hold a shared weight updates it; of several replicas one counts. It is 0 if a weight's update may take no time: plans store contention as a factor, which cannot lengthen that.
+        Every device that can hold a shared weight updates it; of several replicas one counts. It is 0 if a weight's
+        update may take no time: plans store contention as a factor, which cannot lengthen that.
         """
         step = self.profile.step
         if not step.fixed_part_s and any(x.gradient_bytes and not x.update_amount for x in self.profile.shared_weights):
             return 0.0
-        copies = ((min(self.num_devices, len({*x.layers})) - 1, x.update_amount) for x in self.profile.shared_weights)
+        copies = ((min(self.num_devices, len(x.layers)) - 1, x.update_amount) for x in self.profile.shared_weights)
         again = sum(num * amount for num, amount in copies) / self._whole_update_amount
         return step.spread_s * (float(self.update_share(*self.all_layers)[0]) + again) / self.num_devices
 
@@ -514,8 +515,7 @@ class Costs:
         """
         found: dict[tuple[int, ...], int] = {}
         for x in self.profile.shared_weights:
-            users = tuple(sorted(set(x.layers)))
-            found[users] = found.get(users, 0) + x.gradient_bytes
+            found[x.layers] = found.get(x.layers, 0) + x.gradient_bytes
         return [x for x in found.items() if x[1]]
 
     def trained_share(self, first: Ints, end: Ints) -> Floats:

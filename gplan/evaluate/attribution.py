@@ -7,8 +7,9 @@ simulator does; each change of its length is one part. Last comes waiting that n
     |---------------------------------------------------- measured ---------------------------------------------------------|
 
 The host's part is known where a yardstick was read in the profile and in the run (`equal_speed`); waits of devices that
-are slow in turns belong to it. The other parts, errors of the model of costs, start from the times at each device's mean speed. A timeline shows a
-transfer only where a device waited for it, and an engine gap only where it did not; the others stay as predicted.
+are slow in turns belong to it. The other parts, errors of the model of costs, start from the times at each device's
+mean speed. A timeline shows a transfer only where a device waited for it, and an engine gap only where it did not; the
+others stay as predicted.
 """
 
 from __future__ import annotations

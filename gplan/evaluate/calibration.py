@@ -255,9 +255,7 @@ class _CalibrationRun:
         """A stage's mean seconds per micro-batch in actions of these kinds."""
         predicted_s, measured_s = (x.mean_s(*kinds, stage=stage.index) for x in (self.predicted, self.run.timeline))
         measured_s /= _of_device(self.run.device_slowdowns, self.plan.devices[stage.index])
-        fixed_s = (
-            self.predicted.num_actions(*kinds, stage=stage.index) / self.plan.num_microbatches * self.profile.overhead_s
-        )
+        fixed_s = self.predicted.actions_per_microbatch(*kinds, stage=stage.index) * self.profile.overhead_s
         total_s = sum(layers_s) or 1.0
         kind_of, pieces = {x.name: x.kind for x in self.profile.layers}, dict[str, float]()
         for name, seconds in zip(stage.layer_names, layers_s, strict=True):

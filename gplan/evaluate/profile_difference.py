@@ -24,6 +24,7 @@ from typing import Literal, TypeAlias, TypeVar
 from gplan.core import Layer, LayerCost, Link, Plan, Profile, Run, SharedWeight, Timing
 from gplan.core.errors import UsageError
 from gplan.core.layer_cost import quartiles_median_error
+from gplan.core.precision import AS_MADE
 from gplan.core.profile import group_equal
 from gplan.core.units import counted
 from gplan.files import json_files
@@ -236,6 +237,7 @@ def _conditions(profile: Profile) -> dict[str, str]:
         "optimizer": profile.step.optimizer_name,
         "loss over the samples": profile.loss_reduction if profile.loss else "none",
         "figures": profile.origin,
+        "precision": "as made" if profile.precision == AS_MADE else profile.precision.name,
         "processes beside the measured one": str(profile.num_neighbours),
     }
 

@@ -106,8 +106,10 @@ def memory_excess(plan: Plan) -> str:
     if limit is None or peak_bytes <= limit:
         return ""
     condition = ", whichever layers it recomputes" if plan.recompute == "selected" else ""
-    noun = "stage" if plan.num_devices == plan.num_stages else "device"
-    needed = f"{noun} {plan.device_peak_bytes.index(peak_bytes)} needs {bytes_text(peak_bytes)}{condition}"
+    device = plan.device_peak_bytes.index(peak_bytes)
+    is_alone = plan.num_devices == plan.num_stages
+    where = f"stage {plan.stages_of(device)[0].index}" if is_alone else f"device {device}"
+    needed = f"{where} needs {bytes_text(peak_bytes)}{condition}"
     return f"{needed}; expected at most {bytes_text(limit)}"
 
 

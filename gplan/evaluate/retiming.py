@@ -50,9 +50,9 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
     """The profile of the run's plan, scaled to the run's times; raises FileError for another model's profile."""
     plan = run.plan
     predicted = _predicted(profile, plan)
-    shortest_s = min(min(_measured_s(run, stage)) for stage in predicted.stages)
-    overhead_s = min(profile.overhead_s, _MOST_OVERHEAD * shortest_s)
     timeline = simulate(predicted)
+    shortest_s = min(_shortest_s(run, timeline, stage) for stage in predicted.stages)
+    overhead_s = min(profile.overhead_s, _MOST_OVERHEAD * shortest_s)
     factors = [_factors(predicted, timeline, stage, run, profile.overhead_s, overhead_s) for stage in predicted.stages]
     scaled = replace(
         profile,
@@ -93,6 +93,12 @@ def _measured_s(run: Run, stage: Stage) -> tuple[float, float]:
     return forward_s, backward_s
 
 
+def _shortest_s(run: Run, timeline: Timeline, stage: Stage) -> float:
+    """The shorter of a stage's mean forward and mean backward; of a backward in halves, of the mean half."""
+    forward_s, backward_s = _measured_s(run, stage)
+    return min(forward_s, backward_s / max(1.0, timeline.actions_per_microbatch(*BACKWARD_KINDS, stage=stage.index)))
+
+
 def _factors(
     predicted: Plan, timeline: Timeline, stage: Stage, run: Run, predicted_overhead_s: float, overhead_s: float
 ) -> Factors:
@@ -100,7 +106,7 @@ def _factors(
     plan, cost = run.plan, predicted.stage_costs[stage.index]
     forward_s, backward_s = _measured_s(run, stage)
     predicted_s = timeline.mean_s(*BACKWARD_KINDS, stage=stage.index)
-    num_calls = timeline.num_actions(*BACKWARD_KINDS, stage=stage.index) / plan.num_microbatches
+    num_calls = timeline.actions_per_microbatch(*BACKWARD_KINDS, stage=stage.index)
     return Factors(
         forward=_factor(forward_s - overhead_s, cost.forward_s - predicted_overhead_s),
         backward=_factor(backward_s - num_calls * overhead_s, predicted_s - num_calls * predicted_overhead_s),

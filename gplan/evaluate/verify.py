@@ -78,7 +78,9 @@ def check_counts(num_rounds: int, num_steps: int, num_rivals: int | None) -> Non
     if num_rounds < 1:
         raise UsageError(f"asked for {num_rounds} rounds; expected at least 1")
     if num_steps < LEAST_STEPS:
-        raise UsageError(f"asked for {num_steps} steps a run; expected at least {LEAST_STEPS}, of which 3 warm up")
+        raise UsageError(
+            f"asked for {num_steps} steps a run; expected at least {LEAST_STEPS}, as the first ones warm up"
+        )
     if num_rivals is not None and num_rivals < 0:
         raise UsageError(f"asked for {num_rivals} rivals; expected 0 or more")
 

@@ -62,7 +62,7 @@ def _pipeline_size(text: str) -> int | None:
 
 # Megatron-LM and verl
 
-_LAYOUT = re.compile(r"layout[=\s]*[\"'\\]*([EtmL|()*,\d]+)")
+_LAYOUT = re.compile(r"parallel[-_]layout[=\s]*[\"'\\]*([EtmL|()*,\d]+)")
 _MOST_LETTERS = 100_000  # far more than any model has layers
 _LETTERS = {"E": "embedding", "t": "transformer layer", "m": "multi-token prediction", "L": "loss"}
 
@@ -142,19 +142,18 @@ def _module_lists(receiver: str, rename: Callable[[str], str]) -> Callable[[str,
                     if module in stage_of:
                         raise UsageError(f"{module} is on stages {stage_of[module]} and {stage}; expected one stage")
                     stage_of[module] = stage
-        homes = list[int]()
+        homes, read = list[int](), set[str]()
         for name in names:
             modules = [x for x in map(rename, modules_of(name)) if x.split(".")[-1] != ROTARY]
-            stages = {stage_of.pop(x, -1) for x in modules} or {homes[-1] if homes else 0}
+            stages = {stage_of.get(x, -1) for x in modules} or {homes[-1] if homes else 0}
+            read.update(modules)
             if len(stages) > 1 or -1 in stages:
                 raise UsageError(
                     f"{name} is on no stage of the layout, or on several; every layer of the profile belongs to one"
                 )
             homes += stages
-        if stage_of:
-            raise UsageError(
-                f"the layout has a module {next(iter(stage_of))}, which the profile has not; is it of this model?"
-            )
+        if further := [x for x in stage_of if x not in read]:
+            raise UsageError(f"the layout has a module {further[0]}, which the profile has not; is it of this model?")
         for i, (home, following) in enumerate(pairwise(homes)):
             if following < home:
                 raise UsageError(
@@ -185,7 +184,8 @@ def _torchgpipe(text: str, names: Sequence[str]) -> tuple[int, ...]:
 
 
 def _inference(text: str, names: Sequence[str]) -> tuple[int, ...]:
-    return _block_ends(_numbers(text.rpartition("=")[2], ()), names, "the receiver")
+    found = re.search(r"_PP_LAYER_PARTITION=[\"']?([\d, ]+)", text)
+    return _block_ends(_numbers(found[1] if found else text, ()), names, "the receiver")
 
 
 def _block_ends(counts: Sequence[int], names: Sequence[str], title: str) -> tuple[int, ...]:

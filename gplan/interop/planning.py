@@ -114,7 +114,7 @@ def nearest_plan(plan: Plan, profile: Profile, *, receiver: str) -> Plan:
     chunked = [f"interleaved-1f1b:{chunks}"] if chunks > 1 else []
     schedules = [plan.schedule, *chunked, found.default_schedule]
     tried = [
-        replace(settings, schedule=schedule, recompute=mode, num_replicas=1)
+        replace(settings, schedule=schedule, recompute=mode, num_replicas=1, sharding="none")
         for schedule in schedules
         for mode in (recompute, "never")
     ]
@@ -150,10 +150,18 @@ def nearest_plan_text(plan: Plan, profile: Profile, *, receiver: str) -> str:
         return f"with as many devices and micro-batches it can run none: {error}"
     change = nearest.prediction.step_s / plan.prediction.step_s - 1
     cuts = ", ".join(nearest.layer_names[x] for x in nearest.cuts)
+    shape = f"begins its stages at {cuts}" if cuts else "has one stage"
+    options = {
+        f"--memory {nearest.memory_limit_bytes}B": nearest.memory_limit_bytes
+        not in (None, profile.device.memory_bytes),
+        f"--microbatch-size {nearest.microbatch_size}": nearest.microbatch_size != profile.microbatch_sizes[-1],
+        f"--minimize {nearest.minimize}": nearest.minimize != "step-time",
+    }
+    further = "".join(f" {text}" for text, is_needed in options.items() if is_needed)
     return (
-        f"the nearest plan that it can run begins its stages at {cuts} and takes {seconds_text(nearest.prediction.step_s)} a step, this "
+        f"the nearest plan that it can run {shape} and takes {seconds_text(nearest.prediction.step_s)} a step, this "
         f"one {seconds_text(plan.prediction.step_s)} ({percent_text(change, signed=True)}): gplan balance --for {receiver} --k {nearest.num_devices} "
-        f"--microbatches {nearest.num_microbatches} --schedule {nearest.schedule} --recompute {nearest.recompute}"
+        f"--microbatches {nearest.num_microbatches} --schedule {nearest.schedule} --recompute {nearest.recompute}{further}"
     )
 
 
@@ -177,6 +185,9 @@ def import_plan(
     """
     rules = ForReceiver.of(receiver, profile)
     found = read_layout(layout, profile, receiver=receiver)
+    for what, count in (("devices", num_devices), ("micro-batches", num_microbatches)):
+        if count is not None and count < 1:
+            raise UsageError(f"asked for {count} {what}; expected at least 1")
     num_devices = num_devices or found.num_devices or found.num_stages
     num_microbatches = num_microbatches or default_num_microbatches(num_devices)
     schedule = schedule or _schedule(found, num_devices)

@@ -41,7 +41,6 @@ class Receiver:
     max_chunks: int | None = None  # stages of a device; None: any number
     replicas: bool = True  # whether it runs data-parallel pipelines
     tied: Literal["summed", "one stage", "refused"] = "summed"  # a parameter of several layers
-    skips: Literal["sent", "remade"] = "sent"  # a value that passes over a stage; remade: masks and positions only
 
     @property
     def default_schedule(self) -> str:
@@ -56,7 +55,6 @@ _MEGATRON = Receiver(
     cuts="decoder",
     schedules={"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B"},
     recompute={"never": "", "always": "full"},
-    skips="remade",
 )
 
 
@@ -70,7 +68,6 @@ def _inference(title: str, checked_with: str, how: str) -> Receiver:
         schedules=None,
         recompute=dict.fromkeys(RECOMPUTE_MODES, ""),
         max_chunks=1,
-        skips="remade",
     )
 
 
@@ -84,7 +81,6 @@ RECEIVERS: dict[str, Receiver] = {
         recompute={"never": "None", "always": "FullAC.Config()"},
         replicas=False,
         tied="one stage",
-        skips="remade",
     ),
     "megatron": _MEGATRON,
     "verl": replace(
@@ -101,7 +97,6 @@ RECEIVERS: dict[str, Receiver] = {
         schedules=None,
         recompute={"never": ""},
         tied="one stage",
-        skips="remade",
     ),
     "deepspeed": Receiver(
         title="DeepSpeed",
@@ -433,7 +428,7 @@ def _check_blocks(decoder: DecoderLayers, profile: Profile | None, title: str) -
 def _tied(profile: Profile | None, title: str) -> Iterator[Indivisible]:
     for shared in () if profile is None else profile.shared_weights:
         why = f"and {shared.name} is used on several stages; {title} does not sum its gradients: untie it, or use it on one stage"
-        yield Indivisible(first=min(shared.layers), last=max(shared.layers), why=why)
+        yield Indivisible(first=shared.layers[0], last=shared.layers[-1], why=why)
 
 
 def _beginnings(names: Sequence[str]) -> Iterator[Indivisible]:

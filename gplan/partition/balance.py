@@ -9,6 +9,7 @@ and says how well it is proven.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -166,6 +167,8 @@ def best_plan(
     else:
         placed = best_placement(_listed(problem), machine, solve_here, time_limit_s=time_limit_s)
     if placed is None:
+        with suppress(TooManyDownSets):
+            problem = with_down_sets(problem)
         raise no_plan_error(problem, machine)
     return price(placed.problem, placed.solution, solve_s=time.perf_counter() - started_s)
 

@@ -9,11 +9,12 @@ before all are bounded. The bound then assumes the best device everywhere and fr
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise, permutations
+from itertools import islice, pairwise
 
 from gplan.core import Link, Machine, MachineDevice
 from gplan.core.errors import UsageError
@@ -77,13 +78,15 @@ def fits_machine(problem: Problem, machine: Machine, *, deadline_s: float) -> bo
 
     Raises TooManyCandidates if too many stages might fit.
     """
+    if len({x.memory_bytes for x in machine.devices}) == 1:  # every arrangement has the same memories
+        return any_fits(replace(problem, machine_devices=machine.devices[: problem.num_stages]))
     seen: set[tuple[int | None, ...]] = set()
     for devices in arrangements(machine, problem.num_stages):
         memories = tuple(device.memory_bytes for device in devices)
-        if memories in seen:
-            continue
         if seen and time.perf_counter() > deadline_s:
             return None
+        if memories in seen:
+            continue
         seen.add(memories)
         if any_fits(replace(problem, machine_devices=devices)):
             return True
@@ -92,14 +95,34 @@ def fits_machine(problem: Problem, machine: Machine, *, deadline_s: float) -> bo
 
 def arrangements(machine: Machine, num_stages: int) -> Iterator[tuple[MachineDevice, ...]]:
     """Every ordered choice of devices that differs in speeds, memories or links from those before it."""
+    return _differing(machine, num_stages, lambda chosen: ((device,) for device, _ in _unused_devices(machine, chosen)))
+
+
+def host_by_host(machine: Machine, num_stages: int) -> Iterator[tuple[MachineDevice, ...]]:
+    """Arrangements that visit each host once, its devices by falling memory, in every order of the hosts that differs."""
+    hosts = {host: _by_memory(machine, host) for host in dict.fromkeys(device.host for device in machine.devices)}
+
+    def unused(chosen: tuple[MachineDevice, ...]) -> Iterator[Sequence[MachineDevice]]:
+        visited = {device.host for device in chosen}
+        return (devices for host, devices in hosts.items() if host not in visited)
+
+    return _differing(machine, num_stages, unused)
+
+
+def _differing(
+    machine: Machine,
+    num_stages: int,
+    next_devices: Callable[[tuple[MachineDevice, ...]], Iterable[Sequence[MachineDevice]]],
+) -> Iterator[tuple[MachineDevice, ...]]:
+    """Arrangements grown by groups of devices, without those that differ in nothing from one before."""
     seen: set[object] = set()
 
     def grow(chosen: tuple[MachineDevice, ...]) -> Iterator[tuple[MachineDevice, ...]]:
         if len(chosen) == num_stages:
             yield chosen
             return
-        for device, _ in _unused_devices(machine, chosen):
-            longer = (*chosen, device)
+        for devices in next_devices(chosen):
+            longer = (*chosen, *devices)[:num_stages]
             key = (_cost_key(machine, longer), _rest_key(machine, longer))
             if key not in seen:
                 seen.add(key)
@@ -108,21 +131,9 @@ def arrangements(machine: Machine, num_stages: int) -> Iterator[tuple[MachineDev
     return grow(())
 
 
-def host_by_host(machine: Machine, num_stages: int) -> Iterator[tuple[MachineDevice, ...]]:
-    """Arrangements that visit each host once, its devices by falling memory, in every order of the hosts."""
-    hosts = list(dict.fromkeys(device.host for device in machine.devices))
-    seen: set[object] = set()
-    for order in permutations(hosts):
-        devices = [x for host in order for x in _by_memory(machine, host)][:num_stages]
-        key = _cost_key(machine, devices)
-        if key not in seen:
-            seen.add(key)
-            yield tuple(devices)
-
-
 def _by_memory(machine: Machine, host: str) -> list[MachineDevice]:
     there = [device for device in machine.devices if device.host == host]
-    return sorted(there, key=lambda device: -(device.memory_bytes or 0))
+    return sorted(there, key=lambda device: -(math.inf if device.memory_bytes is None else device.memory_bytes))
 
 
 def _cost_key(machine: Machine, devices: Sequence[MachineDevice]) -> tuple[object, ...]:

@@ -6,6 +6,7 @@ of them is. Neighbours on one device hand each other nothing over a link.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -225,7 +226,8 @@ def with_valid_bound(problem: Problem, solution: Solution) -> Solution:
     inflation = problem.selector.inflation if problem.recompute == "selected" else 1.0
     if inflation == 1.0:
         return solution
-    note = f"layers to recompute were selected to within {percent_text(inflation - 1)} of a backward; the bound allows for it"
+    error = f"to within {percent_text(inflation - 1)} of a backward; the bound allows for it"
+    note = f"layers to recompute were selected {error if math.isfinite(inflation) else 'roughly, so nothing is proven'}"
     return replace(solution, lower_bound_s=solution.lower_bound_s / inflation, notes=(*solution.notes, note))
 
 

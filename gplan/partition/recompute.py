@@ -14,6 +14,7 @@ For each bound on t_v this is a knapsack, solved by Pareto fronts (`ParetoFront`
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -344,7 +345,7 @@ class RecomputeSelector:
         if error_s:
             one, other = np.array([first]), np.array([end])
             whole_s = float(self.costs.backward_s(one, other)[0]) + recompute_s
-            self._inflations.append(whole_s / (whole_s - error_s))
+            self._inflations.append(whole_s / (whole_s - error_s) if error_s < whole_s else math.inf)
 
 
 def _saved_bytes(emptied: StageBytes[Ints], stash: Ints, peak_moments: PeakMoments, limit_bytes: int) -> Ints:

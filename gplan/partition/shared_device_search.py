@@ -177,7 +177,7 @@ class GoalSpace:
         return (self if self.is_settled(incumbent) else self.narrowed(incumbent)), incumbent
 
     def strengthened(self, incumbent: Incumbent, *, deadline_s: float) -> tuple[GoalSpace, Incumbent]:
-        """The space with better weights (multiplicative weights), and the best of the partitions found on the way."""
+        """The space with better weights (fictitious play), and the best of the partitions found on the way."""
         now_s = time.perf_counter()
         until_s = now_s + _SHARE_OF_PLAY * (deadline_s - now_s)
         path = path_of(self.bounds.candidates, incumbent.ends)

@@ -91,7 +91,7 @@ def check_sharding(schedule: str, sharding: str) -> None:
     check_choice("sharding", sharding, SHARDINGS)
     if not can_shard(schedule, sharding):
         raise UsageError(
-            f"{schedule} splits backwards, whose second half needs weights that sharded replicas have freed by then; use "
+            f"{schedule_info(schedule).title} splits backwards, whose second half needs weights that sharded replicas have freed by then; use "
             "--shard optimizer, or a schedule of whole backwards, such as 1f1b"
         )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from gplan.core import Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.progress import Progress, no_progress
+from gplan.core.units import counted
 from gplan.evaluate.replanning import replan, setting_of
 from gplan.schedules.custom import is_custom_order
 from gplan.schedules.registry import num_stages_of
@@ -51,7 +52,8 @@ def planned_choices(plan: Plan, profile: Profile, *, progress: Progress = no_pro
     for index, (num_devices, num_microbatches) in enumerate(wanted):
         if time.perf_counter() > deadline_s:
             break
-        progress(f"step with {num_devices} devices, {num_microbatches} micro-batches", index / len(wanted))
+        which = f"{counted(num_devices, 'device')}, {counted(num_microbatches, 'micro-batch')}"
+        progress(f"step with {which}", index / len(wanted))
         num_stages = num_stages_of(plan.schedule, num_devices)
         other = replace(setting, num_stages=num_stages, num_microbatches=num_microbatches)
         try:

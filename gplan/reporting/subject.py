@@ -27,10 +27,13 @@ _OPTIONS_S = 8.0  # time limit of the explanation's options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnalysis:
-    """Other choices than the plan, and with its profile the explanation of the plan: choices are then plans of their own."""
+    """Other choices than the plan, and with its profile the explanation of the plan."""
 
     choices: tuple[ScalingPoint, ...]
     explanation: Explanation | None = None  # None: there was no profile
+    has_plans: bool = (
+        False  # whether the choices are plans of their own, not the plan's stages with other micro-batches
+    )
 
 
 def analysis_of(
@@ -53,7 +56,7 @@ def analysis_of(
         reasons = replace(reasons, notes=())
     tried = reasons.options[0].outcome is not None
     choices = planned_choices(plan, known, progress=progress) if tried else choices_of(plan)
-    return PlanAnalysis(choices=choices, explanation=reasons)
+    return PlanAnalysis(choices=choices, explanation=reasons, has_plans=tried)
 
 
 Subject: TypeAlias = Run | Plan

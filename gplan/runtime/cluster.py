@@ -88,6 +88,8 @@ def measure_cluster(*, device_kind: str | None, timeout_s: float, progress: Prog
     `device_kind` is "cpu" or "cuda", by default "cuda" where every process has a GPU. Raises UsageError where there are
     no two processes or their versions differ, RunError where one does not answer for `timeout_s`, naming its host.
     """
+    if device_kind not in (None, "cpu", "cuda"):
+        raise UsageError(f"device {device_kind!r} cannot be measured; expected 'cpu' or 'cuda'")
     rendezvous = rendezvous_from_environment()
     if rendezvous.num_ranks < 2:
         raise UsageError(

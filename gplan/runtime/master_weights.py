@@ -24,7 +24,7 @@ class MasterWeights:
         """`masters` are this process's tensors by name, `like` has a tensor as stages compute with for each."""
         self.computing: dict[str, Tensor] = {}  # by name; without a master the tensors of `masters` themselves
         self._weights: dict[nn.Parameter, nn.Parameter] = {}  # by master
-        self._fresh: set[nn.Parameter] = set()
+        self._fresh: dict[nn.Parameter, int] = {}  # by master, its version when it was rounded
         for name, master in masters.items():
             self.computing[name] = master
             if isinstance(master, nn.Parameter) and master.dtype != like[name].dtype:
@@ -33,15 +33,15 @@ class MasterWeights:
                 self.computing[name] = self._weights[master] = weight
 
     def round(self, masters: Iterable[nn.Parameter] | None = None) -> None:
-        """Round masters, all by default, into the weights; `computing` does not repeat it for those that are named."""
+        """Round masters, all by default, into the weights; `lent` does not repeat it for those that are named."""
         chosen = self._weights if masters is None else [x for x in masters if x in self._weights]
         round_into([self._weights[x] for x in chosen], list(chosen))
-        self._fresh.update(() if masters is None else chosen)
+        self._fresh.update(() if masters is None else ((x, x._version) for x in chosen))
 
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Inside, the weights have the values and the gradients of their masters, which get the gradients back."""
-        stale = [x for x in self._weights if x not in self._fresh]
+        stale = [x for x in self._weights if self._fresh.get(x) != x._version]
         round_into([self._weights[x] for x in stale], stale)
         for master, weight in self._weights.items():
             weight.grad = None if master.grad is None else master.grad.to(weight.grad_dtype)

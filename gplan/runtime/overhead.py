@@ -79,19 +79,20 @@ def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.0)
 
 
+_NUM_STEPS = 15
 _NUM_MICROBATCHES = 4
 _TIMEOUT_S = 60.0
 _QUICK_BYTES = 2**15  # an input of at most this size arrives within one action
 _LEAST_S = 1e-9  # lower bound of a message's cost
 
 
-def measure_engine(*, num_threads: int = 1, num_steps: int = 15) -> EngineCost:
+def measure_engine(*, num_threads: int = 1) -> EngineCost:
     """Measure the engine's cost between two processes of this host with `num_threads` cores each.
 
     Raises RunError if they cannot communicate.
     """
     plan = _relay_plan(num_threads)
-    options = RunOptions(num_steps=num_steps, timeout_s=_TIMEOUT_S, keeps_steps=True)
+    options = RunOptions(num_steps=_NUM_STEPS, timeout_s=_TIMEOUT_S, keeps_steps=True)
     run = run_local_processes(plan.model.name, {}, plan, options, report=lambda _step, _loss: None)
     return engine_cost_from_steps(plan, run.step_timelines)
 

@@ -27,6 +27,9 @@ from gplan.core.units import counted
 from profiler.host.failure import failure_text, is_lost_connection
 from profiler.host.links import Store
 
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The variable that names the network interface for gloo."""
+
 _BEAT_S = 0.5
 _SILENCE_S = 2.0  # without a sign of life a process is lost
 _ANSWER_S = 6.0  # for the store to answer
@@ -202,6 +205,10 @@ def _never_came(store: Store, keys: Sequence[str], *, timeout_s: float, address:
     came: list[Peer | None] = []
     with suppress(RuntimeError):
         came += [msgspec.json.decode(store.get(x), type=Peer) if store.check([x]) else None for x in keys]
+    if not came:
+        return RunError(
+            f"lost another rank of the run: the store at {address} no longer answers; start all processes again"
+        )
     missing = [str(rank) for rank, peer in enumerate(came) if peer is None]
     hosts = ", ".join(dict.fromkeys(x.host for x in came if x is not None))
     return RunError(
@@ -220,7 +227,7 @@ def _named_apart(peers: Sequence[Peer]) -> list[Peer]:
 
 def _gloo_address() -> str:
     """The address of this host's name, which gloo listens at unless an interface is set."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    interface = os.environ.get(INTERFACE, "")
     if interface:
         return "127.0.0.1" if interface == "lo" else ""
     try:
@@ -235,7 +242,7 @@ def _check_reachable(peers: Sequence[Peer]) -> None:
     for peer in peers:
         if peer.address.startswith("127.") or peer.address == "::1":
             raise UsageError(
-                f"{peer} would be reached at {peer.address}, which only its own host can use; set GLOO_SOCKET_IFNAME on every "
+                f"{peer} would be reached at {peer.address}, which only its own host can use; set {INTERFACE} on every "
                 "host to the interface that connects them, such as eth0"
             )
 

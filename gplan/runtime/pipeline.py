@@ -104,6 +104,8 @@ def own_device(plan: Plan, device: str | None) -> torch.device:
         found = torch.device(device)
     except RuntimeError as error:
         raise UsageError(f"device {device!r} is not known; expected 'cpu', 'cuda' or 'cuda:1'") from error
+    if found.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {device!r} cannot be used; expected 'cpu', 'cuda' or 'cuda:1'")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"device {device!r} needs a GPU; this process sees none: use device='cpu'")
     if found.type != "cuda":

@@ -25,10 +25,9 @@ from torch import Tensor
 from gplan.core import Plan
 from gplan.core.errors import RunError, UsageError
 from gplan.core.units import counted, pipeline_text
-from gplan.runtime.peers import Peers, meet
+from gplan.runtime.peers import INTERFACE, Peers, meet
 from profiler.host.links import Store
 
-_INTERFACE = "GLOO_SOCKET_IFNAME"
 _POLL_S = 0.1
 _CONNECT_S = 2.0  # timeout of one attempt; a host that is down does not answer
 
@@ -84,7 +83,7 @@ def init_from_environment(backend: str, *, timeout_s: float, facts: Mapping[str,
     rendezvous = rendezvous_from_environment()
     check_host(rendezvous)
     if backend == "gloo":
-        check_interface(os.environ.get(_INTERFACE, ""))
+        check_interface(os.environ.get(INTERFACE, ""))
     if not rendezvous.keeps_store:
         await_store(rendezvous, timeout_s=timeout_s)
     store = open_store(rendezvous, timeout_s=timeout_s)
@@ -128,7 +127,7 @@ def check_interface(names: str) -> None:
     for name in filter(None, names.split(",")):
         if name not in known:
             raise UsageError(
-                f"{_INTERFACE} is {names}, which is not an interface of {socket.gethostname()}; expected one of "
+                f"{INTERFACE} is {names}, which is not an interface of {socket.gethostname()}; expected one of "
                 f"{', '.join(known)}"
             )
 

@@ -74,7 +74,9 @@ class ActionRecorder:
         for action, start_s, end_s, busy_s in self._noted:
             if taken and taken[-1].action == action:
                 before = taken.pop()
-                start_s, busy_s = before.start_s, before.busy_s + busy_s
+                is_update = action.kind is ActionKind.OPTIMIZER  # what it waits for between its parts comes before it
+                start_s = start_s - (before.end_s - before.start_s) if is_update else before.start_s
+                busy_s += before.busy_s
             taken.append(ActionTiming(action, start_s, end_s, busy_s))
         self._noted.clear()
         return tuple(taken)

@@ -280,6 +280,11 @@ class StageState:
         )
 
     @property
+    def seed(self) -> int:
+        """The run's seed; after a restore that of the run that saved."""
+        return self._random_streams.run_seed
+
+    @property
     def device(self) -> torch.device:
         """The device of this process."""
         return self._random_streams.device

@@ -214,23 +214,29 @@ def check_hosts(plan: Plan, hosts: Sequence[str]) -> None:
     """
     for stage in plan.stages if plan.num_replicas == 1 else ():
         planned, rank = stage.machine_device, stage.on_device
-        if planned is not None and planned.host in hosts and hosts[rank] != planned.host:
+        if planned is not None and rank < len(hosts) and planned.host in hosts and hosts[rank] != planned.host:
             raise UsageError(
                 f"stage {stage.index} was planned for host {planned.host}, its rank {rank} is on {hosts[rank]}; start the hosts in "
                 "the order of the plan's stages (torchrun: --node-rank with a static rendezvous)"
             )
 
 
-def check_fits_here(plan: Plan, *, num_checking: int = 0) -> None:
-    """Raise UsageError if this host lacks the memory for all stages together.
+def host_bytes(plan: Plan, *, num_copies: int) -> int:
+    """The host's memory that so many copies of all stages take together; none if they are on GPUs."""
+    return 0 if runs_on_gpus(plan) else num_copies * sum(stage.memory.peak_bytes for stage in plan.stages)
+
+
+def check_fits_here(plan: Plan, *, num_copies: int, num_checking: int = 0) -> None:
+    """Raise UsageError if this host lacks the memory for so many copies of all stages, one for each replica that runs at a
+    time.
 
     `num_checking` processes compare their gradients with the plain model's: before the stages exist, each runs the whole
     model two or three times, once on the whole mini-batch; the gradients of one time stay beside the stages.
     """
-    needed = 0 if runs_on_gpus(plan) else plan.num_replicas * sum(stage.memory.peak_bytes for stage in plan.stages)
+    needed = host_bytes(plan, num_copies=num_copies)
     available = available_bytes()
     if needed > available:
-        stages = counted(plan.num_replicas * plan.num_stages, "stage")
+        stages = counted(num_copies * plan.num_stages, "stage")
         raise UsageError(
             f"the plan's {stages} need {bytes_text(needed)} together, this host has {bytes_text(available)} left: run it on "
             "more hosts with torchrun, or balance with smaller micro-batches or --recompute always"

@@ -22,6 +22,8 @@ _MAX_IN_FLIGHT: dict[str, Callable[[int, int, int], int]] = {
 
 def num_interleaved_warmup(num_devices: int, num_chunks: int, *, device: int) -> int:
     """Forwards of interleaved 1F1B on a device before its first backward."""
+    if num_chunks == 1:
+        return NUM_WARMUP["1f1b"](num_devices - device)
     return 2 * (num_devices - device - 1) + (num_chunks - 1) * num_devices + 1
 
 

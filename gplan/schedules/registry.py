@@ -58,12 +58,12 @@ class ScheduleInfo:
     num_microbatches: int | None = None  # the same
 
 
-@lru_cache(maxsize=64)
 def default_num_microbatches(num_devices: int) -> int:
     """The micro-batches per step and pipeline where no number is given."""
     return 4 * num_devices
 
 
+@lru_cache(maxsize=64)
 def schedule_info(name: str) -> ScheduleInfo:
     """The properties of a schedule; raises UsageError for an unknown name or an invalid custom order."""
     if is_custom_order(name):

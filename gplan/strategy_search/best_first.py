@@ -46,7 +46,8 @@ def best_plan_within(
 ) -> Found:
     """The best plan within the memory that is found in time; progress goes from `share[0]` to `share[1]`.
 
-    Until `latest_s` the search goes on while the gap is large. An interrupt ends the search with the best plan so far; without one it is raised.
+    Until `latest_s` the search goes on while the gap is large. An interrupt ends the search with the best plan so far;
+    without one it is raised.
     """
     search = _BestFirstSearch(
         cache, memory_bytes=memory_bytes, early_s=deadline_s, latest_s=max(latest_s, deadline_s), share=share

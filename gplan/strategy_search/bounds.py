@@ -22,6 +22,7 @@ import numpy as np
 from gplan.core import Link, StageBytes
 from gplan.core.machine import num_messages
 from gplan.cost.sharding import EXCHANGED
+from gplan.cost.stage_bytes import MicrobatchTerms, microbatch_bytes
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.bounds import least_transfers_s, shared_step_s, through_all_s
 from gplan.partition.chain_bounds import ChainBounds, ChainStages
@@ -33,6 +34,7 @@ from gplan.schedules.in_flight import NUM_WARMUP
 MOST_EFFORT = 2
 """Of the bounds of a strategy within a memory."""
 
+_MOST_BYTES = np.iinfo(np.int64).max
 _SLACK = 1e-9
 _HALVINGS = 30
 
@@ -105,9 +107,21 @@ class StrategyBounds:
         problem, costs = self.problem, self.problem.costs
         whole = self.whole_parts
         num_sent = sum(problem.boundaries(stage).after for stage in range(problem.num_stages - 1))
+        over = microbatch_bytes(
+            MicrobatchTerms(
+                received_activation=costs.activation_bytes,
+                sent_gradient=costs.gradient_bytes,
+                received_gradient=costs.gradient_bytes,
+            ),
+            costs.transfers,
+        )
         received, sent_back = (
-            num_sent * self._num * int(crossing[1:-1].min(initial=np.iinfo(np.int64).max)) if num_sent else 0
-            for crossing in (costs.activation_bytes + costs.gradient_bytes, costs.gradient_bytes)
+            num_sent
+            * number
+            * int(np.broadcast_to(crossing, costs.gradient_bytes.shape)[1:-1].min(initial=_MOST_BYTES))
+            if num_sent
+            else 0
+            for number, crossing in ((costs.num_buffers, over.received), (self._num, over.sent))
         )
         lasting = int(whole.weight[0] + whole.optimizer[0]) + received
         # activations, and with split backwards gradients, may be sent out of the buffers in which they were received

@@ -13,8 +13,8 @@ from gplan.schedules.in_flight import max_in_flight
 from gplan.schedules.registry import schedule_info
 from gplan.strategy_search.bounds import StrategyBounds
 
-_SHARE_OF_WAITS = {"zb-h1": 1 / 3, "zb-v": 1 / 6}
-"""The bubble of equal stages as a share of (K-1) micro-batches on one stage; 1 for other schedules."""
+_SHARE_OF_WAITS = {"zb-h1": 1 / 3, "zb-v": 1 / 3}
+"""The bubble of equal stages as a share of (K-1) micro-batches on a device, over its chunks; 1 for other schedules."""
 
 
 def estimated_step_s(bounds: StrategyBounds, *, memory_bytes: int | None) -> float:
@@ -50,5 +50,5 @@ def _missing_share(bounds: StrategyBounds, memory_bytes: int) -> float:
     always = float(whole.weight[0] + whole.gradient[0] + whole.optimizer[0]) / num_devices
     if num_devices > 1:
         crossing = problem.costs.activation_bytes + problem.costs.gradient_bytes
-        always += num_microbatches * num_chunks * float(np.median(crossing[1:-1]))  # buffers to receive in
+        always += problem.costs.num_buffers * num_chunks * float(np.median(crossing[1:-1]))  # buffers to receive in
     return min(1.0, max(0.0, (always + kept - memory_bytes) / kept)) if kept else 0.0

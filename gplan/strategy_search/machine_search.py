@@ -49,12 +49,13 @@ def search_machine(
         most_devices=len(machine.devices) if num_devices == "auto" else None,
         batch_size=batch_size,
         microbatch_size=microbatch_size,
+        has_replicas=False,
     )
     space = search_space(profile, request)
     settings = [
         (x, mode)
         for x, mode in product(space.strategies, space.recompute)
-        if x.num_replicas == 1 and x.num_stages == x.num_devices <= len(machine.devices)
+        if x.num_stages == x.num_devices <= len(machine.devices)
         if not (mode == "selected" and why_not_selected(x.schedule))
     ]
     if not settings:
@@ -62,7 +63,9 @@ def search_machine(
             f"no setting has one stage on each of at most {counted(len(machine.devices), 'device')}; name a schedule with one "
             "stage per device, such as --schedule 1f1b, or plan without --machine"
         )
-    started_s, plans, failure, num_tried = time.perf_counter(), list[Plan](), None, 0
+    started_s, plans, num_tried = time.perf_counter(), list[Plan](), 0
+    failure: NoPlanError | UsageError | None = None
+    stopped = "the time was up"
     for x, mode in settings:
         left_s = time_limit_s - (time.perf_counter() - started_s)
         if plans and left_s <= 0:
@@ -82,25 +85,32 @@ def search_machine(
                     **limits,
                 )
             )
-        except NoPlanError as error:
-            failure = error
+        except (NoPlanError, UsageError) as error:  # of one setting, such as fewer stages than the cuts need
+            if failure is None or isinstance(error, NoPlanError):
+                failure = error
+        except KeyboardInterrupt:
+            if not plans:
+                raise
+            stopped = "the search was interrupted"
+            break
         num_tried += 1
     if not plans:
         raise failure or NoPlanError("no setting was planned in time; allow more time (--time-limit)")
-    return _best(plans, len(settings) - num_tried, solve_s=time.perf_counter() - started_s)
+    solve_s, num_left = time.perf_counter() - started_s, len(settings) - num_tried
+    is_open = f"{stopped} after {seconds_text(solve_s)}: {counted(num_left, 'setting')} of {len(settings)} are open"
+    return _best(plans, is_open if num_left else "", solve_s=solve_s)
 
 
 def _label(plan: Plan) -> str:
-    return f"{plan.schedule}, {plan.num_microbatches} × {plan.microbatch_size}, recompute {plan.recompute}"
+    return f"{schedule_info(plan.schedule).title}, {plan.num_microbatches} × {plan.microbatch_size}, recompute {plan.recompute}"
 
 
-def _best(plans: list[Plan], num_left: int, *, solve_s: float) -> Plan:
+def _best(plans: list[Plan], is_open: str, *, solve_s: float) -> Plan:
+    """The plan with the shortest step; `is_open` says which settings were not planned, if any."""
     plans.sort(key=lambda x: (x.prediction.step_s, x.peak_bytes))
     best = plans[0]
-    note = f"the best of {counted(len(plans), 'setting')} that fit"
-    if num_left:
-        note = f"the time was up after {seconds_text(solve_s)}: {counted(num_left, 'setting')} of {num_left + len(plans)} are open"
-    bound_s = 0.0 if num_left else min(x.proof.lower_bound_s for x in plans)
+    note = is_open or f"the best of {counted(len(plans), 'setting')} that fit"
+    bound_s = 0.0 if is_open else min(x.proof.lower_bound_s for x in plans)
     return replace(
         best,
         proof=replace(best.proof, solver=f"search/{best.proof.solver}", lower_bound_s=bound_s, solve_s=solve_s),

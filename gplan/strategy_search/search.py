@@ -22,7 +22,13 @@ from gplan.graph.down_sets import DownSets, Prefixes
 from gplan.partition.balance import alternative_of
 from gplan.partition.candidates import TooManyCandidates
 from gplan.partition.constraints import check_constraints
-from gplan.partition.diagnosis import no_plan_error, one_device_notes, stages_that_fit_text, tightest_device
+from gplan.partition.diagnosis import (
+    conflicting_constraints,
+    no_plan_error,
+    one_device_notes,
+    stages_that_fit_text,
+    tightest_device,
+)
 from gplan.partition.problem import ROUNDING, Problem
 from gplan.partition.solve import TooManyDownSets, where_to_cut
 from gplan.partition.validation import check_limits, why_not_selected
@@ -144,7 +150,7 @@ def _no_plan_error(cache: SolveCache, memory_bytes: int | None, found: Found, ti
             "allow more time (--time-limit), or leave less open"
         )
     strategies, modes = cache.space.strategies, cache.space.recompute
-    only = cache.problem(strategies[0], modes[0], memory_bytes)
+    only = _most_telling(cache, memory_bytes)
     if memory_bytes is None or only.constraints or len(strategies) * len(modes) == 1:
         return no_plan_error(only)
     at_all = f"no plan of {_count_text(cache)} fits {bytes_text(memory_bytes)} per device"
@@ -160,6 +166,15 @@ def _no_plan_error(cache: SolveCache, memory_bytes: int | None, found: Found, ti
         f"{counted(problem.num_devices, 'device')}, {counted(problem.num_microbatches, 'micro-batch')} of "
         f"{problem.costs.microbatch_size}, {schedule_info(problem.schedule).title}, recompute {problem.recompute}"
     )
+
+
+def _most_telling(cache: SolveCache, memory_bytes: int | None) -> Problem:
+    """The setting to explain: of those that the constraints allow, the one with most devices, with one stage on each."""
+    strategies, mode = cache.space.strategies, cache.space.recompute[0]
+    for x in sorted(strategies, key=lambda x: (x.num_stages > x.num_devices, -x.num_devices)):
+        if not conflicting_constraints(found := cache.problem(x, mode, memory_bytes)):
+            return found
+    return cache.problem(strategies[0], mode, memory_bytes)
 
 
 def _count_text(cache: SolveCache) -> str:

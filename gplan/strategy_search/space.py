@@ -27,7 +27,13 @@ from gplan.partition.validation import (
     check_split_backward,
     why_not_selected,
 )
-from gplan.schedules.registry import canonical, check_custom_counts, num_stages_of, schedule_info
+from gplan.schedules.registry import (
+    canonical,
+    check_custom_counts,
+    default_num_microbatches,
+    num_stages_of,
+    schedule_info,
+)
 
 Auto: TypeAlias = Literal["auto"]
 
@@ -44,7 +50,6 @@ SIMPLEST = ("gpipe", "1f1b")
 """The schedules for one device, and those in which the first plan is searched."""
 
 AUTO_RECOMPUTE: tuple[RecomputeMode, ...] = ("never", "selected", "except-last", "always")
-_MICROBATCHES_PER_DEVICE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -90,6 +95,7 @@ class SearchRequest:
     microbatch_size: int | None  # None: any
     sharding: str = "none"
     allows: Allows = any_strategy
+    has_replicas: bool = True  # whether further pipelines may run beside the first
 
     @property
     def base_schedule(self) -> str:
@@ -135,8 +141,9 @@ def search_space(profile: Profile, request: SearchRequest) -> Space:
         raise UsageError(_no_setting_text(profile, request, device_counts, batch_size))
     strategies = tuple(x for x in every if any(request.allows(x, mode) for mode in recompute))
     if not strategies:
+        schedule = "auto" if request.schedule == "auto" else schedule_info(request.schedule).title
         raise UsageError(
-            f"none of {counted(len(every), 'setting')} is allowed with schedule {request.schedule} and recompute {request.recompute}; leave "
+            f"none of {counted(len(every), 'setting')} is allowed with schedule {schedule} and recompute {request.recompute}; leave "
             "more open: --schedule auto, --recompute auto, --k auto or --microbatches auto"
         )
     per_device = request.num_devices == "auto" and request.most_devices is None
@@ -176,13 +183,9 @@ def check_request(profile: Profile, request: SearchRequest) -> None:
         request.num_devices if isinstance(request.num_devices, int) else schedule_info(schedule).num_devices or 1
     )
     check_counts(profile, schedule, num_devices=num_devices, num_microbatches=1, num_replicas=1)
-    if (
-        request.most_devices is not None
-        and isinstance(request.num_devices, int)
-        and request.num_devices > request.most_devices
-    ):
+    if request.most_devices is not None and num_devices > request.most_devices:
         raise UsageError(
-            f"a pipeline of {request.num_devices} devices was asked for, but --devices is {request.most_devices}; "
+            f"a pipeline of {num_devices} devices was asked for, but --devices is {request.most_devices}; "
             f"try --k {request.most_devices} or fewer, or --k auto"
         )
 
@@ -192,8 +195,9 @@ def _device_counts(profile: Profile, request: SearchRequest) -> tuple[int, ...]:
     if request.num_devices != "auto":
         return (request.num_devices,)
     info = schedule_info(request.base_schedule)
-    most = min(len(profile.layers) // info.num_chunks, request.most_devices or MOST_DEVICES)
-    return tuple(k for k in range(1, most + 1) if info.num_devices in (None, k))
+    if info.num_devices is not None:
+        return (info.num_devices,)
+    return tuple(range(1, min(len(profile.layers) // info.num_chunks, request.most_devices or MOST_DEVICES) + 1))
 
 
 def _shardings(profile: Profile, request: SearchRequest) -> Callable[[int], tuple[Sharding, ...]]:
@@ -248,13 +252,13 @@ def _default_batch_size(profile: Profile, request: SearchRequest, most: int) -> 
     """The batch of the plan for the most devices with default micro-batches of the largest profiled size."""
     size = request.microbatch_size or profile.microbatch_sizes[-1]
     given = request.num_microbatches if isinstance(request.num_microbatches, int) else None
-    num_replicas = (request.most_devices or most) // most
+    num_replicas = (request.most_devices or most) // most if request.has_replicas else 1
     return num_replicas * (given or _default_microbatches(request, most)) * size
 
 
 def _default_microbatches(request: SearchRequest, num_devices: int) -> int:
     """The micro-batches of a custom order, or four for each device."""
-    return _most_microbatches(request) or _MICROBATCHES_PER_DEVICE * num_devices
+    return _most_microbatches(request) or default_num_microbatches(num_devices)
 
 
 def _most_microbatches(request: SearchRequest) -> int | None:
@@ -266,7 +270,9 @@ def _batch_cuts(
     profile: Profile, request: SearchRequest, num_devices: int, batch_size: int
 ) -> Iterator[tuple[int, int, int]]:
     """Replicas, micro-batches of each and their size, for every way to cut the batch."""
-    most = 1 if request.most_devices is None else request.most_devices // num_devices
+    most = 1
+    if request.has_replicas and request.most_devices is not None:
+        most = request.most_devices // num_devices
     for num_replicas in range(most, 0, -1):
         if batch_size % num_replicas == 0:
             found = _microbatch_cuts(profile, request, num_devices, batch_size // num_replicas)

@@ -151,8 +151,11 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(
                     f"{name} has {min(strange)}; expected {' or '.join(sorted(kinds))}: no other layer is computed"
                 )
-        if self.routed_experts and not self.num_experts_per_tok:
-            raise ValueError(f"num_experts_per_tok is 0 of {self.routed_experts} experts; expected at least 1")
+        if self.routed_experts and not 0 < self.num_experts_per_tok <= self.routed_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok} of {self.routed_experts} experts; expected 1 to "
+                f"{self.routed_experts}"
+            )
         for name in ("num_hidden_layers", "num_nextn_predict_layers"):
             if getattr(self, name) > _MOST_LAYERS:
                 raise ValueError(f"{name} is {getattr(self, name):,}; expected at most {_MOST_LAYERS:,}")
@@ -251,7 +254,7 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         window = self.attention_chunk_size or (self.sliding_window if self.use_sliding_window else 0)
         if not 0 < window < sequence:
             return 1.0
-        if self.layer_types or block >= self.num_hidden_layers:
+        if self.layer_types:
             is_local = self.layer_types[block : block + 1] not in ((), ("full_attention",))
         elif self.no_rope_layers:
             is_local = bool(self.no_rope_layers[block])
@@ -290,7 +293,7 @@ def load_decoder(name: str, settings: Mapping[str, Any] = MappingProxyType({})) 
     elif path.suffix == ".json":
         try:
             found = msgspec.json.decode(path.read_bytes())
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
             raise FileError(f"{path} cannot be read: {error}; expected the config.json of a model") from error
     else:
         raise UsageError(f"no model is named {name}; expected {', '.join(decoder_names())}, or a config.json")

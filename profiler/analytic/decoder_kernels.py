@@ -465,6 +465,6 @@ def layers_by_shape(parts: Sequence[Part]) -> dict[tuple[int, int], tuple[int, .
     """
     found: dict[tuple[int, int], tuple[int, ...]] = {}
     for layer, part in enumerate(parts):
-        for shape in part.weights:
+        for shape in dict.fromkeys(part.weights):
             found[shape] = (*found.get(shape, ()), layer)
     return found

@@ -214,6 +214,10 @@ def _hardware(content: dict[str, Any], *, name: str, place: str) -> Hardware:
             f"{place} does not describe a device: {error}; see profiler/analytic/hardware.toml for the keys"
         ) from error
     _check(entry, place)
+    try:
+        link, all_to_all = entry.link.link(), entry.all_to_all.link() if entry.all_to_all else None
+    except ValueError as error:
+        raise FileError(f"{place}: {error}") from error
     return Hardware(
         name=name,
         kind=entry.kind,
@@ -221,13 +225,13 @@ def _hardware(content: dict[str, Any], *, name: str, place: str) -> Hardware:
         bytes_per_s=entry.bytes_per_s,
         flops_per_s=tuple(entry.flops_per_s.items()),
         launch_s=entry.launch_s,
-        link=entry.link.link(),
+        link=link,
         efficiencies={kind: entry.efficiency[kind] for kind in KINDS},
         sources=tuple(msgspec.structs.asdict(entry.sources).items()),
         shapes=ShapeTable(dict(entry.shapes.rows)),
         kernels=entry.kernels,
         fused=tuple(entry.fused),
-        all_to_all=entry.all_to_all.link() if entry.all_to_all else None,
+        all_to_all=all_to_all,
     )
 
 
@@ -242,7 +246,7 @@ def _check(entry: _Entry, place: str) -> None:
         raise FileError(f"{place} has no memory_bytes; expected the memory of one device, such as 80e9")
     rates = {f"flops_per_s.{dtype}": value for dtype, value in entry.flops_per_s.items()}
     links: dict[str, MessageTable | None] = {"link": entry.link, "all_to_all": entry.all_to_all}
-    links |= {f"link.collective.{x.kind}": x.message for x in entry.link.collective}
+    links |= {f"link.collective.{x.kind}.{x.num_devices}": x.message for x in entry.link.collective}
     if few := [x for x in entry.link.collective if x.num_devices < 2]:
         raise FileError(f"{place}: num_devices of {few[0].kind} is {few[0].num_devices}; expected at least 2")
     rates |= {"bytes_per_s": entry.bytes_per_s}

@@ -336,8 +336,9 @@ def run_processes(
 
 
 def report_error(error: GplanError) -> None:
-    """Report this rank's failure to the supervisor, which raises the error if it is the root cause."""
-    print(ERROR + json.dumps([type(error).__name__, str(error)]), file=sys.stderr, flush=True)
+    """Report this rank's failure to the supervisor, which raises it, as its class of `gplan.core.errors`, if it is the cause."""
+    kind = next(x for x in type(error).__mro__ if x.__module__ == GplanError.__module__)
+    print(ERROR + json.dumps([kind.__name__, str(error)]), file=sys.stderr, flush=True)
 
 
 def signal_at_parents_end(number: signal.Signals) -> None:

@@ -431,7 +431,10 @@ class _Parameters:
         """Those of a function whose first arguments gplan passes."""
         if isinstance(function, nn.Module) or not callable(function):
             return cls(frozenset(), frozenset(), takes_all=False)
-        parameters = list(inspect.signature(function).parameters.values())
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except ValueError:  # a function in C may have no signature
+            return cls(frozenset(), frozenset(), takes_all=False)
         by_place = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
         by_name = [x for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
         passed = frozenset(x.name for x in by_place[:num_passed])

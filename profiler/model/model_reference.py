@@ -38,7 +38,7 @@ def parse_setting(text: str) -> SettingValue:
         return text.lower() == "true"
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return text
     return value if isinstance(value, bool | int | float | str | None) else text
 

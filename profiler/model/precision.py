@@ -9,7 +9,7 @@ are the optimizer's parameters; after its step they are rounded into those that 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError
 from gplan.core.precision import AS_MADE, Precision
+from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
 from profiler.model.materialise import parameter_as
 
@@ -38,9 +39,16 @@ def in_precision(file: ModelFile, precision: Precision) -> ModelFile:
     functions = dict(file.functions)
     for name in {"batches", "example_inputs"} & functions.keys():
         functions[name] = _converting(functions[name], dtype, are_batches=name == "batches")
+    try:
+        model = _converted(file.model, dtype, _dtype(precision.gradients))
+    except (RuntimeError, TypeError) as error:
+        raise ModelError(
+            f"{file.name} cannot be copied to convert it to precision {precision.name}: {describe(error)}; leave the precision "
+            "out, or keep locks, files and computed tensors out of the modules' attributes"
+        ) from error
     return replace(
         file,
-        model=_converted(file.model, dtype, _dtype(precision.gradients)),
+        model=model,
         functions=functions,
         fixed_inputs=convert_floats(file.fixed_inputs, dtype),
         precision=precision,
@@ -115,6 +123,6 @@ def _converting(function: Callable[..., Any], dtype: torch.dtype, *, are_batches
             if isinstance(batch, tuple | list) and len(batch) == 2:
                 yield convert_floats(batch[0], dtype), batch[1]
             else:
-                yield convert_floats(batch, dtype)
+                yield convert_floats(dict(batch) if isinstance(batch, Mapping) else batch, dtype)
 
     return batches if are_batches else lambda *args: convert_floats(function(*args), dtype)

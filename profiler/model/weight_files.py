@@ -140,7 +140,9 @@ def _described_location(entry: Mapping[str, Any], *, start: int) -> _Location:
 
 
 def _locations_in_torch_file(file: Path) -> dict[str, _Location]:
-    if not zipfile.is_zipfile(file):
+    with file.open("rb") as stream:  # raises where is_zipfile of a path would say no
+        is_zip = zipfile.is_zipfile(stream)
+    if not is_zip:
         raise FileError(f"{file} is neither a checkpoint of torch 1.6 or later nor a .safetensors file; {_SAVE_AGAIN}")
     try:
         saved = torch.load(file, map_location="meta", weights_only=True)

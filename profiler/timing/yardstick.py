@@ -40,7 +40,7 @@ PARTS = ("compute", "memory", "interpreter")
 WARMUPS = dict(zip(PARTS, (14, 1, 6), strict=True))
 """How often each part runs before it is timed.
 
-After 14 products a core has its full speed, also after a wait or work without large products. After six passes the code of
+After 14 times both products a core has its full speed, also after a wait or work without large products. After six passes the code of
 the tiny model is in the caches, whatever ran before.
 """
 PAGES = "pages"

@@ -72,6 +72,8 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
         "--minimize max-stage cannot be used in a search",
     ),
     (("--devices", "4", "--solver", "milp"), 2, "--solver milp cannot be used in a search"),
+    (("--k", "4", "--shard", "auto", "--solver", "milp"), 2, "--shard none, and no --devices"),
+    (("--k", "2", "--machine", "m.toml", "--shard", "auto"), 2, "--shard with --machine cannot be used in a search"),
     (("--devices", "4", "--pin", "a=0"), 2, "give --k a number"),
     (("--devices", "4", "--k", "5"), 2, "try --k 4 or fewer"),
     (("--k", "2", "--microbatches", "auto", "--batch-size", "7", "--microbatch-size", "2"), 2, "cannot be cut evenly"),

@@ -62,6 +62,12 @@ def test_a_link_that_is_none_is_refused(text: str) -> None:
         parse_link(text)
 
 
+@pytest.mark.parametrize("text", ["100Gb/s", "100Gb /s", "1Pb/s", "8 kb/s"])
+def test_bits_are_not_taken_for_bytes(text: str) -> None:
+    with pytest.raises(UsageError, match="reads as bits"):
+        parse_link(text)
+
+
 def test_binary_and_decimal_units_differ() -> None:
     assert parse_bytes("1GiB") == 2**30
     assert parse_bytes("1GB") == 10**9

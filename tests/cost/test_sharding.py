@@ -15,7 +15,7 @@ from gplan.core.checks import SHARDINGS
 from gplan.core.machine import Collective
 from gplan.core.precision import Precision
 from gplan.core.profile import ParameterSize, Profile
-from gplan.cost.memory_moments import stage_memory, stage_moments
+from gplan.cost.memory_moments import RESTING, memory_at, moment_bytes, stage_memory, stage_moments
 from gplan.cost.sharding import division_gains, sharded
 from gplan.cost.stage_costs import Costs
 from tests.made import make_profile
@@ -195,3 +195,24 @@ def test_gains_of_a_division(profile: Profile, num_replicas: int) -> None:
             whole.columns(*bounds).before_update_s + whole.update_alone_s(*bounds) + 1e-9
         )
         assert peak(part, first, end) <= peak(whole, first, end)
+
+
+def test_layers_of_buffers_alone_stay_whole() -> None:
+    profile = made()
+    buffers = replace(
+        profile.layers[0], parameters=(), num_parameters=0, gradient_bytes=0, largest_trained_bytes=0, weight_bytes=48
+    )
+    found = sharded(replace(profile, layers=(buffers, profile.layers[1])), num_replicas=4, sharding="weights")
+    assert (found.layers[0].weight_bytes, found.layers[0].gathered_bytes) == (48, 0)
+
+
+def test_what_is_freed_before_the_update_is_no_negative_workspace() -> None:
+    profile = made()
+    profile = replace(profile, layers=tuple(replace(x, gradient_bytes=80, parameters=()) for x in profile.layers))
+    costs = Costs(sharded(profile, num_replicas=2, sharding="optimizer"), 1, 2, num_replicas=2, sharding="optimizer")
+    parts = costs.one_stage_bytes(0, 2)
+    assert parts.optimizer_workspace < 0
+    update = replace(RESTING, workspace="optimizer_workspace", has_gradients=True)
+    held = memory_at(update, parts, action="update")
+    assert held.workspace_bytes == 0
+    assert held.peak_bytes == moment_bytes(update, parts)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gplan.core import Layer, Profile, SharedWeight, Timing
 from gplan.core.errors import UsageError
+from gplan.core.precision import Precision
 from gplan.evaluate.profile_difference import (
     Difference,
     Estimate,
@@ -206,6 +207,7 @@ def test_remarks_on_other_differences() -> None:
         model=replace(old.model, settings=(("depth", "3"),), digest="new"),
         versions=(("torch", "2.14"),),
         num_neighbours=1,
+        precision=Precision.named("autocast"),
         plan_notes=("also shown with plans",),
     )
     assert profile_difference(old, new).remarks == (
@@ -213,6 +215,7 @@ def test_remarks_on_other_differences() -> None:
         "machine: made (cpu) → other (cpu)",
         "threads: 1 → 2",
         "version of torch: 2.13 → 2.14",
+        "precision: as made → autocast",
         "processes beside the measured one: 0 → 1",
         "setting depth: none → 3",
         "of the old and the new profile: half measured",

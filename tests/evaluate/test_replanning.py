@@ -32,6 +32,7 @@ from tests.evaluate.explain.settings import (
 )
 from tests.made import make_profile
 from tests.reporting.subjects import named
+from tests.scheduled import scheduled_plan
 
 
 @pytest.mark.parametrize("recompute", ["never", "always", "except-last"])
@@ -59,6 +60,13 @@ def test_repricing_chunked_plans(given: dict[str, Any], minimize: str) -> None:
     worst = plan.device_peak_bytes.index(plan.peak_bytes)
     tight = plan_with_cuts(profile, replace(setting_of(plan), memory_bytes=plan.peak_bytes - 1), plan.cuts)
     assert memory_excess(tight).startswith(f"device {worst} needs")
+
+
+def test_memory_excess_names_the_stage_of_a_device() -> None:
+    plan = scheduled_plan("custom:1F0 1B0 / 0F0 0B0", num_microbatches=1)
+    worst = plan.stages_of(plan.device_peak_bytes.index(plan.peak_bytes))[0].index
+    assert memory_excess(replace(plan, memory_limit_bytes=plan.peak_bytes - 1)).startswith(f"stage {worst} needs")
+    assert [plan.stages_of(device)[0].index for device in range(2)] == [1, 0]
 
 
 def test_only_the_setting_limits_memory() -> None:

@@ -145,6 +145,22 @@ def test_halves_of_a_backward_are_scaled_together() -> None:
             assert after.median_s == pytest.approx(3 * before.median_s), (old.name, name)
 
 
+def test_quick_halves_of_a_backward_keep_some_of_their_time() -> None:
+    profile = profiled(overhead_s=0.5)
+    halves = tuple(
+        replace(x, costs=tuple(replace(c, input_gradient=c.forward, weight_gradient=c.forward) for c in x.costs))
+        for x in profile.layers
+    )
+    profile = replace(profile, layers=halves)
+    plan = gplan.balance(profile, num_devices=2, num_microbatches=4, schedule="zb-h1")
+    run = run_of(plan, plan)
+    seconds = {ActionKind.FORWARD: 1.0, ActionKind.INPUT_GRADIENT: 0.4, ActionKind.WEIGHT_GRADIENT: 0.4}
+    spans = [structs.replace(x, end_s=x.start_s + seconds.get(x.action.kind, x.duration_s)) for x in run.timeline.spans]
+    newer = retime_profile(profile, run=replace(run, timeline=replace(run.timeline, spans=tuple(spans))))
+    assert newer.overhead_s == pytest.approx(0.2)
+    assert all(x.costs[0].backward.median_s > 0 for x in newer.layers)
+
+
 def test_stages_quicker_than_the_overhead_lower_it() -> None:
     profile = profiled(overhead_s=0.1)
     plan = planned(profile)

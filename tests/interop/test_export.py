@@ -288,3 +288,9 @@ def test_a_mistake_is_one_message_with_its_exit_code(
     captured = capsys.readouterr()
     assert told in captured.err
     assert captured.out == ""
+
+
+def test_a_default_profile_that_cannot_be_read_is_not_needed(here: Path) -> None:
+    (here / "gplan.profile.json").write_text("{")
+    assert gplan_exits("export", "--to", "csv") == 0
+    assert gplan_exits("export", "--to", "csv", "--profile", "gplan.profile.json") == 3

@@ -24,7 +24,7 @@ from gplan.schedules.registry import SCHEDULES
 from profiler.analytic.decoder_config import Widths
 from profiler.analytic.decoder_profile import decoder_profile
 from profiler.analytic.hardware import load_hardware
-from tests.interop.planned import profiled, shared, transformer, value
+from tests.interop.planned import planned, profiled, shared, transformer, value
 from tests.made import make_profile
 
 
@@ -185,6 +185,16 @@ def test_a_refused_plan_comes_with_the_nearest_one_and_what_it_costs() -> None:
     assert (nearest.num_devices, nearest.num_microbatches, nearest.schedule) == (3, 6, "1f1b")
     text = nearest_plan_text(plan, profile, receiver="megatron")
     assert "gplan balance --for megatron --k 3 --microbatches 6 --schedule 1f1b --recompute never" in text
+    assert text.endswith("--recompute never")
+    sharded = nearest_plan_text(replace(plan, num_replicas=2, sharding="optimizer"), profile, receiver="megatron")
+    assert "the nearest plan that it can run" in sharded
+    tight = gplan.balance(
+        profile, num_devices=3, num_microbatches=6, schedule="gpipe", memory_bytes=10**6, minimize="max-stage"
+    )
+    text = nearest_plan_text(tight, profile, receiver="megatron")
+    assert text.endswith("--recompute never --memory 1000000B --minimize max-stage")
+    alone = gplan.balance(profile, num_devices=1, num_microbatches=6, schedule="gpipe")
+    assert "that it can run has one stage and takes" in nearest_plan_text(alone, profile, receiver="megatron")
     assert nearest_plan_text(plan, profiled("xyz"), receiver="megatron") == ""
     assert nearest_plan_text(plan, profile, receiver="automodel") != ""
 
@@ -207,6 +217,8 @@ READ = [
     ("torchgpipe", "3,1,3"),
     ("vllm", "2,1,1"),
     ("sglang", "export SGLANG_PP_LAYER_PARTITION=2,1,1\n"),
+    ("vllm", "export VLLM_PP_LAYER_PARTITION='2,1,1'\nvllm serve m --tensor-parallel-size=2 --port 8000\n"),
+    ("megatron", "# layout tuned by hand\ntorchrun pretrain.py --pipeline-model-parallel-layout 'Ett|t|tL'"),
 ]  # fmt: skip
 
 
@@ -368,3 +380,15 @@ def test_layouts_of_configurations_name_real_modules(receiver: str, first: str, 
     text = export(plan, to=receiver, profile=profile).text
     assert first in text and last in text
     assert read_layout(text, profile, receiver=receiver).cuts == plan.cuts
+
+
+def test_a_module_that_is_called_twice_on_a_stage_is_read_back() -> None:
+    plan = planned(["stem..relu", "mix", "relu#2"], ["head"])
+    text = export(plan, to="torchtitan").text
+    assert read_layout(text, named_profile(plan), receiver="torchtitan").cuts == plan.cuts
+
+
+@pytest.mark.parametrize("count", ["num_devices", "num_microbatches"])
+def test_no_devices_and_no_micro_batches_are_refused(count: str) -> None:
+    with pytest.raises(UsageError, match="asked for 0 .*; expected at least 1"):
+        import_plan("Ett|tt|tt|ttL", language_model(8), receiver="megatron", **{count: 0})

@@ -371,6 +371,7 @@ def test_more_stages_or_other_microbatches_than_the_plan_are_refused(recorded: d
         (b'{"traceEvents": [], "baseTimeNanoseconds": "soon"}', "baseTimeNanoseconds"),
         (b'{"traceEvents": []}', "no actions of a pipeline"),
         (gzip.compress(b'{"traceEvents": []}', mtime=0)[:-9], "cannot be read"),
+        (b'{"traceEvents": [{"ph": "X", "name": "J\xfcrgen", "ts": 1, "dur": 1}]}', "cannot be read"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, told: str) -> None:

@@ -151,3 +151,17 @@ def test_arrangements_that_were_not_bounded_in_time_are_noted() -> None:
     plan = balance(make_profile([1] * 6), num_devices=3, num_microbatches=4, machine=machine, time_limit_s=1e-9)
     assert "the time was up before all arrangements of the devices were bounded" in plan.notes
     assert not any("too many arrangements" in note for note in plan.notes)
+
+
+def test_equal_hosts_and_memories_are_not_told_apart() -> None:
+    places = tuple(MachineDevice(name=f"{h}{i}", host=f"h{h}", memory_bytes=10) for h in range(12) for i in range(8))
+    machine = Machine(devices=places, within=FAST, between=SLOW)
+    assert len(list(placement_module.host_by_host(machine, 16))) == 1
+    problem = make_problem([1.0] * 16, num_stages=16, weight_bytes=100)
+    assert placement_module.fits_machine(problem, machine, deadline_s=0.0) is False
+
+
+def test_a_device_without_a_limit_comes_before_those_with_one() -> None:
+    places = tuple(MachineDevice(name=str(x), host="a", memory_bytes=x) for x in (5, None, 9))
+    machine = Machine(devices=places, within=FAST, between=SLOW)
+    assert [[x.name for x in places] for places in placement_module.host_by_host(machine, 3)] == [["None", "9", "5"]]

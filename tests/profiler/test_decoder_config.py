@@ -95,9 +95,13 @@ def test_a_config_file_is_read_with_other_values(tmp_path: Path) -> None:
         path.write_text(json.dumps({**config, key: value}))
         with pytest.raises(FileError, match=told):
             load_decoder(str(path))
-    path.write_text("{")
-    with pytest.raises(FileError, match="cannot be read"):
+    path.write_text(json.dumps({**config, "num_local_experts": 1, "num_experts_per_tok": 2}))
+    with pytest.raises(FileError, match="num_experts_per_tok is 2 of 1 experts; expected 1 to 1"):
         load_decoder(str(path))
+    for content in (b"{", b'{"_name_or_path": "J\xfcrgen"}'):
+        path.write_bytes(content)
+        with pytest.raises(FileError, match="cannot be read"):
+            load_decoder(str(path))
 
 
 def test_experts_are_divided_over_ranks_that_are_there() -> None:

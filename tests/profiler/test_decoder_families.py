@@ -29,7 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 6, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 112, "head_dim": 12,
          "decoder_sparse_step": 2, "qkv_bias": True},
     ),
-    "Qwen3-MoE": ("qwen3_moe", {"num_experts": 6, "moe_intermediate_size": 48, "mlp_only_layers": [1]}),
+    "Qwen3-MoE": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]}),
     "Llama-4": ("llama4_text", {"num_local_experts": 4, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 208}),
     "Llama-4 by a list": ("llama4_text", {"num_local_experts": 4, "moe_layers": [0, 1, 3], "intermediate_size_mlp": 208}),
     "DeepSeek-V3": (

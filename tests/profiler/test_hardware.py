@@ -90,6 +90,7 @@ def test_a_file_of_ones_own_is_a_device(tmp_path: Path) -> None:
         ("bandwidth = 0.4", "bandwidth = 40", "efficiency.indexing is .* shares above 0 and at most 1"),
         ('kind = "cuda"', 'kind = "gpu"', "Invalid enum value 'gpu'"),
         ("[sources]", "[sources", "is not TOML"),
+        ("bytes_per_s = 10e9", "bytes_per_s = 10e9, points = [[2048, 2e-5], [1024, 1e-5]]", "points"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_with_the_key(tmp_path: Path, found: str, instead: str, message: str) -> None:

@@ -425,8 +425,9 @@ def test_lazy_model_is_measured_layer_by_layer() -> None:
 
 
 def test_an_unknown_device_and_a_missing_gpu_are_named() -> None:
-    with pytest.raises(UsageError, match="expected cpu, cuda, cuda:1 or meta"):
-        ProfileOptions(device="gpu")
+    for device in ("gpu", "cuda:", "cuda:x", "cuda:٣"):
+        with pytest.raises(UsageError, match="expected cpu, cuda, cuda:1 or meta"):
+            ProfileOptions(device=device)
     if not torch.cuda.is_available():
         with pytest.raises(UsageError, match="sees 0 CUDA devices here; use --device cpu"):
             ProfileOptions(device="cuda")
@@ -552,3 +553,9 @@ def test_note_on_contention_of_several_threads(monkeypatch: pytest.MonkeyPatch) 
     assert not ProfileOptions(microbatch_sizes=(2,), num_threads=2, contention=0).notes
     (note,) = ProfileOptions(microbatch_sizes=(2,), num_threads=2).notes
     assert "beside processes of one thread, not of 2" in note
+
+
+def test_a_process_that_may_use_one_core_is_refused_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("profiler.measure.usable_cores", lambda: [3])
+    with pytest.raises(UsageError, match="2 threads were requested; this process may use 1 core"):
+        ProfileOptions(num_threads=2)

@@ -141,6 +141,8 @@ def write_wrong(folder: Path) -> dict[str, Path]:
     files["shard"] = folder / "model.safetensors.index.json"
     files["shard"].write_text('{"weight_map": {"a": "lost.safetensors"}}')
     safetensors.save_file({"b": torch.ones(1)}, folder / "other.safetensors")
+    files["torch shard"] = folder / "pytorch_model.bin.index.json"
+    files["torch shard"].write_text('{"weight_map": {"a": "lost.bin"}}')
     files["wrong shard"] = folder / "wrong.index.json"
     files["wrong shard"].write_text('{"weight_map": {"a": "other.safetensors"}}')
     return files
@@ -158,6 +160,7 @@ def write_wrong(folder: Path) -> dict[str, Path]:
         ("empty folder", "has no weights; expected one of model.safetensors, .*pytorch_model.bin"),
         ("damaged", "a of .*damaged.safetensors ends after 306 of 396 bytes"),
         ("shard", "lost.safetensors cannot be read: No such file"),
+        ("torch shard", "lost.bin cannot be read: No such file"),
         ("wrong shard", "there is no a of .*other.safetensors, which its index lists"),
     ],
 )

@@ -249,3 +249,45 @@ def test_ranks_of_other_hosts_are_brought_to_one_clock() -> None:
             assert (step.start_s, step.end_s) == pytest.approx((same.start_s, same.end_s))
             assert [x.end_s for x in step.actions] == pytest.approx([x.end_s for x in same.actions])
     assert on_one_clock(ranks, ["a"] * len(ranks)) == [list(x) for x in ranks]
+
+
+def test_what_replicas_wait_for_is_no_interruption() -> None:
+    plan = replace(scheduled_plan("gpipe"), num_replicas=2)
+    options = RunOptions(num_steps=8)
+    ranks = [[_waiting(step, ActionKind.OPTIMIZER) for step in own] for own in ranks_of(plan, [(0.1, 0.0)] * 8) * 2]
+    run = torch_run(plan, ranks, peak_bytes=[1] * 4, check=None, options=options, loads=[HostLoad(wait_share=0.9)] * 4)
+    assert (run.num_disturbed, run.core_stretch) == (0, (1.0, 1.0))
+    ranks = [[_waiting(step, ActionKind.FORWARD) for step in own] for own in ranks]
+    assert torch_run(plan, ranks, peak_bytes=[1] * 4, check=None, options=options).num_disturbed == 5
+    sharded = replace(plan, sharding="weights")
+    assert torch_run(sharded, ranks, peak_bytes=[1] * 4, check=None, options=options).num_disturbed == 0
+
+
+def _waiting(step: StepRecord, kind: ActionKind) -> StepRecord:
+    """The step, with no processor time in actions of a kind."""
+    return replace(step, actions=tuple(replace(x, busy_s=0.0) if x.action.kind is kind else x for x in step.actions))
+
+
+@pytest.mark.parametrize(("num_cores", "is_told"), [(1, True), (2, False), (None, False)])
+def test_ranks_that_share_cores_are_no_other_work(num_cores: int | None, is_told: bool) -> None:
+    plan = scheduled_plan("gpipe")
+    ranks, loads = ranks_of(plan, [(0.1, 0.0)] * 8), [HostLoad(wait_share=0.9)] * 2
+    run = torch_run(
+        plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=8), loads=loads, num_cores=num_cores
+    )
+    assert any("2 processes of 1 threads shared 1 cores" in x for x in run.notes) is is_told
+    assert (run.host_load is None) is is_told
+
+
+def test_passes_of_replicas_in_one_process_are_averaged() -> None:
+    plan = scheduled_plan("gpipe")
+    options = RunOptions(num_steps=8)
+
+    def run(num_replicas: int) -> Run:
+        step = step_of(plan)
+        passes = [x for x in step.actions if x.action.kind is not ActionKind.OPTIMIZER]
+        step = replace(step, actions=(*step.actions, *passes * (num_replicas - 1)))
+        whole = replace(plan, num_replicas=num_replicas)
+        return virtual_run(whole, [step] * 8, peak_bytes=[1, 1], check=None, options=options)
+
+    assert run(3).timeline.step_s == pytest.approx(run(1).timeline.step_s)

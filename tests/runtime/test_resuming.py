@@ -120,3 +120,16 @@ def test_resume_true_on_first_start(tmp_path: Path, capsys: pytest.CaptureFixtur
         main([*command, "--resume", str(tmp_path / "elsewhere")])
     assert ended.value.code == 3
     assert "elsewhere is not there" in capsys.readouterr().err
+
+
+DRAWING = COUNTING.replace("torch.arange(seen, seen + batch_size).float()[:, None]", "torch.rand(batch_size, 1)")
+
+
+def test_data_continue_by_the_seed_of_the_run_that_saved(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(DRAWING)
+    file, saved = load_model_file(str(tmp_path / "model.py")), tmp_path / "saved"
+    plan = plan_for(file, num_devices=2)
+    whole = run_virtually(file, plan, RunOptions(num_steps=6, seed=7))
+    run_virtually(file, plan, RunOptions(num_steps=3, seed=7, save_every=3, checkpoints=str(saved)))
+    rest = run_virtually(file, plan, RunOptions(num_steps=6, resume=str(saved)))
+    assert rest.losses == whole.losses[3:]

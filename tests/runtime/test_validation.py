@@ -17,7 +17,7 @@ from gplan.core import Device, Link, Machine, MachineDevice, Plan
 from gplan.core.errors import FileError, GplanError, UsageError
 from gplan.runtime.pipeline import own_device
 from gplan.runtime.run.run_options import RunOptions
-from gplan.runtime.validation import check_fits_here, check_runnable, notes_on_machine
+from gplan.runtime.validation import check_fits_here, check_hosts, check_runnable, notes_on_machine
 from tests.made import FREE_LINK, make_profile
 from tests.runtime.plans import plan_for, recomputing, run_virtually, small_example
 
@@ -75,18 +75,18 @@ def test_check_says_before_it_starts_that_the_plain_model_does_not_fit(
     monkeypatch.setattr("gplan.runtime.validation.available_bytes", lambda: needed - 1)
     with pytest.raises(UsageError, match=rf"--check needs {needed} B, .* has {needed - 1} B left: run without --check"):
         gplan.run(plan, model="model.py", engine=engine, check=True)
-    check_fits_here(plan)
+    check_fits_here(plan, num_copies=1)
     monkeypatch.setattr("gplan.runtime.validation.available_bytes", lambda: needed)
-    check_fits_here(plan, num_checking=2 if engine == "torch" else 1)
+    check_fits_here(plan, num_copies=1, num_checking=2 if engine == "torch" else 1)
 
 
 def test_stages_on_gpus_need_no_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = replace(planned(), device=Device(name="NVIDIA H100", kind="cuda"))
     monkeypatch.setattr("gplan.runtime.validation.available_bytes", lambda: 0)
     with pytest.raises(UsageError, match="need .* together"):
-        check_fits_here(plan)
+        check_fits_here(plan, num_copies=1)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    check_fits_here(plan)
+    check_fits_here(plan, num_copies=1)
     assert notes_on_machine(plan) == ()
 
 
@@ -180,3 +180,35 @@ def test_gpu_that_is_not_there(device: str, rank: str, text: str, monkeypatch: p
     monkeypatch.setattr("gplan.runtime.pipeline.local_place", lambda: (int(rank), 2))
     with pytest.raises(UsageError, match=text):
         own_device(planned(), device)
+
+
+@pytest.mark.parametrize(
+    ("engine", "num_started", "told"),
+    [
+        ("virtual", 2, "torchrun started 2: run it without torchrun, or with --engine torch"),
+        ("torch", 1, "torchrun started 1 process, the plan needs 2: use --nproc-per-node 2"),
+    ],
+)
+def test_torchrun_with_another_engine_is_refused(
+    monkeypatch: pytest.MonkeyPatch, engine: Any, num_started: int, told: str
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "made")
+    monkeypatch.setenv("WORLD_SIZE", str(num_started))
+    with pytest.raises(UsageError, match=told):
+        gplan.run(planned(), model="model.py", engine=engine)
+    with pytest.raises(UsageError, match="start it without torchrun"):
+        gplan.verify(planned(), MADE, model="model.py", engine=engine)
+
+
+def test_too_few_processes_for_a_plan_of_hosts_are_no_index_error() -> None:
+    places = tuple(MachineDevice(name=f"a:{i}", host="a") for i in range(2))
+    check_hosts(on_places(*places), ["a"])
+
+
+def test_one_process_holds_one_copy_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replace(planned(), num_replicas=4)
+    needed = sum(stage.memory.peak_bytes for stage in plan.stages)
+    monkeypatch.setattr("gplan.runtime.validation.available_bytes", lambda: needed)
+    check_fits_here(plan, num_copies=1)
+    with pytest.raises(UsageError, match=f"the plan's 8 stages need {4 * needed} B together"):
+        check_fits_here(plan, num_copies=4)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gplan.core import Link, Machine, MachineDevice, Plan
+from gplan.core import Constraints, Link, Machine, MachineDevice, Plan
 from gplan.core.errors import UsageError
 from gplan.partition.balance import balance
 from gplan.strategy_search import machine_search
@@ -65,4 +65,37 @@ def test_a_setting_that_was_not_planned_in_time_is_open(monkeypatch: pytest.Monk
     )
     counts = re.search(r"the time was up after .*: (\d+) settings? of (\d+) are open", found.notes[-1])
     assert counts is not None and int(counts[1]) == int(counts[2]) - 1
+    assert not found.proof.is_proven
+
+
+def test_a_pipeline_of_fewer_devices_is_looked_at() -> None:
+    devices = tuple(MachineDevice(name=str(x), host="a", speed=x) for x in (1.0, 0.01))
+    link = Link(latency_s=0.0, bytes_per_s=1e9)
+    machine = Machine(devices=devices, within=link, between=link)
+    plan = search_machine(PROFILE, machine, num_devices="auto", num_microbatches="auto", batch_size=8)
+    assert (plan.num_devices, plan.proof.is_proven) == (1, True)
+    cut = search_machine(
+        PROFILE,
+        machine,
+        num_devices="auto",
+        num_microbatches=2,
+        batch_size=8,
+        constraints=Constraints(cut_after=("b",)),
+    )
+    assert (cut.num_devices, cut.cuts) == (2, (2,))
+
+
+def test_an_interrupt_keeps_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[Plan]()
+
+    def interrupted(*args: Any, **options: Any) -> Plan:
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.append(balance(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(machine_search, "balance", interrupted)
+    found = searched(1.0)
+    assert found.prediction.step_s == min(x.prediction.step_s for x in made)
+    assert re.search(r"the search was interrupted after .*: \d+ settings of \d+ are open", found.notes[-1])
     assert not found.proof.is_proven

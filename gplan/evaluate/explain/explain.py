@@ -139,7 +139,7 @@ def num_parameters(profile: Profile) -> list[int]:
     """The parameters of each layer; a shared parameter counts for every layer that uses it."""
     counts = [layer.num_parameters for layer in profile.layers]
     for shared in profile.shared_weights:
-        for layer in set(shared.layers):
+        for layer in shared.layers:
             counts[layer] += shared.num_parameters
     return counts
 

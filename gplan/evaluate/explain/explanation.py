@@ -41,7 +41,7 @@ class CutCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bottleneck:
-    """The device that computes longest, and where its time goes. The five times add up to the step."""
+    """The device that computes longest, and where its time goes. The six times add up to the step."""
 
     device: int
     stages: tuple[int, ...]  # that the device holds

@@ -12,7 +12,7 @@ from gplan.core import Plan, Profile
 from gplan.interop.export.requirements import Export, quoted
 from gplan.interop.export.torch_pipelining import CSV_FILE, torch_schedule
 from gplan.interop.export.torchtitan import ROTARY, schedule_for_file, stage_modules
-from gplan.interop.receivers import check_plan, decoder_of
+from gplan.interop.receivers import RECEIVERS, check_plan, decoder_of
 
 
 def to_automodel(plan: Plan, profile: Profile | None) -> Export:
@@ -42,5 +42,5 @@ PIPELINE = PipelineConfig(
 
 def _prefix(plan: Plan) -> str:
     """The path of the module that holds the blocks, such as "model."."""
-    decoder = decoder_of(plan.layer_names, "NeMo Automodel")
+    decoder = decoder_of(plan.layer_names, RECEIVERS["automodel"].title)
     return plan.layer_names[decoder.blocks.start].rpartition("layers.")[0]

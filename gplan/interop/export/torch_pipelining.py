@@ -6,8 +6,8 @@ module). gplan gives operations between modules to the module before them, so a 
 called. `pipeline()` traces the model: what skips layers is sent straight on, which the schedules of several stages a
 rank refuse (`PipelineScheduleMulti._validate_adjacent_stage_communication`); a parameter used on several stages is
 copied to each and its gradients are not added up. It has no option for recompute. Its stages exchange messages with
-their neighbours at the start, which a rank cannot send to itself (`_PipelineStageBase._get_init_p2p_neighbors_ops`; with gloo the first step
-of ZBVZeroBubble raises).
+their neighbours at the start, which a rank cannot send to itself (`_PipelineStageBase._get_init_p2p_neighbors_ops`;
+with gloo the first step of ZBVZeroBubble raises).
 """
 
 from __future__ import annotations

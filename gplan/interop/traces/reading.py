@@ -66,7 +66,7 @@ def read_trace(path: Path, *, block_bytes: int = 8 * 2**20) -> RankTrace:
     try:
         with _opened(path) as stream:
             header = _read_blocks(stream, collected, str(path), block_bytes)
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         said = getattr(error, "strerror", None) or str(error)
         raise FileError(f"{path} cannot be read: {said}; {_REMEDY}") from error
     rank = header.distributedInfo.rank if header.distributedInfo else None

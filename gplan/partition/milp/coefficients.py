@@ -105,9 +105,8 @@ class ParameterBytes:
         """
         found = []
         for i, (x, held) in enumerate(zip(self._profile.shared_weights, self._shared_on(k), strict=True)):
-            users = sorted(set(x.layers))
-            tied = self._program.at_least(f"t_{i}_{k}", [self._less(held, v, k) for v in users], high=1)
-            elsewhere = weighted([(1.0, len(users)), *((-1.0, self._choices.is_on(v, k)) for v in users)])
+            tied = self._program.at_least(f"t_{i}_{k}", [self._less(held, v, k) for v in x.layers], high=1)
+            elsewhere = weighted([(1.0, len(x.layers)), *((-1.0, self._choices.is_on(v, k)) for v in x.layers)])
             for most in (held, elsewhere):
                 self._program.require(most, at_least=tied)
             found.append(tied)
@@ -120,7 +119,7 @@ class ParameterBytes:
         """Of every shared weight whether any of its users is on stage k."""
         found = []
         for i, x in enumerate(self._profile.shared_weights):
-            on_stage = [self._choices.is_on(v, k) for v in sorted(set(x.layers))]
+            on_stage = [self._choices.is_on(v, k) for v in x.layers]
             found.append(self._program.at_least(f"u_{i}_{k}", on_stage, high=1))
             self._program.require(total(on_stage), at_least=found[-1])
         return found

@@ -97,7 +97,7 @@ def frontier_chart(plan: Plan, analysis: PlanAnalysis) -> Figure | None:
 
 
 def points_of(plan: Plan, explanation: Explanation | None) -> tuple[Point, ...]:
-    """The plan, its rivals, and the plans of its search and explanation for the same batch and number of devices."""
+    """The plan, its rivals, and the plans of its search and explanation for the same batch."""
     own = Point(kind="this plan", label="this plan", step_s=plan.prediction.step_s, peak_bytes=plan.peak_bytes)
     found = [own, *(_alternative(x, "another plan") for x in plan.frontier if _has_batch(x, plan))]
     found += [_alternative(x, "rival") for x in plan.rivals if _has_batch(x, plan)]

@@ -34,7 +34,6 @@ from gplan.reporting.looks import (
     ANY_ACTION,
     BEFORE,
     COMMUNICATION,
-    FAINT,
     IDLE,
     INK,
     Look,
@@ -200,5 +199,5 @@ def _panel_title(subject: Subject, side: str) -> str:
 
 
 def _end_handles(*, measured: bool) -> list[Artist]:
-    ends = [("end of the step", INK, _END)] + [("predicted end", FAINT, _PREDICTED_END)] * measured
-    return [Line2D([], [], color=x.light, linewidth=0.9, linestyle=style, label=name) for name, x, style in ends]
+    ends = [("end of the step", _END)] + [("predicted end", _PREDICTED_END)] * measured
+    return [Line2D([], [], color=INK.light, linewidth=0.9, linestyle=style, label=name) for name, style in ends]

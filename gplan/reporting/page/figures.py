@@ -35,16 +35,13 @@ _CAPTIONS = {
     ),
     "errors": "The error of every compared quantity, one mark for each stage or device.",
     "frontier": (
-        "Plans for the same batch and number of devices. The grey line joins those that no other plan beats in both memory "
-        "and step time."
+        "Plans for the same batch. The grey line joins those that no other plan beats in both memory and step time."
     ),
 }
 _AFTER_A_SEARCH = " A search finds more of them: `gplan balance --k {} --schedule auto --recompute auto`."
 _PLANNED = "The best plan for each number of devices K and micro-batches M, at this plan's micro-batch size."
-_SIMULATED = (
-    "This plan's stages with other numbers of micro-batches, simulated. To compare other numbers of devices, give the "
-    "profile: `gplan report --profile gplan.profile.json`."
-)
+_SIMULATED = "This plan's stages with other numbers of micro-batches, simulated."
+_GIVE_PROFILE = " To compare other numbers of devices, give the profile: `gplan report --profile gplan.profile.json`."
 _HALVES = ("memory-timeline", "memory", "accuracy", "errors", "choices", "frontier")
 _TOOLS = (("out", "−", "zoom out"), ("in", "+", "zoom in"), ("all", "whole step", "show the whole step"))
 _HINT = "Drag to pan, Ctrl and wheel or + and − to zoom, arrow keys to move from box to box."
@@ -59,7 +56,8 @@ _HATCH_ANGLES = {"/": (135,), "\\": (45,), "x": (45, 135), "-": (0,), "|": (90,)
 def charts_of(drawings: Sequence[Drawing], plan: Plan, analysis: PlanAnalysis) -> Callable[..., str]:
     """A function from names of charts to the HTML of those that were drawn; small ones are side by side."""
     by_name = {drawing.name: drawing for drawing in drawings}
-    captions = {**_CAPTIONS, "choices": _SIMULATED if analysis.explanation is None else _PLANNED}
+    hint = _GIVE_PROFILE if analysis.explanation is None else ""
+    captions = {**_CAPTIONS, "choices": _PLANNED if analysis.has_plans else _SIMULATED + hint}
     captions["frontier"] += "" if plan.frontier else _AFTER_A_SEARCH.format(plan.num_devices)
 
     def charts(*names: str) -> str:

@@ -63,7 +63,9 @@ def option_text(option: Option, *, plan: PlanSettings) -> str:
         "fewer devices": f"{devices} (one fewer){alone}"
         if setting.num_devices < plan.num_devices
         else "one device fewer",
-        "smaller microbatches": f"{batch} (the same batch)",
+        "smaller microbatches": f"{batch} (the same batch)"
+        if setting.num_microbatches * setting.microbatch_size == plan.num_microbatches * plan.microbatch_size
+        else "micro-batches of half the size",
         "more microbatches": f"{batch} (twice the batch)",
         "schedule": f"schedule {schedule_info(setting.schedule).title}",
         "recompute": f"recompute {setting.recompute}",
@@ -248,7 +250,7 @@ def _cut_views(explanation: Explanation) -> Iterator[RenderableType]:
         ),
         lines=tuple(_cut_line(cut, explanation) for cut in cuts[:_MOST_CUTS]),
         spare=("stages",),
-        below=f"{left_out} more cuts with less exposed transfers" if left_out > 0 else "",
+        below=f"{counted(left_out, 'more cut')} with less exposed transfers" if left_out > 0 else "",
     )
 
 

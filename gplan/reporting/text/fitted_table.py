@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
@@ -158,15 +158,16 @@ def names_of_equal(first: str, count: int) -> tuple[str, ...]:
 
 
 def shortened(name: str, width: int) -> str:
-    """A name of at most `width` characters, without its middle if it is longer.
+    """A name of at most `width` cells of a terminal, without its middle if it is longer.
 
     >>> shortened("transformer.encoder.layer.11", 16)
     'transfo…layer.11'
     """
-    if len(name) <= width:
+    if cell_len(name) <= width:
         return name
     tail = width // 2
-    return f"{name[: width - tail - 1]}…{name[-tail:]}"
+    first, last = set_cell_size(name, width - tail - 1), set_cell_size(name[::-1], tail)[::-1]
+    return f"{first.rstrip()}…{last.lstrip()}"  # half a wide character would be a space
 
 
 def limited(table: FittedTable, *, num_last: int, remedy: str) -> FittedTable:

@@ -19,6 +19,7 @@ from rich.style import Style
 from rich.text import Text
 
 from gplan.core import ActionKind, Timeline
+from gplan.core.units import counted
 from gplan.reporting.looks import ACTIONS, of_chunk
 from gplan.simulation.schedule_trial import has_whole_backward
 
@@ -72,7 +73,7 @@ class Gantt:
         times = axis(num_columns, column_s, self.timeline.step_s, self.time_text)
         yield Text(" " * margin + times, style="dim", no_wrap=True)
         if len(drawing.rows) > MOST_DEVICES:
-            yield Text(f"{len(drawing.rows) - MOST_DEVICES} more devices are not drawn", style="dim")
+            yield Text(f"not drawn: {counted(len(drawing.rows) - MOST_DEVICES, 'more device')}", style="dim")
         yield drawing.legend()
         yield Text("; ".join((*drawing.words(), f"one column is {self.time_text(column_s)}")))
 

@@ -38,7 +38,8 @@ def _host_lines(machine: Machine) -> Iterator[Line]:
         devices = list(group)
         known = [x.memory_bytes for x in devices if x.memory_bytes is not None]
         sizes = list(dict.fromkeys(bytes_text(end(known)) for end in (min, max))) if known else []
-        memory_text = f"{sizes[0]} each" if len(sizes) == 1 else " to ".join(sizes)
+        is_each = len(sizes) == 1 and len(known) == len(devices)
+        memory_text = f"{sizes[0]} each" if is_each else " to ".join(sizes)
         hardware = ", ".join(dict.fromkeys(x.hardware for x in devices))
         yield Line(cells=(host, counted(len(devices), "device"), memory_text, hardware))
 

@@ -72,7 +72,11 @@ def plan_view(plan: Plan) -> RenderableType:
     ]
     if longest_s := max(stage.cost.all_reduce_s for stage in plan.stages):
         whose = "all replicas and of tied weights" if plan.num_replicas > 1 else "tied weights"
-        gathered = ", and to gather the parameters for the next step" if plan.sharding == "optimizer" else ""
+        gathered = (
+            ", and to gather the parameters for the next step"
+            if plan.is_sharded and plan.sharding == "optimizer"
+            else ""
+        )
         lines.append(
             f"after its last backward a stage takes up to {seconds_text(longest_s)} to sum the gradients of {whose}{gathered}"
         )

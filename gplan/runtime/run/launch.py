@@ -70,6 +70,7 @@ def run_plan(
 ) -> Run:
     """Train with a plan on the given engine; a plan that cannot run is refused before anything starts."""
     check_runnable(plan)
+    _check_started(plan, engine)
     if engine == "virtual" and plan.is_sharded:
         raise UsageError(
             f"the virtual engine does not divide {plan.sharding} over replicas, as one process holds the stages of all of "
@@ -79,8 +80,8 @@ def run_plan(
         list_checkpoints(Path(options.resume))  # raises before any process starts
     _check_nothing_is_replaced(options)
     if not is_torchrun():
-        num_processes = plan.num_ranks if engine == "torch" else 1
-        check_fits_here(plan, num_checking=num_processes if options.check else 0)
+        num_copies, num_processes = (plan.num_replicas, plan.num_ranks) if engine == "torch" else (1, 1)
+        check_fits_here(plan, num_copies=num_copies, num_checking=num_processes if options.check else 0)
     if isinstance(model, str):
         check_nothing_beside(model, functions)
         path = Path(model.partition(":")[0])
@@ -108,6 +109,23 @@ def run_plan(
         "options": _options_text(options),
     }
     return run_torchrun_rank(source_of, plan, options, facts=facts, report=report)
+
+
+def _check_started(plan: Plan, engine: EngineName) -> None:
+    """Raise UsageError if torchrun started processes for another engine."""
+    num_started = int(os.environ.get("WORLD_SIZE", "1"))
+    if not is_torchrun():
+        return
+    if engine == "virtual" and num_started > 1:
+        raise UsageError(
+            f"the virtual engine computes everything in one process, and torchrun started {num_started}: run it without "
+            "torchrun, or with --engine torch"
+        )
+    if engine == "torch" and num_started == 1 < plan.num_ranks:
+        raise UsageError(
+            f"torchrun started 1 process, the plan needs {plan.num_ranks}: use --nproc-per-node {plan.num_ranks}, or "
+            "--engine virtual without torchrun"
+        )
 
 
 def _model_facts(model: ModelLike) -> dict[str, str]:

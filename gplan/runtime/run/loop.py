@@ -32,9 +32,16 @@ from gplan.runtime.run.tied_updates import TiedUpdates
 from gplan.runtime.sharded_replicas import check_optimizer
 from gplan.runtime.sharded_tensors import full_tensor, local_tensor
 from gplan.runtime.stage_module import StageModule
+from gplan.runtime.validation import host_bytes
 from gplan.runtime.virtual_engine import VirtualEngine
 from profiler.host.failure import failure_text
-from profiler.host.host_info import clock_id, garbage_collector_frozen, page_faults, return_large_blocks
+from profiler.host.host_info import (
+    clock_id,
+    garbage_collector_frozen,
+    page_faults,
+    return_large_blocks,
+    usable_cores,
+)
 from profiler.host.host_load import load_between, read_load
 from profiler.memory.allocations import AllocationTrace, storage_bytes, traced_allocations
 from profiler.model.data import check_batch, check_target
@@ -107,7 +114,7 @@ class _TrainingLoop:
     def __init__(self, source: ModelSource, plan: Plan, options: RunOptions, heartbeat: Heartbeat) -> None:
         file = source.file
         file.require("batches", "loss", "optimizer")
-        self._plan, self._options, self._heartbeat = plan, options, heartbeat
+        self._file, self._plan, self._options, self._heartbeat = file, plan, options, heartbeat
         self._data = BatchStream(file, plan.batch_size, seed=options.seed)
         inputs, target = self._data.peek()
         self._reference = _reference(source, plan, inputs, target) if options.check else None
@@ -120,7 +127,8 @@ class _TrainingLoop:
             timeout_s=options.timeout_s,
             heartbeat=heartbeat,
         )
-        if _is_scarce(plan):
+        num_copies = 1 if self._pipe.ranks is None else plan.num_replicas
+        if 2 * host_bytes(plan, num_copies=num_copies) > available_bytes():  # stages may take more than predicted
             return_large_blocks()
         self._optimizer = file.optimizer(list(self._pipe.parameters()))
         check_optimizer(self._optimizer, plan)
@@ -221,6 +229,8 @@ class _TrainingLoop:
                 f"{position + 1} of that size{again}"
             )
         self._notes = (*self._notes, f"went on from {loaded.path}: steps {num_steps + 1} to {wanted} were run")
+        if self._pipe.seed != self._options.seed:  # go on with the batches of the run that saved
+            self._data = BatchStream(self._file, self._plan.batch_size, seed=self._pipe.seed)
         self._data.skip_to(position)
 
     def _warn(self, note: str) -> None:
@@ -237,9 +247,9 @@ class _TrainingLoop:
             run = virtual_run(plan, steps, peak_bytes=self._peak_bytes, check=check, options=options, loads=[load])
         else:
             gathered: list[Any] = [None] * self._num_ranks
-            own = clock_id(), steps, self._peak_bytes[0], self._reserved_bytes, self._errors, load
+            own = clock_id(), steps, self._peak_bytes[0], self._reserved_bytes, self._errors, load, usable_cores()
             dist.all_gather_object(gathered, own)
-            clocks, found, peaks, reserved, errors, loads = zip(*gathered, strict=True)
+            clocks, found, peaks, reserved, errors, loads, cores = zip(*gathered, strict=True)
             ranks = on_one_clock(found, clocks)
             check = self._verdict(errors, steps[0].loss)
             run = torch_run(
@@ -251,6 +261,7 @@ class _TrainingLoop:
                 options=options,
                 loads=loads,
                 num_hosts=len(set(clocks)),
+                num_cores=len(set().union(*cores)),  # each rank is pinned to its own
             )
         return replace(run, notes=(*self._notes, *run.notes))
 
@@ -318,11 +329,6 @@ class _TrainingLoop:
         return storage_bytes(
             [x for stage in stages for x in self._pipe.runner.resident_tensors(stage)]
         ) + storage_bytes(state)
-
-
-def _is_scarce(plan: Plan) -> bool:
-    """Whether memory could run short if every stage took twice its predicted peak."""
-    return 2 * plan.num_replicas * sum(stage.memory.peak_bytes for stage in plan.stages) > available_bytes()
 
 
 def _reference(source: ModelSource, plan: Plan, inputs: Any, target: Any) -> Reference:

@@ -7,7 +7,6 @@ gap. No step is left out for its length (docs/cost-model.md, Host speed).
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import chain
@@ -53,15 +52,17 @@ def torch_run(
     options: RunOptions,
     loads: Sequence[HostLoad] = (),
     num_hosts: int = 1,
+    num_cores: int | None = None,
 ) -> Run:
     """Return the run of one process per device; `ranks[r][i]` is step i on rank r.
 
     The timeline is that of the first replica; a device's peak is the largest of its replicas, and so is what its
-    allocator reserved, 0 if unknown. Notes on the machine are made only for a run on one host.
+    allocator reserved, 0 if unknown. Notes on the machine are made only for a run on one host, of whose cores the ranks had
+    `num_cores` together (None: as many as they need).
     """
     steps = list(zip(*ranks, strict=True))
     largest = [max(reserved_bytes[device :: plan.num_devices], default=0) for device in range(plan.num_devices)]
-    on_cores, on_machine = (_notes_on_cores(plan), notes_on_machine(plan)) if num_hosts == 1 else ((), ())
+    on_cores, on_machine = (_notes_on_cores(plan, num_cores), notes_on_machine(plan)) if num_hosts == 1 else ((), ())
     run = _run(
         plan,
         ranks,
@@ -109,7 +110,7 @@ def virtual_run(
     loads: Sequence[HostLoad] = (),
 ) -> Run:
     """Return the run of the virtual engine: measured durations, laid out on the plan's devices and links."""
-    per_step = [_durations(step.actions) for step in steps]
+    per_step = [_durations(step.actions, num_replicas=plan.num_replicas) for step in steps]
 
     def mean_timeline(chosen: Sequence[int]) -> Timeline:
         return _virtual_timeline(plan, {x: fmean(per_step[i][x] for i in chosen) for x in per_step[0]})
@@ -147,7 +148,7 @@ def _run(
     first_replica = ranks[: plan.num_devices]
     growing = {i for i in timed if any(_is_growing(own[i]) for own in first_replica)}
     settled = _enough([i for i in timed if i not in growing], timed)
-    clean = [i for i in settled if _is_clean([x for own in ranks for x in own[i].actions])]
+    clean = [i for i in settled if _is_clean([x for own in ranks for x in own[i].actions if _is_own_work(plan, x)])]
     chosen, num_disturbed = _enough(clean, settled), len(settled) - len(clean)
     return Run(
         plan=plan,
@@ -189,7 +190,7 @@ def _core_stretch(
     found = []
     for device in range(plan.num_devices):
         counted_steps = [ranks[device % len(ranks)][i] for i in chosen]
-        actions = [x for step in counted_steps for x in step.actions]
+        actions = [x for step in counted_steps for x in step.actions if _is_own_work(plan, x)]
         lost_s = loads[device % len(loads)].lost_share * sum(x.end_s - x.start_s for x in counted_steps)
         busy_s = sum(x.busy_s for x in actions)
         off_core_s = max(0.0, sum(x.end_s - x.start_s for x in actions) - busy_s)
@@ -242,10 +243,10 @@ def _notes_on_steps(
     return tuple(found)
 
 
-def _notes_on_cores(plan: Plan) -> tuple[str, ...]:
-    """Note a host with fewer cores than devices."""
-    num_threads, num_cores = plan.device.num_threads, os.cpu_count() or 1  # a rank is pinned to its own
-    if plan.num_ranks * num_threads <= num_cores:
+def _notes_on_cores(plan: Plan, num_cores: int | None) -> tuple[str, ...]:
+    """Note ranks that had fewer cores together than they need."""
+    num_threads = plan.device.num_threads
+    if num_cores is None or plan.num_ranks * num_threads <= num_cores:
         return ()
     shared = f"{plan.num_ranks} processes of {num_threads} threads shared {num_cores} cores"
     return (f"{shared}, so the times are not those of as many devices; --engine virtual times the stages apart",)
@@ -262,6 +263,13 @@ def _is_growing(step: StepRecord) -> bool:
     Tables of large models leave gaps in the allocator's memory: it grows in some of the first ten steps.
     """
     return step.num_page_faults * _PAGE_FAULT_S > _MOST_FAULTS_SHARE * (step.end_s - step.start_s)
+
+
+def _is_own_work(plan: Plan, timing: ActionTiming) -> bool:
+    """Whether an action waits for no other process: updates include the sums over replicas, passes what these gather."""
+    if plan.num_replicas == 1:
+        return True
+    return plan.sharding != "weights" and timing.action.kind is not ActionKind.OPTIMIZER
 
 
 def _is_clean(actions: Sequence[ActionTiming]) -> bool:
@@ -306,11 +314,12 @@ def _means(steps: Sequence[Sequence[Piece]]) -> list[Piece]:
     ]
 
 
-def _durations(actions: Sequence[ActionTiming]) -> dict[Action, float]:
-    """Return the seconds of each action; an update may consist of several parts."""
+def _durations(actions: Sequence[ActionTiming], *, num_replicas: int) -> dict[Action, float]:
+    """Return the seconds of each action, the mean over the replicas' passes; an update may consist of several parts."""
     durations: dict[Action, float] = {}
     for x in actions:
-        durations[x.action] = durations.get(x.action, 0.0) + x.end_s - x.start_s
+        num_times = 1 if x.action.kind is ActionKind.OPTIMIZER else num_replicas
+        durations[x.action] = durations.get(x.action, 0.0) + (x.end_s - x.start_s) / num_times
     return durations
 
 

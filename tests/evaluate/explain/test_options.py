@@ -12,6 +12,7 @@ from gplan.evaluate.explain import options
 from gplan.evaluate.explain.explanation import Option
 from gplan.evaluate.explain.options import MORE_MEMORY_BYTES, OUT_OF_TIME, memory_gain_s
 from gplan.evaluate.replanning import TIME_LIMIT_S, PlanSettings
+from gplan.reporting.text.explanation import option_text
 from tests.evaluate.explain.settings import (
     CHUNKED,
     ONE_GB_PER_S,
@@ -77,7 +78,10 @@ def test_unprofiled_half_is_interpolated() -> None:
 def test_a_half_that_cannot_be_has_its_reason(size: int, sizes: tuple[int, ...], reason: str) -> None:
     found = tried(make_profile([1.0, 1.0], microbatch_sizes=sizes), setting(microbatch_size=size))
     assert found["smaller microbatches"][0].outcome is None
-    assert found["smaller microbatches"][0].reason.startswith(reason)
+    smaller = found["smaller microbatches"][0]
+    assert smaller.reason.startswith(reason)
+    text = option_text(smaller, plan=setting(microbatch_size=size))
+    assert text == ("micro-batches of half the size" if size == 3 else "8 micro-batches of 2 (the same batch)")
 
 
 def test_one_device_more_and_one_fewer() -> None:

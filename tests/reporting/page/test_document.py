@@ -226,3 +226,11 @@ def test_a_page_of_eight_stages_and_sixty_four_micro_batches_is_under_a_megabyte
     run = make_run(named(make_plan(100, num_stages=8, num_microbatches=64, recompute="always"), names))
     html = page(run, drawings, analysis_of(run.plan, None))
     assert 100_000 < len(html.encode()) < 1_000_000
+
+
+@pytest.mark.parametrize("has_plans", [True, False])
+def test_other_micro_batches_of_the_same_stages_are_not_called_the_best_plans(has_plans: bool) -> None:
+    run, picture = small_run(), Drawing(name="choices", png=b"", svg=b"<svg></svg>")
+    html = page(run, [picture], PlanAnalysis(choices=(), has_plans=has_plans))
+    assert ("The best plan for each number of devices" in html) is has_plans
+    assert ("stages with other numbers of micro-batches, simulated" in html) is not has_plans

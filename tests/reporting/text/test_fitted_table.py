@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
 
 from gplan.reporting.text.fitted_table import MOST_LINES, Column, FittedTable, Line, limited, shortened
 from tests.reporting.text.printed import printed
@@ -107,3 +108,9 @@ def test_a_shortened_name_keeps_its_ends(name: str, width: int) -> None:
     assert len(short) <= width
     head, _, tail = short.partition("…")
     assert name.startswith(head) and name.endswith(tail)
+
+
+@pytest.mark.parametrize(("name", "short"), [("层" * 10, "层层层…层层层层"), ("层" * 8, "层" * 8)])
+def test_a_name_of_wide_characters_is_shortened_by_its_width(name: str, short: str) -> None:
+    assert shortened(name, 16) == short
+    assert cell_len(short) <= 16

@@ -102,7 +102,7 @@ def test_no_color_is_heeded() -> None:
 
 def test_very_many_devices_are_not_all_drawn_and_it_is_said() -> None:
     lines = printed(Gantt(timeline=timeline_of("gpipe", MOST_DEVICES + 3, 1)), width=200)
-    assert "3 more devices are not drawn" in lines
+    assert "not drawn: 3 more devices" in lines
 
 
 @pytest.mark.parametrize(("name", "is_told"), [("zb-h1", True), ("zb-v", True), ("1f1b", False)])

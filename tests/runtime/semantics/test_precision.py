@@ -274,3 +274,14 @@ def test_what_clashes_with_the_model_is_refused() -> None:
     other = replace(plan, precision=Precision.named("autocast"))
     with pytest.raises(FileError, match=r"made for a Frozen with other parameters \(digest .*, now .* in float32\)"):
         gplan.pipeline(CASES["frozen"].build, other, inputs=inputs, loss=CASES["frozen"].loss)
+
+
+def test_weights_loaded_after_rounding_are_rounded_again() -> None:
+    case = CASES["tied"]
+    pipe = gplan.pipeline(case.build, plan_in("tied", "mixed"), loss=float_loss(case), inputs=case.batch(2)[0])
+    other = {name: x + 1 if x.is_floating_point() else x for name, x in pipe.state_dict().items()}
+    pipe.round_master_weights(pipe.parameters())
+    pipe.load_state_dict(other)
+    batch = case.batch(8)
+    expected = pipe.eval_step(*batch).item()
+    assert pipe.step(*batch).item() == pytest.approx(expected, rel=1e-3)
