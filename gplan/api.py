@@ -287,14 +287,13 @@ def verify(
     lost their cores too often are repeated, once for each plan at most. An interrupt, or a failure of the plan itself
     after the first round, ends it with the rounds so far.
 
-    Raises FileError where plan and profile do not belong together, and what `gplan.run` raises for the plan itself in
-    the first round; a rival that cannot be run is left out and named.
+    Raises UsageError under torchrun, FileError where plan and profile do not belong together, and what `gplan.run`
+    raises for the plan itself in the first round; a rival that cannot be run is left out and named.
     """
-    from gplan.runtime.run.launch import is_torchrun
+    from gplan.runtime.run.launch import check_not_torchrun
     from profiler.host.host_info import usable_cores
 
-    if is_torchrun():
-        raise UsageError("gplan verify starts the processes of every run itself; start it without torchrun")
+    check_not_torchrun()
 
     def runner(contender: Plan) -> Run:
         return run(

@@ -70,8 +70,9 @@ class ProfileOptions:
         check_microbatch_sizes(self.microbatch_sizes)
         cores = len(usable_cores())
         if not 1 <= self.num_threads <= cores:
+            most = "1 is possible" if cores == 1 else f"1 to {cores} are possible"
             raise UsageError(
-                f"{self.num_threads} threads were requested; this process may use {cores} cores: 1 to {cores} are possible"
+                f"{self.num_threads} threads were requested; this process may use {counted(cores, 'core')}: {most}"
             )
         if not self.budget_s > 0:
             raise UsageError(f"the time to sample is {self.budget_s:g} s; expected more than 0")

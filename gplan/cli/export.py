@@ -70,6 +70,7 @@ def _profile_of(plan: Plan, path: Path | None) -> Profile | None:
         return None
     try:
         found = json_files.load(Profile, Path(PROFILE_FILE))
-    except FileError:  # the export notes what it does not check without a profile
+    except FileError as error:
+        click.echo(f"note: {error}; exported without it", err=True)
         return None
     return found if (found.model, found.granularity) == (plan.model, plan.granularity) else None

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
               help="What is trained in: model (as the file makes it), float32, bfloat16, mixed (float32 master weights, states "
                    "and gradients beside bfloat16), mixed-bf16-gradients, or autocast.")  # fmt: skip
 @click.option("--budget", default=SAMPLING_BUDGET_S, show_default=True, metavar="SECONDS",
-              help="Longest sampling of the layers per micro-batch size; memory, optimizer and link come on top.")  # fmt: skip
+              help="When sampling of the layers ends, after at least ten rounds, per micro-batch size; memory, optimizer "
+                   "and link come on top.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, help="Seed of the weights.")
 @output_option(PROFILE_FILE)
 @json_option

@@ -27,7 +27,12 @@ from gplan.cli.output import json_option, print_result, progress_bar
 @click.option(
     "--check", is_flag=True, help="Compare the first step's gradients with those of the model without a pipeline."
 )
-@click.option("--seed", default=0, show_default=True, help="Seed of the initial weights and of dropout.")
+@click.option(
+    "--seed",
+    default=0,
+    show_default=True,
+    help="Seed of the initial weights, of dropout and of random batches; a resumed run keeps the saved one.",
+)
 @click.option("--weights", type=PATH, metavar="PATH",
               help="Start from these values: a safetensors or torch file, or a folder of them.")  # fmt: skip
 @click.option("--save-every", type=int, metavar="N", help="Write a checkpoint after every N steps.")

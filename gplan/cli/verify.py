@@ -64,7 +64,9 @@ def verify(
     from gplan.evaluate.verify import check_counts
     from gplan.files import json_files
     from gplan.reporting.text.verification import calibration_view, verification_view
+    from gplan.runtime.run.launch import check_not_torchrun
 
+    check_not_torchrun()  # before a model file is profiled
     check_counts(rounds, steps, rivals)
     learned, learned_file = None, calibration_file(profile_file)
     for path in (output, *([learned_file] if is_calibrating else [])):

@@ -184,7 +184,7 @@ def _torchgpipe(text: str, names: Sequence[str]) -> tuple[int, ...]:
 
 
 def _inference(text: str, names: Sequence[str]) -> tuple[int, ...]:
-    found = re.search(r"_PP_LAYER_PARTITION=[\"']?([\d, ]+)", text)
+    found = re.search(r"_PP_LAYER_PARTITION[\"'\]]*\s*=\s*[\"']?(\d+(?:\s*,\s*\d+)*)", text)
     return _block_ends(_numbers(found[1] if found else text, ()), names, "the receiver")
 
 

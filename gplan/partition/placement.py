@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import combinations_with_replacement, islice, pairwise
 
 from gplan.core import Link, Machine, MachineDevice
 from gplan.core.errors import UsageError
@@ -143,13 +143,15 @@ def _cost_key(machine: Machine, devices: Sequence[MachineDevice]) -> tuple[objec
 
 
 def _rest_key(machine: Machine, devices: Sequence[MachineDevice]) -> tuple[object, ...]:
-    """Everything about the unused devices that costs can depend on: links to the last device, and shared hosts."""
+    """Everything about the unused devices that costs can depend on: links to the last device and among them, and hosts."""
     rest = _unused_devices(machine, devices)
-    hosts = list(dict.fromkeys(device.host for device, _ in rest))
+    on_host = {device.host: device for device, _ in rest}
+    hosts = list(on_host)
     ahead = sorted(
         repr((x.speed, x.memory_bytes, machine.link(devices[-1], x), hosts.index(x.host), count)) for x, count in rest
     )
-    return tuple(ahead), devices[-1].host in hosts
+    pairs = combinations_with_replacement(on_host.values(), 2) if machine.links else ()
+    return tuple(ahead), devices[-1].host in hosts, tuple(machine.link(*pair) for pair in pairs)
 
 
 def _unused_devices(machine: Machine, devices: Sequence[MachineDevice]) -> list[tuple[MachineDevice, int]]:

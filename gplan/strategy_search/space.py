@@ -184,9 +184,11 @@ def check_request(profile: Profile, request: SearchRequest) -> None:
     )
     check_counts(profile, schedule, num_devices=num_devices, num_microbatches=1, num_replicas=1)
     if request.most_devices is not None and num_devices > request.most_devices:
+        remedy = f"try --k {request.most_devices} or fewer, or --k auto"
+        if schedule_info(schedule).num_devices is not None:
+            remedy = f"use --devices {num_devices} or more, or an order of fewer devices"
         raise UsageError(
-            f"a pipeline of {num_devices} devices was asked for, but --devices is {request.most_devices}; "
-            f"try --k {request.most_devices} or fewer, or --k auto"
+            f"a pipeline of {num_devices} devices was asked for, but --devices is {request.most_devices}; {remedy}"
         )
 
 

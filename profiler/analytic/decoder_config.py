@@ -255,7 +255,7 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 < window < sequence:
             return 1.0
         if self.layer_types:
-            is_local = self.layer_types[block : block + 1] not in ((), ("full_attention",))
+            is_local = self.layer_types[block] != "full_attention"
         elif self.no_rope_layers:
             is_local = bool(self.no_rope_layers[block])
         else:

@@ -218,6 +218,8 @@ READ = [
     ("vllm", "2,1,1"),
     ("sglang", "export SGLANG_PP_LAYER_PARTITION=2,1,1\n"),
     ("vllm", "export VLLM_PP_LAYER_PARTITION='2,1,1'\nvllm serve m --tensor-parallel-size=2 --port 8000\n"),
+    ("vllm", 'os.environ["VLLM_PP_LAYER_PARTITION"] = "2,1,1"\n'),
+    ("vllm", "VLLM_PP_LAYER_PARTITION=2,1,1 2>log vllm serve m"),
     ("megatron", "# layout tuned by hand\ntorchrun pretrain.py --pipeline-model-parallel-layout 'Ett|t|tL'"),
 ]  # fmt: skip
 

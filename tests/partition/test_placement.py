@@ -165,3 +165,11 @@ def test_a_device_without_a_limit_comes_before_those_with_one() -> None:
     places = tuple(MachineDevice(name=str(x), host="a", memory_bytes=x) for x in (5, None, 9))
     machine = Machine(devices=places, within=FAST, between=SLOW)
     assert [[x.name for x in places] for places in placement_module.host_by_host(machine, 3)] == [["None", "9", "5"]]
+
+
+def test_links_among_unused_devices_tell_arrangements_apart() -> None:
+    places = tuple(MachineDevice(name=f"h{i}", host=f"h{i}") for i in range(5))
+    fast = [HostLink(hosts=pair, link=FAST) for pair in (("h0", "h2"), ("h1", "h3"), ("h1", "h4"))]
+    machine = Machine(devices=places, within=FAST, between=SLOW, links=tuple(fast))
+    for found in (placement_module.host_by_host(machine, 3), arrangements(machine, 3)):
+        assert {("h3", "h1", "h4"), ("h4", "h1", "h3")} & {tuple(x.host for x in places) for places in found}

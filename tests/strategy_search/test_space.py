@@ -120,7 +120,10 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"most_devices": 0}, "asked for 0 devices"),
     ({"batch_size": -1}, "asked for -1 samples a batch"),
     ({"num_devices": 5, "most_devices": 4}, "try --k 4 or fewer"),
-    ({"schedule": OWN, "most_devices": 1}, "a pipeline of 2 devices was asked for, but --devices is 1"),
+    (
+        {"schedule": OWN, "most_devices": 1},
+        "asked for, but --devices is 1; use --devices 2 or more, or an order of fewer devices",
+    ),
     ({"schedule": "zigzag"}, "expected one of gpipe, 1f1b, eager-1f1b"),
     ({"schedule": "zb-h1"}, "profile again"),
     ({"schedule": "looped-bfs:7", "num_devices": "auto"}, "1 device x 7 chunks = 7 stages, the model has 6 layers"),

@@ -112,10 +112,10 @@ def run_plan(
 
 
 def _check_started(plan: Plan, engine: EngineName) -> None:
-    """Raise UsageError if torchrun started processes for another engine."""
-    num_started = int(os.environ.get("WORLD_SIZE", "1"))
+    """Raise UsageError if torchrun started processes that the engine does not use, or one where the plan needs more."""
     if not is_torchrun():
         return
+    num_started = int(os.environ.get("WORLD_SIZE", "1"))
     if engine == "virtual" and num_started > 1:
         raise UsageError(
             f"the virtual engine computes everything in one process, and torchrun started {num_started}: run it without "
@@ -194,6 +194,12 @@ def _only_stages(plan: Plan) -> list[int | None]:
 def is_torchrun() -> bool:
     """Whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def check_not_torchrun() -> None:
+    """Raise UsageError under torchrun, for what runs several plans one after the other."""
+    if is_torchrun():
+        raise UsageError("gplan verify starts the processes of every run itself; start it without torchrun")
 
 
 def is_main_process() -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from statistics import fmean
 
@@ -28,7 +29,7 @@ from gplan.core import (
 from gplan.core.host_load import interruption_text, largest_load
 from gplan.core.host_speed import mean_of_times
 from gplan.core.schedule import Piece
-from gplan.core.units import now_text
+from gplan.core.units import counted, now_text
 from gplan.runtime.recorder import ActionTiming
 from gplan.runtime.run.run_options import RunOptions, StepRecord
 from gplan.runtime.validation import notes_on_machine
@@ -148,7 +149,8 @@ def _run(
     first_replica = ranks[: plan.num_devices]
     growing = {i for i in timed if any(_is_growing(own[i]) for own in first_replica)}
     settled = _enough([i for i in timed if i not in growing], timed)
-    clean = [i for i in settled if _is_clean([x for own in ranks for x in own[i].actions if _is_own_work(plan, x)])]
+    is_own_work = partial(_is_own_work, plan, num_ranks=len(ranks))
+    clean = [i for i in settled if _is_clean([x for own in ranks for x in own[i].actions if is_own_work(x)])]
     chosen, num_disturbed = _enough(clean, settled), len(settled) - len(clean)
     return Run(
         plan=plan,
@@ -190,7 +192,7 @@ def _core_stretch(
     found = []
     for device in range(plan.num_devices):
         counted_steps = [ranks[device % len(ranks)][i] for i in chosen]
-        actions = [x for step in counted_steps for x in step.actions if _is_own_work(plan, x)]
+        actions = [x for step in counted_steps for x in step.actions if _is_own_work(plan, x, num_ranks=len(ranks))]
         lost_s = loads[device % len(loads)].lost_share * sum(x.end_s - x.start_s for x in counted_steps)
         busy_s = sum(x.busy_s for x in actions)
         off_core_s = max(0.0, sum(x.end_s - x.start_s for x in actions) - busy_s)
@@ -248,7 +250,7 @@ def _notes_on_cores(plan: Plan, num_cores: int | None) -> tuple[str, ...]:
     num_threads = plan.device.num_threads
     if num_cores is None or plan.num_ranks * num_threads <= num_cores:
         return ()
-    shared = f"{plan.num_ranks} processes of {num_threads} threads shared {num_cores} cores"
+    shared = f"{plan.num_ranks} processes of {counted(num_threads, 'thread')} shared {counted(num_cores, 'core')}"
     return (f"{shared}, so the times are not those of as many devices; --engine virtual times the stages apart",)
 
 
@@ -265,9 +267,9 @@ def _is_growing(step: StepRecord) -> bool:
     return step.num_page_faults * _PAGE_FAULT_S > _MOST_FAULTS_SHARE * (step.end_s - step.start_s)
 
 
-def _is_own_work(plan: Plan, timing: ActionTiming) -> bool:
-    """Whether an action waits for no other process: updates include the sums over replicas, passes what these gather."""
-    if plan.num_replicas == 1:
+def _is_own_work(plan: Plan, timing: ActionTiming, *, num_ranks: int) -> bool:
+    """Whether an action waits for no other replica: updates include sums over replicas, sharded passes gather weights."""
+    if plan.num_replicas == 1 or num_ranks == 1:
         return True
     return plan.sharding != "weights" and timing.action.kind is not ActionKind.OPTIMIZER
 
