@@ -13,6 +13,7 @@ from gplan.core.errors import FileError
 from gplan.evaluate.retiming import retime_profile
 from gplan.simulation.simulator import simulate
 from tests.made import make_profile
+from tests.partition.problems import in_halves
 from tests.reporting.subjects import make_run
 
 FACTORS = (3.0, 0.5)  # of forwards and of backwards, by stage
@@ -125,12 +126,7 @@ def test_layers_keep_proportions_and_bytes() -> None:
 
 
 def test_halves_of_a_backward_are_scaled_together() -> None:
-    profile = profiled(overhead_s=0.0)
-    halves = tuple(
-        replace(x, costs=tuple(replace(c, input_gradient=c.forward, weight_gradient=c.forward) for c in x.costs))
-        for x in profile.layers
-    )
-    profile = replace(profile, layers=halves)
+    profile = in_halves(profiled(overhead_s=0.0))
     plan = gplan.balance(profile, num_devices=2, num_microbatches=4, schedule="zb-h1")
     run = run_of(plan, plan)
     spans = [
@@ -146,12 +142,7 @@ def test_halves_of_a_backward_are_scaled_together() -> None:
 
 
 def test_quick_halves_of_a_backward_keep_some_of_their_time() -> None:
-    profile = profiled(overhead_s=0.5)
-    halves = tuple(
-        replace(x, costs=tuple(replace(c, input_gradient=c.forward, weight_gradient=c.forward) for c in x.costs))
-        for x in profile.layers
-    )
-    profile = replace(profile, layers=halves)
+    profile = in_halves(profiled(overhead_s=0.5))
     plan = gplan.balance(profile, num_devices=2, num_microbatches=4, schedule="zb-h1")
     run = run_of(plan, plan)
     seconds = {ActionKind.FORWARD: 1.0, ActionKind.INPUT_GRADIENT: 0.4, ActionKind.WEIGHT_GRADIENT: 0.4}
