@@ -89,6 +89,7 @@ def explain(
         rules=() if why_not else tuple(baseline_outcomes(plan, ordered)),
         spread=step_spread(plan, stage_spreads(plan, ordered)),
         notes=notes,
+        doubts=profile.doubts,
     )
 
 

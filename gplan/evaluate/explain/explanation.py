@@ -139,3 +139,4 @@ class Explanation:
     rules: tuple[BaselineOutcome, ...]  # the plan itself first
     spread: StepSpread
     notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()  # warnings of the profile: its times are uncertain

@@ -219,7 +219,7 @@ def explanation_view(explanation: Explanation) -> RenderableType:
         *_rule_views(explanation),
         Text(),
         Text(spread_text(explanation)),
-        *note_lines(explanation.notes),
+        *note_lines((*explanation.notes, *explanation.doubts)),
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import gplan
 from gplan.cli import main
-from gplan.core import Constraints, MachineDevice, Profile, SharedWeight
+from gplan.core import Constraints, HostLoad, HostSpeed, MachineDevice, Profile, SharedWeight, YardstickTimes
 from gplan.evaluate.explain.explain import THIS_PLAN, baseline_outcomes, explain, largest_load_s, num_parameters
 from gplan.evaluate.explain.explanation import BaselineOutcome
 from gplan.evaluate.replanning import problem_of, reprice
@@ -135,6 +135,15 @@ def test_explain_prints_and_writes_nothing(here: Path, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "Memory limits the step: without the limit of 60 B a device the step would be 14.3 % shorter." in out
     assert {x.name: x.read_bytes() for x in here.iterdir()} == before
+
+
+def test_the_profiles_warnings_stand_below(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
+    busy = HostSpeed(reference=once, load=HostLoad(wait_share=0.5))
+    gplan.save(replace(memory_bound(), host_speed=busy), "gplan.profile.json")
+    (doubt,) = replace(memory_bound(), host_speed=busy).doubts
+    assert gplan_exits("explain") == 0
+    assert doubt in " ".join(capsys.readouterr().out.split())
 
 
 def test_explain_as_json_holds_every_number(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
