@@ -32,7 +32,8 @@ _LAUNCH_BOUND_SHARE = 0.9  # launches over device time; 1 less the resolution of
 
 @dataclass(slots=True)
 class Samples:
-    """Clean and refused durations of one action, and when each was taken; on a GPU also the host's launch times."""
+    """Clean durations of one action and processor seconds of refused ones, and when each was taken; on a GPU also the host's
+    launch times."""
 
     clean_s: list[float] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)
@@ -41,9 +42,10 @@ class Samples:
     refused_at_s: list[float] = field(default_factory=list)
 
     def add(self, wall_s: float, busy_s: float) -> None:
-        """Add a sample that ends now; it is refused if the thread waited for its core too long."""
+        """Add a sample that ends now; it is refused if the thread waited for its core too long: then its processor time is
+        kept, so that what other processes took is not in it."""
         is_clean, at_s = is_undisturbed(wall_s, busy_s), time.time() - wall_s / 2
-        (self.clean_s if is_clean else self.refused_s).append(wall_s)
+        (self.clean_s if is_clean else self.refused_s).append(wall_s if is_clean else busy_s)
         (self.clean_at_s if is_clean else self.refused_at_s).append(at_s)
 
     def add_clean(self, seconds: float, at_s: float) -> None:
@@ -70,7 +72,7 @@ class Samples:
         return Samples(clean_s=[x for x, _ in inside], clean_at_s=[at for _, at in inside])
 
     def timing(self) -> Timing:
-        """Median and quartiles of the clean samples; of the shorter half of all samples if fewer than three are clean.
+        """Median and quartiles of the clean samples; of the shorter half of all if fewer than three are clean.
 
         An action that was never run, such as the backward of a frozen layer, takes 0 s.
         """

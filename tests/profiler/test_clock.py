@@ -158,3 +158,10 @@ def test_both_clocks_time_the_same_way(stream: Stream) -> None:
         assert clock.time(samples, abs, -2) == 2
         clock.flush()
         assert len(samples.clean_s) == 1
+
+
+def test_samples_that_lost_their_core_count_with_their_processor_time() -> None:
+    samples = Samples()
+    for _ in range(5):
+        samples.add(wall_s=2.0, busy_s=1.0)
+    assert (samples.timing().median_s, samples.timing().num_refused) == (1.0, 5)
