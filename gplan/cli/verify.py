@@ -51,8 +51,8 @@ def verify(
       gplan verify --calibrate
       gplan verify model.py --k 2
 
-    The rivals: equal numbers of layers, plans that the file names for comparison, one cut moved by a layer, another schedule, half and double
-    the micro-batches (with the same batch if those sizes were profiled). A model file is first profiled and balanced.
+    The rivals: equal numbers of layers, plans that the file names for comparison, one cut moved by a layer, another
+    schedule, half and double the micro-batches (with the same batch if those sizes were profiled). A model file is first profiled and balanced.
     """
     from rich.console import Group
     from rich.text import Text

@@ -31,9 +31,7 @@ class PlanAnalysis:
 
     choices: tuple[ScalingPoint, ...]
     explanation: Explanation | None = None  # None: there was no profile
-    has_plans: bool = (
-        False  # whether the choices are plans of their own, not the plan's stages with other micro-batches
-    )
+    has_plans: bool = False  # whether the choices are plans of their own, or else the plan's stages
 
 
 def analysis_of(

@@ -227,8 +227,7 @@ def host_bytes(plan: Plan, *, num_copies: int) -> int:
 
 
 def check_fits_here(plan: Plan, *, num_copies: int, num_checking: int = 0) -> None:
-    """Raise UsageError if this host lacks the memory for so many copies of all stages, one for each replica that runs at a
-    time.
+    """Raise UsageError if this host lacks the memory for so many copies of all stages: one for each replica at a time.
 
     `num_checking` processes compare their gradients with the plain model's: before the stages exist, each runs the whole
     model two or three times, once on the whole mini-batch; the gradients of one time stay beside the stages.
