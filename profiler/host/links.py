@@ -34,7 +34,7 @@ from gplan.core.units import counted
 from profiler.host.host_info import pin_to_share
 from profiler.host.host_load import thread_times, waited_for_others_s
 from profiler.host.processes import end_with_parent, run_processes
-from profiler.timing.clock import Clock, CpuClock, CudaClock, Samples, is_undisturbed
+from profiler.timing.clock import Clock, CpuClock, CudaClock, Samples
 
 
 def connection_threads() -> Iterator[int]:
@@ -202,8 +202,7 @@ class GroupTimer:
         most_s = torch.tensor(waited_s, dtype=torch.float64, device=self.device)
         self.group.allreduce([most_s], dist.ReduceOp.MAX).wait()
         for seconds, longest_s in zip(taken_s, most_s.tolist(), strict=True):
-            is_clean = is_undisturbed(seconds, seconds - longest_s)
-            (samples.clean_s if is_clean else samples.refused_s).append(seconds)
+            samples.add(seconds, seconds - longest_s, waits=True)
 
     def _timed(self, action: Callable[[], object]) -> float:
         samples, start_s = Samples(), time.perf_counter()

@@ -32,8 +32,10 @@ _LAUNCH_BOUND_SHARE = 0.9  # launches over device time; 1 less the resolution of
 
 @dataclass(slots=True)
 class Samples:
-    """Clean durations of one action and processor seconds of refused ones, and when each was taken; on a GPU also the host's
-    launch times."""
+    """Clean and refused durations of one action, and when each was taken; on a GPU also the host's launch times.
+
+    Refused ones are processor seconds, unless waiting is a part of the action.
+    """
 
     clean_s: list[float] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)
@@ -41,11 +43,13 @@ class Samples:
     clean_at_s: list[float] = field(default_factory=list)  # time.time: on a CPU the middle, on a GPU after the launches
     refused_at_s: list[float] = field(default_factory=list)
 
-    def add(self, wall_s: float, busy_s: float) -> None:
-        """Add a sample that ends now; it is refused if the thread waited for its core too long: then its processor time is
-        kept, so that what other processes took is not in it."""
+    def add(self, wall_s: float, busy_s: float, *, waits: bool = False) -> None:
+        """Add a sample that ends now; it is refused if the thread waited for its core too long.
+
+        Of a refused one the processor time is kept, as other processes had the rest; the wall time if the action `waits`.
+        """
         is_clean, at_s = is_undisturbed(wall_s, busy_s), time.time() - wall_s / 2
-        (self.clean_s if is_clean else self.refused_s).append(wall_s if is_clean else busy_s)
+        (self.clean_s if is_clean else self.refused_s).append(wall_s if is_clean or waits else busy_s)
         (self.clean_at_s if is_clean else self.refused_at_s).append(at_s)
 
     def add_clean(self, seconds: float, at_s: float) -> None:
