@@ -28,6 +28,7 @@ from gplan.core.progress import Progress, no_progress
 from gplan.evaluate.calibration import calibrate as calibrate
 from gplan.evaluate.calibration import calibrated as calibrated
 from gplan.evaluate.compare import compare as compare
+from gplan.evaluate.replanning import for_one_process
 from gplan.evaluate.verify import NUM_ROUNDS, NUM_STEPS
 from gplan.evaluate.verify import verify as verify_by
 from gplan.files import json_files
@@ -178,6 +179,7 @@ def run(
     *,
     model: str | nn.Module | Sequence[nn.Module] | None = None,
     engine: Literal["torch", "virtual"] = "torch",
+    profile: Profile | None = None,
     num_steps: int = 20,
     check: bool = False,
     loss: Callable[..., Any] | None = None,
@@ -195,7 +197,8 @@ def run(
 
     `model` is by default the model file that the plan was made for; a module in memory (with `loss`, `optimizer` and
     `batches`) can be run by the virtual engine only, as processes cannot share it. `check` compares the first step's
-    gradients with the plain model's. `weights` (a safetensors or torch file, or a folder) replaces the values that the
+    gradients with the plain model's. With `profile`, the one that the plan was made from, a run by the virtual engine is
+    compared with the times of one process alone, not those of devices side by side. `weights` (a safetensors or torch file, or a folder) replaces the values that the
     seed gives. A checkpoint is written to the folder `checkpoints` after every `save_every` steps; `resume` (a
     checkpoint, or a folder, whose newest whole one is meant; True: `checkpoints`, if it has one yet) goes on from one,
     also one that was saved under another plan, to `num_steps` in all. Nothing may stand still for longer than
@@ -209,6 +212,8 @@ def run(
 
     if engine not in launch.ENGINES:
         raise UsageError(f"engine {engine!r} is not known; expected one of {', '.join(launch.ENGINES)}")
+    if engine == "virtual":
+        plan = for_one_process(plan, profile)
     options = RunOptions(
         num_steps=num_steps,
         check=check,
@@ -300,6 +305,7 @@ def verify(
             contender,
             model=model,
             engine=engine,
+            profile=profile,
             num_steps=num_steps,
             loss=loss,
             optimizer=optimizer,

@@ -20,6 +20,7 @@ PACKAGES = (
     "gplan.schedules",
     "gplan.files",
     "gplan.graph",
+    "gplan.corrections",
     "gplan.cost",
     "gplan.simulation",
     "gplan.partition",

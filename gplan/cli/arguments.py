@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from gplan.core import Calibration, Profile
+    from gplan.core import Calibration, Plan, Profile
 
 PROFILE_FILE, PLAN_FILE, RUN_FILE = "gplan.profile.json", "gplan.plan.json", "gplan.run.json"
 MACHINE_FILE = "cluster.toml"
@@ -105,6 +105,24 @@ def schedule_counts(schedule: str, num_devices: NumberT, num_microbatches: Numbe
         found.num_devices if num_devices is None else num_devices,
         found.num_microbatches if num_microbatches is None else num_microbatches,
     )
+
+
+def profile_of_plan(plan: Plan, path: Path | None) -> Profile | None:
+    """The profile at `path`; without a path, the default file if its model is the plan's."""
+    from gplan.core import Profile
+    from gplan.core.errors import FileError
+    from gplan.files import json_files
+
+    if path is not None:
+        return json_files.load(Profile, path)
+    if not Path(PROFILE_FILE).exists():
+        return None
+    try:
+        found = json_files.load(Profile, Path(PROFILE_FILE))
+    except FileError as error:
+        click.echo(f"note: {error}; went on without it", err=True)
+        return None
+    return found if (found.model, found.granularity) == (plan.model, plan.granularity) else None
 
 
 def calibration_file(profile: Path) -> Path:

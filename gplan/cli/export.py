@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from gplan.cli.arguments import PATH, PLAN_FILE, PROFILE_FILE, RECEIVERS
+from gplan.cli.arguments import PATH, PLAN_FILE, PROFILE_FILE, RECEIVERS, profile_of_plan
 from gplan.cli.output import json_option, print_result
-
-if TYPE_CHECKING:
-    from gplan.core import Plan, Profile
 
 _FORMATS = [*RECEIVERS, "csv", "json"]
 
@@ -42,7 +38,7 @@ def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, 
     from gplan.interop.planning import nearest_plan_text
 
     chosen = json_files.load(Plan, plan)
-    profile = _profile_of(chosen, profile_file)
+    profile = profile_of_plan(chosen, profile_file)
     try:
         made = export_plan(chosen, to=to, profile=profile)
     except UsageError as error:
@@ -56,21 +52,3 @@ def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, 
     print_result(made, lambda: text, as_json=as_json)
     for note in () if as_json else made.notes:
         click.echo(f"note: {note}", err=True)
-
-
-def _profile_of(plan: Plan, path: Path | None) -> Profile | None:
-    """The profile at `path`; without a path, the default file if its model is the plan's."""
-    from gplan.core import Profile
-    from gplan.core.errors import FileError
-    from gplan.files import json_files
-
-    if path is not None:
-        return json_files.load(Profile, path)
-    if not Path(PROFILE_FILE).exists():
-        return None
-    try:
-        found = json_files.load(Profile, Path(PROFILE_FILE))
-    except FileError as error:
-        click.echo(f"note: {error}; exported without it", err=True)
-        return None
-    return found if (found.model, found.granularity) == (plan.model, plan.granularity) else None

@@ -14,6 +14,7 @@ from gplan.cli.arguments import (
     RUN_FILE,
     engine_option,
     output_option,
+    profile_of_plan,
     timeout_option,
 )
 from gplan.cli.output import json_option, print_result, progress_bar
@@ -40,12 +41,14 @@ from gplan.cli.output import json_option, print_result, progress_bar
 @click.option("--resume", is_flag=False, flag_value="", metavar="[PATH]", default=None,
               help="Continue from PATH, or from the latest checkpoint in the folder if there is one. The plan may "
                    "differ from the one that wrote it.")  # fmt: skip
+@click.option("--profile", "profile_file", type=PATH, metavar="FILE",
+              help="The profile that the plan was made from.  [default: gplan.profile.json, if it is that]")  # fmt: skip
 @timeout_option
 @output_option(RUN_FILE)
 @json_option
 def run(
     model: str | None, plan_file: Path, engine: Any, steps: int, check: bool, seed: int, weights: Path | None,
-    save_every: int | None, checkpoints: Path, resume: str | None, timeout: float, output: Path, as_json: bool,
+    save_every: int | None, checkpoints: Path, resume: str | None, profile_file: Path | None, timeout: float, output: Path, as_json: bool,
 ) -> None:  # fmt: skip
     """Train with a plan and compare the measured step with the prediction. MODEL is by default the plan's own model file.
 
@@ -72,6 +75,7 @@ def run(
             plan,
             model=model,
             engine=engine,
+            profile=profile_of_plan(plan, profile_file),
             num_steps=steps,
             check=check,
             seed=seed,

@@ -48,5 +48,5 @@ from gplan.core.schedule import (
     is_recomputed,
     runs_forward_again,
 )
-from gplan.core.stage_cost import Contention, Floats, Seconds, StageCost, StageSeconds, StageTimes
+from gplan.core.stage_cost import Floats, Seconds, StageCost, StageSeconds, StageTimes
 from gplan.core.verification import Contender, LeftOut, Verification

@@ -240,6 +240,7 @@ class StepCost:
     update_contention: float = 1.0  # slow-down while other processes of the host update at the same time
     master_bytes: int = 0  # part of state_bytes: float32 weights beside the parameters
     fixed_s: float = 0.0  # part of both that every stage takes, whatever its layers
+    tied_update_s: float = 0.0  # added to an update beside that of a device with the same weight (gplan/corrections)
 
     def __post_init__(self) -> None:
         check_amounts(self)

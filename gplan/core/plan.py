@@ -29,7 +29,7 @@ from gplan.core.machine import Device, Link, MachineDevice
 from gplan.core.precision import Precision
 from gplan.core.profile import ModelId
 from gplan.core.schedule import Timeline
-from gplan.core.stage_cost import Contention, StageCost
+from gplan.core.stage_cost import StageCost
 from gplan.core.units import ends_text
 
 
@@ -123,9 +123,8 @@ class Stage:
     layer_names: tuple[str, ...]
     layer_forward_s: tuple[float, ...]
     layer_backward_s: tuple[float, ...]  # the last layer's times include the loss
-    cost: StageCost  # without contention, like the layers' seconds
+    cost: StageCost
     memory: StageMemory
-    contention: Contention = field(default_factory=Contention)
     recompute_layers: tuple[str, ...] = ()  # with recompute "selected": the layers to recompute, one by one
     machine_device: MachineDevice | None = None  # None: no machine was given
     device: int | None = None  # None: the stage's number, as each device has one stage
@@ -146,9 +145,9 @@ class Stage:
                 raise ValueError(f"stage {self.index} has {found} {name}; expected {expected}")
 
     @property
-    def contended_cost(self) -> StageCost:
-        """The cost beside the other devices of the host."""
-        return self.cost.contended(self.contention)
+    def layer_times_s(self) -> tuple[tuple[float, float], ...]:
+        """The forward and the backward of each layer for one micro-batch."""
+        return tuple(zip(self.layer_forward_s, self.layer_backward_s, strict=True))
 
     @property
     def num_layers(self) -> int:
@@ -252,7 +251,7 @@ class Plan:
     notes: tuple[str, ...] = ()  # shown with the plan, such as interpolated costs
     granularity: Granularity = "layer"
     constraints: Constraints = field(default_factory=Constraints)  # satisfied by the partition
-    shares_host: bool = True  # whether its devices compute beside each other, with the stages' contention
+    shares_host: bool = False  # whether its times are those of devices that compute side by side on one host
     num_replicas: int = 1  # data-parallel pipelines, each with its share of the batch
     sharding: Sharding = "none"  # of each stage over the replicas
     frontier: tuple[Alternative, ...] = ()  # of a search: by rising step time and falling peak memory, with this plan
@@ -279,14 +278,8 @@ class Plan:
 
     @property
     def stage_costs(self) -> tuple[StageCost, ...]:
-        """The cost of each stage, with contention where the devices share a host."""
-        return tuple(stage.contended_cost if self.shares_host else stage.cost for stage in self.stages)
-
-    def layer_times_s(self, stage: Stage) -> tuple[tuple[float, float], ...]:
-        """The forward and the backward of each layer of a stage for one micro-batch, with contention as the stage has it."""
-        by = stage.contention if self.shares_host else Contention()
-        times = zip(stage.layer_forward_s, stage.layer_backward_s, strict=True)
-        return tuple((forward_s * by.forward, backward_s * by.backward) for forward_s, backward_s in times)
+        """The cost of each stage."""
+        return tuple(stage.cost for stage in self.stages)
 
     @property
     def num_stages(self) -> int:

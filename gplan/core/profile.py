@@ -115,7 +115,7 @@ LARGE_GRADIENT_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaShare:
-    """What one of several replicas exchanges and updates of parameters that they divide (`gplan/cost/sharding.py`)."""
+    """What one of several replicas exchanges and updates of parameters that they divide (`gplan/corrections/sharding.py`)."""
 
     gathered_bytes: int  # of parameters, padded, that replicas get from each other
     reduced_bytes: int  # of gradients, padded, that are reduce-scattered
@@ -248,7 +248,8 @@ class Profile:
     created: str  # ISO 8601, UTC
     versions: tuple[tuple[str, str], ...]
     origin: Origin = "measured"
-    num_neighbours: int = 0  # processes that ran beside the measured one, for `contention`
+    num_neighbours: int = 0  # processes that ran beside the measured one
+    shares_host: bool = False  # whether all times are already those beside other devices of its host
     notes: tuple[str, ...] = ()  # shown with the profile
     plan_notes: tuple[str, ...] = ()  # shown with the profile and with every plan made from it
     granularity: Granularity = "layer"

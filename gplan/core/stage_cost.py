@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gplan.core.checks import check_amounts, check_positive
+from gplan.core.checks import check_amounts
 
 Floats = NDArray[np.float64]
 Seconds = TypeVar("Seconds", float, Floats)
 
 _NOTHING: Any = 0.0  # seconds of either type
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contention:
-    """How many times longer a stage's work takes while the other devices, processes of one host, compute too."""
-
-    forward: float = 1.0
-    backward: float = 1.0
-    recompute: float = 1.0
-    input_gradient: float = 1.0
-    weight_gradient: float = 1.0
-    optimizer: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_positive(self, *self.__slots__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +82,3 @@ class StageCost(StageTimes[float]):
 
     def __post_init__(self) -> None:
         check_amounts(self)
-
-    def contended(self, by: Contention) -> StageCost:
-        """The same work beside the other devices of the host: contention applied to a stage of a plan."""
-        factors = {f"{name}_s": getattr(by, name) for name in by.__slots__}
-        return replace(
-            self, **{name: factors[name] * seconds for name, seconds in self.present.items() if name in factors}
-        )

@@ -2,27 +2,24 @@
 
 A stage costs `overhead_s` plus the sum of its layers, plus the loss where it holds the last layer. Optimizer state and
 workspace are shared out by the bytes that are trained, the optimizer's time by the measured times of the layers' updates.
-The halves of a backward are known where the profile has them; each that runs pays the overhead. Where the devices are
-cores of one host, all of it takes longer the more of them compute (`contention`). Between two profiled micro-batch sizes
-costs are interpolated, and a note says so. A stage is [first, end), two positions of `downsets`: for a chain, its first layer and
+The halves of a backward are known where the profile has them; each that runs pays the overhead. A stage is [first, end), two positions of `downsets`: for a chain, its first layer and
 the layer after its last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gplan.core import Contention, LayerCost, Link, Profile, Sharding, StageBytes, StageCost, StageTimes, Timing
-from gplan.core.interpolation import cost_at
+from gplan.core import LayerCost, Link, Profile, Sharding, StageBytes, StageCost, StageTimes, Timing
 from gplan.core.profile import BUCKET_BYTES
+from gplan.corrections.sharding import EXCHANGED
 from gplan.cost.part_table import PartTable, first_of
-from gplan.cost.sharding import EXCHANGED
 from gplan.cost.stage_bytes import MEGATRON, MicrobatchTerms, TransferMemory, microbatch_bytes, transfer_memory
 from gplan.cost.workspaces import Workspaces
 from gplan.graph.boundary import Crossing, PassThrough, crossing_of, saved_outputs, unsaved_outputs
@@ -69,20 +66,6 @@ def first_half(cost: LayerCost) -> Timing | None:
     return cost.input_gradient or cost.backward
 
 
-def contention_factor(contention: float, num_others: int, *, num_measured: int) -> float:
-    """The contention beside `num_others` devices: 1 beside none, `contention` beside as many as were measured.
-
-    >>> [contention_factor(1.3, n, num_measured=measured) for n, measured in ((1, 2), (5, 2), (5, 0))]
-    [1.15, 1.3, 1.0]
-    """
-    return 1.0 + (contention - 1.0) * contention_share(num_others, num_measured=num_measured)
-
-
-def contention_share(num_others: int, *, num_measured: int) -> float:
-    """The share of the measured contention that `num_others` devices cause; 0 where none was measured."""
-    return min(1.0, num_others / num_measured) if num_measured else 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBoundaries:
     """Whether the stages before and after one are on other devices: else nothing is sent, received or kept for that.
@@ -115,12 +98,10 @@ class StagePlace:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of every stage that a profile can be cut into, at one micro-batch size, with M micro-batches a step."""
+    """Costs of every stage that a profile can be cut into, with M micro-batches a step."""
 
-    profile: Profile
-    microbatch_size: int
+    profile: Profile  # corrected (`gplan/corrections`): of one micro-batch size, and all its times hold
     num_microbatches: int
-    num_devices: int = 1  # that compute side by side
     given_downsets: DownSets | None = None  # None: the layers stay in the profile's order
     num_replicas: int = 1  # R, that average their gradients over the profile's link
     sharding: Sharding = "none"  # over the replicas
@@ -163,22 +144,13 @@ class Costs:
 
     @cached_property
     def layer_costs(self) -> tuple[LayerCost, ...]:
-        """Each layer's costs at this micro-batch size."""
-        return tuple(cost_at(layer.costs, self.microbatch_size) for layer in self.profile.layers)
+        """Each layer's costs."""
+        return tuple(layer.costs[0] for layer in self.profile.layers)
 
     @cached_property
     def loss(self) -> LayerCost | None:
-        """The loss's costs at this micro-batch size."""
-        return cost_at(self.profile.loss, self.microbatch_size) if self.profile.loss else None
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a reader of these costs must know."""
-        sizes = self.profile.microbatch_sizes
-        known = (*self.profile.plan_notes, *self.profile.doubts)
-        if self.microbatch_size in sizes:
-            return known
-        return (f"costs at micro-batch size {self.microbatch_size} are interpolated between {sizes}", *known)
+        """The loss's costs."""
+        return self.profile.loss[0] if self.profile.loss else None
 
     def forward_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: seconds of the forward of stages without overhead; the loss is in the last layer."""
@@ -257,35 +229,6 @@ class Costs:
         step = self.profile.step
         return step.fixed_part_s + step.spread_s * self.update_share(first, end)
 
-    @property
-    def update_contention(self) -> float:
-        """How many times as long an update takes beside the passes of other devices."""
-        return self._contention_factor(self.profile.step.contention)
-
-    @property
-    def tied_update_s(self) -> float:
-        """Seconds that an update takes longer where another device holds one of the stage's weights.
-
-        Both devices wait for the summed gradients and then update at the same time, until the shorter update has ended.
-        """
-        others, num_measured = min(1, self.num_devices - 1), self.profile.num_neighbours
-        together = contention_factor(self.profile.step.update_contention, others, num_measured=num_measured)
-        return max(0.0, together - 1.0) * self._shorter_update_s
-
-    @cached_property
-    def _shorter_update_s(self) -> float:
-        """Seconds of the shorter update of two devices with a tied weight: an equal share of the updates of all devices.
-
-        Every device that can hold a shared weight updates it; of several replicas one counts. It is 0 if a weight's
-        update may take no time: plans store contention as a factor, which cannot lengthen that.
-        """
-        step = self.profile.step
-        if not step.fixed_part_s and any(x.gradient_bytes and not x.update_amount for x in self.profile.shared_weights):
-            return 0.0
-        copies = ((min(self.num_devices, len(x.layers)) - 1, x.update_amount) for x in self.profile.shared_weights)
-        again = sum(num * amount for num, amount in copies) / self._whole_update_amount
-        return step.spread_s * (float(self.update_share(*self.all_layers)[0]) + again) / self.num_devices
-
     @cached_property
     def layer_compute_s(self) -> Floats:
         """[L]: seconds of forward and backward of each layer, without the loss."""
@@ -322,7 +265,7 @@ class Costs:
     @cached_property
     def crossing(self) -> Crossing:
         """What crosses the cut at each position; nothing at both ends."""
-        return crossing_of(self.profile, self.layer_costs, self.loss, self.downsets, self.microbatch_size)
+        return crossing_of(self.profile, self.layer_costs, self.loss, self.downsets)
 
     @cached_property
     def pass_through(self) -> PassThrough:
@@ -330,7 +273,6 @@ class Costs:
         return PassThrough(
             profile=self.profile,
             downsets=self.downsets,
-            microbatch_size=self.microbatch_size,
             saved_later=self.saved_outputs(only_later=True),
         )
 
@@ -344,7 +286,7 @@ class Costs:
             pass_through=self.pass_through,
             held_outputs=self.held_outputs,
             saved_later=self.saved_outputs(only_later=True),
-            unsaved=unsaved_outputs(self.profile, self.microbatch_size),
+            unsaved=unsaved_outputs(self.profile),
             waiting=self.waiting,
             kept_output_bytes=int(self.crossing.kept_bytes[-1]),
             keeps_sent=self.transfers.keeps_sent,
@@ -500,7 +442,7 @@ class Costs:
 
     def saved_outputs(self, *, only_later: bool) -> list[Output]:
         """The part of the layers' stash that is output: all of it, or what only its readers keep."""
-        return saved_outputs(self.profile, self.layer_costs, self.microbatch_size, only_later=only_later)
+        return saved_outputs(self.profile, self.layer_costs, only_later=only_later)
 
     @cached_property
     def held_outputs(self) -> list[Output]:
@@ -527,12 +469,6 @@ class Costs:
         """[E]: which share of the model's `StepCost.spread_s` a replica of stages takes."""
         amounts: Floats = self.held_sum("update_amount", first, end)
         return np.maximum(amounts, 0.0) / self._whole_update_amount  # rounding may leave less than 0
-
-    @cached_property
-    def uncontended(self) -> Costs:
-        """The costs of devices that do not share a host."""
-        has_none = self.num_devices == 1 or not self.profile.num_neighbours
-        return self if has_none else replace(self, num_devices=1)
 
     def columns(
         self,
@@ -580,9 +516,9 @@ class Costs:
         No pass runs beside the update of the stage with the first layer, which ends the last backward, nor beside those
         that wait for it: the first stage is taken to hold one of the tied weights.
         """
-        alone_s = self.update_alone_s(first, end)
-        beside_s = np.where(first == 0, alone_s, self.update_contention * alone_s)
-        return np.where(tied, alone_s + self.tied_update_s, beside_s)
+        step, alone_s = self.profile.step, self.update_alone_s(first, end)
+        beside_s = np.where(first == 0, alone_s, step.contention * alone_s)
+        return np.where(tied, alone_s + step.tied_update_s, beside_s)
 
     def _all_reduce_s(self, first: Ints, end: Ints, tied_links: Sequence[Link]) -> Floats:
         """[E]: seconds in which gradients of stages are summed once per step, by their bytes alone.
@@ -601,30 +537,14 @@ class Costs:
         return seconds
 
     def stage_cost(self, first: int, end: int, place: StagePlace | None = None) -> StageCost:
-        """The seconds of one stage on a host of its own, and what crosses the cut after it."""
-        found = self.uncontended.columns(np.array([first]), np.array([end]), place)
+        """The seconds of one stage, and what crosses the cut after it."""
+        found = self.columns(np.array([first]), np.array([end]), place)
         after = place.boundaries.after if place else True
         return StageCost(
             **{name: float(seconds[0]) for name, seconds in found.present.items()},
             activation_bytes=int(self.activation_bytes[end]) * after,
             gradient_bytes=int(self.gradient_bytes[end]) * after,
         )
-
-    def stage_contention(
-        self, first: int, end: int, place: StagePlace | None = None, *, recompute: float | None = None
-    ) -> Contention:
-        """How many times longer one stage takes beside the other devices of its host.
-
-        `recompute` replaces the factor of recomputing the whole stage.
-        """
-        if self.uncontended is self:
-            return Contention()
-        contended, alone = (
-            x.columns(np.array([first]), np.array([end]), place).present for x in (self, self.uncontended)
-        )
-        names = [x.removesuffix("_s") for x in contended if x.removesuffix("_s") in Contention.__slots__]
-        found = Contention(**{x: _ratio(contended[f"{x}_s"], alone[f"{x}_s"]) for x in names})
-        return found if recompute is None else replace(found, recompute=recompute)
 
     def one_stage_bytes(self, first: int, end: int, boundaries: DeviceBoundaries = ALL_BOUNDARIES) -> StageBytes[int]:
         """The parts of the memory of one stage."""
@@ -655,11 +575,11 @@ class Costs:
         return engine.sending.transfers_s(num_bytes) if engine else np.zeros(self.num_positions)
 
     def _seconds(self, name: str, first: Ints, end: Ints) -> Floats:
-        """[E]: seconds of the layers of stages by `layer_seconds`, beside the other devices of the host, with the loss."""
+        """[E]: seconds of the layers of stages by `layer_seconds`, with the loss."""
         if name not in self._second_sums:
             sums = self.downsets.sums(self._of_layers(name))
             if self.loss and not name.endswith("recompute"):
-                sums[-1] += self._contended_s(self.loss)[name]
+                sums[-1] += self._seconds_of(self.loss)[name]
             self._second_sums[name] = sums
         sums = self._second_sums[name]
         return np.maximum(sums[end] - sums[first], 0.0)
@@ -675,16 +595,10 @@ class Costs:
 
     @cached_property
     def _layer_seconds(self) -> list[dict[str, float]]:
-        return [self._contended_s(x) for x in self.layer_costs]
+        return [self._seconds_of(x) for x in self.layer_costs]
 
-    def _contended_s(self, cost: LayerCost) -> dict[str, float]:
-        found = layer_seconds(cost, num_microbatches=self.num_microbatches, has_halves=self.has_halves)
-        factor = self._contention_factor(cost.contention)
-        return {name: seconds * factor for name, seconds in found.items()}
-
-    def _contention_factor(self, contention: float) -> float:
-        """The contention beside the plan's other devices, given that beside as many as were measured."""
-        return contention_factor(contention, self.num_devices - 1, num_measured=self.profile.num_neighbours)
+    def _seconds_of(self, cost: LayerCost) -> dict[str, float]:
+        return layer_seconds(cost, num_microbatches=self.num_microbatches, has_halves=self.has_halves)
 
     def held_sum(self, field: str, first: Ints, end: Ints) -> NDArray[Any]:
         """[E]: a field of layers and shared weights, summed over those of stages; a shared one once where it is held."""
@@ -711,7 +625,3 @@ class Costs:
         """For each shared weight, [P]: how many layers before each position use it."""
         every = np.arange(self.num_layers)
         return [self.downsets.sums(np.isin(every, x.layers).astype(np.int64)) for x in self.profile.shared_weights]
-
-
-def _ratio(contended: Floats, alone: Floats) -> float:
-    return float(contended[0] / alone[0]) if contended[0] > 0 and alone[0] > 0 else 1.0

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gplan.core import LayerCost, Plan, Profile, Stage, Timing
-from gplan.core.interpolation import cost_at
+from gplan.corrections.microbatch_size import cost_at
 from gplan.cost.stage_costs import first_half
 
 

@@ -41,7 +41,7 @@ from gplan.core.errors import FileError, UsageError
 from gplan.core.host_speed import EQUAL_SPEED
 from gplan.core.machine import FREE_LINK
 from gplan.core.units import counted, now_text, percent_text
-from gplan.cost.stage_costs import contention_factor, contention_share
+from gplan.corrections.contention import _share as contention_share
 from gplan.evaluate.attribution import MeasuredTimes
 from gplan.evaluate.replanning import reprice, why_not_replannable, with_link_times
 from gplan.simulation.simulator import simulate
@@ -106,7 +106,7 @@ def calibrated(profile: Profile, calibration: Calibration) -> Profile:
             f"{profile.created} on {profile.device.name}; calibrate again with `gplan verify --calibrate`"
         )
     factors = {x.kind: (x.forward, x.backward) for x in calibration.kinds}
-    share = contention_share(calibration.num_devices - 1, num_measured=profile.num_neighbours)
+    share = contention_share(calibration.num_devices - 1, profile.num_neighbours)
 
     def corrected_cost(cost: LayerCost, kind: str) -> LayerCost:
         forward, backward = factors.get(kind, (1.0, 1.0))
@@ -114,8 +114,8 @@ def calibrated(profile: Profile, calibration: Calibration) -> Profile:
         if share:  # with the calibration's number of devices, the layer takes `calibration.contention` times as long
             others = calibration.num_devices - 1
             contended = (
-                contention_factor(contention, others, num_measured=profile.num_neighbours) * calibration.contention
-            )
+                1 + (contention - 1) * contention_share(others, profile.num_neighbours)
+            ) * calibration.contention
             contention = max(_LEAST_CONTENTION, 1.0 + (contended - 1.0) / share)
         return replace(cost.corrected(forward=forward, backward=backward, recompute=backward), contention=contention)
 
@@ -225,12 +225,12 @@ class _CalibrationRun:
     def forwards(self) -> Iterator[Sample]:
         """Each stage's mean forward, in pieces by kind of layer."""
         for stage in self.plan.stages:
-            yield self._sample(stage, [x for x, _ in self.plan.layer_times_s(stage)], (ActionKind.FORWARD,))
+            yield self._sample(stage, [x for x, _ in stage.layer_times_s], (ActionKind.FORWARD,))
 
     def backwards(self) -> Iterator[Sample]:
         """Each stage's mean backward, whole or in halves, with its recompute."""
         for stage in self.plan.stages:
-            yield self._sample(stage, [x for _, x in self.plan.layer_times_s(stage)], BACKWARD_KINDS)
+            yield self._sample(stage, [x for _, x in stage.layer_times_s], BACKWARD_KINDS)
 
     def updates(self) -> Iterator[Sample]:
         """Each device's optimizer; none with replicas, whose all-reduces may run in it."""
@@ -278,7 +278,7 @@ def _fit(verification: Verification, profile: Profile) -> Calibration:
     forwards = [sample for run in runs for sample in run.forwards()]
     backwards = [sample for run in runs for sample in run.backwards()]
     has_neighbours, num_devices = engine != "virtual", verification.chosen.plan.num_devices
-    has_contention = has_neighbours and contention_share(num_devices - 1, num_measured=profile.num_neighbours) > 0
+    has_contention = has_neighbours and contention_share(num_devices - 1, profile.num_neighbours) > 0
     contention = common_factor([*forwards, *backwards]) if has_contention else 1.0
     forward, backward = own_factors(forwards), own_factors(backwards)
     kinds = (KindDrift(kind=x, forward=forward[x] / contention, backward=backward[x] / contention) for x in forward)

@@ -13,12 +13,12 @@ from gplan.core import Constraints, Objective, Plan, Profile, RecomputeMode, Sha
 from gplan.core.errors import FileError, NoPlanError
 from gplan.core.machine import FREE_LINK
 from gplan.core.units import bytes_text, seconds_text
+from gplan.corrections.contention import without_contention
 from gplan.partition import balance
 from gplan.partition.balance import best_plan
 from gplan.partition.plan_evaluation import price
 from gplan.partition.problem import Problem, Solution
 from gplan.schedules.registry import num_devices_of
-from gplan.simulation.without_contention import plan_without_contention
 
 TIME_LIMIT_S = 5.0
 """The default for one plan; a plan that is not proven optimal by then is marked so."""
@@ -95,9 +95,28 @@ def plan_with_cuts(profile: Profile, setting: PlanSettings, cuts: Sequence[int])
 
 
 def reprice(plan: Plan, profile: Profile, *, engine: str) -> Plan:
-    """The plan's stages and setting with costs from a profile; for the virtual engine without contention."""
-    repriced = plan_with_cuts(profile_in_plan_order(plan, profile), setting_of(plan), plan.cuts)
-    return plan_without_contention(repriced) if engine == "virtual" else repriced
+    """The plan's stages and setting with costs from a profile; for the virtual engine of devices that run alone."""
+    known = without_contention(profile) if engine == "virtual" else profile
+    return plan_with_cuts(profile_in_plan_order(plan, known), setting_of(plan), plan.cuts)
+
+
+def for_one_process(plan: Plan, profile: Profile | None) -> Plan:
+    """The plan with the times that the virtual engine should take, as one process computes alone.
+
+    Only a profile has these; without one the plan is as it was, and a note says what its times are.
+    """
+    if not plan.shares_host:
+        return plan
+    if profile is None or why_not_replannable(plan):
+        note = (
+            "the predicted times are those of devices side by side on one host, while the virtual engine computes alone"
+        )
+        return replace(plan, notes=(*plan.notes, f"{note}; --profile names the profile that has both"))
+    alone = reprice(plan, profile, engine="virtual")
+    return replace(
+        plan, stages=alone.stages, prediction=alone.prediction, shares_host=False,
+        notes=(*plan.notes, "the predicted times are those of one process that computes alone, as the virtual engine does"),
+    )  # fmt: skip
 
 
 def memory_excess(plan: Plan) -> str:

@@ -1,4 +1,7 @@
-"""Bytes that cross a cut, or both cuts of a stage: distinct values made on one side and read on the other, each once."""
+"""Bytes that cross a cut, or both cuts of a stage: distinct values made on one side and read on the other, each once.
+
+Profiles here have one micro-batch size (`gplan/corrections`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from functools import cached_property
 import numpy as np
 
 from gplan.core import LayerCost, Profile, Value, ValueCost
-from gplan.core.interpolation import value_cost_at
 from gplan.graph.down_sets import Bools, DownSets, Ints, Output, Way
 
 
@@ -25,15 +27,15 @@ class Crossing:
 
 
 def crossing_of(
-    profile: Profile, layer_costs: Sequence[LayerCost], loss: LayerCost | None, downsets: DownSets, microbatch_size: int
+    profile: Profile, layer_costs: Sequence[LayerCost], loss: LayerCost | None, downsets: DownSets
 ) -> Crossing:
     """What crosses the cut at every position: from the values of a profile, or without any from its layers."""
     unkept = loss.unkept_output_bytes if loss else 0
     later = np.zeros(downsets.size, dtype=np.int64)
-    for way, num_bytes in saved_outputs(profile, layer_costs, microbatch_size, only_later=True):
+    for way, num_bytes in saved_outputs(profile, layer_costs, only_later=True):
         later += num_bytes * _crosses(way, downsets)
     if profile.values:
-        return _of_values(profile, downsets, microbatch_size, later, unkept)
+        return _of_values(profile, downsets, later, unkept)
     outputs, gradients, unsaved = (
         np.array([0, *(getattr(x, field) for x in layer_costs)], dtype=np.int64)
         for field in ("output_bytes", "output_gradient_bytes", "output_unsaved_bytes")
@@ -54,10 +56,10 @@ def _crosses(way: Way, downsets: DownSets) -> Bools:
     return made if is_last_output else made & ~np.logical_and.reduce(readers)
 
 
-def _of_values(profile: Profile, downsets: DownSets, microbatch_size: int, later: Ints, unkept: int) -> Crossing:
+def _of_values(profile: Profile, downsets: DownSets, later: Ints, unkept: int) -> Crossing:
     activations, gradients, unsaved = (np.zeros(downsets.size, dtype=np.int64) for _ in range(3))
     for value in values_of(profile):
-        cost, crosses = value_cost_at(value.costs, microbatch_size), is_crossing(value, downsets)
+        cost, crosses = value.costs[0], is_crossing(value, downsets)
         activations += crosses * cost.num_bytes
         gradients += crosses * cost.gradient_bytes
         unsaved += crosses * cost.unsaved_bytes
@@ -77,9 +79,7 @@ def _ended(activations: Ints, gradients: Ints, unsaved: Ints, later: Ints, unkep
     )
 
 
-def saved_outputs(
-    profile: Profile, layer_costs: Sequence[LayerCost], microbatch_size: int, *, only_later: bool
-) -> list[Output]:
+def saved_outputs(profile: Profile, layer_costs: Sequence[LayerCost], *, only_later: bool) -> list[Output]:
     """The part of the stash of each layer that its outputs are, by value.
 
     With `only_later` the part that the layer itself does not keep, up to the value's first reader: in a stage that ends
@@ -90,7 +90,7 @@ def saved_outputs(
     for value in values_of(profile):
         if value.producer is None:
             continue
-        cost = value_cost_at(value.costs, microbatch_size)
+        cost = value.costs[0]
         saved = min(left[value.producer], cost.num_bytes - cost.unsaved_bytes)
         left[value.producer] -= saved
         if only_later:
@@ -100,9 +100,9 @@ def saved_outputs(
     return [x for x in found if x[1]]
 
 
-def unsaved_outputs(profile: Profile, microbatch_size: int) -> list[Output]:
+def unsaved_outputs(profile: Profile) -> list[Output]:
     """The outputs of layers that no layer keeps for its backward, by value."""
-    sizes = ((x, value_cost_at(x.costs, microbatch_size).unsaved_bytes) for x in values_of(profile))
+    sizes = ((x, x.costs[0].unsaved_bytes) for x in values_of(profile))
     return [((x.producer, x.consumers), size) for x, size in sizes if size and x.producer is not None]
 
 
@@ -154,7 +154,6 @@ class PassThrough:
 
     profile: Profile
     downsets: DownSets
-    microbatch_size: int
     saved_later: Sequence[Output]
 
     def activation_bytes(self, first: Ints, end: Ints) -> tuple[Ints, Ints]:
@@ -187,7 +186,7 @@ class PassThrough:
         """
         sizes: dict[Way, int] = {}
         for value in self._storages:
-            cost, consumers = value_cost_at(value.costs, self.microbatch_size), value.consumers
+            cost, consumers = value.costs[0], value.consumers
             viewed = cost.viewed_bytes if self._is_read_next(consumers) else 0
             for way, size in (
                 ((value.producer, consumers), cost.gradient_bytes - viewed),
@@ -210,7 +209,7 @@ class PassThrough:
     @cached_property
     def returned_ways(self) -> tuple[list[Way], Ints]:
         """Producers and consumers of all storages that have gradients, and [W] the bytes of the gradients."""
-        sizes = [value_cost_at(x.costs, self.microbatch_size).gradient_bytes for x in self._storages]
+        sizes = [x.costs[0].gradient_bytes for x in self._storages]
         ways = [(x.producer, x.consumers) for x, size in zip(self._storages, sizes, strict=True) if size]
         return ways, np.array([size for size in sizes if size], dtype=np.int64)
 
@@ -225,7 +224,7 @@ class PassThrough:
 
     @cached_property
     def _activations(self) -> tuple[Callable[[Ints, Ints], Ints], Callable[[Ints, Ints], Ints]]:
-        costs = [value_cost_at(x.costs, self.microbatch_size) for x in self._storages]
+        costs = [x.costs[0] for x in self._storages]
         ways = [(x.producer, x.consumers) for x in self._storages]
         every, unsaved = (
             np.array(sizes, dtype=np.int64)

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from gplan.core import (
     OBJECTIVES,
@@ -24,10 +24,9 @@ from gplan.core import (
     Plan,
     Profile,
     RecomputeMode,
-    Sharding,
 )
 from gplan.core.errors import UsageError
-from gplan.cost.sharding import sharded
+from gplan.corrections import planned
 from gplan.cost.stage_costs import Costs
 from gplan.partition.constraints import check_constraints
 from gplan.partition.diagnosis import no_plan_error, one_device_notes
@@ -134,16 +133,10 @@ def problem_of(
     check_sharding(schedule, sharding)
     num_stages = num_stages_of(schedule, num_devices)
     check_constraints(constraints, profile, num_stages=num_stages)
-    size = profile.microbatch_sizes[-1] if microbatch_size is None else microbatch_size
-    costs = Costs(
-        sharded(profile, num_replicas=num_replicas, sharding=cast(Sharding, sharding)),
-        size,
-        num_microbatches,
-        num_devices,
-        num_replicas=num_replicas,
-        sharding=cast(Sharding, sharding),
-    )
-    check_split_backward(schedule, costs)
+    replicas: Any = {"num_replicas": num_replicas, "sharding": sharding}
+    plain = planned(profile, microbatch_size=microbatch_size, num_devices=num_devices, **replicas)
+    costs = Costs(plain, num_microbatches, **replicas)
+    check_split_backward(schedule, has_halves=costs.has_halves)
     return Problem(
         costs=costs,
         num_stages=num_stages,

@@ -18,6 +18,7 @@ from gplan.core import Constraints, Machine, Plan, Profile, Stage
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.schedule import Action
 from gplan.core.units import bytes_text, counted, seconds_text
+from gplan.corrections import planned
 from gplan.cost.stage_costs import Costs
 from gplan.partition.candidates import CandidateLimit, TooManyCandidates, candidates_within
 from gplan.partition.constraints import combined, constraint_options
@@ -275,7 +276,7 @@ def one_device_notes(plan: Plan, profile: Profile) -> tuple[str, ...]:
     if num_devices == 1 or plan.is_for_machine:
         return ()
     single = Problem(
-        costs=Costs(profile, plan.microbatch_size, plan.num_microbatches * plan.num_replicas),
+        costs=Costs(planned(profile, microbatch_size=plan.microbatch_size), plan.num_microbatches * plan.num_replicas),
         num_stages=1,
         schedule=LEAST_MEMORY_SCHEDULE,
         recompute=plan.recompute,
@@ -285,7 +286,7 @@ def one_device_notes(plan: Plan, profile: Profile) -> tuple[str, ...]:
     (stage,) = stages_of(single, ())
     if plan.memory_limit_bytes is not None and stage.memory.peak_bytes > plan.memory_limit_bytes:
         return ()
-    step_s, _ = step_and_bubble(single.made_schedule, [stage.contended_cost], recompute=plan.recompute)
+    step_s, _ = step_and_bubble(single.made_schedule, [stage.cost], recompute=plan.recompute)
     if step_s >= plan.prediction.step_s:
         return ()
     setting = f"--k 1 --schedule {LEAST_MEMORY_SCHEDULE} --microbatch-size {plan.microbatch_size}"

@@ -62,7 +62,7 @@ def load_s(problem: Problem, stage: int, times: StageSeconds[Seconds], received_
 
 def stage_loads_s(problem: Problem, stages: Sequence[Stage]) -> tuple[float, ...]:
     """The load of each stage, with its transfers."""
-    costs = [occupied(stage.contended_cost) for stage in stages]
+    costs = [occupied(stage.cost) for stage in stages]
     received_s = [0.0, *(cost.activation_s for cost in costs[:-1])]
     return tuple(load_s(problem, k, *pair) for k, pair in enumerate(zip(costs, received_s, strict=True)))
 
@@ -152,7 +152,7 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
         stages=stages,
         schedule=problem.schedule,
         num_microbatches=problem.num_microbatches,
-        microbatch_size=problem.costs.microbatch_size,
+        microbatch_size=profile.microbatch_sizes[0],
         recompute=problem.recompute,
         minimize=problem.minimize,
         memory_limit_bytes=problem.memory_bytes,
@@ -164,10 +164,11 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
             lower_bound_s=min(objective_value_s, solution.lower_bound_s),
             solve_s=solve_s,
         ),
-        notes=problem.costs.notes + solution.notes,
+        notes=profile.plan_notes + solution.notes,
         granularity=profile.granularity,
         num_replicas=problem.num_replicas,
         sharding=problem.costs.sharding,
+        shares_host=profile.shares_host,
         constraints=requested.constraints,
         host_speed=_speed_of_costs(requested),
         precision=profile.precision,
@@ -183,7 +184,7 @@ def _speed_of_costs(problem: Problem) -> HostSpeed | None:
 
 def _prediction(problem: Problem, stages: Sequence[Stage]) -> Prediction:
     schedule = problem.made_schedule
-    costs = [stage.contended_cost for stage in stages]
+    costs = [stage.cost for stage in stages]
     step_s, bubble = step_and_bubble(schedule, costs, recompute=problem.recompute)
     if not step_s:
         raise UsageError("a step of this profile takes no time at all; expected layers or transfers that take some")
@@ -193,13 +194,11 @@ def _prediction(problem: Problem, stages: Sequence[Stage]) -> Prediction:
 
 def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
     """Layers [first, end) as stage `index`, priced as if its device held no other; the layers stay in order."""
-    costs, alone, speed = problem.costs, problem.costs.uncontended, problem.speed(index)
+    costs, speed = problem.costs, problem.speed(index)
     places = np.arange(first, end)
-    forward_s, backward_s = (of(places, places + 1) / speed for of in (alone.forward_s, alone.backward_s))
+    forward_s, backward_s = (of(places, places + 1) / speed for of in (costs.forward_s, costs.backward_s))
     choice = _recomputed(problem, index, first, end)
-    recompute_s = _recompute_alone_s(problem, choice, first, end)
-    place = problem.stage_places[index]
-    slower = choice.recompute_s / recompute_s if choice.recompute_s and recompute_s else 1.0
+    cost = costs.stage_cost(first, end, problem.stage_places[index])
     parts = first_of(choice.parts)
     return Stage(
         index=index,
@@ -208,8 +207,7 @@ def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
         layer_names=tuple(costs.profile.layers[i].name for i in places),
         layer_forward_s=tuple(forward_s.tolist()),
         layer_backward_s=tuple(backward_s.tolist()),
-        cost=replace(costs.stage_cost(first, end, place), recompute_s=recompute_s / speed),
-        contention=costs.stage_contention(first, end, place, recompute=slower),
+        cost=replace(cost, recompute_s=choice.recompute_s / speed),
         memory=stage_memory(choice.moments, parts),
         parts=parts,
         gathered_bytes=costs.gathered_at_once(first, end),
@@ -217,14 +215,6 @@ def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
         machine_device=problem.machine_devices[index] if problem.machine_devices else None,
         device=None if problem.devices == tuple(range(problem.num_stages)) else problem.devices[index],
     )
-
-
-def _recompute_alone_s(problem: Problem, choice: RecomputeChoice, first: int, end: int) -> float:
-    """Seconds that a stage's recompute adds on a host of its own."""
-    alone = problem.costs.uncontended
-    if problem.recompute == "selected":
-        return float(alone.layer_recompute_s[list(choice.layers)].sum())
-    return float(alone.recompute_s(np.array([first]), np.array([end]))[0])
 
 
 def _recomputed(problem: Problem, index: int, first: int, end: int) -> RecomputeChoice:

@@ -24,7 +24,6 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import structs
 
-from gplan.core.interpolation import value_cost_at
 from gplan.core.plan import StageBytes
 from gplan.cost.memory_moments import Moment, moment_bytes, peak_of
 from gplan.cost.stage_costs import Costs
@@ -246,7 +245,7 @@ class RecomputeSelector:
         for value in values_of(self.costs.profile):
             if value.producer is None:
                 continue
-            cost = value_cost_at(value.costs, self.costs.microbatch_size)
+            cost = value.costs[0]
             saved[value.producer] -= cost.num_bytes - cost.unsaved_bytes
         if not self.costs.profile.values:  # the outputs of a chain are not among its values
             saved[-1] -= int(self.costs.crossing.kept_bytes[-1])

@@ -6,7 +6,6 @@ from gplan.core import Profile
 from gplan.core.checks import SHARDINGS
 from gplan.core.errors import UsageError
 from gplan.core.units import counted
-from gplan.cost.stage_costs import Costs
 from gplan.schedules.dependencies import execution_order
 from gplan.schedules.registry import make_schedule, num_stages_of, schedule_info
 
@@ -96,9 +95,9 @@ def check_sharding(schedule: str, sharding: str) -> None:
         )
 
 
-def check_split_backward(schedule: str, costs: Costs) -> None:
+def check_split_backward(schedule: str, *, has_halves: bool) -> None:
     """Raise UsageError for a schedule that splits the backward if the profile has no times of the halves."""
-    if schedule_info(schedule).splits_backward and not costs.has_halves:
+    if schedule_info(schedule).splits_backward and not has_halves:
         raise UsageError(
             f"{schedule_info(schedule).title} splits backwards into two halves, and the profile has no times of the "
             "halves; profile again (a note in the profile names layers whose backward cannot be split)"

@@ -14,13 +14,13 @@ import pandas as pd
 
 from gplan.core import ActionKind, Plan, Profile, Run, Timeline, runs_forward_again
 from gplan.core.progress import Progress, no_progress
+from gplan.corrections.contention import without_contention
 from gplan.evaluate.explain.explain import explain
 from gplan.evaluate.explain.explanation import Explanation
 from gplan.evaluate.replanning import reprice
 from gplan.reporting.choices import ScalingPoint, choices_of, planned_choices
 from gplan.simulation.bubble import idle_pieces
 from gplan.simulation.simulator import simulate
-from gplan.simulation.without_contention import profile_without_contention
 
 _OPTIONS_S = 8.0  # time limit of the explanation's options
 
@@ -48,7 +48,7 @@ def analysis_of(
     if profile is None:
         return PlanAnalysis(choices=choices_of(plan))
     is_alone = isinstance(subject, Run) and subject.engine == "virtual"
-    known = profile_without_contention(profile) if is_alone else profile
+    known = without_contention(profile) if is_alone else profile
     reasons = explain(plan, known, options_s=_OPTIONS_S, sensitivities_s=0.0, progress=progress)
     if is_alone and reasons.notes and plan.prediction.gives(reprice(plan, profile, engine="virtual").prediction.step_s):
         reasons = replace(reasons, notes=())

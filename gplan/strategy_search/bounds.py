@@ -21,7 +21,7 @@ import numpy as np
 
 from gplan.core import Link, StageBytes
 from gplan.core.machine import num_messages
-from gplan.cost.sharding import EXCHANGED
+from gplan.corrections.sharding import EXCHANGED
 from gplan.cost.stage_bytes import MicrobatchTerms, microbatch_bytes
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.bounds import least_transfers_s, shared_step_s, through_all_s

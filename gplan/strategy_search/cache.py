@@ -15,7 +15,7 @@ from typing import TypeAlias
 from gplan.core import Constraints, Plan, Profile, RecomputeMode, Sharding
 from gplan.core.errors import NoPlanError
 from gplan.core.progress import Progress
-from gplan.cost.sharding import sharded
+from gplan.corrections import planned
 from gplan.cost.stage_costs import Costs
 from gplan.graph.down_sets import DownSets
 from gplan.partition.chain_bounds import ChainStages
@@ -76,7 +76,7 @@ class SolveCache:
     _unlimited: dict[Strategy, Solution | None] = field(default_factory=dict)
     _unlimited_outcomes: dict[Strategy, StrategyResult] = field(default_factory=dict)
     _limited: dict[tuple[Strategy, RecomputeMode], list[StrategyResult]] = field(default_factory=dict)
-    _profiles: dict[_Replicas, Profile] = field(default_factory=dict)  # of one replica
+    _profiles: dict[tuple[int, int, _Replicas], Profile] = field(default_factory=dict)  # as they are planned
     _stages: dict[tuple[tuple[int, int, int], _Replicas], ChainStages] = field(default_factory=dict)
     _bounds: dict[tuple[Strategy, RecomputeMode], StrategyBounds] = field(default_factory=dict)
     _too_little: dict[Strategy, int] = field(default_factory=dict)  # memory in which no plan of a strategy fits
@@ -199,11 +199,17 @@ class SolveCache:
         key = strategy.microbatch_size, strategy.num_microbatches, num_beside
         replicas = strategy.num_replicas, strategy.sharding
         if (key, replicas) not in self._stages:
-            if replicas not in self._profiles:
-                self._profiles[replicas] = sharded(
-                    self.profile, num_replicas=strategy.num_replicas, sharding=strategy.sharding
+            where = strategy.microbatch_size, num_beside, replicas
+            if where not in self._profiles:
+                self._profiles[where] = planned(
+                    self.profile,
+                    microbatch_size=strategy.microbatch_size,
+                    num_devices=num_beside,
+                    num_replicas=strategy.num_replicas,
+                    sharding=strategy.sharding,
                 )
-            self._stages[key, replicas] = ChainStages(Costs(self._profiles[replicas], *key, self.downsets, *replicas))
+            costs = Costs(self._profiles[where], strategy.num_microbatches, self.downsets, *replicas)
+            self._stages[key, replicas] = ChainStages(costs)
         return self._stages[key, replicas]
 
     def _open(self, strategy: Strategy, recompute: RecomputeMode | None, memory_bytes: int | None) -> OpenStrategy:

@@ -164,7 +164,7 @@ def _no_plan_error(cache: SolveCache, memory_bytes: int | None, found: Found, ti
     return NoPlanError(
         f"{at_all}; the closest that was found needs {bytes_text(peak_bytes)} (--memory {memory_size_text(peak_bytes)}): "
         f"{counted(problem.num_devices, 'device')}, {counted(problem.num_microbatches, 'micro-batch')} of "
-        f"{problem.costs.microbatch_size}, {schedule_info(problem.schedule).title}, recompute {problem.recompute}"
+        f"{problem.costs.profile.microbatch_sizes[0]}, {schedule_info(problem.schedule).title}, recompute {problem.recompute}"
     )
 
 

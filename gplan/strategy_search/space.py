@@ -16,8 +16,7 @@ from gplan.core import Profile, RecomputeMode, Sharding
 from gplan.core.checks import SHARDINGS
 from gplan.core.errors import UsageError
 from gplan.core.units import counted
-from gplan.cost.sharding import division_gains
-from gplan.cost.stage_costs import Costs
+from gplan.corrections.sharding import division_gains
 from gplan.partition.validation import (
     can_shard,
     check_choice,
@@ -219,9 +218,9 @@ def _schedules(
 ) -> tuple[dict[int, tuple[str, ...]], tuple[str, ...]]:
     """The schedules for each K, and notes on those left out."""
     if request.schedule != "auto":
-        check_split_backward(request.schedule, Costs(profile, profile.microbatch_sizes[0], 1))
+        check_split_backward(request.schedule, has_halves=_has_halves(profile))
         return {k: (canonical(request.schedule),) for k in device_counts}, ()
-    has_halves = all(Costs(profile, size, 1).has_halves for size in profile.microbatch_sizes)
+    has_halves = _has_halves(profile)
     possible = [x for x in AUTO_SCHEDULES if has_halves or not schedule_info(x).splits_backward]
     if request.recompute == "selected":
         possible = [x for x in possible if not why_not_selected(x)]
@@ -230,6 +229,12 @@ def _schedules(
         for k in device_counts
     }
     return found, tuple(_left_out(profile, request, found, has_halves=has_halves))
+
+
+def _has_halves(profile: Profile) -> bool:
+    """Whether the halves of a split backward were timed at every micro-batch size."""
+    sizes = range(len(profile.microbatch_sizes))
+    return all(any(x.input_gradient or x.weight_gradient for x in profile.costs_at(i)) for i in sizes)
 
 
 def _left_out(

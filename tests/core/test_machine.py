@@ -72,4 +72,4 @@ def test_a_profile_keeps_the_points_of_its_link_and_costs_use_them() -> None:
     profile = make_profile([1, 1, 1], output_bytes=[20, 40, 0], link=STEPS)
     read = parse(Profile, to_json(profile), name="the profile")
     assert read == profile
-    assert Costs(read, 1, 4).activation_s(read.link).tolist() == [0.0, 1.0, 2.0, 0.0]
+    assert Costs(read, 4).activation_s(read.link).tolist() == [0.0, 1.0, 2.0, 0.0]

@@ -21,7 +21,7 @@ def costs() -> Costs:
         rising, weight_bytes=rising, stash_bytes=[3 * x for x in rising], output_bytes=[x % 7 for x in rising],
         workspace_bytes=[x**2 % 11 for x in rising],
     )  # fmt: skip
-    return Costs(profile, 1, 4)
+    return Costs(profile, 4)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gplan.core import Profile, Value, ValueCost
-from gplan.cost.sharding import sharded
+from gplan.corrections.sharding import sharded
 from gplan.cost.stage_costs import Costs
 from tests.graphs import Graph
 from tests.made import make_profile
@@ -111,7 +111,7 @@ def test_a_pass_holds_what_is_left_at_every_layer(profile: Profile, num_replicas
     profile = sharded(replace(profile, loss=()), num_replicas=num_replicas, sharding="weights")
     num_layers = len(profile.layers)
     for downsets in (None, Graph(num_layers, [*profile.precedence]).positions):
-        costs = Costs(profile, 1, 4, 1, downsets)
+        costs = Costs(profile, 4, downsets)
         before = [{v for v in range(num_layers) if costs.downsets.is_before(v)[i]} for i in range(costs.num_positions)]
         stages = [(i, j) for i in range(len(before)) for j in range(len(before)) if before[i] < before[j]]
         first, end = np.array(stages).T
@@ -138,7 +138,7 @@ def test_a_pass_holds_what_is_left_at_every_layer(profile: Profile, num_replicas
 def test_outputs_that_were_sent_stay_while_earlier_layers_run() -> None:
     """The last layer's own backward does not free its output, as the engine still holds it."""
     profile = make_profile([1, 1, 1], stash_bytes=[10, 30, 40], output_bytes=[0, 20, 0], workspace_bytes=[50, 0, 0])
-    costs = Costs(profile, 1, 4)
+    costs = Costs(profile, 4)
     found = {x: costs.one_stage_bytes(*x).backward_workspace for x in ((0, 1), (0, 2), (0, 3))}
     assert found == {(0, 1): 50, (0, 2): 50 - 30 + 20, (0, 3): 0}
 
@@ -150,7 +150,7 @@ def test_a_skip_that_was_sent_stays_while_layers_before_its_own_run() -> None:
         for i, j in ((0, 1), (1, 2), (1, 4), (2, 3), (3, 4))
     )
     profile = make_profile([1] * 5, stash_bytes=40, workspace_bytes=[100, 0, 100, 0, 0])
-    costs = Costs(replace(profile, values=values), 1, 4)
+    costs = Costs(replace(profile, values=values), 4)
     found = {x: costs.one_stage_bytes(*x).backward_workspace for x in ((0, 2), (0, 3), (2, 4), (0, 5))}
     assert found == {(0, 2): 100, (0, 3): 100, (2, 4): 100 - 40 + 20, (0, 5): 20}
 
@@ -159,7 +159,7 @@ def test_a_skip_that_was_sent_stays_while_layers_before_its_own_run() -> None:
 def test_a_recompute_makes_no_output_that_only_the_next_stage_keeps(saved_later: int, expected: int) -> None:
     profile = make_profile([1, 1, 1], stash_bytes=[10, 40, 0], output_bytes=[0, 20, 0])
     profile = with_costs_by_layer(profile, [{"output_saved_later_bytes": saved_later}] * 3)
-    assert Costs(profile, 1, 4).one_stage_bytes(0, 2).recomputed_stash == expected
+    assert Costs(profile, 4).one_stage_bytes(0, 2).recomputed_stash == expected
 
 
 def test_an_output_that_no_layer_keeps_counts_once_on_the_stages_beside_its_cut() -> None:
@@ -172,7 +172,7 @@ def test_an_output_that_no_layer_keeps_counts_once_on_the_stages_beside_its_cut(
             {"output_unsaved_bytes": 0, "forward_workspace_bytes": 57},
         ],
     )
-    costs = Costs(profile, 1, 4)
+    costs = Costs(profile, 4)
     first, last, whole = (costs.one_stage_bytes(*x) for x in ((0, 1), (1, 2), (0, 2)))
     assert (first.stash, first.forward_workspace, first.recompute_workspace) == (10 + 50, 60 - 50, 10 + 60 - 50)
     assert (last.stash, last.forward_workspace, last.recompute_workspace) == (30, 57 - 50, 30 + 57 - 50)

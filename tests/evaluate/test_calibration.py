@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gplan.simulation.without_contention import plan_without_contention
 
 import gplan
 from gplan.core import Calibration, EngineCost, Layer, LayerCost, Link, MachineDevice, Profile, SharedWeight, Timing
@@ -23,7 +24,6 @@ from gplan.evaluate.calibration import (
 )
 from gplan.evaluate.replanning import reprice
 from gplan.evaluate.verify import verify
-from gplan.simulation.without_contention import plan_without_contention
 from tests.evaluate.hosts import MadeHost, usual_plan, usual_profile
 
 LINK = Link(latency_s=0.5, bytes_per_s=1.0)

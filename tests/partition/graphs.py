@@ -16,7 +16,6 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from gplan.core import Constraints, Link, LinkPoint, MachineDevice, Pin, Profile, Value, ValueCost
-from gplan.cost.stage_costs import Costs
 from gplan.partition.milp.assignment import StageAssignment
 from gplan.partition.milp.solving import smallest_by_milp
 from gplan.partition.plan_evaluation import goal_s, in_stage_order, stages_of
@@ -117,7 +116,7 @@ def graph_problems(
     num_stages = num_stages_of(schedule, num_devices)
     num_microbatches = draw(st.sampled_from([m for m in (1, 2, 4) if m <= (said.num_microbatches or m)]))
     problem = Problem(
-        costs=replica_costs(draw, Costs(profile, 1, num_microbatches, draw(st.sampled_from([1, num_devices])))),
+        costs=replica_costs(draw, profile, num_microbatches, num_devices=draw(st.sampled_from([1, num_devices]))),
         num_stages=num_stages,
         schedule=schedule,
         recompute=draw(st.sampled_from(["never", "always", "except-last"])),

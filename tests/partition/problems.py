@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from gplan.core import Layer, LayerCost, Leftover, Link, Profile, SharedWeight, Stage, Timing
 from gplan.core.checks import SHARDINGS
+from gplan.corrections import planned
 from gplan.cost.memory_moments import device_moments
-from gplan.cost.sharding import sharded
 from gplan.cost.stage_costs import Costs
 from gplan.graph.down_sets import Ints
 from gplan.partition.branch_and_bound import path_of
@@ -55,7 +55,7 @@ def make_problem(
     """A problem over a made profile; backwards take twice the forwards unless given."""
     made = make_profile(forward_s, backward_s, **profile)
     return Problem(
-        costs=Costs(made, 1, num_microbatches),
+        costs=Costs(made, num_microbatches),
         num_stages=num_stages,
         schedule=schedule,
         recompute=recompute,
@@ -130,9 +130,8 @@ def problems(
     num_layers = len(profile.layers)
     num_devices = said.num_devices or draw(st.integers(1, min(num_layers, max_stages) // said.num_chunks))
     num_microbatches = [m for m in (1, 2, 4, 8) if m <= (said.num_microbatches or m)]
-    costs = Costs(profile, 1, draw(st.sampled_from(num_microbatches)), num_devices=num_devices)
     problem = Problem(
-        costs=replica_costs(draw, costs),
+        costs=replica_costs(draw, profile, draw(st.sampled_from(num_microbatches)), num_devices=num_devices),
         num_stages=num_stages_of(schedule, num_devices),
         schedule=schedule,
         recompute=draw(st.sampled_from(["never", "always", "except-last"])),
@@ -144,11 +143,11 @@ def problems(
     return replace(problem, memory_bytes=max(1, peak - draw(st.integers(0, 3))))
 
 
-def replica_costs(draw: st.DrawFn, costs: Costs) -> Costs:
+def replica_costs(draw: st.DrawFn, profile: Profile, num_microbatches: int, *, num_devices: int) -> Costs:
     """The costs of one of several replicas, which may divide each stage among them, or of the only one."""
     num_replicas, sharding = draw(st.sampled_from([(1, "none"), *((r, x) for r in (2, 3) for x in SHARDINGS)]))
-    profile = sharded(costs.profile, num_replicas=num_replicas, sharding=sharding)
-    return replace(costs, profile=profile, num_replicas=num_replicas, sharding=sharding)
+    plain = planned(profile, num_devices=num_devices, num_replicas=num_replicas, sharding=sharding)
+    return Costs(plain, num_microbatches, num_replicas=num_replicas, sharding=sharding)
 
 
 @st.composite

@@ -35,7 +35,7 @@ def value(producer: int | None, *consumers: int, num_bytes: int = 1) -> Value:
 def problem_of(profile: Profile, num_stages: int, minimize: str = "max-stage", **more: object) -> Problem:
     """A problem over a graph, of four micro-batches."""
     problem = Problem(
-        costs=Costs(profile, 1, 4), num_stages=num_stages, schedule="gpipe", recompute="never", minimize=minimize
+        costs=Costs(profile, 4), num_stages=num_stages, schedule="gpipe", recompute="never", minimize=minimize
     )
     return replace(problem, **more)
 

@@ -40,7 +40,7 @@ def test_one_device_alone_is_not_slowed_by_the_neighbours_that_two_devices_have(
     )
     plan = gplan.balance(crowded, num_devices=2, num_microbatches=4)
     alone = gplan.balance(crowded, num_devices=1, num_microbatches=4)
-    assert min(x.contention.forward for x in plan.stages) > 1
+    assert plan.shares_host
     told = f"{seconds_text(alone.prediction.step_s)} for the same batch, where these 2 devices take"
     assert [told in x for x in notes_of(plan)] == [True]
 

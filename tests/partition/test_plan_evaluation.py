@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gplan.core import ActionKind, Link, SharedWeight, Timing
-from gplan.cost.sharding import sharded
+from gplan.corrections import planned
 from gplan.partition.plan_evaluation import device_loads_s, objective_s, price, stage_loads_s, stages_of
 from gplan.partition.problem import Solution, recomputed_share
 from gplan.simulation.simulator import simulate_schedule
@@ -110,30 +110,13 @@ def test_stages_that_hold_the_same_weight_update_at_the_same_time() -> None:
     profile = problem.costs.profile
     step = replace(profile.step, contention=1.5, update_contention=3.0)
     contended = replace(profile, step=step, num_neighbours=1)
-    problem = replace(problem, costs=replace(problem.costs, profile=contended, num_devices=3))
-    costs = [x.cost.contended(x.contention) for x in stages_of(problem, (1, 2))]
+    problem = replace(problem, costs=replace(problem.costs, profile=planned(contended, num_devices=3)))
+    costs = [x.cost for x in stages_of(problem, (1, 2))]
     an_equal_share_s = (6 + 2 + 8) / 3
     longer_s = (3 - 1) * an_equal_share_s
     assert [x.optimizer_s for x in costs] == pytest.approx([6 + longer_s, 1.5 * 2, 8 + longer_s])
-    part = sharded(contended, num_replicas=2, sharding="optimizer")
-    of_replica = replace(problem.costs, profile=part, num_replicas=2, sharding="optimizer")
-    assert of_replica.tied_update_s == pytest.approx(longer_s / 2)
-
-
-def test_a_weight_whose_update_takes_no_time_makes_no_update_longer() -> None:
-    """A plan has a factor of contention, which no seconds cannot have."""
-    problem = make_problem([1] * 4, num_stages=2, weight_bytes=[4, 4, 4, 4], optimizer_s=12.0, **TIED)
-    profile = problem.costs.profile
-    free = replace(
-        profile,
-        step=replace(profile.step, update_contention=3.0),
-        layers=tuple(replace(x, update_s=3.0) for x in profile.layers),
-        shared_weights=tuple(replace(x, update_s=0.0) for x in profile.shared_weights),
-        num_neighbours=1,
-    )
-    assert replace(problem.costs, profile=free, num_devices=2).tied_update_s == 0.0
-    fixed = replace(free, step=replace(free.step, fixed_s=1.0))
-    assert replace(problem.costs, profile=fixed, num_devices=2).tied_update_s > 0.0
+    of_replica = planned(contended, num_devices=3, num_replicas=2, sharding="optimizer")
+    assert of_replica.step.tied_update_s == pytest.approx(longer_s / 2)
 
 
 def test_over_links_of_their_own_the_gradients_of_tied_weights_take_as_long_as_over_the_slowest() -> None:

@@ -40,7 +40,7 @@ def make_plan(
     recompute: RecomputeMode = "never", profile: Profile | None = None, memory_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
     """A plan with as many layers in every stage as can be."""
-    costs = Costs(profile or make_layered_profile(num_layers), 1, num_microbatches)
+    costs = Costs(profile or make_layered_profile(num_layers), num_microbatches)
     problem = Problem(
         costs=costs, num_stages=num_stages, schedule=schedule, recompute=recompute, minimize="max-stage",
         memory_bytes=memory_bytes,

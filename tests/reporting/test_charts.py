@@ -50,7 +50,7 @@ def test_the_partition_chart_has_a_bar_per_layer_and_a_line_per_cut() -> None:
     plan = make_plan(9, num_stages=3)
     above = partition_chart(plan).axes[0]
     forward_ms = bar_heights(above, ACTIONS[ActionKind.FORWARD].colour)
-    assert forward_ms == pytest.approx([1e3 * x for stage in plan.stages for x, _ in plan.layer_times_s(stage)])
+    assert forward_ms == pytest.approx([1e3 * x for stage in plan.stages for x, _ in stage.layer_times_s])
     assert [line.get_xdata()[0] for line in above.lines] == [cut - 0.5 for cut in plan.cuts]
 
 

@@ -87,7 +87,7 @@ def exposed_cuts(plan: Plan) -> tuple[tuple[CutCost, ...], float]:
 
 def layer_times_s(plan: Plan, stage: Stage) -> tuple[float, ...]:
     """Forward and backward of one micro-batch of each layer of a stage."""
-    return tuple(map(sum, plan.layer_times_s(stage)))
+    return tuple(map(sum, stage.layer_times_s))
 
 
 def _slowest_layers(plan: Plan, stages: Sequence[Stage]) -> Iterator[LayerShare]:

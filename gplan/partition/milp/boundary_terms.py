@@ -13,7 +13,6 @@ from functools import cache, cached_property
 from itertools import pairwise
 
 from gplan.core import Link, Value, ValueCost
-from gplan.core.interpolation import value_cost_at
 from gplan.cost.stage_costs import Costs
 from gplan.graph.boundary import values_of
 from gplan.graph.down_sets import Output, Way
@@ -45,7 +44,7 @@ def value_groups(costs: Costs, graph: LayerGraph) -> tuple[ValueGroup, ...]:
     """All ways that values take."""
     together: dict[Way, list[ValueCost]] = {}
     for value in values_of(costs.profile):
-        cost = value_cost_at(value.costs, costs.microbatch_size)
+        cost = value.costs[0]
         together.setdefault((value.producer, last_readers(value, graph)), []).append(cost)
     return tuple(
         ValueGroup(
@@ -73,7 +72,7 @@ def always_sent(costs: Costs, graph: LayerGraph, *, way: str) -> bool:
     edges = (
         (-1 if x.producer is None else x.producer, reader)
         for x in costs.profile.values or values_of(costs.profile)  # views too, as they join layers
-        if getattr(value_cost_at(x.costs, costs.microbatch_size), field)
+        if getattr(x.costs[0], field)
         for reader in x.consumers
     )
     return is_connected(graph.num_layers, edges)

@@ -16,7 +16,7 @@ import numpy as np
 
 from gplan.core import Action, ActionKind, Schedule, StageSeconds
 from gplan.core.machine import num_messages
-from gplan.cost.sharding import EXCHANGED
+from gplan.corrections.sharding import EXCHANGED
 from gplan.cost.stage_seconds import ActionKey, action_s
 from gplan.partition.milp.assignment import StageAssignment
 from gplan.partition.milp.boundary_terms import Amount, BoundaryTerms, transfer
@@ -149,11 +149,11 @@ class StepTimeRows:
     def _update(self, k: int) -> Expression:
         """The update and what the ranks exchange before it, as in `Costs.columns`, in units."""
         costs, scale = self.figures.costs, 1.0 / self.problem.speed(k) / self.unit_s
-        step, contention = costs.profile.step, costs.update_contention if k else 1.0
+        step, contention = costs.profile.step, costs.profile.step.contention if k else 1.0
         alone = weighted([(step.spread_s * scale, self.weights.update_share(k)), (step.fixed_part_s * scale, 1)])
         update = weighted([(contention, alone)])
         if self.problem.tied_links:
-            is_tied, tied_s = self.weights.is_any_tied(k), costs.tied_update_s * scale
+            is_tied, tied_s = self.weights.is_any_tied(k), costs.profile.step.tied_update_s * scale
             most_s = (step.spread_s + step.fixed_part_s) * scale
             beside = weighted([(1.0, update), ((1.0 - contention) * most_s + tied_s, is_tied)])
             update = self.program.at_least(f"own_update_{k}", [weighted([(1.0, alone), (tied_s, is_tied)]), beside])
@@ -170,7 +170,11 @@ class StepTimeRows:
         """More than all updates of a device can take, in units."""
         costs, links = self.figures.costs, self.problem.tied_links
         whole = costs.columns(*costs.all_layers)
-        update_s = costs.update_contention * float(whole.optimizer_s[0]) + costs.tied_update_s + costs.around_s
+        update_s = (
+            costs.profile.step.contention * float(whole.optimizer_s[0])
+            + costs.profile.step.tied_update_s
+            + costs.around_s
+        )
         num_bytes = np.array([sum(x.gradient_bytes for x in costs.profile.shared_weights)])
         summing_s = max(float(link.collectives_s("all_reduce", num_bytes, 2)[0]) for link in links)
         stage_s = update_s / min(self.problem.speeds) + float(np.max(whole.all_reduce_s)) + summing_s

@@ -56,7 +56,7 @@ def partition_chart(subject: Subject) -> Figure:
 
 
 def _draw_layers(axes: Axes, plan: Plan) -> None:
-    times_s = np.array([times for stage in plan.stages for times in plan.layer_times_s(stage)])
+    times_s = np.array([times for stage in plan.stages for times in stage.layer_times_s])
     unit, scale = seconds_axis(float(times_s.sum(axis=1).max()))
     forward, backward = times_s.T / scale
     for bottom, height, kind in ((0, forward, ActionKind.FORWARD), (forward, backward, ActionKind.BACKWARD)):

@@ -171,7 +171,7 @@ def _layer(words: str, share: float) -> str:
 
 def _layers(plan: Plan, stage: Stage) -> Iterator[tuple[str, float]]:
     """Each layer in words, and the seconds that a micro-batch takes there."""
-    for name, (forward_s, backward_s) in zip(stage.layer_names, plan.layer_times_s(stage), strict=True):
+    for name, (forward_s, backward_s) in zip(stage.layer_names, stage.layer_times_s, strict=True):
         again = "\nrecomputed in the backward" if name in stage.recompute_layers else ""
         what = f"forward {seconds_text(forward_s)}, backward {seconds_text(backward_s)}"
         yield f"{name}\n{what}\nstage {stage.index}{again}", forward_s + backward_s
@@ -179,7 +179,7 @@ def _layers(plan: Plan, stage: Stage) -> Iterator[tuple[str, float]]:
 
 def _stage_s(plan: Plan, stage: Stage) -> float:
     """Seconds of all layers of a stage for one micro-batch."""
-    return sum(map(sum, plan.layer_times_s(stage)))
+    return sum(map(sum, stage.layer_times_s))
 
 
 def _cut_words(plan: Plan, stage: Stage) -> tuple[str, ...]:

@@ -34,7 +34,6 @@ from gplan.runtime.process_group import backend_of, init_from_environment
 from gplan.runtime.run.loop import train
 from gplan.runtime.run.run_options import ReportStep, RunOptions
 from gplan.runtime.validation import check_fits_here, check_hosts, check_runnable
-from gplan.simulation.without_contention import plan_without_contention
 from profiler.host.failure import failure_text, is_lost_connection
 from profiler.host.host_info import device_share, pin_to_share
 from profiler.host.processes import end_with_parent, print_stack_on_signal, report_error, run_processes
@@ -102,7 +101,7 @@ def run_plan(
         precision=plan.precision,
     )
     if engine == "virtual":
-        return run_virtual_engine(source_of(), plan_without_contention(plan), options, report=report)
+        return run_virtual_engine(source_of(), plan, options, report=report)
     facts = {
         "plan": hashlib.sha256(json_files.to_json(plan)).hexdigest()[:12],
         **_model_facts(model),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from gplan.simulation.without_contention import NOTE
 
 from gplan.core import Alternative, MachineDevice, Plan
 from gplan.core.units import seconds_text
@@ -12,7 +13,6 @@ from gplan.partition.balance import alternative_of
 from gplan.reporting.text.plan import plan_view
 from gplan.reporting.text.run import run_view
 from gplan.simulation.simulator import simulate
-from gplan.simulation.without_contention import NOTE
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
 from tests.reporting.text.printed import printed
 from tests.scheduled import OWN, scheduled_plan

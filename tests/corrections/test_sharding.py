@@ -15,8 +15,8 @@ from gplan.core.checks import SHARDINGS
 from gplan.core.machine import Collective
 from gplan.core.precision import Precision
 from gplan.core.profile import ParameterSize, Profile
+from gplan.corrections.sharding import division_gains, sharded
 from gplan.cost.memory_moments import RESTING, memory_at, moment_bytes, stage_memory, stage_moments
-from gplan.cost.sharding import division_gains, sharded
 from gplan.cost.stage_costs import Costs
 from tests.made import make_profile
 from tests.partition.problems import profiles
@@ -37,7 +37,7 @@ def made(*, kind: str = "cpu") -> Profile:
 
 def costs_of(sharding: str, num_replicas: int = 4, *, kind: str = "cpu") -> Costs:
     profile = sharded(made(kind=kind), num_replicas=num_replicas, sharding=sharding)
-    return Costs(profile, 1, 2, num_replicas=num_replicas, sharding=sharding)
+    return Costs(profile, 2, num_replicas=num_replicas, sharding=sharding)
 
 
 def peak(costs: Costs, first: int = 0, end: int = 2) -> int:
@@ -99,7 +99,7 @@ def test_copies_of_gradients_while_replicas_average_them() -> None:
     masters = replace(profile, step=replace(profile.step, master_bytes=14 * 2**18))
     many = replace(profile, layers=(replace(layer, parameters=40 * (small,), gradient_bytes=40 * small.num_bytes),))
     found = [
-        Costs(x, 1, 2, num_replicas=num_replicas).one_stage_bytes(0, 1).optimizer_workspace
+        Costs(x, 2, num_replicas=num_replicas).one_stage_bytes(0, 1).optimizer_workspace
         for x, num_replicas in ((profile, 1), (profile, 2), (masters, 2), (many, 2))
     ]
     assert found == [0, small.num_bytes, (7 + 2 * 3) * 2**18, 25 * 2**20]
@@ -129,7 +129,7 @@ def test_gathering_takes_time() -> None:
 def test_update_takes_less_time() -> None:
     profile = replace(made(), step=make_profile([1], optimizer_s=84.0).step)
     times = [
-        Costs(sharded(profile, num_replicas=4, sharding=x), 1, 2, num_replicas=4, sharding=x).stage_cost(0, 1)
+        Costs(sharded(profile, num_replicas=4, sharding=x), 2, num_replicas=4, sharding=x).stage_cost(0, 1)
         for x in ("none", "optimizer", "weights")
     ]
     assert [x.optimizer_s for x in times] == pytest.approx([42, 14, 14])
@@ -141,7 +141,7 @@ def test_update_of_a_divided_table_takes_less_time() -> None:
     layers = tuple(replace(x, update_s=2.0 if i == 0 else 0.5) for i, x in enumerate(profile.layers))
     profile = replace(profile, layers=layers, step=make_profile([1], optimizer_s=5.0).step)
     times = [
-        Costs(sharded(profile, num_replicas=4, sharding=x), 1, 2, num_replicas=4, sharding=x).stage_cost(0, 1)
+        Costs(sharded(profile, num_replicas=4, sharding=x), 2, num_replicas=4, sharding=x).stage_cost(0, 1)
         for x in ("none", "optimizer")
     ]
     assert [x.optimizer_s for x in times] == pytest.approx([4.0, 4.0 / 3])
@@ -171,7 +171,7 @@ def test_measured_collectives() -> None:
     profile = made()
     profile = replace(profile, link=replace(profile.link, collectives=measured))
     found = [
-        Costs(sharded(profile, num_replicas=4, sharding=x), 1, 2, num_replicas=4, sharding=x).stage_cost(0, 2)
+        Costs(sharded(profile, num_replicas=4, sharding=x), 2, num_replicas=4, sharding=x).stage_cost(0, 2)
         for x in SHARDINGS
     ]
     assert [x.all_reduce_s for x in found] == pytest.approx([6 * 1.0, 3 * 2.0 + 3 * 3.0, 3 * 2.0])
@@ -185,7 +185,7 @@ def test_gains_of_a_division(profile: Profile, num_replicas: int) -> None:
     if not division_gains(profile, num_replicas=num_replicas):
         return
     whole, part = (
-        Costs(sharded(profile, num_replicas=num_replicas, sharding=x), 1, 2, num_replicas=num_replicas, sharding=x)
+        Costs(sharded(profile, num_replicas=num_replicas, sharding=x), 2, num_replicas=num_replicas, sharding=x)
         for x in ("none", "optimizer")
     )
     num_layers = len(profile.layers)
@@ -209,7 +209,7 @@ def test_layers_of_buffers_alone_stay_whole() -> None:
 def test_what_is_freed_before_the_update_is_no_negative_workspace() -> None:
     profile = made()
     profile = replace(profile, layers=tuple(replace(x, gradient_bytes=80, parameters=()) for x in profile.layers))
-    costs = Costs(sharded(profile, num_replicas=2, sharding="optimizer"), 1, 2, num_replicas=2, sharding="optimizer")
+    costs = Costs(sharded(profile, num_replicas=2, sharding="optimizer"), 2, num_replicas=2, sharding="optimizer")
     parts = costs.one_stage_bytes(0, 2)
     assert parts.optimizer_workspace < 0
     update = replace(RESTING, workspace="optimizer_workspace", has_gradients=True)

@@ -8,7 +8,7 @@ import pytest
 
 from gplan.core import LayerCost, Leftover, Timing
 from gplan.core.errors import UsageError
-from gplan.core.interpolation import cost_at
+from gplan.corrections.microbatch_size import cost_at
 
 
 def cost(size: int, *, pending_bytes: int = 0, half_s: float | None = None) -> LayerCost:

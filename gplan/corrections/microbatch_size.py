@@ -1,16 +1,37 @@
-"""Costs at a micro-batch size between two profiled ones, by linear interpolation; never extrapolated."""
+"""A profile at one micro-batch size; between two profiled sizes by linear interpolation, never extrapolated."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from gplan.core.errors import UsageError
 from gplan.core.layer_cost import LayerCost, Leftover, Timing
-from gplan.core.profile import ValueCost
+from gplan.core.profile import Profile, ValueCost
 
 _NUMBERS = tuple(x.name for x in fields(LayerCost) if x.name.endswith("_bytes"))
 _TIMINGS = tuple(x.name for x in fields(LayerCost) if str(x.type).startswith("Timing"))
+
+
+def at_microbatch_size(profile: Profile, microbatch_size: int) -> Profile:
+    """The profile with the costs of this size alone, and in `plan_notes` all that a reader of a plan must know.
+
+    Raises UsageError for a size outside the profiled ones.
+    """
+    sizes = profile.microbatch_sizes
+    notes = (*profile.plan_notes, *profile.doubts)
+    if microbatch_size not in sizes:
+        notes = (f"costs at micro-batch size {microbatch_size} are interpolated between {sizes}", *notes)
+    if sizes == (microbatch_size,):
+        return replace(profile, plan_notes=notes, whole_model=())
+    return replace(
+        profile,
+        layers=tuple(replace(x, costs=(cost_at(x.costs, microbatch_size),)) for x in profile.layers),
+        loss=(cost_at(profile.loss, microbatch_size),) if profile.loss else (),
+        values=tuple(replace(x, costs=(value_cost_at(x.costs, microbatch_size),)) for x in profile.values),
+        plan_notes=notes,
+        whole_model=(),
+    )
 
 
 def cost_at(costs: tuple[LayerCost, ...], microbatch_size: int) -> LayerCost:

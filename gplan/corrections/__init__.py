@@ -1,0 +1,35 @@
+"""Corrections: functions from Profile to Profile that are applied before anything is planned.
+
+The planner, and all after it, see one plain profile: seconds that hold on these devices and bytes that hold for one of
+them, at one micro-batch size. Nothing later multiplies a factor in or divides one out.
+
+    sharding          one of several replicas that divide their stages
+    microbatch_size   one micro-batch size, profiled or between two profiled ones
+    contention        devices that are cores of one host, and compute at the same time
+
+`planned` applies them in this order.
+"""
+
+from __future__ import annotations
+
+from gplan.core import Profile, Sharding
+from gplan.corrections.contention import beside_each_other
+from gplan.corrections.microbatch_size import at_microbatch_size
+from gplan.corrections.sharding import sharded
+
+
+def planned(
+    profile: Profile,
+    *,
+    microbatch_size: int | None = None,
+    num_devices: int = 1,
+    num_replicas: int = 1,
+    sharding: Sharding = "none",
+) -> Profile:
+    """The profile that a pipeline of `num_devices` devices is planned with; its replicas' hosts are their own.
+
+    The micro-batch size is by default the largest profiled one. Raises UsageError for one outside the profiled ones.
+    """
+    size = profile.microbatch_sizes[-1] if microbatch_size is None else microbatch_size
+    replica = sharded(profile, num_replicas=num_replicas, sharding=sharding)
+    return beside_each_other(at_microbatch_size(replica, size), num_devices=num_devices)

@@ -1,0 +1,87 @@
+"""Contention: devices that are cores of one host take longer while others of them compute.
+
+A profile has the factor of each layer, and of the update, beside as many processes as were measured (`num_neighbours`).
+Beside fewer, the excess is a proportional share of it; beside more it is that of those measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gplan.core import LayerCost, Profile, StepCost
+
+
+def beside_each_other(profile: Profile, *, num_devices: int) -> Profile:
+    """The profile of one of `num_devices` devices that compute side by side; itself where nothing was measured.
+
+    All times of layers and loss hold from then on. `StepCost.contention` is the factor on an update beside the passes of
+    other devices, `StepCost.tied_update_s` what an update takes longer beside that of a device with the same weight.
+    """
+    share = _share(num_devices - 1, profile.num_neighbours)
+    if not share:
+        return without_contention(profile)
+    step = replace(
+        profile.step,
+        contention=_factor(profile.step.contention, share),
+        update_contention=1.0,
+        tied_update_s=_tied_update_s(profile, num_devices),
+    )
+    layers = tuple(replace(x, costs=tuple(_lengthened(cost, share) for cost in x.costs)) for x in profile.layers)
+    loss = tuple(_lengthened(cost, share) for cost in profile.loss)
+    return replace(profile, layers=layers, loss=loss, step=step, num_neighbours=0, shares_host=True)
+
+
+def without_contention(profile: Profile) -> Profile:
+    """The profile of a device on a host of its own."""
+    if not profile.num_neighbours:
+        return profile
+
+    def alone(costs: tuple[LayerCost, ...]) -> tuple[LayerCost, ...]:
+        return tuple(replace(x, contention=1.0) for x in costs)
+
+    return replace(
+        profile,
+        layers=tuple(replace(x, costs=alone(x.costs)) for x in profile.layers),
+        loss=alone(profile.loss),
+        step=replace(profile.step, contention=1.0, update_contention=1.0),
+        num_neighbours=0,
+    )
+
+
+def _share(num_others: int, num_measured: int) -> float:
+    """The share of the measured excess that so many other devices cause; 0 where none was measured.
+
+    >>> [_share(n, measured) for n, measured in ((1, 2), (5, 2), (5, 0))]
+    [0.5, 1.0, 0.0]
+    """
+    return min(1.0, num_others / num_measured) if num_measured else 0.0
+
+
+def _factor(contention: float, share: float) -> float:
+    return 1.0 + (contention - 1.0) * share
+
+
+def _lengthened(cost: LayerCost, share: float) -> LayerCost:
+    by = _factor(cost.contention, share)
+    return replace(cost.corrected(forward=by, backward=by, recompute=by), contention=1.0)
+
+
+def _tied_update_s(profile: Profile, num_devices: int) -> float:
+    """Seconds that an update takes longer beside that of another device which holds one of the stage's weights.
+
+    Both devices wait for the summed gradients and update at the same time, until the shorter update has ended: an equal
+    share of the updates of all devices. Every device that can hold a shared weight updates it; of several replicas one
+    counts.
+    """
+    step = profile.step
+    together = _factor(step.update_contention, _share(min(1, num_devices - 1), profile.num_neighbours))
+    return max(0.0, together - 1.0) * _shorter_update_s(profile, step, num_devices)
+
+
+def _shorter_update_s(profile: Profile, step: StepCost, num_devices: int) -> float:
+    held = (*profile.layers, *profile.shared_weights)
+    again = (
+        (min(num_devices, len(x.layers)) - 1) * x.update_amount for x in profile.shared_weights
+    )  # by the other devices that have them
+    amount = max(0.0, sum(x.update_amount for x in held)) + sum(again)
+    return step.spread_s * amount / profile.whole_update_amount / num_devices
