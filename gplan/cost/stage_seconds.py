@@ -5,7 +5,6 @@ What an action takes, for floats and for arrays [E] alike, with and without the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from gplan.core import Action, ActionKind, RecomputeMode, Seconds, StageSeconds, StageTimes, is_recomputed
@@ -54,16 +53,6 @@ class ActionKey(NamedTuple):
         """The key of an action of a step."""
         again = is_recomputed(action.microbatch, num_microbatches=num_microbatches, recompute=recompute)
         return cls(action.stage, action.kind, again)
-
-
-def action_keys(
-    order: Sequence[Action], *, num_microbatches: int, recompute: RecomputeMode
-) -> tuple[list[ActionKey], list[int]]:
-    """The different keys of some actions, and which of them each action has."""
-    index: dict[ActionKey, int] = {}
-    keys = (ActionKey.of(x, num_microbatches=num_microbatches, recompute=recompute) for x in order)
-    kinds = [index.setdefault(key, len(index)) for key in keys]
-    return list(index), kinds
 
 
 def action_s(key: ActionKey, times: StageSeconds[Seconds]) -> Seconds:

@@ -17,7 +17,7 @@ from gplan.core import Action, RecomputeMode, is_recomputed
 from gplan.cost.memory_moments import change_of
 from gplan.cost.part_table import PARTS, rows_of
 from gplan.cost.stage_costs import Costs, DeviceBoundaries
-from gplan.graph.down_sets import Bools, Floats, Ints
+from gplan.graph.down_sets import Bools, Ints
 from gplan.partition.pareto import undominated
 from gplan.partition.problem import Problem
 from gplan.schedules.registry import make_schedule
@@ -51,15 +51,6 @@ def peaks_of(counts: Ints, parts: Sequence[Ints]) -> Ints:
 def counts_of(problem: Problem, device: int) -> Ints:
     """[moments, stages, parts]: how many of each part a device holds of each of its stages when it may hold most."""
     return _counts(problem.schedule, problem.num_devices, problem.num_microbatches, device, problem.recompute)
-
-
-def fullest_counts(problem: Problem, device: int, contents: Sequence[Floats]) -> Ints:
-    """[moments, stages, parts]: those of the moments at which a device holds most with some parts, [stages, parts] each."""
-    order, stages = problem.made_schedule.orders[device], problem.stages_by_device[device]
-    rows = np.concatenate(list(_rows(order, stages, problem.num_microbatches, problem.recompute)))
-    held = rows.reshape(len(rows), -1) @ np.array(contents).reshape(len(contents), -1).T
-    found: Ints = rows[np.unique(held.argmax(axis=0))]
-    return found
 
 
 @lru_cache(maxsize=4096)

@@ -15,7 +15,6 @@ For each bound on t_v this is a knapsack, solved by Pareto fronts (`ParetoFront`
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,7 +28,7 @@ from gplan.cost.memory_moments import Moment, moment_bytes, peak_of
 from gplan.cost.stage_costs import Costs
 from gplan.cost.workspaces import DIRECTIONS
 from gplan.graph.boundary import values_of
-from gplan.graph.down_sets import Bools, Floats, Ints
+from gplan.graph.down_sets import Floats, Ints
 
 MOST_LABELS = 512
 """The longest front; in longer ones, choices with nearly equal seconds are merged."""
@@ -169,41 +168,6 @@ class RecomputeSelector:
         """[E]: the least peak memory of each stage over all selections."""
         peaks: Ints = np.minimum.reduce(self._least_peaks(first, end, self.costs.parts(first, end), peak_moments))
         return peaks
-
-    def emptied_parts(self, first: Ints, end: Ints, parts: StageBytes[Ints]) -> StageBytes[Ints]:
-        """The parts of stages that recompute layers with the least workspace, with nothing kept of them."""
-        return _at_level(self._base(first, end, parts), min(self._levels, default=0))
-
-    def least_saved_bytes(
-        self, emptied: StageBytes[Ints], stash: Ints, peak_moments: PeakMoments, *, limit_bytes: int
-    ) -> Ints:
-        """[E]: the bytes that stages with a stash must save at least so that they fit, given their `emptied_parts`."""
-        return _saved_bytes(emptied, stash, peak_moments, limit_bytes)
-
-    def least_seconds(self, first: Ints, end: Ints, need_bytes: Ints) -> Floats:
-        """[E]: below which recompute that saves so many bytes does not come; infinite where stages cannot save them.
-
-        Layers that repeat, or else the long ones, are taken whole; all others are taken first, and take no time.
-        """
-        saved, seconds = np.maximum(np.array(self._saved_at_most), 0), np.array(self._seconds)
-        repeated = self._repeated & (saved > 0)
-        free, most = (np.concatenate([[0], np.cumsum(np.where(x, saved, 0))]) for x in (~repeated, repeated))
-        need = np.maximum(need_bytes - (free[end] - free[first]), 0)
-        if not repeated.any():
-            return np.where(need > 0, np.inf, 0.0)
-        one_bytes, one_s = int(saved[repeated].max()), float(seconds[repeated].min())
-        per_byte = float((seconds[repeated] / saved[repeated]).min())
-        least = np.maximum(-(-need // one_bytes) * one_s, need * per_byte)
-        return np.where(need > most[end] - most[first], np.inf, least)
-
-    @cached_property
-    def _repeated(self) -> Bools:
-        """[L]: whether a layer saves and takes what another one does; where none does, whether it takes long."""
-        pairs = list(zip(self._saved_at_most, self._seconds, strict=True))
-        counts = Counter(pairs)
-        found = np.array([counts[x] > 1 for x in pairs])
-        seconds = np.array(self._seconds)
-        return found if found.any() else seconds >= 0.5 * seconds.max(initial=0.0)
 
     @property
     def inflation(self) -> float:

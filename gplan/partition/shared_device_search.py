@@ -42,11 +42,10 @@ from gplan.partition.candidates import (
     on_paths,
     stage_seconds,
 )
-from gplan.partition.device_bounds import AlikeLayers, DeviceBounds
 from gplan.partition.device_memory import device_peaks
 from gplan.partition.lagrangian import Goal, WeightedBounds, WeightUpdates, first_weighted_bounds
 from gplan.partition.memory_feasibility import DeviceMemoryLimits, lasting_bytes
-from gplan.partition.minimax import ends_of_stages, least_load_s, smallest_largest, stages_between
+from gplan.partition.minimax import ends_of_stages, least_load_s, smallest_largest
 from gplan.partition.objectives import LoadGoal, PeakGoal, StepGoal
 from gplan.partition.partial_plans import WeightedPrefixes
 from gplan.partition.plan_evaluation import fits_memory
@@ -231,8 +230,6 @@ class GoalSpace:
 
 
 _NUM_EVEN_PLANS = 40  # plans, to begin a search for the smallest peak with
-_MANY_ALIKE = 24  # layers from which counts lead to a plan to begin with
-_SHARES_OF_MEMORY = (1.0, 0.98, 0.95, 0.91, 0.86)  # for what counts leave out, as layers differ
 _SHARE_OF_START = 0.25  # of the time that is left, for one of several plans to begin with
 _SHARE_OF_FIRST = 0.5  # of the time that is left: if the first plan took longer, it is the only one to begin with
 
@@ -332,28 +329,11 @@ def _starts(problem: Problem, given: Ints | None, *, deadline_s: float) -> list[
     known = [] if given is None else [given]
     if fits_memory(problem, unlimited.stages):
         return [min([ends_of_stages(problem, unlimited.stages), *known], key=lambda x: _value_s(problem, x))]
-    known = known or _counted_to_fit(problem) or _found_to_fit(problem, deadline_s=deadline_s)
+    known = known or _found_to_fit(problem, deadline_s=deadline_s)
     now_s = time.perf_counter()
     if not known or now_s - started_s > _SHARE_OF_FIRST * (deadline_s - now_s):
         return known
     return [*known, *_moved_to_fit(problem, unlimited, deadline_s=_part_of(deadline_s))]
-
-
-def _counted_to_fit(problem: Problem) -> list[Ints]:
-    """One partition of many alike layers that fits, with counts that bounds allow; none where that is not found at once."""
-    limit = problem.memory_of(0)
-    alike = AlikeLayers(problem.costs)
-    if limit is None or not DeviceBounds.apply_to(problem) or len(alike) < _MANY_ALIKE:
-        return []
-    for share in _SHARES_OF_MEMORY:
-        bounds = DeviceBounds(replace(problem, memory_bytes=int(share * limit)), alike)
-        counts = bounds.best_counts()
-        if counts is None:
-            return []
-        ends = bounds.ends_of_counts(counts)
-        if fits_memory(problem, stages_between(problem, ends.tolist())):
-            return [ends]
-    return []
 
 
 def _found_to_fit(problem: Problem, *, deadline_s: float) -> list[Ints]:

@@ -10,7 +10,6 @@ the gap.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,13 +21,10 @@ from gplan.partition.bounds import StepBounds, busy_within, filtered, least_step
 from gplan.partition.branch_and_bound import (
     Incumbent,
     branch_and_bound,
-    ends_of,
     locally_improved,
-    path_of,
     solution_of,
 )
 from gplan.partition.candidates import Candidates, TooManyCandidates, candidates_within, fitting, on_paths
-from gplan.partition.chain_bounds import ChainBounds, ChainStages
 from gplan.partition.dominance import GPipeLabels
 from gplan.partition.minimax import ends_of_stages, smallest_largest
 from gplan.partition.objectives import StepGoal
@@ -40,7 +36,6 @@ TIME_LIMIT_S = 10.0
 
 _FEW_CANDIDATES = 1_000_000  # that are searched without further ado
 _MANY_CANDIDATES = 4_000_000  # of one limit
-_MANY_ACTIONS = 2048  # stages times micro-batches, from which more plans are begun with
 _SLACK = 1e-9  # share by which a bound may be off
 _RISES = (
     2e-4, 5e-4, 1e-3, 2e-3, 4e-3, 7e-3, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.35, 0.6, 1.0, 2.0, 5.0,
@@ -63,8 +58,7 @@ def smallest_step(
     known = Incumbent(ends=ends_of_stages(problem, start.stages), value=goal_s(problem, start.stages), lower_bound=0.0)
     try:
         limit_s = known.value * (1.0 + ROUNDING)
-        starts = _starts(problem, limit_s)
-        known = _within(problem, known, limit_s, most=_FEW_CANDIDATES, deadline_s=deadline_s, starts=starts)
+        known = _within(problem, known, limit_s, most=_FEW_CANDIDATES, deadline_s=deadline_s)
     except TooManyCandidates:
         known = _deepened(problem, known, deadline_s=deadline_s)
     solver = "dp" if problem.schedule == "gpipe" else "branch-and-bound"
@@ -89,29 +83,14 @@ def _deepened(problem: Problem, known: Incumbent, *, deadline_s: float) -> Incum
     return known
 
 
-def _starts(problem: Problem, limit_s: float) -> tuple[Ints, ...]:
-    """Where the stages of partitions end that large problems are begun with, beside that with the smallest largest stage."""
-    if problem.num_stages * problem.num_microbatches < _MANY_ACTIONS or not ChainBounds.apply_to(problem):
-        return ()
-    return tuple(ChainBounds(problem, ChainStages(problem.costs), limit_s).promising_ends())
-
-
-def _within(
-    problem: Problem,
-    known: Incumbent,
-    limit_s: float,
-    *,
-    most: int,
-    deadline_s: float,
-    starts: Sequence[Ints] = (),
-) -> Incumbent:
+def _within(problem: Problem, known: Incumbent, limit_s: float, *, most: int, deadline_s: float) -> Incumbent:
     """What is known after looking for plans within the limit; a plan above it may be found beside."""
     candidates = candidates_within(without_memory(problem), busy_within(problem, limit_s), most=most)
     limited = replace(known, limit=limit_s)
     filtered_candidates = None if candidates is None else filtered(problem, candidates, limit_s)
     if filtered_candidates is None:
         return replace(limited, lower_bound=max(known.lower_bound, limited.worth))
-    space = StepSpace(bounds=StepBounds(problem, filtered_candidates), starts=starts)
+    space = StepSpace(bounds=StepBounds(problem, filtered_candidates))
     return branch_and_bound(space, limited, deadline_s=deadline_s)
 
 
@@ -120,7 +99,6 @@ class StepSpace:
     """The paths of some candidates, which need not fit the memory yet: a `SearchSpace` for one stage a device."""
 
     bounds: StepBounds
-    starts: Sequence[Ints] = ()  # where the stages of partitions end that may be better than the incumbent
 
     @property
     def relaxation(self) -> Relaxation:
@@ -144,21 +122,11 @@ class StepSpace:
         if space is not None:
             space = space._among([fitting(problem, stage, x) for stage, x in enumerate(space.bounds.candidates)])
         if space is not None:
-            incumbent = space.polished(space._best_of(self.starts, incumbent), deadline_s=deadline_s)
+            incumbent = space.polished(incumbent, deadline_s=deadline_s)
             space = space.narrowed(incumbent)
         if space is not None:
             incumbent = replace(incumbent, lower_bound=max(incumbent.lower_bound, space.bounds.whole_s))
         return space, incumbent
-
-    def _best_of(self, starts: Sequence[Ints], incumbent: Incumbent) -> Incumbent:
-        """The incumbent, or a better one of some partitions."""
-        problem, candidates = self.bounds.problem, self.bounds.candidates
-        paths = [path for ends in starts if (path := path_of(candidates, ends)) is not None]
-        values = steps_s(problem, candidates, np.array(paths)) if paths else np.zeros(0)
-        if not paths or values.min() >= incumbent.worth:
-            return incumbent
-        index = int(values.argmin())
-        return replace(incumbent, ends=ends_of(candidates, paths[index]), value=float(values[index]))
 
     def _among(self, candidates: list[Candidates]) -> StepSpace | None:
         """The space of some of the candidates; None where no path is left."""

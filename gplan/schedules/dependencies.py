@@ -15,9 +15,6 @@ from gplan.core import Action, ActionKind, Schedule
 INPUT_GRADIENT_KINDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
 """The actions that compute the gradient of a stage's input, which the previous stage waits for."""
 
-AWAITED_KINDS = (ActionKind.FORWARD, *INPUT_GRADIENT_KINDS)
-"""The actions that another stage waits for."""
-
 
 class OrderError(ValueError):
     """Orders that are not a training step; `device` is the one with the wrong order, None if several are involved."""

@@ -37,25 +37,3 @@ def max_in_flight(schedule: str, *, num_devices: int, num_microbatches: int, num
     if of_schedule is None:
         return num_microbatches * num_chunks
     return of_schedule(num_devices, num_microbatches, num_chunks)
-
-
-def chunk_warmup(schedule: str, *, num_devices: int, num_microbatches: int, device: int) -> tuple[int, ...] | None:
-    """Forwards of each chunk of a device before its first backward; None where a schedule has no formula.
-
-    >>> chunk_warmup("interleaved-1f1b:2", num_devices=2, num_microbatches=8, device=0)
-    (3, 2)
-    """
-    name, _, chunks = schedule.partition(":")
-    if name == "looped-bfs":
-        return (num_microbatches,) * int(chunks)
-    if name == "zb-v":
-        return min(num_microbatches, 2 * num_devices - device - 1), min(num_microbatches, device + 1)
-    if name != "interleaved-1f1b":
-        return None
-    left, counts = num_interleaved_warmup(num_devices, int(chunks), device=device), [0] * int(chunks)
-    for group in range(0, num_microbatches, num_devices):
-        for chunk in range(int(chunks)):
-            taken = min(num_devices, left)
-            counts[chunk] += min(taken, num_microbatches - group)
-            left -= taken
-    return tuple(counts)

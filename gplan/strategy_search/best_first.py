@@ -16,7 +16,6 @@ from gplan.core import Plan
 from gplan.core.units import counted, seconds_text
 from gplan.partition.problem import ROUNDING
 from gplan.schedules.registry import schedule_info
-from gplan.strategy_search.bounds import MOST_EFFORT
 from gplan.strategy_search.cache import ONE_SOLVE_S, OpenStrategy, SolveCache, StrategyResult
 from gplan.strategy_search.space import SIMPLEST, Strategy
 
@@ -87,23 +86,12 @@ class _BestFirstSearch:
             self.open = [x for x in self.open if x.bound < cutoff]
             if not self.open:
                 return
-            rough = [x for x in self.open if x.effort < MOST_EFFORT] if self.best is not None else []
-            if rough:  # bounds take less time than solving, and what they rule out needs no other proof
-                self._sharpen(min(rough, key=lambda x: x.bound))
-                continue
             by_bound = num_solved % 2 == 1
             simple = [x for x in self.open if x.strategy.schedule in SIMPLEST] if self.best is None else []
             node = min(simple or self.open, key=lambda x: x.bound if by_bound else x.estimate)  # of ties the simplest
-            if node.effort < MOST_EFFORT:
-                self._sharpen(node)
-                continue
             num_solved += self.best is not None
             self._report(node)
             self._expand(node)
-
-    def _sharpen(self, node: OpenStrategy) -> None:
-        place = next(i for i, x in enumerate(self.open) if x is node)
-        self.open[place] = self.cache.sharpened(node, self.memory_bytes, enough=self._cutoff)
 
     def break_ties(self) -> None:
         """Among schedules with the same counts and step as the best plan, take less memory, then the simpler one."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -25,14 +25,8 @@ from gplan.corrections.sharding import EXCHANGED
 from gplan.cost.stage_bytes import MicrobatchTerms, microbatch_bytes
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.bounds import least_transfers_s, shared_step_s, through_all_s
-from gplan.partition.chain_bounds import ChainBounds, ChainStages
-from gplan.partition.device_bounds import DeviceBounds
-from gplan.partition.dp import INFINITY
 from gplan.partition.problem import Problem, compute_sums_s, largest_layer_s
 from gplan.schedules.in_flight import NUM_WARMUP
-
-MOST_EFFORT = 2
-"""Of the bounds of a strategy within a memory."""
 
 _MOST_BYTES = np.iinfo(np.int64).max
 _SLACK = 1e-9
@@ -44,50 +38,11 @@ class StrategyBounds:
     """Bounds over all partitions of a problem on equal devices, without their memory limit."""
 
     problem: Problem
-    stages: ChainStages | None = None  # of the problem's costs, where they are shared by several bounds
 
-    def within_s(self, memory_bytes: int | None, *, effort: int = MOST_EFFORT, enough_s: float = INFINITY) -> float:
-        """A lower bound of the simulated step of plans that fit a memory; infinite where none fits.
-
-        With less effort it is weaker: 0 is the closed form, 1 looks at single stages, or at the load of devices with
-        several, 2 at all stages together, or at all that such devices do and hold. Above `enough_s` it is not made better.
-        """
-        found = INFINITY if memory_bytes is not None and self.exceeds_memory(memory_bytes) else self.step_s
-        problem = replace(self.problem, memory_bytes=memory_bytes)
-        if effort == 0 or found >= enough_s or found == INFINITY:
-            return found
-        if memory_bytes is not None and not self.holds_all(memory_bytes):
-            return INFINITY
-        if (memory_bytes, effort) not in self._within_s:
-            self._within_s[memory_bytes, effort] = self._sharpened_s(problem, effort, enough_s)
-        return max(found, self._within_s[memory_bytes, effort])
-
-    def holds_all(self, memory_bytes: int) -> bool:
-        """Whether devices may hold all layers when the last backward is done, however they are recomputed."""
-        problem = replace(self.problem, memory_bytes=memory_bytes)
-        return not DeviceBounds.apply_to(problem) or DeviceBounds(problem, self._stages.alike).holds_all
-
-    @property
+    @cached_property
     def whole_parts(self) -> StageBytes[Ints]:
         """What the memory of a stage with all layers is made of, [1]."""
-        return self._stages.whole
-
-    @cached_property
-    def _stages(self) -> ChainStages:
-        return self.stages or ChainStages(self.problem.costs)
-
-    def _sharpened_s(self, problem: Problem, effort: int, enough_s: float) -> float:
-        if ChainBounds.apply_to(problem):
-            chain = ChainBounds(problem, self._stages, enough_s)
-            return chain.quick_s if effort == 1 else chain.step_s
-        if not DeviceBounds.apply_to(problem) or problem.recompute == "selected":
-            return 0.0
-        devices = DeviceBounds(problem, self._stages.alike)
-        return devices.quick_s if effort == 1 else devices.step_s
-
-    @cached_property
-    def _within_s(self) -> dict[tuple[int | None, int], float]:
-        return {}
+        return self.problem.costs.parts(*self.problem.costs.all_layers)
 
     @cached_property
     def step_s(self) -> float:

@@ -18,13 +18,12 @@ from gplan.core.progress import Progress
 from gplan.corrections import planned
 from gplan.cost.stage_costs import Costs
 from gplan.graph.down_sets import DownSets
-from gplan.partition.chain_bounds import ChainStages
 from gplan.partition.dp import INFINITY
 from gplan.partition.plan_evaluation import fits_memory, goal_s, price
 from gplan.partition.problem import Problem, Solution, nothing_recomputed, without_memory
 from gplan.partition.solve import solve
 from gplan.partition.validation import why_not_selected
-from gplan.strategy_search.bounds import MOST_EFFORT, StrategyBounds
+from gplan.strategy_search.bounds import StrategyBounds
 from gplan.strategy_search.heuristics import estimated_step_s
 from gplan.strategy_search.space import Space, Strategy
 
@@ -43,7 +42,6 @@ class OpenStrategy:
     recompute: RecomputeMode | None  # None: not solved without a memory limit yet
     bound: float
     estimate: float
-    effort: int = 0  # that went into the bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +75,8 @@ class SolveCache:
     _unlimited_outcomes: dict[Strategy, StrategyResult] = field(default_factory=dict)
     _limited: dict[tuple[Strategy, RecomputeMode], list[StrategyResult]] = field(default_factory=dict)
     _profiles: dict[tuple[int, int, _Replicas], Profile] = field(default_factory=dict)  # as they are planned
-    _stages: dict[tuple[tuple[int, int, int], _Replicas], ChainStages] = field(default_factory=dict)
+    _costs: dict[tuple[tuple[int, int, int], _Replicas], Costs] = field(default_factory=dict)
     _bounds: dict[tuple[Strategy, RecomputeMode], StrategyBounds] = field(default_factory=dict)
-    _too_little: dict[Strategy, int] = field(default_factory=dict)  # memory in which no plan of a strategy fits
     _action_s: float = _FIRST_ACTION_S
 
     def cost(self, plan: Plan | None) -> float:
@@ -98,10 +95,9 @@ class SolveCache:
         return min(fitting, key=self.cost, default=None)
 
     def open_strategies(self, memory_bytes: int | None) -> list[OpenStrategy]:
-        """Every strategy that is not known to be without a plan, not solved yet."""
-        strategies = [x for x in self.space.strategies if (memory_bytes or INFINITY) > self._too_little.get(x, -1)]
-        self.progress(f"bounding {len(strategies)} settings", 0.0)
-        return [self._open(strategy, None, memory_bytes) for strategy in strategies]
+        """Every strategy, not solved yet."""
+        self.progress(f"bounding {len(self.space.strategies)} settings", 0.0)
+        return [self._open(strategy, None, memory_bytes) for strategy in self.space.strategies]
 
     def expand(
         self, node: OpenStrategy, memory_bytes: int | None, *, time_limit_s: float
@@ -113,7 +109,7 @@ class SolveCache:
             return [], reusable or self._solve_limited(strategy, node.recompute, memory_bytes, time_limit_s)
         unlimited = self.problem(strategy, self.space.recompute[0], memory_bytes)
         bound = node.bound
-        if memory_bytes is None or self.bounds(strategy, "never").within_s(memory_bytes, effort=1) < INFINITY:
+        if memory_bytes is None or not self.bounds(strategy, "never").exceeds_memory(memory_bytes):
             if strategy not in self._unlimited:
                 self._unlimited[strategy] = self._solve(without_memory(unlimited), strategy, time_limit_s)
             solution = self._unlimited[strategy]
@@ -126,30 +122,6 @@ class SolveCache:
             bound = max(bound, solution.lower_bound_s * self.weight(strategy.total_devices))
         nodes = [self._open(strategy, mode, memory_bytes) for mode in self._recompute_modes(strategy, memory_bytes)]
         return [replace(x, bound=max(x.bound, bound), estimate=max(x.estimate, bound)) for x in nodes], _NO_RESULT
-
-    def sharpened(self, node: OpenStrategy, memory_bytes: int | None, *, enough: float = INFINITY) -> OpenStrategy:
-        """The strategy with a bound of more effort; that of every way to recompute, where none was chosen yet.
-
-        Effort goes only into ways whose bounds are below `enough`.
-        """
-        strategy = node.strategy
-        has_chunks = strategy.num_stages > strategy.num_devices
-        effort = node.effort + 1 if has_chunks else MOST_EFFORT  # elsewhere the first bound is part of the other
-        modes = [node.recompute or self.space.recompute[0]]
-        if node.recompute is None and memory_bytes is not None:
-            modes = [*self._recompute_modes(strategy, memory_bytes)]
-        bounds, least_s = [self.bounds(strategy, x) for x in modes], INFINITY
-        if memory_bytes is not None and bounds and not bounds[0].holds_all(memory_bytes):
-            bounds = []
-        weight = self.weight(strategy.total_devices)
-        for each in sorted(bounds, key=lambda x: x.step_s):
-            if each.step_s < least_s:
-                within_s = each.within_s(memory_bytes, effort=effort, enough_s=enough / weight)
-                least_s = min(least_s, within_s)
-        if least_s == INFINITY and node.recompute is None and memory_bytes is not None:
-            self._too_little[strategy] = memory_bytes
-        bound = max(node.bound, least_s * weight)
-        return replace(node, bound=bound, estimate=max(node.estimate, bound), effort=effort)
 
     def solve_again(self, node: OpenStrategy, memory_bytes: int | None, *, time_limit_s: float) -> StrategyResult:
         """The outcome of a solved strategy after more time."""
@@ -178,13 +150,13 @@ class SolveCache:
         """The closed-form bounds of a strategy."""
         key = (strategy, recompute)
         if key not in self._bounds:
-            self._bounds[key] = StrategyBounds(self.problem(strategy, recompute, None), self._stages_of(strategy))
+            self._bounds[key] = StrategyBounds(self.problem(strategy, recompute, None))
         return self._bounds[key]
 
     def problem(self, strategy: Strategy, recompute: RecomputeMode, memory_bytes: int | None) -> Problem:
         """The partition problem of a strategy."""
         return Problem(
-            costs=self._stages_of(strategy).costs,
+            costs=self._costs_of(strategy),
             num_stages=strategy.num_stages,
             schedule=strategy.schedule,
             recompute=recompute,
@@ -193,12 +165,12 @@ class SolveCache:
             constraints=self.constraints,
         )
 
-    def _stages_of(self, strategy: Strategy) -> ChainStages:
-        """The costs of a strategy, which others share, and what the memory of their stages is made of."""
+    def _costs_of(self, strategy: Strategy) -> Costs:
+        """The costs of a strategy, which others share."""
         num_beside = strategy.num_devices if self.profile.num_neighbours else 1  # that costs depend on
         key = strategy.microbatch_size, strategy.num_microbatches, num_beside
         replicas = strategy.num_replicas, strategy.sharding
-        if (key, replicas) not in self._stages:
+        if (key, replicas) not in self._costs:
             where = strategy.microbatch_size, num_beside, replicas
             if where not in self._profiles:
                 self._profiles[where] = planned(
@@ -208,9 +180,10 @@ class SolveCache:
                     num_replicas=strategy.num_replicas,
                     sharding=strategy.sharding,
                 )
-            costs = Costs(self._profiles[where], strategy.num_microbatches, self.downsets, *replicas)
-            self._stages[key, replicas] = ChainStages(costs)
-        return self._stages[key, replicas]
+            self._costs[key, replicas] = Costs(
+                self._profiles[where], strategy.num_microbatches, self.downsets, *replicas
+            )
+        return self._costs[key, replicas]
 
     def _open(self, strategy: Strategy, recompute: RecomputeMode | None, memory_bytes: int | None) -> OpenStrategy:
         bounds, weight = (
