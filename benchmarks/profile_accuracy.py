@@ -40,7 +40,7 @@ from profile_reference import FEWEST_CLEAN, MICROBATCH_SIZE, MODELS, ROOT, Refer
 import gplan
 from gplan.core import LayerCost, Plan, Profile, Timing
 from gplan.core.units import bytes_text, percent_text, seconds_text
-from gplan.cost.stage_costs import Costs
+from gplan.cost.stage_table import StageTable
 from gplan.partition.plan_evaluation import stages_of, step_s
 from gplan.partition.problem import Problem
 
@@ -95,7 +95,7 @@ def measure(name: str, *, quick: bool) -> list[tuple[Profile, Reference]]:
 def profile_row(name: str, profile: Profile, reference: Reference) -> dict[str, Any]:
     """One profile against its reference; every error is the profile's figure over the other, less 1."""
     forward_s, backward_s = whole_s(profile)
-    predicted_bytes, tracker_bytes = profile.one_stage_bytes(0), reference.tracker_bytes
+    predicted_bytes, tracker_bytes = profile.row_parts(0), reference.tracker_bytes
     return {
         "model": name,
         "num_layers": len(profile.layers),
@@ -151,7 +151,7 @@ def plan_row(name: str, profiles: Sequence[Profile], num_devices: int) -> dict[s
 def step_on(profile: Profile, plan: Plan) -> float:
     """Seconds of a step with this plan's cuts and a profile's costs, which need not be those it was made from."""
     problem = Problem(
-        costs=Costs(profile, plan.microbatch_size, plan.num_microbatches),
+        costs=StageTable(profile, plan.microbatch_size, plan.num_microbatches),
         num_stages=plan.num_stages,
         schedule=plan.schedule,
         recompute=plan.recompute,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from gplan.core import LayerCost, Plan, Profile, Stage, Timing
 from gplan.corrections.microbatch_size import cost_at
-from gplan.cost.stage_costs import first_half
+from gplan.cost.layer_sums import first_half
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

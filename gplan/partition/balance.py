@@ -27,7 +27,7 @@ from gplan.core import (
 )
 from gplan.core.errors import UsageError
 from gplan.corrections import planned
-from gplan.cost.stage_costs import Costs
+from gplan.cost.stage_table import StageTable
 from gplan.partition.constraints import check_constraints
 from gplan.partition.diagnosis import no_plan_error, one_device_notes
 from gplan.partition.placement import Placed, best_placement
@@ -135,8 +135,8 @@ def problem_of(
     check_constraints(constraints, profile, num_stages=num_stages)
     replicas: Any = {"num_replicas": num_replicas, "sharding": sharding}
     plain = planned(profile, microbatch_size=microbatch_size, num_devices=num_devices, **replicas)
-    costs = Costs(plain, num_microbatches, **replicas)
-    check_split_backward(schedule, has_halves=costs.has_halves)
+    costs = StageTable(plain, num_microbatches, **replicas)
+    check_split_backward(schedule, has_halves=costs.sums.has_halves)
     return Problem(
         costs=costs,
         num_stages=num_stages,

@@ -240,7 +240,7 @@ def _least_before_s(problem: Problem) -> tuple[Floats, Floats]:
     fewest = np.arange(num_stages)
     forward_s, back_s = np.zeros(num_stages), np.zeros(num_stages)
     if costs.given_downsets is None:
-        forward_s, back_s = (of(np.zeros_like(fewest), fewest) for of in (costs.forward_s, costs.backward_s))
+        forward_s, back_s = (costs.sums.seconds(of, np.zeros_like(fewest), fewest) for of in ("forward", "backward"))
     there_s, again_s = least_hops_s(problem)
     overheads_s = fewest * costs.overhead_s
     start_s = (forward_s + overheads_s) / fastest + there_s
@@ -273,14 +273,17 @@ def _least_over_cuts(
 def through_all_s(problem: Problem) -> float:
     """What the first micro-batch takes at least, forward and backward through all stages, over every cut."""
     costs = problem.costs
-    layers_s = float(costs.forward_s(*costs.all_layers)[0] + problem.awaited_backward_s(*costs.all_layers)[0])
+    layers_s = float(
+        costs.sums.seconds("forward", *costs.all_layers)[0]
+        + costs.sums.seconds(problem.awaited_backward, *costs.all_layers)[0]
+    )
     overheads_s = 2 * problem.num_stages * costs.overhead_s
     return (layers_s + overheads_s) / max(problem.speeds) + float(least_transfers_s(problem).sum())
 
 
 def _forward_sums_s(problem: Problem) -> Floats:
     """[P]: seconds of one forward of all layers before each position, on the profiled device."""
-    return problem.costs.forward_s(*problem.costs.prefixes)
+    return problem.costs.sums.seconds("forward", *problem.costs.prefixes)
 
 
 def _hidden(problem: Problem, stage: int) -> float:

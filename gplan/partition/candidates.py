@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gplan.core import StageSeconds
-from gplan.cost.stage_seconds import occupied
+from gplan.cost.action_seconds import occupied
 from gplan.graph.down_sets import Bools, DownSets, Floats, Ints
 from gplan.partition.constraints import ConstraintCheck
 from gplan.partition.device_memory import counts_of, part_bytes, peaks_of
@@ -173,7 +173,7 @@ def pairs_within(
 
 def stage_seconds(problem: Problem, stage: int, first: Ints, end: Ints) -> StageSeconds[Floats]:
     """[E] each: for how long candidates keep the device of a stage; for selected layers, see `fitting`."""
-    columns = problem.costs.columns(
+    columns = problem.costs.seconds(
         first,
         end,
         problem.stage_places[stage],

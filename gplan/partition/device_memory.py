@@ -16,7 +16,7 @@ import numpy as np
 from gplan.core import Action, RecomputeMode, is_recomputed
 from gplan.cost.memory_moments import change_of
 from gplan.cost.part_table import PARTS, rows_of
-from gplan.cost.stage_costs import Costs, DeviceBoundaries
+from gplan.cost.stage_table import DeviceBoundaries, StageTable
 from gplan.graph.down_sets import Bools, Ints
 from gplan.partition.pareto import undominated
 from gplan.partition.problem import Problem
@@ -34,7 +34,7 @@ def device_peaks(problem: Problem, first: Ints, end: Ints) -> Ints:
     return np.array(peaks)
 
 
-def part_bytes(costs: Costs, first: Ints, end: Ints, boundaries: DeviceBoundaries) -> Ints:
+def part_bytes(costs: StageTable, first: Ints, end: Ints, boundaries: DeviceBoundaries) -> Ints:
     """[parts, E]: what the memory of stages is made of."""
     return rows_of(costs.parts(first, end, boundaries), first.shape)
 

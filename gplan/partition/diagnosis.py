@@ -19,7 +19,7 @@ from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.schedule import Action
 from gplan.core.units import bytes_text, counted, seconds_text
 from gplan.corrections import planned
-from gplan.cost.stage_costs import Costs
+from gplan.cost.stage_table import StageTable
 from gplan.partition.candidates import CandidateLimit, TooManyCandidates, candidates_within
 from gplan.partition.constraints import combined, constraint_options
 from gplan.partition.dp import INFINITY
@@ -276,7 +276,9 @@ def one_device_notes(plan: Plan, profile: Profile) -> tuple[str, ...]:
     if num_devices == 1 or plan.is_for_machine:
         return ()
     single = Problem(
-        costs=Costs(planned(profile, microbatch_size=plan.microbatch_size), plan.num_microbatches * plan.num_replicas),
+        costs=StageTable(
+            planned(profile, microbatch_size=plan.microbatch_size), plan.num_microbatches * plan.num_replicas
+        ),
         num_stages=1,
         schedule=LEAST_MEMORY_SCHEDULE,
         recompute=plan.recompute,

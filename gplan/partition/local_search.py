@@ -81,7 +81,7 @@ class _Keys:
         by_stage = [some.load_s[paths[:, s]] for s, some in enumerate(candidates)]
         by_device = [sum(by_stage[s] for s in stages) for stages in self.problem.stages_by_device]
         loads = np.sort(np.column_stack([np.zeros(len(paths)), *by_device]), axis=1)
-        crossing = costs.activation_bytes + costs.gradient_bytes
+        crossing = costs.crossing.activation_bytes + costs.crossing.gradient_bytes
         is_sent = [self.problem.boundaries(s).before for s in range(len(candidates))]
         bytes_across = sum(crossing[some.first[paths[:, s]]] * is_sent[s] for s, some in enumerate(candidates))
         rows = [values, loads[:, -1], loads[:, -2], np.asarray(bytes_across, dtype=np.float64)]

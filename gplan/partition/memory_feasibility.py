@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from gplan.cost.memory_moments import Moment, peak_of
-from gplan.cost.stage_costs import Costs, DeviceBoundaries
+from gplan.cost.stage_table import DeviceBoundaries, StageTable
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.candidates import Candidates, TooManyCandidates, pairs_within
 from gplan.partition.constraints import ConstraintCheck
@@ -98,15 +98,15 @@ def lasting_bytes(problem: Problem) -> int:
     return int(layers["weight"][-1] + layers["gradient"][-1] + layers["optimizer"][-1]) - rounded
 
 
-def bytes_before(costs: Costs) -> dict[str, Floats]:
+def bytes_before(costs: StageTable) -> dict[str, Floats]:
     """[P] by part: bytes of the layers before each position;
     of each part a stage has at least the difference of two."""
     return {
-        "weight": costs.held_sum("weight_bytes", *costs.prefixes).astype(np.float64),
-        "gradient": costs.held_sum("gradient_bytes", *costs.prefixes).astype(np.float64),
+        "weight": costs.sums.held("weight_bytes", *costs.prefixes).astype(np.float64),
+        "gradient": costs.sums.held("gradient_bytes", *costs.prefixes).astype(np.float64),
         "optimizer": costs.trained_share(*costs.prefixes) * costs.profile.step.state_bytes,
-        "stash": costs.stash_sums.astype(np.float64),
-        "recomputed_stash": costs.stash_sums.astype(np.float64),
+        "stash": costs.sums.stash.astype(np.float64),
+        "recomputed_stash": costs.sums.stash.astype(np.float64),
     }
 
 

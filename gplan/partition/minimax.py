@@ -99,7 +99,7 @@ def _settle_ties(problem: Problem, candidates: list[Candidates], largest_s: floa
     assert kept is not None, "the largest load is that of a path"
     loads, free = [x.load_s for x in kept], [np.zeros(len(x)) for x in kept]
     second_s = float(suffix_tables(kept, loads, np.maximum, num_positions=size, exempt=free)[0, 1, 0])
-    crossing = (costs.activation_bytes + costs.gradient_bytes).astype(np.float64)
+    crossing = (costs.crossing.activation_bytes + costs.crossing.gradient_bytes).astype(np.float64)
     one = [crossing[x.first] for x in kept]
     most = [_up_to(x.load_s, second_s, values) for x, values in zip(kept, one, strict=True)]
     tables = suffix_tables(kept, most, np.add, num_positions=size, exempt=one)

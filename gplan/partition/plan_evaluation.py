@@ -26,9 +26,9 @@ from gplan.core import (
     StageSeconds,
 )
 from gplan.core.errors import UsageError
+from gplan.cost.action_seconds import occupied
 from gplan.cost.memory_moments import device_memory, stage_memory
 from gplan.cost.part_table import first_of
-from gplan.cost.stage_seconds import occupied
 from gplan.partition.device_memory import device_peaks
 from gplan.partition.problem import Problem, Solution, device_sums, moments_of, peak_moments_of, recomputed_share
 from gplan.partition.recompute import RecomputeChoice
@@ -196,9 +196,9 @@ def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
     """Layers [first, end) as stage `index`, priced as if its device held no other; the layers stay in order."""
     costs, speed = problem.costs, problem.speed(index)
     places = np.arange(first, end)
-    forward_s, backward_s = (of(places, places + 1) / speed for of in (costs.forward_s, costs.backward_s))
+    forward_s, backward_s = (costs.sums.seconds(of, places, places + 1) / speed for of in ("forward", "backward"))
     choice = _recomputed(problem, index, first, end)
-    cost = costs.stage_cost(first, end, problem.stage_places[index])
+    cost = costs.row(first, end, problem.stage_places[index])
     parts = first_of(choice.parts)
     return Stage(
         index=index,
@@ -227,7 +227,7 @@ def _recomputed(problem: Problem, index: int, first: int, end: int) -> Recompute
     one, other = np.array([first]), np.array([end])
     return RecomputeChoice(
         layers=(),
-        recompute_s=float(costs.recompute_s(one, other)[0]),
+        recompute_s=float(costs.sums.recompute_s(one, other)[0]),
         moments=moments_of(problem, index),
         parts=costs.parts(one, other, problem.boundaries(index)),
     )

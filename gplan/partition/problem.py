@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
 from gplan.core import ActionKind, Constraints, Link, MachineDevice, Objective, RecomputeMode, Schedule
 from gplan.core.units import percent_text
+from gplan.cost.layer_sums import SecondsOf
 from gplan.cost.memory_moments import Moment, peak_of, stage_moments
-from gplan.cost.stage_costs import Costs, DeviceBoundaries, StagePlace
+from gplan.cost.stage_table import DeviceBoundaries, StagePlace, StageTable
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.recompute import PeakMoments, RecomputeSelector
 from gplan.schedules.custom import is_custom_order
@@ -31,7 +32,7 @@ class Problem:
     """What to balance: the costs, the stages, how the pipeline runs, its devices,
     the objective and the user's constraints."""
 
-    costs: Costs
+    costs: StageTable
     num_stages: int
     schedule: str
     recompute: RecomputeMode
@@ -103,9 +104,9 @@ class Problem:
         return any(self.split_shares)
 
     @property
-    def awaited_backward_s(self) -> Callable[[Ints, Ints], Floats]:
-        """The method of `costs` for the least time before a stage can send its gradients: of a split backward its first half."""
-        return self.costs.least_first_half_s if self.splits_backward else self.costs.backward_s
+    def awaited_backward(self) -> SecondsOf:
+        """What a stage takes at least before it can send its gradients: of a split backward its first half."""
+        return "least_first_half" if self.splits_backward else "backward"
 
     @property
     def num_layers(self) -> int:
@@ -141,11 +142,11 @@ class Problem:
 
     def activation_s(self, stage: int) -> Floats:
         """[P]: seconds to send the activations over the cut after the stage, by its position; 0 before stage 0."""
-        return self.costs.activation_s(self.link_after(stage)) * self._is_sent(stage)
+        return self.costs.transfers_s(self.link_after(stage))[0] * self._is_sent(stage)
 
     def gradient_s(self, stage: int) -> Floats:
         """[P]: seconds to send the gradients back over the cut after the stage."""
-        return self.costs.gradient_s(self.link_after(stage)) * self._is_sent(stage)
+        return self.costs.transfers_s(self.link_after(stage))[1] * self._is_sent(stage)
 
     @cached_property
     def tied_links(self) -> tuple[Link, ...]:
@@ -250,16 +251,14 @@ def moments_of(problem: Problem, stage: int) -> tuple[Moment, ...]:
 def compute_sums_s(problem: Problem) -> Floats:
     """[P]: seconds of forward and backward, at least, of one micro-batch of all layers before each position, on the
     profiled device."""
-    costs = problem.costs
-    backward_s = costs.least_backward_s if problem.splits_backward else costs.backward_s
-    return costs.forward_s(*costs.prefixes) + backward_s(*costs.prefixes)
+    return problem.costs.sums.seconds(
+        "least_compute" if problem.splits_backward else "compute", *problem.costs.prefixes
+    )
 
 
 def largest_layer_s(problem: Problem) -> float:
     """Seconds of forward and backward, at least, of the layer that takes longest, on the profiled device."""
-    costs = problem.costs
-    layers = costs.layer_least_compute_s if problem.splits_backward else costs.layer_compute_s
-    return float(layers.max())
+    return float(problem.costs.sums.layer_s("least_compute" if problem.splits_backward else "compute").max())
 
 
 def device_sums(problem: Problem, by_stage: Sequence[float]) -> tuple[float, ...]:

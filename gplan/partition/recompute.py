@@ -25,7 +25,7 @@ from msgspec import structs
 
 from gplan.core.plan import StageBytes
 from gplan.cost.memory_moments import Moment, moment_bytes, peak_of
-from gplan.cost.stage_costs import Costs
+from gplan.cost.stage_table import StageTable
 from gplan.cost.workspaces import DIRECTIONS
 from gplan.graph.boundary import values_of
 from gplan.graph.down_sets import Floats, Ints
@@ -119,7 +119,7 @@ class RecomputeChoice:
 class RecomputeSelector:
     """Selects the layers to recompute for candidate stages, at one micro-batch size."""
 
-    costs: Costs
+    costs: StageTable
 
     def seconds(self, first: Ints, end: Ints, peak_moments: PeakMoments, *, limit_bytes: int) -> Floats:
         """[E]: the least seconds of recompute with which each stage fits; infinite if it cannot."""
@@ -188,12 +188,12 @@ class RecomputeSelector:
 
     @cached_property
     def _seconds(self) -> list[float]:
-        return [float(x) for x in self.costs.layer_recompute_s]
+        return [float(x) for x in self.costs.sums.layer_s("last_recompute")]
 
     @cached_property
     def _running_bytes(self) -> list[int]:
         """[L]: t_v."""
-        costs = self.costs.layer_costs
+        costs = self.costs.sums.costs
         return [x.stash_bytes + max(x.forward_workspace_bytes, x.last_backward_workspace_bytes) for x in costs]
 
     @cached_property
@@ -205,7 +205,7 @@ class RecomputeSelector:
     @cached_property
     def _saved_at_most(self) -> list[int]:
         """[L]: saved_v if all inputs of the layer come from before the stage."""
-        saved = [x.stash_bytes for x in self.costs.layer_costs]
+        saved = [x.stash_bytes for x in self.costs.sums.costs]
         for value in values_of(self.costs.profile):
             if value.producer is None:
                 continue
@@ -270,7 +270,7 @@ class RecomputeSelector:
         self, first: int, end: int, parts: StageBytes[Ints], saved: Mapping[int, int]
     ) -> StageBytes[Ints]:
         """The parts of a stage whose layers `saved` save so many bytes, with its workspaces layer by layer."""
-        costs = list(self.costs.layer_costs)
+        costs = list(self.costs.sums.costs)
         for v, saved_bytes in saved.items():
             kept_bytes, cost = costs[v].stash_bytes - saved_bytes, costs[v]
             costs[v] = replace(
@@ -307,7 +307,7 @@ class RecomputeSelector:
     def _note_error(self, first: int, end: int, error_s: float, recompute_s: float) -> None:
         if error_s:
             one, other = np.array([first]), np.array([end])
-            whole_s = float(self.costs.backward_s(one, other)[0]) + recompute_s
+            whole_s = float(self.costs.sums.seconds("backward", one, other)[0]) + recompute_s
             self._inflations.append(whole_s / (whole_s - error_s) if error_s < whole_s else math.inf)
 
 

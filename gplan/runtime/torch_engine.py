@@ -28,7 +28,7 @@ from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from gplan.core import Action, ActionKind, Schedule
-from gplan.cost.stage_bytes import transfer_memory
+from gplan.cost.microbatch_bytes import transfer_memory
 from gplan.runtime.capture_cache import CapturedModel
 from gplan.runtime.heartbeat import PeerWait, waits_by_action
 from gplan.runtime.missing_gradients import MissingGradients

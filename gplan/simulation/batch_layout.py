@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from gplan.core import Action, ActionKind, Floats, Plan
-from gplan.cost.stage_seconds import occupied
+from gplan.cost.action_seconds import occupied
 from gplan.simulation.kernel import NONE, Entry, action_times, whole_program
 from gplan.simulation.simulator import gap_s, schedule_of, update_times
 

@@ -20,7 +20,7 @@ from statistics import NormalDist
 import numpy as np
 
 from gplan.core import Action, ActionKind, Floats, Plan, StageCost, StageSeconds, idle_share
-from gplan.cost.stage_seconds import action_s
+from gplan.cost.action_seconds import action_s
 from gplan.cost.stage_spread import StageSpread
 from gplan.simulation.batch_layout import lay_out_steps
 from gplan.simulation.kernel import whole_program

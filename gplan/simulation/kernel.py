@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from gplan.core import Action, ActionKind, RecomputeMode, Schedule, Seconds, StageSeconds
-from gplan.cost.stage_seconds import ActionKey, action_s
+from gplan.cost.action_seconds import ActionKey, action_s
 from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS, execution_order
 
 NONE = -1

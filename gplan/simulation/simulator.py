@@ -39,7 +39,7 @@ from gplan.core import (
     Transfer,
     idle_share,
 )
-from gplan.cost.stage_seconds import ActionKey, action_s, gaps, occupied
+from gplan.cost.action_seconds import ActionKey, action_s, gaps, occupied
 from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
 from gplan.schedules.registry import make_schedule
 from gplan.simulation.kernel import (

@@ -22,7 +22,7 @@ import numpy as np
 from gplan.core import Link, StageBytes
 from gplan.core.machine import num_messages
 from gplan.corrections.sharding import EXCHANGED
-from gplan.cost.stage_bytes import MicrobatchTerms, microbatch_bytes
+from gplan.cost.microbatch_bytes import MicrobatchTerms, microbatch_bytes
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.bounds import least_transfers_s, shared_step_s, through_all_s
 from gplan.partition.problem import Problem, compute_sums_s, largest_layer_s
@@ -64,16 +64,16 @@ class StrategyBounds:
         num_sent = sum(problem.boundaries(stage).after for stage in range(problem.num_stages - 1))
         over = microbatch_bytes(
             MicrobatchTerms(
-                received_activation=costs.activation_bytes,
-                sent_gradient=costs.gradient_bytes,
-                received_gradient=costs.gradient_bytes,
+                received_activation=costs.crossing.activation_bytes,
+                sent_gradient=costs.crossing.gradient_bytes,
+                received_gradient=costs.crossing.gradient_bytes,
             ),
             costs.transfers,
         )
         received, sent_back = (
             num_sent
             * number
-            * int(np.broadcast_to(crossing, costs.gradient_bytes.shape)[1:-1].min(initial=_MOST_BYTES))
+            * int(np.broadcast_to(crossing, costs.crossing.gradient_bytes.shape)[1:-1].min(initial=_MOST_BYTES))
             if num_sent
             else 0
             for number, crossing in ((costs.num_buffers, over.received), (self._num, over.sent))
@@ -99,13 +99,13 @@ class StrategyBounds:
     @property
     def whole_recompute_s(self) -> float:
         """Seconds of recomputing the whole model for a micro-batch, at least."""
-        return float(self.problem.costs.least_recompute_s(*self.problem.costs.all_layers)[0])
+        return float(self.problem.costs.sums.seconds("last_recompute", *self.problem.costs.all_layers)[0])
 
     @cached_property
     def _sums_s(self) -> Floats:
         """[P]: compute of the layers before each position."""
         costs, sums = self.problem.costs, compute_sums_s(self.problem)
-        return sums + costs.least_recompute_s(*costs.prefixes) if self._again_s else sums
+        return sums + costs.sums.seconds("last_recompute", *costs.prefixes) if self._again_s else sums
 
     @property
     def _overhead_s(self) -> float:
@@ -140,7 +140,7 @@ class StrategyBounds:
         costs, replicas = self.problem.costs, self.problem.num_replicas
         reduced = 0.0
         for kind, field in EXCHANGED[costs.sharding] if replicas > 1 else ():
-            num_bytes = int(costs.held_sum(field, *costs.all_layers)[0]) / replicas
+            num_bytes = int(costs.sums.held(field, *costs.all_layers)[0]) / replicas
             link = costs.profile.link.ring_message(kind, replicas)
             reduced += num_messages(kind, replicas) * num_bytes * min_s_per_byte(link)
         return reduced + float(costs.update_alone_s(*costs.all_layers)[0]) + costs.around_s
@@ -157,7 +157,7 @@ class StrategyBounds:
         if costs.given_downsets is not None or costs.num_layers == 1:
             return 0.5
         every = np.arange(costs.num_layers - 1)
-        forward, whole = costs.forward_s(every, every + 1), np.diff(self._sums_s)[:-1]
+        forward, whole = costs.sums.seconds("forward", every, every + 1), np.diff(self._sums_s)[:-1]
         share = np.divide(forward, whole, out=np.zeros_like(whole), where=whole > 0)
         return min(0.5, float(share.max()))
 

@@ -16,7 +16,7 @@ from gplan.core import Constraints, Plan, Profile, RecomputeMode, Sharding
 from gplan.core.errors import NoPlanError
 from gplan.core.progress import Progress
 from gplan.corrections import planned
-from gplan.cost.stage_costs import Costs
+from gplan.cost.stage_table import StageTable
 from gplan.graph.down_sets import DownSets
 from gplan.partition.dp import INFINITY
 from gplan.partition.plan_evaluation import fits_memory, goal_s, price
@@ -75,7 +75,7 @@ class SolveCache:
     _unlimited_outcomes: dict[Strategy, StrategyResult] = field(default_factory=dict)
     _limited: dict[tuple[Strategy, RecomputeMode], list[StrategyResult]] = field(default_factory=dict)
     _profiles: dict[tuple[int, int, _Replicas], Profile] = field(default_factory=dict)  # as they are planned
-    _costs: dict[tuple[tuple[int, int, int], _Replicas], Costs] = field(default_factory=dict)
+    _costs: dict[tuple[tuple[int, int, int], _Replicas], StageTable] = field(default_factory=dict)
     _bounds: dict[tuple[Strategy, RecomputeMode], StrategyBounds] = field(default_factory=dict)
     _action_s: float = _FIRST_ACTION_S
 
@@ -165,7 +165,7 @@ class SolveCache:
             constraints=self.constraints,
         )
 
-    def _costs_of(self, strategy: Strategy) -> Costs:
+    def _costs_of(self, strategy: Strategy) -> StageTable:
         """The costs of a strategy, which others share."""
         num_beside = strategy.num_devices if self.profile.num_neighbours else 1  # that costs depend on
         key = strategy.microbatch_size, strategy.num_microbatches, num_beside
@@ -180,7 +180,7 @@ class SolveCache:
                     num_replicas=strategy.num_replicas,
                     sharding=strategy.sharding,
                 )
-            self._costs[key, replicas] = Costs(
+            self._costs[key, replicas] = StageTable(
                 self._profiles[where], strategy.num_microbatches, self.downsets, *replicas
             )
         return self._costs[key, replicas]

@@ -49,6 +49,6 @@ def _missing_share(bounds: StrategyBounds, memory_bytes: int) -> float:
     kept = num_in_flight * float(whole.stash[0]) / num_stages
     always = float(whole.weight[0] + whole.gradient[0] + whole.optimizer[0]) / num_devices
     if num_devices > 1:
-        crossing = problem.costs.activation_bytes + problem.costs.gradient_bytes
+        crossing = problem.costs.crossing.activation_bytes + problem.costs.crossing.gradient_bytes
         always += problem.costs.num_buffers * num_chunks * float(np.median(crossing[1:-1]))  # buffers to receive in
     return min(1.0, max(0.0, (always + kept - memory_bytes) / kept)) if kept else 0.0

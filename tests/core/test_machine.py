@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gplan.core import Link, LinkPoint, Profile
-from gplan.cost.stage_costs import Costs
+from gplan.cost.stage_table import StageTable
 from gplan.files.json_files import parse, to_json
 from tests.made import make_profile
 
@@ -72,4 +72,4 @@ def test_a_profile_keeps_the_points_of_its_link_and_costs_use_them() -> None:
     profile = make_profile([1, 1, 1], output_bytes=[20, 40, 0], link=STEPS)
     read = parse(Profile, to_json(profile), name="the profile")
     assert read == profile
-    assert Costs(read, 4).activation_s(read.link).tolist() == [0.0, 1.0, 2.0, 0.0]
+    assert StageTable(read, 4).transfers_s(read.link)[0].tolist() == [0.0, 1.0, 2.0, 0.0]

@@ -17,7 +17,7 @@ from gplan.core.precision import Precision
 from gplan.core.profile import ParameterSize, Profile
 from gplan.corrections.sharding import division_gains, sharded
 from gplan.cost.memory_moments import RESTING, memory_at, moment_bytes, stage_memory, stage_moments
-from gplan.cost.stage_costs import Costs
+from gplan.cost.stage_table import StageTable
 from tests.made import make_profile
 from tests.partition.problems import profiles
 
@@ -35,18 +35,18 @@ def made(*, kind: str = "cpu") -> Profile:
     return replace(profile, layers=layers, step=step, device=replace(profile.device, kind=kind))
 
 
-def costs_of(sharding: str, num_replicas: int = 4, *, kind: str = "cpu") -> Costs:
+def costs_of(sharding: str, num_replicas: int = 4, *, kind: str = "cpu") -> StageTable:
     profile = sharded(made(kind=kind), num_replicas=num_replicas, sharding=sharding)
-    return Costs(profile, 2, num_replicas=num_replicas, sharding=sharding)
+    return StageTable(profile, 2, num_replicas=num_replicas, sharding=sharding)
 
 
-def peak(costs: Costs, first: int = 0, end: int = 2) -> int:
+def peak(costs: StageTable, first: int = 0, end: int = 2) -> int:
     moments = stage_moments("gpipe", num_devices=1, num_microbatches=2, stage=0, recompute="never")
-    return stage_memory(moments, costs.one_stage_bytes(first, end)).peak_bytes
+    return stage_memory(moments, costs.row_parts(first, end)).peak_bytes
 
 
 def test_optimizer_is_divided() -> None:
-    parts = costs_of("optimizer").one_stage_bytes(0, 2)
+    parts = costs_of("optimizer").row_parts(0, 2)
     part, gathered = 3 * 8, 4 * 3 * 8  # of each matrix: 10 rows of 8 bytes
     assert parts.weight == 2 * (20 + part + gathered)
     assert parts.gradient == 2 * 84
@@ -56,7 +56,7 @@ def test_optimizer_is_divided() -> None:
 
 
 def test_weights_are_divided() -> None:
-    parts = costs_of("weights").one_stage_bytes(0, 2)
+    parts = costs_of("weights").row_parts(0, 2)
     part, gathered = 3 * 8, 4 * 3 * 8
     assert parts.weight == 2 * (20 + part)
     assert (parts.gradient, parts.optimizer) == (2 * 84, 2 * 2 * (part + 4))
@@ -75,7 +75,7 @@ def test_part_of_master_weights_is_held_once(sharding: str) -> None:
 def test_messages_on_gpus() -> None:
     """Of layers before: one that is gathered in a backward meanwhile, one whose message a forward frees late."""
     costs, gathered = costs_of("weights", kind="cuda"), 4 * 3 * 8
-    parts = costs.one_stage_bytes(0, 2)
+    parts = costs.row_parts(0, 2)
     assert (parts.forward_workspace, parts.backward_workspace) == (3 * gathered - 7, 2 * gathered + 5)
     light = [replace(x, weight_bytes=0, gradient_bytes=0, parameters=()) for x in made(kind="cuda").layers[1:]]
     profile = replace(made(kind="cuda"), layers=(*made().layers[:1], *light))
@@ -99,7 +99,7 @@ def test_copies_of_gradients_while_replicas_average_them() -> None:
     masters = replace(profile, step=replace(profile.step, master_bytes=14 * 2**18))
     many = replace(profile, layers=(replace(layer, parameters=40 * (small,), gradient_bytes=40 * small.num_bytes),))
     found = [
-        Costs(x, 2, num_replicas=num_replicas).one_stage_bytes(0, 1).optimizer_workspace
+        StageTable(x, 2, num_replicas=num_replicas).row_parts(0, 1).optimizer_workspace
         for x, num_replicas in ((profile, 1), (profile, 2), (masters, 2), (many, 2))
     ]
     assert found == [0, small.num_bytes, (7 + 2 * 3) * 2**18, 25 * 2**20]
@@ -114,12 +114,12 @@ def test_copies_of_gradients_while_replicas_average_them() -> None:
     ],
 )
 def test_exchange_of_a_step(sharding: str, seconds: float) -> None:
-    assert costs_of(sharding).stage_cost(0, 2).all_reduce_s == pytest.approx(seconds)
+    assert costs_of(sharding).row(0, 2).all_reduce_s == pytest.approx(seconds)
 
 
 def test_gathering_takes_time() -> None:
     gather_s = 3 * (0.5 + 24 / 8)
-    on_cpu, on_gpu = (costs_of("weights", kind=kind).stage_cost(0, 2) for kind in ("cpu", "cuda"))
+    on_cpu, on_gpu = (costs_of("weights", kind=kind).row(0, 2) for kind in ("cpu", "cuda"))
     assert (on_cpu.forward_s, on_cpu.backward_s, on_cpu.recompute_s) == pytest.approx(
         (2 * (1 + gather_s), 2 * (2 + gather_s), 2 * (1 + gather_s))
     )
@@ -129,7 +129,7 @@ def test_gathering_takes_time() -> None:
 def test_update_takes_less_time() -> None:
     profile = replace(made(), step=make_profile([1], optimizer_s=84.0).step)
     times = [
-        Costs(sharded(profile, num_replicas=4, sharding=x), 2, num_replicas=4, sharding=x).stage_cost(0, 1)
+        StageTable(sharded(profile, num_replicas=4, sharding=x), 2, num_replicas=4, sharding=x).row(0, 1)
         for x in ("none", "optimizer", "weights")
     ]
     assert [x.optimizer_s for x in times] == pytest.approx([42, 14, 14])
@@ -141,7 +141,7 @@ def test_update_of_a_divided_table_takes_less_time() -> None:
     layers = tuple(replace(x, update_s=2.0 if i == 0 else 0.5) for i, x in enumerate(profile.layers))
     profile = replace(profile, layers=layers, step=make_profile([1], optimizer_s=5.0).step)
     times = [
-        Costs(sharded(profile, num_replicas=4, sharding=x), 2, num_replicas=4, sharding=x).stage_cost(0, 1)
+        StageTable(sharded(profile, num_replicas=4, sharding=x), 2, num_replicas=4, sharding=x).row(0, 1)
         for x in ("none", "optimizer")
     ]
     assert [x.optimizer_s for x in times] == pytest.approx([4.0, 4.0 / 3])
@@ -171,7 +171,7 @@ def test_measured_collectives() -> None:
     profile = made()
     profile = replace(profile, link=replace(profile.link, collectives=measured))
     found = [
-        Costs(sharded(profile, num_replicas=4, sharding=x), 2, num_replicas=4, sharding=x).stage_cost(0, 2)
+        StageTable(sharded(profile, num_replicas=4, sharding=x), 2, num_replicas=4, sharding=x).row(0, 2)
         for x in SHARDINGS
     ]
     assert [x.all_reduce_s for x in found] == pytest.approx([6 * 1.0, 3 * 2.0 + 3 * 3.0, 3 * 2.0])
@@ -185,14 +185,14 @@ def test_gains_of_a_division(profile: Profile, num_replicas: int) -> None:
     if not division_gains(profile, num_replicas=num_replicas):
         return
     whole, part = (
-        Costs(sharded(profile, num_replicas=num_replicas, sharding=x), 2, num_replicas=num_replicas, sharding=x)
+        StageTable(sharded(profile, num_replicas=num_replicas, sharding=x), 2, num_replicas=num_replicas, sharding=x)
         for x in ("none", "optimizer")
     )
     num_layers = len(profile.layers)
     for first, end in combinations(range(num_layers + 1), 2):
         bounds = np.array([first]), np.array([end])
-        assert part.columns(*bounds).before_update_s + part.update_alone_s(*bounds) <= (
-            whole.columns(*bounds).before_update_s + whole.update_alone_s(*bounds) + 1e-9
+        assert part.seconds(*bounds).before_update_s + part.update_alone_s(*bounds) <= (
+            whole.seconds(*bounds).before_update_s + whole.update_alone_s(*bounds) + 1e-9
         )
         assert peak(part, first, end) <= peak(whole, first, end)
 
@@ -209,8 +209,8 @@ def test_layers_of_buffers_alone_stay_whole() -> None:
 def test_what_is_freed_before_the_update_is_no_negative_workspace() -> None:
     profile = made()
     profile = replace(profile, layers=tuple(replace(x, gradient_bytes=80, parameters=()) for x in profile.layers))
-    costs = Costs(sharded(profile, num_replicas=2, sharding="optimizer"), 2, num_replicas=2, sharding="optimizer")
-    parts = costs.one_stage_bytes(0, 2)
+    costs = StageTable(sharded(profile, num_replicas=2, sharding="optimizer"), 2, num_replicas=2, sharding="optimizer")
+    parts = costs.row_parts(0, 2)
     assert parts.optimizer_workspace < 0
     update = replace(RESTING, workspace="optimizer_workspace", has_gradients=True)
     held = memory_at(update, parts, action="update")

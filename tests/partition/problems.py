@@ -17,7 +17,7 @@ from gplan.core import Layer, LayerCost, Leftover, Link, Profile, SharedWeight, 
 from gplan.core.checks import SHARDINGS
 from gplan.corrections import planned
 from gplan.cost.memory_moments import device_moments
-from gplan.cost.stage_costs import Costs
+from gplan.cost.stage_table import StageTable
 from gplan.graph.down_sets import Ints
 from gplan.partition.branch_and_bound import path_of
 from gplan.partition.candidates import CandidateLimit, Candidates, candidates_within
@@ -55,7 +55,7 @@ def make_problem(
     """A problem over a made profile; backwards take twice the forwards unless given."""
     made = make_profile(forward_s, backward_s, **profile)
     return Problem(
-        costs=Costs(made, num_microbatches),
+        costs=StageTable(made, num_microbatches),
         num_stages=num_stages,
         schedule=schedule,
         recompute=recompute,
@@ -143,11 +143,11 @@ def problems(
     return replace(problem, memory_bytes=max(1, peak - draw(st.integers(0, 3))))
 
 
-def replica_costs(draw: st.DrawFn, profile: Profile, num_microbatches: int, *, num_devices: int) -> Costs:
+def replica_costs(draw: st.DrawFn, profile: Profile, num_microbatches: int, *, num_devices: int) -> StageTable:
     """The costs of one of several replicas, which may divide each stage among them, or of the only one."""
     num_replicas, sharding = draw(st.sampled_from([(1, "none"), *((r, x) for r in (2, 3) for x in SHARDINGS)]))
     plain = planned(profile, num_devices=num_devices, num_replicas=num_replicas, sharding=sharding)
-    return Costs(plain, num_microbatches, num_replicas=num_replicas, sharding=sharding)
+    return StageTable(plain, num_microbatches, num_replicas=num_replicas, sharding=sharding)
 
 
 @st.composite

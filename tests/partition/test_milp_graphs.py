@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gplan.core import Constraints, EngineCost, Link, LinkPoint, Pin, Profile, Value, ValueCost
 from gplan.core.machine import FREE_LINK
-from gplan.cost.stage_costs import Costs
+from gplan.cost.stage_table import StageTable
 from gplan.partition.milp.solving import smallest_by_milp
 from gplan.partition.plan_evaluation import goal_s
 from gplan.partition.problem import Problem, Solution
@@ -35,7 +35,7 @@ def value(producer: int | None, *consumers: int, num_bytes: int = 1) -> Value:
 def problem_of(profile: Profile, num_stages: int, minimize: str = "max-stage", **more: object) -> Problem:
     """A problem over a graph, of four micro-batches."""
     problem = Problem(
-        costs=Costs(profile, 4), num_stages=num_stages, schedule="gpipe", recompute="never", minimize=minimize
+        costs=StageTable(profile, 4), num_stages=num_stages, schedule="gpipe", recompute="never", minimize=minimize
     )
     return replace(problem, **more)
 

@@ -16,7 +16,7 @@ import gplan
 from gplan.core import Constraints, LayerCost, Profile, Stage, Value, ValueCost
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.cost.memory_moments import moment_bytes
-from gplan.cost.stage_costs import Costs
+from gplan.cost.stage_table import StageTable
 from gplan.partition import recompute, solve
 from gplan.partition.diagnosis import feasibility_by_num_devices, is_feasible, no_plan_error, tightest_device
 from gplan.partition.minimax import smallest_largest
@@ -67,17 +67,17 @@ def _ways(problem: Problem, stage: Stage) -> Iterator[tuple[float, int]]:
     """Seconds added and peak of every subset of the stage's layers."""
     layers = range(stage.first_layer, stage.end_layer)
     for chosen in chain.from_iterable(combinations(layers, n) for n in range(len(layers) + 1)):
-        seconds = sum(x.last_recompute_s for x in (problem.costs.layer_costs[v] for v in chosen))
+        seconds = sum(x.last_recompute_s for x in (problem.costs.sums.costs[v] for v in chosen))
         yield seconds, _peak_bytes(problem, stage, set(chosen)) if chosen else stage.memory.peak_bytes
 
 
 def _peak_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
     """The peak where these layers are recomputed, none of them no layer: each beside all that the stage keeps."""
-    costs, loss = problem.costs, problem.costs.loss
+    costs, loss = problem.costs, problem.costs.sums.loss
     at_loss = loss if stage.end_layer == costs.num_layers else None
     layers = range(stage.first_layer, stage.end_layer)
-    running = max(_running_bytes(costs.layer_costs[v]) for v in chosen)
-    forward = [running, *(costs.layer_costs[v].forward_workspace_bytes for v in layers)]
+    running = max(_running_bytes(costs.sums.costs[v]) for v in chosen)
+    forward = [running, *(costs.sums.costs[v].forward_workspace_bytes for v in layers)]
     backward = [running + max(_waiting_bytes(costs, v, stage) for v in layers)]
     backward += [_backward_bytes(costs, v, stage) for v in layers]
     if at_loss:
@@ -88,7 +88,7 @@ def _peak_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
 
 def _told_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
     """The same layer by layer: what a layer needs beside what those before it keep."""
-    costs, loss = problem.costs, problem.costs.loss
+    costs, loss = problem.costs, problem.costs.sums.loss
     layers, is_last = range(stage.first_layer, stage.end_layer), stage.end_layer == costs.num_layers
     kept = {v: _kept_of(problem, stage, chosen, v) for v in layers}
 
@@ -97,18 +97,18 @@ def _told_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
         return max(0, max(above - loss.stash_bytes, loss_bytes) if loss and is_last else above)
 
     def forward_bytes(v: int) -> int:
-        cost = costs.layer_costs[v]
+        cost = costs.sums.costs[v]
         return cost.forward_workspace_bytes + (cost.stash_bytes - kept[v] if v in chosen else 0)
 
     def backward_bytes(v: int) -> int:
         sent = (
             num_bytes
-            for (made, readers), num_bytes in costs.held_outputs
+            for (made, readers), num_bytes in costs.workspaces.held_outputs
             if made in layers and made is not None and made > v and not is_last and max(readers) >= stage.end_layer
         )
         if v not in chosen:
             return _backward_bytes(costs, v, stage) + sum(sent)
-        return _running_bytes(costs.layer_costs[v]) - kept[v] + _waiting_bytes(costs, v, stage) + sum(sent)
+        return _running_bytes(costs.sums.costs[v]) - kept[v] + _waiting_bytes(costs, v, stage) + sum(sent)
 
     forward = most(map(forward_bytes, layers), loss.forward_workspace_bytes if loss else 0)
     backward = most(map(backward_bytes, layers), loss.backward_workspace_bytes if loss else 0)
@@ -117,10 +117,10 @@ def _told_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
 
 def _peak_with(problem: Problem, stage: Stage, chosen: set[int], *, forward: int, backward: int) -> int:
     """The peak with these workspaces."""
-    costs, at_loss = problem.costs, problem.costs.loss if stage.end_layer == problem.costs.num_layers else None
+    costs, at_loss = problem.costs, problem.costs.sums.loss if stage.end_layer == problem.costs.num_layers else None
     kept = _kept_bytes(problem, stage, chosen) + (at_loss.stash_bytes if at_loss else 0)
     parts = structs.replace(
-        costs.one_stage_bytes(stage.first_layer, stage.end_layer),
+        costs.row_parts(stage.first_layer, stage.end_layer),
         stash=0,
         pending=0,
         checkpoint=kept,
@@ -139,16 +139,16 @@ def _running_bytes(cost: LayerCost) -> int:
     return cost.stash_bytes + max(cost.forward_workspace_bytes, backward_bytes)
 
 
-def _backward_bytes(costs: Costs, layer: int, stage: Stage) -> int:
+def _backward_bytes(costs: StageTable, layer: int, stage: Stage) -> int:
     """A layer's workspace without what layers behind its stage did before, with the gradients that wait meanwhile."""
-    cost, end = costs.layer_costs[layer], stage.end_layer
+    cost, end = costs.sums.costs[layer], stage.end_layer
     beyond = [x for x in cost.leftovers if layer + x.num_later >= end and end < costs.num_layers]
     return max(0, cost.backward_workspace_bytes - sum(x.num_bytes for x in beyond)) + _waiting_bytes(
         costs, layer, stage
     )
 
 
-def _waiting_bytes(costs: Costs, layer: int, stage: Stage) -> int:
+def _waiting_bytes(costs: StageTable, layer: int, stage: Stage) -> int:
     """The gradients of shared weights that wait while the layer's backward runs."""
     inside = {*range(stage.first_layer, stage.end_layer)}
     users = [(x.gradient_bytes, inside & {*x.layers}) for x in costs.profile.shared_weights]
@@ -157,20 +157,20 @@ def _waiting_bytes(costs: Costs, layer: int, stage: Stage) -> int:
 
 def _kept_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
     """What stays of a micro-batch, layer by layer along a chain, and what crosses the cut behind the stage."""
-    costs, end = problem.costs.layer_costs, stage.end_layer
+    costs, end = problem.costs.sums.costs, stage.end_layer
     total = sum(_kept_of(problem, stage, chosen, v) for v in range(stage.first_layer, end))
     return total + (costs[end - 1].output_unsaved_bytes if end < len(costs) else 0)
 
 
 def _kept_of(problem: Problem, stage: Stage, chosen: set[int], v: int) -> int:
     """Its stash, or of a recomputed layer its outputs that are kept, and its inputs that are not."""
-    cost, loss = problem.costs.layer_costs[v], problem.costs.loss
+    cost, loss = problem.costs.sums.costs[v], problem.costs.sums.loss
     if v not in chosen:
         return cost.stash_bytes
     made = cost.output_bytes - cost.output_unsaved_bytes
     if loss and v == problem.costs.num_layers - 1:
         made = max(0, made - loss.unkept_output_bytes)
-    return made + (problem.costs.layer_costs[v - 1].output_unsaved_bytes if v > stage.first_layer else 0)
+    return made + (problem.costs.sums.costs[v - 1].output_unsaved_bytes if v > stage.first_layer else 0)
 
 
 def brute_force_s(problem: Problem) -> float | None:
@@ -224,7 +224,7 @@ def test_a_stage_names_layers_whose_peak_and_seconds_are_its_own(problem: Proble
         fits = searched <= (problem.memory_of(stage.index) or searched)
         told = _told_bytes(problem, kept, chosen) if chosen and fits else searched
         assert stage.memory.peak_bytes == told <= searched
-        assert stage.cost.recompute_s == sum(problem.costs.layer_recompute_s[list(chosen)])
+        assert stage.cost.recompute_s == sum(problem.costs.sums.layer_s("last_recompute")[list(chosen)])
 
 
 @settings(max_examples=30, deadline=None)

@@ -11,7 +11,7 @@ import pytest
 from gplan.core import Profile
 from gplan.core.errors import FileError, UsageError
 from gplan.corrections.sharding import sharded
-from gplan.cost.stage_costs import Costs
+from gplan.cost.stage_table import StageTable
 from profiler.analytic.decoder_config import Widths, decoder_names, load_decoder
 from profiler.analytic.decoder_profile import DecoderProfile, decoder_profile
 from profiler.analytic.hardware import FUSED_KERNELS, load_hardware
@@ -143,7 +143,7 @@ def test_a_stage_holds_one_empty_gradient_of_each_shape() -> None:
     made = DecoderProfile(name="llama", decoder=decoder, widths=Widths(), hardware=H100, placeholders=True).profile(
         (1,)
     )
-    bytes_of = [Costs(made, 4).one_stage_bytes(*x) for x in ((0, 2), (0, 3), (0, 6))]
+    bytes_of = [StageTable(made, 4).row_parts(*x) for x in ((0, 2), (0, 3), (0, 6))]
     of_shapes = 2 * (8192 * 10240 + 8192 * 8192 + 8192 * 57344 + 28672 * 8192)
     for stage, (first, end) in zip(bytes_of, ((0, 2), (0, 3), (0, 6)), strict=True):
         assert stage.weight == sum(x.weight_bytes for x in made.layers[first:end]) + of_shapes
@@ -151,7 +151,7 @@ def test_a_stage_holds_one_empty_gradient_of_each_shape() -> None:
 
 def test_megatron_frees_outputs_and_receives_when_it_needs() -> None:
     made = profile_of("llama3-70b")
-    first, later = (Costs(made, 32).one_stage_bytes(*x) for x in ((0, 3), (3, 5)))
+    first, later = (StageTable(made, 32).row_parts(*x) for x in ((0, 3), (3, 5)))
     blocks = 1073 * MIB
     assert first.stash == 2 * blocks  # the embedding's output, and no output of the stage
     assert later.stash == 2 * blocks  # what was received in place of what was sent

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from gplan.core import Link, Plan, Profile, RecomputeMode, Run, Timeline
 from gplan.cost.memory_moments import device_memory
-from gplan.cost.stage_costs import Costs
+from gplan.cost.stage_table import StageTable
 from gplan.partition.plan_evaluation import price
 from gplan.partition.problem import Problem, Solution
 from gplan.schedules.registry import make_schedule
@@ -40,7 +40,7 @@ def make_plan(
     recompute: RecomputeMode = "never", profile: Profile | None = None, memory_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
     """A plan with as many layers in every stage as can be."""
-    costs = Costs(profile or make_layered_profile(num_layers), num_microbatches)
+    costs = StageTable(profile or make_layered_profile(num_layers), num_microbatches)
     problem = Problem(
         costs=costs, num_stages=num_stages, schedule=schedule, recompute=recompute, minimize="max-stage",
         memory_bytes=memory_bytes,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gplan.core import Constraints, Link, LinkPoint
-from gplan.cost.stage_costs import Costs
+from gplan.cost.stage_table import StageTable
 from gplan.partition.diagnosis import is_feasible
 from gplan.partition.problem import Problem
 from gplan.partition.solve import with_down_sets
@@ -53,7 +53,7 @@ def test_memory_bound(problem: Problem, recompute: str) -> None:
 def test_memory_bound_counts_the_buffers_that_there_are(torch: str) -> None:
     problem = make_problem([1.0, 1.0], output_bytes=[4, 0], num_stages=2, num_microbatches=8, schedule="1f1b")
     profile = replace(problem.costs.profile, versions=(("torch", torch),))
-    problem = replace(problem, costs=Costs(profile, 8))
+    problem = replace(problem, costs=StageTable(profile, 8))
     fits = [x for x in range(1, 200) if is_feasible(replace(problem, memory_bytes=x))]
     assert not StrategyBounds(problem).exceeds_memory(fits[0])
     assert fits[0] < 32 or torch == "2.13.0"

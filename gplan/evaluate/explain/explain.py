@@ -14,7 +14,7 @@ from gplan.core import Plan, Profile
 from gplan.core.errors import NoPlanError
 from gplan.core.progress import Progress, no_progress
 from gplan.corrections.microbatch_size import cost_at
-from gplan.cost.stage_seconds import occupied
+from gplan.cost.action_seconds import occupied
 from gplan.cost.stage_spread import stage_spreads
 from gplan.evaluate.compare import samples_per_s
 from gplan.evaluate.explain.bottleneck import find_bottleneck

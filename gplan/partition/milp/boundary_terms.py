@@ -8,12 +8,13 @@ at least each of these, so that a value that many read is sent once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 
 from gplan.core import Link, Value, ValueCost
-from gplan.cost.stage_costs import Costs
+from gplan.cost.stage_table import StageTable
 from gplan.graph.boundary import values_of
 from gplan.graph.down_sets import Output, Way
 from gplan.graph.layer_graph import LayerGraph, is_connected
@@ -40,7 +41,7 @@ class ValueGroup:
         return self.activation_bytes if way == "activation" else self.gradient_bytes
 
 
-def value_groups(costs: Costs, graph: LayerGraph) -> tuple[ValueGroup, ...]:
+def value_groups(costs: StageTable, graph: LayerGraph) -> tuple[ValueGroup, ...]:
     """All ways that values take."""
     together: dict[Way, list[ValueCost]] = {}
     for value in values_of(costs.profile):
@@ -63,7 +64,7 @@ def last_readers(value: Value, graph: LayerGraph) -> tuple[int, ...]:
     return (graph.num_layers,) if graph.num_layers in value.consumers else graph.last_of(value.consumers)
 
 
-def always_sent(costs: Costs, graph: LayerGraph, *, way: str) -> bool:
+def always_sent(costs: StageTable, graph: LayerGraph, *, way: str) -> bool:
     """Whether bytes cross every cut: the values that have any join all layers, the model's inputs and its outputs.
 
     A cut then parts two that are joined, and what comes first lies before it.
@@ -85,7 +86,7 @@ class BoundaryTerms(ABC):
     """
 
     def __init__(
-        self, program: LinearProgram, problem: Problem, costs: Costs, choices: StageAssignment, unit_s: float
+        self, program: LinearProgram, problem: Problem, costs: StageTable, choices: StageAssignment, unit_s: float
     ) -> None:
         self._program, self._problem, self._costs, self._choices = program, problem, costs, choices
         self._unit_s, self._sending = unit_s, cache(self._add_sending)
@@ -161,7 +162,7 @@ class GraphBoundaryTerms(BoundaryTerms):
     """The cuts of a graph, by the values that its layers hand to each other."""
 
     def __init__(
-        self, program: LinearProgram, problem: Problem, costs: Costs, choices: StageAssignment, unit_s: float
+        self, program: LinearProgram, problem: Problem, costs: StageTable, choices: StageAssignment, unit_s: float
     ) -> None:
         super().__init__(program, problem, costs, choices, unit_s)
         self._groups = value_groups(costs, choices.graph)
@@ -279,7 +280,7 @@ class PassThroughTerms:
         o >= y[q, k] - y[q, k-1]                                  read on the stage, for each reader q
     """
 
-    def __init__(self, program: LinearProgram, problem: Problem, costs: Costs, choices: StageAssignment) -> None:
+    def __init__(self, program: LinearProgram, problem: Problem, costs: StageTable, choices: StageAssignment) -> None:
         self._program, self._problem, self._choices = program, problem, choices
         self._groups = value_groups(costs, choices.graph)
         self._gradients = list(zip(*costs.pass_through.gradient_ways, strict=True))
@@ -367,7 +368,7 @@ class OutputTerms:
     In a chain, a value that the next layer reads leaves where the cut is right behind its producer.
     """
 
-    def __init__(self, program: LinearProgram, costs: Costs, choices: StageAssignment) -> None:
+    def __init__(self, program: LinearProgram, costs: StageTable, choices: StageAssignment) -> None:
         self._program, self._costs, self._choices = program, costs, choices
         self._leaves, self._remade = cache(self._add_leaves), cache(self._add_remade)
 
@@ -391,7 +392,7 @@ class OutputTerms:
 
     @cached_property
     def _saved(self) -> dict[int, list[Output]]:
-        return _by_producer(self._costs.held_outputs)
+        return _by_producer(self._costs.workspaces.held_outputs)
 
     @cached_property
     def _saved_later(self) -> dict[int, list[Output]]:
@@ -422,7 +423,7 @@ class OutputTerms:
         return "_".join(map(str, (producer, *readers)))
 
 
-def _by_producer(outputs: list[Output]) -> dict[int, list[Output]]:
+def _by_producer(outputs: Iterable[Output]) -> dict[int, list[Output]]:
     found: dict[int, list[Output]] = {}
     for (producer, readers), num_bytes in outputs:
         if producer is not None:

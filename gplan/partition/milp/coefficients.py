@@ -9,7 +9,7 @@ from functools import cache, cached_property
 import numpy as np
 
 from gplan.core import Profile
-from gplan.cost.stage_costs import Costs
+from gplan.cost.stage_table import StageTable
 from gplan.graph.down_sets import Floats, Waiting
 from gplan.partition.milp.assignment import StageAssignment
 from gplan.partition.milp.program import Expression, LinearProgram, total, weighted
@@ -73,7 +73,7 @@ class ParameterBytes:
         return weighted([(1.0 / (self._profile.trained_bytes or 1), self.held_sum(k, "updated_bytes"))])
 
     def update_share(self, k: int) -> Expression:
-        """As `Costs.update_share`."""
+        """As `StageTable.update_share`."""
         return weighted([(1.0 / self._profile.whole_update_amount, self.held_sum(k, "update_amount"))])
 
     def largest_bytes(self, k: int, field: str) -> Expression:
@@ -132,16 +132,16 @@ class LayerSeconds:
     problem: Problem
 
     @cached_property
-    def costs(self) -> Costs:
+    def costs(self) -> StageTable:
         """The costs with the layers in the profile's order."""
         return replace(self.problem.costs, given_downsets=None)
 
     def of(self, name: str) -> tuple[Floats, float]:
-        """[L] and the loss: the seconds by the method of `Costs` with this name, without the stage's overhead."""
+        """[L] and the loss: the seconds by the method of `StageTable` with this name, without the stage's overhead."""
         places, everything = np.arange(self.costs.num_layers), self.costs.all_layers
         whole, of_layers = getattr(self.costs, name), getattr(self._without_loss, name)
         return of_layers(places, places + 1), float(whole(*everything)[0] - of_layers(*everything)[0])
 
     @cached_property
-    def _without_loss(self) -> Costs:
+    def _without_loss(self) -> StageTable:
         return replace(self.costs, profile=replace(self.costs.profile, loss=()))

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from gplan.core import StageBytes
 from gplan.core.profile import BUCKET_BYTES
+from gplan.cost.microbatch_bytes import MicrobatchBytes, MicrobatchTerms, microbatch_bytes
 from gplan.cost.part_table import PARTS
-from gplan.cost.stage_bytes import MicrobatchBytes, MicrobatchTerms, microbatch_bytes
 from gplan.partition.device_memory import counts_of
 from gplan.partition.milp.assignment import StageAssignment
 from gplan.partition.milp.boundary_terms import BoundaryTerms, OutputTerms, PassThroughTerms
@@ -75,7 +75,7 @@ class MemoryRows:
         update = [(float(step.workspace_bytes), weights.trained_share(k))]
         if step.largest_workspace:
             update.append((step.largest_workspace, weights.largest_bytes(k, "largest_trained_bytes")))
-        if costs.averaging_factor:
+        if costs._averaging_factor:
             rows = [weighted((x / limit_bytes, term) for x, term in update), self._averaging(k, limit_bytes)]
             return weighted([(limit_bytes, self.program.at_least(f"exchange_{k}", rows))])
         if not costs.is_sharded:
@@ -93,7 +93,7 @@ class MemoryRows:
         The copy has the bytes of all small gradients or, with a binary that is 1, those of a bucket.
         """
         costs, held_sum = self.figures.costs, self.weights.held_sum
-        factor, everything = costs.averaging_factor, (*costs.profile.layers, *costs.profile.shared_weights)
+        factor, everything = costs._averaging_factor, (*costs.profile.layers, *costs.profile.shared_weights)
         excess = max(0.0, factor * sum(x.copied_bytes for x in everything) - BUCKET_BYTES) / limit_bytes
         is_full = self.program.variable(f"full_{k}", is_binary=True) if excess else 0.0
         all_copied = weighted([(factor / limit_bytes, held_sum(k, "copied_bytes")), (-excess, is_full)])
@@ -102,10 +102,10 @@ class MemoryRows:
 
     def _microbatch_bytes(self, k: int) -> MicrobatchBytes[Expression]:
         """What stage k holds for one micro-batch."""
-        cuts, costs, loss = self.cuts, self.figures.costs, self.figures.costs.loss
+        cuts, costs, loss = self.cuts, self.figures.costs, self.figures.costs.sums.loss
         is_last, pass_through = k == self.choices.stages[-1], self.pass_through.activation_bytes(k)
         stash, pending = (
-            self.choices.sum_on(k, [getattr(x, name) for x in costs.layer_costs])
+            self.choices.sum_on(k, [getattr(x, name) for x in costs.sums.costs])
             for name in ("stash_bytes", "pending_bytes")
         )
         return microbatch_bytes(
@@ -152,12 +152,14 @@ class MemoryRows:
         Layer by layer, each at least what was held before and what it leaves, and its own workspace.
         """
         costs, held = self.figures.costs, 0.0
-        for v, cost in enumerate(costs.layer_costs):
+        for v, cost in enumerate(costs.sums.costs):
             sizes = cost.grown_bytes, cost.first_half_workspace_bytes
             grown, own = (weighted([(x / limit_bytes, self.choices.is_on(v, k))]) for x in sizes)
             held = self.program.at_least(f"first_half_{v}_{k}", [total([held, grown]), own])
-        if costs.loss and k == self.choices.stages[-1]:
-            grown, own = (x / limit_bytes for x in (costs.loss.grown_bytes, costs.loss.first_half_workspace_bytes))
+        if costs.sums.loss and k == self.choices.stages[-1]:
+            grown, own = (
+                x / limit_bytes for x in (costs.sums.loss.grown_bytes, costs.sums.loss.first_half_workspace_bytes)
+            )
             held = self.program.at_least(f"first_half_loss_{k}", [total([held, grown]), own])
         return weighted([(limit_bytes, held)])
 
@@ -168,8 +170,10 @@ class MemoryRows:
         """
         costs, fields = self.figures.costs, ("forward_workspace_bytes", "backward_workspace_bytes")
         rows = [self._above_layers(k, field, limit_bytes, prefix="again_") for field in fields]
-        if costs.loss and k == self.figures.problem.num_stages - 1:
-            at_loss = costs.crossing.kept_bytes[-1] + costs.loss.stash_bytes + costs.loss.backward_workspace_bytes
+        if costs.sums.loss and k == self.figures.problem.num_stages - 1:
+            at_loss = (
+                costs.crossing.kept_bytes[-1] + costs.sums.loss.stash_bytes + costs.sums.loss.backward_workspace_bytes
+            )
             rows.append(
                 weighted(
                     [
@@ -186,7 +190,7 @@ class MemoryRows:
         Layer by layer, each at least what was held before without the layer's own stash, and the layer's workspace.
         What leaves the stage is there all the time: in a recompute, with `prefix`, beside what is made again.
         """
-        is_backward, costs = field == "backward_workspace_bytes", self.figures.costs.layer_costs
+        is_backward, costs = field == "backward_workspace_bytes", self.figures.costs.sums.costs
         is_forward, is_second = field == "forward_workspace_bytes", field == "second_half_workspace_bytes"
         held: Expression = 0.0
         for v, cost in enumerate(costs):
@@ -223,7 +227,7 @@ class MemoryRows:
         """[L]: whether a layer after each is on stage k."""
         if k not in self._known_later:
             found: list[Expression] = [0.0]
-            for v in range(len(self.figures.costs.layer_costs) - 1, 0, -1):
+            for v in range(len(self.figures.costs.sums.costs) - 1, 0, -1):
                 found.append(self.program.at_least(f"later_{v - 1}_{k}", [self.choices.is_on(v, k), found[-1]]))
             self._known_later[k] = found[::-1]
         return self._known_later[k]
@@ -236,14 +240,14 @@ class MemoryRows:
         """What layer v's backward has less, where it is on stage k, as later stages have the layers that make it."""
         if field != "backward_workspace_bytes" or k == self.figures.problem.num_stages - 1:
             return
-        for leftover in self.figures.costs.layer_costs[v].leftovers:
+        for leftover in self.figures.costs.sums.costs[v].leftovers:
             share = leftover.num_bytes / limit_bytes
             is_here = 1.0 if share > 0 else self.choices.is_on(v, k)  # elsewhere the row must not ask for anything
             yield from ((-share, is_here), (share, self.choices.up_to(v + leftover.num_later, k)))
 
     def _above_stash(self, k: int, field: str, limit_bytes: int) -> Expression:
         """As `_above_layers`, with the loss behind the layers, in bytes."""
-        loss, held = self.figures.costs.loss, self._above_layers(k, field, limit_bytes)
+        loss, held = self.figures.costs.sums.loss, self._above_layers(k, field, limit_bytes)
         unsaved = self._unsaved_sent(k) if field == "forward_workspace_bytes" else 0.0
         if unsaved != 0.0:
             less = weighted([(1.0, held), (-1.0 / limit_bytes, unsaved)])
@@ -259,11 +263,11 @@ class MemoryRows:
         """The most that a layer of stage k, or the loss, holds above the checkpoint in a forward that keeps nothing else."""
         costs = self.figures.costs
         rows: list[Expression] = []
-        for v, (cost, output_bytes) in enumerate(zip(costs.layer_costs, costs.workspaces.checkpointed, strict=True)):
+        for v, (cost, output_bytes) in enumerate(zip(costs.sums.costs, costs.workspaces.checkpointed, strict=True)):
             num_bytes = cost.stash_bytes + cost.forward_workspace_bytes
             own = weighted([(num_bytes / limit_bytes, self.choices.is_on(v, k))])
             own = self._less_from_elsewhere(own, v, k, limit_bytes)
             rows.append(self._less_if_last(own, v, k, float(output_bytes) / limit_bytes))
-        loss_bytes = costs.loss.forward_workspace_bytes if costs.loss else 0
+        loss_bytes = costs.sums.loss.forward_workspace_bytes if costs.sums.loss else 0
         at_loss = weighted([(loss_bytes / limit_bytes, k == self.choices.stages[-1])])
         return weighted([(limit_bytes, self.program.at_least(f"alone_{k}", [*rows, at_loss]))])

@@ -17,7 +17,7 @@ import numpy as np
 from gplan.core import Action, ActionKind, Schedule, StageSeconds
 from gplan.core.machine import num_messages
 from gplan.corrections.sharding import EXCHANGED
-from gplan.cost.stage_seconds import ActionKey, action_s
+from gplan.cost.action_seconds import ActionKey, action_s
 from gplan.partition.milp.assignment import StageAssignment
 from gplan.partition.milp.boundary_terms import Amount, BoundaryTerms, transfer
 from gplan.partition.milp.coefficients import LayerSeconds, ParameterBytes
@@ -41,14 +41,14 @@ def pass_terms(
         return weighted([(1.0, of_layers), (overhead_s * scale, 1), (at_end, 1), (1.0 / speed, sending)])
 
     back = cuts.gradient_sending(k - 1)
-    unfinished = (costs.unfinished_s * scale).tolist()
-    recompute_s = seconds("full_recompute_s", overhead_s=0.0)
+    unfinished = (costs.sums.unfinished_s * scale).tolist()
+    recompute_s = seconds("recompute_s", overhead_s=0.0)
     return StageSeconds(
         forward_s=seconds("forward_s", cuts.activation_sending(k)),
         backward_s=seconds("backward_s", back),
         recompute_s=weighted([(1.0, recompute_s), (-1.0, choices.of_last(k, unfinished))]),
-        input_gradient_s=seconds("input_gradient_s", back) if costs.has_halves else None,
-        weight_gradient_s=seconds("weight_gradient_s") if costs.has_halves else None,
+        input_gradient_s=seconds("input_gradient_s", back) if costs.sums.has_halves else None,
+        weight_gradient_s=seconds("weight_gradient_s") if costs.sums.has_halves else None,
         optimizer_s=0.0,  # the update is no pass: see `StepTimeRows`
         activation_s=0.0,
         gradient_s=0.0,
@@ -169,7 +169,7 @@ class StepTimeRows:
     def _most_updates(self) -> float:
         """More than all updates of a device can take, in units."""
         costs, links = self.figures.costs, self.problem.tied_links
-        whole = costs.columns(*costs.all_layers)
+        whole = costs.seconds(*costs.all_layers)
         update_s = (
             costs.profile.step.contention * float(whole.optimizer_s[0])
             + costs.profile.step.tied_update_s

@@ -49,7 +49,7 @@ class Formulation:
             LayerGraph(problem.num_layers, (*profile.precedence, *in_order)),
             num_stages=problem.num_stages,
         )
-        weights = ParameterBytes(self.program, self.choices, profile, figures.costs.waiting)
+        weights = ParameterBytes(self.program, self.choices, profile, figures.costs.workspaces.waiting)
         kind = ChainBoundaryTerms if self.choices.graph.is_chain else GraphBoundaryTerms
         cuts: BoundaryTerms = kind(self.program, problem, figures.costs, self.choices, self.unit_s)
         self.program.require(self.program.goal, at_least=self.least_s / self.unit_s)
