@@ -143,13 +143,13 @@ def search() -> Iterator[Row]:
     """Everything chosen at once."""
     for memory_gib in (24, 40, 80):
         started_s = time.perf_counter()
-        plan = gplan.search(
+        plan = gplan.balance(
             transformer_profile(100),
             num_devices="auto",
             num_microbatches="auto",
             schedule="auto",
             recompute="auto",
-            most_devices=64,
+            total_devices=64,
             batch_size=256,
             memory_bytes=memory_gib * 2**30,
         )

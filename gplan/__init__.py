@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from gplan.evaluate.calibration import calibrate, calibrated
     from gplan.evaluate.compare import compare
     from gplan.interop.planning import import_plan
-    from gplan.partition.balance import balance
+    from gplan.schedules.request import PlanRequest
     from gplan.simulation.simulator import simulate
-    from gplan.strategy_search.search import search
+    from gplan.strategy_search.planner import balance, plan
 
 __all__ = [
     "Calibration",
@@ -35,6 +35,7 @@ __all__ = [
     "ModelError",
     "NoPlanError",
     "Plan",
+    "PlanRequest",
     "Profile",
     "Run",
     "RunError",
@@ -49,11 +50,11 @@ __all__ = [
     "import_trace",
     "load",
     "pipeline",
+    "plan",
     "profile",
     "report",
     "run",
     "save",
-    "search",
     "simulate",
     "verify",
 ]
@@ -63,7 +64,13 @@ def __getattr__(name: str) -> Any:
     """A public name, imported when it is first asked for: until then the command line needs none."""
     if name not in __all__:
         raise AttributeError(f"module 'gplan' has no attribute {name!r}")
-    home = "gplan.api" if name.islower() else "gplan.core.errors" if name.endswith("Error") else "gplan.core"
+    home = (
+        "gplan.api"
+        if name.islower() or name == "PlanRequest"
+        else "gplan.core.errors"
+        if name.endswith("Error")
+        else "gplan.core"
+    )
     found = globals()[name] = getattr(import_module(home), name)
     return found
 

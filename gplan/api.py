@@ -33,9 +33,10 @@ from gplan.evaluate.verify import NUM_ROUNDS, NUM_STEPS
 from gplan.evaluate.verify import verify as verify_by
 from gplan.files import json_files
 from gplan.interop.planning import import_plan as import_plan
-from gplan.partition.balance import balance as balance
+from gplan.schedules.request import PlanRequest as PlanRequest
 from gplan.simulation.simulator import simulate as simulate
-from gplan.strategy_search.search import search as search
+from gplan.strategy_search.planner import balance as balance
+from gplan.strategy_search.planner import plan as plan
 
 if TYPE_CHECKING:
     from torch import nn

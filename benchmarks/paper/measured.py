@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
+from gplan.simulation.without_contention import profile_without_contention
+
 import gplan
 from gplan.core import Constraints, Plan, Profile, RecomputeMode, Run
 from gplan.core.errors import UsageError
-from gplan.simulation.without_contention import profile_without_contention
 from paper.measured_parts import parts_of
 from paper.profiles import EXAMPLES, without_limit
 from paper.published import (

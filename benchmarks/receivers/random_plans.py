@@ -10,8 +10,9 @@ from itertools import pairwise
 
 import gplan
 from gplan.core import Plan, Stage
-from gplan.interop.receivers import RECEIVERS, Settings, indivisible, settings_problem
+from gplan.interop.receivers import RECEIVERS, indivisible, settings_problem
 from gplan.schedules.registry import make_schedule, num_stages_of
+from gplan.schedules.request import PipelineSetting
 from profiler.analytic.decoder_config import Widths
 from profiler.analytic.decoder_profile import decoder_profile
 from profiler.analytic.hardware import load_hardware
@@ -48,7 +49,7 @@ def _random_plan(receiver: str, random_source: random.Random) -> Plan | None:
         schedule += f":{draw.randint(1, _MOST_CHUNKS)}"
     is_copied = receiver in _COPYING
     num_devices = draw.randint(1, _FEWER_DEVICES if is_copied else _MOST_DEVICES)
-    settings = Settings(
+    settings = PipelineSetting(
         schedule=schedule,
         num_devices=num_devices,
         num_microbatches=draw.choice([num_devices, 2 * num_devices, draw.randint(1, 3 * num_devices)]),
@@ -79,7 +80,7 @@ def _template() -> Plan:
     return gplan.balance(profile, num_devices=1, num_microbatches=1, memory_bytes=10**15)
 
 
-def plan_of(names: tuple[str, ...], cuts: list[int], settings: Settings) -> Plan:
+def plan_of(names: tuple[str, ...], cuts: list[int], settings: PipelineSetting) -> Plan:
     """A plan of these layers cut at these places, with costs of no interest."""
     plan, bounds = _template(), [0, *cuts, len(names)]
     assert len(bounds) == num_stages_of(settings.schedule, settings.num_devices) + 1

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from gplan.core import Plan
 from gplan.interop.export.exporters import export
-from gplan.interop.receivers import Settings
+from gplan.schedules.request import PipelineSetting
 from receivers import own_code
 from receivers.random_plans import plan_of
 
@@ -88,7 +88,7 @@ def plain_losses() -> list[float]:
 
 def small_plan(schedule: str = "1f1b") -> Plan:
     """Two stages, or four on two devices."""
-    settings = Settings(schedule=schedule, num_devices=2, num_microbatches=NUM_MICROBATCHES)
+    settings = PipelineSetting(schedule=schedule, num_devices=2, num_microbatches=NUM_MICROBATCHES)
     return plan_of(NAMES, [3] if settings.num_stages == 2 else [2, 3, 4], settings)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ from gplan.cli.arguments import (
     calibrated_profile,
     memory_option,
     output_option,
-    schedule_counts,
     schedule_named,
 )
 from gplan.cli.output import json_option, print_result, progress_bar
@@ -108,86 +106,40 @@ def balance(
 
     from gplan import api
     from gplan.core import Profile
-    from gplan.core.errors import UsageError
     from gplan.files import json_files
     from gplan.files.machine_file import load_machine
     from gplan.interop.planning import ForReceiver
     from gplan.reporting.text.plan import plan_view
-    from gplan.schedules.registry import default_num_microbatches
-    from gplan.strategy_search.machine_search import search_machine
+    from gplan.schedules.request import PlanRequest
 
     measured = json_files.load(Profile, profile)
     json_files.check_writable(output)
+    known, notes = calibrated_profile(measured, profile, calibration)
     rules = ForReceiver.of(receiver, measured) if receiver is not None else None
     schedule = schedule or (rules.default_schedule if rules is not None else "gpipe")
-    if schedule != "auto":
-        schedule = schedule_named(schedule)
-        num_devices, microbatches = schedule_counts(schedule, num_devices, microbatches)
-    if num_devices is None and devices is None:
-        raise UsageError("how many devices? give --k 4, --k auto, or the devices in all: --devices 8")
-    if shard not in ("none", "auto") and devices is None:
-        raise UsageError(
-            f"--shard {shard} divides stages among replicas, and one pipeline has none; give the devices in all, such as --devices 8"
-        )
-    num_devices = "auto" if num_devices is None else num_devices
-    known, notes = calibrated_profile(measured, profile, calibration)
-    common: dict[str, Any] = {
-        "schedule": schedule,
-        "recompute": recompute,
-        "sharding": shard,
-        "memory_bytes": memory_bytes,
-        "constraints": _constraints(cut_after, keep_together, pin),
-    }
+    request = PlanRequest(
+        num_devices=num_devices,
+        total_devices=devices,
+        sharding=shard,
+        num_microbatches=microbatches,
+        microbatch_size=microbatch_size,
+        batch_size=batch_size,
+        schedule=schedule if schedule == "auto" else schedule_named(schedule),
+        recompute=recompute,
+        memory_bytes=memory_bytes,
+        minimize=minimize,
+        constraints=_constraints(cut_after, keep_together, pin),
+        machine=load_machine(machine, default_link=known.link) if machine is not None else None,
+        solver=solver,
+        time_limit_s=time_limit,
+    )
     if rules is not None:
-        common["constraints"] = rules.with_constraints(common["constraints"])
-    if time_limit is not None:
-        common["time_limit_s"] = time_limit
-    if devices is not None or "auto" in (num_devices, microbatches, schedule, recompute, shard):
-        others = {"--devices": devices, "--for": receiver, "--shard": None if shard == "none" else shard}
-        _check_searchable(minimize, solver, **others if machine is not None else {})
-        common |= {"num_devices": num_devices, "num_microbatches": microbatches}
-        common |= {"batch_size": batch_size, "microbatch_size": microbatch_size}
-        with progress_bar() as progress:
-            if machine is not None:
-                on = load_machine(machine, default_link=known.link)
-                result = search_machine(known, on, progress=progress, **common)
-            else:
-                allows: dict[str, Any] = {} if rules is None else {"allows": rules.allows}
-                result = api.search(known, most_devices=devices, progress=progress, **common, **allows)
-    else:
-        num_microbatches = default_num_microbatches(num_devices) if microbatches is None else microbatches
-        if rules is not None:
-            rules.check(schedule, num_devices=num_devices, num_microbatches=num_microbatches, recompute=recompute)
-        result = api.balance(
-            known,
-            num_devices=num_devices,
-            num_microbatches=num_microbatches,
-            microbatch_size=_microbatch_size(microbatch_size, batch_size, num_microbatches),
-            minimize=minimize,
-            solver=solver,
-            machine=load_machine(machine, default_link=known.link) if machine is not None else None,
-            **common,
-        )
+        request = rules.applied(request)
+    with progress_bar() as progress:
+        result = api.plan(known, request, progress=progress)
     result = replace(result, notes=(*result.notes, *notes))
     json_files.save(result, output)
     print_result(result, lambda: plan_view(result), as_json=as_json, written=output)
-
-
-def _check_searchable(minimize: str, solver: str, **without_machine: object) -> None:
-    """Raise UsageError for options that a search does not have; `without_machine` are those it lacks with a machine."""
-    from gplan.core.errors import UsageError
-
-    clashes = {
-        **{f"{name} with --machine": x is not None for name, x in without_machine.items()},
-        f"--minimize {minimize}": minimize != "step-time",
-        f"--solver {solver}": solver not in ("auto", "dp"),
-    }
-    for option, is_given in clashes.items():
-        if is_given:
-            raise UsageError(
-                f"{option} cannot be used in a search: give --k and --microbatches as numbers, --schedule and --recompute "
-                "by name, --shard none, and no --devices"
-            )
 
 
 def _constraints(cut_after: Sequence[str], keep_together: Sequence[str], pin: Sequence[str]) -> Constraints:
@@ -217,24 +169,3 @@ def _pin(text: str) -> Pin:
     if not layer or not stage.isdecimal():
         raise UsageError(f"--pin {text}: expected a layer and a stage counted from 0, such as --pin head=3")
     return Pin(layer=layer, stage=int(stage))
-
-
-def _microbatch_size(microbatch_size: int | None, batch_size: int | None, num_microbatches: int) -> int | None:
-    """Samples per micro-batch from either option; None where neither was given."""
-    from gplan.core.errors import UsageError
-
-    for option, value in (("--microbatch-size", microbatch_size), ("--batch-size", batch_size)):
-        if value is not None and value < 1:
-            raise UsageError(f"{option} {value}: expected at least 1 sample")
-    if batch_size is None:
-        return microbatch_size
-    if microbatch_size is not None:
-        raise UsageError(f"got --batch-size {batch_size} and --microbatch-size {microbatch_size}; give one of them")
-    if num_microbatches < 1 or batch_size % num_microbatches:
-        small = [m for m in range(1, math.isqrt(batch_size) + 1) if batch_size % m == 0]
-        fitting = sorted({*small, *(batch_size // m for m in small)}, key=lambda m: abs(m - num_microbatches))
-        raise UsageError(
-            f"a batch of {batch_size} cannot be cut into {num_microbatches} equal micro-batches; "
-            f"try --microbatches {' or '.join(map(str, sorted(fitting[:6])))}"
-        )
-    return batch_size // num_microbatches

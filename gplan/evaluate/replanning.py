@@ -19,6 +19,7 @@ from gplan.partition.balance import best_plan
 from gplan.partition.plan_evaluation import price
 from gplan.partition.problem import Problem, Solution
 from gplan.schedules.registry import num_devices_of
+from gplan.schedules.request import PlanRequest
 
 TIME_LIMIT_S = 5.0
 """The default for one plan; a plan that is not proven optimal by then is marked so."""
@@ -83,7 +84,7 @@ def problem_of(profile: Profile, setting: PlanSettings) -> Problem:
 def _problem(profile: Profile, setting: PlanSettings) -> Problem:
     """Only the setting limits the memory, not the profile's device."""
     arguments = {x.name: getattr(setting, x.name) for x in fields(setting) if x.name != "num_stages"}
-    return balance.problem_of(profile, num_devices=setting.num_devices, **arguments)
+    return balance.problem_of(profile, PlanRequest(num_devices=setting.num_devices, **arguments))
 
 
 def plan_with_cuts(profile: Profile, setting: PlanSettings, cuts: Sequence[int]) -> Plan:

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gplan.core import Alternative, Constraints, Plan, Profile, RecomputeMode
+from gplan.core import Alternative, Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import percent_text, seconds_text
 from gplan.evaluate.replanning import TIME_LIMIT_S
 from gplan.interop.layouts import Layout, read_layout
-from gplan.interop.receivers import Settings, constraints_for, indivisible, receiver_named, settings_problem
-from gplan.partition.balance import alternative_of, balance, best_plan, problem_of
+from gplan.interop.receivers import constraints_for, indivisible, receiver_named, setting_of, settings_problem
+from gplan.partition.balance import alternative_of, best_plan, problem_of
 from gplan.partition.constraints import combined
 from gplan.schedules.registry import default_num_microbatches, num_stages_of
-from gplan.strategy_search.space import Allows, Strategy
+from gplan.schedules.request import PipelineSetting, PlanRequest
+from gplan.strategy_search.planner import balance, with_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,24 +43,23 @@ class ForReceiver:
             else "",
         )
 
-    @property
-    def allows(self) -> Allows:
-        """Which strategies a search may choose."""
+    def allows(self, setting: PipelineSetting) -> bool:
+        """Whether the receiver can run a pipeline so."""
+        return not settings_problem(self.name, setting)
 
-        def allows(strategy: Strategy, recompute: RecomputeMode) -> bool:
-            return not settings_problem(
-                self.name,
-                Settings(
-                    schedule=strategy.schedule,
-                    num_devices=strategy.num_devices,
-                    num_microbatches=strategy.num_microbatches,
-                    recompute=recompute,
-                    num_replicas=strategy.num_replicas,
-                    sharding=strategy.sharding,
-                ),
+    def applied(self, request: PlanRequest) -> PlanRequest:
+        """The request under the receiver's rules; raises UsageError for settings that it cannot run."""
+        request = with_counts(request)
+        if not request.is_open:
+            num_devices = int(request.num_devices or 0)
+            count = (
+                default_num_microbatches(num_devices) if request.num_microbatches is None else request.num_microbatches
             )
-
-        return allows
+            self.check(
+                request.schedule, num_devices=num_devices, num_microbatches=int(count), recompute=request.recompute
+            )
+        constraints = combined([request.constraints, self.constraints])
+        return replace(request, constraints=constraints, allows=self.allows)
 
     @property
     def default_schedule(self) -> str:
@@ -68,7 +68,7 @@ class ForReceiver:
 
     def check(self, schedule: str, *, num_devices: int, num_microbatches: int, recompute: str) -> None:
         """Raise UsageError for settings that the receiver cannot run."""
-        settings = Settings(
+        settings = PipelineSetting(
             schedule=schedule, recompute=recompute, num_devices=num_devices, num_microbatches=num_microbatches
         )
         if problem := settings_problem(self.name, settings):
@@ -77,10 +77,6 @@ class ForReceiver:
             raise UsageError(
                 f"the plan has {settings.num_stages} stages, of this model at most {self.most_stages}: {self.why_no_more}"
             )
-
-    def with_constraints(self, constraints: Constraints) -> Constraints:
-        """The user's constraints and the receiver's."""
-        return combined([constraints, self.constraints])
 
 
 def best_for_receiver(
@@ -108,7 +104,7 @@ def nearest_plan(plan: Plan, profile: Profile, *, receiver: str) -> Plan:
     Raises GplanError where there is none.
     """
     rules, found = ForReceiver.of(receiver, profile), receiver_named(receiver)
-    settings = Settings.of(plan)
+    settings = setting_of(plan)
     recompute = plan.recompute if plan.recompute in found.recompute else next(iter(found.recompute))
     chunks = settings.num_stages // settings.num_devices
     chunked = [f"interleaved-1f1b:{chunks}"] if chunks > 1 else []
@@ -206,7 +202,7 @@ def import_plan(
     )
     fixed = {**common, "memory_bytes": options.get("memory_bytes") or profile.device.memory_bytes}
     fixed.pop("time_limit_s", None)  # nothing is searched
-    plan = best_plan(problem_of(profile, constraints=given, **fixed))
+    plan = best_plan(problem_of(profile, PlanRequest(constraints=given, **fixed)))
     best = min(balance(profile, constraints=rules.constraints, **common), plan, key=lambda x: x.prediction.step_s)
     rivals = (alternative_of(best, label=f"best for {receiver_named(receiver).title}"), *_free(best))
     bound_s = min(best.proof.lower_bound_s, plan.proof.objective_s)

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from gplan.core import RECOMPUTE_MODES, Constraints, Plan, Profile, Sharding, Value
+from gplan.core import RECOMPUTE_MODES, Constraints, Plan, Profile, Value
 from gplan.core.errors import UsageError
 from gplan.graph.layer_graph import LayerGraph
-from gplan.schedules.registry import make_schedule, num_stages_of, schedule_info
+from gplan.schedules.registry import make_schedule, schedule_info
+from gplan.schedules.request import PipelineSetting
 
 MODEL_INPUT = "the model's input"
 
@@ -144,33 +145,16 @@ def receiver_named(name: str) -> Receiver:
     return RECEIVERS[name]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How a pipeline is run, apart from its partition."""
-
-    schedule: str
-    num_devices: int
-    num_microbatches: int
-    recompute: str = "never"
-    num_replicas: int = 1
-    sharding: Sharding = "none"
-
-    @classmethod
-    def of(cls, plan: Plan) -> Settings:
-        """Those of a plan."""
-        return cls(
-            schedule=plan.schedule,
-            num_devices=plan.num_devices,
-            num_microbatches=plan.num_microbatches,
-            recompute=plan.recompute,
-            num_replicas=plan.num_replicas,
-            sharding=plan.sharding,
-        )
-
-    @property
-    def num_stages(self) -> int:
-        """On all devices of a replica together."""
-        return num_stages_of(self.schedule, self.num_devices)
+def setting_of(plan: Plan) -> PipelineSetting:
+    """How a plan's pipeline is run, apart from its partition."""
+    return PipelineSetting(
+        schedule=plan.schedule,
+        num_devices=plan.num_devices,
+        num_microbatches=plan.num_microbatches,
+        recompute=plan.recompute,
+        num_replicas=plan.num_replicas,
+        sharding=plan.sharding,
+    )
 
 
 _OF_ONE_CHUNK = {"interleaved-1f1b:1": "1f1b", "looped-bfs:1": "gpipe"}
@@ -182,12 +166,12 @@ def plain_schedule(schedule: str) -> str:
     return _OF_ONE_CHUNK.get(title, title)
 
 
-def settings_problem(name: str, settings: Settings) -> str:
+def settings_problem(name: str, settings: PipelineSetting) -> str:
     """Why a receiver cannot run a pipeline so, with what to do, as the rest of a sentence on the plan; "" if it can."""
     return next(_settings_problems(receiver_named(name), name, settings), "")
 
 
-def _settings_problems(receiver: Receiver, name: str, settings: Settings) -> Iterator[str]:
+def _settings_problems(receiver: Receiver, name: str, settings: PipelineSetting) -> Iterator[str]:
     title, num_devices, num_stages = receiver.title, settings.num_devices, settings.num_stages
     schedule = plain_schedule(settings.schedule)
     if settings.num_replicas > 1 and not receiver.replicas:
@@ -211,7 +195,7 @@ def _settings_problems(receiver: Receiver, name: str, settings: Settings) -> Ite
     yield from _ORDER_PROBLEMS.get(name, lambda _: ())(settings)
 
 
-def _megatron_order(settings: Settings) -> Iterator[str]:
+def _megatron_order(settings: PipelineSetting) -> Iterator[str]:
     """1F1B, or interleaved 1F1B with M a multiple of K."""
     num_devices, num_microbatches = settings.num_devices, settings.num_microbatches
     if settings.num_stages == num_devices:
@@ -225,12 +209,12 @@ def _megatron_order(settings: Settings) -> Iterator[str]:
         )
 
 
-def _places(settings: Settings) -> tuple[int, ...]:
+def _places(settings: PipelineSetting) -> tuple[int, ...]:
     counts = {"num_devices": settings.num_devices, "num_microbatches": settings.num_microbatches}
     return make_schedule(settings.schedule, **counts).devices
 
 
-def _titan_order(settings: Settings) -> Iterator[str]:
+def _titan_order(settings: PipelineSetting) -> Iterator[str]:
     """As many stages on each rank, stage s on rank s mod K, or two on each there and back."""
     num_devices, places = settings.num_devices, _places(settings)
     loop = tuple(stage % num_devices for stage in range(settings.num_stages))
@@ -242,7 +226,7 @@ def _titan_order(settings: Settings) -> Iterator[str]:
         )
 
 
-def _torch_order(settings: Settings) -> Iterator[str]:
+def _torch_order(settings: PipelineSetting) -> Iterator[str]:
     """No consecutive stages on one device."""
     for stage, (device, following) in enumerate(pairwise(_places(settings))):
         if device == following:
@@ -253,7 +237,7 @@ def _torch_order(settings: Settings) -> Iterator[str]:
             )
 
 
-_ORDER_PROBLEMS: dict[str, Callable[[Settings], Iterator[str]]] = {
+_ORDER_PROBLEMS: dict[str, Callable[[PipelineSetting], Iterator[str]]] = {
     "megatron": _megatron_order,
     "verl": _megatron_order,
     "torchtitan": _titan_order,
@@ -512,7 +496,7 @@ def check_plan(name: str, plan: Plan, profile: Profile | None) -> None:
     names = plan.layer_names
     kept = indivisible(name, names, profile)
     check_weights(name, profile)
-    if problem := settings_problem(name, Settings.of(plan)):
+    if problem := settings_problem(name, setting_of(plan)):
         raise UsageError(f"the plan {problem}")
     for cut in plan.cuts:
         for x in kept:

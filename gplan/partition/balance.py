@@ -43,108 +43,69 @@ from gplan.partition.validation import (
     check_split_backward,
 )
 from gplan.schedules.registry import canonical, check_custom_counts, num_stages_of, schedule_info
+from gplan.schedules.request import PlanRequest
 
 
-def balance(
-    profile: Profile,
-    *,
-    num_devices: int,
-    num_microbatches: int,
-    microbatch_size: int | None = None,
-    schedule: str = "gpipe",
-    recompute: str = "never",
-    memory_bytes: int | None = None,
-    minimize: str = "step-time",
-    solver: str = "auto",
-    time_limit_s: float | None = None,
-    constraints: Constraints | None = None,
-    machine: Machine | None = None,
-    num_replicas: int = 1,
-    sharding: str = "none",
-) -> Plan:
-    """The best partition of the profile's layers for a pipeline of `num_devices` devices.
+def balance_fixed(profile: Profile, request: PlanRequest) -> Plan:
+    """The best partition for a request without open dials.
 
-    There is one stage for each device and chunk of the schedule, which is named as in `gplan.schedules.registry`. The
-    micro-batch size defaults to the largest profiled one, the memory of each device to that of the profiled device. A
-    machine also gets its stages placed on its devices. If constraints are given, `Plan.rivals` holds the best plan
-    without them. Each of `num_replicas` pipelines runs `num_microbatches` micro-batches per step;
-    `sharding` ("none", "optimizer" or "weights") is what the replicas of a stage divide among them.
+    There is one stage for each device and chunk of the schedule. The micro-batch size defaults to the largest profiled one,
+    the memory of each device to that of the profiled device. A machine also gets its stages placed on its devices. If
+    constraints are given, `Plan.rivals` holds the best plan without them.
 
     `max-stage` is exact, ties included. `step-time`, and `max-stage` if devices hold several stages, are exact unless the
     time runs out (10 s, or `time_limit_s`): then `Plan.proof` has the remaining gap, and a note says so.
 
     Raises UsageError for arguments that cannot be used, NoPlanError where no partition fits the memory.
     """
-    check_choice("solver", solver, SOLVERS)
-    check_custom_counts(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
-    check_limits(memory_bytes=memory_bytes, time_limit_s=time_limit_s)
-    if memory_bytes is None and machine is None:
-        memory_bytes = profile.device.memory_bytes
-    problem = problem_of(
-        profile,
-        num_devices=num_devices,
-        num_microbatches=num_microbatches,
-        microbatch_size=microbatch_size,
-        schedule=schedule,
-        recompute=recompute,
-        memory_bytes=memory_bytes,
-        minimize=minimize,
-        constraints=constraints or Constraints(),
-        num_replicas=num_replicas,
-        sharding=sharding,
-    )
+    check_choice("solver", request.solver, SOLVERS)
+    check_limits(memory_bytes=request.memory_bytes, time_limit_s=request.time_limit_s)
+    machine, constraints = request.machine, request.constraints
+    if request.memory_bytes is None and machine is None:
+        request = replace(request, memory_bytes=profile.device.memory_bytes)
+    problem = problem_of(profile, request)
     if machine is not None and problem.has_chunks:
         raise UsageError(
             f"{schedule_info(problem.schedule).title} has several stages on each device, and which of a machine's devices should hold "
             "which is not looked for; plan without --machine, or with a schedule that has one stage on each"
         )
-    plan = best_plan(problem, machine, solver=solver, time_limit_s=time_limit_s)
+    limits: Any = {"solver": request.solver, "time_limit_s": request.time_limit_s}
+    plan = best_plan(problem, machine, **limits)
     plan = replace(plan, notes=(*plan.notes, *one_device_notes(plan, profile)))
     if not constraints:
         return plan
-    free = best_plan(replace(problem, constraints=Constraints()), machine, solver=solver, time_limit_s=time_limit_s)
+    free = best_plan(replace(problem, constraints=Constraints()), machine, **limits)
     return replace(plan, rivals=(alternative_of(free, label="without constraints"),))
 
 
-def problem_of(
-    profile: Profile,
-    *,
-    num_devices: int,
-    num_microbatches: int,
-    microbatch_size: int | None = None,
-    schedule: str,
-    recompute: str = "never",
-    memory_bytes: int | None,
-    minimize: str = "step-time",
-    constraints: Constraints,
-    num_replicas: int = 1,
-    sharding: str = "none",
-) -> Problem:
-    """What is to be balanced, with the meaning that `balance` gives these; `memory_bytes` of None is no limit here.
+def problem_of(profile: Profile, request: PlanRequest) -> Problem:
+    """What is to be balanced for a request without open dials; `memory_bytes` of None is no limit here.
 
     Raises UsageError for arguments that cannot be used.
     """
-    check_choice("recompute", recompute, RECOMPUTE_MODES)
-    check_choice("minimize", minimize, OBJECTIVES)
-    check_counts(
-        profile, schedule, num_devices=num_devices, num_microbatches=num_microbatches, num_replicas=num_replicas
-    )
-    check_recompute(schedule, recompute)
-    check_sharding(schedule, sharding)
+    num_devices, num_microbatches, schedule = request.num_devices, request.num_microbatches, request.schedule
+    assert isinstance(num_devices, int) and isinstance(num_microbatches, int), "no dial is open"
+    check_choice("recompute", request.recompute, RECOMPUTE_MODES)
+    check_choice("minimize", request.minimize, OBJECTIVES)
+    check_custom_counts(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
+    counts = {"num_devices": num_devices, "num_microbatches": num_microbatches, "num_replicas": request.num_replicas}
+    check_counts(profile, schedule, **counts)
+    check_recompute(schedule, request.recompute)
+    check_sharding(schedule, request.sharding)
     num_stages = num_stages_of(schedule, num_devices)
-    check_constraints(constraints, profile, num_stages=num_stages)
-    replicas: Any = {"num_replicas": num_replicas, "sharding": sharding}
-    plain = planned(profile, microbatch_size=microbatch_size, num_devices=num_devices, **replicas)
+    check_constraints(request.constraints, profile, num_stages=num_stages)
+    replicas: Any = {"num_replicas": request.num_replicas, "sharding": request.sharding}
+    plain = planned(profile, microbatch_size=request.microbatch_size, num_devices=num_devices, **replicas)
     costs = StageTable(plain, num_microbatches, **replicas)
     check_split_backward(schedule, has_halves=costs.sums.has_halves)
     return Problem(
         costs=costs,
         num_stages=num_stages,
         schedule=canonical(schedule),
-        recompute=cast(RecomputeMode, recompute),
-        minimize=cast(Objective, minimize),
-        memory_bytes=memory_bytes,
-        constraints=constraints,
+        recompute=cast(RecomputeMode, request.recompute),
+        minimize=cast(Objective, request.minimize),
+        memory_bytes=request.memory_bytes,
+        constraints=request.constraints,
     )
 
 

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gplan.core import Action, ActionKind, EngineCost, Plan, Span, Timeline
-from gplan.partition.balance import balance
 from gplan.runtime.run.launch import run_local_processes
 from gplan.runtime.run.run_options import RunOptions
 from gplan.schedules.dependencies import dependencies_of
 from gplan.simulation.exposed_communication import sent_bytes
+from gplan.strategy_search.planner import balance
 from profiler.analytic.computed_profile import ComputeOptions, computed_profile
 from profiler.analytic.hardware import load_hardware
 from profiler.host.links import fit_link

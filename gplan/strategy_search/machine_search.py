@@ -9,48 +9,28 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from itertools import product
-from typing import Any, Literal
 
-from gplan.core import Machine, Plan, Profile
+from gplan.core import Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.progress import Progress, no_progress
 from gplan.core.units import counted, seconds_text
-from gplan.partition.balance import alternative_of, balance
+from gplan.partition.balance import alternative_of, balance_fixed
 from gplan.partition.validation import why_not_selected
 from gplan.schedules.registry import schedule_info
+from gplan.schedules.request import PlanRequest
 from gplan.strategy_search.search import TIME_LIMIT_S
-from gplan.strategy_search.space import SearchRequest, search_space
+from gplan.strategy_search.space import search_space
 
 
-def search_machine(
-    profile: Profile,
-    machine: Machine,
-    *,
-    num_devices: int | Literal["auto"],
-    num_microbatches: int | Literal["auto"] | None = None,
-    schedule: str = "auto",
-    recompute: str = "auto",
-    batch_size: int | None = None,
-    microbatch_size: int | None = None,
-    time_limit_s: float = TIME_LIMIT_S,
-    progress: Progress = no_progress,
-    **limits: Any,
-) -> Plan:
-    """The plan with the shortest step on a machine, the next best settings in `Plan.rivals`; "auto" is searched.
+def search_machine(profile: Profile, request: PlanRequest, *, progress: Progress = no_progress) -> Plan:
+    """The plan with the shortest step on the request's machine, the next best settings in `Plan.rivals`.
 
-    `limits` are those of `balance`: memory and constraints. Raises UsageError for an impossible request, NoPlanError where
-    no setting fits.
+    Raises UsageError for an impossible request, NoPlanError where no setting fits.
     """
-    request = SearchRequest(
-        num_devices=num_devices,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        recompute=recompute,
-        most_devices=len(machine.devices) if num_devices == "auto" else None,
-        batch_size=batch_size,
-        microbatch_size=microbatch_size,
-        has_replicas=False,
-    )
+    machine = request.machine
+    assert machine is not None, "a search on a machine needs one"
+    time_limit_s = TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s
+    request = replace(request, total_devices=len(machine.devices) if request.num_devices == "auto" else None)
     space = search_space(profile, request)
     settings = [
         (x, mode)
@@ -73,16 +53,18 @@ def search_machine(
         progress(f"{x.num_microbatches} micro-batches, {schedule_info(x.schedule).title}", num_tried / len(settings))
         try:
             plans.append(
-                balance(
+                balance_fixed(
                     profile,
-                    num_devices=x.num_devices,
-                    num_microbatches=x.num_microbatches,
-                    microbatch_size=x.microbatch_size,
-                    schedule=x.schedule,
-                    recompute=mode,
-                    machine=machine,
-                    time_limit_s=max(1e-3, 2 * left_s / (len(settings) - num_tried)),
-                    **limits,
+                    replace(
+                        request,
+                        num_devices=x.num_devices,
+                        total_devices=None,
+                        num_microbatches=x.num_microbatches,
+                        microbatch_size=x.microbatch_size,
+                        schedule=x.schedule,
+                        recompute=mode,
+                        time_limit_s=max(1e-3, 2 * left_s / (len(settings) - num_tried)),
+                    ),
                 )
             )
         except (NoPlanError, UsageError) as error:  # of one setting, such as fewer stages than the cuts need

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from typing import Literal
 
 from gplan.core import Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
@@ -33,9 +32,10 @@ from gplan.partition.problem import ROUNDING, Problem
 from gplan.partition.solve import TooManyDownSets, where_to_cut
 from gplan.partition.validation import check_limits, why_not_selected
 from gplan.schedules.registry import num_stages_of, schedule_info
+from gplan.schedules.request import PlanRequest
 from gplan.strategy_search.best_first import Found, best_plan_within
 from gplan.strategy_search.cache import SolveCache
-from gplan.strategy_search.space import Allows, SearchRequest, Space, any_strategy, search_space
+from gplan.strategy_search.space import Space, base_schedule, search_space
 
 TIME_LIMIT_S = 18.0
 _SHARE_OF_BEST = 0.6  # of the time, for the best plan; the rest is for the frontier
@@ -49,47 +49,20 @@ _POINTS_AT_LEAST = 3  # that the time left is for
 _MIN_SAVING = 0.01  # share of the memory that a point of the frontier must save
 
 
-def search(
-    profile: Profile,
-    *,
-    num_devices: int | Literal["auto"] = "auto",
-    num_microbatches: int | Literal["auto"] | None = None,
-    schedule: str = "auto",
-    recompute: str = "auto",
-    sharding: str = "none",
-    most_devices: int | None = None,
-    batch_size: int | None = None,
-    microbatch_size: int | None = None,
-    memory_bytes: int | None = None,
-    constraints: Constraints | None = None,
-    allows: Allows = any_strategy,
-    time_limit_s: float = TIME_LIMIT_S,
-    progress: Progress = no_progress,
-) -> Plan:
+def search(profile: Profile, request: PlanRequest, *, progress: Progress = no_progress) -> Plan:
     """The plan with the shortest step for a batch, with plans that need less memory in `Plan.frontier`.
 
-    "auto" is searched, other values are as for `balance`. `most_devices` limits the devices of all replicas together;
-    without it, "auto" maximises samples per second and device. By default the batch is that of the plan made without a
-    search, and the memory that of the profile's device. Micro-batches have profiled sizes where the batch can be cut so.
-    `allows` says which strategies and recompute modes "auto" may choose, such as those that a trainer can run.
-    An interrupt or the time limit ends the search with the best plan so far and a note; `Plan.proof` covers all strategies.
+    `total_devices` limits the devices of all replicas together; without it, devices on "auto" maximise samples per second
+    and device. By default the batch is that of the plan made without a search, and the memory that of the profile's
+    device. Micro-batches have profiled sizes where the batch can be cut so. An interrupt or the time limit ends the search
+    with the best plan so far and a note; `Plan.proof` covers all strategies.
 
     Raises UsageError for an impossible request, NoPlanError where nothing fits or nothing was found in time.
     """
     started_s = time.perf_counter()
+    memory_bytes, constraints = request.memory_bytes, request.constraints
+    time_limit_s = TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s
     check_limits(memory_bytes=memory_bytes, time_limit_s=time_limit_s)
-    request = SearchRequest(
-        num_devices=num_devices,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        recompute=recompute,
-        sharding=sharding,
-        most_devices=most_devices,
-        batch_size=batch_size,
-        microbatch_size=microbatch_size,
-        allows=allows,
-    )
-    constraints = constraints or Constraints()
     _check_constraints(constraints, profile, request)
     space = _with_pins(search_space(profile, request), constraints)
     memory_bytes = profile.device.memory_bytes if memory_bytes is None else memory_bytes
@@ -114,15 +87,15 @@ def _with_best(cache: SolveCache, found: Found, memory_bytes: int | None) -> Fou
     return replace(found, plan=best) if is_better else found
 
 
-def _check_constraints(constraints: Constraints, profile: Profile, request: SearchRequest) -> None:
+def _check_constraints(constraints: Constraints, profile: Profile, request: PlanRequest) -> None:
     if constraints.pins and request.num_devices == "auto":
         pin = constraints.pins[0]
         raise UsageError(
             f"--pin {pin.layer}={pin.stage} names a stage, but the number of stages is to be found; give --k a number"
         )
     num_stages = len(profile.layers)
-    if request.num_devices != "auto":
-        num_stages = num_stages_of(request.base_schedule, request.num_devices)
+    if isinstance(request.num_devices, int):
+        num_stages = num_stages_of(base_schedule(request), request.num_devices)
     check_constraints(constraints, profile, num_stages=num_stages)
 
 
@@ -209,7 +182,7 @@ def _closest(cache: SolveCache, memory_bytes: int) -> tuple[Problem, int]:
 
 
 def _notes(
-    cache: SolveCache, found: Found, memory_bytes: int | None, request: SearchRequest, *, is_whole: bool
+    cache: SolveCache, found: Found, memory_bytes: int | None, request: PlanRequest, *, is_whole: bool
 ) -> list[str]:
     plan, notes = found.plan, list[str]()
     assert plan is not None, "a search without a plan is an error"
@@ -228,12 +201,12 @@ def _notes(
         ways = "1 way to recompute has" if num_undecided == 1 else f"{num_undecided} ways to recompute have"
         notes.append(f"whether {ways} a plan that fits was not found in time")
     used = plan.num_ranks
-    if request.most_devices is not None and used < request.most_devices:
-        k, num_idle = request.num_devices, request.most_devices - used
+    if request.total_devices is not None and used < request.total_devices:
+        k, num_idle = request.num_devices, request.total_devices - used
         reason = "no plan that uses more was found to be faster"
         if isinstance(k, int) and num_idle < k:
             reason = f"another pipeline needs {k}, {num_idle} {'is' if num_idle == 1 else 'are'} left; --k auto tries other numbers"
-        notes.append(f"{used} of {request.most_devices} devices are used; {reason}")
+        notes.append(f"{used} of {request.total_devices} devices are used; {reason}")
     return notes
 
 

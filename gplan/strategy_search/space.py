@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, TypeAlias, cast
+from typing import TypeAlias, cast
 
 from gplan.core import Profile, RecomputeMode, Sharding
 from gplan.core.checks import SHARDINGS
@@ -33,8 +33,7 @@ from gplan.schedules.registry import (
     num_stages_of,
     schedule_info,
 )
-
-Auto: TypeAlias = Literal["auto"]
+from gplan.schedules.request import PipelineSetting, PlanRequest
 
 MOST_DEVICES = 16
 """The largest number of devices where none is given."""
@@ -81,25 +80,27 @@ def any_strategy(_strategy: Strategy, _recompute: RecomputeMode) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchRequest:
-    """The arguments of a search: given values, and "auto" for those to be found."""
+def base_schedule(request: PlanRequest) -> str:
+    """The schedule whose limits on stages and micro-batches count: the given one, or GPipe for "auto"."""
+    return "gpipe" if request.schedule == "auto" else request.schedule
 
-    num_devices: int | Auto  # K, the devices of a pipeline
-    num_microbatches: int | Auto | None  # None: those of a custom order, four a device, or "auto" where the devices are
-    schedule: str
-    recompute: str
-    most_devices: int | None  # of all replicas together; None: no replicas
-    batch_size: int | None  # None: that of the plan that would be made without a search
-    microbatch_size: int | None  # None: any
-    sharding: str = "none"
-    allows: Allows = any_strategy
-    has_replicas: bool = True  # whether further pipelines may run beside the first
 
-    @property
-    def base_schedule(self) -> str:
-        """The schedule whose limits on stages and micro-batches count: the given one, or GPipe for "auto"."""
-        return "gpipe" if self.schedule == "auto" else self.schedule
+def _rules(request: PlanRequest) -> Allows:
+    """The rules of a request for strategies."""
+
+    def allows(strategy: Strategy, recompute: RecomputeMode) -> bool:
+        return request.allows(
+            PipelineSetting(
+                schedule=strategy.schedule,
+                recompute=recompute,
+                num_devices=strategy.num_devices,
+                num_microbatches=strategy.num_microbatches,
+                num_replicas=strategy.num_replicas,
+                sharding=strategy.sharding,
+            )
+        )
+
+    return allows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +114,10 @@ class Space:
     allows: Allows = any_strategy
 
 
-def search_space(profile: Profile, request: SearchRequest) -> Space:
+def search_space(profile: Profile, request: PlanRequest) -> Space:
     """All strategies that meet the request; raises UsageError where there is none."""
     check_request(profile, request)
+    allows = _rules(request)
     device_counts, notes = _device_counts(profile, request), list[str]()
     batch_size = request.batch_size
     if batch_size is None:
@@ -138,31 +140,29 @@ def search_space(profile: Profile, request: SearchRequest) -> Space:
     )
     if not every:
         raise UsageError(_no_setting_text(profile, request, device_counts, batch_size))
-    strategies = tuple(x for x in every if any(request.allows(x, mode) for mode in recompute))
+    strategies = tuple(x for x in every if any(allows(x, mode) for mode in recompute))
     if not strategies:
         schedule = "auto" if request.schedule == "auto" else schedule_info(request.schedule).title
         raise UsageError(
             f"none of {counted(len(every), 'setting')} is allowed with schedule {schedule} and recompute {request.recompute}; leave "
             "more open: --schedule auto, --recompute auto, --k auto or --microbatches auto"
         )
-    per_device = request.num_devices == "auto" and request.most_devices is None
+    per_device = request.num_devices == "auto" and request.total_devices is None
     if per_device:
         notes.append(
             f"of {device_counts[0]} to {device_counts[-1]} devices this trains the most samples a second and device; "
             "--devices N asks for the shortest step on N devices"
         )
     notes += left_out
-    possible = tuple(mode for mode in recompute if any(request.allows(x, mode) for x in strategies))
-    return Space(
-        strategies=strategies, recompute=possible, per_device=per_device, notes=tuple(notes), allows=request.allows
-    )
+    possible = tuple(mode for mode in recompute if any(allows(x, mode) for x in strategies))
+    return Space(strategies=strategies, recompute=possible, per_device=per_device, notes=tuple(notes), allows=allows)
 
 
-def check_request(profile: Profile, request: SearchRequest) -> None:
+def check_request(profile: Profile, request: PlanRequest) -> None:
     """Raise UsageError for an impossible request."""
     counts = {
         "micro-batches": request.num_microbatches,
-        "devices": request.most_devices,
+        "devices": request.total_devices,
         "samples a batch": request.batch_size,
         "samples a micro-batch": request.microbatch_size,
     }
@@ -170,7 +170,7 @@ def check_request(profile: Profile, request: SearchRequest) -> None:
         if isinstance(count, int) and count < 1:
             raise UsageError(f"asked for {count} {name}; expected at least 1")
     check_choice("recompute", request.recompute, (*AUTO_RECOMPUTE, "auto"))
-    schedule = request.base_schedule
+    schedule = base_schedule(request)
     check_custom_counts(
         schedule, num_microbatches=None if request.num_microbatches == "auto" else request.num_microbatches
     )
@@ -182,26 +182,26 @@ def check_request(profile: Profile, request: SearchRequest) -> None:
         request.num_devices if isinstance(request.num_devices, int) else schedule_info(schedule).num_devices or 1
     )
     check_counts(profile, schedule, num_devices=num_devices, num_microbatches=1, num_replicas=1)
-    if request.most_devices is not None and num_devices > request.most_devices:
-        remedy = f"try --k {request.most_devices} or fewer, or --k auto"
+    if request.total_devices is not None and num_devices > request.total_devices:
+        remedy = f"try --k {request.total_devices} or fewer, or --k auto"
         if schedule_info(schedule).num_devices is not None:
             remedy = f"use --devices {num_devices} or more, or an order of fewer devices"
         raise UsageError(
-            f"a pipeline of {num_devices} devices was asked for, but --devices is {request.most_devices}; {remedy}"
+            f"a pipeline of {num_devices} devices was asked for, but --devices is {request.total_devices}; {remedy}"
         )
 
 
-def _device_counts(profile: Profile, request: SearchRequest) -> tuple[int, ...]:
+def _device_counts(profile: Profile, request: PlanRequest) -> tuple[int, ...]:
     """Every K to search."""
-    if request.num_devices != "auto":
+    if isinstance(request.num_devices, int):
         return (request.num_devices,)
-    info = schedule_info(request.base_schedule)
+    info = schedule_info(base_schedule(request))
     if info.num_devices is not None:
         return (info.num_devices,)
-    return tuple(range(1, min(len(profile.layers) // info.num_chunks, request.most_devices or MOST_DEVICES) + 1))
+    return tuple(range(1, min(len(profile.layers) // info.num_chunks, request.total_devices or MOST_DEVICES) + 1))
 
 
-def _shardings(profile: Profile, request: SearchRequest) -> Callable[[int], tuple[Sharding, ...]]:
+def _shardings(profile: Profile, request: PlanRequest) -> Callable[[int], tuple[Sharding, ...]]:
     """What R replicas may divide; one has nothing to divide. Whole stages are left out where they gain nothing."""
 
     @cache
@@ -214,7 +214,7 @@ def _shardings(profile: Profile, request: SearchRequest) -> Callable[[int], tupl
 
 
 def _schedules(
-    profile: Profile, request: SearchRequest, device_counts: Sequence[int]
+    profile: Profile, request: PlanRequest, device_counts: Sequence[int]
 ) -> tuple[dict[int, tuple[str, ...]], tuple[str, ...]]:
     """The schedules for each K, and notes on those left out."""
     if request.schedule != "auto":
@@ -238,7 +238,7 @@ def _has_halves(profile: Profile) -> bool:
 
 
 def _left_out(
-    profile: Profile, request: SearchRequest, found: dict[int, tuple[str, ...]], *, has_halves: bool
+    profile: Profile, request: PlanRequest, found: dict[int, tuple[str, ...]], *, has_halves: bool
 ) -> Iterator[str]:
     num_layers, most = len(profile.layers), max(found)
     if most == 1:
@@ -255,31 +255,31 @@ def _left_out(
         yield f"{', '.join(where)}: left out, as the model has {counted(num_layers, 'layer')}"
 
 
-def _default_batch_size(profile: Profile, request: SearchRequest, most: int) -> int:
+def _default_batch_size(profile: Profile, request: PlanRequest, most: int) -> int:
     """The batch of the plan for the most devices with default micro-batches of the largest profiled size."""
     size = request.microbatch_size or profile.microbatch_sizes[-1]
     given = request.num_microbatches if isinstance(request.num_microbatches, int) else None
-    num_replicas = (request.most_devices or most) // most if request.has_replicas else 1
+    num_replicas = (request.total_devices or most) // most if request.machine is None else 1
     return num_replicas * (given or _default_microbatches(request, most)) * size
 
 
-def _default_microbatches(request: SearchRequest, num_devices: int) -> int:
+def _default_microbatches(request: PlanRequest, num_devices: int) -> int:
     """The micro-batches of a custom order, or four for each device."""
     return _most_microbatches(request) or default_num_microbatches(num_devices)
 
 
-def _most_microbatches(request: SearchRequest) -> int | None:
+def _most_microbatches(request: PlanRequest) -> int | None:
     """Those of a custom order; None: no limit."""
     return None if request.schedule == "auto" else schedule_info(request.schedule).num_microbatches
 
 
 def _batch_cuts(
-    profile: Profile, request: SearchRequest, num_devices: int, batch_size: int
+    profile: Profile, request: PlanRequest, num_devices: int, batch_size: int
 ) -> Iterator[tuple[int, int, int]]:
     """Replicas, micro-batches of each and their size, for every way to cut the batch."""
     most = 1
-    if request.has_replicas and request.most_devices is not None:
-        most = request.most_devices // num_devices
+    if request.machine is None and request.total_devices is not None:
+        most = request.total_devices // num_devices
     for num_replicas in range(most, 0, -1):
         if batch_size % num_replicas == 0:
             found = _microbatch_cuts(profile, request, num_devices, batch_size // num_replicas)
@@ -289,7 +289,7 @@ def _batch_cuts(
 
 
 def _microbatch_cuts(
-    profile: Profile, request: SearchRequest, num_devices: int, num_samples: int
+    profile: Profile, request: PlanRequest, num_devices: int, num_samples: int
 ) -> list[tuple[int, int]]:
     """The micro-batches and their size, for every way to cut a replica's samples."""
     sizes = profile.microbatch_sizes
@@ -306,7 +306,7 @@ def _microbatch_cuts(
     return [pair for pair in found if pair[1] in sizes] or found
 
 
-def _no_setting_text(profile: Profile, request: SearchRequest, device_counts: Sequence[int], batch_size: int) -> str:
+def _no_setting_text(profile: Profile, request: PlanRequest, device_counts: Sequence[int], batch_size: int) -> str:
     sizes = profile.microbatch_sizes
     most = _most_microbatches(request)
     into = f"{request.num_microbatches} micro-batches" if isinstance(request.num_microbatches, int) else "micro-batches"

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import gplan
-from gplan import api
 from gplan.cli import main
 from tests.made import make_profile
-from tests.scheduled import scheduled_plan
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the planner or the search is asked for, in a folder with a profile of six layers and two orders."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a profile of six layers and some orders."""
     monkeypatch.chdir(tmp_path)
     gplan.save(make_profile([1.0] * 6, microbatch_sizes=(2,)), "gplan.profile.json")
     Path("mine.csv").write_text("0F0,0F1,0B0,0B1,2F0,2F1,2B0,2B1\n1F0,1F1,1B0,1B1\n")
     Path("two.csv").write_text("0F0 0F1 0B0 0B1  # the first device\n1F0 1B0 1F1 1B1\n")
     Path("stuck.csv").write_text("0F0 0B0\n1F0 1B0 2F0 2B0\n")
-    found: dict[str, Any] = {}
+    return tmp_path
 
-    def planner(_profile: object, **wanted: Any) -> gplan.Plan:
-        found.update(wanted)
-        return scheduled_plan("1f1b")
 
-    monkeypatch.setattr(api, "balance", planner)
-    monkeypatch.setattr(api, "search", planner)
-    return found
+def planned() -> gplan.Plan:
+    plan = gplan.load("gplan.plan.json")
+    assert isinstance(plan, gplan.Plan)
+    return plan
 
 
 def balance_exits(*arguments: str) -> int:
@@ -42,23 +37,21 @@ def balance_exits(*arguments: str) -> int:
 @pytest.mark.parametrize(
     ("name", "found"), [("1f1b", "1f1b"), ("interleaved-1f1b:3", "interleaved-1f1b:3"), ("looped-bfs", "looped-bfs:2")]
 )
-def test_k_counts_devices_however_many_chunks_they_have(asked: dict[str, Any], name: str, found: str) -> None:
+def test_k_counts_devices_however_many_chunks_they_have(here: Path, name: str, found: str) -> None:
     assert balance_exits("--k", "2", "--schedule", name) == 0
-    assert (asked["schedule"], asked["num_devices"], asked["num_microbatches"]) == (found, 2, 8)
+    assert (planned().schedule, planned().num_devices, planned().num_microbatches) == (found, 2, 8)
 
 
 @pytest.mark.parametrize("options", [(), ("--k", "2"), ("--k", "2", "--microbatches", "2")])
-def test_a_file_with_an_order_says_how_many_devices_and_micro_batches(
-    asked: dict[str, Any], options: tuple[str, ...]
-) -> None:
+def test_a_file_with_an_order_says_how_many_devices_and_micro_batches(here: Path, options: tuple[str, ...]) -> None:
     assert balance_exits("--schedule", "two.csv", *options) == 0
-    assert asked["schedule"] == "custom:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"
-    assert (asked["num_devices"], asked["num_microbatches"]) == (2, 2)
+    assert planned().schedule == "custom:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"
+    assert (planned().num_devices, planned().num_microbatches) == (2, 2)
 
 
-def test_an_open_schedule_is_left_to_the_search(asked: dict[str, Any]) -> None:
+def test_an_open_schedule_is_left_to_the_search(here: Path) -> None:
     assert balance_exits("--k", "2", "--schedule", "auto") == 0
-    assert (asked["schedule"], asked["num_microbatches"]) == ("auto", None)
+    assert (planned().proof.solver[:7], planned().num_microbatches) == ("search/", 8)
 
 
 MISTAKES: list[tuple[tuple[str, ...], str]] = [
@@ -80,8 +73,8 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
 
 @pytest.mark.parametrize(("options", "told"), MISTAKES)
 def test_a_schedule_that_cannot_be_used_is_one_message(
-    asked: dict[str, Any], capsys: pytest.CaptureFixture[str], options: tuple[str, ...], told: str
+    here: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], told: str
 ) -> None:
     assert balance_exits(*options) == 2
     assert told in capsys.readouterr().err
-    assert not asked
+    assert not Path("gplan.plan.json").exists()

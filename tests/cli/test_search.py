@@ -17,6 +17,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     profile = make_profile([0.01, 0.02, 0.03] * 2, weight_bytes=1000, stash_bytes=500, microbatch_sizes=(1, 2))
     gplan.save(profile, "gplan.profile.json")
+    Path("m.toml").write_text(
+        '[[host]]\nname = "a"\ndevices = 4\n\n[links]\nwithin = "10GB/s,3us"\nbetween = "1GB/s,9us"\n'
+    )
     return tmp_path
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from gplan.core import Action, Plan, Profile, Run, Span, Timeline, Transfer
 from gplan.core.errors import RunError
-from gplan.partition.balance import balance
 from gplan.simulation.simulator import simulate
+from gplan.strategy_search.planner import balance
 from tests.made import make_profile
 
 NUM_STEPS, NUM_WARMUP_STEPS = 8, 3

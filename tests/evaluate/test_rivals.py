@@ -9,8 +9,8 @@ import pytest
 from gplan.core import Constraints, MachineDevice, Plan, Profile
 from gplan.core.errors import FileError
 from gplan.evaluate.rivals import THIS_PLAN, rivals_of
-from gplan.partition.balance import balance
 from gplan.simulation.simulator import simulate
+from gplan.strategy_search.planner import balance
 from tests.evaluate.explain.settings import two_towers
 from tests.evaluate.hosts import usual_plan, usual_profile
 from tests.made import make_profile

@@ -19,13 +19,15 @@ from gplan.core.errors import NoPlanError, UsageError
 from gplan.interop.export.exporters import FORMATS, export
 from gplan.interop.layouts import read_layout, stage_letters
 from gplan.interop.planning import ForReceiver, best_for_receiver, import_plan, nearest_plan, nearest_plan_text
-from gplan.interop.receivers import RECEIVERS, Settings, constraints_for, settings_problem
+from gplan.interop.receivers import RECEIVERS, constraints_for, setting_of, settings_problem
 from gplan.schedules.registry import SCHEDULES
+from gplan.schedules.request import PipelineSetting
 from profiler.analytic.decoder_config import Widths
 from profiler.analytic.decoder_profile import decoder_profile
 from profiler.analytic.hardware import load_hardware
 from tests.interop.planned import planned, profiled, shared, transformer, value
 from tests.made import make_profile
+from tests.searching import search
 
 
 def named_profile(plan: Plan) -> Profile:
@@ -121,34 +123,34 @@ def test_a_search_chooses_what_the_receiver_can_run() -> None:
     profile = language_model(8)
     for receiver in ("megatron", "torchgpipe"):
         rules = ForReceiver.of(receiver, profile)
-        plan = gplan.search(
+        plan = search(
             profile, num_devices=2, num_microbatches="auto", batch_size=8, allows=rules.allows, constraints=rules.constraints,
             time_limit_s=1.0,
         )  # fmt: skip
-        assert not settings_problem(receiver, Settings.of(plan))
+        assert not settings_problem(receiver, setting_of(plan))
         export(plan, to=receiver, profile=profile)
     with pytest.raises(UsageError, match="is allowed with schedule looped-bfs:2 and recompute auto"):
-        gplan.search(profile, num_devices=2, schedule="looped-bfs:2", allows=ForReceiver.of("megatron", profile).allows)
+        search(profile, num_devices=2, schedule="looped-bfs:2", allows=ForReceiver.of("megatron", profile).allows)
 
 
 @pytest.mark.parametrize(
     ("receiver", "settings", "told"),
     [
-        ("megatron", Settings(schedule="gpipe", num_devices=2, num_microbatches=4), "schedule gpipe"),
-        ("megatron", Settings(schedule="interleaved-1f1b:2", num_devices=4, num_microbatches=6), "in groups of 4"),
-        ("deepspeed", Settings(schedule="interleaved-1f1b:2", num_devices=2, num_microbatches=4), "one stage per device"),
-        ("torchtitan", Settings(schedule="zb-h1", num_devices=2, num_microbatches=4, recompute="always"), "splits the backward"),
-        ("pytorch", Settings(schedule="zb-v", num_devices=2, num_microbatches=4), "neighbours on device 1"),
-        ("torchgpipe", Settings(schedule="gpipe", num_devices=2, num_microbatches=4, num_replicas=2), "runs one pipeline"),
+        ("megatron", PipelineSetting(schedule="gpipe", num_devices=2, num_microbatches=4), "schedule gpipe"),
+        ("megatron", PipelineSetting(schedule="interleaved-1f1b:2", num_devices=4, num_microbatches=6), "in groups of 4"),
+        ("deepspeed", PipelineSetting(schedule="interleaved-1f1b:2", num_devices=2, num_microbatches=4), "one stage per device"),
+        ("torchtitan", PipelineSetting(schedule="zb-h1", num_devices=2, num_microbatches=4, recompute="always"), "splits the backward"),
+        ("pytorch", PipelineSetting(schedule="zb-v", num_devices=2, num_microbatches=4), "neighbours on device 1"),
+        ("torchgpipe", PipelineSetting(schedule="gpipe", num_devices=2, num_microbatches=4, num_replicas=2), "runs one pipeline"),
         (
             "megatron",
-            Settings(schedule="1f1b", num_devices=2, num_microbatches=4, num_replicas=2, sharding="optimizer"),
+            PipelineSetting(schedule="1f1b", num_devices=2, num_microbatches=4, num_replicas=2, sharding="optimizer"),
             "plan again with --shard none",
         ),
-        ("automodel", Settings(schedule="1f1b", num_devices=2, num_microbatches=4, recompute="always"), "recompute always"),
+        ("automodel", PipelineSetting(schedule="1f1b", num_devices=2, num_microbatches=4, recompute="always"), "recompute always"),
     ],
 )  # fmt: skip
-def test_settings_that_a_receiver_has_not_are_named(receiver: str, settings: Settings, told: str) -> None:
+def test_settings_that_a_receiver_has_not_are_named(receiver: str, settings: PipelineSetting, told: str) -> None:
     assert told in settings_problem(receiver, settings)
 
 

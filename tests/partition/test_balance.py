@@ -10,9 +10,9 @@ import pytest
 
 from gplan.core import Constraints, Device, Link, Machine, MachineDevice
 from gplan.core.errors import NoPlanError, UsageError
-from gplan.partition.balance import balance
 from gplan.schedules.registry import canonical, make_schedule, num_stages_of
 from gplan.simulation.simulator import simulate
+from gplan.strategy_search.planner import balance
 from tests.made import make_profile
 from tests.partition.problems import in_halves
 
@@ -159,5 +159,5 @@ def test_a_step_without_any_time_is_nothing_to_balance() -> None:
 
 
 def test_balancing_without_the_milp_loads_no_solver_package() -> None:
-    program = "import gplan.partition.balance, sys; sys.exit('pulp' in sys.modules or 'highspy' in sys.modules)"
+    program = "import gplan.strategy_search.planner, sys; sys.exit('pulp' in sys.modules or 'highspy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -12,6 +12,7 @@ from gplan.core import Plan, Profile, Timing
 from gplan.core.units import seconds_text
 from gplan.partition.diagnosis import one_device_notes
 from tests.made import FREE_LINK, make_profile
+from tests.searching import search
 
 LARGE = make_profile([1.0] * 4, weight_bytes=100, stash_bytes=10, output_bytes=4)
 SLOW = replace(LARGE, link=replace(FREE_LINK, latency_s=50.0))
@@ -46,7 +47,7 @@ def test_one_device_alone_is_not_slowed_by_the_neighbours_that_two_devices_have(
 
 
 def test_a_search_says_it_too_and_counts_the_replicas_batch() -> None:
-    plan = gplan.search(SLOW, num_devices=2, num_microbatches=4, schedule="gpipe", recompute="never")
+    plan = search(SLOW, num_devices=2, num_microbatches=4, schedule="gpipe", recompute="never")
     assert len(notes_of(plan)) == 1
     twice = gplan.balance(SLOW, num_devices=2, num_microbatches=4, num_replicas=2)
     assert ["96.0 s" in x and "these 4 devices" in x for x in notes_of(twice)] == [True]

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from gplan.core import HostLink, Link, Machine, MachineDevice
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.partition import placement as placement_module
-from gplan.partition.balance import balance
 from gplan.partition.placement import arrangements, best_placement
 from gplan.partition.plan_evaluation import goal_s
 from gplan.partition.problem import Problem
 from gplan.partition.solve import solve
+from gplan.strategy_search.planner import balance
 from tests.made import make_profile
 from tests.partition.problems import make_problem
 

@@ -9,8 +9,8 @@ import pytest
 from gplan.simulation.without_contention import plan_without_contention
 
 from gplan.core import Profile, Run
-from gplan.partition.balance import balance
 from gplan.reporting.subject import analysis_of
+from gplan.strategy_search.planner import balance
 from tests.made import make_profile
 from tests.reporting.subjects import make_run
 

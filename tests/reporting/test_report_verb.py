@@ -10,7 +10,7 @@ import pytest
 
 import gplan
 from gplan.cli import main
-from gplan.partition.balance import balance
+from gplan.strategy_search.planner import balance
 from tests.made import make_profile
 from tests.reporting.subjects import make_layered_profile
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gplan.core import EngineCost, Link, Plan
-from gplan.partition.balance import balance
 from gplan.runtime.overhead import SENT_BYTES, engine_cost_from_steps, measure_engine
 from gplan.simulation.simulator import simulate
+from gplan.strategy_search.planner import balance
 from tests.made import make_profile
 from tests.runtime.forked import forking
 

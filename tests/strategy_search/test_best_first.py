@@ -10,12 +10,12 @@ import pytest
 
 from gplan.core import Plan, Profile
 from gplan.core.errors import NoPlanError
-from gplan.partition.balance import balance
 from gplan.partition.problem import Problem, Solution
 from gplan.partition.solve import solve
 from gplan.strategy_search import cache as cache_module
-from gplan.strategy_search.search import search
+from gplan.strategy_search.planner import balance
 from tests.made import make_profile
+from tests.searching import search
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,11 @@ import pytest
 
 from gplan.core import Constraints, Link, Machine, MachineDevice, Plan
 from gplan.core.errors import UsageError
-from gplan.partition.balance import balance
+from gplan.partition.balance import balance_fixed
 from gplan.strategy_search import machine_search
-from gplan.strategy_search.machine_search import search_machine
+from gplan.strategy_search.planner import balance
 from tests.made import make_profile
+from tests.searching import search_machine
 
 # Outputs shrink from layer to layer, as in a convolutional model.
 PROFILE = make_profile([2, 2, 2, 2, 2, 2], output_bytes=[32, 16, 8, 4, 2, 1], microbatch_sizes=(1, 2, 4, 8))
@@ -57,9 +58,9 @@ def test_schedules_with_chunks_are_refused() -> None:
 def test_a_setting_that_was_not_planned_in_time_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*args: Any, **options: Any) -> Plan:
         time.sleep(0.1)
-        return balance(*args, **options)
+        return balance_fixed(*args, **options)
 
-    monkeypatch.setattr(machine_search, "balance", slow)
+    monkeypatch.setattr(machine_search, "balance_fixed", slow)
     found = search_machine(
         PROFILE, hosts(1.0), num_devices=2, num_microbatches=4, recompute="never", batch_size=8, time_limit_s=0.05
     )
@@ -91,10 +92,10 @@ def test_an_interrupt_keeps_what_was_planned(monkeypatch: pytest.MonkeyPatch) ->
     def interrupted(*args: Any, **options: Any) -> Plan:
         if len(made) == 2:
             raise KeyboardInterrupt
-        made.append(balance(*args, **options))
+        made.append(balance_fixed(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(machine_search, "balance", interrupted)
+    monkeypatch.setattr(machine_search, "balance_fixed", interrupted)
     found = searched(1.0)
     assert found.prediction.step_s == min(x.prediction.step_s for x in made)
     assert re.search(r"the search was interrupted after .*: \d+ settings of \d+ are open", found.notes[-1])

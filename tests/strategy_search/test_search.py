@@ -9,16 +9,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import gplan
 from gplan.core import Constraints, Link, Pin, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
-from gplan.partition.balance import balance
 from gplan.partition.validation import why_not_selected
+from gplan.schedules.request import PlanRequest
 from gplan.strategy_search import space as space_module
-from gplan.strategy_search.search import search
-from gplan.strategy_search.space import AUTO_RECOMPUTE, AUTO_SCHEDULES, SearchRequest, search_space
+from gplan.strategy_search.planner import balance
+from gplan.strategy_search.space import AUTO_RECOMPUTE, AUTO_SCHEDULES, search_space
 from tests.made import SLOW_ENGINE, make_profile
 from tests.partition.problems import in_halves
+from tests.searching import open_request, search
 
 
 @st.composite
@@ -39,7 +39,7 @@ def profiles(draw: st.DrawFn) -> Profile:
     return in_halves(profile)
 
 
-def every_plan(profile: Profile, request: SearchRequest, memory_bytes: int | None) -> Iterator[Plan]:
+def every_plan(profile: Profile, request: PlanRequest, memory_bytes: int | None) -> Iterator[Plan]:
     """The best plan of every setting, each way to recompute."""
     for setting in search_space(profile, request).strategies:
         for mode in AUTO_RECOMPUTE:
@@ -65,16 +65,16 @@ def test_search_is_optimal(
     schedules: list[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(space_module, "AUTO_SCHEDULES", tuple(schedules))
-    request = SearchRequest(
-        num_devices="auto", num_microbatches=None, schedule="auto", recompute="auto", most_devices=num_devices,
+    request = open_request(
+        num_devices="auto", num_microbatches=None, schedule="auto", recompute="auto", total_devices=num_devices,
         batch_size=8, microbatch_size=None, sharding="auto",
     )  # fmt: skip
     plans = list(every_plan(profile, request, memory_bytes))
     if not plans:
         with pytest.raises(NoPlanError):
-            search(profile, most_devices=num_devices, batch_size=8, memory_bytes=memory_bytes, sharding="auto")
+            search(profile, total_devices=num_devices, batch_size=8, memory_bytes=memory_bytes, sharding="auto")
         return
-    plan = search(profile, most_devices=num_devices, batch_size=8, memory_bytes=memory_bytes, sharding="auto")
+    plan = search(profile, total_devices=num_devices, batch_size=8, memory_bytes=memory_bytes, sharding="auto")
 
     def cost(one: Plan) -> float:
         return one.prediction.step_s * (one.num_devices if num_devices is None else 1)
@@ -95,7 +95,7 @@ def wide() -> Profile:
 
 
 def test_frontier_trades_time_for_memory(wide: Profile) -> None:
-    plan = search(wide, most_devices=4, batch_size=32, time_limit_s=3.0)
+    plan = search(wide, total_devices=4, batch_size=32, time_limit_s=3.0)
     steps, peaks = [x.step_s for x in plan.frontier], [x.peak_bytes for x in plan.frontier]
     assert (steps[0], peaks[0]) == (plan.prediction.step_s, plan.peak_bytes)
     assert len(steps) > 2
@@ -104,7 +104,7 @@ def test_frontier_trades_time_for_memory(wide: Profile) -> None:
 
 
 def test_replicas_share_the_batch(wide: Profile) -> None:
-    plan = search(wide, num_devices=2, most_devices=8, batch_size=64, time_limit_s=2.0)
+    plan = search(wide, num_devices=2, total_devices=8, batch_size=64, time_limit_s=2.0)
     assert (plan.num_replicas, plan.batch_size) == (4, 64)
     assert all(stage.cost.all_reduce_s > 0 for stage in plan.stages)
 
@@ -116,7 +116,7 @@ def test_little_memory_makes_replicas_divide_stages() -> None:
 
     def sharding(memory_bytes: int) -> tuple[str, int]:
         plan = search(
-            profile, most_devices=4, num_microbatches=2, schedule="gpipe", recompute="never", batch_size=8,
+            profile, total_devices=4, num_microbatches=2, schedule="gpipe", recompute="never", batch_size=8,
             memory_bytes=memory_bytes, sharding="auto",
         )  # fmt: skip
         assert plan.peak_bytes <= memory_bytes and plan.proof.is_proven
@@ -127,7 +127,7 @@ def test_little_memory_makes_replicas_divide_stages() -> None:
 
 
 def test_devices_that_stay_idle_are_named(wide: Profile) -> None:
-    plan = search(wide, num_devices=3, most_devices=5, batch_size=12, time_limit_s=2.0)
+    plan = search(wide, num_devices=3, total_devices=5, batch_size=12, time_limit_s=2.0)
     assert plan.num_replicas == 1
     assert "3 of 5 devices are used; another pipeline needs 3, 2 are left; --k auto tries other numbers" in plan.notes
 
@@ -140,10 +140,10 @@ def test_interrupt_gives_the_best_plan_so_far(wide: Profile) -> None:
         if len(calls) == 4:
             raise KeyboardInterrupt
 
-    plan = search(wide, most_devices=4, batch_size=32, progress=interrupting)
+    plan = search(wide, total_devices=4, batch_size=32, progress=interrupting)
     assert any("interrupted" in note for note in plan.notes)
     assert (
-        0 < plan.proof.lower_bound_s <= search(wide, most_devices=4, batch_size=32, time_limit_s=3.0).prediction.step_s
+        0 < plan.proof.lower_bound_s <= search(wide, total_devices=4, batch_size=32, time_limit_s=3.0).prediction.step_s
     )
     assert len(calls) == 4  # nothing goes on behind the user's back
 
@@ -153,19 +153,19 @@ def test_interrupt_before_the_first_plan_is_raised(wide: Profile) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        search(wide, most_devices=4, progress=interrupting)
+        search(wide, total_devices=4, progress=interrupting)
 
 
 def test_search_without_time(wide: Profile) -> None:
     with pytest.raises(NoPlanError, match="allow more time"):
-        search(wide, most_devices=4, time_limit_s=1e-6)
+        search(wide, total_devices=4, time_limit_s=1e-6)
 
 
 def test_where_nothing_fits_the_closest_is_named(wide: Profile) -> None:
     with pytest.raises(
         NoPlanError, match=r"no plan of \d+ settings fits 1.46 KiB per device; .* closest that was found needs"
     ):
-        search(wide, most_devices=4, batch_size=32, memory_bytes=1500)
+        search(wide, total_devices=4, batch_size=32, memory_bytes=1500)
 
 
 def test_search_with_constraints(wide: Profile) -> None:
@@ -185,10 +185,6 @@ def test_no_time_and_no_memory_are_refused(wide: Profile, changes: dict[str, flo
 
 def test_progress_names_the_best(wide: Profile) -> None:
     seen: list[tuple[str, float]] = []
-    search(wide, most_devices=4, batch_size=32, time_limit_s=2.0, progress=lambda *x: seen.append(x))
+    search(wide, total_devices=4, batch_size=32, time_limit_s=2.0, progress=lambda *x: seen.append(x))
     assert all(0 <= share <= 1 for _, share in seen)
     assert any("best" in text for text, _ in seen)
-
-
-def test_the_public_function_is_this_one() -> None:
-    assert gplan.search is search

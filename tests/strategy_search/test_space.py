@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from gplan.core.errors import UsageError
-from gplan.strategy_search.space import AUTO_SCHEDULES, SearchRequest, search_space
+from gplan.strategy_search.space import AUTO_SCHEDULES, search_space
 from tests.made import make_profile
 from tests.partition.problems import in_halves
+from tests.searching import open_request
 
-OPEN = SearchRequest(
-    num_devices="auto", num_microbatches="auto", schedule="auto", recompute="auto", most_devices=8, batch_size=32,
+OPEN = open_request(
+    num_devices="auto", num_microbatches="auto", schedule="auto", recompute="auto", total_devices=8, batch_size=32,
     microbatch_size=None,
 )  # fmt: skip
 PROFILE = make_profile([1.0] * 6, microbatch_sizes=(1, 2, 4))
@@ -57,34 +58,34 @@ OWN = "custom:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"
 @pytest.mark.parametrize("num_devices", [2, "auto"])
 def test_custom_order_has_its_microbatches(num_devices: Any) -> None:
     request = replace(
-        OPEN, schedule=OWN, num_devices=num_devices, most_devices=None, num_microbatches=None, batch_size=None
+        OPEN, schedule=OWN, num_devices=num_devices, total_devices=None, num_microbatches=None, batch_size=None
     )
     (setting,) = search_space(PROFILE, request).strategies
     assert (setting.num_devices, setting.num_microbatches, setting.microbatch_size) == (2, 2, 4)
 
 
 def test_custom_order_limits_microbatches() -> None:
-    space = search_space(PROFILE, replace(OPEN, schedule=OWN, batch_size=8, most_devices=4))
+    space = search_space(PROFILE, replace(OPEN, schedule=OWN, batch_size=8, total_devices=4))
     assert {(x.num_devices, x.num_replicas, x.num_microbatches) for x in space.strategies} == {(2, 2, 1), (2, 2, 2)}
 
 
 def test_replicas_divide_the_batch() -> None:
-    space = search_space(PROFILE, replace(OPEN, num_devices=1, most_devices=7))
+    space = search_space(PROFILE, replace(OPEN, num_devices=1, total_devices=7))
     assert {x.num_replicas for x in space.strategies} == {4}
 
 
 def test_unprofiled_sizes_are_a_last_resort() -> None:
     profile = make_profile([1.0] * 6, microbatch_sizes=(2, 6))
     sizes = {
-        x.microbatch_size for x in search_space(profile, replace(OPEN, num_devices=2, most_devices=None)).strategies
+        x.microbatch_size for x in search_space(profile, replace(OPEN, num_devices=2, total_devices=None)).strategies
     }
     assert sizes == {2}
-    odd = search_space(profile, replace(OPEN, num_devices=2, most_devices=None, batch_size=15)).strategies
+    odd = search_space(profile, replace(OPEN, num_devices=2, total_devices=None, batch_size=15)).strategies
     assert {x.microbatch_size for x in odd} == {3, 5}
 
 
 def test_given_numbers_stay() -> None:
-    request = replace(OPEN, num_devices=2, num_microbatches=4, schedule="1f1b", recompute="always", most_devices=4)
+    request = replace(OPEN, num_devices=2, num_microbatches=4, schedule="1f1b", recompute="always", total_devices=4)
     space = search_space(PROFILE, request)
     (setting,) = space.strategies
     assert (setting.num_devices, setting.num_replicas, setting.num_microbatches, setting.microbatch_size) == (
@@ -97,18 +98,20 @@ def test_given_numbers_stay() -> None:
 
 
 def test_default_batch_is_noted() -> None:
-    space = search_space(PROFILE, replace(OPEN, num_devices=2, most_devices=8, batch_size=None))
+    space = search_space(PROFILE, replace(OPEN, num_devices=2, total_devices=8, batch_size=None))
     assert {x.num_replicas * x.num_microbatches * x.microbatch_size for x in space.strategies} == {4 * 8 * 4}
     assert space.notes[0].startswith("the batch is 128 samples")
 
 
 def test_default_microbatches() -> None:
-    space = search_space(PROFILE, replace(OPEN, num_devices=2, num_microbatches=None, most_devices=None, batch_size=16))
+    space = search_space(
+        PROFILE, replace(OPEN, num_devices=2, num_microbatches=None, total_devices=None, batch_size=16)
+    )
     assert {(x.num_microbatches, x.microbatch_size) for x in space.strategies} == {(8, 2)}
 
 
 def test_without_devices_throughput_per_device_is_maximised() -> None:
-    space = search_space(PROFILE, replace(OPEN, most_devices=None))
+    space = search_space(PROFILE, replace(OPEN, total_devices=None))
     assert space.per_device
     assert {x.num_replicas for x in space.strategies} == {1}
     assert "per device" in space.notes[0] or "and device" in space.notes[0]
@@ -117,11 +120,11 @@ def test_without_devices_throughput_per_device_is_maximised() -> None:
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({"num_devices": 0}, "asked for 0 stages"),
     ({"num_devices": 7}, "a model with 6 layers"),
-    ({"most_devices": 0}, "asked for 0 devices"),
+    ({"total_devices": 0}, "asked for 0 devices"),
     ({"batch_size": -1}, "asked for -1 samples a batch"),
-    ({"num_devices": 5, "most_devices": 4}, "try --k 4 or fewer"),
+    ({"num_devices": 5, "total_devices": 4}, "try --k 4 or fewer"),
     (
-        {"schedule": OWN, "most_devices": 1},
+        {"schedule": OWN, "total_devices": 1},
         "asked for, but --devices is 1; use --devices 2 or more, or an order of fewer devices",
     ),
     ({"schedule": "zigzag"}, "expected one of gpipe, 1f1b, eager-1f1b"),

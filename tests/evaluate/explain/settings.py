@@ -11,7 +11,7 @@ from gplan.core.progress import no_progress
 from gplan.evaluate.explain.explanation import Option, OptionKind
 from gplan.evaluate.explain.options import evaluate_options
 from gplan.evaluate.replanning import PlanSettings
-from gplan.partition.balance import balance
+from gplan.strategy_search.planner import balance
 from tests.made import make_profile
 from tests.scheduled import OWN
 
