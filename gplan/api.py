@@ -25,8 +25,6 @@ from gplan.core import (
 from gplan.core.errors import UsageError
 from gplan.core.profile import SAMPLING_BUDGET_S
 from gplan.core.progress import Progress, no_progress
-from gplan.evaluate.calibration import calibrate as calibrate
-from gplan.evaluate.calibration import calibrated as calibrated
 from gplan.evaluate.compare import compare as compare
 from gplan.evaluate.replanning import for_one_process
 from gplan.evaluate.verify import NUM_ROUNDS, NUM_STEPS
@@ -340,13 +338,12 @@ def import_trace(traces: Sequence[str | Path], *, plan: Plan) -> Run:
 
 
 def load(path: str | Path) -> json_files.Value:
-    """Read the profile, plan, run, verification or calibration that a file holds;
-    raises FileError for anything else."""
+    """Read the profile, plan, run or verification that a file holds; raises FileError for anything else."""
     return json_files.load_any(Path(path))
 
 
 def save(value: json_files.Value, path: str | Path) -> None:
-    """Write a profile, plan, run, verification or calibration; the file is either whole or not there."""
+    """Write a profile, plan, run or verification; the file is either whole or not there."""
     json_files.save(value, Path(path))
 
 

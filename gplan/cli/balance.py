@@ -15,7 +15,6 @@ from gplan.cli.arguments import (
     PROFILE_FILE,
     RECEIVERS,
     SCHEDULE_HELP,
-    calibrated_profile,
     memory_option,
     output_option,
     schedule_counts,
@@ -75,16 +74,13 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
 @click.option("--pin", multiple=True, metavar="LAYER=STAGE", help="Put a layer on a stage, counted from 0.")
 @click.option("--for", "receiver", type=click.Choice(RECEIVERS),
               help="The best plan that this trainer can run, beside the best one without its rules.")  # fmt: skip
-@click.option("--calibration", metavar="FILE|none",
-              help="A calibration written by `gplan verify --calibrate`.  [default: the file beside the profile, if it was "
-                   "learned for it]")  # fmt: skip
 @output_option(PLAN_FILE)
 @json_option
 def balance(
     profile: Path, num_devices: Any, devices: int | None, microbatches: Any, microbatch_size: int | None,
     batch_size: int | None, schedule: str | None, recompute: Any, shard: str, memory_bytes: int | None, minimize: Any, solver: Any, time_limit: float | None,
     machine: Path | None, cut_after: tuple[str, ...], keep_together: tuple[str, ...], pin: tuple[str, ...],
-    receiver: str | None, calibration: str | None, output: Path,
+    receiver: str | None, output: Path,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Find the best partition of a model's layers over K devices, and prove it. Options set to auto are searched together.
@@ -104,8 +100,6 @@ def balance(
       gplan balance --k 8 --batch-size 256 --microbatches auto --recompute selected
       gplan balance --k 8 --schedule interleaved-1f1b:2 --for megatron
     """
-    from dataclasses import replace
-
     from gplan import api
     from gplan.core import Profile
     from gplan.core.errors import UsageError
@@ -116,9 +110,9 @@ def balance(
     from gplan.schedules.registry import default_num_microbatches
     from gplan.strategy_search.machine_search import search_machine
 
-    measured = json_files.load(Profile, profile)
+    known = json_files.load(Profile, profile)
     json_files.check_writable(output)
-    rules = ForReceiver.of(receiver, measured) if receiver is not None else None
+    rules = ForReceiver.of(receiver, known) if receiver is not None else None
     schedule = schedule or (rules.default_schedule if rules is not None else "gpipe")
     if schedule != "auto":
         schedule = schedule_named(schedule)
@@ -130,7 +124,6 @@ def balance(
             f"--shard {shard} divides stages among replicas, and one pipeline has none; give the devices in all, such as --devices 8"
         )
     num_devices = "auto" if num_devices is None else num_devices
-    known, notes = calibrated_profile(measured, profile, calibration)
     common: dict[str, Any] = {
         "schedule": schedule,
         "recompute": recompute,
@@ -168,7 +161,6 @@ def balance(
             machine=load_machine(machine, default_link=known.link) if machine is not None else None,
             **common,
         )
-    result = replace(result, notes=(*result.notes, *notes))
     json_files.save(result, output)
     print_result(result, lambda: plan_view(result), as_json=as_json, written=output)
 
