@@ -59,7 +59,6 @@ def profile(
     loss_reduction: LossReduction | None = None,
     device: str = "cpu",
     hardware: str | Path | None = None,
-    calibrate: Profile | None = None,
     fused: str | None = None,
     num_threads: int = 1,
     contention: int | None = None,
@@ -79,8 +78,7 @@ def profile(
     device, is measured layer by layer.
 
     `device` is "cpu", "cuda", "cuda:1", or "meta": then seconds are computed for `hardware` (a name such as "h100", or
-    a TOML file), corrected by a measured profile where `calibrate` gives one, and bytes come from a run on fake
-    tensors; `fused` names kernels that training fuses, "all", or some such as "attention,normalization".
+    a TOML file), and bytes come from a run on fake tensors; `fused` names kernels that training fuses, "all", or some such as "attention,normalization".
 
     `contention` processes do the same work beside (by default as many as the remaining cores of a CPU allow, at most 7).
     The link, and on a CPU what the engine itself takes, are measured between two processes where `link` is not given.
@@ -111,8 +109,8 @@ def profile(
         precision=Precision.named(precision),
     )
     if device == "meta":
-        return _computed(given, tuple(microbatch_sizes), hardware, calibrate, fused, link, granularity, progress)
-    _check_nothing_to_compute(device, {"--hardware": hardware, "--calibrate": calibrate, "--fused": fused})
+        return _computed(given, tuple(microbatch_sizes), hardware, fused, link, granularity, progress)
+    _check_nothing_to_compute(device, {"--hardware": hardware, "--fused": fused})
     options = ProfileOptions(
         microbatch_sizes=tuple(microbatch_sizes),
         device=device,
@@ -391,7 +389,6 @@ def _computed(
     model: GivenModel,
     microbatch_sizes: tuple[int, ...],
     hardware: str | Path | None,
-    calibrate: Profile | None,
     fused: str | None,
     link: Link | None,
     granularity: Granularity,
@@ -400,7 +397,6 @@ def _computed(
     """The profile for hardware that is not here."""
     from profiler.analytic.computed_profile import ComputeOptions, computed_profile
     from profiler.analytic.hardware import hardware_names, load_hardware, parse_fused
-    from profiler.analytic.roofline import calibrated
 
     if hardware is None:
         raise UsageError(
@@ -411,7 +407,6 @@ def _computed(
     options = ComputeOptions(
         hardware=found,
         microbatch_sizes=microbatch_sizes,
-        calibration=calibrated(found, calibrate) if calibrate is not None else None,
         link=link,
         granularity=granularity,
         fused=found.fused if fused is None else parse_fused(fused),
