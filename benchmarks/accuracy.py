@@ -1,4 +1,4 @@
-"""Predicted against measured, before any calibration: every example on both engines, whatever came out.
+"""Predicted against measured: every example on both engines, whatever came out.
 
     python benchmarks/accuracy.py                     some hours on 2 idle cores; writes reports/accuracy/
     python benchmarks/accuracy.py --rounds 1 --models unet resnet --microbatches 8

@@ -4,8 +4,8 @@
     python benchmarks/mutated_files.py --only 1234           one file again, with its traceback
 
 Small valid files are made first: profiles with tied weights, values between layers, a loss, an engine's costs; plans
-with chunks, a custom order, replicas, places of a machine, rivals, a frontier; runs, verifications and
-calibrations. Each case takes one of them, changes numbers, keys, entries or bytes, loads it, and where it can be loaded
+with chunks, a custom order, replicas, places of a machine, rivals, a frontier; runs and
+verifications. Each case takes one of them, changes numbers, keys, entries or bytes, loads it, and where it can be loaded
 gives it to the verbs of the command line that read such a file. A GplanError is a clear message; any other exception, a
 case of more than 20 s or of more memory than 2 GiB, a message that does not name the file, and a table with an infinity
 in it are failures. The exit code is 1 if there are any.
@@ -167,7 +167,6 @@ def make_originals(folder: Path) -> dict[str, list[Json]]:
     loaded = [loaded_from(folder, content) for content in profiles]
     plans = [saved(folder, plan) for plan in made_plans(folder, loaded)]
     runs = [run_of(folder, plan) for plan in plans if len(plan["stages"]) < 6]
-    calibration = calibration_of(profiles[1])
     verification = {
         "format": "gplan.verification/5",
         "engine": "virtual",
@@ -184,7 +183,6 @@ def make_originals(folder: Path) -> dict[str, list[Json]]:
         "plan": plans,
         "run": runs,
         "verification": [verification],
-        "calibration": [calibration],
     }
     for kind, contents in made.items():
         for content in contents:
@@ -349,24 +347,6 @@ def run_of(folder: Path, content: Json) -> Json:
         "host_speed": [{"first_step": x, "end_step": x + 1, "ranks": [YARDSTICK], "compute_s": [0.1]} for x in (1, 2)],
         "host_load": {"steal_share": 0.0, "wait_share": 0.2}, "core_stretch": [1.2] * plan.num_devices,
     }  # fmt: skip
-
-
-def calibration_of(profile: Json) -> Json:
-    """What was learned for a profile."""
-    return {
-        "format": "gplan.calibration/1",
-        "profile": {"digest": "d", "device": "made", "created": profile["created"]},
-        "engine": "torch",
-        "num_devices": 2,
-        "kinds": [{"kind": "Linear", "forward": 1.1, "backward": 0.9}],
-        "contention": 1.1,
-        "optimizer": 1.2,
-        "link": 0.8,
-        "action_s": 1e-5,
-        "learned_from": ["plan"],
-        "held_out": [{"label": "rival", "measured_s": 0.1, "before_s": 0.09, "after_s": 0.1, "slowdown": 1.1}],
-        "created": "2000-01-01T00:00:00+00:00",
-    }
 
 
 def saved(folder: Path, value: Any) -> Json:
@@ -563,7 +543,7 @@ def tried_all(seed: int, indices: range) -> list[Outcome]:
 def tried(seed: int, index: int) -> Outcome:
     """Change one file and use it."""
     draw = random.Random(f"{seed}:{index}")
-    kind = draw.choices(("profile", "plan", "run", "verification", "calibration"), (40, 35, 17, 4, 4))[0]
+    kind = draw.choices(("profile", "plan", "run", "verification"), (40, 35, 17, 8))[0]
     which = draw.randrange(len(_ORIGINALS[kind]))
     text, changes = mutated(_ORIGINALS[kind][which], draw)
     file = Path("changed.json")
@@ -622,9 +602,6 @@ def calls_for(kind: str, which: int, draw: random.Random) -> list[list[str]]:
     always: dict[str, Callable[[], list[list[str]]]] = {
         "profile": lambda: profile_calls(which, draw),
         "plan": lambda: plan_calls(draw),
-        "calibration": lambda: [
-            ["balance", "profile1.json", "--k", "2", "--calibration", "changed.json", "--output", "out.json"]
-        ],
     }
     show = ["show", "changed.json", *draw.choice(([], ["--all"], ["--json"]))]
     return [show, *(always[kind]() if kind in always else [])]

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gplan.api import import_trace, load, pipeline, profile, report, run, save, verify
-    from gplan.core import Calibration, Device, Link, Plan, Profile, Run, Timeline, Verification
+    from gplan.core import Device, Link, Plan, Profile, Run, Timeline, Verification
     from gplan.core.errors import FileError, GplanError, ModelError, NoPlanError, RunError, UsageError
-    from gplan.evaluate.calibration import calibrate, calibrated
     from gplan.evaluate.compare import compare
     from gplan.interop.planning import import_plan
     from gplan.schedules.request import PlanRequest
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from gplan.strategy_search.planner import balance, plan
 
 __all__ = [
-    "Calibration",
     "Device",
     "FileError",
     "GplanError",
@@ -43,8 +41,6 @@ __all__ = [
     "UsageError",
     "Verification",
     "balance",
-    "calibrate",
-    "calibrated",
     "compare",
     "import_plan",
     "import_trace",

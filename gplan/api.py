@@ -25,8 +25,6 @@ from gplan.core import (
 from gplan.core.errors import UsageError
 from gplan.core.profile import SAMPLING_BUDGET_S
 from gplan.core.progress import Progress, no_progress
-from gplan.evaluate.calibration import calibrate as calibrate
-from gplan.evaluate.calibration import calibrated as calibrated
 from gplan.evaluate.compare import compare as compare
 from gplan.evaluate.replanning import for_one_process
 from gplan.evaluate.verify import NUM_ROUNDS, NUM_STEPS
@@ -62,7 +60,6 @@ def profile(
     loss_reduction: LossReduction | None = None,
     device: str = "cpu",
     hardware: str | Path | None = None,
-    calibrate: Profile | None = None,
     fused: str | None = None,
     num_threads: int = 1,
     contention: int | None = None,
@@ -82,8 +79,7 @@ def profile(
     device, is measured layer by layer.
 
     `device` is "cpu", "cuda", "cuda:1", or "meta": then seconds are computed for `hardware` (a name such as "h100", or
-    a TOML file), corrected by a measured profile where `calibrate` gives one, and bytes come from a run on fake
-    tensors; `fused` names kernels that training fuses, "all", or some such as "attention,normalization".
+    a TOML file), and bytes come from a run on fake tensors; `fused` names kernels that training fuses, "all", or some such as "attention,normalization".
 
     `contention` processes do the same work beside (by default as many as the remaining cores of a CPU allow, at most 7).
     The link, and on a CPU what the engine itself takes, are measured between two processes where `link` is not given.
@@ -114,8 +110,8 @@ def profile(
         precision=Precision.named(precision),
     )
     if device == "meta":
-        return _computed(given, tuple(microbatch_sizes), hardware, calibrate, fused, link, granularity, progress)
-    _check_nothing_to_compute(device, {"--hardware": hardware, "--calibrate": calibrate, "--fused": fused})
+        return _computed(given, tuple(microbatch_sizes), hardware, fused, link, granularity, progress)
+    _check_nothing_to_compute(device, {"--hardware": hardware, "--fused": fused})
     options = ProfileOptions(
         microbatch_sizes=tuple(microbatch_sizes),
         device=device,
@@ -341,13 +337,12 @@ def import_trace(traces: Sequence[str | Path], *, plan: Plan) -> Run:
 
 
 def load(path: str | Path) -> json_files.Value:
-    """Read the profile, plan, run, verification or calibration that a file holds;
-    raises FileError for anything else."""
+    """Read the profile, plan, run or verification that a file holds; raises FileError for anything else."""
     return json_files.load_any(Path(path))
 
 
 def save(value: json_files.Value, path: str | Path) -> None:
-    """Write a profile, plan, run, verification or calibration; the file is either whole or not there."""
+    """Write a profile, plan, run or verification; the file is either whole or not there."""
     json_files.save(value, Path(path))
 
 
@@ -395,7 +390,6 @@ def _computed(
     model: GivenModel,
     microbatch_sizes: tuple[int, ...],
     hardware: str | Path | None,
-    calibrate: Profile | None,
     fused: str | None,
     link: Link | None,
     granularity: Granularity,
@@ -404,7 +398,6 @@ def _computed(
     """The profile for hardware that is not here."""
     from profiler.analytic.computed_profile import ComputeOptions, computed_profile
     from profiler.analytic.hardware import hardware_names, load_hardware, parse_fused
-    from profiler.analytic.roofline import calibrated
 
     if hardware is None:
         raise UsageError(
@@ -415,7 +408,6 @@ def _computed(
     options = ComputeOptions(
         hardware=found,
         microbatch_sizes=microbatch_sizes,
-        calibration=calibrated(found, calibrate) if calibrate is not None else None,
         link=link,
         granularity=granularity,
         fused=found.fused if fused is None else parse_fused(fused),

@@ -118,9 +118,9 @@ def test_planning_imports_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
 
 def test_the_public_names_are_these() -> None:
     assert sorted(gplan.__all__) == [
-        "Calibration", "Device", "FileError", "GplanError", "Link", "ModelError", "NoPlanError", "Plan", "PlanRequest", "Profile", "Run", "RunError",
-        "Timeline", "UsageError", "Verification", "balance", "calibrate",
-        "calibrated", "compare", "import_plan", "import_trace", "load", "pipeline", "plan", "profile", "report", "run", "save", "simulate", "verify",
+        "Device", "FileError", "GplanError", "Link", "ModelError", "NoPlanError", "Plan", "PlanRequest", "Profile", "Run", "RunError",
+        "Timeline", "UsageError", "Verification", "balance",
+        "compare", "import_plan", "import_trace", "load", "pipeline", "plan", "profile", "report", "run", "save", "simulate", "verify",
     ]  # fmt: skip
     for name in gplan.__all__:
         assert getattr(gplan, name).__doc__, f"gplan.{name} has no docstring"

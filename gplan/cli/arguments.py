@@ -1,4 +1,4 @@
-"""What several verbs share: default file names, options, how a schedule is named, and which calibration is used."""
+"""What several verbs share: default file names, options, and how a schedule is named."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from gplan.core import Calibration, Plan, Profile
+    from gplan.core import Plan, Profile
 
 PROFILE_FILE, PLAN_FILE, RUN_FILE = "gplan.profile.json", "gplan.plan.json", "gplan.run.json"
 MACHINE_FILE = "cluster.toml"
@@ -123,55 +123,3 @@ def profile_of_plan(plan: Plan, path: Path | None) -> Profile | None:
         click.echo(f"note: {error}; went on without it", err=True)
         return None
     return found if (found.model, found.granularity) == (plan.model, plan.granularity) else None
-
-
-def calibration_file(profile: Path) -> Path:
-    """`gplan.calibration.json` for `gplan.profile.json`, `NAME.calibration.json` for `NAME.json`."""
-    return profile.with_name(f"{profile.name.removesuffix('.json').removesuffix('.profile')}.calibration.json")
-
-
-def load_calibration(profile: Path) -> Calibration | None:
-    """The calibration file beside a profile, None where there is none; raises FileError for a damaged one.
-
-    It may have been learned for another profile.
-    """
-    from gplan.core import Calibration
-    from gplan.core.errors import FileError
-    from gplan.files import json_files
-
-    path = calibration_file(profile)
-    try:
-        return json_files.load(Calibration, path) if path.exists() else None
-    except FileError as error:
-        raise FileError(f"{error}, or remove {path} to use the profile as it was measured") from error
-
-
-def calibrated_profile(profile: Profile, path: Path, calibration: str | None) -> tuple[Profile, tuple[str, ...]]:
-    """The profile to plan with, and notes for the reader; `path` is where the profile was read.
-
-    By default the calibration beside it is used if it was learned for this profile and helps. `calibration` names
-    another file, or is "none". Raises FileError for a named file that was learned for another profile.
-    """
-    from gplan.core import Calibration
-    from gplan.evaluate.calibration import calibrated
-    from gplan.files import json_files
-
-    if calibration == "none":
-        return profile, ()
-    if calibration is not None:
-        return calibrated(profile, json_files.load(Calibration, Path(calibration))), ()
-    found = load_calibration(path)
-    if found is None:
-        return profile, ()
-    if not found.belongs_to(profile):
-        reason = "it was learned for another profile; `gplan verify --calibrate` makes a new one"
-    elif not found.held_out:
-        reason = (
-            "no other plan was run to check it; calibrate again with `gplan verify --calibrate` and at least one rival, "
-            "or name it with --calibration"
-        )
-    elif not found.helps:
-        reason = "it does not improve the predictions of plans that it was not learned from"
-    else:
-        return calibrated(profile, found), ()
-    return profile, (f"{calibration_file(path)} is not used: {reason}",)

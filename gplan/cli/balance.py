@@ -14,7 +14,6 @@ from gplan.cli.arguments import (
     PROFILE_FILE,
     RECEIVERS,
     SCHEDULE_HELP,
-    calibrated_profile,
     memory_option,
     output_option,
     schedule_named,
@@ -73,16 +72,13 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
 @click.option("--pin", multiple=True, metavar="LAYER=STAGE", help="Put a layer on a stage, counted from 0.")
 @click.option("--for", "receiver", type=click.Choice(RECEIVERS),
               help="The best plan that this trainer can run, beside the best one without its rules.")  # fmt: skip
-@click.option("--calibration", metavar="FILE|none",
-              help="A calibration written by `gplan verify --calibrate`.  [default: the file beside the profile, if it was "
-                   "learned for it]")  # fmt: skip
 @output_option(PLAN_FILE)
 @json_option
 def balance(
     profile: Path, num_devices: Any, devices: int | None, microbatches: Any, microbatch_size: int | None,
     batch_size: int | None, schedule: str | None, recompute: Any, shard: str, memory_bytes: int | None, minimize: Any, solver: Any, time_limit: float | None,
     machine: Path | None, cut_after: tuple[str, ...], keep_together: tuple[str, ...], pin: tuple[str, ...],
-    receiver: str | None, calibration: str | None, output: Path,
+    receiver: str | None, output: Path,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Find the best partition of a model's layers over K devices, and prove it. Options set to auto are searched together.
@@ -102,8 +98,6 @@ def balance(
       gplan balance --k 8 --batch-size 256 --microbatches auto --recompute selected
       gplan balance --k 8 --schedule interleaved-1f1b:2 --for megatron
     """
-    from dataclasses import replace
-
     from gplan import api
     from gplan.core import Profile
     from gplan.files import json_files
@@ -112,10 +106,9 @@ def balance(
     from gplan.reporting.text.plan import plan_view
     from gplan.schedules.request import PlanRequest
 
-    measured = json_files.load(Profile, profile)
+    known = json_files.load(Profile, profile)
     json_files.check_writable(output)
-    known, notes = calibrated_profile(measured, profile, calibration)
-    rules = ForReceiver.of(receiver, measured) if receiver is not None else None
+    rules = ForReceiver.of(receiver, known) if receiver is not None else None
     schedule = schedule or (rules.default_schedule if rules is not None else "gpipe")
     request = PlanRequest(
         num_devices=num_devices,
@@ -137,7 +130,6 @@ def balance(
         request = rules.applied(request)
     with progress_bar() as progress:
         result = api.plan(known, request, progress=progress)
-    result = replace(result, notes=(*result.notes, *notes))
     json_files.save(result, output)
     print_result(result, lambda: plan_view(result), as_json=as_json, written=output)
 

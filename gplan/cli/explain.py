@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from gplan.cli.arguments import PATH, PLAN_FILE, load_calibration, profile_option
+from gplan.cli.arguments import PATH, PLAN_FILE, profile_option
 from gplan.cli.output import json_option, print_result, progress_bar
 
 
@@ -25,13 +25,11 @@ def explain(plan: Path, profile_file: Path, as_json: bool) -> None:
       gplan explain --json
     """
     from gplan.core import Plan, Profile
-    from gplan.evaluate.calibration import pricing_profile
     from gplan.evaluate.explain.explain import explain as explain_plan
     from gplan.files import json_files
     from gplan.reporting.text.explanation import explanation_view
 
-    chosen, measured = json_files.load(Plan, plan), json_files.load(Profile, profile_file)
+    chosen, profile = json_files.load(Plan, plan), json_files.load(Profile, profile_file)
     with progress_bar() as progress:
-        profile = pricing_profile(chosen, measured, load_calibration(profile_file))
         explanation = explain_plan(chosen, profile, progress=progress)
     print_result(explanation, lambda: explanation_view(explanation), as_json=as_json)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gplan.cli.arguments import PATH, PROFILE_FILE, output_option
+from gplan.cli.arguments import PROFILE_FILE, output_option
 from gplan.cli.output import json_option, print_result, progress_bar
 from gplan.core.profile import SAMPLING_BUDGET_S
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
               help="cpu, cuda or cuda:1; meta computes the times for --hardware.")  # fmt: skip
 @click.option("--hardware", metavar="NAME|FILE", help="With --device meta: b200, h100, h200, a100, v100, p100, tpu-v2, "
               "tpu-v3, cpu, a TOML file, or a published efficiency file in JSON.")  # fmt: skip
-@click.option("--calibrate", metavar="PROFILE", type=PATH,
-              help="With --device meta: a measured profile that corrects the hardware's efficiencies.")  # fmt: skip
 @click.option("--fused", metavar="KERNELS", help="With --device meta: kernels that training fuses, all, none, or some of "
               "attention,cross-entropy,normalization,activation.  [default: as the hardware's file says, else none]")  # fmt: skip
 @click.option("--threads", default=1, show_default=True, help="CPU cores of one pipeline device.")
@@ -48,7 +46,7 @@ if TYPE_CHECKING:
 @json_option
 def profile(
     model: str, settings: tuple[str, ...], microbatch_size: str, input_shape: str | None, device: str,
-    hardware: str | None, calibrate: Path | None, fused: str | None, threads: int, contention: int | None,
+    hardware: str | None, fused: str | None, threads: int, contention: int | None,
     link: str | None, granularity: Granularity, precision: PrecisionName, budget: float, seed: int, output: Path,
     as_json: bool,
 ) -> None:  # fmt: skip
@@ -64,7 +62,6 @@ def profile(
       gplan profile big.py --device meta --hardware h100 --fused all
     """
     from gplan import api
-    from gplan.core import Profile
     from gplan.files import json_files
     from gplan.reporting.text.profile import profile_view
 
@@ -77,7 +74,6 @@ def profile(
             input_shapes=input_shape,
             device=device,
             hardware=hardware,
-            calibrate=json_files.load(Profile, calibrate) if calibrate is not None else None,
             fused=fused,
             num_threads=threads,
             contention=contention,

@@ -13,7 +13,6 @@ from gplan.cli.arguments import (
     PROFILE_FILE,
     REPORT_FOLDER,
     RUN_FILE,
-    load_calibration,
     output_option,
 )
 from gplan.cli.output import json_option, print_result, progress_bar
@@ -60,18 +59,13 @@ def report(subject: Path | None, profile_file: Path | None, output: Path, as_jso
 
 
 def _profile_of(value: Plan | Run, path: Path | None) -> tuple[Profile | None, str]:
-    """The profile at `path`, by default the default file if the plan was made from it; and a remark about it.
-
-    The calibration beside it is applied if the plan was made with one.
-    """
+    """The profile at `path`, by default the default file if the plan was made from it; and a remark about it."""
     from gplan.core import Profile, Run
     from gplan.core.errors import FileError
-    from gplan.evaluate.calibration import pricing_profile
     from gplan.evaluate.replanning import profile_in_plan_order
     from gplan.files import json_files
 
     source = Path(PROFILE_FILE) if path is None else path
-    plan, engine = (value.plan, value.engine) if isinstance(value, Run) else (value, "torch")
     if path is None and not source.exists():
         return None, "; without a profile (--profile) the page does not explain the plan"
     try:
@@ -81,12 +75,12 @@ def _profile_of(value: Plan | Run, path: Path | None) -> tuple[Profile | None, s
             raise
         return None, f"; the page does not explain the plan (see --profile): {error}"
     try:
-        profile_in_plan_order(plan, profile)
+        profile_in_plan_order(value.plan if isinstance(value, Run) else value, profile)
     except FileError:
         if path is not None:
             raise
         return None, f"; the plan was not made from {source}, so the page does not explain it (see --profile)"
-    return pricing_profile(plan, profile, load_calibration(source), engine=engine), f" and {source}"
+    return profile, f" and {source}"
 
 
 def _newest_subject() -> tuple[Path, str]:

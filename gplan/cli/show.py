@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option("--all", "show_all", is_flag=True, help="One row for every layer of a profile, even if layers are alike.")
 @json_option
 def show(file: Path, sort: Any, microbatch_size: int | None, show_all: bool, as_json: bool) -> None:
-    """Print a profile, plan, run, verification or calibration that was written before.
+    """Print a profile, plan, run or verification that was written before.
 
     \b
     Examples:
@@ -32,13 +32,13 @@ def show(file: Path, sort: Any, microbatch_size: int | None, show_all: bool, as_
       gplan show --sort memory --all
       gplan show gplan.run.json
     """
-    from gplan.core import Calibration, Plan, Profile, Run
+    from gplan.core import Plan, Profile, Run
     from gplan.core.errors import UsageError
     from gplan.files import json_files
     from gplan.reporting.text.plan import plan_view
     from gplan.reporting.text.profile import profile_view
     from gplan.reporting.text.run import run_view
-    from gplan.reporting.text.verification import calibration_view, verification_view
+    from gplan.reporting.text.verification import verification_view
 
     value = json_files.load_any(file)
     if not isinstance(value, Profile) and (sort or microbatch_size is not None or show_all):
@@ -57,5 +57,5 @@ def show(file: Path, sort: Any, microbatch_size: int | None, show_all: bool, as_
     elif isinstance(value, Run):
         view = run_view(value)
     else:
-        view = calibration_view(value) if isinstance(value, Calibration) else verification_view(value)
+        view = verification_view(value)
     print_result(value, lambda: view, as_json=as_json)

@@ -117,7 +117,7 @@ def exit_code(arguments: Sequence[str] | None) -> int:
 
 
 _PROFILE_OPTIONS = {"--set", "--granularity"}  # a plan takes them over from its profile
-_FILE_KINDS = {"profile", "plan", "run", "verification", "calibration"}
+_FILE_KINDS = {"profile", "plan", "run", "verification"}
 
 
 def _usage_error_text(error: click.ClickException) -> str:

@@ -10,9 +10,7 @@ import click
 from gplan.cli.arguments import (
     PLAN_FILE,
     VERIFICATION_FILE,
-    calibration_file,
     engine_option,
-    load_calibration,
     output_option,
     profile_option,
     timeout_option,
@@ -20,7 +18,7 @@ from gplan.cli.arguments import (
 from gplan.cli.output import json_option, print_result, progress_bar
 
 if TYPE_CHECKING:
-    from gplan.core import Calibration, Plan, Profile, Verification
+    from gplan.core import Plan, Profile, Verification
 
 
 @click.command()
@@ -31,15 +29,12 @@ if TYPE_CHECKING:
 @click.option("--steps", default=8, show_default=True, help="Training steps of every run, 6 or more.")
 @click.option("--rounds", default=4, show_default=True, help="How often every plan is run.")
 @click.option("--rivals", type=int, metavar="N", help="At most this many rivals.  [default: all]")
-@click.option("--calibrate", "is_calibrating", is_flag=True,
-              help="Learn corrections from every second plan and write them beside the profile, where `gplan balance` "
-                   "uses them.")  # fmt: skip
 @timeout_option
 @output_option(VERIFICATION_FILE)
 @json_option
 def verify(
     subject: str, profile_file: Path, num_devices: int | None, engine: Any, steps: int, rounds: int, rivals: int | None,
-    is_calibrating: bool, timeout: float, output: Path, as_json: bool,
+    timeout: float, output: Path, as_json: bool,
 ) -> None:  # fmt: skip
     """Run a plan and its rivals in turns, and compare the measurements with the predictions.
 
@@ -48,29 +43,22 @@ def verify(
       gplan verify
       gplan verify gplan.plan.json --profile gplan.profile.json --engine virtual
       gplan verify --rounds 6 --rivals 3
-      gplan verify --calibrate
       gplan verify model.py --k 2
 
     The rivals: equal numbers of layers, plans that the file names for comparison, one cut moved by a layer, another
     schedule, half and double the micro-batches (with the same batch if those sizes were profiled). A model file is first profiled and balanced.
     """
-    from rich.console import Group
-    from rich.text import Text
-
     from gplan import api
     from gplan.core import Plan, Profile
     from gplan.core.errors import UsageError
-    from gplan.evaluate.calibration import calibrate, check_calibratable, pricing_profile
     from gplan.evaluate.verify import check_counts
     from gplan.files import json_files
-    from gplan.reporting.text.verification import calibration_view, verification_view
+    from gplan.reporting.text.verification import verification_view
     from gplan.runtime.run.launch import check_not_torchrun
 
     check_not_torchrun()  # before a model file is profiled
     check_counts(rounds, steps, rivals)
-    learned, learned_file = None, calibration_file(profile_file)
-    for path in (output, *([learned_file] if is_calibrating else [])):
-        json_files.check_writable(path)
+    json_files.check_writable(output)
     with progress_bar() as progress:
         if subject.partition(":")[0].endswith(".py"):
             plan, profile = _planned(subject, num_devices or 2, profile_file, progress=progress)
@@ -78,11 +66,9 @@ def verify(
             raise UsageError(f"{subject} has its own devices; leave out --k, or name a model file")
         else:
             plan, profile = json_files.load(Plan, Path(subject)), json_files.load(Profile, profile_file)
-        if is_calibrating:
-            check_calibratable(plan)
         result = api.verify(
             plan,
-            pricing_profile(plan, profile, _calibration(profile_file, is_calibrating=is_calibrating)),
+            profile,
             engine=engine,
             num_steps=steps,
             num_rounds=rounds,
@@ -91,24 +77,7 @@ def verify(
             progress=progress,
         )
     json_files.save(result, output)
-    views = [verification_view(result)]
-    if is_calibrating:
-        learned = calibrate(result, profile)
-        json_files.save(learned, learned_file)
-        views += [Text(), calibration_view(learned), Text(f"wrote {learned_file}", style="dim")]
-    print_result(_summary(result, learned), lambda: Group(*views), as_json=as_json, written=output)
-
-
-def _calibration(profile_file: Path, *, is_calibrating: bool) -> Calibration | None:
-    """The calibration beside the profile; None for a damaged one that is about to be replaced."""
-    from gplan.core.errors import FileError
-
-    try:
-        return load_calibration(profile_file)
-    except FileError:
-        if not is_calibrating:
-            raise
-        return None
+    print_result(_summary(result), lambda: verification_view(result), as_json=as_json, written=output)
 
 
 _SIZES, _SIZE, _NUM_MICROBATCHES = (2, 4, 8), 4, 8  # for a model file: half and double keep the batch
@@ -162,7 +131,7 @@ def _check_stages(model: str, num_devices: int) -> None:
         )
 
 
-def _summary(result: Verification, learned: Calibration | None) -> dict[str, Any]:
+def _summary(result: Verification) -> dict[str, Any]:
     """The numbers of the tables; the file that is written holds the runs themselves."""
     from gplan.evaluate.attribution import attribute_error
     from gplan.evaluate.compare import compare, order_difference
@@ -193,5 +162,4 @@ def _summary(result: Verification, learned: Calibration | None) -> dict[str, Any
         ],
         "left_out": result.left_out,
         "notes": result.notes,
-        "calibration": learned,
     }

@@ -1,6 +1,5 @@
 """Value types that all other packages exchange: frozen dataclasses without file access, drawing or torch."""
 
-from gplan.core.calibration import Calibration, HeldOut, KindDrift, ProfileId
 from gplan.core.checks import (
     COLLECTIVE_KINDS,
     OBJECTIVES,

@@ -1,1 +1,1 @@
-"""Predicted against measured: comparison, attribution of errors, calibration, verification and explanation."""
+"""Predicted against measured: comparison, attribution of errors, verification and explanation."""

@@ -26,11 +26,11 @@ from gplan.core import (
     Stage,
     StepCost,
     Timeline,
+    WholeModel,
     is_recomputed,
 )
 from gplan.core.errors import FileError
 from gplan.core.units import now_text
-from gplan.evaluate.calibration import rescale_whole_model
 from gplan.evaluate.replanning import profile_in_plan_order, reprice, why_not_replannable
 from gplan.simulation.simulator import simulate
 
@@ -64,7 +64,20 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
         notes=(*profile.notes, _note(factors, run)),
         host_speed=_speed_of_run(run),
     )
-    return replace(scaled, whole_model=rescale_whole_model(profile, scaled))
+    return replace(scaled, whole_model=_rescaled_whole_model(profile, scaled))
+
+
+def _rescaled_whole_model(before: Profile, after: Profile) -> tuple[WholeModel, ...]:
+    """The whole model's times, scaled as the sum of its layers was, so that the two remain comparable."""
+    rescaled = []
+    for i, whole in enumerate(before.whole_model):
+        forward, backward = (
+            b / a if a else 1.0 for a, b in zip(before.one_stage_s(i), after.one_stage_s(i), strict=True)
+        )
+        rescaled.append(
+            replace(whole, forward=whole.forward.corrected(forward), backward=whole.backward.corrected(backward))
+        )
+    return tuple(rescaled)
 
 
 def _speed_of_run(run: Run) -> HostSpeed | None:

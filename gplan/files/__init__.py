@@ -1,1 +1,1 @@
-"""Files that hold gplan's values: JSON for profiles, plans, runs, verifications and calibrations; TOML for machines."""
+"""Files that hold gplan's values: JSON for profiles, plans, runs and verifications; TOML for machines."""

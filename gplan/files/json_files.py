@@ -1,4 +1,4 @@
-"""Profiles, plans, runs, verifications and calibrations as JSON files: versioned, checked, and written atomically.
+"""Profiles, plans, runs and verifications as JSON files: versioned, checked, and written atomically.
 
 Every file contains one value with a `format` such as "gplan.profile/6". Unknown keys, numbers out of bounds and plans
 that do not fit their schedule are rejected; messages name the path inside the file, such as
@@ -18,32 +18,30 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import msgspec
 
-from gplan.core import Calibration, Plan, Profile, Run, Verification
+from gplan.core import Plan, Profile, Run, Verification
 from gplan.core.checks import bounds_of
 from gplan.core.errors import FileError
 from gplan.schedules.validate import schedule_mismatch
 
 _LEAST_SIMILAR = 0.85  # by difflib; gplan.plan.json and gplan.profile.json have 0.79
 
-Value: TypeAlias = Profile | Plan | Run | Verification | Calibration
-ValueT = TypeVar("ValueT", Profile, Plan, Run, Verification, Calibration)
+Value: TypeAlias = Profile | Plan | Run | Verification
+ValueT = TypeVar("ValueT", Profile, Plan, Run, Verification)
 
 FORMATS: dict[type[Value], str] = {
     Profile: "gplan.profile/6",
     Plan: "gplan.plan/5",
     Run: "gplan.run/7",
     Verification: "gplan.verification/5",
-    Calibration: "gplan.calibration/1",
 }
 _MADE_BY = {
     Profile: "gplan profile",
     Plan: "gplan balance",
     Run: "gplan run",
     Verification: "gplan verify",
-    Calibration: "gplan verify --calibrate",
 }
 _NOT_FINITE = object()
-_ANY = "gplan profile, plan, run, verification or calibration"
+_ANY = "gplan profile, plan, run or verification"
 _ANY_REMEDY = "name another file, or make it with the verb that writes it (`gplan --help` lists the verbs)"
 
 

@@ -24,7 +24,6 @@ from profiler.analytic.hardware import FusedKernel, Hardware
 from profiler.analytic.layer_work import HalvesAnalysis, LayerAnalysis, analyse, analyse_halves
 from profiler.analytic.roofline import (
     Operation,
-    RooflineCalibration,
     operations_seconds,
     roofline_seconds,
     total_work,
@@ -50,18 +49,12 @@ class ComputeOptions:
 
     hardware: Hardware
     microbatch_sizes: tuple[int, ...] = (4,)
-    calibration: RooflineCalibration | None = None  # its hardware is used then
     link: Link | None = None  # None: the hardware's
     granularity: Granularity = "layer"
     fused: tuple[FusedKernel, ...] = ()  # kernels of which only what they keep and move is counted
 
     def __post_init__(self) -> None:
         check_microbatch_sizes(self.microbatch_sizes)
-
-    @property
-    def figures(self) -> Hardware:
-        """The hardware, calibrated if there is a calibration."""
-        return self.calibration.hardware if self.calibration else self.hardware
 
 
 def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Progress = no_progress) -> Profile:
@@ -70,15 +63,12 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
     Raises ModelError for a model that cannot be captured or followed without values, UsageError for products in a dtype
     without a flop rate.
     """
-    hardware, sizes = options.figures, []
+    hardware, sizes = options.hardware, []
     with model_state_restored(file.model):
         for index, size in enumerate(options.microbatch_sizes):
             progress(f"micro-batch size {size}: capturing and counting", index / len(options.microbatch_sizes))
             sizes.append(_computed_size(file, size, options))
         step = computed_step(file, hardware)
-        if options.calibration is not None:
-            trained_bytes = sum(map(gradient_bytes, file.model.parameters()))
-            step = calibrated_step(step, options.calibration, trained_bytes=trained_bytes)
     first, values = sizes[0], values_of([x.crossings for x in sizes])
     layers, shared = layers_with_weights(first.chain, first.sources, [x.layers for x in sizes])
     return Profile(
@@ -125,7 +115,7 @@ def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> _Comp
     *halves, of_loss = _halves(bench, options)
     by_layer = dict(zip(keys, analyses, strict=True))
     costs = {
-        layer: _cost(analysis, half, size, options.figures)
+        layer: _cost(analysis, half, size, options.hardware)
         for (layer, analysis), half in zip(by_layer.items(), halves, strict=True)
     }
     return _ComputedSize(
@@ -133,7 +123,7 @@ def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> _Comp
         not_fused=tuple(x for x in options.fused if not fused.found[x]),
         sources=found,
         layers=tuple(costs[x] for x in found),
-        loss=_cost(loss, of_loss, size, options.figures),
+        loss=_cost(loss, of_loss, size, options.hardware),
         crossings=Crossings(
             microbatch_size=size,
             chain=chain,
@@ -179,16 +169,12 @@ def _fused_notes(options: ComputeOptions, size: _ComputedSize) -> Iterator[str]:
 
 
 def _notes(file: ModelFile, options: ComputeOptions) -> tuple[str, ...]:
-    hardware, fit = options.figures, options.calibration
+    hardware = options.hardware
     shares = ", ".join(
         f"{kind} {percent_text(x.flops)} / {percent_text(x.bandwidth)}" for kind, x in hardware.efficiencies.items()
     )
     stated = dict(hardware.sources)["efficiency"]
     origin = "assumed" if stated == "not given" else stated
-    if fit is not None:
-        origin = (
-            f"{', '.join(fit.kinds)} calibrated by {fit.num_samples} timings of {fit.profile_name}, all others assumed"
-        )
     notes = [
         f"computed for {hardware.name}, nothing was measured; figures: {dict(hardware.sources)['flops']}",
         f"shares of the peak flop rate / memory bandwidth that operations reach, {origin}: {shares}",
@@ -197,37 +183,11 @@ def _notes(file: ModelFile, options: ComputeOptions) -> tuple[str, ...]:
         notes.append(
             f"products take the shares of {len(hardware.shapes.shares)} shapes that {hardware.name} has, or lie between them"
         )
-    if fit is not None:
-        is_worse = fit.after.worst_error > fit.before.worst_error
-        notes.append(
-            f"calibration brought the median error of a layer from {percent_text(fit.before.median_error)} to "
-            f"{percent_text(fit.after.median_error)}, the worst from {percent_text(fit.before.worst_error)} to "
-            f"{percent_text(fit.after.worst_error)}{', so some layers are predicted worse than before' if is_worse else ''}"
-        )
-        above = [kind for kind, x in hardware.efficiencies.items() if max(x.flops, x.bandwidth) > 1]
-        if above:
-            notes.append(
-                f"calibrated above 100 % of the peak: {', '.join(above)}; the peak rates given for {hardware.name} are lower "
-                "than those of the measured device"
-            )
     if file.has_loss and file.loss_reduction is None:
         notes.append(
             'the loss is assumed to be a mean over the samples; otherwise state loss_reduction = "sum" in the model file'
         )
     return tuple(notes)
-
-
-def calibrated_step(step: StepCost, calibration: RooflineCalibration, *, trained_bytes: int) -> StepCost:
-    """A computed step with the measured time of the same optimizer, scaled by bytes."""
-    measured = calibration.step
-    if measured.optimizer_name != step.optimizer_name or not calibration.trained_bytes:
-        return step
-    by_bytes = trained_bytes / calibration.trained_bytes
-    grown = measured.grown(by_bytes, by_update=by_bytes)
-    optimizer, zero_grad = (
-        Timing.exactly(timing.median_s, origin="computed") for timing in (grown.optimizer, grown.zero_grad)
-    )
-    return replace(step, optimizer=optimizer, zero_grad=zero_grad, fixed_s=grown.fixed_s)
 
 
 def computed_step(file: ModelFile, hardware: Hardware) -> StepCost:

@@ -1,7 +1,6 @@
 """Data sheets of devices that are not present, and the efficiencies that operations reach on them.
 
-The built-in table, `hardware.toml`, names a source for every group of figures. The efficiencies are assumptions, which
-profiler/analytic/roofline.py can calibrate with a measured profile. float32 products run as by torch's defaults: matrix
+The built-in table, `hardware.toml`, names a source for every group of figures. The efficiencies are assumptions. float32 products run as by torch's defaults: matrix
 products on a GPU without TF32, convolutions with it where available; a TPU multiplies in bfloat16.
 
 A device may also have shares by the shape of a product (`shapes`), rates of named kernels (`kernels`), kernels that

@@ -15,7 +15,6 @@ SUGGESTIONS = [
     (("explain", "--plan=x.json"), "explain gplan.plan.json`"),
     (("verify", "--model", "x.py"), "has no option --model: name the file without an option"),
     (("verify", "--plan", "x.json"), "has no option --plan: name the file without an option"),
-    (("verify", "--calibration"), "verify has no option --calibration; did you mean --calibrate? see "),
     (("show", "--run", "x.json"), "has no option --run: name the file without an option"),
     (("report", "--plan", "x.json"), "report FILE`"),
     (("balance", "--microbatch", "3"), "did you mean --microbatches or --microbatch-size? see "),

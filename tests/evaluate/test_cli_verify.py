@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gplan
-from gplan.core import MachineDevice, Plan, Verification
+from gplan.core import Plan, Verification
 from tests.cli.test_cli import gplan_exits
 from tests.evaluate.hosts import MadeHost, usual_plan, usual_profile
 
@@ -103,19 +102,6 @@ def test_what_cannot_be_verified_is_one_message(
     assert gplan_exits("verify", *arguments) == code
     assert message in capfd.readouterr().err
     assert host.calls == []
-
-
-def test_machine_plan_cannot_calibrate(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    plan, host = usual_plan(), MadeHost()
-    stages = tuple(replace(x, machine_device=MachineDevice(name=str(x.index), host="here")) for x in plan.stages)
-    gplan.save(replace(plan, stages=stages), "gplan.plan.json")
-    on(host, monkeypatch)
-    assert gplan_exits("verify", "--calibrate") == 2
-    assert "nothing can be learned from runs of this plan: the plan is for a machine" in capfd.readouterr().err
-    assert host.calls == []
-    assert gplan_exits("verify", "--rounds", "1") == 0
 
 
 def asked_for_a_profile(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from gplan.core import (
 )
 from gplan.core.host_speed import PartWeights
 from gplan.evaluate.attribution import ErrorCause, at_speed, attribute_error, predicted_times
-from gplan.evaluate.calibration import calibrate
 from gplan.evaluate.compare import BUBBLE, FORWARD, OPTIMIZER, PEAK_MEMORY, STEP_TIME, THROUGHPUT, compare
 from gplan.evaluate.profile_difference import profile_difference
 from gplan.evaluate.retiming import retime_profile
@@ -300,16 +299,6 @@ def test_a_verification_has_both_errors() -> None:
     assert found.chosen.error == pytest.approx(-0.2)
     assert found.chosen.equal_speed_error == pytest.approx(0.0, abs=1e-9)
     assert len(found.chosen.slowdowns) == 2
-
-
-def test_a_calibration_does_not_learn_the_hosts_speed() -> None:
-    profile = profiled()
-    found = verify(usual_plan(profile), profile, SlowHost(1.25), engine="torch", num_rounds=1, num_cores=64)
-    learned = calibrate(found, profile)
-    assert [x.forward for x in learned.kinds] == pytest.approx([1.0] * len(learned.kinds), abs=1e-6)
-    for check in learned.held_out:
-        assert check.error_after == pytest.approx(-0.2, abs=1e-6)
-        assert check.equal_speed_ratios == pytest.approx((1.0, 1.0), abs=1e-6)
 
 
 def test_two_profiles_are_compared_at_equal_speed() -> None:

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from gplan.core import Link, Profile, StepCost, Timing, Work
+from gplan.core import Profile, Work
 from gplan.core.errors import ModelError, UsageError
 from gplan.files import json_files
 from profiler.analytic.computed_profile import ComputeOptions, computed_profile
-from profiler.analytic.hardware import Efficiency, load_hardware
+from profiler.analytic.hardware import load_hardware
 from profiler.analytic.layer_work import analyse, analyse_halves
-from profiler.analytic.roofline import Fit, Operation, RooflineCalibration, roofline_seconds, total_work
+from profiler.analytic.roofline import Operation, roofline_seconds, total_work
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, Tensors, flat_tensors
 from profiler.memory.layer_memory import allocate_gradients, measure_bytes, measure_halves
@@ -255,41 +255,6 @@ def test_the_notes_say_what_was_assumed() -> None:
     summed = computed_profile(file_of(deep(1), reduction="sum"), ComputeOptions(hardware=H100))
     assert summed.loss_reduction == "sum"
     assert not any("assumed to be a mean" in x for x in summed.notes)
-
-
-def test_a_calibration_is_used_and_noted() -> None:
-    slower = replace(H100, launch_s=1.0)
-    efficiencies = {**slower.efficiencies, "matmul": Efficiency(flops=6.0, bandwidth=0.8)}
-    slower = replace(slower, efficiencies=efficiencies)
-    step = StepCost(
-        optimizer=Timing.exactly(3.0),
-        zero_grad=Timing.exactly(1.0),
-        optimizer_name="Adam",
-        state_bytes=0,
-        workspace_bytes=0,
-    )
-    calibration = RooflineCalibration(
-        step=step,
-        trained_bytes=1000,
-        hardware=slower,
-        profile_name="other.py",
-        num_samples=9,
-        kinds=("matmul",),
-        before=Fit(median_error=0.5, worst_error=0.9),
-        after=Fit(median_error=0.4, worst_error=1.2),
-    )
-    link = Link(latency_s=1.0, bytes_per_s=1.0)
-    found = computed_profile(file_of(deep(1)), ComputeOptions(hardware=H100, calibration=calibration, link=link))
-    assert found.layers[0].costs[0].forward.median_s == 1.0
-    assert found.link == link
-    assert found.step.optimizer.median_s == pytest.approx(3.0 * found.trained_bytes / 1000)
-    assert found.step.zero_grad.origin == "computed"
-    assert any("matmul calibrated by 9 timings of other.py, all others assumed" in x for x in found.notes)
-    assert any(x.startswith("calibrated above 100 % of the peak: matmul; ") for x in found.notes)
-    assert any(
-        x.endswith("the worst from 90.0 % to 120.0 %, so some layers are predicted worse than before")
-        for x in found.notes
-    )
 
 
 def test_a_dtype_that_the_hardware_lacks_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""A verification as text: predictions beside measurements, the error in parts, the rivals; and a calibration."""
+"""A verification as text: predictions beside measurements, the error in parts and the rivals."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core import Calibration, Contender, HeldOut, Verification
-from gplan.core.host_speed import EQUAL_SPEED
+from gplan.core import Contender, Verification
 from gplan.core.units import counted, error_text, percent_text, seconds_text
 from gplan.evaluate.compare import samples_per_s
 from gplan.evaluate.verify import Ranking, ranking_of
@@ -16,65 +15,6 @@ from gplan.reporting.text.attribution import OTHER_ORDER, attribution_table
 from gplan.reporting.text.explanation import rate_text
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, note_lines
 from gplan.reporting.text.run import EQUAL_SPEED_COLUMN, comparison_table, host_speed_lines
-
-
-def calibration_view(calibration: Calibration) -> RenderableType:
-    """The learned factors, and how well the held-out plans are predicted without and with them."""
-    return Group(
-        _drift_table(calibration),
-        *_other_lines(calibration),
-        Text(),
-        *_checks(calibration.held_out, is_helpful=calibration.helps),
-    )
-
-
-def _drift_table(calibration: Calibration) -> FittedTable:
-    return FittedTable(
-        title="learned: the times of the profile, by kind of layer",
-        columns=columns("kind", "forward", "backward"),
-        lines=tuple(Line(cells=(x.kind, _factor_text(x.forward), _factor_text(x.backward))) for x in calibration.kinds),
-    )
-
-
-def _other_lines(calibration: Calibration) -> Iterator[Text]:
-    factors = {
-        f"contention of {calibration.num_devices} devices": calibration.contention,
-        "optimizer": calibration.optimizer,
-        "transfers": calibration.link,
-    }
-    words = ", ".join(f"{name} {_factor_text(factor)}" for name, factor in factors.items())
-    yield Text(f"{words}; overhead of the engine: {seconds_text(calibration.action_s)} per action")
-    learned = calibration.learned_from
-    yield Text(f"learned with the {calibration.engine} engine from: {', '.join(learned)}", style="dim")
-
-
-def _checks(held_out: tuple[HeldOut, ...], *, is_helpful: bool) -> Iterator[RenderableType]:
-    if not held_out:
-        yield Text("no plan was left to check it with, so `gplan balance` uses it only if it is named", style="yellow")
-        return
-    yield FittedTable(
-        title="step time of held-out plans, predicted without and with the calibration",
-        columns=columns("plan", "measured", "without", "error without", "with", "error with"),
-        lines=tuple(_check_line(x) for x in held_out),
-        spare=("without", "with"),
-    )
-    for check in held_out:
-        if check.slowdown is not None:
-            before, after = (error_text(x - 1.0, "seconds") for x in check.equal_speed_ratios)
-            yield Text(f"{EQUAL_SPEED}: {check.label} {before} without, {after} with")
-    if not is_helpful:
-        yield Text("on average it does not help, so `gplan balance` uses it only if it is named", style="yellow")
-
-
-def _check_line(check: HeldOut) -> Line:
-    before = seconds_text(check.before_s), error_text(check.error_before, "seconds")
-    after = seconds_text(check.after_s), error_text(check.error_after, "seconds")
-    return Line(cells=(check.label, seconds_text(check.measured_s), *before, *after))
-
-
-def _factor_text(factor: float) -> str:
-    return f"× {factor:.3f}"
-
 
 _CLOSEST_RUN = "this is the run closest to the mean of its rounds; the mean is in the table of rivals"
 
