@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gplan.core.errors import ModelError
 from profiler.capture.authored_layers import OF_EVERY_MODULE, module_key, named_state, replaced
 from profiler.capture.autograd_functions import CustomFunction, add_to_graph, untraced
-from profiler.capture.value_checks import give_values
+from profiler.capture.known_values import give_values
 from profiler.capture.value_forms import Form
 from profiler.memory.allocations import storage_key, tensors_in
 from profiler.model.materialise import on_meta

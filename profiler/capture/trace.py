@@ -1,6 +1,6 @@
 """Trace a model into one graph of operations, by torch.export(strict=False) in training mode.
 
-Constants may keep their values during the trace (profiler/capture/constants.py), and modules may be single operations of
+Constants may keep their values during the trace (profiler/capture/known_values.py), and modules may be single operations of
 it (profiler/capture/opaque_modules.py); profiler/capture/tracing_ways.py chooses. Errors name the user's line.
 """
 
@@ -28,10 +28,9 @@ from profiler.capture import fake_kernels as fake_kernels  # registers them
 from profiler.capture.authored_layers import attributes_restored, caches_empty, named_state, replaced
 from profiler.capture.autograd_functions import CustomFunction, calls_in, custom_functions, put_custom_functions
 from profiler.capture.chain import call_arguments, model_state_restored
-from profiler.capture.constants import Answers, known_constants
 from profiler.capture.inplace import writers
+from profiler.capture.known_values import Answers, known_constants, state_of_batch
 from profiler.capture.opaque_modules import ModuleRecords, opaque_modules
-from profiler.capture.value_checks import state_of_batch
 from profiler.capture.value_forms import stage_output
 from profiler.model.error_location import author_line, first_line
 

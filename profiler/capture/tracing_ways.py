@@ -5,7 +5,7 @@
 3. Both again without the values of constants, where the code read some.
 4. With the modules whose control flow depends on values called as they are (profiler/capture/opaque_modules.py), where
    these are layers or parts of one.
-5. Along the path of the batch at hand, which is checked in training (profiler/capture/value_checks.py), also as 4.
+5. Along the path of the batch at hand, which is checked in training (profiler/capture/known_values.py), also as 4.
 6. As 4, with modules that hold several layers too.
 
 Every way is proven: outputs, gradients and buffers after one pass of the layers, each a stage of its own, equal those of
@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 from gplan.core.errors import ModelError
 from profiler.capture.authored_layers import attributes_restored, unit_paths
 from profiler.capture.chain import Chain, Tensors, call_arguments, flat_tensors, model_state_restored
-from profiler.capture.constants import Answers
+from profiler.capture.known_values import Answers
 from profiler.capture.opaque_modules import ModuleRecords, recorded_calls
 from profiler.capture.trace import Trace, UntraceableError, Way, trace, uncompiled
 from profiler.capture.value_forms import DATA_DEPENDENT
