@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from profiler.capture.autograd_functions import CustomFunction
+from profiler.capture.opaque_calls import CustomFunction
 
 _SAME_STORAGE = {"dropout", "alias", "contiguous", "reshape", "flatten", "to", "type_as", "expand_as"}
 

@@ -1,7 +1,7 @@
 """Trace a model into one graph of operations, by torch.export(strict=False) in training mode.
 
 Constants may keep their values during the trace (profiler/capture/known_values.py), and modules may be single operations of
-it (profiler/capture/opaque_modules.py); profiler/capture/tracing_ways.py chooses. Errors name the user's line.
+it (profiler/capture/opaque_calls.py); profiler/capture/tracing_ways.py chooses. Errors name the user's line.
 """
 
 from __future__ import annotations
@@ -26,11 +26,17 @@ from torch.utils import _pytree as pytree
 from gplan.core.errors import ModelError
 from profiler.capture import fake_kernels as fake_kernels  # registers them
 from profiler.capture.authored_layers import attributes_restored, caches_empty, named_state, replaced
-from profiler.capture.autograd_functions import CustomFunction, calls_in, custom_functions, put_custom_functions
 from profiler.capture.chain import call_arguments, model_state_restored
 from profiler.capture.inplace import writers
 from profiler.capture.known_values import Answers, known_constants, state_of_batch
-from profiler.capture.opaque_modules import ModuleRecords, opaque_modules
+from profiler.capture.opaque_calls import (
+    CustomFunction,
+    ModuleRecords,
+    calls_in,
+    custom_functions,
+    opaque_modules,
+    put_custom_functions,
+)
 from profiler.capture.value_forms import stage_output
 from profiler.model.error_location import author_line, first_line
 

@@ -3,7 +3,7 @@
 1. As it is run: libraries take the path of a plain run, and constants keep their values.
 2. As libraries run it for torch.export.
 3. Both again without the values of constants, where the code read some.
-4. With the modules whose control flow depends on values called as they are (profiler/capture/opaque_modules.py), where
+4. With the modules whose control flow depends on values called as they are (profiler/capture/opaque_calls.py), where
    these are layers or parts of one.
 5. Along the path of the batch at hand, which is checked in training (profiler/capture/known_values.py), also as 4.
 6. As 4, with modules that hold several layers too.
@@ -34,7 +34,7 @@ from gplan.core.errors import ModelError
 from profiler.capture.authored_layers import attributes_restored, unit_paths
 from profiler.capture.chain import Chain, Tensors, call_arguments, flat_tensors, model_state_restored
 from profiler.capture.known_values import Answers
-from profiler.capture.opaque_modules import ModuleRecords, recorded_calls
+from profiler.capture.opaque_calls import ModuleRecords, recorded_calls
 from profiler.capture.trace import Trace, UntraceableError, Way, trace, uncompiled
 from profiler.capture.value_forms import DATA_DEPENDENT
 from profiler.memory.allocations import tensors_in

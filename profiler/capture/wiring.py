@@ -21,9 +21,8 @@ from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Graph, Node
 
-from profiler.capture.autograd_functions import CustomFunction
 from profiler.capture.inplace import aliased_arguments, written_arguments, written_state
-from profiler.capture.opaque_modules import ModuleCall
+from profiler.capture.opaque_calls import CustomFunction, ModuleCall
 from profiler.capture.trace import Trace
 from profiler.capture.value_forms import has_fixed_size
 from profiler.memory.allocations import tensors_in
