@@ -35,8 +35,8 @@ from profiler.capture.grouping import (
     vmap_spans,
 )
 from profiler.capture.inplace import rewrite_in_place, written_state
+from profiler.capture.moving_averages import RunningNorm, cumulative_momentum_one, graph_calls, running_norms
 from profiler.capture.regions import split_regions
-from profiler.capture.running_norms import RunningNorm, cumulative_momentum_one, graph_calls, running_norms
 from profiler.capture.sequence import SequentialChain
 from profiler.capture.trace import Trace
 from profiler.capture.tracing_ways import captured_in_steps

@@ -32,7 +32,7 @@ from profiler.capture.chain import (
     flat_tensors,
     model_state_restored,
 )
-from profiler.capture.running_norms import RecordedCall, RunningNorm, recorded_norms, running_norms
+from profiler.capture.moving_averages import RecordedCall, RunningNorm, recorded_norms, running_norms
 from profiler.capture.value_forms import Form
 from profiler.memory.allocations import storage_key
 from profiler.model.error_location import author_line, describe
