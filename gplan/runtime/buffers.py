@@ -13,7 +13,7 @@ from gplan.core.errors import UsageError
 from gplan.runtime.capture_cache import CapturedModel, named_tensors
 from gplan.runtime.stage_state import StateNames
 from profiler.capture.inplace import writers
-from profiler.capture.running_norms import RunningNorm
+from profiler.capture.moving_averages import RunningNorm
 
 
 class SharedBuffers:

@@ -26,7 +26,7 @@ from gplan.runtime.random_streams import seed_key
 from gplan.runtime.stage_module import GatheredLayers, LayerInfo, ParameterGroup, StageModule, make_segments
 from profiler.capture.capture import capture
 from profiler.capture.chain import AtLayer, Chain, TensorSpec, modules_that_train
-from profiler.capture.running_norms import RunningNorm
+from profiler.capture.moving_averages import RunningNorm
 from profiler.model.materialise import is_meta_or_fake
 from profiler.model.model_reference import describe_inputs
 

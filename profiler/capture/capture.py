@@ -8,7 +8,7 @@ objects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -28,19 +28,17 @@ from profiler.capture.equal_layers import gradient_flags, layer_form
 from profiler.capture.grouping import (
     Group,
     groups_by_module,
-    groups_by_operation,
+    inseparable_operations,
     merged,
     operations_of,
-    uncut_spans,
-    vmap_spans,
+    split_regions,
 )
-from profiler.capture.inplace import rewrite_in_place, written_state
-from profiler.capture.regions import split_regions
-from profiler.capture.running_norms import RunningNorm, cumulative_momentum_one, graph_calls, running_norms
+from profiler.capture.inplace import written_state
+from profiler.capture.moving_averages import RunningNorm, cumulative_momentum_one, graph_calls, running_norms
+from profiler.capture.operation_layers import depends_on_values, groups_by_operation, may_draw
 from profiler.capture.sequence import SequentialChain
 from profiler.capture.trace import Trace
 from profiler.capture.tracing_ways import captured_in_steps
-from profiler.capture.wiring import depends_on_values, may_draw
 
 
 def capture(
@@ -105,30 +103,6 @@ def _captured(model: nn.Module, inputs: object, *, granularity: Granularity, tra
         ) from error
 
 
-def _alive_at(traced: Trace, place: Mapping[Node, int], num_layers: int) -> list[tuple[Node, ...]]:
-    """For each of the L+1 boundaries, the values made before it and read after it, in the order of the trace."""
-    alive: list[list[Node]] = [[] for _ in range(num_layers + 1)]
-    for node in traced.graph.nodes:
-        if node in traced.state or node.op in ("output", "get_attr") or _is_constant_input(node):
-            continue
-        first = place[node] + 1 if node in place else 0
-        last = max([0 if node.op == "placeholder" else -1, *(place.get(x, num_layers) for x in node.users)])
-        for boundary in range(first, last + 1):
-            alive[boundary].append(node)
-    return [tuple(nodes) for nodes in alive]
-
-
-def _is_constant_input(node: Node) -> bool:
-    """Whether an input is no tensor; its value is a constant in the trace."""
-    return node.op == "placeholder" and not isinstance(node.meta.get("val"), Tensor)
-
-
-def _route(node: Node, place: Mapping[Node, int], num_layers: int) -> Route:
-    """The producer and the consumers of a value that crosses a boundary."""
-    readers = {place.get(user, num_layers) for user in node.users} - {place.get(node)}
-    return Route(place.get(node), tuple(sorted(x for x in readers if x is not None)))
-
-
 def check_order(names: Sequence[str], order: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
     """Raise ModelError unless `order` is a permutation with the first layer of each pair before the second.
 
@@ -136,8 +110,9 @@ def check_order(names: Sequence[str], order: Sequence[int], pairs: Iterable[tupl
     """
     num_layers = len(names)
     if sorted(order) != list(range(num_layers)):
+        shown = ", ".join([*map(str, order[:8]), *["..."] * (len(order) > 8)])
         raise ModelError(
-            f"the order {_shortened(order)} is not an order of the {num_layers} layers of this model; expected each of "
+            f"the order {shown} is not an order of the {num_layers} layers of this model; expected each of "
             f"0 to {num_layers - 1} once"
         )
     place = {layer: i for i, layer in enumerate([*order, num_layers])}
@@ -149,18 +124,21 @@ def check_order(names: Sequence[str], order: Sequence[int], pairs: Iterable[tupl
             )
 
 
-def _shortened(order: Sequence[int]) -> str:
-    shown = [str(x) for x in order[:8]]
-    return ", ".join([*shown, "..."] if len(order) > len(shown) else shown)
-
-
 def exported(
     model: nn.Module, inputs: object, *, granularity: Granularity = "layer", traced: str | None = None
 ) -> Chain:
     """The layers of a model in training mode by torch.export; raises ModelError, with the author's line."""
 
-    def cut(trace: Trace) -> ExportedChain:
-        return _cut(model, trace, granularity)
+    def cut(traced: Trace) -> ExportedChain:
+        split_regions(traced.graph, traced.module, model)
+        inseparable = inseparable_operations(traced.graph, traced.state, model)
+        if granularity == "layer":
+            groups = groups_by_module(traced.graph, model)
+        else:
+            operations = operations_of(traced.graph, model)
+            groups = groups_by_operation(traced, model)
+            inseparable += [x.users for x in written_state(operations, traced.state) if x.users != x.writers]
+        return ExportedChain(model, traced, merged(traced.graph, groups, inseparable))
 
     with cumulative_momentum_one(model), without_generation_cache(model):
         return captured_in_steps(model, inputs, cut, traced=traced)
@@ -177,19 +155,6 @@ def without_generation_cache(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _cut(model: nn.Module, traced: Trace, granularity: Granularity) -> ExportedChain:
-    split_regions(traced.graph, traced.module, model)
-    inseparable: list[Collection[Node]] = [*rewrite_in_place(traced.graph, traced.state)]
-    operations = operations_of(traced.graph, model)
-    inseparable += [*uncut_spans(operations), *vmap_spans(operations)]
-    if granularity == "layer":
-        groups = groups_by_module(traced.graph, model)
-    else:
-        groups = groups_by_operation(traced, model)
-        inseparable += [x.users for x in written_state(operations, traced.state) if x.users != x.writers]
-    return ExportedChain(model, traced, merged(traced.graph, groups, inseparable))
-
-
 class ExportedChain(Chain):
     """A chain whose layers are operations of an exported program."""
 
@@ -199,9 +164,19 @@ class ExportedChain(Chain):
         self._groups = tuple(groups)
         self._digest = digest
         self._place = place = {node: i for i, group in enumerate(groups) for node in group.nodes}
-        self._boundaries = _alive_at(traced, place, len(groups))
-        crossing = dict.fromkeys(node for nodes in self._boundaries for node in nodes)
-        self._routes = {node: _route(node, place, len(groups)) for node in crossing}
+        self._boundaries: list[list[Node]] = [[] for _ in range(len(groups) + 1)]  # made before each and read after it
+        self._routes: dict[Node, Route] = {}  # of the values that cross a boundary
+        for node in traced.graph.nodes:
+            is_input = node.op == "placeholder"  # one that is no tensor is a constant of the trace
+            if node in traced.state or node.op in ("output", "get_attr"):
+                continue
+            if is_input and not isinstance(node.meta.get("val"), Tensor):
+                continue
+            producer, readers = place.get(node), {place.get(x, len(groups)) for x in node.users}
+            first, last = 0 if producer is None else producer + 1, max([0 if is_input else -1, *readers])
+            for boundary in range(first, last + 1):
+                self._boundaries[boundary].append(node)
+                self._routes[node] = Route(producer, tuple(sorted(readers - {producer})))
 
     def digest(self) -> str:
         """The digest as captured, independent of the order."""
@@ -221,16 +196,24 @@ class ExportedChain(Chain):
                 copies[node] = graph.get_attr(name)
             return copies[node]
 
+        def enter_layer(layer: int) -> None:  # generated code needs a name, which a bound method has not
+            assert at_layer is not None
+            at_layer(layer)
+
         for layer, group in enumerate(self._groups[first:end], first):
             if at_layer is not None:
-                graph.call_function(_named(at_layer), (layer,))
+                graph.call_function(enter_layer, (layer,))
             for node in group.nodes:
                 copies[node] = graph.node_copy(node, copy_of)
         outputs = [copy_of(node) for node in self._boundaries[end]]
         graph.output(tuple(graph.call_method("contiguous", (x,)) for x in outputs))
         module = GraphModule(attributes, graph, class_name=f"Layers{first}to{end}")
         module.train()
-        return _with_plain_paths(module)
+        for (
+            part
+        ) in module.modules():  # submodules as plain attributes avoid the slow lookup of nn.Module; tensors stay,
+            vars(part).update(part._modules)  # because `.to()`, loading and materialisation replace them
+        return module
 
     def draws(self, layer: int) -> bool:
         """By torch's tags; operations outside torch may draw."""
@@ -298,7 +281,7 @@ class ExportedChain(Chain):
         leaves = [values.get(x, x) if isinstance(x, Node) else x for x in self._trace.outputs]
         return pytree.tree_unflatten(leaves, self._trace.structure)
 
-    def _surroundings(self, layer: int) -> tuple[Trace, tuple[Node, ...], tuple[Node, ...], tuple[Node, ...]]:
+    def _surroundings(self, layer: int) -> tuple[Trace, Sequence[Node], Sequence[Node], Sequence[Node]]:
         """The trace, the operations of a layer, and the values before and after it."""
         return self._trace, self._groups[layer].nodes, self._boundaries[layer], self._boundaries[layer + 1]
 
@@ -320,22 +303,3 @@ class ExportedChain(Chain):
                 known[key] = gradient_flags(*self._surroundings(layer), flags[-1])
             flags.append(known[key])
         return tuple(flags)
-
-
-def _with_plain_paths(module: GraphModule) -> GraphModule:
-    """Make submodules plain attributes, which avoids the slow lookup of nn.Module.
-
-    Tensors are not, because `.to()`, loading and materialisation replace them.
-    """
-    for part in module.modules():
-        vars(part).update(part._modules)
-    return module
-
-
-def _named(at_layer: AtLayer) -> AtLayer:
-    """A function with a name, for generated code; a bound method has none."""
-
-    def enter_layer(layer: int) -> None:
-        at_layer(layer)
-
-    return enter_layer

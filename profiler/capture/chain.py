@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gplan.core.precision import AS_MADE, Precision
-from profiler.capture.running_norms import RunningNorm
+from profiler.capture.moving_averages import RunningNorm
 from profiler.capture.value_forms import checked_leaves
 
 Tensors: TypeAlias = tuple[Tensor, ...]

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from profiler.capture.grouping import is_vmap_edge
-from profiler.capture.opaque_modules import fresh
+from profiler.capture.opaque_calls import fresh
 from profiler.capture.trace import StateTensor, Trace
 from profiler.memory.allocations import tensors_in
 

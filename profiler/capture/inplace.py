@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from profiler.capture.autograd_functions import CustomFunction
+from profiler.capture.opaque_calls import CustomFunction
 
 _SAME_STORAGE = {"dropout", "alias", "contiguous", "reshape", "flatten", "to", "type_as", "expand_as"}
 
@@ -33,12 +32,14 @@ def rewrite_in_place(graph: Graph, state: Iterable[Node]) -> tuple[frozenset[Nod
         if isinstance(node.target, CustomFunction):
             written += _settled(node, node.target, storages, kept, order)
             continue
-        target = _written_in_place(node)
-        if target is None or target in kept:
+        target = node.args[0] if node.args else None  # that an operation such as `add_` writes into
+        if not isinstance(target, Node) or target in kept or target not in set(written_arguments(node)):
             storages.add(node, aliased_arguments(node))
             continue
         plain, members = _out_of_place(node.target), storages.members(target)
-        if plain is None or not kept.isdisjoint(members) or _is_read_after(node, members, target, order):
+        others = (x for x in members if x is not target)  # the storage by other names
+        is_read_after = any(order[user] > order[node] for x in others for user in x.users)
+        if plain is None or not kept.isdisjoint(members) or is_read_after:
             storages.add(node, aliased_arguments(node))
             if kept.isdisjoint(members):
                 written.append(target)
@@ -48,7 +49,7 @@ def rewrite_in_place(graph: Graph, state: Iterable[Node]) -> tuple[frozenset[Nod
         for user in [user for user in target.users if order[user] > order[node]]:
             user.replace_input_with(target, node)
     spans = {id(members): members for members in map(storages.members, written)}
-    return tuple(_touching(members) for members in spans.values())
+    return tuple(frozenset(x for y in members for x in (y, *y.users)) for members in spans.values())
 
 
 def _settled(
@@ -74,17 +75,9 @@ def aliased_arguments(node: Node) -> list[Node]:
     if schema.name.split("::")[-1] in _SAME_STORAGE:
         return node.all_input_nodes[:1]
     returned = {mark for x in schema.returns if x.alias_info for mark in x.alias_info.before_set}
-    pairs = zip(node.args, schema.arguments, strict=False)
-    return [
-        arg
-        for arg, described in pairs
-        if isinstance(arg, Node) and described.alias_info and _is_returned(described.alias_info, returned)
-    ]
-
-
-def _is_returned(alias: Any, returned: set[str]) -> bool:
-    """Whether a result aliases the argument; lists of views (chunk, split, unbind) are marked `a -> *`."""
-    return bool(alias.before_set & returned) or "*" in alias.after_set
+    pairs = ((arg, x.alias_info) for arg, x in zip(node.args, schema.arguments, strict=False) if x.alias_info)
+    # lists of views (chunk, split, unbind) are marked `a -> *`
+    return [x for x, alias in pairs if isinstance(x, Node) and (alias.before_set & returned or "*" in alias.after_set)]
 
 
 def _arguments_at(node: Node, places: Iterable[int]) -> list[Node]:
@@ -100,7 +93,9 @@ def written_arguments(node: Node) -> Iterator[Node]:
         return
     schema = getattr(node.target, "_schema", None)
     if schema is None:
-        yield from _written_inside(node)
+        for body, operands in inner_graphs(node):
+            written = {x for _, x in writers(body.nodes, operands)}
+            yield from (x for y, x in operands.items() if y in written and isinstance(x, Node))
         return
     for place, described in enumerate(schema.arguments):
         arg = node.args[place] if place < len(node.args) else node.kwargs.get(described.name)
@@ -146,28 +141,16 @@ def written_state(nodes: Iterable[Node], state: Iterable[Node]) -> tuple[Touched
 
 def inner_graphs(node: Node) -> Iterator[tuple[Graph, dict[Node, object]]]:
     """The inner graphs of an operation such as a no_grad block, each with the operands of its placeholders."""
-    leaves = pytree.tree_leaves(node.args)
-    bodies = [(place, body) for place, x in enumerate(leaves) if (body := _body(x)) is not None]
+    leaves, owner = pytree.tree_leaves(node.args), node.graph.owning_module
+    bodies = list[tuple[int, Graph]]()
+    for place, x in enumerate(leaves):
+        if isinstance(x, Node) and x.op == "get_attr":
+            inner = getattr(owner, str(x.target), None)
+            bodies += [(place, inner.graph)] if isinstance(inner, GraphModule) else []
     operands = leaves[bodies[-1][0] + 1 :] if bodies else []
     for _, body in bodies:
         parameters = [x for x in body.nodes if x.op == "placeholder"]
         yield body, dict(zip(parameters, operands, strict=False))
-
-
-def _written_inside(node: Node) -> Iterator[Node]:
-    """The operands that an operation's inner graphs write into."""
-    for body, operands in inner_graphs(node):
-        written = {x for _, x in writers(body.nodes, operands)}
-        for parameter, operand in operands.items():
-            if parameter in written and isinstance(operand, Node):
-                yield operand
-
-
-def _body(value: object) -> Graph | None:
-    if not isinstance(value, Node) or value.op != "get_attr" or value.graph.owning_module is None:
-        return None
-    inner = getattr(value.graph.owning_module, str(value.target), None)
-    return inner.graph if isinstance(inner, GraphModule) else None
 
 
 class _Storages:
@@ -190,23 +173,6 @@ class _Storages:
         return self._group[node]
 
 
-def _is_read_after(node: Node, members: Iterable[Node], target: Node, order: dict[Node, int]) -> bool:
-    """Whether the storage is read later by another name than `target`."""
-    others = (member for member in members if member is not target)
-    return any(order[user] > order[node] for other in others for user in other.users)
-
-
-def _touching(members: Iterable[Node]) -> frozenset[Node]:
-    """The operations that make or read a storage."""
-    return frozenset(x for member in members for x in (member, *member.users))
-
-
-def _written_in_place(node: Node) -> Node | None:
-    """The value that an in-place operation such as `add_` writes into."""
-    target = node.args[0] if node.args else None
-    return target if isinstance(target, Node) and target in set(written_arguments(node)) else None
-
-
 def _out_of_place(target: object) -> object | None:
     """The operator that returns what the in-place one would have written, or None."""
     if not isinstance(target, torch._ops.OpOverload):
@@ -214,5 +180,4 @@ def _out_of_place(target: object) -> object | None:
     namespace, name = target._schema.name.split("::")
     if not name.endswith("_") or namespace != "aten":
         return None
-    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
-    return getattr(packet, target._overloadname, None) if packet is not None else None
+    return getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), target._overloadname, None)

@@ -32,7 +32,7 @@ from profiler.capture.chain import (
     flat_tensors,
     model_state_restored,
 )
-from profiler.capture.running_norms import RecordedCall, RunningNorm, recorded_norms, running_norms
+from profiler.capture.moving_averages import RecordedCall, RunningNorm, recorded_norms, running_norms
 from profiler.capture.value_forms import Form
 from profiler.memory.allocations import storage_key
 from profiler.model.error_location import author_line, describe
@@ -60,8 +60,10 @@ def call_child(name: str, child: nn.Module, tensors: Tensors, form: Form) -> Cal
         with recorded_norms(child) as norms:
             value = child(form.value(given))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        line = author_line(error)
+        where = f" ({line})" if line else ""
         raise ModelError(
-            f"the control flow of {name} ({type(child).__name__}) depends on the values of its input{_at(error)}, which a "
+            f"the control flow of {name} ({type(child).__name__}) depends on the values of its input{where}, which a "
             "model without weights does not have; use torch.where or torch.cond, or measure on a host with more memory"
         ) from error
     except Exception as error:
@@ -71,51 +73,26 @@ def call_child(name: str, child: nn.Module, tensors: Tensors, form: Form) -> Cal
         ) from error
     made, outputs = Form.of(value, what=output_of(name, child))
     writes = [x._version for x in given] != before
+    passed: list[int | None] = []
+    following = 0  # an output that is an input out of their order counts as made
+    for output in outputs:
+        index = next((i for i in range(following, len(given)) if given[i] is output and not writes), None)
+        following = following if index is None else index + 1
+        passed.append(index)
     return Call(
         outputs,
         made,
         writes=writes,
         returns_input=any(_share_memory(x, y) for x, y in product(given, outputs)),
-        passed=(None,) * len(outputs) if writes else _passed(given, outputs),
+        passed=tuple(passed),
         overlaps=any(_overlap(x, y) for x, y in combinations(outputs, 2)),
         norms=tuple(norms),
     )
 
 
-def _passed(given: Tensors, outputs: Tensors) -> tuple[int | None, ...]:
-    """For each output the input that it is, in the order of the inputs; an output out of this order counts as made."""
-    found: list[int | None] = []
-    following = 0
-    for output in outputs:
-        index = next((i for i in range(following, len(given)) if given[i] is output), None)
-        following = following if index is None else index + 1
-        found.append(index)
-    return tuple(found)
-
-
 def output_of(name: str, child: nn.Module) -> str:
     """The name of a child's output in error messages."""
     return f"the output of {name} ({type(child).__name__})"
-
-
-def check_overlaps(names: Sequence[str], calls: Sequence[Call]) -> None:
-    """Raise ModelError if a child writes into one of two overlapping tensors: after a cut the other would not change."""
-    maker: str | None = None  # of the overlapping tensors
-    for name, call in zip(names, calls, strict=True):
-        if maker is not None and call.writes:
-            raise ModelError(
-                f"{name} writes in place into its input, where {maker} returns tensors that share memory; between two "
-                f"stages each tensor has its own memory: let {name} write into a copy (.clone()), or {maker} return copies"
-            )
-        if call.overlaps:
-            maker = name
-        elif not call.returns_input:
-            maker = None
-
-
-def _at(error: Exception) -> str:
-    line = author_line(error)
-    return f" ({line})" if line else ""
 
 
 def _share_memory(x: Tensor, y: Tensor) -> bool:
@@ -149,12 +126,26 @@ class SequentialChain(Chain):
         self._children = children
         self._forms, self._specs, self._calls = self._trace(inputs)
         self._routes = self._found_routes()
-        check_overlaps(self.names, self._calls)
+        maker: str | None = None  # of overlapping tensors
+        for name, call in zip(self.names, self._calls, strict=True):
+            if maker is not None and call.writes:  # after a cut the other tensor would not change
+                raise ModelError(
+                    f"{name} writes in place into its input, where {maker} returns tensors that share memory; between two "
+                    f"stages each tensor has its own memory: let {name} write into a copy (.clone()), or {maker} return copies"
+                )
+            if call.overlaps:
+                maker = name
+            elif not call.returns_input:
+                maker = None
 
     def _stage(self, first: int, end: int, at_layer: AtLayer | None) -> nn.Module:
         """Layers [first, end) as a module whose parameters keep their names in the sequence."""
         forms = self._forms[first], self._forms[end]
-        layers = _Slice(self._children[first:end], forms, copies_input=self._writes_into_input(first, end))
+        calls = self._calls[first:end]
+        last = next(
+            (x for x in calls if x.writes or not x.returns_input), None
+        )  # that may write into the stage's input
+        layers = _Slice(self._children[first:end], forms, copies_input=last is not None and last.writes)
         layers.first, layers.at_layer = first, at_layer
         return layers
 
@@ -192,8 +183,7 @@ class SequentialChain(Chain):
     def state(self, layer: int) -> dict[str, Tensor]:
         """The child's own parameters and buffers."""
         name, child = self._children[layer]
-        found = [*child.named_parameters(prefix=name), *child.named_buffers(prefix=name)]
-        return dict(found)
+        return dict([*child.named_parameters(prefix=name), *child.named_buffers(prefix=name)])
 
     def norms(self, first: int, end: int) -> tuple[RunningNorm, ...]:
         """By the calls recorded during capture."""
@@ -221,21 +211,21 @@ class SequentialChain(Chain):
             for ends in zip(makers, reversed(last), strict=True)
         ]
 
-    def _writes_into_input(self, first: int, end: int) -> bool:
-        """Whether one of these children writes into the stage's input, returned by those before it."""
-        for call in self._calls[first:end]:
-            if call.writes or not call.returns_input:
-                return call.writes
-        return False
-
     def _trace(self, inputs: object) -> tuple[list[Form], list[tuple[TensorSpec, ...]], list[Call]]:
         """The form and specs at each boundary, and the calls of the children.
 
         A model without weights runs on fake tensors, children that are alike only once.
         """
-        value = _only_input(inputs)
-        tensors = flat_tensors(value, what="the inputs")
-        forms, specs, calls = [_input_form(value)], [TensorSpec.of_all(tensors)], []
+        args, kwargs = call_arguments(inputs)
+        if kwargs or len(args) != 1:
+            found = f"inputs by name ({', '.join(kwargs)})" if kwargs else f"{len(args)} inputs"
+            raise ModelError(f"an nn.Sequential or a list of modules takes one input; the model file gives {found}")
+        tensors = flat_tensors(args[0], what="the inputs")
+        different = pytree.tree_map_only(
+            Tensor, Tensor.detach, args[0]
+        )  # as each is split into micro-batches separately
+        form, _ = Form.of(different, what="the inputs")
+        forms, specs, calls = [form], [TensorSpec.of_all(tensors)], []
         mode = fake_mode_of(self.model)
         known: dict[Hashable, Call] = {}
         with model_state_restored(self.model), mode or nullcontext():
@@ -279,21 +269,6 @@ class _Slice(nn.Module):
                 self.at_layer(layer)
             value = child(value)
         return tuple(tensor.contiguous() for tensor in self._gives.tensors_of(value, what=self._what))
-
-
-def _input_form(value: object) -> Form:
-    """The form of the inputs; all are different tensors, because each is split into micro-batches separately."""
-    form, _ = Form.of(pytree.tree_map_only(Tensor, Tensor.detach, value), what="the inputs")
-    return form
-
-
-def _only_input(inputs: object) -> object:
-    """The one argument of an nn.Sequential."""
-    args, kwargs = call_arguments(inputs)
-    if kwargs or len(args) != 1:
-        found = f"inputs by name ({', '.join(kwargs)})" if kwargs else f"{len(args)} inputs"
-        raise ModelError(f"an nn.Sequential or a list of modules takes one input; the model file gives {found}")
-    return args[0]
 
 
 def as_sequential(stages: Sequence[object]) -> nn.Sequential:

@@ -1,7 +1,7 @@
 """Trace a model into one graph of operations, by torch.export(strict=False) in training mode.
 
-Constants may keep their values during the trace (profiler/capture/constants.py), and modules may be single operations of
-it (profiler/capture/opaque_modules.py); profiler/capture/tracing_ways.py chooses. Errors name the user's line.
+Constants may keep their values during the trace (profiler/capture/known_values.py), and modules may be single operations of
+it (profiler/capture/opaque_calls.py); profiler/capture/tracing_ways.py chooses. Errors name the user's line.
 """
 
 from __future__ import annotations
@@ -9,29 +9,33 @@ from __future__ import annotations
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
-from torch.export import ExportedProgram
+from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError
-from profiler.capture import fake_kernels as fake_kernels  # registers them
 from profiler.capture.authored_layers import attributes_restored, caches_empty, named_state, replaced
-from profiler.capture.autograd_functions import CustomFunction, calls_in, custom_functions, put_custom_functions
 from profiler.capture.chain import call_arguments, model_state_restored
-from profiler.capture.constants import Answers, known_constants
 from profiler.capture.inplace import writers
-from profiler.capture.opaque_modules import ModuleRecords, opaque_modules
-from profiler.capture.value_checks import state_of_batch
+from profiler.capture.known_values import Answers, known_constants, state_of_batch
+from profiler.capture.opaque_calls import (
+    CustomFunction,
+    ModuleRecords,
+    calls_in,
+    custom_functions,
+    opaque_modules,
+    put_custom_functions,
+)
 from profiler.capture.value_forms import stage_output
 from profiler.model.error_location import author_line, first_line
 
@@ -103,7 +107,9 @@ def trace(model: nn.Module, inputs: object, way: Way, answers: Answers) -> Trace
     if run.reassigned:
         raise ModelError(reassigned(model, run.reassigned[0]))
     _check_outputs(model, found)
-    _check_parameters(found)
+    parameters = [node for node, x in found.state.items() if isinstance(x.tensor, nn.Parameter)]
+    for node, parameter in writers(found.graph.nodes, parameters):  # only the optimizer may change them
+        raise ModelError(parameter_changed(module_path(node), found.state[parameter].name))
     return found
 
 
@@ -118,7 +124,7 @@ class _ModelRun:
         self._is_running = False
 
     @contextmanager
-    def recorded(self, around: AbstractContextManager[object]) -> Iterator[None]:
+    def recorded(self, around: Sequence[AbstractContextManager[object]]) -> Iterator[None]:
         """Inside, an export is recorded; the forward runs inside `around`. The model is restored at the end."""
         plain: Callable[..., Any] = nn.Module._call_impl
 
@@ -128,7 +134,9 @@ class _ModelRun:
             before = _weights(self.model)
             self._is_running = True
             try:
-                with around, custom_functions(self.functions):
+                with ExitStack() as stack:
+                    for x in (*around, custom_functions(self.functions)):
+                        stack.enter_context(x)
                     output = plain(module, *args, **kwargs)
             finally:
                 self._is_running = False
@@ -147,39 +155,40 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
 
 
-def _as_if_run() -> AbstractContextManager[None]:
-    """Inside, torch.compiler.is_exporting() is False, so that code takes the path of a plain run.
-
-    Libraries otherwise choose code for all shapes, such as attention with a mask that these shapes do not need.
-    """
-    return replaced(torch.compiler, is_exporting=lambda: False, is_compiling=lambda: False)
-
-
 def _traced(run: _ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], way: Way, answers: Answers) -> Trace:
     model = run.model
     own = named_state(model)
-    constants = known_constants(answers) if way.knows_constants else nullcontext()
-    if way.follows_batch:
-        constants = _both(state_of_batch(model, own), constants)
-    opaque = opaque_modules(model, way.recorded, run.functions)
-    path = _as_if_run() if way.as_run else nullcontext()
-    moves = _without_needless_moves()
-    without_stacks = replaced(torch.fx.config, do_not_emit_stack_traces=True)  # they take longer than the trace itself
-    around = _real_values_kept() if way.follows_batch else nullcontext()
-    silent = _without_torch_messages()
-    with around, opaque, run.recorded(constants), silent, path, moves, without_stacks, uncompiled():
+    inside = [
+        *([state_of_batch(model, own)] if way.follows_batch else []),
+        *([known_constants(answers)] if way.knows_constants else []),
+    ]
+    with ExitStack() as stack:
+        if way.follows_batch:
+            stack.enter_context(_real_values_kept())
+        stack.enter_context(opaque_modules(model, way.recorded, run.functions))
+        stack.enter_context(run.recorded(inside))
+        stack.enter_context(_without_torch_messages())
+        if way.as_run:  # libraries otherwise choose code for all shapes, such as a mask that these shapes do not need
+            stack.enter_context(replaced(torch.compiler, is_exporting=lambda: False, is_compiling=lambda: False))
+        stack.enter_context(_without_needless_moves())
+        stack.enter_context(replaced(torch.fx.config, do_not_emit_stack_traces=True))  # slower than the trace itself
+        stack.enter_context(uncompiled())
         program = torch.export.export(model, args, kwargs, strict=False)
     module = program.graph_module
-    _erase_assertions(module)
+    for node in calls_in(module, torch.ops.aten._assert_tensor_metadata.default):  # of dtype and device, at every `.to`
+        node.graph.erase_node(node)
     put_custom_functions(module, run.functions)
     graph, copies = Graph(owning_module=module), dict[Node, Node]()  # the users of the exported graph can be incomplete
     for node in module.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     canonical = {id(tensor): name for name, tensor in own.items()}  # of tied tensors the last name
-    state = {
-        copies[node]: replace(x, name=canonical.get(id(x.tensor), x.name))
-        for node, x in _state_tensors(program, own).items()
-    }
+    signature, state = program.graph_signature, dict[Node, StateTensor]()
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    names |= signature.inputs_to_lifted_tensor_constants
+    for node in module.graph.nodes:
+        if node.op == "placeholder" and (name := names.get(node.name)) is not None:
+            tensor = own[name] if name in own else program.constants[name]
+            state[copies[node]] = StateTensor(canonical.get(id(tensor), name), tensor, name not in own)
     structure = program.call_spec.out_spec  # a slow property
     return Trace(graph, state, module, structure, run.left_out)
 
@@ -198,12 +207,6 @@ def _real_values_kept() -> Iterator[None]:
 
     integers_only = replaced(ShapeEnv, set_real_tensor_prop_unbacked_vals=keep_integers)
     with integers_only, functorch_config.patch(fake_tensor_propagate_real_tensors=True), torch.random.fork_rng():
-        yield
-
-
-@contextmanager
-def _both(one: AbstractContextManager[None], other: AbstractContextManager[None]) -> Iterator[None]:
-    with one, other:
         yield
 
 
@@ -229,12 +232,6 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-def _erase_assertions(module: GraphModule) -> None:
-    """Remove the assertions of dtype and device that export adds at every `.to`."""
-    for node in calls_in(module, torch.ops.aten._assert_tensor_metadata.default):
-        node.graph.erase_node(node)
-
-
 @contextmanager
 def _without_torch_messages() -> Iterator[None]:
     """Suppress the graphs and warnings that a failing export prints, and the one on attributes, which are restored."""
@@ -246,19 +243,6 @@ def _without_torch_messages() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def _state_tensors(program: ExportedProgram, own: Mapping[str, Tensor]) -> dict[Node, StateTensor]:
-    """The state tensors of a program's placeholders: parameters, buffers and lifted constants."""
-    signature = program.graph_signature
-    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    names |= signature.inputs_to_lifted_tensor_constants
-    placeholders = [x for x in program.graph_module.graph.nodes if x.op == "placeholder" and x.name in names]
-    state = {}
-    for node in placeholders:
-        name = names[node.name]
-        state[node] = StateTensor(name, own[name] if name in own else program.constants[name], name not in own)
-    return state
 
 
 def _check_outputs(model: nn.Module, found: Trace) -> None:
@@ -278,17 +262,18 @@ def _check_outputs(model: nn.Module, found: Trace) -> None:
         )
 
 
-def _check_parameters(found: Trace) -> None:
-    """Raise ModelError for operations that write into parameters: only the optimizer may change them."""
-    parameters = [node for node, x in found.state.items() if isinstance(x.tensor, nn.Parameter)]
-    for node, parameter in writers(found.graph.nodes, parameters):
-        raise ModelError(parameter_changed(module_path(node), found.state[parameter].name))
-
-
 def module_path(node: Node) -> str:
     """The path of the innermost module that an operation was traced in."""
     stack = node.meta.get("nn_module_stack")
     return str(list(stack.values())[-1][0]) if stack else ""
+
+
+def operation_name(node: Node) -> str:
+    """The name of an operation, such as "layer_norm"; in-place variants have the same name. A no_grad block: "no_grad"."""
+    if isinstance(node.target, OpOverload):
+        return str(node.target._schema.name).rpartition("::")[2].strip("_")
+    name = getattr(node.target, "__name__", str(node.target))
+    return "no_grad" if name == "wrap_with_set_grad_enabled" else name
 
 
 class UntraceableError(ModelError):
@@ -317,29 +302,24 @@ def _untraceable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if _DATA_OF_A_TENSOR in str(error):
         for name, is_changed in _parameters_whose_data_is_used(model, args, kwargs):
             path = name.rpartition(".")[0]
-            return ModelError(parameter_changed(path, name) if is_changed else _data_used(path, name))
+            if is_changed:
+                return ModelError(parameter_changed(path, name))
+            return ModelError(
+                f"{_who(path)} reads `.data` of the parameter {name} in its forward, which a trace "
+                "cannot follow; expected .detach(), which has the same values"
+            )
     where = author_line(error)
     reason = first_line(error) or type(error).__name__
-    if _is_plain_failure(error):
+    text = str(error).lower()
+    if type(error) in _PLAIN and not any(
+        word in text for word in _OF_TRACING
+    ):  # fails on these inputs without export too
         return UntraceableError(f"{type(model).__name__} fails: {where or 'in the model'}: {reason}")
     return UntraceableError(
         f"{type(model).__name__} cannot be captured by torch.export: {where or 'in the model'}: {reason}. "
         "If the control flow of that line depends on the values of a tensor (an `if`, a loop, .item()), use torch.where "
         "or torch.cond, or define the model as an nn.Sequential or a list of stages, which is cut between its children "
         "without tracing"
-    )
-
-
-def _is_plain_failure(error: Exception) -> bool:
-    """Whether the model fails on these inputs without export too, such as for wrong shapes or arguments."""
-    text = str(error).lower()
-    return type(error) in _PLAIN and not any(word in text for word in _OF_TRACING)
-
-
-def _data_used(path: str, parameter: str) -> str:
-    return (
-        f"{_who(path)} reads `.data` of the parameter {parameter} in its forward, which a trace "
-        "cannot follow; expected .detach(), which has the same values"
     )
 
 
@@ -386,3 +366,49 @@ def reassigned(model: nn.Module, name: str) -> str:
 
 def _who(path: str) -> str:
     return f"layer {path}" if path else "the model itself"
+
+
+_ALIGNED_BYTES = 16  # rows of the result of torch._grouped_mm begin at multiples of this
+
+
+def _grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """A tensor like the result: one group for each expert, which is a range of rows, of columns, or of the inner size.
+
+    A CPU multiplies float32, bfloat16 and float16, but torch's own fake kernel refuses all but bfloat16 (torch 2.13), so
+    that no mixture of experts could be traced as it runs. Shapes are those of torch.nn.functional.grouped_mm.
+    """
+    if a.dim() == 3 and b.dim() == 3:
+        size = [a.shape[0], a.shape[1], b.shape[2]]
+    elif a.dim() == b.dim():
+        assert offs is not None, "two matrices are multiplied in groups that end at offs"
+        size = [offs.shape[0], a.shape[0], b.shape[1]]
+    else:
+        size = [a.shape[-2], b.shape[-1]]
+    made = a.new_empty(size, dtype=out_dtype or a.dtype)
+    per_row = _ALIGNED_BYTES // made.element_size()
+    row = (size[-1] + per_row - 1) // per_row * per_row
+    return made if row == size[-1] else made.new_empty_strided(size, [size[-2] * row, row, 1][-len(size) :])
+
+
+torch.library.register_fake("aten::_grouped_mm", _grouped_mm, allow_override=True)
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int = 0,
+    zero_infinity: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Tensors like the losses of the samples, and like the backward's workspace, whose last size depends on the targets.
+
+    torch has no fake kernel for lengths that are tensors.
+    """
+    num_steps, num_samples = log_probs.shape[:2]
+    return log_probs.new_empty([num_samples]), log_probs.new_empty([num_samples, num_steps, 1])
+
+
+torch.library.register_fake("aten::_ctc_loss.Tensor", _ctc_loss, allow_override=True)

@@ -3,9 +3,9 @@
 1. As it is run: libraries take the path of a plain run, and constants keep their values.
 2. As libraries run it for torch.export.
 3. Both again without the values of constants, where the code read some.
-4. With the modules whose control flow depends on values called as they are (profiler/capture/opaque_modules.py), where
+4. With the modules whose control flow depends on values called as they are (profiler/capture/opaque_calls.py), where
    these are layers or parts of one.
-5. Along the path of the batch at hand, which is checked in training (profiler/capture/value_checks.py), also as 4.
+5. Along the path of the batch at hand, which is checked in training (profiler/capture/known_values.py), also as 4.
 6. As 4, with modules that hold several layers too.
 
 Every way is proven: outputs, gradients and buffers after one pass of the layers, each a stage of its own, equal those of
@@ -19,11 +19,11 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,8 @@ from torch.utils import _pytree as pytree
 from gplan.core.errors import ModelError
 from profiler.capture.authored_layers import attributes_restored, unit_paths
 from profiler.capture.chain import Chain, Tensors, call_arguments, flat_tensors, model_state_restored
-from profiler.capture.constants import Answers
-from profiler.capture.opaque_modules import ModuleRecords, recorded_calls
+from profiler.capture.known_values import Answers
+from profiler.capture.opaque_calls import recorded_calls
 from profiler.capture.trace import Trace, UntraceableError, Way, trace, uncompiled
 from profiler.capture.value_forms import DATA_DEPENDENT
 from profiler.memory.allocations import tensors_in
@@ -67,10 +67,10 @@ def captured_in_steps(
         except UntraceableError as error:
             attempt.error = error
             first_error = first_error or error
-            if not plain.runs:
+            if not plain.has_no_values and plain.results is None:  # the model itself fails
                 break
             continue
-        if before != _host_random_state() and not plain.has_no_values and plain.draws_outside_torch:
+        if before != _host_random_state() and not plain.has_no_values and plain.changes(host_seed=1):
             raise ModelError(
                 f"{type(model).__name__} draws random numbers with Python or numpy in its forward; a trace would make them "
                 "constants, the same at every step: draw them with torch (torch.rand), or switch this off, as "
@@ -82,7 +82,7 @@ def captured_in_steps(
             return chain
         is_unproven = plain.has_no_values and traced is None
         difference = None if is_unproven else plain.difference_from(chain, found)
-        if difference is None or (is_first and plain.draws):
+        if difference is None or (is_first and plain.changes(seed=1)):
             if not is_first:
                 proof = ", which is not proven, as the model has no weights here" if is_unproven else ""
                 reason = describe(root_cause(first_error)) if first_error is not None else "the profile did so"
@@ -120,22 +120,22 @@ class _Attempt:
     """A way to be tried, and the error of a try that failed."""
 
     way: Way
-    answers: Answers
+    answers: Answers = field(default_factory=Answers)
     error: ModelError | None = None  # also of one whose layers compute something else
 
 
 def _ways(model: nn.Module, inputs: object) -> Iterator[_Attempt]:
     """The ways in their order; what comes next depends on how the ones before failed."""
-    known = [_Attempt(Way(as_run=as_run), Answers()) for as_run in (True, False)]
+    known = [_Attempt(Way(as_run=as_run)) for as_run in (True, False)]
     yield from known
     for attempt in known:
         if attempt.error is not None and attempt.answers.num_given:
-            yield _Attempt(Way(as_run=attempt.way.as_run, knows_constants=False), Answers())
+            yield _Attempt(Way(as_run=attempt.way.as_run, knows_constants=False))
     if fake_mode_of(model) is not None or known[0].error is None:
         return
     units = unit_paths(model)
     yield from _with_modules_called(model, inputs, units, known[0].error)
-    along = _Attempt(Way(follows_batch=True), Answers())
+    along = _Attempt(Way(follows_batch=True))
     yield along
     yield from _with_modules_called(model, inputs, units, along.error, follows_batch=True)
     yield from _with_modules_called(model, inputs, {path for path, _ in model.named_modules()}, known[0].error)
@@ -145,25 +145,20 @@ def _with_modules_called(
     model: nn.Module, inputs: object, paths: Container[str], error: BaseException | None, *, follows_batch: bool = False
 ) -> Iterator[_Attempt]:
     """Attempts in which one more class of modules is called as it is, as long as one on these paths is at fault."""
-    classes = list[type]()
+    classes, (args, kwargs) = list[type](), call_arguments(inputs)
     while error is not None:
         at_fault = _class_at_fault(model, error, paths)
         if at_fault is None or at_fault in classes:
             return
         classes.append(at_fault)
         try:
-            way = Way(recorded=_recorded(model, inputs, classes), follows_batch=follows_batch)
+            with model_state_restored(model), attributes_restored(model):
+                recorded = recorded_calls(model, lambda: model(*args, **kwargs), classes)
         except ModelError:
             return
-        attempt = _Attempt(way, Answers())
+        attempt = _Attempt(Way(recorded=recorded, follows_batch=follows_batch))
         yield attempt
         error = attempt.error
-
-
-def _recorded(model: nn.Module, inputs: object, classes: list[type]) -> ModuleRecords:
-    args, kwargs = call_arguments(inputs)
-    with model_state_restored(model), attributes_restored(model):
-        return recorded_calls(model, lambda: model(*args, **kwargs), classes)
 
 
 def _class_at_fault(model: nn.Module, error: BaseException, paths: Container[str]) -> type | None:
@@ -187,7 +182,8 @@ class _PlainModel:
         self.has_no_values = fake_mode_of(model) is not None
 
     @cached_property
-    def _results(self) -> Results | None:
+    def results(self) -> Results | None:
+        """What a forward and a backward compute; None if the model fails."""
         return self._results_with()
 
     def _results_with(self, *, seed: int = 0, host_seed: int = 0, left_out: Container[int] = ()) -> Results | None:
@@ -204,59 +200,48 @@ class _PlainModel:
         except Exception:  # what fails is reported where the model is run for its own sake
             return None
 
-    def _changes(self, *, seed: int = 0, host_seed: int = 0) -> bool:
-        """Whether other seeds give other results; True for a model that cannot be run."""
-        again = None if self._results is None else self._results_with(seed=seed, host_seed=host_seed)
-        return again is None or self._results is None or self._results.difference_from(again) is not None
-
-    @property
-    def runs(self) -> bool:
-        """Whether the model itself can be run; a model without weights may."""
-        return self.has_no_values or self._results is not None
-
-    @cached_property
-    def draws(self) -> bool:
-        """Whether the results depend on random numbers."""
-        return self._changes(seed=1)
-
-    @cached_property
-    def draws_outside_torch(self) -> bool:
-        """Whether the results depend on random numbers of Python or numpy."""
-        return self._changes(host_seed=1)
+    def changes(self, *, seed: int = 0, host_seed: int = 0) -> bool:
+        """Whether other seeds, of torch or of Python and numpy, give other results; True for a model that cannot be run."""
+        again = None if self.results is None else self._results_with(seed=seed, host_seed=host_seed)
+        return again is None or self.results is None or _difference(self.results, again) is not None
 
     def difference_from(self, chain: Chain, traced: Trace) -> str | None:
         """Where the layers compute something else than the model; None: nowhere, or the model itself fails."""
         if self.has_no_values:
             return "the model has no weights here"
-        expected = self._results
+        expected = self.results
         if DATA_DEPENDENT in traced.left_out.values():
             expected = self._results_with(left_out=traced.left_out)
         if expected is None:
             return None
+
+        def run_layers() -> Any:
+            tensors: Tensors = flat_tensors(_copied(self._inputs), what="the inputs")
+            for first, end in pairwise(range(len(chain) + 1)):
+                tensors = chain.stage(first, end)(*tensors)
+            return chain.model_output(tensors)
+
+        graphs = [traced.graph, *(x.graph for x in traced.module.modules() if isinstance(x, GraphModule))]
+        values = (x for graph in graphs for node in graph.nodes for x in tensors_in(node.meta.get("val")))
+        dtypes = {x.dtype for x in values if x.is_floating_point()}
+        coarsest = max((torch.finfo(x).eps for x in dtypes), default=0.0)  # such as that of autocast
         try:
-            found = _results_of(self._model, partial(_output_by_layers, chain, self._inputs))
-            return expected.difference_from(found, epsilon=_coarsest_epsilon(traced))
+            return _difference(expected, _results_of(self._model, run_layers), epsilon=coarsest)
         except Exception as error:
             return f"they fail, {describe(error)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Results:
-    """What a forward and a backward compute: outputs, gradients and the buffers afterwards, by their names."""
-
-    tensors: Mapping[str, Excerpt | None]
-
-    def difference_from(self, other: Results, *, epsilon: float = 0.0) -> str | None:
-        """The first tensor that differs by more than the order of operations explains, at this precision or its own."""
-        if self.tensors.keys() != other.tensors.keys():
-            return f"{len(self.tensors)} results became {len(other.tensors)}"
-        largest = max((x.largest for name, x in self.tensors.items() if x and name.startswith(_GRADIENT)), default=0.0)
-        for name, x in self.tensors.items():
-            y = other.tensors[name]
-            least = _SMALLEST_SCALE * largest if name.startswith(_GRADIENT) else 0.0
-            if x is not y and (x is None or y is None or not x.equals(y, least=least, epsilon=epsilon)):
-                return f"{name} differs"
-        return None
+def _difference(expected: Results, found: Results, *, epsilon: float = 0.0) -> str | None:
+    """The first result that differs by more than the order of operations explains, at this precision or its own."""
+    if expected.keys() != found.keys():
+        return f"{len(expected)} results became {len(found)}"
+    largest = max((x.largest for name, x in expected.items() if x and name.startswith(_GRADIENT)), default=0.0)
+    for name, x in expected.items():
+        y = found[name]
+        least = _SMALLEST_SCALE * largest if name.startswith(_GRADIENT) else 0.0
+        if x is not y and (x is None or y is None or not x.equals(y, least=least, epsilon=epsilon)):
+            return f"{name} differs"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,24 +283,13 @@ class Excerpt:
         )
 
 
-def _coarsest_epsilon(found: Trace) -> float:
-    """That of the coarsest floating-point numbers in a trace, such as those of autocast."""
-    graphs = [found.graph, *(x.graph for x in found.module.modules() if isinstance(x, GraphModule))]
-    tensors = (x for graph in graphs for node in graph.nodes for x in tensors_in(node.meta.get("val")))
-    dtypes = {x.dtype for x in tensors if x.is_floating_point()}
-    return max((torch.finfo(x).eps for x in dtypes), default=0.0)
+Results: TypeAlias = Mapping[str, Excerpt | None]
+"""Outputs, gradients and the buffers after a forward and a backward, by their names."""
 
 
 def _copied(inputs: object) -> Any:
     """The inputs in memory of their own, as a forward may write into them."""
     return pytree.tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), inputs)
-
-
-def _output_by_layers(chain: Chain, inputs: object) -> Any:
-    tensors: Tensors = flat_tensors(_copied(inputs), what="the inputs")
-    for first, end in pairwise(range(len(chain) + 1)):
-        tensors = chain.stage(first, end)(*tensors)
-    return chain.model_output(tensors)
 
 
 def _host_random_state() -> tuple[Any, ...]:
@@ -339,4 +313,4 @@ def _results_of(model: nn.Module, run: Callable[[], Any], *, seed: int = 0, host
         gradients = {f"{_GRADIENT}{name}": x.grad for name, x in model.named_parameters()}
         buffers = {f"the buffer {name}": x for name, x in model.named_buffers()}
         made: dict[str, Tensor | None] = {**found, **gradients, **buffers}
-        return Results({name: None if x is None else Excerpt.of(x) for name, x in made.items()})
+        return {name: None if x is None else Excerpt.of(x) for name, x in made.items()}

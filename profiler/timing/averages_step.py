@@ -14,8 +14,7 @@ from typing import TypeAlias
 import torch
 
 from profiler.capture.chain import Chain
-from profiler.capture.moving_averages import MovingAverages
-from profiler.capture.running_norms import RunningNorm
+from profiler.capture.moving_averages import MovingAverages, RunningNorm
 from profiler.timing.clock import AtOneSpeed, Clock, Samples, cold_caches
 from profiler.timing.optimizer_step import MICROBATCHES, WARMUP
 

@@ -27,7 +27,7 @@ from profiler.capture.chain import (
     wants_gradient,
 )
 from profiler.capture.equal_layers import sources
-from profiler.capture.running_norms import RunningNorm
+from profiler.capture.moving_averages import RunningNorm
 from profiler.memory.allocations import tensors_in
 from profiler.model.error_location import describe, is_out_of_memory
 from profiler.model.load import ModelFile

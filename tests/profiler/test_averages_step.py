@@ -11,7 +11,7 @@ from torch import nn
 
 from profiler import measure
 from profiler.capture.capture import capture
-from profiler.capture.running_norms import RunningNorm
+from profiler.capture.moving_averages import RunningNorm
 from profiler.measure import measure_profile
 from profiler.timing import averages_step
 from profiler.timing.averages_step import sample_averages

@@ -17,8 +17,7 @@ from gplan.core import Constraints
 from gplan.core.errors import UsageError
 from profiler.capture.capture import capture, exported
 from profiler.capture.chain import Chain
-from profiler.capture.moving_averages import MovingAverages
-from profiler.capture.running_norms import RunningNorm
+from profiler.capture.moving_averages import MovingAverages, RunningNorm
 from profiler.model.load import model_in_memory
 from tests.runtime.plans import plan_for
 from tests.runtime.ranks import on_ranks

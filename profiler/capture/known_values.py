@@ -1,29 +1,41 @@
-"""Follow the values of constant tensors during a trace, so that control flow that depends on them is as in a plain run.
+"""The values of tensors during a trace: followed where they are constants, else answered and checked in training.
 
 A tensor made from numbers alone (`torch.arange`, `torch.zeros`), or computed from such tensors alone, has the same
 value in every run at these shapes. Its operations run twice: on fake tensors, for the graph, and on real ones, which
 answer `if`, `.item()` and `.tolist()`. Views and in-place writes happen to both. The value is dropped where this is
 not certain: after a write that was not followed, for random numbers, uninitialised memory, large tensors, and inside
 torch.func and torch.vmap.
+
+Two other kinds of questions are answered. An author's check, an `if` that only raises an error or an `assert`, passes.
+And a trace that follows a batch (profiler/capture/tracing_ways.py) computes with the values of that batch beside its fake
+tensors, which torch calls real tensor propagation: control flow is that of the batch. Each of these answers becomes an
+operation of the graph that raises an error for a batch with another one.
 """
 
 from __future__ import annotations
 
+import ast
+import linecache
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gplan.core.errors import ModelError
 from profiler.capture.authored_layers import replaced
-from profiler.capture.value_checks import answer_of_batch, on_real_tensors, passed_check, without_draws
 from profiler.capture.value_forms import has_fixed_size
 from profiler.memory.allocations import tensors_in
 
@@ -43,6 +55,11 @@ _QUESTIONS = frozenset({
 _UNCOUNTED = frozenset({  # access to memory whose writes torch does not count
     Tensor.data.__get__, Tensor.data.__set__, Tensor.storage, Tensor.untyped_storage,  # type: ignore[attr-defined]
 })  # fmt: skip
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent)
+_MOST_NUMBERS_OF_ANSWER = 64
+_TRUTHS = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero})
+_NUMBERS = frozenset({Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist})
 _OPERATORS = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
 _PLAIN = (bool, int, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.Size,
           torch.memory_format)  # fmt: skip
@@ -71,18 +88,26 @@ class _ConstantCall:
             return self.function(*self.args, **self.kwargs)
 
 
+@dataclass(slots=True)
 class Answers:
     """Counts the reads of constant values during a trace."""
 
-    def __init__(self) -> None:
-        self.num_given = 0
+    num_given: int = 0
 
 
 @contextmanager
 def known_constants(answers: Answers) -> Iterator[None]:
-    """Inside, constants made by the model's code keep their values; entered around its forward."""
+    """Inside, constants made by the model's code keep their values; entered around its forward.
+
+    `is_fake_tensor` of transformers, if it is imported, is False for them: its code calls this before it reads values.
+    """
     constants = _Constants(answers)
-    with _not_called_fake(constants), constants:
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    plain = getattr(module, "is_fake_tensor", None)
+    known: AbstractContextManager[None] = nullcontext()
+    if plain is not None:
+        known = replaced(module, is_fake_tensor=lambda x: plain(x) and not constants.has_value(x))
+    with known, constants:
         yield
 
 
@@ -113,7 +138,12 @@ class _Constants(TorchFunctionMode):
         output = without_draws(lambda: function(*args, **kwargs))
         is_followed = call is not None and self._follow(call, output)
         if self._values and not is_followed and _may_write(function, kwargs):
-            self._forget_memory_of((args, kwargs))
+            if _is_transforming():  # the tensors may stand for others
+                self._values.clear()
+                return output
+            memories = set(map(_memory, tensors_in((args, kwargs))))
+            for tensor in [x for x in self._values if _memory(x) in memories]:
+                del self._values[tensor]
         return output
 
     def has_value(self, tensor: object) -> bool:
@@ -134,7 +164,9 @@ class _Constants(TorchFunctionMode):
         leaves, structure = pytree.tree_flatten((args, kwargs))
         fakes = tuple(x for x in leaves if isinstance(x, Tensor))
         values = {id(x): self._value(x) for x in fakes}
-        is_constant = all(values.values()) and all(isinstance(x, Tensor) or _is_plain(x) for x in leaves)
+        others = (x for x in leaves if not isinstance(x, Tensor))
+        parts = (y for x in others for y in ((x.start, x.stop, x.step) if isinstance(x, slice) else (x,)))
+        is_constant = all(values.values()) and all(type(x) in _PLAIN for x in parts)
         if not is_constant or not (fakes or function in _MAKERS):
             return None
         real_args, real_kwargs = pytree.tree_unflatten(
@@ -165,16 +197,18 @@ class _Constants(TorchFunctionMode):
             reals = list(tensors_in(call.result()))
         except Exception:  # the value stays unknown
             return False
-        if len(fakes) != len(reals) or not all(map(_is_like, fakes, reals)):
+        with torch._C.DisableTorchFunction():
+            places = [
+                [(x.shape, x.stride(), x.storage_offset(), x.dtype, x.device) for x in some] for some in (fakes, reals)
+            ]
+        if places[0] != places[1]:
             return False
-        for fake, real in (*self._written(call), *zip(fakes, reals, strict=True)):
+        given = (
+            (fake, x.real) for fake in call.fakes if (x := self._values.get(fake))
+        )  # it may have written into them
+        for fake, real in (*given, *zip(fakes, reals, strict=True)):
             self._values[fake] = _Value(real, _num_writes(fake))
         return True
-
-    def _written(self, call: _ConstantCall) -> list[tuple[Tensor, Tensor]]:
-        """The arguments with known values that a call wrote into."""
-        values = [(fake, self._values.get(fake)) for fake in call.fakes]
-        return [(fake, x.real) for fake, x in values if x is not None and x.num_writes != _num_writes(fake)]
 
     def _value(self, tensor: Tensor) -> _Value | None:
         value = self._values.get(tensor)
@@ -182,14 +216,6 @@ class _Constants(TorchFunctionMode):
             del self._values[tensor]
             return None
         return value
-
-    def _forget_memory_of(self, values: object) -> None:
-        if _is_transforming():  # the tensors may stand for others
-            self._values.clear()
-            return
-        memories = set(map(_memory, tensors_in(values)))
-        for tensor in [x for x in self._values if _memory(x) in memories]:
-            del self._values[tensor]
 
 
 def _may_write(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
@@ -237,25 +263,128 @@ def _can_be_kept(tensor: Tensor, *, any_size: bool = False) -> bool:
         return any_size or tensor.numel() <= MOST_NUMBERS
 
 
-def _is_like(fake: Tensor, real: Tensor) -> bool:
-    with torch._C.DisableTorchFunction():
-        places = [(x.shape, x.stride(), x.storage_offset(), x.dtype, x.device) for x in (fake, real)]
-    return places[0] == places[1]
+torch.library.define("gplan::check", "(Tensor value, int[] expected, str text) -> ()")
 
 
-def _is_plain(value: object) -> bool:
-    if isinstance(value, slice):
-        return all(type(x) in (int, type(None)) for x in (value.start, value.stop, value.step))
-    return type(value) in _PLAIN
+@torch.library.impl("gplan::check", "CompositeExplicitAutograd")
+def _check(value: Tensor, expected: Sequence[int], text: str) -> None:
+    """Raise ModelError unless the numbers of a tensor are the expected ones."""
+    if value.flatten().tolist() != [*expected]:
+        raise ModelError(text)
 
 
-def _not_called_fake(constants: _Constants) -> AbstractContextManager[None]:
-    """Inside, `is_fake_tensor` of transformers, if it is imported, is False for tensors with known values.
+torch.library.register_fake("gplan::check", lambda value, expected, text: None)  # a trace has no values
 
-    Its code calls this function before it reads values.
+
+def passed_check(value: Tensor) -> bool | None:
+    """The truth with which the running check passes, which is then part of the trace; None where there is no check."""
+    path, line = _asking_line()
+    expected = next((passes for first, end, passes in _checks_in(path) if first <= line <= end), None)
+    if expected is not None:
+        text = f"a check of the model fails for this batch: {path}, line {line}"
+        torch.ops.gplan.check(value.bool(), [int(expected)], text)
+    return expected
+
+
+def answer_of_batch(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """The answer to a question about a tensor for the batch that is followed; NotImplemented without one.
+
+    Not answered are questions for floating-point numbers, which differ from batch to batch: torch traces those.
     """
-    module: Any = sys.modules.get("transformers.utils.import_utils")
-    plain = getattr(module, "is_fake_tensor", None)
-    if plain is None:
-        return nullcontext()
-    return replaced(module, is_fake_tensor=lambda x: plain(x) and not constants.has_value(x))
+    value = args[0] if args else None
+    if not isinstance(value, FakeTensor) or function not in _TRUTHS | _NUMBERS:
+        return NotImplemented
+    real = value.real_tensor
+    if real is None or real.numel() > _MOST_NUMBERS_OF_ANSWER:
+        return NotImplemented
+    compared = value.bool() if function in _TRUTHS else value
+    if compared.is_floating_point() or compared.is_complex():
+        return NotImplemented
+    with on_real_tensors():
+        answer = function(real)
+        expected = [int(x) for x in (real.bool() if function in _TRUTHS else real).flatten().tolist()]
+    path, line = _asking_line()
+    text = (
+        f"this batch takes another path through the model than the one it was captured for: {path}, line {line} "
+        f"({linecache.getline(path, line).strip()}) found {answer} then; use torch.where or torch.cond there, or define the "
+        "model as an nn.Sequential or a list of stages, whose children may branch as they like"
+    )
+    torch.ops.gplan.check(compared, expected, text)
+    return answer
+
+
+@contextmanager
+def on_real_tensors() -> Iterator[None]:
+    """Inside, operations run on real tensors without being traced."""
+    no_functions, no_dispatcher = torch._C.DisableTorchFunction(), torch._C._DisablePythonDispatcher()
+    with no_functions, _disable_current_modes(), no_dispatcher, torch.no_grad():
+        yield
+
+
+def give_values(fakes: Sequence[Tensor], call: Callable[..., Sequence[Tensor]], given: Sequence[Any]) -> None:
+    """Give the results of a call that was not traced the values of the batch, where those of its arguments are known."""
+    reals = [x.real_tensor if isinstance(x, FakeTensor) else x for x in given]
+    is_known = functorch_config.fake_tensor_propagate_real_tensors and not any(x is None for x in reals)
+    with on_real_tensors():
+        made: Sequence[Tensor | None] = call(*reals) if is_known else [None] * len(fakes)
+    for fake, real in zip(fakes, made, strict=True):
+        if isinstance(fake, FakeTensor):
+            fake.real_tensor = real
+
+
+@contextmanager
+def state_of_batch(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, in a trace that follows a batch, the model's fake parameters and buffers have the values of `state`."""
+    fakes = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with on_real_tensors():
+        for name, fake in fakes.items():
+            if isinstance(fake, FakeTensor) and name in state:
+                real = state[name].detach()
+                is_parameter = isinstance(state[name], nn.Parameter)
+                fake.real_tensor = real if is_parameter else real.clone()  # buffers are written
+    yield
+
+
+def without_draws(call: Callable[[], Any]) -> Any:
+    """The result of a call; where it drew random numbers, its values are not those of the batch, and are forgotten."""
+    if not functorch_config.fake_tensor_propagate_real_tensors:
+        return call()
+    before = _random_state()
+    output = call()
+    if _random_state() != before:
+        for x in pytree.tree_leaves(output):
+            if isinstance(x, FakeTensor):
+                x.real_tensor = None
+    return output
+
+
+def _random_state() -> tuple[object, ...]:
+    with on_real_tensors():
+        on_gpus = (x.get_offset() for x in torch.cuda.default_generators)
+        return torch.default_generator.get_state().numpy().tobytes(), *on_gpus
+
+
+def _asking_line() -> tuple[str, int]:
+    """File and line of the code that asks for a value, outside torch and this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE)):
+        frame = frame.f_back
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+@cache
+def _checks_in(path: str) -> tuple[tuple[int, int, bool], ...]:
+    """The first and last line of the condition of each check in a file, and the truth with which it passes."""
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ()
+    found = list[tuple[int, int, bool]]()
+    for node in (x for x in ast.walk(tree) if isinstance(x, ast.If | ast.Assert)):
+        only_raises = isinstance(node, ast.Assert) or (
+            not node.orelse and all(isinstance(x, ast.Raise) for x in node.body)
+        )
+        negating = ast.Not | ast.IfExp | ast.Lambda | ast.GeneratorExp  # a part may have the opposite truth
+        if only_raises and not any(isinstance(x, negating) for x in ast.walk(node.test)):
+            found.append((node.test.lineno, node.test.end_lineno or node.test.lineno, isinstance(node, ast.Assert)))
+    return tuple(found)

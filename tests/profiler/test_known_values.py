@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from gplan.core.errors import ModelError
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain
-from profiler.capture.constants import MOST_NUMBERS
+from profiler.capture.known_values import MOST_NUMBERS
 
 ROWS = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
 
@@ -174,12 +174,12 @@ def test_decisions_by_anything_else_are_no_constants(number: Callable[[Decides, 
     try:
         assert capture(model, ROWS).traced.endswith("along the path of one batch")
     except ModelError as error:
-        assert re.search(r"test_constants\.py, line .* data-dependent", str(error))
+        assert re.search(r"test_known_values\.py, line .* data-dependent", str(error))
 
 
 @pytest.mark.parametrize("kind", ["random numbers", "random positions", "dropped numbers", "drawn numbers"])
 def test_random_decisions_are_refused(kind: str) -> None:
-    with pytest.raises(ModelError, match=r"test_constants\.py, line .* data-dependent"):
+    with pytest.raises(ModelError, match=r"test_known_values\.py, line .* data-dependent"):
         capture(Decides(UNKNOWN[kind]), ROWS)
 
 
@@ -304,14 +304,14 @@ def test_batch_on_another_path_is_refused_with_the_line() -> None:
     stage, other = chain.stage(0, len(chain)), -2 * ROWS.abs()
     assert "control flow depends on values" in chain.notes[0] and torch.equal(stage(other)[0], model(other))
     for batch, line in ((ROWS.abs(), "return first if"), (-100 * ROWS.abs(), "int(x.sum() > -100)")):
-        with pytest.raises(ModelError, match=rf"test_constants\.py, line .*{re.escape(line)}.* use torch\.where"):
+        with pytest.raises(ModelError, match=rf"test_known_values\.py, line .*{re.escape(line)}.* use torch\.where"):
             stage(batch)
 
 
 def test_decisions_by_floating_point_numbers_are_refused() -> None:
     """No assertion of the graph could check them at other batches."""
     for ask in (Tensor.item, float):
-        with pytest.raises(ModelError, match=r"test_constants\.py, line .*"):
+        with pytest.raises(ModelError, match=r"test_known_values\.py, line .*"):
             capture(Decides(lambda _, x, ask=ask: 1.0 if ask(x.abs().max()) > 100 else 2.0), ROWS)
 
 
@@ -344,6 +344,6 @@ def test_checks_of_values_are_made_in_training() -> None:
     assert len(chain) == 2 and chain.notes == () and torch.equal(stage(x)[0], model(x))
     for wrong in (2000.0, -2000.0):
         with pytest.raises(
-            ModelError, match=r"a check of the model fails for this batch: .*test_constants\.py, line \d+"
+            ModelError, match=r"a check of the model fails for this batch: .*test_known_values\.py, line \d+"
         ):
             stage(wrong * x)
