@@ -156,10 +156,13 @@ class Pipeline(StageState):
         self._shared_buffers = SharedBuffers(model, usual, names, plan)
         self._shared_buffers.check_graphs(usual)
         own = range(plan.num_stages) if ranks is None else ranks.stages
-        tensors = source.values([x for x in named_tensors(model) if x in names.on_stages(own)], device)
+        like = named_tensors(model)
+        held = [own] if ranks is None else [[x.index for x in plan.stages_of(i)] for i in range(plan.num_devices)]
+        wanted = [names.on_stages(stages) for stages in held]
+        notes.enter_action("loading")
+        tensors = source.values([[x for x in like if x in some] for some in wanted], device, ranks)
         if ranks is not None:
             broadcast_first_replica(tensors.values(), ranks)
-        like = named_tensors(model)
         divided = divided_names(plan, names, model, ranks)
         whole = {name: x for name, x in tensors.items() if name not in divided}
         self._masters = MasterWeights(whole, like if plan.precision.master_weights else whole)

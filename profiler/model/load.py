@@ -9,7 +9,7 @@ The model of a file is an nn.Module, a list of modules, a class, or a function t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +42,6 @@ from profiler.model.model_reference import (
     resize_inputs,
     similar_name,
 )
-from profiler.model.partial_build import build_part
 
 Batch: TypeAlias = tuple[Any, Any]  # inputs as the model is called with, target as the loss wants it
 
@@ -266,15 +265,6 @@ class OpenedFile:
             notes=lost_values_note(lost),
             lost=lost,
             misspelled=self.misspelled,
-        )
-
-    def load_part(self, *, seed: int, keep: Collection[str]) -> nn.Module:
-        """The model that `load` builds from the seed, with memory only for its buffers and the parameters in `keep`.
-
-        See profiler/model/partial_build.py. Raises ModelError for a model that cannot be built in part.
-        """
-        return build_part(
-            lambda: _built(self.target, self.settings, self.name)[0], keep=keep, seed=seed, what=self.name
         )
 
 
