@@ -30,7 +30,6 @@ from gplan.runtime import stage_state, validation
 from gplan.runtime.buffers import SharedBuffers, check_norms, strict_norm
 from gplan.runtime.capture_cache import CaptureCache, CapturedModel, named_tensors
 from gplan.runtime.gradient_sync import TiedGradients, broadcast_first_replica
-from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.master_weights import MasterWeights
 from gplan.runtime.microbatches import Pass, concat_outputs, replica_rows, split_into_passes, take_rows
 from gplan.runtime.model_source import ModelLike, ModelSource, open_source
@@ -43,6 +42,7 @@ from gplan.runtime.stage_runner import OutputFn, StageRunner, to_device
 from gplan.runtime.stage_state import StageState
 from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_samples, runs_on_gpus
 from profiler.capture.chain import Chain, autocast
+from profiler.host.heartbeat import Heartbeat
 from profiler.host.host_info import keep_freed_memory
 from profiler.host.links import deprioritize_connection_threads
 from profiler.model.lazy_build import random_state_kept

@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
 from gplan.core import RecomputeMode, is_recomputed
-from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.random_streams import RandomStreams
 from profiler.backward.rematerialize import recomputed
 from profiler.capture.chain import Chain, Tensors
 from profiler.capture.inplace import aliased_arguments, written_arguments
+from profiler.host.heartbeat import Heartbeat
 from profiler.memory.allocations import storage_key
 
 if TYPE_CHECKING:

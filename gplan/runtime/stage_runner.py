@@ -18,7 +18,6 @@ from gplan.core.errors import GplanError, ModelError, RunError, UsageError
 from gplan.core.units import counted
 from gplan.runtime.capture_cache import CaptureCache, CapturedModel
 from gplan.runtime.gradient_sync import average_gradients, broadcast_first_replica, has_sparse_gradients
-from gplan.runtime.heartbeat import Heartbeat, at_layer, on_stage
 from gplan.runtime.microbatches import Pass, take_rows
 from gplan.runtime.process_group import RankLayout
 from gplan.runtime.random_streams import RandomStreams
@@ -31,6 +30,7 @@ from gplan.schedules.registry import make_schedule
 from profiler.capture.chain import flat_tensors
 from profiler.capture.moving_averages import MovingAverages
 from profiler.host.failure import failure_text, is_lost_connection
+from profiler.host.heartbeat import Heartbeat, at_layer, on_stage
 from profiler.memory.allocations import now_ns, storage_key
 from profiler.model.model_reference import describe_inputs
 

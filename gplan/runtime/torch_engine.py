@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -30,7 +30,6 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from gplan.core import Action, ActionKind, Schedule
 from gplan.cost.microbatch_bytes import transfer_memory
 from gplan.runtime.capture_cache import CapturedModel
-from gplan.runtime.heartbeat import PeerWait, waits_by_action
 from gplan.runtime.missing_gradients import MissingGradients
 from gplan.runtime.recorder import ActionRecorder
 from gplan.runtime.stage_module import StageModule
@@ -112,7 +111,6 @@ class TorchEngine:
     def _runtime(self, work: EnginePass) -> _Runtime:
         rank = _RankContext(
             recorder=self.recorder,
-            waits=waits_by_action(work.schedule, dist.get_rank(self._group)),
             stages=frozenset(stage.index for stage in self._stages),
         )
         return _Runtime([self._timed(work, stage, rank) for stage in self._stages], work.schedule, rank)
@@ -137,17 +135,12 @@ class _RankContext:
     """What the stages of a rank share in the passes of one runtime."""
 
     recorder: ActionRecorder
-    waits: Mapping[Action | None, PeerWait | None]
     stages: Collection[int]  # on this rank
     loss_weight: float = 1.0
 
-    def note_wait(self, action: Action | None) -> None:
-        """Record in the heartbeat what this rank waits for after an action; None: before the first."""
-        wait = self.waits[action]
-        if wait is not None:
-            self.recorder.heartbeat.enter_wait(
-                wait.awaited, stage=wait.neighbour, microbatch=wait.microbatch, at=wait.stage
-            )
+    def note_wait(self) -> None:
+        """Record in the heartbeat that between its actions this rank can only wait for other stages."""
+        self.recorder.heartbeat.enter_wait("neighbours")
 
 
 class _TimedStage(PipelineStage):
@@ -167,7 +160,7 @@ class _TimedStage(PipelineStage):
         action = self._begin_action(ActionKind.FORWARD, fwd_chunk_id)
         with self.context.recorder.note(action):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self.context.note_wait(action)
+        self.context.note_wait()
         if self.stage_index - 1 in self.context.stages:
             _release(self.args_recv_info[fwd_chunk_id])
         return output
@@ -182,7 +175,7 @@ class _TimedStage(PipelineStage):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             if not self.is_first:
                 self.bwd_cache[bwd_chunk_id] = self._outgoing_gradients(bwd_chunk_id, self.bwd_cache[bwd_chunk_id])
-        self.context.note_wait(action)
+        self.context.note_wait()
         if self.stage_index + 1 in self.context.stages:
             _release(self.grad_recv_info[bwd_chunk_id])
 
@@ -190,7 +183,7 @@ class _TimedStage(PipelineStage):
         action = self._begin_action(ActionKind.WEIGHT_GRADIENT, bwd_chunk_id)
         with self.context.recorder.note(action):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self.context.note_wait(action)
+        self.context.note_wait()
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -277,7 +270,7 @@ class _Runtime(_PipelineScheduleRuntime):
         self.context.loss_weight, self._at_end = work.loss_weight, work.loss_fn
         self._losses.clear()
         step = self.step if work.trains else self.eval
-        self.context.note_wait(None)
+        self.context.note_wait()
         with _quiet_log(), _unnamed_actions(), warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", message="FSDP2-wrapped module .* returned a view"

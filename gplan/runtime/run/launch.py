@@ -26,7 +26,6 @@ from gplan.core import Plan, Run
 from gplan.core.errors import GplanError, RunError, UsageError
 from gplan.files import json_files
 from gplan.runtime.checkpoint.folder import list_checkpoints, locked_directory, newest_intact
-from gplan.runtime.heartbeat import Heartbeat, heartbeat_file, status_reader
 from gplan.runtime.model_source import ModelLike, ModelSource, open_source
 from gplan.runtime.peers import Peers, explained_by_peers, local_place
 from gplan.runtime.pipeline import own_device
@@ -35,6 +34,7 @@ from gplan.runtime.run.loop import train
 from gplan.runtime.run.run_options import ReportStep, RunOptions
 from gplan.runtime.validation import check_fits_here, check_hosts, check_runnable
 from profiler.host.failure import failure_text, is_lost_connection
+from profiler.host.heartbeat import Heartbeat, heartbeat_file, read_heartbeat
 from profiler.host.host_info import device_share, pin_to_share
 from profiler.host.processes import end_with_parent, print_stack_on_signal, report_error, run_processes
 from profiler.model.given_model import check_nothing_beside
@@ -162,6 +162,8 @@ def run_local_processes(
     """
     with _checkpoints_locked(options), tempfile.TemporaryDirectory(prefix="gplan-run-") as place:
         json_files.save(plan, Path(place) / "plan.json")
+        for rank in range(plan.num_ranks):  # so that a rank that does not start has a stage
+            _heartbeat(Path(place), plan, rank)
         job = WorkerJob(reference=reference, settings=settings, options=options, folder=place)
         job_file = Path(place) / "job.json"
         json_files.write_bytes(job_file, msgspec.json.encode(job))
@@ -179,15 +181,15 @@ def run_local_processes(
             num_processes=plan.num_ranks,
             timeout_s=options.timeout_s,
             on_line=on_line,
-            status_of=status_reader(Path(place), plan.layer_names, stages=_only_stages(plan)),
+            status_of=lambda rank: read_heartbeat(heartbeat_file(Path(place), rank), plan.layer_names),
         )
         return json_files.load(Run, Path(place) / "run.json")
 
 
-def _only_stages(plan: Plan) -> list[int | None]:
-    """Return for each device its stage, or None if it has several."""
-    held = [plan.stages_of(device) for device in range(plan.num_devices)]
-    return [stages[0].index if len(stages) == 1 else None for stages in held]
+def _heartbeat(folder: Path, plan: Plan, rank: int) -> Heartbeat:
+    """Begin the heartbeat of a rank, with its stage if it has only one."""
+    stages = plan.stages_of(rank % plan.num_devices)
+    return Heartbeat(heartbeat_file(folder, rank), stage=stages[0].index if len(stages) == 1 else None)
 
 
 def is_torchrun() -> bool:
@@ -314,7 +316,7 @@ def _main(job_file: Path) -> int:
         warnings.showwarning = _forward_warning  # type: ignore[assignment]
     job = msgspec.json.decode(job_file.read_bytes(), type=WorkerJob)
     plan, rank = json_files.load(Plan, Path(job.folder) / "plan.json"), int(os.environ["RANK"])
-    heartbeat = Heartbeat(heartbeat_file(Path(job.folder), rank), stage=_only_stages(plan)[rank % plan.num_devices])
+    heartbeat = _heartbeat(Path(job.folder), plan, rank)
     try:
         _work(job, plan, heartbeat)
     except GplanError as error:

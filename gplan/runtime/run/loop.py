@@ -21,7 +21,6 @@ from gplan.core import GradientCheck, HostLoad, Plan, Run
 from gplan.core.errors import RunError, UsageError
 from gplan.core.units import counted
 from gplan.evaluate.compare import stale_prediction_notes
-from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.model_source import ModelSource
 from gplan.runtime.pipeline import Pipeline, own_device
 from gplan.runtime.run.reference import Reference, as_dense, gradient_check, gradient_errors, plain_reference
@@ -35,6 +34,7 @@ from gplan.runtime.stage_module import StageModule
 from gplan.runtime.validation import host_bytes
 from gplan.runtime.virtual_engine import VirtualEngine
 from profiler.host.failure import failure_text
+from profiler.host.heartbeat import Heartbeat
 from profiler.host.host_info import (
     clock_id,
     garbage_collector_frozen,
