@@ -231,8 +231,22 @@ class Pipeline(StageState):
         self._loss_exchange.post_receive()
         with self._random_streams.preserved(), self._tied.accumulated():
             with self._masters.lent(), self._shared_buffers.forbid_writes(self._tensors):
-                losses = self._losses_of(inputs, targets, num_rows, scale)
-                self._take_gradients()
+                losses = list[Tensor]()
+                for part in self._passes(num_rows):
+                    weight = self._loss_weight(part, num_rows)
+                    found = runner.run(
+                        part,
+                        inputs,
+                        num_rows,
+                        step=self.num_steps,
+                        output_fn=self._loss_fn(targets, part, num_rows),
+                        trains=True,
+                        loss_weight=weight * scale,
+                    )
+                    losses += [weight * x.double() for x in found]
+                for device, stages in enumerate(runner.stages_by_device if self._masters else ()):
+                    with runner.updating(device):  # master weights take the gradients as a part of the update
+                        self._masters.take_gradients(runner.parameters_of(stages))
             total = self._total(losses)
             runner.reduce_shards()
             with self.heartbeat.waiting("sums"):
@@ -240,29 +254,6 @@ class Pipeline(StageState):
             runner.finish()
         self.num_steps += 1
         return total
-
-    def _losses_of(self, inputs: Any, targets: Any, num_rows: int, scale: float) -> list[Tensor]:
-        """Run all passes of a mini-batch; return the weighted losses of its micro-batches."""
-        losses = list[Tensor]()
-        for part in self._passes(num_rows):
-            weight = self._loss_weight(part, num_rows)
-            found = self.runner.run(
-                part,
-                inputs,
-                num_rows,
-                step=self.num_steps,
-                output_fn=self._loss_fn(targets, part, num_rows),
-                trains=True,
-                loss_weight=weight * scale,
-            )
-            losses += [weight * x.double() for x in found]
-        return losses
-
-    def _take_gradients(self) -> None:
-        """Give master weights the gradients of the pass; this counts as the devices' updates."""
-        for device, stages in enumerate(self.runner.stages_by_device if self._masters else ()):
-            with self.runner.updating(device):
-                self._masters.take_gradients(self.runner.parameters_of(stages))
 
     def round_master_weights(self, parameters: Iterable[nn.Parameter]) -> None:
         """Round master weights into those that the stages compute with, right after their update.

@@ -135,7 +135,10 @@ def check_interface(names: str) -> None:
 def await_store(rendezvous: Rendezvous, *, timeout_s: float) -> None:
     """Return once something listens at the address; raise RunError if nothing does within the timeout."""
     deadline_s = time.monotonic() + timeout_s
-    while not _is_listening(rendezvous):
+    while True:
+        with suppress(OSError):
+            socket.create_connection((rendezvous.host, rendezvous.port), timeout=_CONNECT_S).close()
+            return
         if time.monotonic() > deadline_s:
             raise RunError(
                 f"rank {rendezvous.rank} waited {timeout_s:g} s for rank 0 at {rendezvous.address}, which never came; is it "
@@ -205,14 +208,6 @@ def _not_this_run(rendezvous: Rendezvous) -> str:
         f"what answers at {rendezvous.address} is not rank 0 of this run, or has just ended; if it is another program, "
         "choose another MASTER_PORT (torchrun: --master-port)"
     )
-
-
-def _is_listening(rendezvous: Rendezvous) -> bool:
-    """Whether something listens at the address now."""
-    with suppress(OSError):
-        socket.create_connection((rendezvous.host, rendezvous.port), timeout=_CONNECT_S).close()
-        return True
-    return False
 
 
 def _integer(name: str) -> int:

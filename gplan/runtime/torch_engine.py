@@ -90,7 +90,8 @@ class TorchEngine:
         """Run one pass; return its micro-batches' losses on the rank of the last stage, else an empty list."""
         key = work.captured, work.trains, work.schedule.num_microbatches
         if key not in self._runtimes:
-            self._runtimes[key] = self._runtime(work)
+            rank = _RankContext(recorder=self.recorder, stages=frozenset(stage.index for stage in self._stages))
+            self._runtimes[key] = _Runtime([self._timed(work, x, rank) for x in self._stages], work.schedule, rank)
         return self._runtimes[key].run(work)
 
     def forget(self, old: Collection[CapturedModel]) -> None:
@@ -107,13 +108,6 @@ class TorchEngine:
     def buffers(self, stage: int) -> list[Tensor]:
         """Return the receive buffers of a stage."""
         return [x for runtime in self._runtimes.values() for x in runtime.receive_buffers(stage)]
-
-    def _runtime(self, work: EnginePass) -> _Runtime:
-        rank = _RankContext(
-            recorder=self.recorder,
-            stages=frozenset(stage.index for stage in self._stages),
-        )
-        return _Runtime([self._timed(work, stage, rank) for stage in self._stages], work.schedule, rank)
 
     def _timed(self, work: EnginePass, stage: StageModule, rank: _RankContext) -> _TimedStage:
         index = stage.index
@@ -192,7 +186,8 @@ class _TimedStage(PipelineStage):
             half: SecondHalf = bwd_kwargs["param_groups"]
             half.run()
             return (), None
-        outputs, gradients = _as_tuple(bwd_kwargs["stage_output"]), bwd_kwargs["output_grads"]
+        outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
+        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
         if gradients is None:  # the outputs are the loss
             gradients = [torch.full_like(x, self.context.loss_weight) for x in outputs]
         if backward_type == "input":
@@ -335,10 +330,6 @@ def _release(infos: Iterable[Any]) -> None:
     """Drop a tensor passed on by a stage of this rank; the graph keeps it if needed."""
     for info in infos:
         info.buffer = None
-
-
-def _as_tuple(value: Tensor | Tensors) -> Tensors:
-    return (value,) if isinstance(value, Tensor) else value
 
 
 def _no_loss(*_: Any) -> Tensor:

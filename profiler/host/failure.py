@@ -169,21 +169,11 @@ def _error_of(report: RankReport, priority: Priority) -> GplanError:
         return RunError(f"rank {rank} was stopped by {report.stopped_by.name}{place}; the other ranks were ended")
     if priority is Priority.ENDED_EARLY:
         return RunError(f"rank {rank} ended{place}, without an error but before the others; does its code call exit?")
-    return RunError(f"rank {rank} {_ended_how(report.code or 0)}{place}; the other ranks were ended{_quoted(report)}")
-
-
-def _ended_how(code: int) -> str:
-    if code > 0:
-        return f"ended with code {code}"
+    code = report.code or 0
+    how = f"ended with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
     hint = " (as the system does when memory runs out)" if code == -signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-code).name}{hint}"
-
-
-def _quoted(report: RankReport) -> str:
-    """The user's line in a stack that Python printed, else the last lines of output."""
-    line = author_line_of_dump(report.last_lines)
-    if line is not None:
-        return f"; it was at {line}"
-    if not report.last_lines or report.code == -signal.SIGKILL:
-        return ""
-    return "; its last output:\n" + "\n".join(report.last_lines[-_NUM_QUOTED:])
+    line = author_line_of_dump(report.last_lines)  # the user's, in a stack that Python printed
+    quoted = "" if line is None else f"; it was at {line}"
+    if line is None and report.last_lines and code != -signal.SIGKILL:
+        quoted = "; its last output:\n" + "\n".join(report.last_lines[-_NUM_QUOTED:])
+    return RunError(f"rank {rank} {how}{hint}{place}; the other ranks were ended{quoted}")

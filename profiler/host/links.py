@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -187,7 +187,8 @@ class GroupTimer:
         while True:
             self._sample(action, samples, 1 if is_slow else _TIMES_AT_ONCE)
             is_late = time.monotonic() > end_s and len(samples.clean_s) + len(samples.refused_s) >= _FEWEST
-            if self._from_rank_0(float(_is_enough(samples) or is_late)):
+            is_enough = len(samples.clean_s) >= _ENOUGH and samples.settled(_SETTLED_SHARE)
+            if self._from_rank_0(float(is_enough or is_late)):
                 return self._from_rank_0(samples.timing().median_s)
 
     def _sample(self, action: Callable[[], object], samples: Samples, num_times: int) -> None:
@@ -285,13 +286,10 @@ def _times_by_size(
     return found
 
 
-def _is_enough(samples: Samples) -> bool:
-    return len(samples.clean_s) >= _ENOUGH and samples.settled(_SETTLED_SHARE)
-
-
-@contextmanager
-def _connected(device_kind: str, rank: int, place: Path) -> Iterator[tuple[Group, torch.device]]:
-    """The group of both ranks, and this rank's core or GPU."""
+def _main(device_kind: str, place: Path) -> None:
+    """One of the two processes; rank 0 writes the result."""
+    end_with_parent()
+    rank = int(os.environ["RANK"])
     if device_kind == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
@@ -301,20 +299,12 @@ def _connected(device_kind: str, rank: int, place: Path) -> Iterator[tuple[Group
     store = dist.FileStore(str(place / "store"), 2)  # type: ignore[attr-defined]
     group = connected_group(device, store, rank=rank, num_ranks=2, timeout=_SILENCE)
     deprioritize_connection_threads()
-    yield group, device
-
-
-def _main(device_kind: str, place: Path) -> None:
-    """One of the two processes; rank 0 writes the result."""
-    end_with_parent()
-    rank = int(os.environ["RANK"])
-    with _connected(device_kind, rank, place) as (group, device):
-        timer = GroupTimer(group, device)
-        times = pair_times(timer, budget_s=_BUDGET_S)
-        reduced = collective_times(timer, "all_reduce", budget_s=_ALL_REDUCE_BUDGET_S)
-        if rank == 0:
-            (place / "times.json").write_bytes(msgspec.json.encode((times, reduced)))
-        group.barrier().wait()
+    timer = GroupTimer(group, device)
+    times = pair_times(timer, budget_s=_BUDGET_S)
+    reduced = collective_times(timer, "all_reduce", budget_s=_ALL_REDUCE_BUDGET_S)
+    if rank == 0:
+        (place / "times.json").write_bytes(msgspec.json.encode((times, reduced)))
+    group.barrier().wait()
 
 
 if __name__ == "__main__":

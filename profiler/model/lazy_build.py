@@ -171,7 +171,9 @@ def to_fake_tensors(model: nn.Module) -> tuple[str, ...]:
                 for name, tensor in registry.items():
                     if tensor is not None and tensor.is_meta:
                         if tensor not in fakes:
-                            fakes[tensor] = _fake(tensor)
+                            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+                            fakes[tensor] = parameter_as(fake, tensor) if isinstance(tensor, nn.Parameter) else fake
+                            vars(fakes[tensor]).update(vars(tensor))
                         cast(dict[str, Tensor | None], registry)[name] = fakes[tensor]
     return tuple(lost)
 
@@ -183,14 +185,6 @@ def lost_values_note(names: Sequence[str]) -> tuple[str, ...]:
     return (f"built without its weights, the model has ones or zeros where its code computed {some_names(names)}",)
 
 
-def _fake(tensor: Tensor) -> Tensor:
-    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        return parameter_as(fake, tensor)
-    vars(fake).update(vars(tensor))
-    return fake
-
-
 def _recover(module: nn.Module, path: str, made: MutableMapping[Tensor, Tensor]) -> list[str]:
     """Give the module's meta buffers and plain tensors, if not large, memory and values; returns those that lost theirs.
 
@@ -199,20 +193,14 @@ def _recover(module: nn.Module, path: str, made: MutableMapping[Tensor, Tensor])
     found: dict[str, Tensor] = {}
     for registry in (module._buffers, vars(module)):
         for name, tensor in registry.items():
-            if isinstance(tensor, Tensor) and _is_lost(tensor):
-                registry[name] = found[name] = made.setdefault(tensor, _placeholder(tensor))
+            is_large = isinstance(tensor, Tensor) and tensor.numel() > _MOST_REAL_CONSTANTS
+            if isinstance(tensor, Tensor) and tensor.is_meta and not (isinstance(tensor, nn.Parameter) or is_large):
+                one = int(tensor.is_floating_point() or tensor.is_complex())
+                registry[name] = found[name] = made.setdefault(tensor, torch.full_like(tensor, one, device="cpu"))
     buffers = {name: tensor for name, tensor in found.items() if name in module._buffers}
     if buffers:
         reset_into(module, buffers)
     return [f"{path}.{name}".removeprefix(".") for name, tensor in found.items() if not tensor._version]
-
-
-def _placeholder(tensor: Tensor) -> Tensor:
-    return torch.full_like(tensor, 1 if tensor.is_floating_point() or tensor.is_complex() else 0, device="cpu")
-
-
-def _is_lost(tensor: Tensor) -> bool:
-    return tensor.is_meta and not isinstance(tensor, nn.Parameter) and tensor.numel() <= _MOST_REAL_CONSTANTS
 
 
 def fake_mode_of(model: nn.Module) -> FakeTensorMode | None:

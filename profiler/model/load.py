@@ -382,7 +382,12 @@ def _built(target: Any, settings: Mapping[str, SettingValue], reference: str) ->
                     f"{reference}: there is not enough memory to build the model ({describe(error)}); build a smaller one, "
                     'or build it without weights, with torch.device("meta"), to measure it layer by layer'
                 ) from error
-            given = ", ".join(f"--set {key}={value}{_default_text(target, key)}" for key, value in settings.items())
+            own = inspect.signature(target).parameters if settings else {}
+            given = ", ".join(
+                f"--set {key}={value}"
+                + (f" (default: {own[key].default!r})" if key in own and own[key].default is not own[key].empty else "")
+                for key, value in settings.items()
+            )
             raise ModelError(
                 f"{reference} could not build its model{given and f' with {given}'}: {describe(error)}"
             ) from error
@@ -394,12 +399,6 @@ def _built(target: Any, settings: Mapping[str, SettingValue], reference: str) ->
     if not isinstance(made, nn.Module):
         raise ModelError(f"{reference} gave a {type(made).__name__}; expected an nn.Module, or (model, inputs)")
     return made, inputs
-
-
-def _default_text(target: Any, key: str) -> str:
-    """The default of a parameter, where it has one."""
-    parameter = inspect.signature(target).parameters.get(key)
-    return "" if parameter is None or parameter.default is parameter.empty else f" (default: {parameter.default!r})"
 
 
 def _checked_reduction(value: object, owner: str) -> LossReduction | None:

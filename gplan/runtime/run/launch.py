@@ -104,7 +104,7 @@ def run_plan(
         return run_virtual_engine(source_of(), plan, options, report=report)
     facts = {
         "plan": hashlib.sha256(json_files.to_json(plan)).hexdigest()[:12],
-        **_model_facts(model),
+        **({"model file": digest} if isinstance(model, str) and (digest := file_digest(model)) else {}),
         "options": _options_text(options),
     }
     return run_torchrun_rank(source_of, plan, options, facts=facts, report=report)
@@ -125,11 +125,6 @@ def _check_started(plan: Plan, engine: EngineName) -> None:
             f"torchrun started 1 process, the plan needs {plan.num_ranks}: use --nproc-per-node {plan.num_ranks}, or "
             "--engine virtual without torchrun"
         )
-
-
-def _model_facts(model: ModelLike) -> dict[str, str]:
-    """The digest of the model file, if it is one."""
-    return {"model file": found} if isinstance(model, str) and (found := file_digest(model)) else {}
 
 
 def _options_text(options: RunOptions) -> str:
@@ -230,8 +225,12 @@ def run_torchrun_rank(
         with explained_by_peers(peers), _checkpoints_locked(options) if is_main_process() else nullcontext():
             return train(source_of(), plan, options, report=report)
     except GplanError as error:
-        if not is_lost_connection(str(error)):
-            _write_torchrun_error(str(error))
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if path and not is_lost_connection(str(error)):  # for torchrun's summary, in the format of torch's ErrorHandler
+            # torchrun compares whole seconds: a second less puts this rank before those that only lost it.
+            extra = {"py_callstack": str(error), "timestamp": str(int(time.time()) - 1)}
+            message = {"message": {"message": str(error), "extraInfo": extra}}
+            json_files.write_bytes(Path(path), msgspec.json.encode(message))
         raise
     finally:
         if dist.is_initialized():
@@ -246,14 +245,6 @@ def _joined(plan: Plan, options: RunOptions, facts: Mapping[str, str]) -> Peers 
     with explained_by_peers(peers):
         check_hosts(plan, [x.host for x in peers.peers])
     return peers
-
-
-def _write_torchrun_error(text: str) -> None:
-    """Write an error to the file that torchrun reads, in the format of torch's ErrorHandler, for torchrun's summary."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # torchrun compares whole seconds: a second less puts this rank before those that only lost it.
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}
-        json_files.write_bytes(Path(path), msgspec.json.encode({"message": {"message": text, "extraInfo": extra}}))
 
 
 @contextmanager

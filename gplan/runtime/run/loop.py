@@ -174,13 +174,14 @@ class _TrainingLoop:
         if not math.isfinite(step.loss):
             raise RunError(f"the loss is {step.loss} at step {index + 1}; lower the learning rate or look at the data")
         report(index, step.loss)
-        if self._options.is_saved_after(index + 1):
-            self._save()
+        if self._options.save_every is not None and (index + 1) % self._options.save_every == 0:
+            self._pipe.save(
+                self._options.checkpoints,
+                optimizer=self._optimizer,
+                scheduler=self._scheduler,
+                progress={"batches": self._data.position},
+            )
         return replace(step, readings=readings)
-
-    @property
-    def _num_ranks(self) -> int:
-        return 1 if self._pipe.ranks is None else dist.get_world_size()
 
     @contextmanager
     def _locating_errors(self) -> Iterator[None]:
@@ -192,14 +193,6 @@ class _TrainingLoop:
         except (Exception, SystemExit) as error:
             place = self._heartbeat.read(self._plan.layer_names).place
             raise RunError(f"{place}: {failure_text(error)}") from error
-
-    def _save(self) -> None:
-        self._pipe.save(
-            self._options.checkpoints,
-            optimizer=self._optimizer,
-            scheduler=self._scheduler,
-            progress={"batches": self._data.position},
-        )
 
     def _resume(self, path: str) -> None:
         loaded = self._pipe.restore(
@@ -246,7 +239,7 @@ class _TrainingLoop:
             check = self._verdict([self._errors], steps[0].loss)
             run = virtual_run(plan, steps, peak_bytes=self._peak_bytes, check=check, options=options, loads=[load])
         else:
-            gathered: list[Any] = [None] * self._num_ranks
+            gathered: list[Any] = [None] * dist.get_world_size()
             own = clock_id(), steps, self._peak_bytes[0], self._reserved_bytes, self._errors, load, usable_cores()
             dist.all_gather_object(gathered, own)
             clocks, found, peaks, reserved, errors, loads, cores = zip(*gathered, strict=True)
