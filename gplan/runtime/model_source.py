@@ -220,6 +220,8 @@ def _check_has_values(name: str, value: Tensor) -> None:
 
 def _send(tensor: Tensor, receiver: int, ranks: RankLayout) -> None:
     """Send a tensor's values from the first device to another one, which receives them into its own tensor."""
+    if not tensor.numel():
+        return
     tensor = tensor.detach()
     values = tensor.cpu().contiguous().reshape(-1)
     message = values.view(torch.uint8)  # bytes, which gloo can send whatever the dtype

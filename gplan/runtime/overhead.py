@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gplan.core import Action, ActionKind, EngineCost, Plan, Span, Timeline
+from gplan.core import Action, ActionKind, EngineCost, Plan, Timeline
 from gplan.runtime.run.launch import run_local_processes
 from gplan.runtime.run.run_options import RunOptions
 from gplan.schedules.dependencies import dependencies_of
@@ -139,10 +139,9 @@ def _gaps(plan: Plan, timeline: Timeline) -> Iterator[tuple[Action, float]]:
             continue
         need = needs.get(other.action)
         awaited = None if need is None else spans[need]
-        if awaited is None or awaited.device == other.device or _has_come(plan, awaited, by_s=one.start_s):
+        if (
+            awaited is None
+            or awaited.device == other.device
+            or (awaited.end_s <= one.start_s and sent_bytes(plan, awaited.action) <= _QUICK_BYTES)
+        ):
             yield one.action, other.start_s - one.end_s
-
-
-def _has_come(plan: Plan, awaited: Span, *, by_s: float) -> bool:
-    """Whether an input was ready by then and takes little time to send."""
-    return awaited.end_s <= by_s and sent_bytes(plan, awaited.action) <= _QUICK_BYTES

@@ -180,7 +180,13 @@ def meet(store: Store, *, rank: int, num_ranks: int, facts: Mapping[str, str], t
     _check_reachable(found)
     peers = _named_apart(found)
     for peer in peers:
-        _check_same(peer, peers[0])
+        for what, expected in peers[0].facts.items():
+            fact = peer.facts.get(what, "none")
+            if fact != expected:
+                kind, remedy = _REMEDIES.get(what, (UsageError, "start all with the same options"))
+                raise kind(
+                    f"{peer} has {what} {fact}, {peers[0]} has {expected}; expected the same on all hosts: {remedy}"
+                )
     return Peers(store, peers, rank=rank)
 
 
@@ -228,14 +234,6 @@ def _check_reachable(peers: Sequence[Peer]) -> None:
                 f"{peer} would be reached at {peer.address}, which only its own host can use; set {INTERFACE} on every "
                 "host to the interface that connects them, such as eth0"
             )
-
-
-def _check_same(peer: Peer, first: Peer) -> None:
-    for what, expected in first.facts.items():
-        found = peer.facts.get(what, "none")
-        if found != expected:
-            kind, remedy = _REMEDIES.get(what, (UsageError, "start all with the same options"))
-            raise kind(f"{peer} has {what} {found}, {first} has {expected}; expected the same on all hosts: {remedy}")
 
 
 def _within(seconds: float, action: Callable[[], object]) -> None:

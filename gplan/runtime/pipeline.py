@@ -16,6 +16,7 @@ micro-batch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,11 @@ class Pipeline(StageState):
         held = [own] if ranks is None else [[x.index for x in plan.stages_of(i)] for i in range(plan.num_devices)]
         wanted = [names.on_stages(stages) for stages in held]
         notes.enter_action("loading")
-        tensors = source.values([[x for x in like if x in some] for some in wanted], device, ranks)
+        is_sent = (
+            ranks is not None and dist.get_rank() > 0 and source.weights is None
+        )  # by the first rank, which builds the model
+        with notes.waiting("ranks") if is_sent else nullcontext():
+            tensors = source.values([[x for x in like if x in some] for some in wanted], device, ranks)
         if ranks is not None:
             broadcast_first_replica(tensors.values(), ranks)
         divided = divided_names(plan, names, model, ranks)
