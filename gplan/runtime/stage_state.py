@@ -96,18 +96,16 @@ class StateNames:
 def state_names(model: nn.Module, captured: CapturedModel, num_stages: int) -> StateNames:
     """Assign a model's state to stages, by its capture in training."""
     first = {id(tensor): name for name, tensor in named_tensors(model).items()}
-    used = [_used(captured, stage, first) for stage in range(num_stages)]
+    used = list[set[str]]()
+    for stage in range(num_stages):
+        tensors = [x for layer in captured.layers(stage) for x in captured.chain.state(layer).values()]
+        used.append({first[id(x)] for x in tensors if id(x) in first})
     everywhere = set().union(*used)
     return StateNames(
         used_by_stage=tuple(tuple(x for x in first.values() if x in names) for names in used),
         unused=tuple(x for x in first.values() if x not in everywhere),
         saved={key: first[id(x)] for key, x in model.state_dict(keep_vars=True).items() if id(x) in first},
     )
-
-
-def _used(captured: CapturedModel, stage: int, first: Mapping[int, str]) -> set[str]:
-    tensors = [x for layer in captured.layers(stage) for x in captured.chain.state(layer).values()]
-    return {first[id(x)] for x in tensors if id(x) in first}
 
 
 _BATCH_SIZE = "gplan.batch_size"

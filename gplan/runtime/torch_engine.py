@@ -312,7 +312,7 @@ class _Runtime(_PipelineScheduleRuntime):
         self._losses.clear()
         step = self.step if work.trains else self.eval
         self.context.note_wait()
-        with _quiet_log(), _unnamed_actions(), warnings.catch_warnings():
+        with _quiet_torch(), warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", message="FSDP2-wrapped module .* returned a view"
             )  # no layer writes to one
@@ -384,30 +384,21 @@ def _no_loss(*_: Any) -> Tensor:
 
 
 @contextmanager
-def _quiet_log() -> Iterator[None]:
-    """Silence torch's log of its whole schedule after a failed action."""
-    log = logging.getLogger(_TORCH_LOG)
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
+def _quiet_torch() -> Iterator[None]:
+    """Silence torch's log of its whole schedule after a failed action, and skip its naming of actions.
 
-
-@contextmanager
-def _unnamed_actions() -> Iterator[None]:
-    """Skip torch's naming of actions unless a profiler runs; it takes as long as all of gplan's work per action.
-
-    torch's function is replaced in its module, for the whole process, while a pass runs.
+    The naming takes as long as all of gplan's work per action; it stays while a profiler runs. torch's function is
+    replaced in its module, for the whole process, while a pass runs.
     """
-    of_module = vars(schedules)
-    naming = of_module[_NAMING]
+    log, of_module = logging.getLogger(_TORCH_LOG), vars(schedules)
+    was_disabled, naming = log.disabled, of_module[_NAMING]
+    log.disabled = True
     if not torch.autograd.profiler._is_profiler_enabled:
         of_module[_NAMING] = nullcontext
     try:
         yield
     finally:
-        of_module[_NAMING] = naming
+        log.disabled, of_module[_NAMING] = was_disabled, naming
 
 
 def _torch_orders(schedule: Schedule) -> dict[int, list[_Action | None]]:

@@ -105,7 +105,12 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
     (0.001, 1000000, 0.004)
     """
     rising_s = not_falling(seconds)
-    bytes_per_s = _bandwidth(sizes, rising_s)
+    large = [(n, s) for n, s in zip(sizes, rising_s, strict=True) if n >= _LARGE_SHARE * sizes[-1]]
+    bytes_per_s = sizes[-1] / rising_s[-1]  # where the times do not rise
+    if large[0][1] < large[-1][1]:  # a line with the least squared relative error
+        terms = np.array([[1.0 / s, n / s] for n, s in large])
+        _, s_per_byte = np.linalg.lstsq(terms, np.ones(len(large)), rcond=None)[0]
+        bytes_per_s = 1.0 / float(s_per_byte)
     return Link(
         latency_s=max(0.0, rising_s[0] - sizes[0] / bytes_per_s),
         bytes_per_s=bytes_per_s,
@@ -139,19 +144,6 @@ def not_falling(values: Sequence[float]) -> list[float]:
             pool = pools.pop() + pool
         pools.append(pool)
     return [median(pool) for pool in pools for _ in pool]
-
-
-def _bandwidth(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """Bytes per second of the large messages, by a line fitted with the least squared relative error.
-
-    Where their times do not rise: the largest message's bytes over its time.
-    """
-    large = [(n, s) for n, s in zip(sizes, seconds, strict=True) if n >= _LARGE_SHARE * sizes[-1]]
-    if large[0][1] >= large[-1][1]:
-        return sizes[-1] / seconds[-1]
-    terms = np.array([[1.0 / s, n / s] for n, s in large])
-    _, s_per_byte = np.linalg.lstsq(terms, np.ones(len(large)), rcond=None)[0]
-    return 1.0 / float(s_per_byte)
 
 
 Store: TypeAlias = Any
