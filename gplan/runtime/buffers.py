@@ -32,7 +32,16 @@ class SharedBuffers:
     def check_graphs(self, usual: CapturedModel) -> None:
         """Raise UsageError if a graph writes to one of them."""
         sharing = {stage for stages in self._stages.values() for stage in stages}
-        written = {stage: _written_in(usual, stage) for stage in sharing}
+        written: dict[int, set[int]] = {}  # the ids of the buffers, under any of their paths in the model
+        for stage in sharing:
+            layers = usual.layers(stage)
+            module = usual.chain.stage(layers.start, layers.stop)
+            if not isinstance(module, GraphModule):
+                written[stage] = set()
+                continue
+            buffers = {name: id(x) for name, x in module.named_buffers(remove_duplicate=False)}
+            held = [x for x in module.graph.find_nodes(op="get_attr") if x.target in buffers]
+            written[stage] = {buffers[str(node.target)] for _, node in writers(module.graph.nodes, held)}
         for name, stages in self._stages.items():
             for stage in stages:
                 if id(self._buffers[name]) in written[stage]:
@@ -79,14 +88,3 @@ def strict_norm(model: nn.Module, norms: Sequence[RunningNorm], microbatch_size:
 def _on_several(names: StateNames, plan: Plan) -> dict[str, Sequence[int]]:
     """Return names used by stages on several devices, with those stages."""
     return {x: stages for x, stages in names.shared().items() if len({plan.devices[i] for i in stages}) > 1}
-
-
-def _written_in(usual: CapturedModel, stage: int) -> set[int]:
-    """Return the ids of the buffers that a stage's graph writes to, under any of their paths in the model."""
-    layers = usual.layers(stage)
-    module = usual.chain.stage(layers.start, layers.stop)
-    if not isinstance(module, GraphModule):
-        return set()
-    buffers = {name: id(x) for name, x in module.named_buffers(remove_duplicate=False)}
-    held = [x for x in module.graph.find_nodes(op="get_attr") if x.target in buffers]
-    return {buffers[str(node.target)] for _, node in writers(module.graph.nodes, held)}

@@ -67,8 +67,9 @@ class CaptureCache:
     def for_inputs(self, inputs: Any, *, training: bool) -> CapturedModel:
         """Return the capture for micro-batches like `inputs`; captures the model if there is none."""
         leaves, structure = pytree.tree_flatten(inputs)
+        autocast = tuple((x, torch.get_autocast_dtype(x)) for x in ("cpu", "cuda") if torch.is_autocast_enabled(x))
         specs = tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in leaves)
-        key = (str(structure), specs, training, _autocast_key())
+        key = (str(structure), specs, training, autocast)
         self.usual_inputs = self.usual_inputs or describe_inputs(inputs)
         if key not in self._captures:
             self._captures[key] = self._captured(inputs, training)
@@ -146,12 +147,11 @@ class CaptureCache:
         """Return layers [first, end) as one module; where layers gather their parameters, as a module of each."""
         if not self._groups:
             return chain.stage(first, end, at_layer=at_layer)
-        groups = [self._groups_of(chain, layer) for layer in range(first, end)]
+        groups: list[list[ParameterGroup]] = []
+        for layer in range(first, end):
+            ids = [id(self._real.get(id(x), x)) for x in chain.state(layer).values()]
+            groups.append(list(dict.fromkeys(self._groups[x] for x in ids if x in self._groups)))
         return GatheredLayers([chain.stage(x, x + 1, at_layer=at_layer) for x in range(first, end)], groups)
-
-    def _groups_of(self, chain: Chain, layer: int) -> list[ParameterGroup]:
-        ids = [id(self._real.get(id(x), x)) for x in chain.state(layer).values()]
-        return list(dict.fromkeys(self._groups[x] for x in ids if x in self._groups))
 
     def _fill(self, segment: nn.Module) -> None:
         """Replace fake tensors by real ones."""
@@ -178,7 +178,13 @@ class CaptureCache:
                 precision=self.plan.precision,
             )
         chain, starts = _in_plan_order(chain, self.plan, self._name, is_like_plan=training)
-        return CapturedModel(chain, starts, _layer_info(chain, self.plan.layer_names))
+        place = {layer: i for i, layer in enumerate(self.plan.layer_names)}
+        numbers = _carried([place.get(layer) for layer in chain.names])
+        layer_info = tuple(
+            LayerInfo(layer, max(0, numbers[i]), seed_key(layer) if chain.draws(i) else None)
+            for i, layer in enumerate(chain.names)
+        )
+        return CapturedModel(chain, starts, layer_info)
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -202,20 +208,6 @@ def set_device(segment: nn.Module, device: torch.device) -> None:
             for node in module.graph.nodes:
                 node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
             module.recompile()
-
-
-def _layer_info(chain: Chain, plan_names: Sequence[str]) -> tuple[LayerInfo, ...]:
-    place = {name: i for i, name in enumerate(plan_names)}
-    numbers = _carried([place.get(name) for name in chain.names])
-    return tuple(
-        LayerInfo(name, max(0, numbers[i]), seed_key(name) if chain.draws(i) else None)
-        for i, name in enumerate(chain.names)
-    )
-
-
-def _autocast_key() -> Hashable:
-    kinds = [x for x in ("cpu", "cuda") if torch.is_autocast_enabled(x)]
-    return tuple((x, torch.get_autocast_dtype(x)) for x in kinds)
 
 
 def _in_plan_order(chain: Chain, plan: Plan, name: str, *, is_like_plan: bool) -> tuple[Chain, tuple[int, ...]]:
@@ -249,11 +241,6 @@ def _carried(values: Sequence[int | None]) -> list[int]:
     return carried
 
 
-def _dtypes_text(model: nn.Module) -> str:
-    """The dtypes of a model's parameters: "bfloat16 and float32"."""
-    return " and ".join(sorted({str(x.dtype).removeprefix("torch.") for x in model.parameters()}))
-
-
 def _check_layers(chain: Chain, plan: Plan, name: str) -> None:
     there, planned = {*chain.names}, {*plan.layer_names}
     if there != planned:
@@ -268,7 +255,8 @@ def _check_layers(chain: Chain, plan: Plan, name: str) -> None:
             "build the model with the plan's settings, or profile and balance again"
         )
     if chain.digest() != plan.model.digest:
+        dtypes = " and ".join(sorted({str(x.dtype).removeprefix("torch.") for x in chain.model.parameters()}))
         raise FileError(
             f"the plan was made for a {plan.model.name} with other parameters (digest "
-            f"{plan.model.digest}, now {chain.digest()} in {_dtypes_text(chain.model)}); profile and balance again with the same settings"
+            f"{plan.model.digest}, now {chain.digest()} in {dtypes}); profile and balance again with the same settings"
         )

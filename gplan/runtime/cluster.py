@@ -11,7 +11,7 @@ Traffic of several pairs over one cable at a time, and other work on the network
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import combinations
@@ -134,12 +134,20 @@ class _Measuring:
                 if i < len(rounds):
                     pairs.append(self._pair(timer, own, budget_s))
                 else:
-                    collectives += self._collectives(timer, own, budget_s)
+                    for kind in COLLECTIVE_KINDS:
+                        times = collective_times(timer, kind, budget_s=budget_s / len(COLLECTIVE_KINDS))
+                        collectives.append(CollectiveTimes(ranks=tuple(own), kind=kind, times=times))
             dist.barrier()
         clock_s = time.time()
+        if self._device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self._device)
+            hardware, memory_bytes = torch.cuda.get_device_name(self._device), int(properties.total_memory)
+        else:
+            hardware = processor()
+            memory_bytes = max(1, available_bytes() // local_size // _MEMORY_STEP) * _MEMORY_STEP
         own_findings = RankFindings(
-            hardware=_hardware(self._device),
-            memory_bytes=_memory_bytes(self._device, local_size),
+            hardware=hardware,
+            memory_bytes=memory_bytes,
             clock_s=clock_s,
             pairs=tuple(pairs),
             collectives=tuple(collectives),
@@ -165,11 +173,6 @@ class _Measuring:
         sent, resent = (x - y for x, y in zip(packets_sent(), before, strict=True))
         first, second = sorted(ranks)
         return PairTimes(ranks=(first, second), times=times, resent=resent / sent if sent else 0.0)
-
-    def _collectives(self, timer: GroupTimer, ranks: Sequence[int], budget_s: float) -> Iterator[CollectiveTimes]:
-        for kind in COLLECTIVE_KINDS:
-            times = collective_times(timer, kind, budget_s=budget_s / len(COLLECTIVE_KINDS))
-            yield CollectiveTimes(ranks=tuple(ranks), kind=kind, times=times)
 
 
 def pair_rounds(hosts: Sequence[Sequence[int]]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
@@ -235,16 +238,6 @@ def packets_sent() -> tuple[int, int]:
     return int(found["OutSegs"]), int(found["RetransSegs"])
 
 
-def _hardware(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
-
-
-def _memory_bytes(device: torch.device, local_size: int) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return max(1, available_bytes() // local_size // _MEMORY_STEP) * _MEMORY_STEP
-
-
 def machine_of(peers: Sequence[Peer], found: Sequence[RankFindings], *, backend: str) -> Machine:
     """The machine that the ranks measured, with notes on what a reader should know."""
     pairs = {x.ranks: x for findings in found for x in findings.pairs}
@@ -265,7 +258,10 @@ def machine_of(peers: Sequence[Peer], found: Sequence[RankFindings], *, backend:
     sizes = {sum(x.host == host for x in peers) for host in hosts}
     of_each = f"{counted(min(sizes), 'device')} each" if len(sizes) == 1 else f"{len(peers)} devices"
     missing = "" if within and between else "; links within hosts were not measured" if between else ""
-    facts = peers[0].facts
+    facts, kinds = peers[0].facts, sorted({x.hardware for x in found})
+    hardware_note = (
+        f"the devices differ ({', '.join(kinds)}): write their speeds, relative to the profiled one, into the file",
+    )
     return Machine(
         devices=tuple(
             MachineDevice(
@@ -281,7 +277,7 @@ def machine_of(peers: Sequence[Peer], found: Sequence[RankFindings], *, backend:
             f"{counted(len(hosts), 'host')} of {of_each}{missing}",
             *_slow_notes(pairs, peers, within, between),
             *_lossy_notes(resent, peers),
-            *_hardware_notes(found),
+            *(hardware_note if len(kinds) > 1 else ()),
             *_clock_notes(peers, found),
         ),
     )
@@ -344,12 +340,6 @@ def _lossy_notes(resent: dict[tuple[int, int], float], peers: Sequence[Peer]) ->
 def _pair_text(peers: Sequence[Peer], first: int, second: int) -> str:
     names = [f"{peers[x].host}:{peers[x].local_rank}" for x in (first, second)]
     return f"the pair {' - '.join(names)}"
-
-
-def _hardware_notes(found: Iterable[RankFindings]) -> Iterator[str]:
-    kinds = sorted({x.hardware for x in found})
-    if len(kinds) > 1:
-        yield f"the devices differ ({', '.join(kinds)}): write their speeds, relative to the profiled one, into the file"
 
 
 def _clock_notes(peers: Sequence[Peer], found: Sequence[RankFindings]) -> Iterator[str]:

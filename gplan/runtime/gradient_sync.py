@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from gplan.core.errors import UsageError
 from gplan.core.profile import BUCKET_BYTES, LARGE_GRADIENT_BYTES
@@ -183,8 +183,14 @@ def broadcast_first_replica(tensors: Iterable[Tensor], ranks: RankLayout) -> Non
 def has_sparse_gradients(segments: Iterable[nn.Module]) -> bool:
     """Whether some operation gives a parameter a sparse gradient, as nn.Embedding(sparse=True) does."""
     modules = [module for segment in segments for module in segment.modules()]
-    nodes = [node for x in modules if isinstance(x, GraphModule) for node in x.graph.nodes]
-    return any(getattr(x, "sparse", False) is True for x in modules) or any(map(_is_sparse, nodes))
+    if any(getattr(x, "sparse", False) is True for x in modules):
+        return True
+    for node in (node for x in modules if isinstance(x, GraphModule) for node in x.graph.nodes):
+        if isinstance(node.target, OpOverload):
+            arguments = zip(node.target._schema.arguments, node.args, strict=False)
+            if node.kwargs.get("sparse") is True or any(x.name == "sparse" and y is True for x, y in arguments):
+                return True
+    return False
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -194,14 +200,6 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
     """
     whole = [x for x in parameters if x.requires_grad and not is_divided([x])]
     sum_gradients(whole, group, divisor=dist.get_world_size(group))
-
-
-def _is_sparse(node: Node) -> bool:
-    """Whether an operation has an argument `sparse` that is true."""
-    if not isinstance(node.target, OpOverload):
-        return False
-    arguments = zip(node.target._schema.arguments, node.args, strict=False)
-    return node.kwargs.get("sparse") is True or any(x.name == "sparse" and value is True for x, value in arguments)
 
 
 def gradient_norm(

@@ -104,12 +104,13 @@ def concat_outputs(parts: Sequence[tuple[Any, int]]) -> Any:
     flat = [pytree.tree_flatten(output) for output, _ in parts]
     sizes = [num_rows for _, num_rows in parts]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([_column(values, sizes) for values in columns], flat[0][1])
-
-
-def _column(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    first = values[0]
-    if not isinstance(first, Tensor):
-        return first
-    is_data = all(x.dim() and x.shape[0] == size for x, size in zip(values, sizes, strict=True))
-    return torch.cat(tuple(values)) if is_data else first.clone()  # a copy, as the engine reuses its buffers
+    joined: list[Any] = []
+    for values in columns:
+        first = values[0]
+        if not isinstance(first, Tensor):
+            joined.append(first)
+        elif all(x.dim() and x.shape[0] == size for x, size in zip(values, sizes, strict=True)):
+            joined.append(torch.cat(values))
+        else:
+            joined.append(first.clone())  # a copy, as the engine reuses its buffers
+    return pytree.tree_unflatten(joined, flat[0][1])

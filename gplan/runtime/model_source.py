@@ -1,19 +1,19 @@
 """Where a pipeline's model comes from, and how a process gets the weights of its own stages only.
 
-A function that builds the model, or a model file, is called without weights to see its layers. A stage's weights are
-then built as the whole model would be from the same seed, or read from a file. A model in memory is used as it is.
-Code that cannot be built in part, such as `from_pretrained`, is built whole in every process, with a warning.
+A function that builds the model, or a model file, is called without weights to see its layers. The weights are then read
+from a file, or the first rank builds the whole model from the seed, as the plain code would, and sends each rank what its
+stages use. A model in memory is used as it is.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -21,10 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 from gplan.core.errors import FileError, ModelError, UsageError
 from gplan.core.precision import AS_MADE, Precision
 from gplan.runtime.capture_cache import named_tensors
-from gplan.runtime.stage_state import copy_unregistered, unregistered_pairs
+from gplan.runtime.checkpoint.collective import RankGroup
+from gplan.runtime.process_group import RankLayout
+from gplan.runtime.stage_state import copy_unregistered, same_places, unregistered_tensors
 from profiler.capture.sequence import as_sequential
+from profiler.host.host_info import large_blocks_returned
+from profiler.model.lazy_build import random_state_kept
 from profiler.model.load import ModelFile, OpenedFile, model_in_memory, open_model_file
-from profiler.model.materialise import is_meta_or_fake
+from profiler.model.materialise import is_meta_or_fake, on_meta
 from profiler.model.model_reference import SettingValue
 from profiler.model.precision import MASTER_DTYPE, in_precision
 from profiler.model.weight_files import read_weights
@@ -53,44 +57,67 @@ class ModelSource:
         whole = self.opened.load(seed=self.seed)
         return replace(self, file=in_precision(whole, self.file.precision), stored=whole.model)
 
-    def values(self, names: Collection[str], device: torch.device) -> dict[str, Tensor]:
-        """Return the parameters and buffers of these names, on the device; trained ones as master weights, if there are any.
+    def values(
+        self, wanted: Sequence[Sequence[str]], device: torch.device, ranks: RankLayout | None
+    ) -> dict[str, Tensor]:
+        """Return this process's parameters and buffers, on the device; trained ones as master weights, if there are any.
 
-        Raises ModelError or FileError if there are no values for them.
+        `wanted` has the names that each device of the plan uses; one row for a process alone. Values are right on the
+        first replica only. Collective. Raises ModelError or FileError if there are no values for them.
         """
-        found = self._values(names)
+        names = wanted[0 if ranks is None else ranks.device]
+        found = self._values(wanted, names, ranks)
         state, has_masters = named_tensors(self.file.model), self.file.precision.master_weights
         return {name: _as_in_model(state[name], found[name], device, name, has_masters) for name in names}
 
-    def _values(self, names: Collection[str]) -> Mapping[str, Tensor]:
-        state = named_tensors(self.file.model)
-        if self.weights is not None:
-            return self._read(state, names, self.weights)
-        if not self.file.is_lazy:
-            return named_tensors(self.stored)
-        parameters = {name for name, _ in self.file.model.named_parameters()}
-        return self._built(parameters.intersection(names))
+    def _values(
+        self, wanted: Sequence[Sequence[str]], names: Sequence[str], ranks: RankLayout | None
+    ) -> Mapping[str, Tensor]:
+        if self.weights is None:
+            return self._built(wanted, ranks) if self.file.is_lazy else named_tensors(self.stored)
+        saved = _saved_names(self.file.model)
+        found = self._read(names, saved, self.weights)
+        if not self._draws_unsaved(saved):
+            return {**named_tensors(self.stored), **found}
+        # Random ones that are not saved are drawn after the weights, as in the plain model.
+        return {**self._built([[x for x in row if x not in saved] for row in wanted], ranks), **found}
 
-    def _built(self, parameters: Collection[str]) -> Mapping[str, Tensor]:
-        """Build the model's buffers and these parameters from the seed.
+    def _built(self, wanted: Sequence[Sequence[str]], ranks: RankLayout | None) -> Mapping[str, Tensor]:
+        """Build the model from the seed on the first rank, which sends the others of the first replica their tensors.
 
         Tensors that modules hold without registering them are set too, in place.
         """
         assert self.opened is not None
-        try:
-            model = self.opened.load_part(seed=self.seed, keep=parameters)
-        except ModelError as error:
-            warnings.warn(f"{error}; every process builds it whole and keeps its own stage", stacklevel=2)
-            model = self.build_whole().file.model
-        copy_unregistered(model, into=self.file.model)
-        return named_tensors(model)
+        opened, is_first = self.opened, ranks is None or dist.get_rank() == 0
+        built: dict[str, Tensor] = {}
 
-    def _read(self, state: Mapping[str, Tensor], names: Collection[str], weights: Path) -> Mapping[str, Tensor]:
-        """Read saved tensors from the file; buffers that are not saved keep the values that the code gave them.
+        def build() -> dict[str, Tensor]:
+            if not is_first:
+                return {}
+            with random_state_kept():
+                model = opened.load(seed=self.seed).model
+            built.update(named_tensors(model))
+            for name in dict.fromkeys(x for row in wanted for x in row):
+                _check_has_values(name, built[name])
+            return unregistered_tensors(model)
 
-        Random ones among those are built again after the weights, as the plain model draws its weights first.
-        """
-        saved = _saved_names(self.file.model)
+        with large_blocks_returned():
+            group = RankGroup(group=None if ranks is None else dist.group.WORLD)
+            copy_unregistered(group.run_on_all(build)[0], into=self.file.model)
+            if ranks is None:
+                return built
+            if not is_first:
+                like = named_tensors(self.stored)
+                built = {x: torch.empty_like(on_meta(like[x]), device="cpu") for x in wanted[ranks.device]}
+            for receiver in range(1, ranks.num_devices) if ranks.replica == 0 else ():
+                if ranks.device in (0, receiver):
+                    for name in wanted[receiver]:
+                        _send(built[name], receiver, ranks)
+            return {name: built[name] for name in wanted[ranks.device]}
+
+    def _read(self, names: Collection[str], saved: Mapping[str, list[str]], weights: Path) -> Mapping[str, Tensor]:
+        """Read saved tensors from the file; buffers that are not saved keep the values that the code gave them."""
+        state = named_tensors(self.file.model)
         lost = [name for name in self.file.lost if name not in saved]
         if lost:
             raise UsageError(
@@ -107,8 +134,7 @@ class ModelSource:
                     f"{weights} holds {name} of shape {tuple(tensor.shape)}; {self.file.name} has shape "
                     f"{tuple(state[name].shape)}: these are weights of another model"
                 )
-        made = self._built(()) if self._draws_unsaved(saved) else named_tensors(self.stored)
-        return {**{name: made[name] for name in names}, **found}
+        return found
 
     def _draws_unsaved(self, saved: Collection[str]) -> bool:
         """Whether tensors that are not saved depend on the seed."""
@@ -116,7 +142,7 @@ class ModelSource:
             return False
         assert self.opened is not None
         other = self.opened.load(seed=self.seed + 1, lazy=True).model
-        pairs = [*unregistered_pairs(other, self.stored)]
+        pairs = same_places(unregistered_tensors(other), unregistered_tensors(self.stored))
         state, others = named_tensors(self.stored), named_tensors(other)
         pairs += [(others[name], state[name]) for name in state.keys() & others.keys() if name not in saved]
         return any(not torch.equal(x, y) for x, y in pairs if not (is_meta_or_fake(x) or is_meta_or_fake(y)))
@@ -187,14 +213,33 @@ def _saved_names(model: nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def _as_in_model(expected: Tensor, value: Tensor, device: torch.device, name: str, is_master: bool) -> Tensor:
-    """Return the value as a parameter or buffer of the model's dtype, or as a master weight, on the device."""
+def _check_has_values(name: str, value: Tensor) -> None:
     if is_meta_or_fake(value):
         raise ModelError(f"{name} has no values; build the model with values, or pass weights that hold {name}")
+
+
+def _send(tensor: Tensor, receiver: int, ranks: RankLayout) -> None:
+    """Send a tensor's values from the first device to another one, which receives them into its own tensor."""
+    if not tensor.numel():
+        return
+    tensor = tensor.detach()
+    values = tensor.cpu().contiguous().reshape(-1)
+    message = values.view(torch.uint8)  # bytes, which gloo can send whatever the dtype
+    if ranks.device == 0:
+        dist.send(message, ranks.rank_of(receiver), group=ranks.on_cpu)
+    else:
+        dist.recv(message, ranks.rank_of(0), group=ranks.on_cpu)
+        tensor.copy_(values.view_as(tensor))
+
+
+def _as_in_model(expected: Tensor, value: Tensor, device: torch.device, name: str, is_master: bool) -> Tensor:
+    """Return the value as a parameter or buffer of the model's dtype, or as a master weight, on the device."""
+    _check_has_values(name, value)
     if not isinstance(expected, nn.Parameter):
         return value.to(device=device, dtype=expected.dtype)
     dtype = MASTER_DTYPE if is_master and expected.requires_grad else expected.dtype
     if isinstance(value, nn.Parameter) and value.device == device and value.dtype == dtype:
         return value
-    moved = value.detach().to(device=device, dtype=dtype)
-    return nn.Parameter(moved, requires_grad=expected.requires_grad)
+    made = nn.Parameter(value.detach().to(device=device, dtype=dtype), requires_grad=expected.requires_grad)
+    vars(made).update(vars(expected))
+    return made

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gplan.core import Action, ActionKind, EngineCost, Plan, Span, Timeline
+from gplan.core import Action, ActionKind, EngineCost, Plan, Timeline
 from gplan.runtime.run.launch import run_local_processes
 from gplan.runtime.run.run_options import RunOptions
 from gplan.schedules.dependencies import dependencies_of
@@ -110,15 +110,12 @@ def engine_cost_from_steps(plan: Plan, steps: Sequence[Timeline]) -> EngineCost:
     means_s = {num_bytes: fmean(map(median, gaps[num_bytes].values())) for num_bytes in sorted(gaps)}
     action_s = means_s.pop(0)
     seconds = [max(_LEAST_S, mean_s - action_s) for mean_s in means_s.values()]
-    step_s = median(_around_s(step, action_s) for step in steps)
-    return EngineCost(action_s=action_s, sending=fit_link([*means_s], seconds), step_s=step_s)
-
-
-def _around_s(timeline: Timeline, action_s: float) -> float:
-    """Return the seconds before the first device's first action plus those from its last action to its update."""
-    updates = [x.start_s for x in timeline.spans if x.device == 0 and x.action.kind is ActionKind.OPTIMIZER]
-    ended_s = max(x.end_s for x in timeline.loop_spans if x.device == 0)
-    return timeline.loop_start_s + max(0.0, min(updates) - ended_s - action_s)
+    around_s = list[float]()  # before the first device's first action and from its last one to its update, by step
+    for step in steps:
+        updates = [x.start_s for x in step.spans if x.device == 0 and x.action.kind is ActionKind.OPTIMIZER]
+        ended_s = max(x.end_s for x in step.loop_spans if x.device == 0)
+        around_s.append(step.loop_start_s + max(0.0, min(updates) - ended_s - action_s))
+    return EngineCost(action_s=action_s, sending=fit_link([*means_s], seconds), step_s=median(around_s))
 
 
 def _relay_plan(num_threads: int) -> Plan:
@@ -139,10 +136,9 @@ def _gaps(plan: Plan, timeline: Timeline) -> Iterator[tuple[Action, float]]:
             continue
         need = needs.get(other.action)
         awaited = None if need is None else spans[need]
-        if awaited is None or awaited.device == other.device or _has_come(plan, awaited, by_s=one.start_s):
+        if (
+            awaited is None
+            or awaited.device == other.device
+            or (awaited.end_s <= one.start_s and sent_bytes(plan, awaited.action) <= _QUICK_BYTES)
+        ):
             yield one.action, other.start_s - one.end_s
-
-
-def _has_come(plan: Plan, awaited: Span, *, by_s: float) -> bool:
-    """Whether an input was ready by then and takes little time to send."""
-    return awaited.end_s <= by_s and sent_bytes(plan, awaited.action) <= _QUICK_BYTES

@@ -88,22 +88,9 @@ class Peers:
         return found[0] if found else f"{self.peers[0]}, which keeps the store of all processes, no longer answers"
 
     def leave(self) -> None:
-        """Tell the others that this process has named the lost one; rank 0, which keeps the store, waits for theirs."""
-        _within(_ANSWER_S, lambda: self.store.set(f"left/{self.rank}", ""))
+        """Rank 0, which keeps the store, gives the others the time to name the lost process."""
         if self.rank == 0:
-            _within(_ANSWER_S, self._await_others)
-
-    def _await_others(self) -> None:
-        """Wait until each other process has left, has failed for a reason of its own, or gives no sign of life."""
-        before, begun_s = self._beats(), time.monotonic()
-        while rest := [x for x in self.peers if not self._knows(x.rank)]:
-            if time.monotonic() - begun_s > _SILENCE_S and self._silent(rest, before) == rest:
-                return
-            time.sleep(_BEAT_S / 2)
-
-    def _knows(self, rank: int) -> bool:
-        """Whether a process knows why it ends."""
-        return self._read(f"left/{rank}") is not None or bool(self._read(f"failed/{rank}"))
+            time.sleep(_ANSWER_S)
 
     def _find_lost(self) -> str:
         others, before = [x for x in self.peers if x.rank != self.rank], self._beats()
@@ -113,17 +100,13 @@ class Peers:
                 if reason := self._read(f"failed/{peer.rank}"):
                     return f"{peer} ended: {reason}"
             time.sleep(_BEAT_S / 2)
-        silent = self._silent(others, before)
+        now = self._beats()
+        silent = [x for x in others if now[x.rank] == before[x.rank] and self._read(f"failed/{x.rank}") is None]
         if not silent:
             return "every other process still answers"
         hosts = {x.host for x in silent}
         ranks = f"rank{'s' if len(silent) > 1 else ''} {', '.join(str(x.rank) for x in silent)}"
         return f"{ranks} on {' and '.join(sorted(hosts))} no longer {'answer' if len(silent) > 1 else 'answers'}"
-
-    def _silent(self, some: Sequence[Peer], before: Sequence[str | None]) -> list[Peer]:
-        """The processes among `some` whose heartbeat has not changed since `before` and that reported no failure."""
-        now = self._beats()
-        return [x for x in some if now[x.rank] == before[x.rank] and self._read(f"failed/{x.rank}") is None]
 
     def _beats(self) -> list[str | None]:
         return [self._read(f"beat/{x.rank}") for x in self.peers]
@@ -197,7 +180,13 @@ def meet(store: Store, *, rank: int, num_ranks: int, facts: Mapping[str, str], t
     _check_reachable(found)
     peers = _named_apart(found)
     for peer in peers:
-        _check_same(peer, peers[0])
+        for what, expected in peers[0].facts.items():
+            fact = peer.facts.get(what, "none")
+            if fact != expected:
+                kind, remedy = _REMEDIES.get(what, (UsageError, "start all with the same options"))
+                raise kind(
+                    f"{peer} has {what} {fact}, {peers[0]} has {expected}; expected the same on all hosts: {remedy}"
+                )
     return Peers(store, peers, rank=rank)
 
 
@@ -245,14 +234,6 @@ def _check_reachable(peers: Sequence[Peer]) -> None:
                 f"{peer} would be reached at {peer.address}, which only its own host can use; set {INTERFACE} on every "
                 "host to the interface that connects them, such as eth0"
             )
-
-
-def _check_same(peer: Peer, first: Peer) -> None:
-    for what, expected in first.facts.items():
-        found = peer.facts.get(what, "none")
-        if found != expected:
-            kind, remedy = _REMEDIES.get(what, (UsageError, "start all with the same options"))
-            raise kind(f"{peer} has {what} {found}, {first} has {expected}; expected the same on all hosts: {remedy}")
 
 
 def _within(seconds: float, action: Callable[[], object]) -> None:

@@ -16,6 +16,7 @@ micro-batch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from gplan.runtime import stage_state, validation
 from gplan.runtime.buffers import SharedBuffers, check_norms, strict_norm
 from gplan.runtime.capture_cache import CaptureCache, CapturedModel, named_tensors
 from gplan.runtime.gradient_sync import TiedGradients, broadcast_first_replica
-from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.master_weights import MasterWeights
 from gplan.runtime.microbatches import Pass, concat_outputs, replica_rows, split_into_passes, take_rows
 from gplan.runtime.model_source import ModelLike, ModelSource, open_source
@@ -43,6 +43,7 @@ from gplan.runtime.stage_runner import OutputFn, StageRunner, to_device
 from gplan.runtime.stage_state import StageState
 from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_samples, runs_on_gpus
 from profiler.capture.chain import Chain, autocast
+from profiler.host.heartbeat import Heartbeat
 from profiler.host.host_info import keep_freed_memory
 from profiler.host.links import deprioritize_connection_threads
 from profiler.model.lazy_build import random_state_kept
@@ -156,10 +157,17 @@ class Pipeline(StageState):
         self._shared_buffers = SharedBuffers(model, usual, names, plan)
         self._shared_buffers.check_graphs(usual)
         own = range(plan.num_stages) if ranks is None else ranks.stages
-        tensors = source.values([x for x in named_tensors(model) if x in names.on_stages(own)], device)
+        like = named_tensors(model)
+        held = [own] if ranks is None else [[x.index for x in plan.stages_of(i)] for i in range(plan.num_devices)]
+        wanted = [names.on_stages(stages) for stages in held]
+        notes.enter_action("loading")
+        is_sent = (
+            ranks is not None and dist.get_rank() > 0 and source.weights is None
+        )  # by the first rank, which builds the model
+        with notes.waiting("ranks") if is_sent else nullcontext():
+            tensors = source.values([[x for x in like if x in some] for some in wanted], device, ranks)
         if ranks is not None:
             broadcast_first_replica(tensors.values(), ranks)
-        like = named_tensors(model)
         divided = divided_names(plan, names, model, ranks)
         whole = {name: x for name, x in tensors.items() if name not in divided}
         self._masters = MasterWeights(whole, like if plan.precision.master_weights else whole)
@@ -228,8 +236,22 @@ class Pipeline(StageState):
         self._loss_exchange.post_receive()
         with self._random_streams.preserved(), self._tied.accumulated():
             with self._masters.lent(), self._shared_buffers.forbid_writes(self._tensors):
-                losses = self._losses_of(inputs, targets, num_rows, scale)
-                self._take_gradients()
+                losses = list[Tensor]()
+                for part in self._passes(num_rows):
+                    weight = self._loss_weight(part, num_rows)
+                    found = runner.run(
+                        part,
+                        inputs,
+                        num_rows,
+                        step=self.num_steps,
+                        output_fn=self._loss_fn(targets, part, num_rows),
+                        trains=True,
+                        loss_weight=weight * scale,
+                    )
+                    losses += [weight * x.double() for x in found]
+                for device, stages in enumerate(runner.stages_by_device if self._masters else ()):
+                    with runner.updating(device):  # master weights take the gradients as a part of the update
+                        self._masters.take_gradients(runner.parameters_of(stages))
             total = self._total(losses)
             runner.reduce_shards()
             with self.heartbeat.waiting("sums"):
@@ -237,29 +259,6 @@ class Pipeline(StageState):
             runner.finish()
         self.num_steps += 1
         return total
-
-    def _losses_of(self, inputs: Any, targets: Any, num_rows: int, scale: float) -> list[Tensor]:
-        """Run all passes of a mini-batch; return the weighted losses of its micro-batches."""
-        losses = list[Tensor]()
-        for part in self._passes(num_rows):
-            weight = self._loss_weight(part, num_rows)
-            found = self.runner.run(
-                part,
-                inputs,
-                num_rows,
-                step=self.num_steps,
-                output_fn=self._loss_fn(targets, part, num_rows),
-                trains=True,
-                loss_weight=weight * scale,
-            )
-            losses += [weight * x.double() for x in found]
-        return losses
-
-    def _take_gradients(self) -> None:
-        """Give master weights the gradients of the pass; this counts as the devices' updates."""
-        for device, stages in enumerate(self.runner.stages_by_device if self._masters else ()):
-            with self.runner.updating(device):
-                self._masters.take_gradients(self.runner.parameters_of(stages))
 
     def round_master_weights(self, parameters: Iterable[nn.Parameter]) -> None:
         """Round master weights into those that the stages compute with, right after their update.

@@ -135,7 +135,10 @@ def check_interface(names: str) -> None:
 def await_store(rendezvous: Rendezvous, *, timeout_s: float) -> None:
     """Return once something listens at the address; raise RunError if nothing does within the timeout."""
     deadline_s = time.monotonic() + timeout_s
-    while not _is_listening(rendezvous):
+    while True:
+        with suppress(OSError):
+            socket.create_connection((rendezvous.host, rendezvous.port), timeout=_CONNECT_S).close()
+            return
         if time.monotonic() > deadline_s:
             raise RunError(
                 f"rank {rendezvous.rank} waited {timeout_s:g} s for rank 0 at {rendezvous.address}, which never came; is it "
@@ -207,14 +210,6 @@ def _not_this_run(rendezvous: Rendezvous) -> str:
     )
 
 
-def _is_listening(rendezvous: Rendezvous) -> bool:
-    """Whether something listens at the address now."""
-    with suppress(OSError):
-        socket.create_connection((rendezvous.host, rendezvous.port), timeout=_CONNECT_S).close()
-        return True
-    return False
-
-
 def _integer(name: str) -> int:
     try:
         return int(os.environ[name])
@@ -232,6 +227,7 @@ class RankLayout:
     replica: int
     pipeline: dist.ProcessGroup  # the devices of this replica
     replicas: dist.ProcessGroup | None  # the same device of all replicas; None if there is one replica
+    on_cpu: dist.ProcessGroup  # the devices of this replica, for tensors on the CPU, by gloo
     timeout: timedelta
 
     @property
@@ -257,12 +253,10 @@ class RankLayout:
         """The devices that hold some stages; the first stage's device comes first."""
         return tuple(dict.fromkeys(self.devices[stage] for stage in stages))
 
-    def new_group(self, devices: Sequence[int], *, backend: str | None = None) -> dist.ProcessGroup:
+    def new_group(self, devices: Sequence[int]) -> dist.ProcessGroup:
         """Create this replica's group of some devices. Collective: all ranks create the same groups in one order."""
         groups: list[dist.ProcessGroup] = [
-            dist.new_group(
-                sorted(replica * self.num_devices + device for device in devices), timeout=self.timeout, backend=backend
-            )
+            dist.new_group(sorted(replica * self.num_devices + device for device in devices), timeout=self.timeout)
             for replica in range(self.num_replicas)
         ]
         return groups[self.replica]
@@ -300,6 +294,10 @@ def _ranks(plan: Plan, timeout: timedelta) -> RankLayout:
         pipelines = [dist.new_group(list(row), timeout=timeout) for row in rows]
         columns = [range(d, plan.num_ranks, num_devices) for d in range(num_devices)]
         replicas = [dist.new_group(list(column), timeout=timeout) for column in columns]
+    on_cpu = [
+        dist.new_group(list(range(r * num_devices, (r + 1) * num_devices)), timeout=timeout, backend="gloo")
+        for r in range(num_replicas)
+    ]
     return RankLayout(
         devices=plan.devices,
         num_replicas=num_replicas,
@@ -307,6 +305,7 @@ def _ranks(plan: Plan, timeout: timedelta) -> RankLayout:
         replica=replica,
         pipeline=pipelines[replica],
         replicas=replicas[device] if num_replicas > 1 else None,
+        on_cpu=on_cpu[replica],
         timeout=timeout,
     )
 
@@ -315,19 +314,18 @@ class LossExchange:
     """Sends a step's loss from the last stage's rank to the other ranks of its pipeline.
 
     The others post their receives when the step begins, so the sender, which may finish first, waits for none of
-    them; a broadcast would hold it until all are done. Uses gloo on the CPU.
+    them; a broadcast would hold it until all are done. Losses are on the CPU.
     """
 
     def __init__(self, ranks: RankLayout | None) -> None:
         self._ranks = ranks
-        self._group = None if ranks is None else ranks.new_group(range(ranks.num_devices), backend="gloo")
         self._expected: tuple[dist.Work, Tensor] | None = None
 
     def post_receive(self) -> None:
         """Start to receive, when a step begins. After a step that failed on all ranks, its receive is used again."""
         if self._ranks is not None and not self._ranks.is_last and self._expected is None:
             value = torch.zeros((), dtype=torch.float64)
-            work = dist.irecv(value, src=self._ranks.rank_of(self._ranks.devices[-1]), group=self._group)
+            work = dist.irecv(value, src=self._ranks.rank_of(self._ranks.devices[-1]), group=self._ranks.on_cpu)
             assert work is not None
             self._expected = work, value
 
@@ -338,7 +336,7 @@ class LossExchange:
         if self._ranks.is_last:
             own = value.cpu()
             sent = [
-                dist.isend(own, dst=self._ranks.rank_of(device), group=self._group)
+                dist.isend(own, dst=self._ranks.rank_of(device), group=self._ranks.on_cpu)
                 for device in range(self._ranks.num_devices)
                 if device != self._ranks.device
             ]

@@ -33,20 +33,15 @@ class RandomStreams:
     def seed(self, key: int, microbatch: int) -> None:
         """Seed the generator for one layer (`key` from `seed_key`) and micro-batch."""
         seed = splitmix64(splitmix64(self._step_key ^ self._first_rows[microbatch]) ^ key)
-        generator_of(self.device).manual_seed(seed)
+        is_on_gpu = self.device.type == "cuda"
+        generator = torch.cuda.default_generators[self.device.index or 0] if is_on_gpu else torch.default_generator
+        generator.manual_seed(seed)
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Restore the generators' states at the end of the block."""
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             yield
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """Return the default generator of a device."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator
 
 
 def seed_key(name: str) -> int:

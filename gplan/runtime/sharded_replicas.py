@@ -88,7 +88,12 @@ class ShardedStage:
         holders: list[tuple[StageModule | ParameterGroup, Sequence[str]]] = [(stage, rest)]
         holders += zip(groups, layers, strict=True)
         self.parts = {name: x for holder, names in holders for name, x in zip(names, holder.held, strict=False)}
-        self.gathered = {name: x for holder, names in holders for name, x in _gathered(holder, names)}
+        self.gathered: dict[str, nn.Parameter] = {}  # as forwards use them; freed afterwards
+        for holder, names in holders:
+            assert isinstance(holder, FSDPModule)
+            holder.unshard()
+            self.gathered |= zip(names, holder.held, strict=False)
+            holder.reshard()
         self.groups = {id(self.gathered[x]): group for group, names in zip(groups, layers, strict=True) for x in names}
         self._trained = [x for x in self.gathered.values() if x.requires_grad]
         for name, x in self.gathered.items():
@@ -214,16 +219,6 @@ class ShardedTensors:
         finally:
             for parameter in freed:
                 parameter.untyped_storage().resize_(0)
-
-
-def _gathered(holder: StageModule | ParameterGroup, names: Sequence[str]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the parameters that forwards use, by name; they are freed afterwards."""
-    parameters = holder.held
-    assert isinstance(holder, FSDPModule)
-    holder.unshard()
-    found = list(zip(names, parameters, strict=False))
-    holder.reshard()
-    yield from found
 
 
 def shard_stages(

@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
 from gplan.core import RecomputeMode, is_recomputed
-from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.random_streams import RandomStreams
 from profiler.backward.rematerialize import recomputed
 from profiler.capture.chain import Chain, Tensors
 from profiler.capture.inplace import aliased_arguments, written_arguments
+from profiler.host.heartbeat import Heartbeat
 from profiler.memory.allocations import storage_key
 
 if TYPE_CHECKING:
@@ -219,17 +219,17 @@ def written_buffers(module: nn.Module) -> list[Tensor]:
     name_of = {x: str(x.target) for x in module.graph.find_nodes(op="get_attr") if x.target in names}
     found: dict[str, None] = {}
     for node in module.graph.nodes:
-        found.update((name_of[x], None) for x in _possibly_written(node) if x in name_of)
+        if isinstance(node.target, OpOverload):
+            arguments = zip(node.args, node.target._schema.arguments, strict=False)
+            # schemas of norms do not say that they write to their averages
+            averages = [
+                x for x, described in arguments if described.name.startswith("running_") and isinstance(x, Node)
+            ]
+            written = [*written_arguments(node), *averages]
+        else:
+            written = [] if node.op == "output" else node.all_input_nodes
+        found.update((name_of[x], None) for x in written if x in name_of)
         viewed = [x for x in aliased_arguments(node) if x in name_of]
         if viewed:
             name_of[node] = name_of[viewed[0]]
     return [module.get_buffer(name) for name in found]
-
-
-def _possibly_written(node: Node) -> list[Node]:
-    """Return the arguments that an operation may write to; schemas of norms omit their averages, `running_...`."""
-    if not isinstance(node.target, OpOverload):
-        return [] if node.op == "output" else node.all_input_nodes
-    arguments = zip(node.args, node.target._schema.arguments, strict=False)
-    averages = [x for x, described in arguments if described.name.startswith("running_") and isinstance(x, Node)]
-    return [*written_arguments(node), *averages]

@@ -18,7 +18,6 @@ from gplan.core.errors import GplanError, ModelError, RunError, UsageError
 from gplan.core.units import counted
 from gplan.runtime.capture_cache import CaptureCache, CapturedModel
 from gplan.runtime.gradient_sync import average_gradients, broadcast_first_replica, has_sparse_gradients
-from gplan.runtime.heartbeat import Heartbeat, at_layer, on_stage
 from gplan.runtime.microbatches import Pass, take_rows
 from gplan.runtime.process_group import RankLayout
 from gplan.runtime.random_streams import RandomStreams
@@ -31,6 +30,7 @@ from gplan.schedules.registry import make_schedule
 from profiler.capture.chain import flat_tensors
 from profiler.capture.moving_averages import MovingAverages
 from profiler.host.failure import failure_text, is_lost_connection
+from profiler.host.heartbeat import Heartbeat, at_layer, on_stage
 from profiler.memory.allocations import now_ns, storage_key
 from profiler.model.model_reference import describe_inputs
 
@@ -66,11 +66,21 @@ class StageRunner:
         self.stages = tuple(stages)
         self._averages = {x.index: MovingAverages(captures.norms(usual, x.index)) for x in stages}
         self._written: dict[tuple[CapturedModel, StageModule, bool], frozenset[int]] = {}
-        self._check_sparse(usual)
+        for stage in self.stages:
+            if stage.shards is not None and has_sparse_gradients(self._segments(usual, stage, True)):
+                raise UsageError(
+                    f"stage {stage.index} has sparse gradients, as of nn.Embedding(sparse=True), which sharded replicas "
+                    "cannot divide; use sparse=False, or balance again with --shard none"
+                )
         self._followed = self._buffers_to_broadcast(usual)
-        self.engine = self._engine()
+        device = random_streams.device
+        self.engine: TorchEngine | VirtualEngine = (
+            VirtualEngine(self.stages, device=device)
+            if ranks is None
+            else TorchEngine(self.stages, device=device, group=ranks.pipeline)
+        )
         self.engine.recorder.heartbeat = heartbeat
-        self.engine.recorder.is_on_gpu = random_streams.device.type == "cuda"
+        self.engine.recorder.is_on_gpu = device.type == "cuda"
 
     def begin(self) -> None:
         """Begin a step or an evaluation; drops what a failed one left and timings that were not taken."""
@@ -105,7 +115,9 @@ class StageRunner:
         for device, stages in enumerate(self.stages_by_device):
             with self.updating(device):
                 for stage in stages:
-                    self._averages[stage.index].finish(self._sum_over_replicas)
+                    self._averages[stage.index].finish(
+                        lambda x: None if self._replicas is None else dist.all_reduce(x, group=self._replicas)
+                    )
 
     def updating(self, device: int) -> AbstractContextManager[None]:
         """Record the block as the update of one of `stages_by_device`."""
@@ -169,10 +181,6 @@ class StageRunner:
     def _segments(self, captured: CapturedModel, stage: StageModule, trains: bool) -> tuple[nn.Module, ...]:
         return self._captures.segments(captured, stage, self._plan.recompute if trains else "never")
 
-    def _sum_over_replicas(self, tensor: Tensor) -> None:
-        if self._replicas is not None:
-            dist.all_reduce(tensor, group=self._replicas)
-
     def _stage_work(self, captured: CapturedModel, stage: StageModule, part: Pass, trains: bool) -> StagePass:
         averages = self._averages[stage.index]
         norms = self._captures.norms(captured, stage.index) if trains else ()
@@ -222,11 +230,6 @@ class StageRunner:
             words.append(at_layer(stage.layer, None if action is None else action.kind))
         return RunError(f"{', '.join(words)}: {failure_text(error)}")
 
-    def _engine(self) -> TorchEngine | VirtualEngine:
-        if self._ranks is None:
-            return VirtualEngine(self.stages, device=self._random_streams.device)
-        return TorchEngine(self.stages, device=self._random_streams.device, group=self._ranks.pipeline)
-
     def _buffers_to_broadcast(self, usual: CapturedModel) -> list[Tensor]:
         """Return the buffers, except moving averages, that forwards may write to; replicas take the first one's."""
         if self._replicas is None:
@@ -235,15 +238,6 @@ class StageRunner:
         known = {id(x) for norm in norms for x in norm.buffers}
         found = {id(x): x for stage in self.stages for x in _written_by(self._segments(usual, stage, True))}
         return [x for key, x in found.items() if key not in known]
-
-    def _check_sparse(self, usual: CapturedModel) -> None:
-        """Raise UsageError if a sharded stage has sparse gradients."""
-        for stage in self.stages:
-            if stage.shards is not None and has_sparse_gradients(self._segments(usual, stage, True)):
-                raise UsageError(
-                    f"stage {stage.index} has sparse gradients, as of nn.Embedding(sparse=True), which sharded replicas "
-                    "cannot divide; use sparse=False, or balance again with --shard none"
-                )
 
 
 def _written_by(segments: Sequence[nn.Module]) -> list[Tensor]:

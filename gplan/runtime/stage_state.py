@@ -24,42 +24,43 @@ from gplan.runtime.checkpoint.loading import LoadedCheckpoint, checkpoint_exists
 from gplan.runtime.checkpoint.saving import save_checkpoint
 from gplan.runtime.checkpoint.state import PlainValue, RankState, Scheduler
 from gplan.runtime.gradient_sync import gradient_norm
-from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.process_group import RankLayout
 from gplan.runtime.random_streams import RandomStreams
 from gplan.runtime.sharded_tensors import divided_like, full_tensor, local_gradients, local_tensor
+from profiler.host.heartbeat import Heartbeat
 from profiler.model.materialise import is_meta_or_fake
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # parameters, buffers, hooks
 
 
-def copy_unregistered(model: nn.Module, *, into: nn.Module) -> None:
-    """Copy the unregistered tensors of one build of a model into another, in place.
+def unregistered_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors in memory that modules hold as plain attributes, also in lists and dicts, by their place.
 
-    Such tensors (`self.scale = torch.randn(4)`) become constants of a capture. A build without weights draws fewer
-    random numbers, so they may differ from those of a real build.
+    Such tensors (`self.scale = torch.randn(4)`) become constants of a capture.
     """
-    for real, tensor in unregistered_pairs(model, into):
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        attributes = {name: value for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
+        leaves, _ = pytree.tree_flatten_with_path(attributes)
+        tensors = {f"{path}{pytree.keystr(place)}": x for place, x in leaves if isinstance(x, Tensor)}
+        found |= {place: x for place, x in tensors.items() if x.layout == torch.strided and not is_meta_or_fake(x)}
+    return found
+
+
+def copy_unregistered(values: Mapping[str, Tensor], *, into: nn.Module) -> None:
+    """Copy unregistered tensors of a plain build, by their place, into a build without weights.
+
+    That draws fewer random numbers, so its own may differ.
+    """
+    for real, tensor in same_places(values, unregistered_tensors(into)):
         if not torch.equal(real, tensor):
             tensor.untyped_storage().copy_(real.untyped_storage())  # which can be shorter than an expanded tensor
 
 
-def unregistered_pairs(one: nn.Module, other: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return the unregistered tensors of two builds that have the same place and layout and are in memory."""
-    modules = dict(other.named_modules())
-    for path, module in one.named_modules():
-        if path in modules:
-            found, others = _unregistered(module), _unregistered(modules[path])
-            pairs = ((found[place], others[place]) for place in found.keys() & others.keys())
-            yield from ((x, y) for x, y in pairs if _layout(x) == _layout(y))
-
-
-def _unregistered(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors among a module's attributes, also in lists and dicts, by their path."""
-    attributes = {name: value for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
-    leaves, _ = pytree.tree_flatten_with_path(attributes)
-    found = {pytree.keystr(path): x for path, x in leaves if isinstance(x, Tensor)}
-    return {place: x for place, x in found.items() if x.layout == torch.strided and not is_meta_or_fake(x)}
+def same_places(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return the tensors of two builds that have the same place and layout."""
+    pairs = ((one[place], other[place]) for place in one.keys() & other.keys())
+    return [(x, y) for x, y in pairs if _layout(x) == _layout(y)]
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
@@ -95,18 +96,16 @@ class StateNames:
 def state_names(model: nn.Module, captured: CapturedModel, num_stages: int) -> StateNames:
     """Assign a model's state to stages, by its capture in training."""
     first = {id(tensor): name for name, tensor in named_tensors(model).items()}
-    used = [_used(captured, stage, first) for stage in range(num_stages)]
+    used = list[set[str]]()
+    for stage in range(num_stages):
+        tensors = [x for layer in captured.layers(stage) for x in captured.chain.state(layer).values()]
+        used.append({first[id(x)] for x in tensors if id(x) in first})
     everywhere = set().union(*used)
     return StateNames(
         used_by_stage=tuple(tuple(x for x in first.values() if x in names) for names in used),
         unused=tuple(x for x in first.values() if x not in everywhere),
         saved={key: first[id(x)] for key, x in model.state_dict(keep_vars=True).items() if id(x) in first},
     )
-
-
-def _used(captured: CapturedModel, stage: int, first: Mapping[int, str]) -> set[str]:
-    tensors = [x for layer in captured.layers(stage) for x in captured.chain.state(layer).values()]
-    return {first[id(x)] for x in tensors if id(x) in first}
 
 
 _BATCH_SIZE = "gplan.batch_size"

@@ -13,8 +13,9 @@ both. Between two stages of one rank the tensor itself is passed on and freed af
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -30,8 +31,6 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from gplan.core import Action, ActionKind, Schedule
 from gplan.cost.microbatch_bytes import transfer_memory
 from gplan.runtime.capture_cache import CapturedModel
-from gplan.runtime.heartbeat import PeerWait, waits_by_action
-from gplan.runtime.missing_gradients import MissingGradients
 from gplan.runtime.recorder import ActionRecorder
 from gplan.runtime.stage_module import StageModule
 from profiler.backward.split_backward import SecondHalf, first_half
@@ -78,6 +77,52 @@ class EnginePass:
         return _has_backward(self.schedule)
 
 
+_TOP_BYTE, _OTHER_BYTE = 0xFF, 0xF5  # of every element
+_TOP = -1 if sys.byteorder == "little" else 0
+
+
+class MissingGradients:
+    """Which tensors of one boundary may have no gradient; sender and receiver derive the same set.
+
+    Where a loss does not use all outputs of a stage, the plain model has no gradient, and its optimizer leaves those
+    parameters alone. Sending zeros instead would let weight decay and momentum move them, and give NaN where a
+    derivative is infinite. Every boundary tensor has its message, so a missing gradient is sent as a marker: elements
+    whose top byte is 0xFF and whose other bytes are 0xF5, in every floating-point format a NaN with a payload that
+    arithmetic does not produce. Reading a marker synchronizes with a GPU. So after the first pass only tensors whose
+    gradient was missing in it are checked; if another tensor's gradient is missing later, zeros are sent.
+    """
+
+    def __init__(self) -> None:
+        self._found: set[int] = set()  # by their places in the boundary
+        self._is_first_pass = True
+
+    def end_pass(self) -> None:
+        """End a pass; after the first, the set is fixed."""
+        self._is_first_pass = False
+
+    def encode(self, place: int, empty: Tensor) -> Tensor:
+        """Fill `empty` for a missing gradient: with the marker, or with zeros if the receiver does not check for it."""
+        if not empty.numel() or not self._may_be_absent(place):
+            return empty.zero_()
+        self._found.add(place)
+        mark = torch.full((empty.numel(), empty.itemsize), _OTHER_BYTE, dtype=torch.uint8, device=empty.device)
+        mark[:, _TOP].fill_(_TOP_BYTE)
+        return mark.view(empty.dtype).view(empty.shape)
+
+    def decode(self, place: int, gradient: Tensor | None) -> Tensor | None:
+        """Return the received gradient, or None for a marker."""
+        if gradient is None or not self._may_be_absent(place):
+            return gradient
+        first = gradient.reshape(-1)[:1].view(torch.uint8).tolist()  # a tensor without elements holds no marker
+        if not first or first.pop(_TOP) != _TOP_BYTE or any(byte != _OTHER_BYTE for byte in first):
+            return gradient
+        self._found.add(place)
+        return None
+
+    def _may_be_absent(self, place: int) -> bool:
+        return self._is_first_pass or place in self._found
+
+
 class TorchEngine:
     """Runs the stages of this rank; `group` has one rank per device."""
 
@@ -91,7 +136,8 @@ class TorchEngine:
         """Run one pass; return its micro-batches' losses on the rank of the last stage, else an empty list."""
         key = work.captured, work.trains, work.schedule.num_microbatches
         if key not in self._runtimes:
-            self._runtimes[key] = self._runtime(work)
+            rank = _RankContext(recorder=self.recorder, stages=frozenset(stage.index for stage in self._stages))
+            self._runtimes[key] = _Runtime([self._timed(work, x, rank) for x in self._stages], work.schedule, rank)
         return self._runtimes[key].run(work)
 
     def forget(self, old: Collection[CapturedModel]) -> None:
@@ -108,14 +154,6 @@ class TorchEngine:
     def buffers(self, stage: int) -> list[Tensor]:
         """Return the receive buffers of a stage."""
         return [x for runtime in self._runtimes.values() for x in runtime.receive_buffers(stage)]
-
-    def _runtime(self, work: EnginePass) -> _Runtime:
-        rank = _RankContext(
-            recorder=self.recorder,
-            waits=waits_by_action(work.schedule, dist.get_rank(self._group)),
-            stages=frozenset(stage.index for stage in self._stages),
-        )
-        return _Runtime([self._timed(work, stage, rank) for stage in self._stages], work.schedule, rank)
 
     def _timed(self, work: EnginePass, stage: StageModule, rank: _RankContext) -> _TimedStage:
         index = stage.index
@@ -137,17 +175,12 @@ class _RankContext:
     """What the stages of a rank share in the passes of one runtime."""
 
     recorder: ActionRecorder
-    waits: Mapping[Action | None, PeerWait | None]
     stages: Collection[int]  # on this rank
     loss_weight: float = 1.0
 
-    def note_wait(self, action: Action | None) -> None:
-        """Record in the heartbeat what this rank waits for after an action; None: before the first."""
-        wait = self.waits[action]
-        if wait is not None:
-            self.recorder.heartbeat.enter_wait(
-                wait.awaited, stage=wait.neighbour, microbatch=wait.microbatch, at=wait.stage
-            )
+    def note_wait(self) -> None:
+        """Record in the heartbeat that between its actions this rank can only wait for other stages."""
+        self.recorder.heartbeat.enter_wait("neighbours")
 
 
 class _TimedStage(PipelineStage):
@@ -167,7 +200,7 @@ class _TimedStage(PipelineStage):
         action = self._begin_action(ActionKind.FORWARD, fwd_chunk_id)
         with self.context.recorder.note(action):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self.context.note_wait(action)
+        self.context.note_wait()
         if self.stage_index - 1 in self.context.stages:
             _release(self.args_recv_info[fwd_chunk_id])
         return output
@@ -182,7 +215,7 @@ class _TimedStage(PipelineStage):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             if not self.is_first:
                 self.bwd_cache[bwd_chunk_id] = self._outgoing_gradients(bwd_chunk_id, self.bwd_cache[bwd_chunk_id])
-        self.context.note_wait(action)
+        self.context.note_wait()
         if self.stage_index + 1 in self.context.stages:
             _release(self.grad_recv_info[bwd_chunk_id])
 
@@ -190,7 +223,7 @@ class _TimedStage(PipelineStage):
         action = self._begin_action(ActionKind.WEIGHT_GRADIENT, bwd_chunk_id)
         with self.context.recorder.note(action):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self.context.note_wait(action)
+        self.context.note_wait()
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -199,7 +232,8 @@ class _TimedStage(PipelineStage):
             half: SecondHalf = bwd_kwargs["param_groups"]
             half.run()
             return (), None
-        outputs, gradients = _as_tuple(bwd_kwargs["stage_output"]), bwd_kwargs["output_grads"]
+        outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
+        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
         if gradients is None:  # the outputs are the loss
             gradients = [torch.full_like(x, self.context.loss_weight) for x in outputs]
         if backward_type == "input":
@@ -277,8 +311,8 @@ class _Runtime(_PipelineScheduleRuntime):
         self.context.loss_weight, self._at_end = work.loss_weight, work.loss_fn
         self._losses.clear()
         step = self.step if work.trains else self.eval
-        self.context.note_wait(None)
-        with _quiet_log(), _unnamed_actions(), warnings.catch_warnings():
+        self.context.note_wait()
+        with _quiet_torch(), warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", message="FSDP2-wrapped module .* returned a view"
             )  # no layer writes to one
@@ -344,40 +378,27 @@ def _release(infos: Iterable[Any]) -> None:
         info.buffer = None
 
 
-def _as_tuple(value: Tensor | Tensors) -> Tensors:
-    return (value,) if isinstance(value, Tensor) else value
-
-
 def _no_loss(*_: Any) -> Tensor:
     """Makes torch expect backwards; never called."""
     raise AssertionError("the loss is computed by the runtime itself")
 
 
 @contextmanager
-def _quiet_log() -> Iterator[None]:
-    """Silence torch's log of its whole schedule after a failed action."""
-    log = logging.getLogger(_TORCH_LOG)
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
+def _quiet_torch() -> Iterator[None]:
+    """Silence torch's log of its whole schedule after a failed action, and skip its naming of actions.
 
-
-@contextmanager
-def _unnamed_actions() -> Iterator[None]:
-    """Skip torch's naming of actions unless a profiler runs; it takes as long as all of gplan's work per action.
-
-    torch's function is replaced in its module, for the whole process, while a pass runs.
+    The naming takes as long as all of gplan's work per action; it stays while a profiler runs. torch's function is
+    replaced in its module, for the whole process, while a pass runs.
     """
-    of_module = vars(schedules)
-    naming = of_module[_NAMING]
+    log, of_module = logging.getLogger(_TORCH_LOG), vars(schedules)
+    was_disabled, naming = log.disabled, of_module[_NAMING]
+    log.disabled = True
     if not torch.autograd.profiler._is_profiler_enabled:
         of_module[_NAMING] = nullcontext
     try:
         yield
     finally:
-        of_module[_NAMING] = naming
+        log.disabled, of_module[_NAMING] = was_disabled, naming
 
 
 def _torch_orders(schedule: Schedule) -> dict[int, list[_Action | None]]:

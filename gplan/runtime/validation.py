@@ -86,7 +86,14 @@ def num_samples(inputs: Any, *, usual: Any) -> int:
     if found == 0:
         raise UsageError("the inputs hold no samples; expected at least one")
     if not _is_like(inputs, usual):
-        _check_dtypes(_by_place(inputs), _by_place(usual))
+        by_place, usual_by_place = _by_place(inputs), _by_place(usual)
+        for place in by_place.keys() & usual_by_place.keys():
+            got, expected = by_place[place].dtype, usual_by_place[place].dtype
+            if got != expected and (got.is_floating_point or expected.is_floating_point):
+                raise UsageError(
+                    f"the inputs have dtype {got}; expected {expected}, as in the plan: x.to({expected}), or, for a model of "
+                    "that dtype, gplan.pipeline(..., inputs=x)"
+                )
     return found
 
 
@@ -170,16 +177,6 @@ def _by_place(inputs: Any) -> dict[str, Tensor]:
     """Return the tensors of a call's arguments by their path."""
     paths, _ = pytree.tree_flatten_with_path(call_arguments(inputs))
     return {pytree.keystr(path): x for path, x in paths if isinstance(x, Tensor)}
-
-
-def _check_dtypes(found: Mapping[str, Tensor], usual: Mapping[str, Tensor]) -> None:
-    for place in found.keys() & usual.keys():
-        got, expected = found[place].dtype, usual[place].dtype
-        if got != expected and (got.is_floating_point or expected.is_floating_point):
-            raise UsageError(
-                f"the inputs have dtype {got}; expected {expected}, as in the plan: x.to({expected}), or, for a model of "
-                "that dtype, gplan.pipeline(..., inputs=x)"
-            )
 
 
 def check_runnable(plan: Plan) -> None:

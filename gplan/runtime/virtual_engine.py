@@ -53,7 +53,12 @@ class VirtualEngine:
             self._flows[key] = _PassState(work, self._device, begin_on)
         flow = self._flows[key]
         flow.begin(work)
-        with self._tied.apart(self._shared_between(devices) if work.trains else ()):
+        users: dict[nn.Parameter, set[int]] = {}
+        for module in self._modules if work.trains else ():
+            for parameter in module.parameters():
+                users.setdefault(parameter, set()).add(devices[module.index])
+        tied = [x for x, found in users.items() if len(found) > 1 and x.requires_grad]
+        with self._tied.apart(tied):
             for action in dependency_order(work.schedule):
                 begin_on(action.stage)
                 self._tied.enter(devices[action.stage])
@@ -63,14 +68,6 @@ class VirtualEngine:
                 with self.recorder.note(action):
                     flow.execute(action, module, received)
         return flow.end()
-
-    def _shared_between(self, devices: Sequence[int]) -> list[nn.Parameter]:
-        """The trained parameters that stages on several devices use."""
-        users: dict[nn.Parameter, set[int]] = {}
-        for module in self._modules:
-            for parameter in module.parameters():
-                users.setdefault(parameter, set()).add(devices[module.index])
-        return [x for x, found in users.items() if len(found) > 1 and x.requires_grad]
 
     def forget(self, old: Collection[CapturedModel]) -> None:
         """Drop the buffers of captures that are no longer used."""

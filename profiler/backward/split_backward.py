@@ -16,8 +16,9 @@ These accumulate like any other backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,7 +56,8 @@ class _Part:
         caught = [(GradientEdge(x, i), y) for x, row in self.border.items() for i, y in enumerate(row) if y is not None]
         started = [*caught, *self.roots]
         # Gradients captured at a node include those that came through another one, which must not be added twice.
-        handles = [x.register_prehook(_giving(row)) for x, row in self.border.items()] if self.is_joined else []
+        border = self.border.items() if self.is_joined else ()
+        handles = [x.register_prehook(lambda _found, row=row: row) for x, row in border]
         try:
             if started:
                 edges, gradients = zip(*started, strict=True)
@@ -98,7 +100,7 @@ def first_half(
     inner = _above([x for x in leaves if x in parents], parents, until=())  # nodes on a way to an input
     parts = _parts(parents, inner, {*leaves}, {edge.node for edge, _ in roots})
     caught: dict[Node, _Gradients] = {}
-    handles = [x.register_prehook(_catching(x, caught)) for part in parts for x in part.starts if x in inner]
+    handles = [x.register_prehook(partial(caught.__setitem__, x)) for part in parts for x in part.starts if x in inner]
     try:
         found = _input_gradients([root for root in roots if root[0].node in inner], inputs)
     finally:
@@ -167,14 +169,3 @@ def _owner(node: Node, parents: _Parents, tokens: Mapping[Node, Node | None]) ->
             return token
         node = parents[node][0]
     return node
-
-
-def _catching(node: Node, caught: dict[Node, _Gradients]) -> Callable[[_Gradients], None]:
-    def hook(gradients: _Gradients) -> None:
-        caught[node] = gradients
-
-    return hook
-
-
-def _giving(gradients: _Gradients) -> Callable[[_Gradients], _Gradients]:
-    return lambda _found: gradients

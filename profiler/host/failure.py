@@ -1,8 +1,8 @@
 """Find the root cause among the failures of a job's ranks.
 
 A rank whose peer dies fails as well, and often reports it first. Failures are therefore ranked: a signal that the job
-did not send, an exception, a stopped process, an exit without a message, a hang, and last an error of communication,
-which is the consequence of another rank's failure.
+did not send, an exception, a stopped process, an exit without a message, and last an error of communication, which is the
+consequence of another rank's failure.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
 
 from gplan.core import errors
 from gplan.core.errors import GplanError, RunError
+from profiler.host.heartbeat import HeartbeatStatus
 from profiler.model.error_location import author_line_of_dump, describe, root_cause
 
 _LOST_CONNECTION = re.compile(
@@ -31,26 +31,6 @@ _GLOO = re.compile(
 _TIMED_OUT = re.compile(r"[Tt]imed out|[Tt]ime-?out")
 _NAMES_A_RANK = re.compile(r"\brank \d+ \(stages? \d[^)]*\)")  # an error that all ranks agreed on names the rank itself
 _NUM_QUOTED = 5
-
-
-class RankStatus(Protocol):
-    """The position of a rank, from its heartbeat."""
-
-    @property
-    def place(self) -> str:
-        """The current action, such as "in step 12, forward of micro-batch 3 on stage 1"."""
-
-    @property
-    def is_starting(self) -> bool:
-        """Whether the rank has no heartbeat yet: the interpreter starts and imports modules."""
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the rank waits for another one."""
-
-    @property
-    def moved_s(self) -> float:
-        """The time of the last heartbeat, by time.monotonic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +50,7 @@ class RankReport:
     stopped_by: signal.Signals | None = None
     error: RankError | None = None
     last_lines: tuple[str, ...] = ()  # of its output
-    status: RankStatus | None = None
+    status: HeartbeatStatus | None = None  # None: without a heartbeat
 
     @property
     def place(self) -> str:
@@ -85,23 +65,16 @@ class Priority(IntEnum):
     ERROR = 1
     STOPPED = 2
     NO_MESSAGE = 3
-    HANGING = 4
-    ENDED_EARLY = 5
-    COMMUNICATION = 6
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether this failure cannot be the consequence of another rank's."""
-        return self <= Priority.STOPPED
+    ENDED_EARLY = 4
+    COMMUNICATION = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """A rank's failure and the error to raise for it."""
+    """The error to raise for a failed job, and whether it cannot be the consequence of another rank's failure."""
 
-    priority: Priority
-    rank: int
     error: GplanError
+    is_certain: bool
 
 
 def is_lost_connection(text: str) -> bool:
@@ -149,36 +122,34 @@ def strip_gloo_advice(text: str) -> str:
 
 def find_cause(reports: Sequence[RankReport]) -> Cause:
     """The root cause of a job's failure. At least one rank has failed; the reports are in the order of failure."""
-    timed_out = any(x.error is not None and _TIMED_OUT.search(x.error.message) for x in reports)
-    failed = [(priority, x) for x in reports if (priority := _priority(x, timed_out=timed_out)) is not None]
+    failed = [(priority, x) for x in reports if (priority := _priority(x)) is not None]
     priority, report = min(failed, key=lambda pair: pair[0])
-    return Cause(priority=priority, rank=report.rank, error=_error_of(report, priority))
+    return Cause(error=_error_of(report, priority), is_certain=priority <= Priority.STOPPED)
 
 
 def hang_error(reports: Sequence[RankReport], *, silence_s: float) -> RunError:
     """The error of a job without progress; it names the ranks that do not wait for others, if any."""
-    running = [report for report in reports if report.code is None]
-    stuck = [x for x in running if x.status is None or not x.status.is_waiting]
     found = f"no rank moved for {silence_s:g} s"
-    advice = "if the step is only slow, raise the timeout"
-    if all(report.status is None for report in running):
-        ranks = ", ".join(str(report.rank) for report in running)
-        return RunError(f"{found} (still running: {ranks}); a stage hangs; {advice}")
+    stuck = [x for x in reports if x.code is None and (x.status is None or not x.status.is_waiting)]
     if stuck:
-        return RunError(f"{found}; {'; '.join(map(_hanging, stuck))}; {advice}")
+        return RunError(f"{found}; {'; '.join(map(_hanging, stuck))}; if the step is only slow, raise the timeout")
     waiting = "; ".join(f"rank {x.rank}{x.place}" if x.code is None else f"rank {x.rank} has ended" for x in reports)
     return RunError(f"{found}: the run hangs, every rank waits for another: {waiting}")
 
 
-def _priority(report: RankReport, *, timed_out: bool) -> Priority | None:
+def _hanging(report: RankReport) -> str:
+    line = author_line_of_dump(report.last_lines)
+    return f"rank {report.rank} hangs{report.place}" + (f" ({line})" if line else "")
+
+
+def _priority(report: RankReport) -> Priority | None:
     """How likely the rank's failure is the root cause; None for a rank that has not failed."""
     if report.error is not None:
         return Priority.COMMUNICATION if is_lost_connection(report.error.message) else Priority.ERROR
     if report.stopped_by is not None:
         return Priority.STOPPED
     if report.code is None:
-        is_stuck = timed_out and report.status is not None and not report.status.is_waiting
-        return Priority.HANGING if is_stuck else None
+        return None
     if report.code == 0:
         return Priority.ENDED_EARLY
     if is_lost_connection("\n".join(report.last_lines)):
@@ -196,32 +167,13 @@ def _error_of(report: RankReport, priority: Priority) -> GplanError:
     if priority is Priority.STOPPED:
         assert report.stopped_by is not None
         return RunError(f"rank {rank} was stopped by {report.stopped_by.name}{place}; the other ranks were ended")
-    if priority is Priority.HANGING:
-        return RunError(f"{_hanging(report)}; the other ranks waited for it until the timeout and were ended")
     if priority is Priority.ENDED_EARLY:
         return RunError(f"rank {rank} ended{place}, without an error but before the others; does its code call exit?")
-    return RunError(f"rank {rank} {_ended_how(report.code or 0)}{place}; the other ranks were ended{_quoted(report)}")
-
-
-def _hanging(report: RankReport) -> str:
-    if report.status is None:
-        return f"rank {report.rank} hangs at an unknown place"
-    line = author_line_of_dump(report.last_lines)
-    return f"rank {report.rank} hangs{report.place}" + (f" ({line})" if line else "")
-
-
-def _ended_how(code: int) -> str:
-    if code > 0:
-        return f"ended with code {code}"
+    code = report.code or 0
+    how = f"ended with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
     hint = " (as the system does when memory runs out)" if code == -signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-code).name}{hint}"
-
-
-def _quoted(report: RankReport) -> str:
-    """The user's line in a stack that Python printed, else the last lines of output."""
-    line = author_line_of_dump(report.last_lines)
-    if line is not None:
-        return f"; it was at {line}"
-    if not report.last_lines or report.code == -signal.SIGKILL:
-        return ""
-    return "; its last output:\n" + "\n".join(report.last_lines[-_NUM_QUOTED:])
+    line = author_line_of_dump(report.last_lines)  # the user's, in a stack that Python printed
+    quoted = "" if line is None else f"; it was at {line}"
+    if line is None and report.last_lines and code != -signal.SIGKILL:
+        quoted = "; its last output:\n" + "\n".join(report.last_lines[-_NUM_QUOTED:])
+    return RunError(f"rank {rank} {how}{hint}{place}; the other ranks were ended{quoted}")

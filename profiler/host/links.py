@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -105,7 +105,12 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
     (0.001, 1000000, 0.004)
     """
     rising_s = not_falling(seconds)
-    bytes_per_s = _bandwidth(sizes, rising_s)
+    large = [(n, s) for n, s in zip(sizes, rising_s, strict=True) if n >= _LARGE_SHARE * sizes[-1]]
+    bytes_per_s = sizes[-1] / rising_s[-1]  # where the times do not rise
+    if large[0][1] < large[-1][1]:  # a line with the least squared relative error
+        terms = np.array([[1.0 / s, n / s] for n, s in large])
+        _, s_per_byte = np.linalg.lstsq(terms, np.ones(len(large)), rcond=None)[0]
+        bytes_per_s = 1.0 / float(s_per_byte)
     return Link(
         latency_s=max(0.0, rising_s[0] - sizes[0] / bytes_per_s),
         bytes_per_s=bytes_per_s,
@@ -141,19 +146,6 @@ def not_falling(values: Sequence[float]) -> list[float]:
     return [median(pool) for pool in pools for _ in pool]
 
 
-def _bandwidth(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """Bytes per second of the large messages, by a line fitted with the least squared relative error.
-
-    Where their times do not rise: the largest message's bytes over its time.
-    """
-    large = [(n, s) for n, s in zip(sizes, seconds, strict=True) if n >= _LARGE_SHARE * sizes[-1]]
-    if large[0][1] >= large[-1][1]:
-        return sizes[-1] / seconds[-1]
-    terms = np.array([[1.0 / s, n / s] for n, s in large])
-    _, s_per_byte = np.linalg.lstsq(terms, np.ones(len(large)), rcond=None)[0]
-    return 1.0 / float(s_per_byte)
-
-
 Store: TypeAlias = Any
 """A store of torch.distributed, through which ranks meet."""
 
@@ -187,7 +179,8 @@ class GroupTimer:
         while True:
             self._sample(action, samples, 1 if is_slow else _TIMES_AT_ONCE)
             is_late = time.monotonic() > end_s and len(samples.clean_s) + len(samples.refused_s) >= _FEWEST
-            if self._from_rank_0(float(_is_enough(samples) or is_late)):
+            is_enough = len(samples.clean_s) >= _ENOUGH and samples.settled(_SETTLED_SHARE)
+            if self._from_rank_0(float(is_enough or is_late)):
                 return self._from_rank_0(samples.timing().median_s)
 
     def _sample(self, action: Callable[[], object], samples: Samples, num_times: int) -> None:
@@ -285,13 +278,10 @@ def _times_by_size(
     return found
 
 
-def _is_enough(samples: Samples) -> bool:
-    return len(samples.clean_s) >= _ENOUGH and samples.settled(_SETTLED_SHARE)
-
-
-@contextmanager
-def _connected(device_kind: str, rank: int, place: Path) -> Iterator[tuple[Group, torch.device]]:
-    """The group of both ranks, and this rank's core or GPU."""
+def _main(device_kind: str, place: Path) -> None:
+    """One of the two processes; rank 0 writes the result."""
+    end_with_parent()
+    rank = int(os.environ["RANK"])
     if device_kind == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
@@ -301,20 +291,12 @@ def _connected(device_kind: str, rank: int, place: Path) -> Iterator[tuple[Group
     store = dist.FileStore(str(place / "store"), 2)  # type: ignore[attr-defined]
     group = connected_group(device, store, rank=rank, num_ranks=2, timeout=_SILENCE)
     deprioritize_connection_threads()
-    yield group, device
-
-
-def _main(device_kind: str, place: Path) -> None:
-    """One of the two processes; rank 0 writes the result."""
-    end_with_parent()
-    rank = int(os.environ["RANK"])
-    with _connected(device_kind, rank, place) as (group, device):
-        timer = GroupTimer(group, device)
-        times = pair_times(timer, budget_s=_BUDGET_S)
-        reduced = collective_times(timer, "all_reduce", budget_s=_ALL_REDUCE_BUDGET_S)
-        if rank == 0:
-            (place / "times.json").write_bytes(msgspec.json.encode((times, reduced)))
-        group.barrier().wait()
+    timer = GroupTimer(group, device)
+    times = pair_times(timer, budget_s=_BUDGET_S)
+    reduced = collective_times(timer, "all_reduce", budget_s=_ALL_REDUCE_BUDGET_S)
+    if rank == 0:
+        (place / "times.json").write_bytes(msgspec.json.encode((times, reduced)))
+    group.barrier().wait()
 
 
 if __name__ == "__main__":

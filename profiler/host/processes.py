@@ -2,8 +2,10 @@
 
 A failed or stopped rank, a timeout, an interrupt or an error of the supervising process ends all ranks.
 `profiler/host/failure.py` selects the root cause among several failures. Output and heartbeats count as progress. A
-silent rank may compute or wait for another one, so only the silence of all ranks is a hang, and only while the
-supervisor itself was running.
+silent rank may compute or wait for another one, so only the silence of all ranks is a hang.
+
+torchrun's elastic agent ends a job as well whose rank fails. It does not notice a stopped process, blames the rank that
+waits where another hangs or exits, leaves its processes behind when it is killed, and names neither stage nor step.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from gplan.core.errors import GplanError, RunError
-from profiler.host.failure import RankError, RankReport, RankStatus, find_cause, hang_error
+from profiler.host.failure import RankError, RankReport, find_cause, hang_error
+from profiler.host.heartbeat import HeartbeatStatus
 
 OnLine = Callable[[int, str], None]
 """Called with (rank, line) for each line that a process prints."""
@@ -108,7 +111,7 @@ class Member:
             self._on_line(self.rank, line.rstrip("\n"))
 
 
-StatusOf = Callable[[int], RankStatus | None]
+StatusOf = Callable[[int], HeartbeatStatus | None]
 """The status of a rank by its heartbeat; None without one."""
 
 ERROR = "gplan-error: "
@@ -121,7 +124,6 @@ STACK_SIGNAL = signal.SIGUSR1
 """Makes a rank print its stack."""
 
 _POLL_S = 0.05
-_ABSENCE_S = 0.5  # a longer pause between two polls does not count as silence of the ranks
 _END_GRACE_S = 2.0  # between SIGTERM and SIGKILL
 _CAUSE_GRACE_S = 2.0  # wait for a root cause where only lost connections were reported
 _STOP_GRACE_S = 2.0  # a process may be stopped for this long
@@ -144,7 +146,7 @@ class JobSupervisor:
         self._errors: dict[int, RankError] = {}
         self._failed: dict[int, None] = {}  # in the order of failure
         self._stopped_since_s: dict[int, float] = {}
-        self._polled_s = self._moved_s = time.monotonic()
+        self._moved_s = time.monotonic()
 
     def start(self, module: str, arguments: Sequence[str]) -> None:
         """Start one process per rank."""
@@ -164,7 +166,6 @@ class JobSupervisor:
                 self._wait_for_output()
                 self._read_lines(0.0)
                 return
-            self._discount_absence()
             self._check_suspended()
             self._check_silence()
 
@@ -224,16 +225,8 @@ class JobSupervisor:
             self._codes()
             cause = find_cause(self._reports())
             is_read = self._lines.empty() and all(x.wait_for_output(0.0) for x in self._members if x.poll() is not None)
-            if (cause.priority.is_certain and is_read) or time.monotonic() > deadline_s:
+            if (cause.is_certain and is_read) or time.monotonic() > deadline_s:
                 return cause.error
-
-    def _discount_absence(self) -> None:
-        """Do not count as silence the time in which this process itself was stopped or busy."""
-        now_s = time.monotonic()
-        if (absent_s := now_s - self._polled_s) > _ABSENCE_S:
-            self._moved_s = min(now_s, self._moved_s + absent_s)
-            self._stopped_since_s.clear()
-        self._polled_s = now_s
 
     def _check_suspended(self) -> None:
         now_s = time.monotonic()

@@ -108,7 +108,12 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
             return LossFacts(
                 reduction=found,
                 notes=notes,
-                plan_notes=() if is_same or is_random else (_division_note(whole, combined, found),),
+                plan_notes=()
+                if is_same or is_random
+                else (
+                    f"the loss depends on how a mini-batch is divided ({whole:.6g} for a batch, {combined:.6g} as the {found} "
+                    "of two halves): a step has the gradients of a plain loop over the same micro-batches",
+                ),
             )
     finally:
         file.model.train()
@@ -117,13 +122,6 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
         if versions != [x._version for x in file.model.parameters()]:
             with torch.no_grad():  # a model that changes its weights for evaluation changes them back
                 call_model(file, inputs)
-
-
-def _division_note(whole: float, combined: float, reduction: LossReduction) -> str:
-    return (
-        f"the loss depends on how a mini-batch is divided ({whole:.6g} for a batch, {combined:.6g} as the {reduction} of two "
-        "halves): a step has the gradients of a plain loop over the same micro-batches"
-    )
 
 
 def find_reduction_of_outputs(file: ModelFile, output: Any, target: Any, batch_size: int) -> LossReduction:

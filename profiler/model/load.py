@@ -9,7 +9,7 @@ The model of a file is an nn.Module, a list of modules, a class, or a function t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +42,6 @@ from profiler.model.model_reference import (
     resize_inputs,
     similar_name,
 )
-from profiler.model.partial_build import build_part
 
 Batch: TypeAlias = tuple[Any, Any]  # inputs as the model is called with, target as the loss wants it
 
@@ -268,15 +267,6 @@ class OpenedFile:
             misspelled=self.misspelled,
         )
 
-    def load_part(self, *, seed: int, keep: Collection[str]) -> nn.Module:
-        """The model that `load` builds from the seed, with memory only for its buffers and the parameters in `keep`.
-
-        See profiler/model/partial_build.py. Raises ModelError for a model that cannot be built in part.
-        """
-        return build_part(
-            lambda: _built(self.target, self.settings, self.name)[0], keep=keep, seed=seed, what=self.name
-        )
-
 
 def open_model_file(
     reference: str, *, settings: Mapping[str, SettingValue] | None = None, input_shapes: str | None = None
@@ -392,7 +382,12 @@ def _built(target: Any, settings: Mapping[str, SettingValue], reference: str) ->
                     f"{reference}: there is not enough memory to build the model ({describe(error)}); build a smaller one, "
                     'or build it without weights, with torch.device("meta"), to measure it layer by layer'
                 ) from error
-            given = ", ".join(f"--set {key}={value}{_default_text(target, key)}" for key, value in settings.items())
+            own = inspect.signature(target).parameters if settings else {}
+            given = ", ".join(
+                f"--set {key}={value}"
+                + (f" (default: {own[key].default!r})" if key in own and own[key].default is not own[key].empty else "")
+                for key, value in settings.items()
+            )
             raise ModelError(
                 f"{reference} could not build its model{given and f' with {given}'}: {describe(error)}"
             ) from error
@@ -404,12 +399,6 @@ def _built(target: Any, settings: Mapping[str, SettingValue], reference: str) ->
     if not isinstance(made, nn.Module):
         raise ModelError(f"{reference} gave a {type(made).__name__}; expected an nn.Module, or (model, inputs)")
     return made, inputs
-
-
-def _default_text(target: Any, key: str) -> str:
-    """The default of a parameter, where it has one."""
-    parameter = inspect.signature(target).parameters.get(key)
-    return "" if parameter is None or parameter.default is parameter.empty else f" (default: {parameter.default!r})"
 
 
 def _checked_reduction(value: object, owner: str) -> LossReduction | None:

@@ -27,8 +27,18 @@ def fill(owner: nn.Module | None, tensors: Mapping[str, Tensor]) -> None:
     if owner is not None:
         reset_into(owner, tensors)
     for name, tensor in tensors.items():
-        if not tensor._version or not _is_finite(tensor):
-            _fill_by_name(name, tensor)
+        is_float = tensor.is_floating_point() or tensor.is_complex()
+        is_8_bit = is_float and tensor.itemsize == 1  # nothing is drawn or checked in 8 bits
+        if tensor._version and (not is_float or is_8_bit or bool(torch.isfinite(tensor).all())):
+            continue
+        if "bias" in name or not is_float:
+            tensor.zero_()
+        elif tensor.dim() == 1 and name == "weight":
+            tensor.fill_(1.0)
+        elif is_8_bit:
+            tensor.copy_(torch.randn(tensor.shape, device=tensor.device) * _DEVIATION)
+        else:
+            tensor.normal_(0.0, _DEVIATION)
 
 
 def reset_into(owner: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -78,23 +88,6 @@ def parameter_as(tensor: Tensor, like: nn.Parameter) -> nn.Parameter:
     if like.grad_dtype != like.dtype:
         made.grad_dtype = like.grad_dtype
     return made
-
-
-def _fill_by_name(name: str, tensor: Tensor) -> None:
-    if "bias" in name or not (tensor.is_floating_point() or tensor.is_complex()):
-        tensor.zero_()
-    elif tensor.dim() == 1 and name == "weight":
-        tensor.fill_(1.0)
-    elif tensor.is_floating_point() and tensor.itemsize == 1:  # nothing is drawn in 8 bits
-        tensor.copy_(torch.randn(tensor.shape, device=tensor.device) * _DEVIATION)
-    else:
-        tensor.normal_(0.0, _DEVIATION)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.itemsize == 1:
-        return True
-    return bool(torch.isfinite(tensor).all())
 
 
 @contextmanager

@@ -42,32 +42,23 @@ def available_bytes(device: str = "cpu") -> int:
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     host = _table(_HOST).get("MemAvailable", sys.maxsize)
-    return max(0, min(host, *_left_by_process_limits(), *_left_by_groups()))
+    return max(0, min([host, *_left_by_limits()]))
 
 
-def _left_by_process_limits() -> Iterator[int]:
+def _left_by_limits() -> Iterator[int]:
+    """What the limits of the process, its control groups and their ancestors leave, as far as a container shows them."""
     mapped = _table(_STATUS)
-    for limit, usage in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-        soft_limit, _ = resource.getrlimit(limit)
+    for kind, of in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        soft_limit, _ = resource.getrlimit(kind)
         if soft_limit != resource.RLIM_INFINITY:
-            yield soft_limit - mapped.get(usage, 0)
-    yield sys.maxsize
-
-
-def _left_by_groups() -> Iterator[int]:
+            yield soft_limit - mapped.get(of, 0)
+    groups = [line.split(":", 2) for line in _lines(_MEMBERSHIP)]
     for folder, limit_file, usage_file, reclaimable in _GROUP_FILES:
-        for group in _group_folders(folder):
-            limit, usage = _number(group / limit_file), _number(group / usage_file)
+        own = [Path(path.lstrip("/")) for _, controllers, path in groups if folder in controllers.split(",")]
+        for place in (_GROUPS / folder / x for path in own for x in (path, *path.parents)):
+            limit, usage = _number(place / limit_file), _number(place / usage_file)
             if limit is not None and usage is not None:
-                yield limit - usage + _table(group / "memory.stat").get(reclaimable, 0)
-
-
-def _group_folders(folder: str) -> list[Path]:
-    """The process's control group and its ancestors, as far as they are visible in a container."""
-    own = [line.split(":", 2) for line in _lines(_MEMBERSHIP)]
-    paths = [Path(path.lstrip("/")) for _, controllers, path in own if folder in controllers.split(",")]
-    root = _GROUPS / folder
-    return [root / x for path in paths for x in (path, *path.parents) if (root / x).is_dir()]
+                yield limit - usage + _table(place / "memory.stat").get(reclaimable, 0)
 
 
 def _table(file: Path) -> dict[str, int]:

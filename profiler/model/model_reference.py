@@ -107,7 +107,11 @@ def _attribute(module: ModuleType, attribute: str, reference: str) -> Any:
     if found is not None:
         return found
     wanted = attribute or "model"
-    own = [name for name, value in vars(module).items() if _could_be_model(value, module)]
+    own = [
+        name
+        for name, x in vars(module).items()
+        if isinstance(x, nn.Module) or (inspect.isclass(x) and issubclass(x, nn.Module) and _is_defined_in(x, module))
+    ]
     if close := similar_name(wanted, module):
         place = reference.partition(":")[0]
         raise ModelError(f"{reference} has no {wanted}, but {close}: rename it, or write {place}:{close}")
@@ -119,12 +123,6 @@ def similar_name(wanted: str, module: ModuleType) -> str | None:
     """The function or class of the module whose name is most like `wanted`, perhaps a misspelling of it."""
     defined = [name for name, value in vars(module).items() if callable(value) and _is_defined_in(value, module)]
     return next(iter(get_close_matches(wanted, defined, n=1)), None)
-
-
-def _could_be_model(value: object, module: ModuleType) -> bool:
-    if isinstance(value, nn.Module):
-        return True
-    return _is_defined_in(value, module) and inspect.isclass(value) and issubclass(value, nn.Module)
 
 
 def _is_defined_in(value: object, module: ModuleType) -> bool:

@@ -33,14 +33,22 @@ def in_precision(file: ModelFile, precision: Precision) -> ModelFile:
     """
     if precision == AS_MADE:
         return file
-    dtype = _dtype(precision.parameters)
+    dtype = input_dtype(precision)
     assert dtype is not None
-    _check_own_dtypes(file, precision, dtype)
+    allowed = {dtype} if precision.name in ("float32", "autocast") else {dtype, torch.float32}
+    for name, x in file.model.named_parameters():
+        if x.is_floating_point() and x.dtype not in allowed:
+            expected = " or ".join(sorted(str(y).removeprefix("torch.") for y in allowed))
+            raise ModelError(
+                f"{file.name} makes {name} in {str(x.dtype).removeprefix('torch.')}; precision {precision.name} takes a model "
+                f"in {expected}: leave the precision out, or change the model"
+            )
     functions = dict(file.functions)
     for name in {"batches", "example_inputs"} & functions.keys():
         functions[name] = _converting(functions[name], dtype, are_batches=name == "batches")
     try:
-        model = _converted(file.model, dtype, _dtype(precision.gradients))
+        gradients = None if precision.gradients is None else getattr(torch, precision.gradients)
+        model = _converted(file.model, dtype, gradients)
     except (RuntimeError, TypeError) as error:
         raise ModelError(
             f"{file.name} cannot be copied to convert it to precision {precision.name}: {describe(error)}; leave the precision "
@@ -64,7 +72,8 @@ def convert_floats(value: Any, dtype: torch.dtype | None) -> Any:
 
 def input_dtype(precision: Precision) -> torch.dtype | None:
     """What floating-point inputs are converted to; None: nothing."""
-    return _dtype(precision.parameters)
+    found: torch.dtype | None = None if precision.parameters is None else getattr(torch, precision.parameters)
+    return found
 
 
 def master_bytes(parameters: Iterable[nn.Parameter], precision: Precision) -> int:
@@ -79,24 +88,6 @@ def round_into(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
     """Copy master weights into the parameters that the model computes with."""
     if parameters:
         torch._foreach_copy_(list(parameters), list(masters))
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    found: torch.dtype | None = None if name is None else getattr(torch, name)
-    return found
-
-
-def _check_own_dtypes(file: ModelFile, precision: Precision, dtype: torch.dtype) -> None:
-    allowed = {dtype} if precision.name in ("float32", "autocast") else {dtype, torch.float32}
-    odd = next(
-        (x for x in file.model.named_parameters() if x[1].is_floating_point() and x[1].dtype not in allowed), None
-    )
-    if odd is not None:
-        expected = " or ".join(sorted(str(x).removeprefix("torch.") for x in allowed))
-        raise ModelError(
-            f"{file.name} makes {odd[0]} in {str(odd[1].dtype).removeprefix('torch.')}; precision {precision.name} takes a model "
-            f"in {expected}: leave the precision out, or change the model"
-        )
 
 
 def _converted(model: nn.Module, dtype: torch.dtype, gradients: torch.dtype | None) -> nn.Module:

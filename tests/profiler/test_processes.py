@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from gplan.core.errors import ModelError, RunError
-from gplan.runtime.heartbeat import status_reader
+from profiler.host.heartbeat import HeartbeatStatus, heartbeat_file, read_heartbeat
 from profiler.host.host_info import core_shares
 from profiler.host.processes import run_processes
 
@@ -23,7 +24,7 @@ PROGRAM = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from gplan.core.errors import ModelError, RunError
-from gplan.runtime.heartbeat import Heartbeat, heartbeat_file
+from profiler.host.heartbeat import Heartbeat, heartbeat_file
 from gplan.core import ActionKind
 from profiler.host.processes import end_with_parent, report_error, print_stack_on_signal
 end_with_parent()
@@ -41,7 +42,7 @@ def begin():
     notes.enter_layer(rank)
 
 def wait_for_neighbour():
-    notes.enter_wait("activations", stage=0, microbatch=2)
+    notes.enter_wait("neighbours")
     time.sleep(1000)
 
 def hang():
@@ -145,15 +146,18 @@ def test_last_output_of_a_failed_rank_is_quoted(program: str, place: Path) -> No
 
 
 def test_silence_ends_the_job(program: str, place: Path) -> None:
-    with pytest.raises(RunError, match=r"for 2 s .*hangs"):
+    with pytest.raises(RunError, match=r"for 2 s; .*hangs"):
         run_processes(program, ["sleep"], num_processes=2, timeout_s=2.0)
+
+
+def look(place: Path, rank: int) -> HeartbeatStatus | None:
+    return read_heartbeat(heartbeat_file(place, rank), ["front", "back"])
 
 
 def failure(program: str, what: str, place: Path, *, timeout_s: float = 30.0) -> str:
     """What is told of two processes that fail in one way."""
-    look = status_reader(place, ["front", "back"], stages=[0, 1])
     with pytest.raises(RunError) as caught:
-        run_processes(program, [what], num_processes=2, timeout_s=timeout_s, status_of=look)
+        run_processes(program, [what], num_processes=2, timeout_s=timeout_s, status_of=partial(look, place))
     return str(caught.value)
 
 
@@ -188,13 +192,12 @@ def test_hang_names_rank_and_line(program: str, place: Path) -> None:
 def said(program: str, what: str, place: Path, *, timeout_s: float) -> list[str]:
     """What one watched process says until it ends."""
     lines: list[str] = []
-    look = status_reader(place, [], stages=[0])
     run_processes(
         program,
         [what],
         num_processes=1,
         timeout_s=timeout_s,
-        status_of=look,
+        status_of=partial(look, place),
         on_line=lambda _, line: lines.append(line),
     )
     return lines

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gplan.runtime.missing_gradients import MissingGradients
+from gplan.runtime.torch_engine import MissingGradients
 
 FORMATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 

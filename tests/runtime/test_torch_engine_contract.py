@@ -25,12 +25,12 @@ from torch.distributed.pipelining.schedules import (
 
 from gplan.core import Schedule
 from gplan.runtime.capture_cache import CapturedModel
-from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.random_streams import RandomStreams
 from gplan.runtime.stage_module import LayerInfo, StageModule, StagePass
 from gplan.runtime.torch_engine import EnginePass, TorchEngine, _torch_orders, advance_receives
 from gplan.schedules.registry import make_schedule
 from profiler.capture.capture import capture
+from profiler.host.heartbeat import Heartbeat
 from tests.runtime.ranks import on_ranks
 
 

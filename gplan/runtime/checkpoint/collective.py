@@ -49,7 +49,14 @@ class RankGroup:
         Results are pickled copies. A GplanError keeps its class; any other becomes a RunError.
         """
         value, error = self._attempt(work)
-        everyone = self._gather((value, None if error is None else (type(error), str(error))))
+        outcome = value, None if error is None else (type(error), str(error))
+        everyone = [outcome]
+        if self.group is not None:
+            everyone = everyone * dist.get_world_size(self.group)
+            try:
+                dist.all_gather_object(everyone, outcome, group=self.group)
+            except RuntimeError as lost:
+                raise lost_peer(lost, place=self.place) from lost
         failed = next((failure for _, failure in everyone if failure is not None), None)
         if failed is not None:
             kind, text = failed
@@ -65,16 +72,6 @@ class RankGroup:
             if is_interrupt(error):
                 raise KeyboardInterrupt from None
             return None, RunError(f"{self.place}: {describe(error)}")
-
-    def _gather(self, outcome: T) -> list[T]:
-        if self.group is None:
-            return [outcome]
-        outcomes: list[T] = [outcome] * dist.get_world_size(self.group)
-        try:
-            dist.all_gather_object(outcomes, outcome, group=self.group)
-        except RuntimeError as error:
-            raise lost_peer(error, place=self.place) from error
-        return outcomes
 
 
 def lost_peer(error: RuntimeError, *, place: str) -> LostPeerError:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 from zipfile import ZipFile
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -40,35 +40,28 @@ def locked_directory(directory: Path) -> Iterator[None]:
 
     Raises FileError, before anything is computed, if the folder is not writable or another run holds the lock.
     """
-    with _opened(directory) as lock:
-        _take(lock, directory)
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                clean_directory(directory)
-
-
-def _opened(directory: Path) -> BinaryIO:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        return open(directory / _LOCK, "wb")
+        lock = os.open(directory / _LOCK, os.O_WRONLY | os.O_CREAT, 0o666)
     except OSError as error:
         reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
         raise FileError(
             f"{directory} cannot hold checkpoints: {reason}; name another folder with --checkpoints"
         ) from error
-
-
-def _take(lock: BinaryIO, directory: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise FileError(
-            f"another run saves its checkpoints to {directory} now; name another folder with --checkpoints, or wait"
-        ) from error
-    except OSError:
-        return  # the file system has no locks
+    with os.fdopen(lock, "wb"):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FileError(
+                f"another run saves its checkpoints to {directory} now; name another folder with --checkpoints, or wait"
+            ) from error
+        except OSError:
+            pass  # the file system has no locks
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                clean_directory(directory)
 
 
 class DamagedError(FileError):
@@ -121,7 +114,11 @@ def publish(part: Path, final: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         final.rename(aside)
     part.rename(final)
-    _flush(final.parent)
+    handle = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)  # so that the new name survives a power loss
+    finally:
+        os.close(handle)
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -165,7 +162,11 @@ def fallback_note(damages: Sequence[str], path: Path) -> str:
 
 def newest_intact(directory: Path) -> Path | None:
     """Return the newest complete checkpoint, or None."""
-    return next((path for _, path in _folders(directory) if _is_whole(path)), None)
+    for _, path in _folders(directory):
+        with suppress(FileError):
+            read_index(path)
+            return path
+    return None
 
 
 def read_index(path: Path) -> Metadata:
@@ -191,27 +192,15 @@ def byte_ranges(index: Metadata) -> list[ByteRange]:
 def verify_checksums(path: Path, wanted: Iterable[ByteRange]) -> None:
     """Check the CRC of some values; raises FileError for the first that is wrong. torch.load does not check them."""
     for span in wanted:
-        if not _is_intact(path, span):
+        with open(path / span.file, "rb") as file:
+            file.seek(span.offset)
+            content = file.read(span.num_bytes)
+        try:
+            is_intact = ZipFile(BytesIO(content)).testzip() is None
+        except Exception:  # a damaged archive can raise anything
+            is_intact = False
+        if not is_intact:
             raise DamagedError(f"{path} is damaged: the bytes of {span.key} in {span.file} changed{_ADVICE}")
-
-
-def _is_intact(path: Path, span: ByteRange) -> bool:
-    with open(path / span.file, "rb") as file:
-        file.seek(span.offset)
-        content = file.read(span.num_bytes)
-    try:
-        return ZipFile(BytesIO(content)).testzip() is None
-    except Exception:  # a damaged archive can raise anything
-        return False
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether it is complete according to its index."""
-    try:
-        read_index(path)
-    except FileError:
-        return False
-    return True
 
 
 def _lack(path: Path, found: Iterable[ByteRange]) -> str | None:
@@ -232,12 +221,3 @@ def _folders(directory: Path) -> list[tuple[int, Path]]:
     matches = [match for match in map(_COMPLETE.fullmatch, names) if match is not None]
     found = [(int(match[1] or match[2]), directory / match[0]) for match in matches]
     return sorted(found, key=lambda x: (x[0], not x[1].name.startswith(".")), reverse=True)
-
-
-def _flush(directory: Path) -> None:
-    """Make a rename in this folder survive a power loss."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -101,7 +101,11 @@ def _restored(
     facts = saved.read({("ranks",): None, ("progress",): None})
     records: list[RankRecord] = facts["ranks",]
     _check_holdings(saved, records, everyone)
-    _check_tensors(saved, state)
+    for name, tensor in state.model.items():
+        was = saved.empty(("model", name))
+        if was is None or (was.shape, was.dtype) != (tensor.shape, tensor.dtype):
+            found = "no tensor" if was is None else _form(was)
+            raise FileError(f"{saved.path} has {found} for {name}; the model has {_form(tensor)}")
     saved.read({("model", name): tensor.detach() for name, tensor in state.model.items()})
     for index in range(len(state.optimizers)):
         _restore_optimizer(saved, state, index, everyone[rank].trained(index), records)
@@ -150,36 +154,23 @@ def _check_same_names(was: Collection[str], now: Collection[str], *, of: Checkpo
         )
 
 
-def _check_tensors(saved: CheckpointReader, state: RankState) -> None:
-    for name, tensor in state.model.items():
-        was = saved.empty(("model", name))
-        if was is None or (was.shape, was.dtype) != (tensor.shape, tensor.dtype):
-            found = "no tensor" if was is None else _form(was)
-            raise FileError(f"{saved.path} has {found} for {name}; the model has {_form(tensor)}")
-
-
 def _restore_optimizer(
     saved: CheckpointReader, state: RankState, index: int, names: Collection[str], records: Sequence[RankRecord]
 ) -> None:
-    wanted: dict[Key, Tensor | None] = {
-        key: _empty_entry(saved, key, state)
-        for key in saved.keys
-        if key[:3] == ("optimizers", index, "state") and key[3] in names
-    }
+    wanted: dict[Key, Tensor | None] = {}
+    for key in saved.keys:
+        if key[:3] != ("optimizers", index, "state") or key[3] not in names:
+            continue
+        empty, parameter = saved.empty(key), state.parameters[str(key[3])]
+        wanted[key] = None if empty is None else torch.empty_like(empty, device="cpu")
+        if empty is not None and empty.shape == parameter.shape:  # laid out and divided like its parameter
+            part = torch.empty_like(local_tensor(parameter), dtype=empty.dtype, device="cpu", requires_grad=False)
+            wanted[key] = with_part(part, like=parameter)
     entries: dict[str, dict[str, Any]] = {}
     for key, value in saved.read(wanted).items():
         entries.setdefault(str(key[3]), {})[str(key[4])] = value
     groups = [record["groups"][index] for record in records]
     load_optimizer_state(state.optimizers[index], state.parameters, entries, groups)
-
-
-def _empty_entry(saved: CheckpointReader, key: Key, state: RankState) -> Tensor | None:
-    """Return memory for a tensor of an optimizer's state, laid out like its parameter; None if it is not a tensor."""
-    empty, parameter = saved.empty(key), state.parameters[str(key[3])]
-    if empty is not None and empty.shape == parameter.shape:
-        part = torch.empty_like(local_tensor(parameter), dtype=empty.dtype, device="cpu", requires_grad=False)
-        return with_part(part, like=parameter)
-    return None if empty is None else torch.empty_like(empty, device="cpu")
 
 
 def _scheduler_states(saved: CheckpointReader, records: Sequence[RankRecord], own: _Names) -> list[dict[str, Any]]:

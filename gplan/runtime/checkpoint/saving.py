@@ -61,39 +61,47 @@ def save_checkpoint(
         if ranks.rank == 0:
             clean_directory(directory)
         states.extend(optimizer_state(optimizer, state.parameters) for optimizer in state.optimizers)
-        return _prepared(state, states)
+        record = RankRecord(
+            groups=[list(named.groups) for named in states],
+            schedulers=[scheduler.state_dict() for scheduler in state.schedulers],
+            random=torch.random.get_rng_state(),
+        )
+        return _Prepared(
+            record=record,
+            token=uuid.uuid4().hex,
+            optimizers=class_names(state.optimizers),
+            schedulers=class_names(state.schedulers),
+        )
 
     part: Path | None = None
     try:
         prepared = ranks.run_on_all(prepare)
         _check_alike(prepared)
         part = partial_path(final, prepared[0].token)
-        content = _tensors(state, states)
-        if ranks.rank == 0:
-            content |= _facts(prepared, step=step, progress=progress, digest=digest)
+        content: dict[Key, object] = {("model", name): tensor for name, tensor in state.model.items()}
+        for index, named in enumerate(states):
+            for name, entries in named.state.items():
+                content |= {("optimizers", index, "state", name, key): value for key, value in entries.items()}
+        if ranks.rank == 0:  # the others' values of these keys would not be written
+            header = Header(
+                format=FORMAT,
+                digest=digest,
+                step=step,
+                optimizers=prepared[0].optimizers,
+                schedulers=prepared[0].schedulers,
+            )
+            content |= {("gplan",): header, ("progress",): dict(progress), ("ranks",): [x.record for x in prepared]}
         write_checkpoint(content, part, final, ranks=ranks)
     except UsageError:
         raise
     except GplanError as error:
         _discard(part, ranks, alone=isinstance(error, LostPeerError))
+        intact = newest_intact(directory)
+        left = f"no earlier one is in {directory}" if intact is None else f"the last intact one is {intact}"
         raise RunError(
-            f"the checkpoint of step {step} was not saved: {error}; {_what_is_left(directory)}"
+            f"the checkpoint of step {step} was not saved: {error}; {left}"
         ) from None  # torch's own error repeats it in forty lines
     return final
-
-
-def _prepared(state: RankState, states: Sequence[OptimizerState]) -> _Prepared:
-    record = RankRecord(
-        groups=[list(named.groups) for named in states],
-        schedulers=[scheduler.state_dict() for scheduler in state.schedulers],
-        random=torch.random.get_rng_state(),
-    )
-    return _Prepared(
-        record=record,
-        token=uuid.uuid4().hex,
-        optimizers=class_names(state.optimizers),
-        schedulers=class_names(state.schedulers),
-    )
 
 
 def _check_alike(prepared: Sequence[_Prepared]) -> None:
@@ -105,28 +113,6 @@ def _check_alike(prepared: Sequence[_Prepared]) -> None:
         ):
             if first != own:
                 raise UsageError(f"rank 0 has the {what} {first}, rank {rank} has {own}; make the same on all ranks")
-
-
-def _tensors(state: RankState, states: Sequence[OptimizerState]) -> dict[Key, object]:
-    content: dict[Key, object] = {("model", name): tensor for name, tensor in state.model.items()}
-    for index, named in enumerate(states):
-        for name, entries in named.state.items():
-            content |= {("optimizers", index, "state", name, key): value for key, value in entries.items()}
-    return content
-
-
-def _facts(
-    prepared: Sequence[_Prepared], *, step: int, progress: Mapping[str, PlainValue], digest: str
-) -> dict[Key, object]:
-    """Return what only the lowest rank writes."""
-    header = Header(
-        format=FORMAT,
-        digest=digest,
-        step=step,
-        optimizers=prepared[0].optimizers,
-        schedulers=prepared[0].schedulers,
-    )
-    return {("gplan",): header, ("progress",): dict(progress), ("ranks",): [x.record for x in prepared]}
 
 
 def _discard(part: Path | None, ranks: RankGroup, *, alone: bool) -> None:
@@ -141,8 +127,3 @@ def _discard(part: Path | None, ranks: RankGroup, *, alone: bool) -> None:
     else:
         with suppress(RunError):
             ranks.run_on_all(remove)
-
-
-def _what_is_left(directory: Path) -> str:
-    intact = newest_intact(directory)
-    return f"no earlier one is in {directory}" if intact is None else f"the last intact one is {intact}"

@@ -14,7 +14,7 @@ belong to each of its parameters. Unnamed parameters without elements stand for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypedDict
 
@@ -99,7 +99,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, n
     by_number = _numbered(packed, names)
     return OptimizerState(
         state={by_number[number]: entries for number, entries in content["state"].items() if number in by_number},
-        groups=tuple(_hyperparameters(group, row) for group, row in zip(packed, names, strict=True)),
+        groups=tuple(
+            {"params": [name for name in row if name is not None], **_values(group)}
+            for group, row in zip(packed, names, strict=True)
+        ),
     )
 
 
@@ -126,7 +129,10 @@ def load_optimizer_state(
         ],
     })  # fmt: skip
     for name in by_number.values():
-        _keep_types(optimizer.state[parameters[name]] if state.get(name) else {}, state.get(name, {}))
+        for key, value in state.get(name, {}).items():
+            loaded = optimizer.state[parameters[name]]
+            if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
+                loaded[key] = value.to(loaded[key].device)
 
 
 def group_names(
@@ -177,10 +183,6 @@ def _name_of(parameter: Tensor, names: Mapping[int, str], optimizer: torch.optim
     return name
 
 
-def _hyperparameters(group: Group, names: Sequence[str | None]) -> Group:
-    return {"params": [name for name in names if name is not None], **_values(group)}
-
-
 def _values(group: Group) -> Group:
     return {key: value for key, value in group.items() if key not in _PARAMETER_KEYS}
 
@@ -194,22 +196,13 @@ def _saved_values(
         return next((_values(saved[index]) for saved in ranks if index < len(saved)), {})
     first = _values(by_name[own[0]])
     for name in own[1:]:
-        for key, was, other in _differences(first, _values(by_name[name])):
+        other = _values(by_name[name])
+        key = next(
+            (x for x in sorted(first.keys() | other.keys()) if not equal_values(first.get(x), other.get(x))), None
+        )
+        if key is not None:
             raise FileError(
-                f"group {index} of the optimizer holds {own[0]} and {name}, which were in groups with {key} {was!r} "
-                f"and {other!r}; group the parameters as the run that saved did"
+                f"group {index} of the optimizer holds {own[0]} and {name}, which were in groups with {key} {first.get(key)!r} "
+                f"and {other.get(key)!r}; group the parameters as the run that saved did"
             )
     return first
-
-
-def _differences(one: Group, other: Group) -> Iterator[tuple[str, object, object]]:
-    """Yield key and both values wherever two groups of hyperparameters differ."""
-    for key in sorted(one.keys() | other.keys()):
-        if not equal_values(one.get(key), other.get(key)):
-            yield key, one.get(key), other.get(key)
-
-
-def _keep_types(loaded: dict[str, Any], saved: Mapping[str, object]) -> None:
-    for key, value in saved.items():
-        if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
-            loaded[key] = value.to(loaded[key].device)

@@ -26,7 +26,6 @@ from gplan.core import Plan, Run
 from gplan.core.errors import GplanError, RunError, UsageError
 from gplan.files import json_files
 from gplan.runtime.checkpoint.folder import list_checkpoints, locked_directory, newest_intact
-from gplan.runtime.heartbeat import Heartbeat, heartbeat_file, status_reader
 from gplan.runtime.model_source import ModelLike, ModelSource, open_source
 from gplan.runtime.peers import Peers, explained_by_peers, local_place
 from gplan.runtime.pipeline import own_device
@@ -35,6 +34,7 @@ from gplan.runtime.run.loop import train
 from gplan.runtime.run.run_options import ReportStep, RunOptions
 from gplan.runtime.validation import check_fits_here, check_hosts, check_runnable
 from profiler.host.failure import failure_text, is_lost_connection
+from profiler.host.heartbeat import Heartbeat, heartbeat_file, read_heartbeat
 from profiler.host.host_info import device_share, pin_to_share
 from profiler.host.processes import end_with_parent, print_stack_on_signal, report_error, run_processes
 from profiler.model.given_model import check_nothing_beside
@@ -104,7 +104,7 @@ def run_plan(
         return run_virtual_engine(source_of(), plan, options, report=report)
     facts = {
         "plan": hashlib.sha256(json_files.to_json(plan)).hexdigest()[:12],
-        **_model_facts(model),
+        **({"model file": digest} if isinstance(model, str) and (digest := file_digest(model)) else {}),
         "options": _options_text(options),
     }
     return run_torchrun_rank(source_of, plan, options, facts=facts, report=report)
@@ -125,11 +125,6 @@ def _check_started(plan: Plan, engine: EngineName) -> None:
             f"torchrun started 1 process, the plan needs {plan.num_ranks}: use --nproc-per-node {plan.num_ranks}, or "
             "--engine virtual without torchrun"
         )
-
-
-def _model_facts(model: ModelLike) -> dict[str, str]:
-    """The digest of the model file, if it is one."""
-    return {"model file": found} if isinstance(model, str) and (found := file_digest(model)) else {}
 
 
 def _options_text(options: RunOptions) -> str:
@@ -162,6 +157,8 @@ def run_local_processes(
     """
     with _checkpoints_locked(options), tempfile.TemporaryDirectory(prefix="gplan-run-") as place:
         json_files.save(plan, Path(place) / "plan.json")
+        for rank in range(plan.num_ranks):  # so that a rank that does not start has a stage
+            _heartbeat(Path(place), plan, rank)
         job = WorkerJob(reference=reference, settings=settings, options=options, folder=place)
         job_file = Path(place) / "job.json"
         json_files.write_bytes(job_file, msgspec.json.encode(job))
@@ -179,15 +176,15 @@ def run_local_processes(
             num_processes=plan.num_ranks,
             timeout_s=options.timeout_s,
             on_line=on_line,
-            status_of=status_reader(Path(place), plan.layer_names, stages=_only_stages(plan)),
+            status_of=lambda rank: read_heartbeat(heartbeat_file(Path(place), rank), plan.layer_names),
         )
         return json_files.load(Run, Path(place) / "run.json")
 
 
-def _only_stages(plan: Plan) -> list[int | None]:
-    """Return for each device its stage, or None if it has several."""
-    held = [plan.stages_of(device) for device in range(plan.num_devices)]
-    return [stages[0].index if len(stages) == 1 else None for stages in held]
+def _heartbeat(folder: Path, plan: Plan, rank: int) -> Heartbeat:
+    """Begin the heartbeat of a rank, with its stage if it has only one."""
+    stages = plan.stages_of(rank % plan.num_devices)
+    return Heartbeat(heartbeat_file(folder, rank), stage=stages[0].index if len(stages) == 1 else None)
 
 
 def is_torchrun() -> bool:
@@ -228,8 +225,12 @@ def run_torchrun_rank(
         with explained_by_peers(peers), _checkpoints_locked(options) if is_main_process() else nullcontext():
             return train(source_of(), plan, options, report=report)
     except GplanError as error:
-        if not is_lost_connection(str(error)):
-            _write_torchrun_error(str(error))
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if path and not is_lost_connection(str(error)):  # for torchrun's summary, in the format of torch's ErrorHandler
+            # torchrun compares whole seconds: a second less puts this rank before those that only lost it.
+            extra = {"py_callstack": str(error), "timestamp": str(int(time.time()) - 1)}
+            message = {"message": {"message": str(error), "extraInfo": extra}}
+            json_files.write_bytes(Path(path), msgspec.json.encode(message))
         raise
     finally:
         if dist.is_initialized():
@@ -244,14 +245,6 @@ def _joined(plan: Plan, options: RunOptions, facts: Mapping[str, str]) -> Peers 
     with explained_by_peers(peers):
         check_hosts(plan, [x.host for x in peers.peers])
     return peers
-
-
-def _write_torchrun_error(text: str) -> None:
-    """Write an error to the file that torchrun reads, in the format of torch's ErrorHandler, for torchrun's summary."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # torchrun compares whole seconds: a second less puts this rank before those that only lost it.
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}
-        json_files.write_bytes(Path(path), msgspec.json.encode({"message": {"message": text, "extraInfo": extra}}))
 
 
 @contextmanager
@@ -314,7 +307,7 @@ def _main(job_file: Path) -> int:
         warnings.showwarning = _forward_warning  # type: ignore[assignment]
     job = msgspec.json.decode(job_file.read_bytes(), type=WorkerJob)
     plan, rank = json_files.load(Plan, Path(job.folder) / "plan.json"), int(os.environ["RANK"])
-    heartbeat = Heartbeat(heartbeat_file(Path(job.folder), rank), stage=_only_stages(plan)[rank % plan.num_devices])
+    heartbeat = _heartbeat(Path(job.folder), plan, rank)
     try:
         _work(job, plan, heartbeat)
     except GplanError as error:

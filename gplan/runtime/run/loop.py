@@ -21,7 +21,6 @@ from gplan.core import GradientCheck, HostLoad, Plan, Run
 from gplan.core.errors import RunError, UsageError
 from gplan.core.units import counted
 from gplan.evaluate.compare import stale_prediction_notes
-from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.model_source import ModelSource
 from gplan.runtime.pipeline import Pipeline, own_device
 from gplan.runtime.run.reference import Reference, as_dense, gradient_check, gradient_errors, plain_reference
@@ -35,6 +34,7 @@ from gplan.runtime.stage_module import StageModule
 from gplan.runtime.validation import host_bytes
 from gplan.runtime.virtual_engine import VirtualEngine
 from profiler.host.failure import failure_text
+from profiler.host.heartbeat import Heartbeat
 from profiler.host.host_info import (
     clock_id,
     garbage_collector_frozen,
@@ -174,13 +174,14 @@ class _TrainingLoop:
         if not math.isfinite(step.loss):
             raise RunError(f"the loss is {step.loss} at step {index + 1}; lower the learning rate or look at the data")
         report(index, step.loss)
-        if self._options.is_saved_after(index + 1):
-            self._save()
+        if self._options.save_every is not None and (index + 1) % self._options.save_every == 0:
+            self._pipe.save(
+                self._options.checkpoints,
+                optimizer=self._optimizer,
+                scheduler=self._scheduler,
+                progress={"batches": self._data.position},
+            )
         return replace(step, readings=readings)
-
-    @property
-    def _num_ranks(self) -> int:
-        return 1 if self._pipe.ranks is None else dist.get_world_size()
 
     @contextmanager
     def _locating_errors(self) -> Iterator[None]:
@@ -192,14 +193,6 @@ class _TrainingLoop:
         except (Exception, SystemExit) as error:
             place = self._heartbeat.read(self._plan.layer_names).place
             raise RunError(f"{place}: {failure_text(error)}") from error
-
-    def _save(self) -> None:
-        self._pipe.save(
-            self._options.checkpoints,
-            optimizer=self._optimizer,
-            scheduler=self._scheduler,
-            progress={"batches": self._data.position},
-        )
 
     def _resume(self, path: str) -> None:
         loaded = self._pipe.restore(
@@ -246,7 +239,7 @@ class _TrainingLoop:
             check = self._verdict([self._errors], steps[0].loss)
             run = virtual_run(plan, steps, peak_bytes=self._peak_bytes, check=check, options=options, loads=[load])
         else:
-            gathered: list[Any] = [None] * self._num_ranks
+            gathered: list[Any] = [None] * dist.get_world_size()
             own = clock_id(), steps, self._peak_bytes[0], self._reserved_bytes, self._errors, load, usable_cores()
             dist.all_gather_object(gathered, own)
             clocks, found, peaks, reserved, errors, loads, cores = zip(*gathered, strict=True)

@@ -51,10 +51,6 @@ class RunOptions:
         """Steps that are not timed; 0 if there are too few steps."""
         return NUM_WARMUP_STEPS if self.num_steps > NUM_WARMUP_STEPS else 0
 
-    def is_saved_after(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step` steps in total."""
-        return self.save_every is not None and step % self.save_every == 0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gplan.core import ActionKind
-from gplan.runtime.heartbeat import Heartbeat, HeartbeatStatus, heartbeat_file, read_heartbeat, status_reader
+from profiler.host.heartbeat import Heartbeat, heartbeat_file, read_heartbeat
 
 LAYERS = ("a", "blocks.4", "c")
 
@@ -50,22 +50,14 @@ def test_halves_of_a_backward() -> None:
     assert place(notes) == "weight gradient of micro-batch 2 on stage 0, after recomputing blocks.4"
 
 
-def test_waiting_stage_is_named() -> None:
-    notes = Heartbeat()
-    notes.enter_action(ActionKind.FORWARD, 0, 1)
-    notes.enter_wait("activations", stage=1, microbatch=0, at=2)
-    assert place(notes) == "waiting for the activations of micro-batch 0 from stage 1 on stage 2"
-    assert place(Heartbeat()) == "while starting"
-
-
 def test_waiting_is_told_from_computing() -> None:
     notes = Heartbeat(stage=1)
     notes.enter_step(2)
     notes.enter_action(ActionKind.FORWARD, 1, 0)
     notes.enter_layer(2)
-    notes.enter_wait("gradients", stage=2, microbatch=1)
+    notes.enter_wait("neighbours")
     assert notes.read(LAYERS).is_waiting
-    assert "in step 3, waiting for the gradients of micro-batch 1 from stage 2 on stage 1" in place(notes)
+    assert "in step 3, waiting for other stages on stage 1" in place(notes)
     with notes.waiting("ranks"):
         assert place(notes).startswith("in step 3, waiting for all ranks to come as far")
         notes.enter_layer(0)
@@ -106,7 +98,7 @@ def test_every_note_moves_the_time() -> None:
 DYING = """
 import os, signal, sys
 from pathlib import Path
-from gplan.runtime.heartbeat import Heartbeat
+from profiler.host.heartbeat import Heartbeat
 from gplan.core import ActionKind
 notes = Heartbeat(Path(sys.argv[1]), stage=0)
 notes.enter_step(7)
@@ -126,16 +118,14 @@ def test_heartbeat_survives_kill(tmp_path: Path) -> None:
     assert begun_s < found.moved_s < time.monotonic()  # the processes of a host share the clock
 
 
-def test_missing_file_means_starting(tmp_path: Path) -> None:
-    look = status_reader(tmp_path, LAYERS, stages=[0, 1])
-    assert read_heartbeat(heartbeat_file(tmp_path, 3), LAYERS) is None
-    heartbeat_file(tmp_path, 3).write_bytes(b"")
-    assert (look(3).place, look(3).is_starting, look(3).is_waiting) == ("while starting on stage 1", True, False)
-    Heartbeat(heartbeat_file(tmp_path, 3), stage=1).enter_step(0)
-    assert isinstance(look(3), HeartbeatStatus) and not look(3).is_starting
-    Heartbeat(heartbeat_file(tmp_path, 3)).enter_action("capturing")
-    assert not look(3).is_starting
-    assert status_reader(tmp_path, LAYERS, stages=[None, 1])(4).place == "while starting"
+def test_missing_and_incomplete_files(tmp_path: Path) -> None:
+    file = heartbeat_file(tmp_path, 3)
+    assert read_heartbeat(file, LAYERS) is None
+    file.write_bytes(b"")
+    assert read_heartbeat(file, LAYERS) is None
+    Heartbeat(file, stage=1)
+    found = read_heartbeat(file, LAYERS)
+    assert found is not None and (found.place, found.is_starting) == ("while starting on stage 1", True)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
