@@ -11,10 +11,10 @@ comparable on a host whose speed drifts; ratios are of processor time. A case is
 limit, the case is repeated with a limit below its largest device peak, the same number of bytes for both checkouts.
 
 Two proven plans must have equal stages, recomputed layers, devices and peak bytes, and step times, lower bounds, bubbles
-and timelines that agree to 1e-9; with --steps only equal step times (largest stages where these are minimised), as another cut may be
-as good. A plan that the time limit stopped depends on the speed of the host. It is counted apart, and its step time must agree to within
-the gap of the two plans. The report names each plan that was proven before and no longer is, with its gap. The exit code
-is 1 where any plan or error differs; plans that are no longer proven do not change it.
+and timelines that agree to 1e-9; with --steps only equal step times (largest stages where these are minimised), as
+another cut may be as good. A plan that the time limit stopped depends on the speed of the host. It is counted apart, and
+its step time must agree to within the gap of the two plans. The report names each plan that was proven before and no
+longer is, with its gap. The exit code is 1 where any plan or error differs; plans that are no longer proven do not change it.
 
 Only public functions and the command line are called. Keys of a profile that a checkout does not read are dropped for it;
 `RENAMED` is the place for those that it calls something else, `plan_facts` for attributes of plans that it does.
@@ -183,7 +183,7 @@ class Compared:
             return [f"step time differs by {found:.2e}, the gap is {allowed:.2e}"] if found > allowed else []
         names = [x for x in old.plan if x not in UNCOMPARED]
         if self.steps_only:
-            names = ["setting", "lower_bound_s" if ("minimize", "max-stage") in self.case.options else "step_s"]
+            names = ["setting", "objective_s"]
         return [x for name in names for x in differences_of(old.plan[name], new.plan[name], name)]
 
     def row(self) -> Facts:
@@ -269,6 +269,7 @@ def plan_facts(plan: Any, timeline: Any) -> Facts:
         "largest peak": plan.peak_bytes,
         "step_s": plan.prediction.step_s,
         "bubble": plan.prediction.bubble,
+        "objective_s": plan.proof.objective_s,
         "lower_bound_s": plan.proof.lower_bound_s,
         "gap": plan.proof.gap,
         "is_proven": plan.proof.is_proven,
