@@ -15,22 +15,20 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import groupby, product
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from host_speed import yardstick_of
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+from suite import Rows, error_text, example, markdown, median_and_worst, options_of, write_report
 
 import gplan
 from gplan.core import Plan, Profile, Run
 from gplan.core.units import percent_text, seconds_text
-from gplan.evaluate.compare import BUBBLE, STEP_TIME, compare
+from gplan.evaluate.compare import BUBBLE, STEP_TIME
 
-ROOT = Path(__file__).parent.parent
 MODELS = (
     "transformer_lm", "gpt2_hf", "bert_hf", "llama_hf", "t5_hf", "vit_hf", "resnet", "unet", "amoebanet_d", "transformer_l",
 )  # fmt: skip
@@ -40,22 +38,9 @@ KEY = [*SETTING, "round"]
 ENGINES = {"torch": ("two processes", "o", "#c85308"), "virtual": ("one process, virtual devices", "x", "#397af2")}
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One row of the grid."""
-
-    model: str
-    engine: str
-    num_devices: int
-    schedule: str
-    num_microbatches: int
-    recompute: str
-    round: int
-
-
 def main() -> None:
     """Run what is not there yet, then write the tables and the chart."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, "accuracy")
     parser.add_argument("--models", nargs="*", default=MODELS)
     parser.add_argument("--microbatches", nargs="*", type=int, default=(4, 8, 16))
     parser.add_argument("--k", nargs="*", type=int, default=(2, 4, 8), help="devices of the virtual engine")
@@ -63,80 +48,48 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="over everything")
     parser.add_argument("--steps", type=int, default=16, help="of a run at least")
     parser.add_argument("--seconds", type=float, default=15.0, help="of a run at least, by its prediction")
-    parser.add_argument("--output", type=Path, default=ROOT / "reports" / "accuracy")
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "accuracy.csv"
-    rows = pd.read_csv(path).to_dict("records") if path.exists() else []
+    rows = Rows(options.output / "accuracy.csv", KEY)
     for number, model in product(range(options.rounds), options.models):
-        wanted = [x for x in settings(model, number, options) if not any(is_of(row, x) for row in rows)]
-        for row in measured(wanted, options) if wanted else ():
-            rows.append(row)
-            pd.DataFrame(rows).to_csv(path, index=False)
-    rows.sort(key=lambda row: (list(ENGINES).index(row["engine"]), [*MODELS, row["model"]].index(row["model"])))
-    runs = pd.DataFrame(rows).dropna(subset=["measured_step_s"])
-    if "equal_speed_bubble_points" not in runs:  # of an earlier version
-        runs["equal_speed_bubble_points"] = math.nan
+        wanted = [x for x in settings(model, number, options) if not rows.has(x)]
+        for _, few in groupby(wanted, key=lambda x: (x["num_microbatches"], x["recompute"])):
+            profile = gplan.profile(example(model), microbatch_sizes=[MICROBATCH_SIZE])
+            for setting in few:
+                rows.add(measured(setting, profile, options))
+    runs = rows.table().dropna(subset=["measured_step_s"])
+    order = {"engine": list(ENGINES).index, "model": [*MODELS, *runs.model.unique()].index}
+    runs = runs.sort_values(list(order), key=lambda column: column.map(order[column.name]), kind="stable")
     table = over_rounds(runs)
     draw(table).savefig(options.output / "accuracy.png", dpi=150)
-    (options.output / "README.md").write_text(as_text(table, runs.device.unique()))
-    print((options.output / "README.md").read_text())
+    write_report(options.output, report(table, runs.device.unique()))
 
 
-def settings(model: str, number: int, options: argparse.Namespace) -> Iterator[Setting]:
+def settings(model: str, number: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The grid of one model in one round; those of one M and way to recompute come next to each other."""
     places = [("torch", 2), *(("virtual", k) for k in options.k)]
     for num_microbatches, recompute, (engine, k), schedule in product(
         options.microbatches, ("never", "always"), places, ("gpipe", "1f1b")
     ):
         if engine in options.engines:
-            yield Setting(model, engine, k, schedule, num_microbatches, recompute, number)
+            yield dict(zip(KEY, (model, engine, k, schedule, num_microbatches, recompute, number), strict=True))
 
 
-def is_of(row: dict[str, object], setting: Setting) -> bool:
-    """Whether a row is that setting's."""
-    return all(row[name] == getattr(setting, name) for name in KEY)
-
-
-def measured(wanted: list[Setting], options: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """One row for each setting of one model, without figures where there is no plan;
-    a few have a profile of their own."""
-    for _, few in groupby(wanted, key=lambda x: (x.num_microbatches, x.recompute)):
-        profile = gplan.profile(str(ROOT / "examples" / f"{wanted[0].model}.py"), microbatch_sizes=[MICROBATCH_SIZE])
-        for setting in few:
-            yield row_of(setting, profile, options)
-
-
-def plan_of(profile: Profile, setting: Setting) -> Plan | None:
-    """The best plan; None where there are fewer layers than stages."""
-    if setting.num_devices > len(profile.layers):
-        return None
-    return gplan.balance(
-        profile,
-        num_devices=setting.num_devices,
-        num_microbatches=setting.num_microbatches,
-        schedule=setting.schedule,
-        recompute=setting.recompute,
-    )
-
-
-def row_of(setting: Setting, profile: Profile, options: argparse.Namespace) -> dict[str, object]:
-    """What one run gives; of a plan that there is not, the setting alone."""
-    row = {name: getattr(setting, name) for name in KEY}
-    plan = plan_of(profile, setting)
-    if plan is None:
-        return row
+def measured(setting: dict[str, Any], profile: Profile, options: argparse.Namespace) -> dict[str, Any]:
+    """What one run of the best plan gives; where there are fewer layers than stages, the setting alone."""
+    if setting["num_devices"] > len(profile.layers):
+        return setting
+    asked = ("num_devices", "schedule", "num_microbatches", "recompute")
+    plan = gplan.balance(profile, **{name: setting[name] for name in asked})
     num_steps = max(options.steps, math.ceil(options.seconds / plan.prediction.step_s))
-    run = gplan.run(plan, engine=setting.engine, num_steps=num_steps)
-    row["num_steps"] = num_steps
-    row |= errors_of(run.plan, run)
-    print(*(row[name] for name in KEY), percent_text(row["step_error"], signed=True), flush=True)
+    run = gplan.run(plan, engine=setting["engine"], num_steps=num_steps)
+    row = {**setting, "num_steps": num_steps, **errors_of(run.plan, run)}
+    print(*setting.values(), error_text(row["step_error"]), flush=True)
     return {**row, "device": profile.device.name, "created": run.created[:10], "torch": dict(run.versions)["torch"]}
 
 
 def errors_of(plan: Plan, run: Run) -> dict[str, Any]:
     """The errors, each as a share of what was measured: positive where the prediction was too high."""
-    comparison = compare(run)
+    comparison = gplan.compare(run)
     step, bubble = comparison.row(STEP_TIME), comparison.row(BUBBLE)
     peaks = zip(plan.device_peak_bytes, run.peak_bytes, strict=True)
     return {
@@ -195,9 +148,9 @@ def draw(table: pd.DataFrame) -> Figure:
     return figure
 
 
-def as_text(table: pd.DataFrame, devices: Iterable[str]) -> str:
+def report(table: pd.DataFrame, devices: Iterable[str]) -> list[str]:
     """The summary by engine and by model, and how it was measured."""
-    first, refused = table.iloc[0], table.num_disturbed.sum() / (table.num_disturbed + table.num_counted).sum()
+    refused = table.num_disturbed.sum() / (table.num_disturbed + table.num_counted).sum()
     dates = ", ".join(f"{engine} {x.max()}" for engine, x in table.groupby("engine", sort=False).created)
     apart = table[table["round"] > 1].apart
     again = (
@@ -205,52 +158,40 @@ def as_text(table: pd.DataFrame, devices: Iterable[str]) -> str:
         if len(apart)
         else ""
     )
-    return "\n".join(
-        [
-            "# How wrong the predictions are\n",
-            f"Made by `python benchmarks/accuracy.py`: {len(table)} settings with {table['round'].sum()} runs of {table.num_steps.min():.0f} "
-            f"to {table.most_steps.max():.0f} steps. "
-            f"Micro-batches have {MICROBATCH_SIZE} samples, each process has one core, and nothing is calibrated. Every run is in "
-            "accuracy.csv, whatever came out. Runs with the same M and recompute share a profile, taken right before them. A "
-            f"setting's error is the median over its rounds.{again} "
-            f"{percent_text(refused)} of the steps were left out as disturbed. {' and '.join(devices)}; torch {first.torch}; "
-            f"made: {dates}.\n",
-            "An error is predicted over measured, less 1. *At equal speed*: the prediction at the host's speed during the "
-            "run, by the yardstick that profile and run read.\n",
-            *summary(table, ["engine"]),
-            "",
-            *summary(table, ["engine", "model"]),
-            "\n![predicted against measured](accuracy.png)\n",
-        ]
-    )
+    return [
+        "# How wrong the predictions are\n",
+        f"Made by `python benchmarks/accuracy.py`: {len(table)} settings with {table['round'].sum()} runs of {table.num_steps.min():.0f} "
+        f"to {table.most_steps.max():.0f} steps. "
+        f"Micro-batches have {MICROBATCH_SIZE} samples, each process has one core, and nothing is calibrated. Every run is in "
+        "accuracy.csv, whatever came out. Runs with the same M and recompute share a profile, taken right before them. A "
+        f"setting's error is the median over its rounds.{again} "
+        f"{percent_text(refused)} of the steps were left out as disturbed. {' and '.join(devices)}; torch {table.torch[0]}; "
+        f"made: {dates}.\n",
+        "An error is predicted over measured, less 1. *At equal speed*: the prediction at the host's speed during the "
+        "run, by the yardstick that profile and run read.\n",
+        *summary(table, ["engine"]),
+        "",
+        *summary(table, ["engine", "model"]),
+        "\n![predicted against measured](accuracy.png)",
+    ]
 
 
 def summary(table: pd.DataFrame, by: list[str]) -> list[str]:
     """Medians and worst of each group."""
-    head = " | ".join(
-        [
-            *by,
-            "runs",
-            *("step: median", "worst", "at equal speed: median", "worst"),
-            *("bubble: median", "worst", "at equal speed: median", "worst"),
-            *("memory: median", "worst", "measured steps"),
-        ]
-    )
-    lines = [f"| {head} |", "|" + "---|" * (len(by) + 12)]
+    shown = {
+        "step_error": "step", "equal_speed_error": "at equal speed", "bubble_points": "bubble",
+        "equal_speed_bubble_points": "at equal speed", "memory_error": "memory",
+    }  # fmt: skip
+    heads = [*by, "runs", *(x for words in shown.values() for x in (f"{words}: median", "worst")), "measured steps"]
+    lines = []
     for names, part in table.groupby(by, sort=False):
         cells = [*map(str, names), str(part["round"].sum())]
-        for name in ("step_error", "equal_speed_error", "bubble_points", "equal_speed_bubble_points", "memory_error"):
-            errors = part[name].dropna()
-            text = points_text if name.endswith("points") else percent_text
-            cells += [text(errors.abs().median()), text(max(errors, key=abs), signed=True)] if len(errors) else ["", ""]
-        cells.append(f"{seconds_text(part.measured_step_s.min())} to {seconds_text(part.measured_step_s.max())}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def points_text(points: float, *, signed: bool = False) -> str:
-    """Percentage points, to a tenth."""
-    return f"{points:+.1f} points" if signed else f"{points:.1f} points"
+        for name in shown:
+            is_points = name.endswith("points")
+            cells += median_and_worst(part[name] / 100 if is_points else part[name], points=is_points)
+        steps = part.measured_step_s
+        lines.append([*cells, f"{seconds_text(steps.min())} to {seconds_text(steps.max())}"])
+    return markdown(heads, lines)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,18 @@ two rounds, the second in reverse order, so that drift of the host hits all alik
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
+from suite import error_text, example, markdown, options_of, write_report
 
 import gplan
-from gplan.core import Plan, Profile
+from gplan.core import Plan, Run
 from gplan.core.units import percent_text, seconds_text
 from gplan.schedules.registry import schedule_info
 
-ROOT = Path(__file__).parent.parent
 NUM_DEVICES = 2
 MICROBATCHES = (1, 2, 4, 8, 16)
 SCHEDULES = (
@@ -32,59 +32,60 @@ OWN_ORDER = "custom:0F0 0F1 0B0 0F2 0F3 0B1 0B2 0F4 0F5 0B3 0B4 0F6 0F7 0B5 0B6 
 
 def main() -> None:
     """Measure, then write the tables and the chart."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(ROOT / "examples" / "transformer_lm.py"))
+    parser = options_of(__doc__, "bubble")
+    parser.add_argument("--model", default=example("transformer_lm"))
     parser.add_argument("--microbatch-size", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8, help="M of the table of schedules")
     parser.add_argument("--steps", type=int, default=20, help="of each run")
-    parser.add_argument("--output", type=Path, default=ROOT / "reports" / "bubble")
     options = parser.parse_args()
     profile = gplan.profile(options.model, microbatch_sizes=[options.microbatch_size])
     asked = [("gpipe", m) for m in MICROBATCHES]
     asked += [(name, options.microbatches) for name in (*SCHEDULES, OWN_ORDER)]
     plans = [gplan.balance(profile, num_devices=NUM_DEVICES, num_microbatches=m, schedule=name) for name, m in asked]
-    measured = [measure(plan, options.steps) for plan in plans]
-    again = [measure(plan, options.steps) for plan in reversed(plans)]
-    rows = [row(plan, *runs) for plan, *runs in zip(plans, measured, reversed(again), strict=True)]
-    table = pd.DataFrame(rows)
+    runs = [measured(plan, options.steps) for plan in [*plans, *reversed(plans)]]
+    table = pd.DataFrame([row(plan, runs[i], runs[-1 - i]) for i, plan in enumerate(plans)])
     options.output.mkdir(parents=True, exist_ok=True)
     table.to_csv(options.output / "bubble.csv", index=False)
     of_gpipe, of_schedules = table[: len(MICROBATCHES)], table[len(MICROBATCHES) :]
     draw(of_gpipe, of_schedules).savefig(options.output / "bubble.png", dpi=150)
-    (options.output / "README.md").write_text(as_text(of_gpipe, of_schedules, profile, options))
-    print((options.output / "README.md").read_text())
+    versions = ", ".join(f"{name} {version}" for name, version in profile.versions)
+    lines = [
+        "# The bubble on two processes\n",
+        f"`python benchmarks/bubble.py`: {Path(options.model).name}, micro-batches of {options.microbatch_size}, "
+        f"K = {NUM_DEVICES}, two runs of {options.steps} steps for each row, one core a process. {profile.device.name}; "
+        f"{versions}; {profile.created[:10]}. Bubbles are of the micro-batch loop; steps include the optimizer; the error "
+        "is that of the prediction against the measurement, uncalibrated.\n",
+        *rows_of(of_gpipe, "M", "num_microbatches"),
+        f'\nEvery schedule at M = {options.microbatches}; "equal stages" is the bubble that the schedule would have with '
+        "equal stages and free transfers, at the same share of forward and backward.\n",
+        *rows_of(of_schedules, "schedule", "schedule"),
+        "\n![bubbles](bubble.png)",
+    ]
+    write_report(options.output, lines)
 
 
-def measure(plan: Plan, num_steps: int) -> dict[str, float]:
-    """What one run measured."""
-    run = gplan.run(plan, num_steps=num_steps)
-    title = schedule_info(plan.schedule).title
-    print(
-        f"{title}, M = {plan.num_microbatches}: bubble predicted {plan.prediction.bubble:.3f}, measured "
-        f"{run.timeline.bubble:.3f}",
-        flush=True,
-    )
-    return {
-        "measured": run.timeline.bubble,
-        "measured_step_s": run.timeline.step_s,
-        "num_disturbed": run.num_disturbed,
-        "num_counted": run.num_counted,
-    }
+def measured(plan: Plan, num_steps: int) -> Run:
+    """One run, with a line on it."""
+    run, title = gplan.run(plan, num_steps=num_steps), schedule_info(plan.schedule).title
+    bubbles = f"predicted {plan.prediction.bubble:.3f}, measured {run.timeline.bubble:.3f}"
+    print(f"{title}, M = {plan.num_microbatches}: bubble {bubbles}", flush=True)
+    return run
 
 
-def row(plan: Plan, *runs: dict[str, float]) -> dict[str, float | str]:
+def row(plan: Plan, *runs: Run) -> dict[str, float | str]:
     """One row: equal stages, prediction and the mean of the runs."""
-    mean = {name: sum(x[name] for x in runs) / len(runs) for name in ("measured", "measured_step_s")}
+    bubbles, steps = [x.timeline.bubble for x in runs], [x.timeline.step_s for x in runs]
     return {
         "schedule": schedule_info(plan.schedule).title,
         "num_microbatches": plan.num_microbatches,
         "ideal": plan.prediction.ideal_bubble,
         "predicted": plan.prediction.bubble,
-        **mean,
-        "spread": max(x["measured"] for x in runs) - min(x["measured"] for x in runs),
+        "measured": sum(bubbles) / len(runs),
+        "measured_step_s": sum(steps) / len(runs),
+        "spread": max(bubbles) - min(bubbles),
         "predicted_step_s": plan.prediction.step_s,
-        "num_disturbed": sum(x["num_disturbed"] for x in runs),
-        "num_counted": sum(x["num_counted"] for x in runs),
+        "num_disturbed": sum(x.num_disturbed for x in runs),
+        "num_counted": sum(x.num_counted for x in runs),
     }
 
 
@@ -115,41 +116,18 @@ def draw(of_gpipe: pd.DataFrame, of_schedules: pd.DataFrame) -> Figure:
     return figure
 
 
-def as_text(of_gpipe: pd.DataFrame, of_schedules: pd.DataFrame, profile: Profile, options: argparse.Namespace) -> str:
-    """The tables as Markdown, with what they were measured on."""
-    versions = ", ".join(f"{name} {version}" for name, version in profile.versions)
-    return "\n".join(
-        [
-            "# The bubble on two processes\n",
-            f"`python benchmarks/bubble.py`: {Path(options.model).name}, micro-batches of {options.microbatch_size}, "
-            f"K = {NUM_DEVICES}, two runs of {options.steps} steps for each row, one core a process. {profile.device.name}; "
-            f"{versions}; {profile.created[:10]}. Bubbles are of the micro-batch loop; steps include the optimizer; the error "
-            "is that of the prediction against the measurement, uncalibrated.\n",
-            *rows_of(of_gpipe, "M", "num_microbatches"),
-            f'\nEvery schedule at M = {options.microbatches}; "equal stages" is the bubble that the schedule would have with '
-            "equal stages and free transfers, at the same share of forward and backward.\n",
-            *rows_of(of_schedules, "schedule", "schedule"),
-            "\n![bubbles](bubble.png)\n",
-        ]
-    )
-
-
 def rows_of(table: pd.DataFrame, title: str, column: str) -> list[str]:
     """One table, its first column as given."""
-    head = (
-        f"| {title} | equal stages | predicted bubble | measured bubble | the two runs apart | predicted step | measured step | "
-        "error | steps counted, disturbed |"
-    )
-    lines = [head, "|" + "---|" * 9]
-    for values in table.to_dict("records"):
-        error = values["predicted_step_s"] / values["measured_step_s"] - 1
-        lines.append(
-            f"| {values[column]} | {percent_text(values['ideal'])} | {percent_text(values['predicted'])} | "
-            f"{percent_text(values['measured'])} | {percent_text(values['spread'])} | "
-            f"{seconds_text(values['predicted_step_s'])} | {seconds_text(values['measured_step_s'])} | "
-            f"{percent_text(error, signed=True)} | {values['num_counted']:.0f}, {values['num_disturbed']:.0f} |"
-        )
-    return lines
+
+    def cells() -> Iterator[list[object]]:
+        for x in table.to_dict("records"):
+            bubbles = [percent_text(x[name]) for name in ("ideal", "predicted", "measured", "spread")]
+            steps = [seconds_text(x[name]) for name in ("predicted_step_s", "measured_step_s")]
+            error = error_text(x["predicted_step_s"] / x["measured_step_s"] - 1)
+            yield [x[column], *bubbles, *steps, error, f"{x['num_counted']:.0f}, {x['num_disturbed']:.0f}"]
+
+    heads = ["equal stages", "predicted bubble", "measured bubble", "the two runs apart", "predicted step"]
+    return markdown([title, *heads, "measured step", "error", "steps counted, disturbed"], cells())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,10 @@
   objective (the step of GPipe with M = 4 K) and 1F1B;
 - chains: made-up chains, with and without transfers and a memory limit that binds;
 - towers: two chains of layers side by side, whose down-sets are the pairs of their prefixes;
-- search: everything `gplan balance` can choose, on 64 devices, for a made-up transformer of 100 layers.
+- search: everything `gplan balance` can choose, on 64 devices, for a made-up transformer of 100 layers;
+- rules: the largest stage that published rules leave over the smallest possible, which gplan finds and proves, for the
+  published profiles as chains of their layers' seconds without transfers and memory. "no plan": the rule leaves a stage
+  empty, or needs parameter counts, which only PipeDream's profiles have.
 
 The published data are looked for in the folder that GPLAN_REFERENCE_DATA names, by default ../shared/data beside the
 project. One thread; seconds are of one run, as they came.
@@ -17,42 +20,53 @@ project. One thread; seconds are of one run, as they came.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import os
 import platform
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from planning_cases import chain_profile, published_profile, towers_profile, transformer_profile
+from planning_cases import (
+    UNITS_S,
+    chain_profile,
+    made_layer,
+    made_profile,
+    published_profile,
+    towers_profile,
+    transformer_profile,
+)
 from published import Answer, read_graph, solve
 from published.solving import Solver
+from suite import DATA, example, markdown, options_of, write_report
 
 import gplan
 from gplan.core import Plan, Profile
 from gplan.core.errors import GplanError
-from gplan.partition.solve import where_to_cut
+from gplan.core.machine import FREE_LINK
+from gplan.graph.down_sets import down_sets
+from gplan.graph.layer_graph import LayerGraph
+from gplan.partition.baselines import RULES
 
-ROOT = Path(__file__).parent.parent
-DATA = Path(os.environ.get("GPLAN_REFERENCE_DATA", ROOT.parent / "shared" / "data")) / "peers"
-OUTPUT = ROOT / "reports" / "planning"
+PEERS = DATA / "peers"
 SOLVERS: tuple[Solver, ...] = ("dp", "milp")
 EXAMPLES = ("transformer_lm", "unet", "resnet", "gpt2_hf", "bert_hf", "llama_hf", "t5_hf", "amoebanet_d")
+STAGES = (2, 4, 8, 16)  # of the rules
 
 Row = dict[str, Any]
 
 
 def published() -> Iterator[Row]:
     """Every published optimum by both methods."""
-    with (DATA / "reference.csv").open() as file:
+    with (PEERS / "reference.csv").open() as file:
         rows = list(csv.DictReader(file))
     for row in rows:
-        graph, found = read_graph(DATA / row["input"]), {"input": row["input"], "k": row["k"]}
+        graph, found = read_graph(PEERS / row["input"]), {"input": row["input"], "k": row["k"]}
         found |= {"memory": row["memory_limit_bytes"], "optimum": row["optimum"]}
         memory_bytes = int(row["memory_limit_bytes"]) if row["memory_limit_bytes"] else None
         for solver in SOLVERS:
@@ -74,12 +88,12 @@ def verdict(answer: Answer, expected: float | None) -> str:
 def graphs() -> Iterator[Row]:
     """Branched profiles, each K, both schedules."""
     for name, profile in branched():
-        downsets = where_to_cut(profile)
+        positions = down_sets(LayerGraph(len(profile.layers), profile.precedence), most=10**6)
         for num_devices in (2, 4, 8):
             row: Row = {
                 "profile": name,
                 "layers": len(profile.layers),
-                "down-sets": downsets.size if downsets else len(profile.layers) + 1,
+                "down-sets": positions.size if positions else "over 1,000,000",
                 "k": num_devices,
             }
             for schedule in ("gpipe", "1f1b"):
@@ -92,11 +106,15 @@ def graphs() -> Iterator[Row]:
 
 def branched() -> Iterator[tuple[str, Profile]]:
     """The published profiles without a memory limit, and the examples' operations."""
-    for path in sorted([*DATA.glob("dnn-partitioning/*.json"), *DATA.glob("pipedream/*.graph.txt")]):
+    for path in published_files():
         yield path.name, published_profile(path.name, read_graph(path))
     for name in EXAMPLES:
-        model = str(ROOT / "examples" / f"{name}.py")
-        yield f"{name}, operations", gplan.profile(model, device="meta", hardware="h100", granularity="op")
+        yield f"{name}, operations", gplan.profile(example(name), device="meta", hardware="h100", granularity="op")
+
+
+def published_files() -> list[Any]:
+    """The published profiles of both planners."""
+    return sorted([*PEERS.glob("dnn-partitioning/*.json"), *PEERS.glob("pipedream/*.graph.txt")])
 
 
 def chains() -> Iterator[Row]:
@@ -167,8 +185,44 @@ def search() -> Iterator[Row]:
         }
 
 
+def rules() -> Iterator[Row]:
+    """The largest stage by published rules over the smallest possible; then for each K means and worst."""
+    found = []
+    for path in published_files():
+        graph = read_graph(path)
+        unit_s, counts = UNITS_S[graph.unit], [x // 4 for x in graph.parameter_bytes] or [0] * graph.num_layers
+        made = {i: made_layer(str(i), forward_s=graph.compute[i] * unit_s / 3) for i in graph.running_order}
+        chain = made_profile(path.name, [replace(x, num_parameters=counts[i]) for i, x in made.items()], FREE_LINK)
+        costs = [x.costs[0].forward.median_s + x.costs[0].backward.median_s for x in chain.layers]
+        for num_stages in STAGES:
+            plan = gplan.balance(chain, num_devices=num_stages, num_microbatches=1, minimize="max-stage")
+            assert plan.proof.is_proven
+            row: Row = {"profile": path.name, "layers": len(costs), "k": num_stages}
+            for name, rule in RULES.items():
+                try:
+                    cuts = rule(costs, num_parameters=[x.num_parameters for x in chain.layers], num_stages=num_stages)
+                    row[name] = largest_s(costs, cuts) / largest_s(costs, plan.cuts)
+                except GplanError:  # the rule leaves a stage empty, or needs parameters that the file does not have
+                    row[name] = np.nan
+            found.append(row)
+    table = pd.DataFrame(found)
+    for num_stages, part in table.groupby("k"):
+        for name, figure in (("geometric mean", lambda x: np.exp(np.log(x).mean())), ("worst", max), ("plans", len)):
+            row = {"profile": name, "layers": "", "k": num_stages}
+            found.append(row | {rule: figure(part[rule].dropna()) for rule in RULES})
+    for row in found:
+        cells = {name: row[name] if row["profile"] == "plans" else f"{row[name]:.3f}" for name in RULES}
+        yield row | {name: "no plan" if x == "nan" else x for name, x in cells.items()}
+
+
+def largest_s(costs: list[float], cuts: tuple[int, ...]) -> float:
+    """Of the stages between these cuts."""
+    return max(sum(costs[i:j]) for i, j in pairwise((0, *cuts, len(costs))))
+
+
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {
     "published": published, "graphs": graphs, "chains": chains, "towers": towers, "search": search,
+    "rules": rules,
 }  # fmt: skip
 
 
@@ -191,43 +245,28 @@ def gap_text(plan: Plan | str) -> str:
 
 def main() -> None:
     """Run the parts and write their tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, "planning")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
-    OUTPUT.mkdir(parents=True, exist_ok=True)
+    options.output.mkdir(parents=True, exist_ok=True)
     for part in options.parts:
         rows = []
         for row in PARTS[part]():
             print(part, row, flush=True)
             rows.append(row)
-        pd.DataFrame(rows).to_csv(OUTPUT / f"{part}.csv", index=False)
-    (OUTPUT / "README.md").write_text(as_text())
-    print((OUTPUT / "README.md").read_text())
-
-
-def as_text() -> str:
-    """All tables that are there."""
+        pd.DataFrame(rows).to_csv(options.output / f"{part}.csv", index=False)
     host = f"{platform.machine()}, {os.cpu_count()} cores, python {platform.python_version()}, numpy {np.__version__}"
     lines = [
-        "# How long plans take",
-        "",
+        "# How long plans take\n",
         f"`python benchmarks/planning.py`: {host}; {datetime.now(tz=UTC):%Y-%m-%d}. What the tables hold is said at the top "
         "of `benchmarks/planning.py`.",
     ]
     for part in PARTS:
-        path = OUTPUT / f"{part}.csv"
+        path = options.output / f"{part}.csv"
         if path.exists():
             table = pd.read_csv(path, dtype=str, keep_default_na=False)
-            lines += ["", f"## {part.capitalize()}", "", *markdown(table)]
-    return "\n".join(lines) + "\n"
-
-
-def markdown(table: pd.DataFrame) -> Iterator[str]:
-    """A table in Markdown."""
-    yield "| " + " | ".join(table.columns) + " |"
-    yield "|" + "---|" * len(table.columns)
-    for row in table.itertuples(index=False):
-        yield "| " + " | ".join(row) + " |"
+            lines += ["", f"## {part.capitalize()}", "", *markdown(table.columns, table.to_numpy())]
+    write_report(options.output, lines)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Twenty runs that fail at random, each told, ended, and gone on with.
 
     python benchmarks/random_kills.py            some 7 minutes on 2 idle cores; writes reports/random-kills/
-    python benchmarks/random_kills.py --sharded --kills 10 --output reports/sharded-replicas/kills
+    python benchmarks/random_kills.py --sharded --kills 10 --output reports/random-kills/sharded
 
 With --sharded, the failing plans have two replicas, which divide the optimizer's state or the weights among them.
 

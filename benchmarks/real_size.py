@@ -18,22 +18,20 @@ import argparse
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import pandas as pd
 from host_speed import yardstick_of
+from suite import REPORTS, ROOT, Rows, error_text, markdown, median_and_worst, options_of, points_text, write_report
 
 import gplan
 from gplan.core import Profile
-from gplan.core.units import percent_text, seconds_text
-from gplan.evaluate.compare import BACKWARD, BUBBLE, FORWARD, OPTIMIZER, PEAK_MEMORY, STEP_TIME, compare
-from gplan.files.json_files import write_bytes
+from gplan.core.units import seconds_text
+from gplan.evaluate.compare import BACKWARD, BUBBLE, FORWARD, OPTIMIZER, PEAK_MEMORY, STEP_TIME
 
-ROOT = Path(__file__).parent.parent
-OUTPUT = ROOT / "reports" / "real-size"
+OUTPUT = REPORTS / "real-size"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         name: ("benchmarks/real_size_models.py", {"name": name})
@@ -42,28 +40,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet50": ("examples/resnet.py", {"depth": 50, "width": 64, "image_size": 224, "num_classes": 1000}),
 }
 OPTIMIZERS = ("adamw", "sgd")
+KEY = ("model", "optimizer", "engine", "num_devices", "schedule", "recompute")
 Numbers = TypeVar("Numbers", float, "pd.Series[float]")
-LAYERS = ["", 0, "", ""]  # in place of engine, devices, schedule and recompute: the layers' sum against the whole model
-
-
-@dataclass(frozen=True, slots=True)
-class RealSizeRun:
-    """One run of the suite."""
-
-    model: str
-    optimizer: str
-    engine: Literal["torch", "virtual"]
-    num_devices: int
-    schedule: str
-    recompute: str
-
-
-KEY = [x.name for x in fields(RealSizeRun)]
 
 
 def main() -> None:
     """Run what is not there yet, then write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, "real-size")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--optimizers", nargs="*", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--k", nargs="*", type=int, choices=(2, 4, 8), default=[2, 4, 8])
@@ -72,51 +55,23 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=16, help="of each run; memory grows in some of the first ten")
     parser.add_argument("--table", action="store_true", help="write the tables only")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "rows.csv"
-    rows = pd.read_csv(path, keep_default_na=False) if path.exists() else pd.DataFrame()
+    rows = Rows(options.output / "rows.csv", KEY)
     pairs = [x for x in product(options.models, options.optimizers) if x != ("resnet50", "adamw")]  # its own is SGD
-    for model, optimizer in () if options.table else pairs:
-        for found in _measured(model, optimizer, rows, options):
-            rows = pd.concat([rows, pd.DataFrame(found)], ignore_index=True)
-            write_bytes(path, rows.to_csv(index=False).encode())
-    (options.output / "README.md").write_text(as_text(pd.read_csv(path)))
-    print((options.output / "README.md").read_text())
+    settings = product(sorted(options.k), options.schedules, options.recompute)
+    runs = [("torch" if k == 2 else "virtual", k, *rest) for k, *rest in settings]
+    for pair, run in () if options.table else product(pairs, runs):
+        setting = dict(zip(KEY, (*pair, *run), strict=True))
+        if not rows.has(setting):
+            profile = profile_of(*pair, options.output, rows)
+            rows.add(*_run_rows(setting, profile, options))
+    write_report(options.output, report(rows.table()))
 
 
-def _measured(
-    model: str, optimizer: str, rows: pd.DataFrame, options: argparse.Namespace
-) -> Iterator[list[dict[str, Any]]]:
-    """The rows of each run that is not there yet, and first those of the layers' sum."""
-    runs = product(sorted(options.k), options.schedules, options.recompute)
-    wanted = [RealSizeRun(model, optimizer, "torch" if k == 2 else "virtual", k, *rest) for k, *rest in runs]
-    missing = [x for x in wanted if not is_there(rows, x)]
-    if not missing:
-        return
-    start_s = time.perf_counter()
-    is_new = not profile_path(model, optimizer, options.output).exists()
-    profile = profile_of(model, optimizer, options.output)
-    if is_new:
-        yield _layer_rows(model, optimizer, profile, time.perf_counter() - start_s)
-    for each in missing:
-        yield list(_run_rows(each, profile, options))
-
-
-def is_there(rows: pd.DataFrame, run: RealSizeRun) -> bool:
-    """Whether the rows of a run are there."""
-    return not rows.empty and bool((rows[KEY].astype(str) == [str(x) for x in asdict(run).values()]).all(axis=1).any())
-
-
-def profile_path(model: str, optimizer: str, folder: Path) -> Path:
-    """Where a model's profile is kept while the suite runs."""
-    return folder / f"{model}.{optimizer}.profile.json"
-
-
-def profile_of(model: str, optimizer: str = "adamw", folder: Path = OUTPUT) -> Profile:
-    """The profile of a model at micro-batch size 1; measured where it is not in the folder."""
-    path = profile_path(model, optimizer, folder)
+def profile_of(model: str, optimizer: str = "adamw", folder: Path = OUTPUT, rows: Rows | None = None) -> Profile:
+    """The profile of a model at micro-batch size 1; where it is not in the folder it is measured, and its layers' sum
+    against the whole model added to the rows."""
+    path = folder / f"{model}.{optimizer}.profile.json"
     if path.exists():
         found = gplan.load(path)
         assert isinstance(found, Profile)
@@ -125,42 +80,35 @@ def profile_of(model: str, optimizer: str = "adamw", folder: Path = OUTPUT) -> P
     if file.startswith("benchmarks"):
         settings = {**settings, "optimizer_name": optimizer}
     print(f"{model}, {optimizer}: profile", flush=True)
+    start_s = time.perf_counter()
     found = gplan.profile(str(ROOT / file), settings=settings, microbatch_sizes=[1])
+    folder.mkdir(parents=True, exist_ok=True)
     gplan.save(found, path)
+    if rows is not None:
+        rows.add(*_layer_rows(model, optimizer, found, time.perf_counter() - start_s))
     return found
 
 
-def _made(profile: Profile, created: str) -> dict[str, str]:
-    return {"device": profile.device.name, "created": created}
-
-
-def _layer_rows(model: str, optimizer: str, profile: Profile, seconds: float) -> list[dict[str, Any]]:
-    """The layers' sum against the whole model."""
-    place = dict(zip(KEY, [model, optimizer, *LAYERS], strict=True)) | _made(profile, profile.created) | {"stage": ""}
+def _layer_rows(model: str, optimizer: str, profile: Profile, seconds: float) -> Iterator[dict[str, Any]]:
+    """The layers' sum against the whole model, with 0 devices."""
+    place = dict(zip(KEY, (model, optimizer, "", 0, "", ""), strict=True))
+    place |= {"device": profile.device.name, "created": profile.created, "stage": ""}
     whole = profile.whole_model[0]
     forward_s, backward_s = profile.one_stage_s(0)
-    pairs = {
-        "layers forward": (forward_s, whole.forward.median_s),
-        "layers backward": (backward_s, whole.backward.median_s),
-        "layers peak memory": (profile.one_stage_bytes(0), whole.allocated_bytes),
-    }
-    rows = [
-        {**place, "quantity": name, "predicted": one, "measured": other, "error": one / other - 1}
-        for name, (one, other) in pairs.items()
-    ]
-    return [*rows, {**place, "quantity": "profile seconds", "measured": seconds}]
+    for name, one, other in (
+        ("layers forward", forward_s, whole.forward.median_s),
+        ("layers backward", backward_s, whole.backward.median_s),
+        ("layers peak memory", profile.one_stage_bytes(0), whole.allocated_bytes),
+    ):
+        yield {**place, "quantity": name, "predicted": one, "measured": other, "error": one / other - 1}
+    yield {**place, "quantity": "profile seconds", "measured": seconds}
 
 
-def _run_rows(each: RealSizeRun, profile: Profile, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    plan = gplan.balance(
-        profile,
-        num_devices=each.num_devices,
-        num_microbatches=options.microbatches,
-        schedule=each.schedule,
-        recompute=each.recompute,
-    )
-    run = gplan.run(plan, engine=each.engine, num_steps=options.steps)
-    comparison, made = compare(run), asdict(each) | _made(profile, run.created)
+def _run_rows(setting: dict[str, Any], profile: Profile, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    asked = {name: setting[name] for name in ("num_devices", "schedule", "recompute")}
+    plan = gplan.balance(profile, num_microbatches=options.microbatches, **asked)
+    run = gplan.run(plan, engine=setting["engine"], num_steps=options.steps)
+    comparison, made = gplan.compare(run), {**setting, "device": profile.device.name, "created": run.created}
     for row in comparison.rows:
         yield {
             **made,
@@ -173,50 +121,44 @@ def _run_rows(each: RealSizeRun, profile: Profile, options: argparse.Namespace) 
         }
     for part, ratio in yardstick_of(run).items():
         yield {**made, "stage": "", "quantity": f"yardstick's {part}", "predicted": 1.0, "measured": ratio}
-    step = comparison.row(STEP_TIME)
-    print(*asdict(each).values(), percent_text(step.error or 0.0, signed=True), flush=True)
+    print(*setting.values(), error_text(comparison.row(STEP_TIME).error), flush=True)
 
 
-def as_text(rows: pd.DataFrame) -> str:
-    """The report: the layers' sums, then one line a run, also where a setting was run several times."""
+def report(rows: pd.DataFrame) -> list[str]:
+    """The layers' sums, then one line a run, also where a setting was run several times."""
     rows = rows.assign(made=rows.created.str[:16].str.replace("T", " "))
     runs, sums = rows[rows.num_devices > 0], rows[rows.num_devices == 0]
     days = runs.created.str[:10]
-    lines = [
-        "# Predicted against measured at the size that people train",
-        "",
+    heads = [
+        "model",
+        "optimizer",
+        "engine",
+        "K",
+        "schedule",
+        "recompute",
+        "step",
+        "error",
+        "at equal speed",
+        "bubble, points",
+    ]
+    heads += ["at equal speed", "forward", "backward", "optimizer", "peak memory", "device", "made"]
+    return [
+        "# Predicted against measured at the size that people train\n",
         "Made by `python benchmarks/real_size.py`, which goes on where it was; every figure of every run is in "
         "[rows.csv](rows.csv). Micro-batch size 1, tokens over the whole vocabulary, float32, two cores. Errors are "
-        "predicted over measured, less 1: first as they came, then at equal host speed.",
-        "",
-        "## Runs",
-        "",
-        "Forward, backward, optimizer and peak memory have the raw error of the stage where it is largest.",
-        "",
+        "predicted over measured, less 1: first as they came, then at equal host speed.\n",
+        "## Runs\n",
+        "Forward, backward, optimizer and peak memory have the raw error of the stage where it is largest.\n",
         *(f"- {device}, {day}, {_summary(part)}" for (device, day), part in runs.groupby(["device", days], sort=False)),
-        "",
-        "By how much the host was faster or slower in the run than in the profile:",
-        "",
+        "\nBy how much the host was faster or slower in the run than in the profile:\n",
         *_by_change_of_speed(runs),
         "",
-        *_run_table(runs),
-        "",
-        "## The layers' sum against the whole model",
-        "",
-        "| model | optimizer | forward | backward | peak memory | profile | device | made |",
-        "|---|---|---|---|---|---|---|---|",
-        *(_layer_line(key, part) for key, part in sums.groupby([*KEY[:2], "device", "made"], sort=False)),
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _run_table(runs: pd.DataFrame) -> list[str]:
-    return [
-        "| model | optimizer | engine | K | schedule | recompute | step | error | at equal speed | bubble, points | at equal speed | "
-        "forward | backward | optimizer | peak memory | device | made |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-        *(_run_line(key, part) for key, part in runs.groupby([*KEY, "device", "made"], sort=False)),
+        *markdown(heads, (_run_cells(*x) for x in runs.groupby([*KEY, "device", "made"], sort=False))),
+        "\n## The layers' sum against the whole model\n",
+        *markdown(
+            ["model", "optimizer", "forward", "backward", "peak memory", "profile", "device", "made"],
+            (_layer_cells(*x) for x in sums.groupby([*KEY[:2], "device", "made"], sort=False)),
+        ),
     ]
 
 
@@ -224,20 +166,15 @@ def _summary(runs: pd.DataFrame) -> str:
     """The median of the size of each error, and the worst error."""
     by_name = {name: runs[runs.quantity == name] for name in (STEP_TIME, BUBBLE, OPTIMIZER, PEAK_MEMORY)}
     steps, bubbles = by_name[STEP_TIME], by_name[BUBBLE]
-    shown = {
-        "step": steps.error,
-        "at equal speed": steps.equal_speed_error,
-        "optimizer of every stage at equal speed": by_name[OPTIMIZER].equal_speed_error,
-        "peak memory of every stage": by_name[PEAK_MEMORY].error,
-    }
-    texts = [_median_and_worst(name, errors.dropna()) for name, errors in shown.items() if len(errors.dropna())]
-    for name, points in (
-        ("bubble", 100 * (bubbles.predicted - bubbles.measured)),
-        ("bubble at equal speed", 100 * bubbles.equal_speed_error.dropna()),
-    ):
-        if len(points):
-            texts.append(f"{name}: median {points.abs().median():.1f}, worst {max(points, key=abs):+.1f} points")
-    return f"{len(steps)} runs: {'; '.join(texts)}."
+    texts = [
+        _text("step", steps.error),
+        _text("at equal speed", steps.equal_speed_error),
+        _text("optimizer of every stage at equal speed", by_name[OPTIMIZER].equal_speed_error),
+        _text("peak memory of every stage", by_name[PEAK_MEMORY].error),
+        _text("bubble", bubbles.predicted - bubbles.measured, points=True),
+        _text("bubble at equal speed", bubbles.equal_speed_error, points=True),
+    ]
+    return f"{len(steps)} runs: {'; '.join(x for x in texts if x)}."
 
 
 def _by_change_of_speed(runs: pd.DataFrame) -> Iterator[str]:
@@ -247,7 +184,7 @@ def _by_change_of_speed(runs: pd.DataFrame) -> Iterator[str]:
     for low, high, words in ((0, 0.05, "up to 5 %"), (0.05, 0.1, "5 to 10 %"), (0.1, math.inf, "more than 10 %")):
         part = steps[(low <= changes) & (changes < high)]
         if len(part):
-            yield f"- {words}, {len(part)} runs: {_median_and_worst('step at equal speed', part.equal_speed_error)}."
+            yield f"- {words}, {len(part)} runs: {_text('step at equal speed', part.equal_speed_error)}."
 
 
 def slowdown(error: Numbers, equal_speed_error: Numbers) -> Numbers:
@@ -255,39 +192,30 @@ def slowdown(error: Numbers, equal_speed_error: Numbers) -> Numbers:
     return (1 + equal_speed_error) / (1 + error)
 
 
-def _median_and_worst(name: str, errors: pd.Series) -> str:
-    return (
-        f"{name}: median {percent_text(errors.abs().median())}, worst {percent_text(max(errors, key=abs), signed=True)}"
-    )
+def _text(name: str, errors: pd.Series[float], *, points: bool = False) -> str:
+    """Median and worst in words; "" where there is no error."""
+    middle, worst = median_and_worst(errors, points=points)
+    return f"{name}: median {middle}, worst {worst}" if middle else ""
 
 
-def _layer_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
+def _layer_cells(key: tuple[object, ...], part: pd.DataFrame) -> list[object]:
     by_name = part.set_index("quantity")
-    errors = [percent_text(by_name.error[f"layers {x}"], signed=True) for x in ("forward", "backward", "peak memory")]
-    cells = [*map(str, key[:2]), *errors, f"{by_name.measured['profile seconds']:.0f} s", *map(str, key[2:])]
-    return f"| {' | '.join(cells)} |"
+    errors = [error_text(by_name.error[f"layers {x}"]) for x in ("forward", "backward", "peak memory")]
+    return [*key[:2], *errors, f"{by_name.measured['profile seconds']:.0f} s", *key[2:]]
 
 
-def _run_line(key: tuple[object, ...], part: pd.DataFrame) -> str:
-    step = part[part.quantity == STEP_TIME].iloc[0]
-    bubble = part[part.quantity == BUBBLE].iloc[0]
-
-    def worst(name: str) -> str:
-        errors = part[part.quantity == name].error.dropna()
-        return percent_text(max(errors, key=abs), signed=True) if len(errors) else ""
-
-    equal = "" if pd.isna(step.equal_speed_error) else percent_text(step.equal_speed_error, signed=True)
-    cells = [
-        *map(str, key[:-2]),
+def _run_cells(key: tuple[object, ...], part: pd.DataFrame) -> list[object]:
+    step, bubble = (part[part.quantity == name].iloc[0] for name in (STEP_TIME, BUBBLE))
+    return [
+        *key[:-2],
         seconds_text(step.measured),
-        percent_text(step.error, signed=True),
-        equal,
-        f"{100 * (bubble.predicted - bubble.measured):+.1f}",
-        "" if pd.isna(bubble.equal_speed_error) else f"{100 * bubble.equal_speed_error:+.1f}",
-        *map(worst, (FORWARD, BACKWARD, OPTIMIZER, PEAK_MEMORY)),
-        *map(str, key[-2:]),
+        error_text(step.error),
+        error_text(step.equal_speed_error),
+        points_text(bubble.predicted - bubble.measured).removesuffix(" points"),
+        points_text(bubble.equal_speed_error).removesuffix(" points"),
+        *(median_and_worst(part[part.quantity == x].error)[1] for x in (FORWARD, BACKWARD, OPTIMIZER, PEAK_MEMORY)),
+        *key[-2:],
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

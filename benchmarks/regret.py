@@ -17,22 +17,19 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import pandas as pd
 from matplotlib.figure import Figure
 from real_size import profile_of, slowdown
+from suite import REPORTS, Rows, example, markdown, write_report
 
 import gplan
 from gplan.core import Constraints, Plan, Profile, Run
 from gplan.core.units import percent_text, seconds_text
-from gplan.evaluate.compare import STEP_TIME, compare
-from gplan.evaluate.verify import rank_correlation
+from gplan.evaluate.compare import STEP_TIME
 
-ROOT = Path(__file__).parent.parent
 NUM_MICROBATCHES, MICROBATCH_SIZE = 8, 4
 NUM_BESIDE = 2  # layers to either side of the chosen cut, at real size
 
@@ -54,7 +51,7 @@ class Case:
         """Measured now, or that of the real-size suite."""
         if self.is_real_size:
             return profile_of(self.model)
-        return gplan.profile(str(ROOT / "examples" / f"{self.model}.py"), microbatch_sizes=[MICROBATCH_SIZE])
+        return gplan.profile(example(self.model), microbatch_sizes=[MICROBATCH_SIZE])
 
     def planned(self, profile: Profile, cut_after: str | None = None) -> Plan:
         """The best plan, or that with the given cut."""
@@ -94,59 +91,50 @@ def main() -> None:
         for x in (REAL_SIZE if options.real_size else EXAMPLES)
         if x.model in (options.models or [x.model]) and x.recompute in options.recompute
     ]
-    folder = options.output or ROOT / "reports" / "regret" / ("real-size" if options.real_size else "")
+    folder = options.output or REPORTS / "regret" / ("real-size" if options.real_size else "")
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "regret.csv"
-    rows = (
-        pd.read_csv(path)
-        if options.real_size and path.exists()
-        else pd.DataFrame({"model": [], "round": [], "created": []})
-    )
+    rows = Rows(folder / "regret.csv", ("model", "created", "round"))
+    if options.rounds and not options.real_size:
+        rows.path.unlink(missing_ok=True)
     for case in cases if options.rounds else []:
         profile = case.profile()
-        there = rows[(rows.model == case.name) & (rows.created == profile.created[:10])]
-        for found in measured(case, profile, range(there["round"].nunique(), options.rounds), options.steps):
-            rows = pd.concat([rows, found], ignore_index=True)
-            rows.to_csv(path, index=False)
-    tables = [by_cut(part) for _, part in rows.groupby(["model", "created"], sort=False)]
+        for number in range(options.rounds):
+            if not rows.has({"model": case.name, "created": profile.created[:10], "round": number}):
+                rows.add(*measured(case, profile, number, options.steps))
+    tables = [by_cut(part) for _, part in rows.table().groupby(["model", "created"], sort=False)]
     newest = {table.model[0]: table for table in sorted(tables, key=lambda x: x.created[0])}
     draw([x for x in tables if x is newest[x.model[0]]]).savefig(folder / "regret.png", dpi=150)
-    (folder / "README.md").write_text(as_text(tables, options))
-    print((folder / "README.md").read_text())
+    write_report(folder, report(tables, options))
 
 
-def measured(case: Case, profile: Profile, rounds: range, num_steps: int) -> Iterator[pd.DataFrame]:
-    """For each round one row for each cut of a model."""
-    if not rounds:
-        return
-    chosen = case.planned(profile)
+def measured(case: Case, profile: Profile, number: int, num_steps: int) -> list[dict[str, object]]:
+    """One row for each cut of a model in one round."""
+    chosen, found = case.planned(profile), list[dict[str, object]]()
     plans = [case.planned(profile, cut) for cut in case.cuts(profile, chosen)]
-    for number in rounds:
-        found = []
-        for plan in plans[:: -1 if number % 2 else 1]:
-            run = gplan.run(plan, num_steps=num_steps)
-            row = {
-                "model": case.name,
-                "round": number,
-                "cut_after": plan.stages[0].layer_names[-1],
-                "is_chosen": plan.cuts == chosen.cuts,
-                "predicted_s": plan.prediction.step_s,
-                "measured_s": run.timeline.step_s,
-                "slowdown": slowdown_of_run(run),
-                "num_counted": run.num_counted,
-                "num_disturbed": run.num_disturbed,
-                "device": profile.device.name,
-                "created": profile.created[:10],
-                "torch": dict(run.versions)["torch"],
-            }
-            print(case.name, number, row["cut_after"], seconds_text(run.timeline.step_s), flush=True)
-            found.append(row)
-        yield pd.DataFrame(found)
+    for plan in plans[:: -1 if number % 2 else 1]:
+        run = gplan.run(plan, num_steps=num_steps)
+        row = {
+            "model": case.name,
+            "round": number,
+            "cut_after": plan.stages[0].layer_names[-1],
+            "is_chosen": plan.cuts == chosen.cuts,
+            "predicted_s": plan.prediction.step_s,
+            "measured_s": run.timeline.step_s,
+            "slowdown": slowdown_of_run(run),
+            "num_counted": run.num_counted,
+            "num_disturbed": run.num_disturbed,
+            "device": profile.device.name,
+            "created": profile.created[:10],
+            "torch": dict(run.versions)["torch"],
+        }
+        print(case.name, number, row["cut_after"], seconds_text(run.timeline.step_s), flush=True)
+        found.append(row)
+    return found
 
 
 def slowdown_of_run(run: Run) -> float:
     """How many times longer than in the profile the step takes as the host is slower; nan if that was not measured."""
-    step = compare(run).row(STEP_TIME)
+    step = gplan.compare(run).row(STEP_TIME)
     if step.error is None or step.equal_speed_error is None:
         return math.nan
     return slowdown(step.error, step.equal_speed_error)
@@ -182,33 +170,32 @@ def draw(tables: list[pd.DataFrame]) -> Figure:
     return figure
 
 
-def as_text(tables: list[pd.DataFrame], options: argparse.Namespace) -> str:
-    """The regret of each model's chosen cut, and how it was measured."""
-    devices, versions = (", ".join(dict.fromkeys(x[column].iloc[0] for x in tables)) for column in ("device", "torch"))
-    head = "| model | profiled on | cuts | rounds | chosen: after | measured | best measured: after | measured | regret | two rounds apart | rank correlation | regret at equal host speed |"
-    lines = [head, "|" + "---|" * 12]
+def report(tables: list[pd.DataFrame], options: argparse.Namespace) -> list[str]:
+    """A row for each measurement of a model."""
+    cells = []
     for table in tables:
         chosen, best = table[table.is_chosen].iloc[0], table.iloc[table.measured_s.argmin()]
-        rank = rank_correlation(list(table.predicted_s), list(table.measured_s))
-        lines.append(
-            f"| {chosen.model} | {chosen.created} | {len(table)} | {chosen.rounds} | {chosen.cut_after} | {seconds_text(chosen.measured_s)} | {best.cut_after} | "
-            f"{seconds_text(best.measured_s)} | {percent_text(chosen.measured_s / best.measured_s - 1)} | "
-            f"{percent_text(median(table.rounds_apart))} | {rank:.2f} | {equal_speed_text(table)} |"
-        )
-    return "\n".join(
-        [
-            f"# {'Cuts around the chosen one at real size' if options.real_size else 'Every cut of four models'}, measured\n",
-            f"`python benchmarks/regret.py{' --real-size' if options.real_size else ''}`: K = 2 on two processes, GPipe, "
-            f"M = {NUM_MICROBATCHES} micro-batches of {1 if options.real_size else MICROBATCH_SIZE}, rounds of "
-            "8 to 10 steps over the cuts, every second one in reverse order; all are in regret.csv. "
-            f"{devices}; torch {versions}. Regret is the chosen cut's measured step over the "
-            "best measured one's, less 1, by the smallest step of the rounds; *two rounds apart* is the median over the cuts "
-            "of what a cut's two smallest rounds differ by. The last column is by the median of the rounds' steps, each at the "
-            "speed that the host had in the profile. The chart shows the newest measurement of each model.\n",
-            *lines,
-            "\n![every cut](regret.png)\n",
-        ]
-    )
+        rank = table.predicted_s.rank().corr(table.measured_s.rank())
+        cells.append([
+            chosen.model, chosen.created, len(table), chosen.rounds, chosen.cut_after, seconds_text(chosen.measured_s),
+            best.cut_after, seconds_text(best.measured_s), percent_text(chosen.measured_s / best.measured_s - 1),
+            percent_text(table.rounds_apart.median()), f"{rank:.2f}", equal_speed_text(table),
+        ])  # fmt: skip
+    devices, versions = (", ".join(dict.fromkeys(x[column].iloc[0] for x in tables)) for column in ("device", "torch"))
+    heads = ["model", "profiled on", "cuts", "rounds", "chosen: after", "measured", "best measured: after", "measured"]
+    heads += ["regret", "two rounds apart", "rank correlation", "regret at equal host speed"]
+    return [
+        f"# {'Cuts around the chosen one at real size' if options.real_size else 'Every cut of four models'}, measured\n",
+        f"`python benchmarks/regret.py{' --real-size' if options.real_size else ''}`: K = 2 on two processes, GPipe, "
+        f"M = {NUM_MICROBATCHES} micro-batches of {1 if options.real_size else MICROBATCH_SIZE}, rounds of "
+        "8 to 10 steps over the cuts, every second one in reverse order; all are in regret.csv. "
+        f"{devices}; torch {versions}. Regret is the chosen cut's measured step over the "
+        "best measured one's, less 1, by the smallest step of the rounds; *two rounds apart* is the median over the cuts "
+        "of what a cut's two smallest rounds differ by. The last column is by the median of the rounds' steps, each at the "
+        "speed that the host had in the profile. The chart shows the newest measurement of each model.\n",
+        *markdown(heads, cells),
+        "\n![every cut](regret.png)",
+    ]
 
 
 def equal_speed_text(table: pd.DataFrame) -> str:

@@ -1,24 +1,33 @@
-"""The same objectives as a mixed-integer linear program: an independent check, and for graphs with many down-sets.
+"""The same objectives as a mixed-integer linear program for HiGHS: an independent check, and for graphs with many down-sets.
 
 The binary y[v, k] states that layer v is on a stage up to k, so x[v, k] = y[v, k] - y[v, k-1] that it is on stage k:
     y[v, k+1] >= y[v, k]        what is before a cut stays before the later ones
     y[u, k] >= y[v, k]          where layer u must come before layer v
 For "device-load" devices may stay empty, the last ones first; for "compute" no stage is empty. A shared value costs
-device k at least x[u, k] - x[v, k] of its time for any two of its layers.
+device k at least x[u, k] - x[v, k] of its time for any two of its layers. HiGHS runs without its presolve, with which
+1.14 and 1.15 call plans optimal that are not.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from itertools import product
+from typing import Any, TypeAlias
 
-from gplan.graph.layer_graph import LayerGraph
-from gplan.partition.milp.program import Expression, LinearProgram, available_solver, solve, total, weighted
+import highspy
+import networkx as nx
+import numpy as np
+
 from published.dynamic_program import Plan
 from published.graph import Objective, PublishedGraph, Stages
 
 _SCALE = 1000.0  # about the value of the goal in the program, for a solver's absolute tolerances
 _SLACK = 1 + 1e-9  # by which a known plan's value may be off in the program
 _WHOLE = 1e-4  # distance from a whole number within which a solver's answer counts as one
+_ROUNDING = 1e-9  # by which a row of numbers alone may be missed
+
+Expression: TypeAlias = Any  # a number, variable or linear expression of HiGHS
 
 
 def best_by_milp(
@@ -30,27 +39,32 @@ def best_by_milp(
     start: Plan | None,
     time_limit_s: float,
 ) -> Plan | None:
-    """The plan with the smallest largest load, by HiGHS, or CBC where HiGHS cannot be imported; None if there is none.
+    """The plan with the smallest largest load; None if there is none.
 
     The search begins at `start`. After the time limit the best plan so far is returned with its lower bound, or
     TimeoutError raised.
     """
     deadline_s = time.perf_counter() + time_limit_s
     if start is None and objective == "device-load" and num_devices >= 4:
-        start = _on_half(graph, num_devices, memory_bytes, time_limit_s / 2)
-    formulation = _Formulation(graph, objective, num_devices, memory_bytes)
+        try:  # with many devices that may stay empty a program is hard to begin with
+            start = best_by_milp(
+                graph, objective=objective, num_devices=num_devices // 2, memory_bytes=memory_bytes,
+                start=None, time_limit_s=time_limit_s / 2,
+            )  # fmt: skip
+        except TimeoutError:
+            start = None
+    program = _Program(graph, objective, num_devices, memory_bytes)
+    if program.is_contradictory:
+        return None
     if start is not None:
-        formulation.program.limit_goal(start.value / formulation.unit * _SLACK)
-    hint = formulation.values_for(start.stages) if start is not None else {}
-    name = available_solver(None)
+        program.begin_at(start)
     while True:
-        left_s = max(1e-3, deadline_s - time.perf_counter())
-        outcome = solve(formulation.program, name, start=hint, time_limit_s=left_s)
-        stages = formulation.stages_found() if outcome.has_values else None
+        status = program.solve(deadline_s - time.perf_counter())
+        stages = program.stages_found()
         if stages is None or graph.fits(stages, memory_bytes):
             break
-        formulation.forbid(stages)  # it fits the memory within the solver's tolerance only
-    if outcome.is_infeasible:  # with a start: by rounding, as no plan is better
+        program.forbid(stages)  # it fits the memory within the solver's tolerance only
+    if status == highspy.HighsModelStatus.kInfeasible:  # with a start: by rounding, as no plan is better
         return None if start is None else Plan(stages=start.stages, value=start.value, lower_bound=start.value)
     known = [] if start is None else [(start.value, start.stages)]
     if stages is not None:
@@ -58,56 +72,57 @@ def best_by_milp(
     if not known:
         raise TimeoutError(f"the MILP found no plan in {time_limit_s:g} s, nor that there is none")
     value, stages = min(known)
-    bound = value if outcome.is_proven else max(formulation.least, outcome.bound * formulation.unit)
+    bound = value if status == highspy.HighsModelStatus.kOptimal else program.bound
     return Plan(stages=stages, value=value, lower_bound=min(value, bound))
 
 
-def _on_half(graph: PublishedGraph, num_devices: int, memory_bytes: int | None, time_limit_s: float) -> Plan | None:
-    """A plan to start from, on half of the devices: with many that may stay empty a program is hard to begin with."""
-    try:
-        return best_by_milp(
-            graph, objective="device-load", num_devices=num_devices // 2, memory_bytes=memory_bytes,
-            start=None, time_limit_s=time_limit_s,
-        )  # fmt: skip
-    except TimeoutError:
-        return None
-
-
-class _Formulation:
-    """The program of one problem."""
+class _Program:
+    """The columns and rows of one problem."""
 
     def __init__(self, graph: PublishedGraph, objective: Objective, num_devices: int, memory_bytes: int | None) -> None:
-        self._graph, self._num_devices = graph, num_devices
-        self.least = max(sum(graph.compute) / num_devices, max(graph.compute))
-        self.unit = self.least / _SCALE or 1.0
-        self.program = LinearProgram()
-        self._y = {
-            (v, k): self.program.variable(f"y_{v}_{k}", is_binary=True)
-            for k in range(num_devices - 1)
-            for v in range(graph.num_layers)
-        }
-        self._add_order(LayerGraph(graph.num_layers, graph.precedence), may_be_empty=objective == "device-load")
-        self.program.require(self.program.goal, at_least=self.least / self.unit)
+        self._graph, self._num_devices, self.is_contradictory = graph, num_devices, False
+        self._highs = highspy.Highs()
+        for name, value in (("output_flag", False), ("presolve", "off"), ("mip_rel_gap", 0.0), ("mip_abs_gap", 0.0)):
+            self._highs.setOptionValue(name, value)
+        layers, is_load = range(graph.num_layers), objective == "device-load"
+        self._least = max(sum(graph.compute) / num_devices, max(graph.compute))
+        self._unit = self._least / _SCALE or 1.0
+        self._goal = self._highs.addVariable(lb=self._least / self._unit, obj=1.0)
+        self._y = {vk: self._highs.addBinary() for vk in product(layers, range(num_devices - 1))}
+        self._add_order(may_be_empty=is_load)
         for k in range(num_devices):
             if memory_bytes is not None:
-                held = weighted(
-                    (num_bytes / memory_bytes, self._is_on(v, k)) for v, num_bytes in enumerate(graph.num_bytes)
-                )
-                self.program.require(1.0, at_least=held)
-            load = [(time / self.unit, self._is_on(v, k)) for v, time in enumerate(graph.compute)]
-            if objective == "device-load":
-                load += [(t / self.unit, self._is_split(ends, k)) for ends, t in graph.shared.items() if t]
-            self.program.require(self.program.goal, at_least=weighted(load))
+                self._require(1.0 - total(x / memory_bytes * self._is_on(v, k) for v, x in enumerate(graph.num_bytes)))
+            load = [x / self._unit * self._is_on(v, k) for v, x in enumerate(graph.compute)]
+            shared = graph.shared.items() if is_load else ()
+            load += [moved / self._unit * self._is_split(ends, k) for ends, moved in shared if moved]
+            self._require(self._goal - total(load))
 
-    def values_for(self, stages: Stages) -> dict[Expression, int]:
-        """The values of the binaries for these stages."""
-        stage_of = {v: k for k, layers in enumerate(stages) for v in layers}
-        return {variable: int(stage_of[v] <= k) for (v, k), variable in self._y.items()}
+    def begin_at(self, start: Plan) -> None:
+        """Look for nothing worse than a known plan, from there on."""
+        self._highs.changeColBounds(self._goal.index, self._least / self._unit, start.value / self._unit * _SLACK)
+        values = self._values_for(start.stages)
+        columns, found = np.array([x.index for x in self._y.values()], dtype=np.int32), np.array(values, dtype=float)
+        self._highs.setSolution(len(values), columns, found)
+
+    def solve(self, time_limit_s: float) -> highspy.HighsModelStatus:
+        """Run the solver; how it ended."""
+        self._highs.setOptionValue("time_limit", self._highs.getRunTime() + max(1e-3, time_limit_s))
+        self._highs.run()
+        return self._highs.getModelStatus()
+
+    @property
+    def bound(self) -> float:
+        """No plan has a smaller value."""
+        return max(self._least, self._highs.getInfo().mip_dual_bound * self._unit)
 
     def stages_found(self) -> Stages | None:
-        """The stages in the solver's answer, without empty ones; None where its values are not whole numbers."""
-        found = {key: variable.value() for key, variable in self._y.items()}
-        if any(x is None or abs(x - round(x)) > _WHOLE for x in found.values()):
+        """The stages in the solver's answer, without empty ones; None where it has none or not in whole numbers."""
+        if self._highs.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return None
+        values = self._highs.getSolution().col_value
+        found = {vk: values[column.index] for vk, column in self._y.items()}
+        if any(abs(x - round(x)) > _WHOLE for x in found.values()):
             return None
         layers, last = range(self._graph.num_layers), self._num_devices - 1
         first = [next((k for k in range(last) if round(found[v, k])), last) for v in layers]
@@ -116,32 +131,54 @@ class _Formulation:
 
     def forbid(self, stages: Stages) -> None:
         """Exclude this partition."""
-        values = self.values_for(stages)
-        differs = total(weighted([(1.0, 1), (-1.0, x)]) if value else x for x, value in values.items())
-        self.program.require(differs, at_least=1)
+        pairs = zip(self._y.values(), self._values_for(stages), strict=True)
+        self._require(total(1.0 - column if value else column for column, value in pairs) - 1.0)
+
+    def _values_for(self, stages: Stages) -> list[int]:
+        stage_of = {v: k for k, layers in enumerate(stages) for v in layers}
+        return [int(stage_of[v] <= k) for v, k in self._y]
+
+    def _require(self, expression: Expression) -> None:
+        """A row: this is at least 0."""
+        if isinstance(expression, float):
+            self.is_contradictory |= expression < -_ROUNDING
+        else:
+            columns, factors = (expression + 0.0).unique_elements()  # addConstr() refuses factors that HiGHS leaves out
+            self._highs.addRow(-(expression + 0.0).constant, highspy.kHighsInf, len(columns), columns, factors)
 
     def _up_to(self, v: int, k: int) -> Expression:
-        return self._y.get((v, k), int(k >= 0))
+        return self._y.get((v, k), float(k >= 0))
 
     def _is_on(self, v: int, k: int) -> Expression:
-        return weighted([(1.0, self._up_to(v, k)), (-1.0, self._up_to(v, k - 1))])
+        return self._up_to(v, k) - self._up_to(v, k - 1)
 
     def _is_split(self, ends: tuple[int, ...], k: int) -> Expression:
         """Whether device k holds some, but not all of these layers."""
+        split = self._highs.addVariable(ub=1.0)
         one, *others = (self._is_on(v, k) for v in ends)
-        differences = [weighted([(sign, one), (-sign, other)]) for other in others for sign in (1.0, -1.0)]
-        return self.program.at_least(f"split_{'_'.join(map(str, ends))}_{k}", differences, high=1)
+        for other in others:
+            self._require(split - one + other)
+            self._require(split + one - other)
+        return split
 
-    def _add_order(self, order: LayerGraph, *, may_be_empty: bool) -> None:
-        require, layers, up_to = self.program.require, range(self._graph.num_layers), self._up_to
+    def _add_order(self, *, may_be_empty: bool) -> None:
+        graph: nx.DiGraph[int] = nx.DiGraph(self._graph.precedence)
+        graph.add_nodes_from(range(self._graph.num_layers))
+        reduced = nx.transitive_reduction(graph)
         for k in range(self._num_devices):
-            for before, after in order.reduced_edges:
-                require(up_to(before, k), at_least=up_to(after, k))
-            for v in layers:
-                require(up_to(v, k), at_least=up_to(v, k - 1))
-            for u, v in () if may_be_empty else order.fixed_steps:
-                require(up_to(v, k), at_least=up_to(u, k - 1))
-            num_layers = total(self._is_on(v, k) for v in layers)
-            for sink in order.sinks:  # a device is only empty once nothing is left
-                left = weighted([(1.0, 1), (-1.0, up_to(sink, k - 1))]) if may_be_empty else 1
-                require(num_layers, at_least=left)
+            for before, after in reduced.edges:
+                self._require(self._up_to(before, k) - self._up_to(after, k))
+            for v in graph:
+                self._require(self._is_on(v, k))
+            num_layers = total(self._is_on(v, k) for v in graph)
+            for sink in graph:  # a device is only empty once nothing is left
+                if not graph.out_degree(sink):
+                    self._require(num_layers - 1.0 + (self._up_to(sink, k - 1) if may_be_empty else 0.0))
+
+
+def total(terms: Iterable[Expression]) -> Expression:
+    """The sum of some expressions; a float where no variable is among them."""
+    found = [*terms]
+    constant = sum(x for x in found if isinstance(x, float))
+    others = [x for x in found if not isinstance(x, float)]
+    return highspy.Highs.qsum(others) + constant if others else float(constant)

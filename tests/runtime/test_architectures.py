@@ -1,4 +1,4 @@
-"""Ten architectures in two stages, each chosen for what is different about it; the others are in reports/architectures."""
+"""Ten architectures in two stages, each chosen for what is different about it; more are in reports/architectures."""
 
 from __future__ import annotations
 

@@ -1,1 +1,0 @@
-"""What `benchmarks/peers.py` is made of: models, what users of each peer write, turns, rules, text."""
