@@ -1,4 +1,4 @@
-"""`gplan simulate`: a schedule drawn with times given by hand or with those of a plan."""
+"""`gplan simulate`: a schedule tried with times given by hand or with those of a plan."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def simulate(
     plan: Path | None, num_devices: int | None, schedule: str | None, microbatches: int | None, as_json: bool,
     **costs: str | None,
 ) -> None:  # fmt: skip
-    """Draw a schedule and explain its idle time, with times given by hand or those of PLAN.
+    """Simulate a schedule and explain its idle time, with times given by hand or those of PLAN.
 
     \b
     Examples:

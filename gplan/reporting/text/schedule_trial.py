@@ -1,4 +1,4 @@
-"""A simulated schedule as text: its Gantt chart, why its devices wait, and several schedules side by side."""
+"""A simulated schedule as text: its step and bubble, why its devices wait, and several schedules side by side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from rich.text import Text
 from gplan.core import IdleCause, StageCost
 from gplan.core.units import bytes_text, counted, percent_text
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited
-from gplan.reporting.text.gantt import Gantt
 from gplan.reporting.text.plan import STEP, equal_stages_text
 from gplan.simulation.schedule_trial import DeviceTrial, Trial
 
@@ -31,14 +30,13 @@ def plain_text(number: float) -> str:
 
 
 def trial_view(trial: Trial, *, time_text: TimeText = plain_text) -> RenderableType:
-    """The chart, the step and its bubble, one row per device, a sentence about the largest part of the idle time."""
+    """The step and its bubble, one row per device, a sentence about the largest part of the idle time."""
     law = f"{trial.law.formula} = " if trial.law else ""
     equal = law + equal_stages_text(trial.equal_bubble, trial.law, trial.timeline)
     step = f"step {time_text(trial.step_s)}, bubble {percent_text(trial.bubble)}; equal stages, free transfers: {equal}"
     return Group(
         Text(_title(trial), style="bold"),
         Text(_costs_text(trial.costs, time_text)),
-        Gantt(timeline=trial.timeline, time_text=time_text),
         Text(step),
         Text(""),
         _devices_table(trial, time_text),

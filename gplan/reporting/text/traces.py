@@ -1,4 +1,4 @@
-"""A step measured from traces, as text: its chart, the times of each stage, why each device waits, and the method."""
+"""A step measured from traces, as text: its bubble, the times of each stage, why each device waits, and the method."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from gplan.core import ActionKind, IdleCause, Timeline
 from gplan.core.units import counted, percent_text, seconds_text
 from gplan.interop.traces.measured_run import Traced, ideal_timeline
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, note_lines
-from gplan.reporting.text.gantt import Gantt
 from gplan.reporting.text.plan import MICROBATCH, STEP
 from gplan.schedules.registry import schedule_info
 from gplan.simulation.bubble import idle_by_device
@@ -20,7 +19,6 @@ def traced_view(traced: Traced, *, schedule: str | None = None) -> RenderableTyp
     timeline = traced.timeline
     return Group(
         Text(_title(traced), style="bold"),
-        Gantt(timeline=timeline, time_text=seconds_text),
         Text(_step_text(traced)),
         Text(""),
         _stages_table(traced),
