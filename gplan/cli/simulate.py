@@ -63,7 +63,7 @@ def simulate(
     W), micro-batch.
     """
     from gplan.core.units import seconds_text
-    from gplan.reporting.text.schedule_trial import plain_text, trial_view, trials_view
+    from gplan.reporting.text.steps import plain_text, trial_view, trials_view
     from gplan.schedules.registry import schedule_info
     from gplan.simulation.schedule_trial import plan_trial
 

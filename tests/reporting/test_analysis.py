@@ -10,7 +10,7 @@ import pytest
 from gplan.core import Profile, Run
 from gplan.corrections.contention import without_contention
 from gplan.partition.balance import balance
-from gplan.reporting.subject import analysis_of
+from gplan.reporting.analysis import analysis_of
 from tests.made import make_profile
 from tests.reporting.subjects import make_run
 

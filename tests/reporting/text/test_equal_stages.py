@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gplan.partition.balance import balance
 from gplan.reporting.text.plan import plan_view
-from gplan.reporting.text.schedule_trial import trial_view
+from gplan.reporting.text.steps import trial_view
 from gplan.simulation.schedule_trial import GivenCosts, given_trial, plan_trial
 from tests.made import make_profile
 from tests.reporting.text.printed import printed

@@ -1,4 +1,5 @@
-"""A simulated schedule as text: its step and bubble, why its devices wait, and several schedules side by side."""
+"""A step as text, of a simulated schedule or measured from traces: its bubble, and why its devices wait; and several
+schedules side by side."""
 
 from __future__ import annotations
 
@@ -7,17 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core import IdleCause, StageCost
-from gplan.core.units import bytes_text, counted, percent_text
-from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited
-from gplan.reporting.text.plan import STEP, equal_stages_text
-from gplan.simulation.schedule_trial import DeviceTrial, Trial
+from gplan.core import ActionKind, IdleCause, StageCost, Timeline
+from gplan.core.units import bytes_text, counted, percent_text, seconds_text
+from gplan.interop.traces.measured_run import Traced, ideal_timeline
+from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, limited, note_lines
+from gplan.reporting.text.plan import MICROBATCH, STEP, equal_stages_text
+from gplan.schedules.registry import schedule_info
+from gplan.simulation.bubble import idle_by_device
+from gplan.simulation.schedule_trial import Trial
 
 TimeText = Callable[[float], str]
 
 _ALL = 0.9995  # shares from here on are written as 100.0 %
-IDLE_PER_STEP = "idle per step"
-_FILLING = (IdleCause.WARM_UP, IdleCause.DRAIN)
 
 
 def plain_text(number: float) -> str:
@@ -33,9 +35,13 @@ def trial_view(trial: Trial, *, time_text: TimeText = plain_text) -> RenderableT
     """The step and its bubble, one row per device, a sentence about the largest part of the idle time."""
     law = f"{trial.law.formula} = " if trial.law else ""
     equal = law + equal_stages_text(trial.equal_bubble, trial.law, trial.timeline)
+    chunks = f" with {trial.num_stages} stages" if trial.num_stages > trial.num_devices else ""
+    recompute = "" if trial.recompute == "never" else f", recompute {trial.recompute}"
+    title = f"{trial.schedule}: {counted(trial.num_devices, 'device')}{chunks}, "
+    title += f"{counted(trial.num_microbatches, 'micro-batch')}{recompute}"
     step = f"step {time_text(trial.step_s)}, bubble {percent_text(trial.bubble)}; equal stages, free transfers: {equal}"
     return Group(
-        Text(_title(trial), style="bold"),
+        Text(title, style="bold"),
         Text(_costs_text(trial.costs, time_text)),
         Text(step),
         Text(""),
@@ -49,7 +55,8 @@ def trials_view(
     trials: Sequence[Trial], *, left_out: Sequence[str], time_text: TimeText = plain_text
 ) -> RenderableType:
     """One row per schedule, the shortest step first; below, which schedules are left out, and why."""
-    first, causes = trials[0], _causes(trials)
+    first = trials[0]
+    causes = [cause for cause in IdleCause if any(trial.idle_s(cause) for trial in trials)]
     waits = [x.value for x in causes]
     flat = [x for x in trials if x.num_stages == x.num_devices]
     table = FittedTable(
@@ -58,11 +65,24 @@ def trials_view(
         columns=(
             Column(key="schedule", is_left=True, is_flexible=True),
             *(
-                Column(key=x, group=IDLE_PER_STEP if x in waits else "")
+                Column(key=x, group="idle per step" if x in waits else "")
                 for x in ("step", "longer", "bubble", "equal stages", *waits, "in flight")
             ),
         ),
-        lines=tuple(Line(cells=tuple(_trial_cells(x, first.step_s, causes, time_text))) for x in trials),
+        lines=tuple(
+            Line(
+                cells=(
+                    x.schedule,
+                    time_text(x.step_s),
+                    percent_text(x.step_s / first.step_s - 1, signed=True) if x.step_s > first.step_s else "",
+                    percent_text(x.bubble),
+                    percent_text(x.equal_bubble),
+                    *(time_text(x.idle_s(cause)) for cause in causes),
+                    plain_text(x.most_in_flight),
+                )
+            )
+            for x in trials
+        ),
         spare=("longer", *reversed(waits), "equal stages"),
     )
     return Group(
@@ -82,15 +102,6 @@ def _in_flight(trial: Trial) -> str:
     return f"in flight: the largest number of micro-batches between their forward and their backward{share}"
 
 
-def _title(trial: Trial) -> str:
-    chunks = f" with {trial.num_stages} stages" if trial.num_stages > trial.num_devices else ""
-    recompute = "" if trial.recompute == "never" else f", recompute {trial.recompute}"
-    return (
-        f"{trial.schedule}: {counted(trial.num_devices, 'device')}{chunks}, "
-        f"{counted(trial.num_microbatches, 'micro-batch')}{recompute}"
-    )
-
-
 def _costs_text(costs: Sequence[StageCost], time_text: TimeText) -> str:
     """What the stages take: one figure where it is the same for all, else the least and the most."""
     transfers = [x for cost in costs[:-1] for x in (cost.activation_s, cost.gradient_s)]
@@ -108,13 +119,8 @@ def _costs_text(costs: Sequence[StageCost], time_text: TimeText) -> str:
     return "; ".join(parts)
 
 
-def _causes(trials: Sequence[Trial]) -> list[IdleCause]:
-    """The causes for which any device of any trial waits."""
-    return [cause for cause in IdleCause if any(trial.idle_s(cause) for trial in trials)]
-
-
 def _devices_table(trial: Trial, time_text: TimeText) -> FittedTable:
-    causes = _causes([trial])
+    causes = [cause for cause in IdleCause if trial.idle_s(cause)]
     has_chunks, has_memory = trial.num_stages > trial.num_devices, trial.devices[0].peak_bytes is not None
     times = ["compute", *(x.value for x in causes)]
     names = [*times, "in flight", *(["peak memory"] if has_memory else [])]
@@ -122,37 +128,28 @@ def _devices_table(trial: Trial, time_text: TimeText) -> FittedTable:
     table = FittedTable(
         title="each device: compute, and idle time by cause" if causes else "no device waits",
         columns=(*columns, *(Column(key=x, group=STEP if x in times else "") for x in names)),
-        lines=tuple(Line(cells=tuple(_device_cells(x, causes, has_chunks, time_text))) for x in trial.devices),
+        lines=tuple(
+            Line(
+                cells=(
+                    str(x.device),
+                    *([" ".join(map(str, x.stages))] if has_chunks else []),
+                    time_text(x.busy_s),
+                    *(time_text(x.idle_s[cause]) for cause in causes),
+                    plain_text(x.most_in_flight),
+                    *([bytes_text(x.peak_bytes)] if x.peak_bytes is not None else []),
+                )
+            )
+            for x in trial.devices
+        ),
         spare=("stages", "compute"),
     )
     return limited(table, num_last=1, remedy="--json has them")
 
 
-def _device_cells(device: DeviceTrial, causes: Sequence[IdleCause], has_chunks: bool, text: TimeText) -> Iterator[str]:
-    yield str(device.device)
-    if has_chunks:
-        yield " ".join(map(str, device.stages))
-    yield text(device.busy_s)
-    yield from (text(device.idle_s[cause]) for cause in causes)
-    yield plain_text(device.most_in_flight)
-    if device.peak_bytes is not None:
-        yield bytes_text(device.peak_bytes)
-
-
-def _trial_cells(trial: Trial, least_s: float, causes: Sequence[IdleCause], time_text: TimeText) -> Iterator[str]:
-    yield trial.schedule
-    yield time_text(trial.step_s)
-    yield percent_text(trial.step_s / least_s - 1, signed=True) if trial.step_s > least_s else ""
-    yield percent_text(trial.bubble)
-    yield percent_text(trial.equal_bubble)
-    yield from (time_text(trial.idle_s(cause)) for cause in causes)
-    yield plain_text(trial.most_in_flight)
-
-
 def _verdict(trial: Trial) -> str:
     """One sentence about the largest part of the idle time."""
     waits = {
-        "filling": trial.idle_s(*_FILLING),
+        "filling": trial.idle_s(IdleCause.WARM_UP, IdleCause.DRAIN),
         "imbalance": trial.idle_s(IdleCause.IMBALANCE),
         "communication": trial.idle_s(IdleCause.COMMUNICATION),
         "engine": trial.idle_s(IdleCause.ENGINE),
@@ -171,3 +168,63 @@ def _verdict(trial: Trial) -> str:
     }
     share = waits[largest] / total_s
     return f"{'All' if share > _ALL else percent_text(share) + ' of'} idle time {reasons[largest]}."
+
+
+def traced_view(traced: Traced, *, schedule: str | None = None) -> RenderableType:
+    """The step of median times; with a schedule also how long the same stages would take with it."""
+    timeline = traced.timeline
+    order = f"in the order of {schedule_info(traced.schedule).title}" if traced.schedule else "in a custom order"
+    sizes = (timeline.num_stages, "stage"), (timeline.num_devices, "device"), (timeline.num_microbatches, "micro-batch")
+    stages, devices, microbatches = (counted(*x) for x in sizes)
+    period = f", {seconds_text(traced.period_s)} from one start to the next" if traced.period_s is not None else ""
+    steps = f"medians of {counted(traced.num_counted, 'step')}"
+    steps += f", the first {traced.num_warmup_steps} left out" if traced.num_warmup_steps else ""
+    return Group(
+        Text(f"traced step: {stages} on {devices}, {microbatches}, {order}", style="bold"),
+        Text(f"step {seconds_text(timeline.step_s)}{period}; bubble {percent_text(timeline.bubble)}; {steps}"),
+        Text(""),
+        *_traced_tables(timeline),
+        *(Text(_ideal_text(traced, x)) for x in dict.fromkeys((None, schedule))),
+        *note_lines((f"the times are those of {traced.basis}", f"clocks: {traced.clock}", *traced.notes)),
+    )
+
+
+def _traced_tables(timeline: Timeline) -> Iterator[FittedTable]:
+    """Of each stage the median of each kind of action, of each device what it computes and why it waits."""
+    used = [kind for kind in ActionKind if any(x.action.kind is kind for x in timeline.spans)]
+    pairs = sorted((stage, device) for device, stages in enumerate(timeline.stages_by_device) for stage in stages)
+    medians_s = {(kind, stage): timeline.median_s(kind, stage=stage) for kind in used for stage, _ in pairs}
+    yield FittedTable(
+        title="each stage: medians over the micro-batches and steps",
+        columns=(
+            *columns("stage", "device"),
+            *(Column(key=x.words, group=STEP if x is ActionKind.OPTIMIZER else MICROBATCH) for x in used),
+        ),
+        lines=tuple(
+            Line(
+                cells=(
+                    str(stage),
+                    str(device),
+                    *("" if (x := medians_s[kind, stage]) is None else seconds_text(x) for kind in used),
+                )
+            )
+            for stage, device in pairs
+        ),
+    )
+    idle = idle_by_device(timeline)
+    causes = [cause for cause in IdleCause if any(x[cause] for x in idle)]
+    yield FittedTable(
+        title="each device: compute, and idle time by cause",
+        columns=columns("device", "compute", *causes, group=STEP),
+        lines=tuple(
+            Line(cells=(str(i), seconds_text(timeline.busy_s(i)), *(seconds_text(waits[cause]) for cause in causes)))
+            for i, waits in enumerate(idle)
+        ),
+    )
+
+
+def _ideal_text(traced: Traced, schedule: str | None) -> str:
+    ideal = ideal_timeline(traced, schedule)
+    order = "this order" if schedule is None else schedule_info(schedule).title
+    taken = f"{seconds_text(ideal.step_s)}, bubble {percent_text(ideal.bubble)}"
+    return f"if every action took its stage's median and transfers were free, {order} would take {taken}"
