@@ -261,8 +261,8 @@ def report(
     share done of each. Returns the paths written, the page first. Raises FileError where the directory cannot be
     written, or where profile and plan do not belong together.
     """
+    from gplan.reporting.analysis import analysis_of
     from gplan.reporting.report_folder import write_report
-    from gplan.reporting.subject import analysis_of
 
     return write_report(subject, Path(directory), analysis=analysis_of(subject, profile, progress=progress))
 

@@ -46,7 +46,7 @@ def import_trace(
     from gplan.files import json_files
     from gplan.interop.traces.measured_run import read_traced, traced_run
     from gplan.reporting.text.run import run_view
-    from gplan.reporting.text.traces import traced_view
+    from gplan.reporting.text.steps import traced_view
 
     _check_options(plan_file, run_file, profile_file, output)
     plan = json_files.load(Plan, plan_file) if plan_file is not None else None

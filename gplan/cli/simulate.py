@@ -1,4 +1,4 @@
-"""`gplan simulate`: a schedule drawn with times given by hand or with those of a plan."""
+"""`gplan simulate`: a schedule tried with times given by hand or with those of a plan."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def simulate(
     plan: Path | None, num_devices: int | None, schedule: str | None, microbatches: int | None, as_json: bool,
     **costs: str | None,
 ) -> None:  # fmt: skip
-    """Draw a schedule and explain its idle time, with times given by hand or those of PLAN.
+    """Simulate a schedule and explain its idle time, with times given by hand or those of PLAN.
 
     \b
     Examples:
@@ -63,7 +63,7 @@ def simulate(
     W), micro-batch.
     """
     from gplan.core.units import seconds_text
-    from gplan.reporting.text.schedule_trial import plain_text, trial_view, trials_view
+    from gplan.reporting.text.steps import plain_text, trial_view, trials_view
     from gplan.schedules.registry import schedule_info
     from gplan.simulation.schedule_trial import plan_trial
 

@@ -23,7 +23,7 @@ VERBS = {
     "report": ("", "draw a run or a plan on a page -> gplan-report/"),
     "verify": ("", "run the plan and rivals -> gplan.verification.json"),
     "explain": ("", "what limits the plan, and what would make it faster"),
-    "simulate": ("--k N", "draw a schedule and explain its idle time"),
+    "simulate": ("--k N", "simulate a schedule and explain its idle time"),
     "cluster": ("", "measure hosts and their links -> cluster.toml"),
     "show": ("FILE", "print any of these files as tables"),
     "diff": ("OLD NEW", "what became slower or faster between two profiles"),

@@ -1,4 +1,4 @@
-"""Colours and names of everything that charts, the page, the trace and the terminal's Gantt chart draw.
+"""Colours and names of everything that charts, the page and the trace draw.
 
 Compute is saturated (forward blue; backward orange, its halves cyan and light green; optimizer brown), idle time is pale,
 with a hatch per cause. A device's chunks have the same hue, the first ones darker.

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from gplan.files.json_files import check_writable, write_bytes
-from gplan.reporting.charts.draw import CHARTS, draw
+from gplan.reporting.analysis import PlanAnalysis
+from gplan.reporting.charts.accuracy_chart import accuracy_chart, errors_chart
+from gplan.reporting.charts.canvas import Drawing, chart_style, to_png, to_svg
+from gplan.reporting.charts.choices_chart import choices_chart, frontier_chart
+from gplan.reporting.charts.memory_chart import holdings_chart, memory_chart
+from gplan.reporting.charts.partition_chart import partition_chart
+from gplan.reporting.charts.pipeline_chart import pipeline_chart
 from gplan.reporting.chrome_trace import trace_json
 from gplan.reporting.page.document import page
-from gplan.reporting.subject import PlanAnalysis, Subject
+from gplan.reporting.subject import Subject, plan_of
+
+CHARTS: dict[str, Callable[[Subject, PlanAnalysis], Figure | None]] = {
+    "partition": lambda subject, _: partition_chart(subject),
+    "pipeline": lambda subject, _: pipeline_chart(subject),
+    "memory": lambda subject, _: memory_chart(subject),
+    "memory-timeline": lambda subject, _: holdings_chart(subject),
+    "accuracy": lambda subject, _: accuracy_chart(subject),
+    "errors": lambda subject, _: errors_chart(subject),
+    "choices": lambda _, analysis: choices_chart(analysis),
+    "frontier": lambda subject, analysis: frontier_chart(plan_of(subject), analysis),
+}
 
 
 def write_report(subject: Subject, directory: Path, *, analysis: PlanAnalysis) -> tuple[Path, ...]:
@@ -29,3 +49,16 @@ def write_report(subject: Subject, directory: Path, *, analysis: PlanAnalysis) -
         if name not in contents:
             (directory / name).unlink(missing_ok=True)
     return tuple(directory / name for name in contents)
+
+
+def draw(subject: Subject, analysis: PlanAnalysis) -> tuple[Drawing, ...]:
+    """The charts of a plan or a run, without those that have nothing to show."""
+    drawings = []
+    for name, chart in CHARTS.items():
+        with chart_style(name):
+            figure = chart(subject, analysis)
+            if figure is not None:
+                png = to_png(figure)
+                figure.set_layout_engine("none")  # the layout of the PNG is kept
+                drawings.append(Drawing(name=name, png=png, svg=to_svg(figure, name)))
+    return tuple(drawings)

@@ -1,76 +1,33 @@
-"""What a report is about, and the numbers behind its charts as data frames, in seconds and bytes.
+"""What a report is about, its timelines by side, the load of each stage and the memory limit.
 
-A row is one thing drawn. Column `side` is "predicted" or "measured"; a plan alone has only the first. The same
-functions compute both sides.
+A side is "predicted" or "measured"; a plan alone has only the first. The same functions compute both sides.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
-import pandas as pd
-
-from gplan.core import ActionKind, Plan, Profile, Run, Timeline, runs_forward_again
-from gplan.core.progress import Progress, no_progress
-from gplan.corrections.contention import without_contention
-from gplan.evaluate.explain.explain import explain
-from gplan.evaluate.explain.explanation import Explanation
-from gplan.evaluate.replanning import reprice
-from gplan.reporting.choices import ScalingPoint, choices_of, planned_choices
-from gplan.simulation.bubble import idle_pieces
+from gplan.core import ActionKind, Plan, Run, Timeline, runs_forward_again
 from gplan.simulation.simulator import simulate
-
-_OPTIONS_S = 8.0  # time limit of the explanation's options
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanAnalysis:
-    """Other choices than the plan, and with its profile the explanation of the plan."""
-
-    choices: tuple[ScalingPoint, ...]
-    explanation: Explanation | None = None  # None: there was no profile
-    has_plans: bool = False  # whether the choices are plans of their own, or else the plan's stages
-
-
-def analysis_of(
-    subject: Subject,
-    profile: Profile | None,
-    *,
-    progress: Progress = no_progress,
-) -> PlanAnalysis:
-    """The choices, and the explanation if there is a profile; raises FileError if the plan was not made from it.
-
-    The plan of a run by the virtual engine has no contention, so the plans that it is compared with have none either.
-    """
-    plan = plan_of(subject)
-    if profile is None:
-        return PlanAnalysis(choices=choices_of(plan))
-    is_alone = isinstance(subject, Run) and subject.engine == "virtual"
-    known = without_contention(profile) if is_alone else profile
-    reasons = explain(plan, known, options_s=_OPTIONS_S, sensitivities_s=0.0, progress=progress)
-    if is_alone and reasons.notes and plan.prediction.gives(reprice(plan, profile, engine="virtual").prediction.step_s):
-        reasons = replace(reasons, notes=())
-    tried = reasons.options[0].outcome is not None
-    choices = planned_choices(plan, known, progress=progress) if tried else choices_of(plan)
-    return PlanAnalysis(choices=choices, explanation=reasons, has_plans=tried)
-
 
 Subject: TypeAlias = Run | Plan
 """What a report is about: a plan, or a run with its plan."""
 
 PREDICTED, MEASURED = "predicted", "measured"
 
-BACKWARDS: dict[str, ActionKind] = {
+PASSES: dict[str, ActionKind] = {
+    "forward_s": ActionKind.FORWARD,
     "backward_s": ActionKind.BACKWARD,
     "input_gradient_s": ActionKind.INPUT_GRADIENT,
     "weight_gradient_s": ActionKind.WEIGHT_GRADIENT,
 }
-"""The columns of backward seconds: whole, and its two halves."""
 
-LOAD = ("forward_s", *BACKWARDS, "recompute_s", "communication_s")
-"""The columns whose sum is a stage's load."""
+Load: TypeAlias = dict[str, float]
+"""Seconds of a stage per micro-batch: a backward, or its halves, of `PASSES`; `recompute_s`; `communication_s`, the
+transfers that it receives."""
 
 
 def plan_of(subject: Subject) -> Plan:
@@ -96,49 +53,29 @@ def side_text(subject: Subject, side: str) -> str:
     return "predicted (computed)"
 
 
-def stages_frame(subject: Subject) -> pd.DataFrame:
-    """One row per stage and side: side, stage, seconds per micro-batch.
-
-    A backward is in `backward_s`, or its halves are in `input_gradient_s` and `weight_gradient_s`. `load_s` is the sum
-    per micro-batch, with the transfers that the stage receives. A measured backward includes its recompute:
-    `recompute_s` is then 0.
-    """
+def stage_loads(subject: Subject) -> dict[str, list[Load]]:
+    """The load of each stage, by side; a measured backward includes its recompute, so `recompute_s` is 0 there."""
     plan = plan_of(subject)
-    timelines = timelines_of(subject)
-    frames = [_side_stages(plan, timeline).assign(side=side) for side, timeline in timelines.items()]
-    frames[0] = _recompute_apart(plan, timelines[PREDICTED], frames[0])
-    frame = pd.concat(frames, ignore_index=True).sort_values("stage", kind="stable", ignore_index=True)
-    return frame.assign(load_s=frame[list(LOAD)].sum(axis="columns"))
+    timeline = simulate(replace(plan, recompute="never"))
+    again = Counter(
+        x.action.stage
+        for x in timeline.loop_spans
+        if runs_forward_again(x.action, num_microbatches=plan.num_microbatches, recompute=plan.recompute)
+    )
+    recompute_s = [again[x.index] / plan.num_microbatches * x.cost.recompute_s for x in plan.stages]
+    loads = {PREDICTED: _loads(timeline, recompute_s)}
+    return {**loads, MEASURED: _loads(subject.timeline, [0.0] * plan.num_stages)} if isinstance(subject, Run) else loads
 
 
-def spans_frame(timeline: Timeline) -> pd.DataFrame:
-    """One row per action: device, stage, chunk (index among its device's stages), kind, microbatch, start_s,
-    end_s."""
-    rows = [
-        (
-            x.device,
-            x.action.stage,
-            timeline.chunks[x.action.stage],
-            x.action.kind.value,
-            x.action.microbatch,
-            x.start_s,
-            x.end_s,
-        )
-        for x in timeline.spans
+def _loads(timeline: Timeline, recompute_s: Sequence[float]) -> list[Load]:
+    return [
+        {
+            **{part: timeline.total_s(x, stage=stage) / timeline.num_microbatches for part, x in PASSES.items()},
+            "recompute_s": again_s,
+            "communication_s": timeline.received_s(stage),
+        }
+        for stage, again_s in enumerate(recompute_s)
     ]
-    return pd.DataFrame(rows, columns=["device", "stage", "chunk", "kind", "microbatch", "start_s", "end_s"])
-
-
-def transfers_frame(timeline: Timeline) -> pd.DataFrame:
-    """One row per transfer: device (its source), start_s, end_s."""
-    rows = [(x.source, x.start_s, x.end_s) for x in timeline.transfers]
-    return pd.DataFrame(rows, columns=["device", "start_s", "end_s"])
-
-
-def idle_frame(timeline: Timeline) -> pd.DataFrame:
-    """One row per idle interval of the bubble: device, cause, start_s, end_s."""
-    rows = [(x.device, x.cause.value, x.start_s, x.end_s) for x in idle_pieces(timeline)]
-    return pd.DataFrame(rows, columns=["device", "cause", "start_s", "end_s"])
 
 
 def capacity_bytes(plan: Plan) -> int | None:
@@ -155,35 +92,3 @@ def capacity_name(plan: Plan) -> str:
     if plan.memory_limit_bytes is not None:
         return "limit of each device"
     return "smallest memory of a device" if plan.is_for_machine else "memory of each device"
-
-
-def _side_stages(plan: Plan, timeline: Timeline) -> pd.DataFrame:
-    """One row per stage of one timeline; recomputing is part of the backward, or of the half that runs it."""
-    stages, num_microbatches = range(plan.num_stages), timeline.num_microbatches
-    kinds = {"forward_s": ActionKind.FORWARD, **BACKWARDS}
-    return pd.DataFrame(
-        {
-            "stage": stages,
-            **{
-                column: [timeline.total_s(kind, stage=stage) / num_microbatches for stage in stages]
-                for column, kind in kinds.items()
-            },
-            "recompute_s": 0.0,
-            "communication_s": [timeline.received_s(stage) for stage in stages],
-        }
-    )
-
-
-def _recompute_apart(plan: Plan, timeline: Timeline, predicted: pd.DataFrame) -> pd.DataFrame:
-    """Move the recompute from the backwards, or from the halves that run it, to a column of its own."""
-    columns = {kind: column for column, kind in BACKWARDS.items()}
-    counts = Counter(
-        (x.action.stage, columns[x.action.kind])
-        for x in timeline.loop_spans
-        if runs_forward_again(x.action, num_microbatches=plan.num_microbatches, recompute=plan.recompute)
-    )
-    apart = predicted.copy()
-    for (stage, column), count in counts.items():
-        seconds = count / plan.num_microbatches * plan.stage_costs[stage].recompute_s
-        apart.loc[stage, [column, "recompute_s"]] += [-seconds, seconds]
-    return apart

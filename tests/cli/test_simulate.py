@@ -32,7 +32,9 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_one_line_teaches_a_schedule(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "--k", "8", "--schedule", "1f1b", "--microbatches", "16")
-    assert out.startswith("1f1b: 8 devices, 16 micro-batches\nper stage and micro-batch: forward 1, backward 2\n0 |")
+    assert out.startswith(
+        "1f1b: 8 devices, 16 micro-batches\nper stage and micro-batch: forward 1, backward 2\nstep 69"
+    )
     assert "step 69, bubble 30.4 %; equal stages, free transfers: (K-1)/(M+K-1) = 30.4 %" in out
     assert "All idle time is for filling and draining the pipeline" in out
     assert list(here.iterdir()) == []
@@ -89,7 +91,7 @@ def test_all_schedules_stand_in_one_table_the_shortest_step_first(
     assert found["left_out"] == []
 
 
-def test_a_plan_is_drawn_in_seconds_with_its_memory(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_simulated_in_seconds_with_its_memory(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gplan.save(scheduled_plan("zb-v"), "gplan.plan.json")
     assert "peak memory" in printed(capsys)
     assert "step 18.2 s" in printed(capsys, "gplan.plan.json")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from gplan.simulation.without_contention import plan_without_contention
 
 from gplan.core import Profile, Run
-from gplan.reporting.subject import analysis_of
+from gplan.corrections.contention import without_contention
+from gplan.reporting.analysis import analysis_of
 from gplan.strategy_search.planner import balance
 from tests.made import make_profile
 from tests.reporting.subjects import make_run
@@ -28,7 +28,7 @@ def with_contention(contentions: Sequence[float], *, slowness: float = 1.0) -> P
 
 def run_alone(profile: Profile) -> Run:
     """By the virtual engine, of two devices."""
-    return make_run(plan_without_contention(balance(profile, num_devices=2, num_microbatches=4)), engine="virtual")
+    return make_run(balance(without_contention(profile), num_devices=2, num_microbatches=4), engine="virtual")
 
 
 def test_a_run_of_the_virtual_engine_is_compared_with_plans_without_contention() -> None:

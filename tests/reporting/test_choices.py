@@ -8,9 +8,8 @@ import pytest
 
 from gplan.core import Alternative, Plan
 from gplan.evaluate.explain.explain import explain
+from gplan.reporting.analysis import PlanAnalysis, analysis_of, choices_of, planned_choices
 from gplan.reporting.charts.choices_chart import choices_chart, frontier_chart, pareto_front, points_of
-from gplan.reporting.choices import choices_of, planned_choices
-from gplan.reporting.subject import PlanAnalysis, analysis_of
 from gplan.simulation.simulator import simulate
 from gplan.strategy_search.planner import balance
 from tests.made import make_profile

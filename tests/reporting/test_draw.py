@@ -7,10 +7,10 @@ import xml.etree.ElementTree as ElementTree
 import matplotlib
 import pytest
 
-from gplan.reporting.charts.canvas import chart_style, to_svg
-from gplan.reporting.charts.draw import CHARTS, Drawing, draw
+from gplan.reporting.analysis import analysis_of
+from gplan.reporting.charts.canvas import Drawing, chart_style, to_svg
 from gplan.reporting.charts.partition_chart import partition_chart
-from gplan.reporting.subject import analysis_of
+from gplan.reporting.report_folder import CHARTS, draw
 from tests.reporting.subjects import make_plan, make_run, named
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from gplan.core.errors import FileError
+from gplan.reporting.analysis import analysis_of
 from gplan.reporting.report_folder import write_report
-from gplan.reporting.subject import analysis_of
 from tests.reporting.subjects import make_plan, make_run
 
 NAMES = [

@@ -10,6 +10,7 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import matplotlib
@@ -45,6 +46,15 @@ def stages_text(stages: Sequence[int]) -> str:
 def stage_text(plan: Plan, stage: int) -> str:
     """A stage, with its device if devices hold several."""
     return f"stage {stage}, device {plan.devices[stage]}" if plan.has_chunks else f"stage {stage}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """One chart in both formats."""
+
+    name: str
+    png: bytes
+    svg: bytes
 
 
 Handle: TypeAlias = Artist | tuple[Artist, ...]

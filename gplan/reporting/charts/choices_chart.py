@@ -14,10 +14,10 @@ from matplotlib.lines import Line2D
 from gplan.core import Alternative, Plan
 from gplan.core.units import bytes_axis, bytes_text, counted, percent_text, quantity_text, seconds_axis, seconds_text
 from gplan.evaluate.explain.explanation import Explanation
+from gplan.reporting.analysis import PlanAnalysis, ScalingPoint
 from gplan.reporting.charts.canvas import HALF_INCHES, Handle, blank_figure, headline, legend, tooltip
-from gplan.reporting.choices import ScalingPoint
 from gplan.reporting.looks import CAPACITY, FAINT, INK
-from gplan.reporting.subject import PlanAnalysis, capacity_bytes
+from gplan.reporting.subject import capacity_bytes
 from gplan.reporting.text.explanation import option_text
 from gplan.reporting.text.plan import alternative_text
 

@@ -9,27 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from gplan.core import ActionKind, Plan, Run
 from gplan.core.units import counted, ends_text, pipeline_text, seconds_axis, seconds_text
-from gplan.reporting.charts.canvas import (
-    blank_figure,
-    end_of_name,
-    headline,
-    legend,
-    note,
-    stage_text,
-    swatch,
-)
+from gplan.reporting.charts.canvas import blank_figure, end_of_name, headline, legend, note, stage_text, swatch
 from gplan.reporting.looks import ACTIONS, BAND, COMMUNICATION, FAINT, INK, RECOMPUTE, Look
-from gplan.reporting.subject import BACKWARDS, MEASURED, PREDICTED, Subject, plan_of, stages_frame
+from gplan.reporting.subject import MEASURED, PASSES, PREDICTED, Load, Subject, plan_of, stage_loads
 
 _PARTS: dict[str, Look] = {
-    "forward_s": ACTIONS[ActionKind.FORWARD],
-    **{column: ACTIONS[kind] for column, kind in BACKWARDS.items()},
+    **{part: ACTIONS[kind] for part, kind in PASSES.items()},
     "recompute_s": RECOMPUTE,
     "communication_s": COMMUNICATION,
 }
@@ -41,14 +31,14 @@ _FLAT_CHARACTERS = 120  # that fit on one line under the layers
 
 def partition_chart(subject: Subject) -> Figure:
     """Layers with the cuts above, cost of each stage below; for a run, measured beside predicted."""
-    plan, stages = plan_of(subject), stages_frame(subject)
+    plan, loads = plan_of(subject), stage_loads(subject)
     stage_inches = 0.5 + plan.num_stages * (0.62 if isinstance(subject, Run) else 0.42)
     figure = blank_figure(3.6 + stage_inches)
     above, below = figure.subplots(2, 1, height_ratios=[2.6, stage_inches])
     _draw_layers(above, plan)
-    _draw_stages(below, plan, stages)
-    parts = [look for part, look in _PARTS.items() if stages[part].max() > 0 or part == "backward_s"]
-    legend(figure, [swatch(look) for look in parts])
+    _draw_stages(below, plan, loads)
+    used = {part for side in loads.values() for load in side for part, seconds in load.items() if seconds > 0}
+    legend(figure, [swatch(look) for part, look in _PARTS.items() if part in used or part == "backward_s"])
     name = end_of_name(plan.model.name, 60)
     cut = f"{counted(len(plan.layer_names), 'layer')} in {pipeline_text(plan.num_stages, plan.num_devices)}"
     headline(figure, f"Partition of {name}: {cut}")
@@ -97,35 +87,30 @@ def _label_layers(axes: Axes, layers: Sequence[str]) -> None:
     axes.tick_params(axis="x", length=0)
 
 
-def _draw_stages(axes: Axes, plan: Plan, stages: pd.DataFrame) -> None:
-    unit, scale = seconds_axis(float(stages["load_s"].max()))
-    sides = [side for side in (PREDICTED, MEASURED) if side in set(stages["side"])]
-    height = 0.74 / len(sides)
-    for place, side in enumerate(sides):
-        part = stages[stages["side"] == side]
-        middle = part["stage"] + (place - (len(sides) - 1) / 2) * height
-        left = 0.0 * part["load_s"]
-        for column, look in _PARTS.items():
-            axes.barh(middle, part[column] / scale, left=left, height=0.86 * height, color=look.colour)
-            left = left + part[column] / scale
-        for y, end, load_s in zip(middle, left, part["load_s"], strict=True):
+def _draw_stages(axes: Axes, plan: Plan, loads: dict[str, list[Load]]) -> None:
+    largest_s = max(sum(load.values()) for side in loads.values() for load in side)
+    unit, scale = seconds_axis(largest_s)
+    height = 0.74 / len(loads)
+    for place, (side, own) in enumerate(loads.items()):
+        middle = np.arange(plan.num_stages) + (place - (len(loads) - 1) / 2) * height
+        left = np.zeros(plan.num_stages)
+        for part, look in _PARTS.items():
+            width = np.array([load[part] for load in own]) / scale
+            axes.barh(middle, width, left=left, height=0.86 * height, color=look.colour)
+            left = left + width
+        for y, end, load in zip(middle, left, own, strict=True):
             colour = INK.light if side == MEASURED else FAINT.light
-            label = f"{seconds_text(load_s)} {side}"
+            label = f"{seconds_text(sum(load.values()))} {side}"
             note(axes, end, y, label, xytext=(4, 0), va="center", fontsize=8.5, color=colour)
-    _mark_even_share(axes, stages, scale=scale)
-    predicted = stages[stages["side"] == PREDICTED]
+    mean_s = sum(sum(load.values()) for load in loads[PREDICTED]) / plan.num_stages
+    axes.axvline(mean_s / scale, color=INK.light, linewidth=1.0, linestyle=(0, (1, 2)))
+    mean = f"dotted: mean of the predicted stages {seconds_text(mean_s)}"
+    axes.set_title(mean, loc="right", fontsize=8.5, color=FAINT.light)
     shorter = [[end_of_name(name, _LONGEST_UPRIGHT) for name in x.layer_names] for x in plan.stages]
     names = [f"{stage_text(plan, i)}\n{ends_text(layers)}" for i, layers in enumerate(shorter)]
-    axes.set_yticks(predicted["stage"], names)
-    axes.set(ylim=(len(predicted) - 0.5, -0.5), xlim=(0, 1.22 * float(stages["load_s"].max()) / scale or 1.0))
+    axes.set_yticks(range(plan.num_stages), names)
+    axes.set(ylim=(plan.num_stages - 0.5, -0.5), xlim=(0, 1.22 * largest_s / scale or 1.0))
     axes.set_xlabel(f"{unit} per micro-batch")
     axes.set_title("Cost of each stage", loc="left")
     axes.grid(axis="x")
     axes.tick_params(axis="y", length=0)
-
-
-def _mark_even_share(axes: Axes, stages: pd.DataFrame, *, scale: float) -> None:
-    even_s = float(stages.loc[stages["side"] == PREDICTED, "load_s"].mean())
-    axes.axvline(even_s / scale, color=INK.light, linewidth=1.0, linestyle=(0, (1, 2)))
-    label = f"mean of the predicted stages {seconds_text(even_s)}"
-    axes.set_title(f"dotted: {label}", loc="right", fontsize=8.5, color=FAINT.light)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from statistics import median
 
-import pandas as pd
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -29,28 +30,8 @@ from gplan.reporting.charts.canvas import (
     stages_text,
     swatch,
 )
-from gplan.reporting.looks import (
-    ACTIONS,
-    ANY_ACTION,
-    BEFORE,
-    COMMUNICATION,
-    IDLE,
-    INK,
-    Look,
-    of_chunk,
-    shades_of,
-)
-from gplan.reporting.subject import (
-    MEASURED,
-    PREDICTED,
-    Subject,
-    idle_frame,
-    plan_of,
-    side_text,
-    spans_frame,
-    timelines_of,
-    transfers_frame,
-)
+from gplan.reporting.looks import ACTIONS, ANY_ACTION, BEFORE, COMMUNICATION, IDLE, INK, Look, of_chunk, shades_of
+from gplan.reporting.subject import MEASURED, PREDICTED, Subject, plan_of, side_text, timelines_of
 from gplan.schedules.registry import schedule_info
 from gplan.simulation.bubble import idle_pieces
 from gplan.simulation.schedule_trial import has_whole_backward
@@ -65,22 +46,22 @@ _WHOLE = " (on stage 0 the whole backward)"
 
 def draw_gantt(axes: Axes, timeline: Timeline, *, longest_s: float, scale: float) -> None:
     """Draw a timeline on a time axis up to `longest_s`, in units of `scale` seconds."""
-    spans, idle = spans_frame(timeline), idle_frame(timeline)
-    num_chunks = timeline.num_chunks
+    num_chunks, idle = timeline.num_chunks, idle_pieces(timeline)
     if begins_late(timeline):
-        before = pd.DataFrame({"device": range(timeline.num_devices), "start_s": 0.0, "end_s": timeline.loop_start_s})
-        _draw_boxes(axes, before, BEFORE, scale=scale, height=_BOX)
+        before = [(device, 0.0, timeline.loop_start_s) for device in range(timeline.num_devices)]
+        _draw_boxes(axes, before, BEFORE, scale=scale)
     for cause, look in IDLE.items():
-        _draw_boxes(axes, idle[idle["cause"] == cause.value], look, scale=scale, height=_BOX)
+        _draw_boxes(axes, [(x.device, x.start_s, x.end_s) for x in idle if x.cause is cause], look, scale=scale)
     points_per_s = _AXIS_POINTS / longest_s
-    seam = min(0.7, 0.15 * points_per_s * float((spans["end_s"] - spans["start_s"]).median()))
+    seam = min(0.7, 0.15 * points_per_s * median(x.duration_s for x in timeline.spans))
     for (kind, look), chunk in product(ACTIONS.items(), range(num_chunks)):
-        rows = spans[(spans["kind"] == kind.value) & (spans["chunk"] == chunk)]
+        spans = [x for x in timeline.spans if x.action.kind is kind and timeline.chunks[x.action.stage] == chunk]
         shade = of_chunk(look, chunk, num_chunks=num_chunks)
-        _draw_boxes(axes, rows, shade, scale=scale, height=_BOX, gap_points=seam)
-    _draw_boxes(axes, transfers_frame(timeline), COMMUNICATION, scale=scale, height=_STRIP, top=_ROW / 2 - _STRIP)
-    _draw_numbers(axes, spans, scale=scale, points_per_s=points_per_s)
-    _name_rows(axes, spans)
+        _draw_boxes(axes, [(x.device, x.start_s, x.end_s) for x in spans], shade, scale=scale, gap_points=seam)
+    sent = [(x.source, x.start_s, x.end_s) for x in timeline.transfers]
+    _draw_boxes(axes, sent, COMMUNICATION, scale=scale, height=_STRIP, top=_ROW / 2 - _STRIP)
+    _draw_numbers(axes, timeline, scale=scale, points_per_s=points_per_s)
+    _name_rows(axes, timeline)
 
 
 def begins_late(timeline: Timeline) -> bool:
@@ -116,41 +97,39 @@ def _shades(look: Look, num_chunks: int, *, words: str = "") -> Handle:
 
 
 def _draw_boxes(
-    axes: Axes, rows: pd.DataFrame, look: Look, *, scale: float, height: float, gap_points: float = 0.0,
-    top: float = -_ROW / 2,
+    axes: Axes, pieces: Sequence[tuple[int, float, float]], look: Look, *, scale: float, height: float = _BOX,
+    gap_points: float = 0.0, top: float = -_ROW / 2,
 ) -> None:  # fmt: skip
     """Boxes from start to end in the row of their device; `top` is from the middle of the row, down."""
-    left, right = rows["start_s"] / scale, rows["end_s"] / scale
-    bottom = rows["device"] + top
-    boxes(
-        axes, look, left=left.to_numpy(), right=right.to_numpy(), bottom=bottom.to_numpy(), height=height,
-        gap_points=gap_points,
-    )  # fmt: skip
+    device, start_s, end_s = np.array(pieces, dtype=float).reshape(-1, 3).T
+    left, right, bottom = start_s / scale, end_s / scale, device + top
+    boxes(axes, look, left=left, right=right, bottom=bottom, height=height, gap_points=gap_points)
 
 
-def _draw_numbers(axes: Axes, spans: pd.DataFrame, *, scale: float, points_per_s: float) -> None:
+def _draw_numbers(axes: Axes, timeline: Timeline, *, scale: float, points_per_s: float) -> None:
     """The micro-batch in the boxes of kinds whose boxes are wide enough, all in one font size."""
-    loop = spans[spans["kind"] != ActionKind.OPTIMIZER.value]
-    room = points_per_s * (loop["end_s"] - loop["start_s"]) - 1.5
-    largest = room / (_DIGIT_POINTS * loop["microbatch"].astype(str).str.len())
-    seen = room > 0  # the first stage's input gradients take no time
-    usual = largest[seen].groupby(loop["kind"][seen]).quantile(0.03)
-    fitting = usual[usual >= _SMALLEST_FONT]
-    size = min(_LARGEST_FONT, float(fitting.min())) if len(fitting) else _LARGEST_FONT
-    shown = loop[loop["kind"].isin(fitting.index) & (largest >= size)]
-    num_chunks = 1 + int(spans["chunk"].max())
-    middles = ((shown["start_s"] + shown["end_s"]) / 2 / scale).to_numpy()
-    columns = (shown[x] for x in ("device", "kind", "chunk", "microbatch"))
-    for middle, device, kind, chunk, microbatch in zip(middles, *columns, strict=True):
-        y, colour = device - (_ROW - _BOX) / 2, of_chunk(ACTIONS[ActionKind(kind)], chunk, num_chunks=num_chunks).text
-        axes.text(middle, y, str(microbatch), ha="center", va="center_baseline", fontsize=size, color=colour)
+    loop = [
+        (x, (points_per_s * x.duration_s - 1.5) / (_DIGIT_POINTS * len(str(x.action.microbatch))))
+        for x in timeline.loop_spans
+    ]
+    fitting: dict[ActionKind, float] = {}
+    for kind in ACTIONS:
+        largest = [size for x, size in loop if x.action.kind is kind and size > 0]  # some input gradients take no time
+        if largest and (usual := float(np.quantile(largest, 0.03))) >= _SMALLEST_FONT:
+            fitting[kind] = usual
+    common = min([_LARGEST_FONT, *fitting.values()])
+    for x, size in loop:
+        if x.action.kind in fitting and size >= common:
+            chunk = timeline.chunks[x.action.stage]
+            colour = of_chunk(ACTIONS[x.action.kind], chunk, num_chunks=timeline.num_chunks).text
+            at, number = ((x.start_s + x.end_s) / 2 / scale, x.device - (_ROW - _BOX) / 2), str(x.action.microbatch)
+            axes.text(*at, number, ha="center", va="center_baseline", fontsize=common, color=colour)
 
 
-def _name_rows(axes: Axes, spans: pd.DataFrame) -> None:
+def _name_rows(axes: Axes, timeline: Timeline) -> None:
     """The devices, with their stages if any has several."""
-    stages = spans.groupby("device")["stage"].unique().tolist()
-    several = any(len(x) > 1 for x in stages)
-    names = [f"device {i}" + (f"\n{stages_text(sorted(x))}" if several else "") for i, x in enumerate(stages)]
+    stages, several = timeline.stages_by_device, timeline.num_chunks > 1
+    names = [f"device {i}" + (f"\n{stages_text(x)}" if several else "") for i, x in enumerate(stages)]
     middles = [device - (_ROW - _BOX) / 2 for device in range(len(names))]
     axes.set_yticks(middles, names, fontsize=7.5 if several else 9)
     axes.set_ylim(len(names) - 0.5, -0.5)

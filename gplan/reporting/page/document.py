@@ -6,23 +6,33 @@ All text from files is escaped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
 from gplan.core import Run
 from gplan.core.host_speed import EQUAL_SPEED
 from gplan.core.precision import precision_suffix
-from gplan.reporting.charts.draw import Drawing
+from gplan.core.units import percent_text
+from gplan.evaluate.explain.explanation import Explanation
+from gplan.reporting.analysis import PlanAnalysis
+from gplan.reporting.charts.canvas import Drawing
 from gplan.reporting.looks import NEUTRALS, Neutral
-from gplan.reporting.page.explanation_section import reasons, sentences
-from gplan.reporting.page.facts import Headline, headlines, notes_of, plan_facts, run_facts
+from gplan.reporting.page.facts import Fact, Headline, headlines, notes_of, plan_facts, run_facts
 from gplan.reporting.page.figures import charts_of, pipeline_figure, strip
-from gplan.reporting.page.html import facts_list, table
-from gplan.reporting.subject import PlanAnalysis, Subject, plan_of
-from gplan.reporting.text.attribution import OTHER_ORDER, attribution_table
+from gplan.reporting.subject import Subject, plan_of
+from gplan.reporting.text.explanation import (
+    headline,
+    option_text,
+    options_table,
+    rules_table,
+    spread_text,
+    step_parts,
+    step_table,
+)
+from gplan.reporting.text.fitted_table import Column, FittedTable
 from gplan.reporting.text.plan import setting_text, stages_table
-from gplan.reporting.text.run import comparison_table, devices_table
+from gplan.reporting.text.run import OTHER_ORDER, attribution_table, comparison_table, devices_table
 from gplan.simulation.simulator import simulate
 
 _GROUND = Neutral(name="ground", light="#f6f7f9", dark="#12161b")
@@ -99,23 +109,24 @@ def _top(subject: Subject, analysis: PlanAnalysis) -> Iterator[str]:
         )
     yield f'<div class="cards">{"".join(_card(x) for x in headlines(subject))}</div>'
     if analysis.explanation is not None:
-        yield sentences(analysis.explanation)
+        words = (escape(x).replace(" %", "&nbsp;%") for x in headline(analysis.explanation))  # no line begins with %
+        yield f'<div class="words">{"".join(f"<p>{x}</p>" for x in words)}</div>'
     notes = "".join(f"<li>{escape(note)}</li>" for note in notes_of(subject))
     if notes:
         yield f'<ul class="warn">{notes}</ul>'
 
 
-def _card(headline: Headline) -> str:
+def _card(figure: Headline) -> str:
     """A headline figure: the measured value, and below it the prediction and its errors."""
-    big, origin = headline.measured or headline.predicted, "measured" if headline.measured else "predicted"
+    big, origin = figure.measured or figure.predicted, "measured" if figure.measured else "predicted"
     pairs = [
-        ("predicted", headline.predicted if headline.measured else None),
-        ("error", headline.error),
-        (EQUAL_SPEED, headline.equal_speed_error),
+        ("predicted", figure.predicted if figure.measured else None),
+        ("error", figure.error),
+        (EQUAL_SPEED, figure.equal_speed_error),
     ]
     lines = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs if value)
     return (
-        f'<div class="card"><h3>{escape(headline.name)}</h3><div class="big">{escape(big)}</div>'
+        f'<div class="card"><h3>{escape(figure.name)}</h3><div class="big">{escape(big)}</div>'
         f'<div class="small">{origin}</div>{f"<dl>{lines}</dl>" if lines else ""}</div>'
     )
 
@@ -140,9 +151,63 @@ def _sections(subject: Subject, drawings: Sequence[Drawing], analysis: PlanAnaly
         yield "accuracy", "Predicted against measured", compared
     yield "choices", "Other choices", charts("choices", "frontier")
     if analysis.explanation is not None:
-        yield "reasons", "Why this plan", reasons(analysis.explanation)
+        yield "reasons", "Why this plan", _reasons(analysis.explanation)
     measured = f"<h3>Measured</h3>{table(devices_table(subject))}" if isinstance(subject, Run) else ""
     yield "stages", "Stages and devices", table(stages_table(plan, simulate(plan))) + measured
     if isinstance(subject, Run):
-        yield "measuring", "How it was measured", facts_list(run_facts(subject))
-    yield "plan", "The plan", facts_list(plan_facts(plan))
+        yield "measuring", "How it was measured", _facts_list(run_facts(subject))
+    yield "plan", "The plan", _facts_list(plan_facts(plan))
+
+
+def _reasons(explanation: Explanation) -> str:
+    """The tables of an explanation, and how the step varies."""
+    shares = [x / explanation.step_s for x in step_parts(explanation.bottleneck).values()]
+    step, options, rules = step_table(explanation), options_table(explanation), rules_table(explanation)
+    parts = [f'<p class="warn">{escape(note)}</p>' for note in explanation.notes]
+    parts.append(f"<h3>{step.title}</h3>{table(step, shares=shares)}")
+    if options is None:
+        parts.append(f"<p>What would help is not known: {escape(explanation.options[0].reason)}.</p>")
+    else:
+        missing = [
+            f"<li>{escape(f'{option_text(x, plan=explanation.setting)}: {x.reason}')}</li>"
+            for x in explanation.options
+            if x.outcome is None
+        ]
+        parts.append(f"<h3>{escape(options.title)}</h3>{table(options)}")
+        if missing:
+            parts.append(f"<details><summary>{len(missing)} left out</summary><ul>{''.join(missing)}</ul></details>")
+    if rules is not None:
+        parts.append(f"<h3>{escape(rules.title)}</h3>{table(rules)}")
+    if explanation.spread.num_draws:
+        parts.append(f"<p>{escape(spread_text(explanation).capitalize())}.</p>")
+    return "".join(parts)
+
+
+def _facts_list(facts: Iterable[Fact]) -> str:
+    """Names with their values."""
+    pairs = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
+    return f'<dl class="facts">{pairs}</dl>'
+
+
+def table(shown: FittedTable, *, shares: Sequence[float] = ()) -> str:
+    """All columns and rows of a table without its title; `shares`, by row, are drawn as bars in the last column."""
+    head = "".join(_cell("th", x, escape(f"{x.heading} {x.group}".strip())) for x in shown.columns)
+    rows = [
+        [_cell("td", column, escape(text)) for column, text in zip(shown.columns, line.cells, strict=True)]
+        for line in shown.lines
+    ]
+    for row, share in zip(rows, shares, strict=False):
+        row[-1] = _cell("td", shown.columns[-1], _bar(share))
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    below = f"<p>{escape(shown.below)}</p>" if shown.below else ""
+    return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{below}'
+
+
+def _cell(tag: str, column: Column, html: str) -> str:
+    kind = ' class="text"' if column.is_left else ""
+    return f"<{tag}{kind}>{html}</{tag}>"
+
+
+def _bar(share: float) -> str:
+    width = f"{100 * min(1.0, max(0.0, share)):.1f}%"
+    return f'<span class="bar"><i style="width:{width}"></i></span><span class="value">{percent_text(share)}</span>'

@@ -1,19 +1,27 @@
-"""Figures of the page: charts as inline SVG, the partition strip, and the pipeline, which a script makes zoomable."""
+"""Figures of the page: charts as inline SVG, the partition strip, and the pipeline, which a script makes zoomable.
+
+The script gets the timelines as JSON in integer ticks. A tick is a power of ten of a second, at most a thousandth of the
+median action. The actions of a device are one flat list of kind, chunk, micro-batch, gap since the previous action and
+length: 60 kB for 8 stages and 64 micro-batches.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
+from statistics import median
 
-from gplan.core import ActionKind, IdleCause, Plan, Stage, Timeline
-from gplan.core.units import bytes_text, counted, seconds_text
-from gplan.reporting.charts.canvas import end_of_name
-from gplan.reporting.charts.draw import Drawing
+from gplan.core import ActionKind, Idle, IdleCause, Plan, Span, Stage, Timeline, Transfer
+from gplan.core.units import bytes_text, counted, percent_text, seconds_text
+from gplan.reporting.analysis import PlanAnalysis
+from gplan.reporting.charts.canvas import Drawing, end_of_name
 from gplan.reporting.charts.pipeline_chart import shown_looks
 from gplan.reporting.looks import ACTIONS, COMMUNICATION, IDLE, NEUTRALS, shades_of
-from gplan.reporting.page.chart_data import MEANINGS, cause_variable, pipeline_json
-from gplan.reporting.subject import PlanAnalysis, Subject, timelines_of
+from gplan.reporting.subject import PREDICTED, Subject, plan_of, side_text, timelines_of
+from gplan.simulation.bubble import idle_pieces
 from gplan.simulation.schedule_trial import has_whole_backward
 
 _CAPTIONS = {
@@ -50,6 +58,15 @@ _PIPELINE_CAPTION = (
     "Each row is a device, each number a micro-batch. Later stages of a device are lighter. Idle time is grey or pale, by "
     "cause. The thin line marks the end of the step, the dashed line its predicted end."
 )
+_TICKS_OF_AN_ACTION = 1000
+MEANINGS = {
+    IdleCause.WARM_UP: "the pipeline fills",
+    IdleCause.DRAIN: "the pipeline drains",
+    IdleCause.IMBALANCE: "other stages take longer",
+    IdleCause.COMMUNICATION: "its input is being transferred",
+    IdleCause.ENGINE: "overhead of the engine",
+    IdleCause.OPTIMIZER: "other devices sum gradients or update weights",
+}
 _HATCH_ANGLES = {"/": (135,), "\\": (45,), "x": (45, 135), "-": (0,), "|": (90,)}
 
 
@@ -128,6 +145,102 @@ def _hatched(cause: IdleCause) -> str:
     if hatch == ".":
         lines = ["radial-gradient(var(--hatch) 1px,transparent 1.2px) 0 0/5px 5px"]
     return f"background:{','.join([*lines, f'var(--{cause_variable(cause)})'])}"
+
+
+# The timelines for the script
+
+
+def pipeline_json(subject: Subject) -> str:
+    """The timelines of a plan or a run, for a script element; no name in them can close the element."""
+    plan, timelines = plan_of(subject), timelines_of(subject)
+    tick_s = _tick_s(next(iter(timelines.values())))
+    num_chunks = timelines[PREDICTED].num_chunks
+    kinds = [
+        {
+            "name": look.name,
+            "letter": kind.value,
+            "looks": [[x.colour, x.text] for x in shades_of(look, num_chunks)],
+        }
+        for kind, look in ACTIONS.items()
+    ]
+    causes = [
+        {"name": x.value, "means": MEANINGS[x], "colour": cause_variable(x), "hatch": look.hatch[:1]}
+        for x, look in IDLE.items()
+    ]
+    data = {
+        "tick": tick_s,
+        "end": max(round(x.step_s / tick_s) for x in timelines.values()),
+        "kinds": kinds,
+        "causes": causes,
+        "sending": COMMUNICATION.colour,
+        "stages": list(_stages(plan)),
+        "sides": [
+            {"name": side_text(subject, side), **_timeline_json(timeline, tick_s)}
+            for side, timeline in timelines.items()
+        ],
+    }
+    text = json.dumps(data, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def cause_variable(cause: IdleCause) -> str:
+    """The name of the CSS variable with the colour of a cause."""
+    return next(x.name for x in NEUTRALS if x.light == IDLE[cause].colour)
+
+
+def _tick_s(timeline: Timeline) -> float:
+    durations = [x.duration_s for x in timeline.loop_spans if x.duration_s > 0]
+    usual_s = median(durations) if durations else timeline.step_s
+    return float(10.0 ** math.floor(math.log10((usual_s or 1.0) / _TICKS_OF_AN_ACTION)))
+
+
+def _timeline_json(timeline: Timeline, tick_s: float) -> dict[str, object]:
+    """Of each device its actions, its idle time and its transfers; those of less than a tick are left out."""
+
+    def ticks(piece: Span | Idle | Transfer) -> tuple[int, int]:
+        return round(piece.start_s / tick_s), round(piece.end_s / tick_s)
+
+    kinds, causes = list(ACTIONS), list(IDLE)
+    boxes, waits, sends = ([list[tuple[int, ...]]() for _ in range(timeline.num_devices)] for _ in range(3))
+    places, ends = {}, {}
+    for x in timeline.spans:
+        places[x.action], ends[x.action] = len(boxes[x.device]), ticks(x)[1]
+        boxes[x.device].append(
+            (kinds.index(x.action.kind), timeline.chunks[x.action.stage], x.action.microbatch, *ticks(x))
+        )
+    for piece in idle_pieces(timeline):
+        waits[piece.device].append((causes.index(piece.cause), *ticks(piece)))
+    for transfer in sorted(timeline.transfers, key=lambda x: places[x.action]):
+        start, end = ticks(transfer)
+        if end > start:
+            before = sum(x[0] for x in sends[transfer.source])
+            sends[transfer.source].append(
+                (places[transfer.action] - before, start - ends[transfer.action], end - start)
+            )
+    return {
+        "facts": f"step {seconds_text(timeline.step_s)}, bubble {percent_text(timeline.bubble)}",
+        "end": round(timeline.step_s / tick_s),
+        "boxes": [_flat(own) for own in boxes],
+        "waits": [_flat(x for x in own if x[-1] > x[-2]) for own in waits],
+        "sends": [[number for send in own for number in send] for own in sends],
+    }
+
+
+def _flat(pieces: Iterable[tuple[int, ...]]) -> list[int]:
+    """Of each piece: its own numbers, the ticks since the previous one's end, its length."""
+    flat, before = list[int](), 0
+    for *own, start, end in pieces:
+        flat += [*own, start - before, end - start]
+        before = end
+    return flat
+
+
+def _stages(plan: Plan) -> Iterator[list[object]]:
+    """Of each stage: its device, its layers in words, and the bytes that it sends forward and back."""
+    for stage in plan.stages:
+        sent = bytes_text(stage.cost.activation_bytes)
+        back = bytes_text(plan.stages[stage.index - 1].cost.gradient_bytes) if stage.index else ""
+        yield [plan.devices[stage.index], f"layers: {stage.layers_text}", sent, back]
 
 
 # The partition as a strip: every layer as wide as its time, a block for each stage, a gap at each cut.

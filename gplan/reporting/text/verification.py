@@ -11,10 +11,15 @@ from gplan.core import Contender, Verification
 from gplan.core.units import counted, error_text, percent_text, seconds_text
 from gplan.evaluate.compare import samples_per_s
 from gplan.evaluate.verify import Ranking, ranking_of
-from gplan.reporting.text.attribution import OTHER_ORDER, attribution_table
 from gplan.reporting.text.explanation import rate_text
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, note_lines
-from gplan.reporting.text.run import EQUAL_SPEED_COLUMN, comparison_table, host_speed_lines
+from gplan.reporting.text.run import (
+    EQUAL_SPEED_COLUMN,
+    OTHER_ORDER,
+    attribution_table,
+    comparison_table,
+    host_speed_lines,
+)
 
 _CLOSEST_RUN = "this is the run closest to the mean of its rounds; the mean is in the table of rivals"
 

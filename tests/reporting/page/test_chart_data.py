@@ -11,7 +11,7 @@ import pytest
 
 from gplan.core import IdleCause
 from gplan.reporting.looks import ACTIONS, IDLE
-from gplan.reporting.page.chart_data import MEANINGS, pipeline_json
+from gplan.reporting.page.figures import MEANINGS, pipeline_json
 from gplan.reporting.subject import Subject, timelines_of
 from gplan.simulation.bubble import idle_pieces
 from gplan.simulation.simulator import simulate

@@ -10,12 +10,13 @@ from html.parser import HTMLParser
 import pytest
 
 from gplan.core import Run
-from gplan.reporting.charts.canvas import chart_style, to_svg
-from gplan.reporting.charts.draw import CHARTS, Drawing
+from gplan.reporting.analysis import PlanAnalysis, analysis_of
+from gplan.reporting.charts.canvas import Drawing, chart_style, to_svg
 from gplan.reporting.looks import NEUTRALS
 from gplan.reporting.page.document import page
 from gplan.reporting.page.figures import inline_svg
-from gplan.reporting.subject import PlanAnalysis, Subject, analysis_of, plan_of
+from gplan.reporting.report_folder import CHARTS
+from gplan.reporting.subject import Subject, plan_of
 from gplan.strategy_search.planner import balance
 from tests.made import SLOW_ENGINE, make_profile
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from gplan.core import GradientCheck, Proof
 from gplan.core.units import bytes_text, seconds_text
+from gplan.reporting.page.document import table
 from gplan.reporting.page.facts import headlines, plan_facts, run_facts
-from gplan.reporting.page.html import table
 from gplan.reporting.text.fitted_table import FittedTable, Line, columns
 from gplan.reporting.text.run import devices_table
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan

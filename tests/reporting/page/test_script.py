@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from gplan.reporting.analysis import analysis_of
 from gplan.reporting.page.document import page
-from gplan.reporting.subject import analysis_of
 from tests.reporting.subjects import make_plan, make_run, named
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gplan.evaluate.attribution import Attribution, ErrorCause, ErrorPart
-from gplan.reporting.text.attribution import largest_parts_text
+from gplan.reporting.text.run import largest_parts_text
 
 
 def text_of(*parts: tuple[ErrorCause, int | None, float]) -> str:

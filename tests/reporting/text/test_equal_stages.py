@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gplan.reporting.text.plan import plan_view
-from gplan.reporting.text.schedule_trial import trial_view
+from gplan.reporting.text.steps import trial_view
 from gplan.simulation.schedule_trial import GivenCosts, given_trial, plan_trial
 from gplan.strategy_search.planner import balance
 from tests.made import make_profile

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from gplan.simulation.without_contention import NOTE
 
 from gplan.core import Alternative, MachineDevice, Plan
 from gplan.core.units import seconds_text
@@ -219,7 +218,7 @@ def test_the_steps_of_a_run_are_counted_as_warm_up_counted_and_refused() -> None
 
 def test_a_run_repeats_the_notes_of_its_plan() -> None:
     run = make_run()
-    alone = replace(run.plan, notes=("of the plan", NOTE))
+    alone = replace(run.plan, notes=("of the plan", "another"))
     found = [printed(run_view(replace(run, plan=x)), width=200) for x in (run.plan, alone)]
     for note in alone.notes:
         assert [sum(f"note: {note}" in line for line in lines) for lines in found] == [0, 1]

@@ -1,6 +1,7 @@
-"""The step time for other numbers of micro-batches M and devices K, with the plan's micro-batch size and schedule.
+"""What a plan is compared with in a report: other numbers of micro-batches and devices, and its explanation.
 
-From a plan alone: its own stages with other M. With the profile that it was made from: the best plan for each K and M.
+The choices have the plan's micro-batch size and schedule. From a plan alone: its own stages with other M. With the
+profile that it was made from: the best plan for each K and M.
 """
 
 from __future__ import annotations
@@ -9,17 +10,21 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from gplan.core import Plan, Profile
+from gplan.core import Plan, Profile, Run
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.progress import Progress, no_progress
 from gplan.core.units import counted
-from gplan.evaluate.replanning import replan, setting_of
+from gplan.corrections.contention import without_contention
+from gplan.evaluate.explain.explain import explain
+from gplan.evaluate.explain.explanation import Explanation
+from gplan.evaluate.replanning import replan, reprice, setting_of
+from gplan.reporting.subject import Subject, plan_of
 from gplan.schedules.custom import is_custom_order
 from gplan.schedules.registry import num_stages_of
 from gplan.simulation.simulator import simulate
 
 _FACTORS = (1.0, 2.0, 0.5, 4.0, 0.25)  # of the plan's own numbers, the nearest first
-_TIME_LIMIT_S = 8.0  # no other choice is tried after it
+_TIME_LIMIT_S = 8.0  # of the choices, and of the explanation's options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +44,45 @@ class ScalingPoint:
         return self.step_s / self.batch_size
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanAnalysis:
+    """Other choices than the plan, and with its profile the explanation of the plan."""
+
+    choices: tuple[ScalingPoint, ...]
+    explanation: Explanation | None = None  # None: there was no profile
+    has_plans: bool = False  # whether the choices are plans of their own, or else the plan's stages
+
+
+def analysis_of(subject: Subject, profile: Profile | None, *, progress: Progress = no_progress) -> PlanAnalysis:
+    """The choices, and the explanation if there is a profile; raises FileError if the plan was not made from it.
+
+    The plan of a run by the virtual engine has no contention, so the plans that it is compared with have none either.
+    """
+    plan = plan_of(subject)
+    if profile is None:
+        return PlanAnalysis(choices=choices_of(plan))
+    is_alone = isinstance(subject, Run) and subject.engine == "virtual"
+    known = without_contention(profile) if is_alone else profile
+    reasons = explain(plan, known, options_s=_TIME_LIMIT_S, sensitivities_s=0.0, progress=progress)
+    if is_alone and reasons.notes and plan.prediction.gives(reprice(plan, profile, engine="virtual").prediction.step_s):
+        reasons = replace(reasons, notes=())
+    tried = reasons.options[0].outcome is not None
+    choices = planned_choices(plan, known, progress=progress) if tried else choices_of(plan)
+    return PlanAnalysis(choices=choices, explanation=reasons, has_plans=tried)
+
+
 def choices_of(plan: Plan) -> tuple[ScalingPoint, ...]:
     """The plan's own stages with fewer and more micro-batches, in ascending order."""
-    return _in_order(_same_stages(plan))
+    found = []
+    for num_microbatches in dict.fromkeys(_times(plan.num_microbatches)):
+        other = replace(plan, num_microbatches=num_microbatches)
+        try:
+            timeline = simulate(other)
+        except UsageError:  # the schedule has no order for that many
+            continue
+        prediction = replace(plan.prediction, step_s=timeline.step_s, bubble=timeline.bubble)
+        found.append(_choice(replace(other, prediction=prediction), plan))
+    return tuple(sorted(found, key=lambda x: x.num_microbatches))
 
 
 def planned_choices(plan: Plan, profile: Profile, *, progress: Progress = no_progress) -> tuple[ScalingPoint, ...]:
@@ -60,18 +101,7 @@ def planned_choices(plan: Plan, profile: Profile, *, progress: Progress = no_pro
             found.append(_choice(replan(profile, other), plan))
         except (UsageError, NoPlanError):
             continue
-    return _in_order(found)
-
-
-def _same_stages(plan: Plan) -> Iterator[ScalingPoint]:
-    for num_microbatches in dict.fromkeys(_times(plan.num_microbatches)):
-        other = replace(plan, num_microbatches=num_microbatches)
-        try:
-            timeline = simulate(other)
-        except UsageError:  # the schedule has no order for that many
-            continue
-        prediction = replace(plan.prediction, step_s=timeline.step_s, bubble=timeline.bubble)
-        yield _choice(replace(other, prediction=prediction), plan)
+    return tuple(sorted(found, key=lambda x: (x.num_devices, x.num_microbatches)))
 
 
 def _choice(found: Plan, plan: Plan) -> ScalingPoint:
@@ -89,8 +119,7 @@ def _wanted(plan: Plan, *, most_devices: int) -> Iterator[tuple[int, int]]:
     """Pairs of devices and micro-batches other than the plan's own, the nearest first."""
     own = plan.num_devices, plan.num_microbatches
     devices = [own[0]] if is_custom_order(plan.schedule) else _times(own[0])
-    numbers = _times(own[1])
-    pairs = [(i + j, x, y) for i, x in enumerate(devices) for j, y in enumerate(numbers)]
+    pairs = [(i + j, x, y) for i, x in enumerate(devices) for j, y in enumerate(_times(own[1]))]
     for _, x, y in sorted(pairs):
         if (x, y) != own and num_stages_of(plan.schedule, x) <= most_devices:
             yield x, y
@@ -99,7 +128,3 @@ def _wanted(plan: Plan, *, most_devices: int) -> Iterator[tuple[int, int]]:
 def _times(number: int) -> list[int]:
     """The number times each factor, if that is a whole number."""
     return [int(factor * number) for factor in _FACTORS if factor * number >= 1 and factor * number % 1 == 0]
-
-
-def _in_order(found: Iterator[ScalingPoint] | list[ScalingPoint]) -> tuple[ScalingPoint, ...]:
-    return tuple(sorted(found, key=lambda x: (x.num_devices, x.num_microbatches)))
