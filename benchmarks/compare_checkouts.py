@@ -354,13 +354,24 @@ def _answer(path: str, profile: Any, case: Case) -> Outcome:
                 return ended
             plan: Any = gplan.load(Path(folder, "plan.json"))
     else:
-        function: Callable[..., Any] = gplan.balance if case.call == "balance" else gplan.search
         try:
-            plan = function(profile, **dict(case.options))
+            plan = _planned(gplan, profile, case)
         except Exception as error:  # also those that are bugs: both checkouts must have the same
             return outcome(error=type(error).__name__, exit_code=getattr(error, "exit_code", 1), text=str(error))
         ended = outcome()
     return replace(ended, plan=plan_facts(plan, gplan.simulate(plan)))
+
+
+def _planned(gplan: Any, profile: Any, case: Case) -> Any:
+    """A search was a function of its own before `gplan.balance` took open dials, and the devices in all had another name."""
+    options = dict(case.options)
+    if case.call == "balance":
+        return gplan.balance(profile, **options)
+    if hasattr(gplan, "search"):
+        return gplan.search(profile, **options)
+    if "most_devices" in options:
+        options["total_devices"] = options.pop("most_devices")
+    return gplan.balance(profile, **({"num_devices": "auto", "schedule": "auto", "recompute": "auto"} | options))
 
 
 def _cpu_s() -> float:
