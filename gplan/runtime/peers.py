@@ -87,11 +87,6 @@ class Peers:
         _within(_ANSWER_S, lambda: found.append(self._find_lost()))
         return found[0] if found else f"{self.peers[0]}, which keeps the store of all processes, no longer answers"
 
-    def leave(self) -> None:
-        """Rank 0, which keeps the store, gives the others the time to name the lost process."""
-        if self.rank == 0:
-            time.sleep(_ANSWER_S)
-
     def _find_lost(self) -> str:
         others, before = [x for x in self.peers if x.rank != self.rank], self._beats()
         until_s = time.monotonic() + _SILENCE_S
@@ -137,8 +132,8 @@ def explained_by_peers(peers: Peers | None) -> Iterator[None]:
         if peers is not None:
             peers.report("" if is_lost else text)
             text = f"{peers.lost()}; {peers.own_name}: {text}" if is_lost else f"{peers.own_name}: {text}"
-            if is_lost:
-                peers.leave()
+            if is_lost and peers.rank == 0:
+                time.sleep(_ANSWER_S)  # rank 0 keeps the store, from which the others learn which process is lost
         kind = type(error) if isinstance(error, GplanError) else RunError
         raise kind(text) from error
 

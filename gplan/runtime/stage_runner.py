@@ -140,7 +140,14 @@ class StageRunner:
 
         Gradients are those of their sum times `loss_weight`.
         """
-        captured = self._captured_for(take_rows(inputs, part.microbatch_rows(0), num_rows), trains)
+        first = take_rows(inputs, part.microbatch_rows(0), num_rows)
+        try:
+            captured = self._captures.for_inputs(first, training=trains)
+        except ModelError as error:
+            usual, found = self._captures.usual_inputs, describe_inputs(first)
+            raise ModelError(
+                f"micro-batches were planned to be {usual}; the model fails with {found}: {error}"
+            ) from None  # the exporter's traceback has hundreds of lines
         old = self._captures.evict()
         self.engine.forget(old)
         self._written = {key: x for key, x in self._written.items() if key[0] not in old}
@@ -168,15 +175,6 @@ class StageRunner:
             when = f"in step {step + 1}" if trains else f"in an evaluation after {counted(step, 'step')}"
             failure = self._failure(error, when)
             raise failure from (None if is_lost_connection(str(failure)) else error)  # gloo's stack adds nothing
-
-    def _captured_for(self, inputs: Any, trains: bool) -> CapturedModel:
-        try:
-            return self._captures.for_inputs(inputs, training=trains)
-        except ModelError as error:
-            usual, found = self._captures.usual_inputs, describe_inputs(inputs)
-            raise ModelError(
-                f"micro-batches were planned to be {usual}; the model fails with {found}: {error}"
-            ) from None  # the exporter's traceback has hundreds of lines
 
     def _segments(self, captured: CapturedModel, stage: StageModule, trains: bool) -> tuple[nn.Module, ...]:
         return self._captures.segments(captured, stage, self._plan.recompute if trains else "never")

@@ -10,7 +10,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -73,8 +73,13 @@ class _WeightsOnMeta(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function in _MOST_REAL and "out" not in kwargs:
-            return _made(function, args, kwargs)
+        if function in _MOST_REAL and "out" not in kwargs:  # on the meta device if it is large, else as requested
+            on_meta = {name: value for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
+            with suppress(TypeError, RuntimeError):  # torch.normal of two tensors takes no device
+                value = function(*args, **{**on_meta, "device": "meta"})
+                if value.numel() > _MOST_REAL[function]:
+                    return value
+            return function(*args, **kwargs)
         if not (args and isinstance(args[0], Tensor) and args[0].is_meta):
             return function(*args, **kwargs)
         if function in _MOVES:
@@ -88,16 +93,6 @@ def _moved(function: Callable[..., Any], tensor: Tensor, *to: Any, copy: bool = 
         return tensor
     _, dtype, _, memory_format = torch._C._nn._parse_to(*to, **named)
     return tensor.to(dtype or tensor.dtype, copy=copy, memory_format=memory_format or torch.preserve_format)
-
-
-def _made(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The tensor on the meta device if it is large, else as requested."""
-    on_meta = {name: value for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
-    try:
-        value = function(*args, **{**on_meta, "device": "meta"})
-    except (TypeError, RuntimeError):  # torch.normal of two tensors takes no device
-        return function(*args, **kwargs)
-    return value if value.numel() > _MOST_REAL[function] else function(*args, **kwargs)
 
 
 @contextmanager

@@ -207,9 +207,13 @@ class ModelFile:
         except ModelError:
             raise
         except Exception as error:
-            if not _takes(self.functions[function], args):
+            try:
+                inspect.signature(self.functions[function]).bind(*args)
+            except TypeError:
                 takes = f"cannot be called with {counted(len(args), 'argument')}: {error}; expected"
                 raise ModelError(f"{function} in {self.name} {takes}\n{_REMEDIES[function]}") from error
+            except ValueError:
+                pass  # a function in C may have no signature
             raise ModelError(f"{function} in {self.name} failed: {describe(error)}") from error
         if not isinstance(value, expected):
             raise ModelError(
@@ -443,17 +447,6 @@ def _with_settings(
 ) -> Callable[..., Any]:
     parameters = _Parameters.of(function, num_passed)
     return partial(function, **{key: value for key, value in settings.items() if parameters.takes(key)})
-
-
-def _takes(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether a function accepts these arguments; True if its signature is unknown."""
-    try:
-        inspect.signature(function).bind(*args)
-    except TypeError:
-        return False
-    except ValueError:
-        return True
-    return True
 
 
 def _check_settings(settings: Mapping[str, SettingValue], functions: Sequence[tuple[Any, int]], reference: str) -> None:
