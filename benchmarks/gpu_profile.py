@@ -14,7 +14,6 @@ report; the other models go on, and the report is written after each. No setting
 
 from __future__ import annotations
 
-import argparse
 import gc
 import subprocess
 import sys
@@ -29,21 +28,21 @@ from typing import Any
 import pandas as pd
 import torch
 from host_speed import yardstick_of
+from suite import ROOT, error_text, markdown, options_of, points_text
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gplan
 from gplan.core import Link, Precision, Profile
 from gplan.core.checks import RECOMPUTE_MODES
-from gplan.core.units import bytes_text, now_text, percent_text, seconds_text
-from gplan.evaluate.compare import BUBBLE, PEAK_MEMORY, STEP_TIME, compare
+from gplan.core.units import bytes_text, now_text, seconds_text
+from gplan.evaluate.compare import BUBBLE, PEAK_MEMORY, STEP_TIME
 from profiler.capture.chain import call_arguments
 from profiler.host.host_info import gpu_state, software_versions
 from profiler.model.load import load_model_file
 from profiler.model.precision import in_precision
 from profiler.timing.clock import Clock, CpuClock, CudaClock, Samples
 
-ROOT = Path(__file__).parent.parent
 TESTS_AT_MOST_S = 120.0
 NO_LINK = Link(latency_s=5e-6, bytes_per_s=25e9)  # one device has no neighbour; the virtual engine sends nothing
 NUM_MICROBATCHES = 8
@@ -121,7 +120,7 @@ class Suite:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every model, then write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, "gpu")
     names = [x.name for x in CASES]
     parser.add_argument("--models", nargs="*", choices=[*names, TINY.name], default=names)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu for a dry run")
@@ -133,7 +132,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=20, help="of each run")
     parser.add_argument("--budget", type=float, default=15.0, help="seconds of sampling for a profile")
     parser.add_argument("--longest", type=float, default=1500.0, help="seconds after which no further model is begun")
-    parser.add_argument("--output", type=Path, default=ROOT / "reports" / "gpu")
     options = parser.parse_args(arguments)
     if options.device != "cpu" and not torch.cuda.is_available():
         print(f"torch {torch.__version__} sees no GPU here: nothing to measure")
@@ -176,7 +174,7 @@ def run_suite(cases: Sequence[Case], suite: Suite, report: Report, folder: Path)
         try:
             for row in rows_of(case, suite):
                 report.rows.append(row)
-                print(as_text(row), flush=True)
+                print(row.model, row.num_devices, row.recompute, row.quantity, row.predicted, row.measured, flush=True)
         except Exception as error:  # the other models are still worth their time
             traceback.print_exc()
             report.notes.append(f"{case.name}: {type(error).__name__}: {error}")
@@ -235,7 +233,7 @@ def run_rows(case: Case, profile: Profile, num_devices: int, recompute: str, sui
     start_s = time.monotonic()
     run = gplan.run(plan, engine="virtual", num_steps=suite.num_steps)
     row_of = partial(Row, model=case.name, num_devices=num_devices, recompute=recompute)
-    for row in compare(run).rows:
+    for row in gplan.compare(run).rows:
         if row.measured is not None:
             yield row_of(
                 quantity=row.quantity if row.stage is None else f"{row.quantity} {row.stage}",
@@ -357,39 +355,50 @@ class Report:
 
     def text(self) -> str:
         """The report."""
+        found = {(x.model, x.num_devices, x.recompute, x.quantity): x for x in self.rows}
+        models = dict.fromkeys(x.model for x in self.rows)
+        runs = dict.fromkeys((x.model, x.num_devices, x.recompute) for x in self.rows if x.num_devices > 1)
+        plain = ([name, *_plain_cells(partial(_found, found, name, 1, "never"))] for name in models)
         lines = [
-            "# The real-size suite on a GPU",
+            "# The real-size suite on a GPU\n",
+            "Made by `python benchmarks/gpu_profile.py` with the options below.\n",
+            *(f"- {x}" for x in (*self.about, *self.notes)),
+            "\n## Layers against the plain model\n",
+            *LAUNCH_BOUND,
             "",
-            "Made by `python benchmarks/gpu_profile.py` with the options below.",
-            "",
+            *markdown(["model", *PLAIN, "reserved", "launch-bound"], plain),
+            "\n## Runs on the virtual engine\n",
+            *markdown(RUN_HEADS, ([*key, *self._run_cells(key)] for key in runs)),
+            "\n## The GPU's state\n",
+            *(f"- {model}, {when}: {state}" for model, when, state in self.clocks),
         ]
-        lines += [*(f"- {x}" for x in (*self.about, *self.notes)), ""]
-        lines += ["## Layers against the plain model", "", *LAUNCH_BOUND, ""]
-        lines += ["| model | " + " | ".join(PLAIN) + " | reserved | launch-bound |", "|---" * (len(PLAIN) + 3) + "|"]
-        models = list(dict.fromkeys(x.model for x in self.rows))
-        for model in models:
-            found = {x.quantity: x for x in self.rows if x.model == model and x.num_devices == 1}
-            cells = [_cell(found.get(name)) for name in PLAIN]
-            bound = found.get("share of launch-bound steps")
-            is_bound = "yes" if bound and bound.measured else "no"
-            lines.append(f"| {model} | {' | '.join(cells)} | {_cell(found.get('reserved bytes'))} | {is_bound} |")
-        lines += ["", "## Runs on the virtual engine", "", "| model | K | recompute | step | at equal speed | bubble error, points | worst peak memory error |", "|---" * 7 + "|"]  # fmt: skip
-        for key in dict.fromkeys((x.model, x.num_devices, x.recompute) for x in self.rows if x.num_devices > 1):
-            lines.append(self._run_line(*key))
-        lines += ["", "## The GPU's state", "", *(f"- {model}, {when}: {state}" for model, when, state in self.clocks)]
         return "\n".join(lines) + "\n"
 
-    def _run_line(self, *key: str | int) -> str:
+    def _run_cells(self, key: tuple[str, int, str]) -> list[str]:
         found = {x.quantity: x for x in self.rows if (x.model, x.num_devices, x.recompute) == key}
         step, bubble = found.get(STEP_TIME), found.get(BUBBLE)
-        equal = step.equal_speed_error if step else None
-        points = f"{100 * ((bubble.predicted or 0.0) - bubble.measured):+.1f}" if bubble else ""
+        points = points_text((bubble.predicted or 0.0) - bubble.measured) if bubble else ""
         peaks = [x.error for name, x in found.items() if name.startswith(PEAK_MEMORY) and x.error is not None]
-        worst = percent_text(max(peaks, key=abs), signed=True) if peaks else ""
-        equal_text = "" if equal is None else percent_text(equal, signed=True)
-        return f"| {' | '.join(map(str, key))} | {_cell(step)} | {equal_text} | {points} | {worst} |"
+        worst = error_text(max(peaks, key=abs)) if peaks else ""
+        return [
+            _cell(step),
+            error_text(step.equal_speed_error if step else None),
+            points.removesuffix(" points"),
+            worst,
+        ]
 
 
+def _found(rows: dict[Any, Row], *key: str | int) -> Row | None:
+    return rows.get(key)
+
+
+def _plain_cells(row_of: Callable[[str], Row | None]) -> list[str]:
+    bound = row_of("share of launch-bound steps")
+    cells = [_cell(row_of(name)) for name in (*PLAIN, "reserved bytes")]
+    return [*cells, "yes" if bound and bound.measured else "no"]
+
+
+RUN_HEADS = ("model", "K", "recompute", "step", "at equal speed", "bubble error, points", "worst peak memory error")
 PLAIN = ("forward", "backward", "step", "allocated bytes")
 LAUNCH_BOUND = (
     "Each cell: predicted, measured, error. A model is launch-bound if the host takes about as long to launch a step as the",
@@ -405,13 +414,7 @@ def _cell(row: Row | None) -> str:
     text: Callable[[float], str] = (lambda x: bytes_text(round(x))) if "bytes" in row.quantity else seconds_text
     if row.predicted is None or row.error is None:
         return text(row.measured)
-    return f"{text(row.predicted)}, {text(row.measured)}, {percent_text(row.error, signed=True)}"
-
-
-def as_text(row: Row) -> str:
-    """A row for the terminal."""
-    error = "" if row.error is None else percent_text(row.error, signed=True)
-    return f"{row.model} K={row.num_devices} {row.recompute} {row.quantity}: {row.predicted} {row.measured} {error}"
+    return f"{text(row.predicted)}, {text(row.measured)}, {error_text(row.error)}"
 
 
 def state_text(state: Sequence[tuple[str, str]]) -> str:
