@@ -31,29 +31,21 @@ def unit_paths(model: nn.Module) -> dict[str, str]:
     `encoder`), unless it is itself an entry of a list.
     """
     units: dict[str, str] = {}
-    _open(model, "", units)
+    opened: list[tuple[str, nn.Module]] = [("", model)]
+    while opened:
+        path, module = opened.pop()
+        children = dict(module.named_children())
+        weighty = [name for name, child in children.items() if next(child.parameters(), None) is not None]
+        for name, child in children.items():
+            child_path = f"{path}.{name}" if path else name
+            has_list = any(isinstance(x, nn.ModuleList) and len(x) > 1 for x in child.modules())
+            is_entry = isinstance(module, _LISTS)
+            is_opened = isinstance(child, _LISTS) or (not is_entry and (weighty == [name] or has_list))
+            if is_opened and any(True for _ in child.children()):
+                opened.append((child_path, child))
+            else:
+                units.update(dict.fromkeys((x for x, _ in child.named_modules(prefix=child_path)), child_path))
     return units
-
-
-def _open(module: nn.Module, path: str, units: dict[str, str]) -> None:
-    children = dict(module.named_children())
-    weighty = [name for name, child in children.items() if next(child.parameters(), None) is not None]
-    for name, child in children.items():
-        child_path = f"{path}.{name}" if path else name
-        if _is_opened(child, in_list=isinstance(module, _LISTS), is_only=weighty == [name]):
-            _open(child, child_path, units)
-        else:
-            units.update(dict.fromkeys((x for x, _ in child.named_modules(prefix=child_path)), child_path))
-
-
-def _is_opened(module: nn.Module, *, in_list: bool, is_only: bool) -> bool:
-    if not any(True for _ in module.children()):
-        return False
-    if isinstance(module, _LISTS):
-        return True
-    if in_list:
-        return False
-    return is_only or any(isinstance(inner, nn.ModuleList) and len(inner) > 1 for inner in module.modules())
 
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size)
@@ -122,7 +114,17 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
     A traced forward may leave fake tensors in them, or hooks with a note that they are there. Parameters, buffers and
     submodules are not restored.
     """
-    before = [(module.__dict__, _snapshot(module.__dict__)) for module in model.modules()]
+    before = [
+        (
+            module.__dict__,
+            {
+                name: (value, value.copy() if type(value) in (list, dict, set, OrderedDict) else None)
+                for name, value in module.__dict__.items()
+                if name not in _NOT_RESTORED
+            },
+        )
+        for module in model.modules()
+    ]
     try:
         yield
     finally:
@@ -131,7 +133,9 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
                 del attributes[name]
             for name, (value, entries) in kept.items():
                 attributes[name] = value
-                _refill(value, entries)
+                if entries is not None:
+                    value.clear()
+                    (value.extend if isinstance(entries, list) else value.update)(entries)
 
 
 @contextmanager
@@ -162,23 +166,6 @@ def _caches_of(model: nn.Module) -> Iterator[_lru_cache_wrapper[Any]]:
             for found in (function, *gc.get_referents(*cells)):
                 if isinstance(found, _lru_cache_wrapper) and found.__module__ in modules:
                     yield found
-
-
-def _snapshot(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Every attribute, and a copy of its entries if it has any."""
-    return {
-        name: (value, value.copy() if type(value) in (list, dict, set, OrderedDict) else None)
-        for name, value in attributes.items()
-        if name not in _NOT_RESTORED
-    }
-
-
-def _refill(value: Any, entries: Any) -> None:
-    if isinstance(entries, list):
-        value[:] = entries
-    elif entries is not None:
-        value.clear()
-        value.update(entries)
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ form. `sources` shortens repeated runs of layers, so that only a few repetitions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from profiler.capture.grouping import is_vmap_edge
 from profiler.capture.opaque_calls import fresh
-from profiler.capture.trace import StateTensor, Trace
+from profiler.capture.trace import Trace
 from profiler.memory.allocations import tensors_in
 
 _MOST_NUMBERS = 64  # elements of a constant that is compared by value
@@ -28,13 +28,17 @@ _MOST_NUMBERS = 64  # elements of a constant that is compared by value
 def layer_form(traced: Trace, nodes: Sequence[Node], before: Sequence[Node], after: Sequence[Node]) -> Hashable:
     """The form of a layer between two boundaries."""
     names: dict[Node, Hashable] = {node: ("input", place) for place, node in enumerate(before)}
-    used: list[Hashable] = []
+    used: list[Hashable] = []  # of the state
 
     def name(node: Node) -> Hashable:
         if node not in names:
             if node in traced.state:
                 names[node] = "state", len(used)
-                used.append(_state_key(traced.state[node]))
+                state, values = traced.state[node], None
+                tensor = state.tensor
+                if state.is_constant and tensor.numel() <= _MOST_NUMBERS and not isinstance(tensor, FakeTensor):
+                    values = tuple(map(repr, tensor.flatten().tolist()))
+                used.append((tuple(tensor.shape), tensor.dtype, tensor.requires_grad, values))
             else:
                 held = traced.attribute(str(node.target))  # a graph, or the structure of an operation's arguments
                 names[node] = _graph_form(held) if isinstance(held, GraphModule) else repr(held)
@@ -44,7 +48,9 @@ def layer_form(traced: Trace, nodes: Sequence[Node], before: Sequence[Node], aft
     for node in nodes:
         operations.append(_operation(node, name))
         names[node] = len(operations)
-    boundaries = tuple(tuple(_shape_key(x) for x in values) for values in (before, after))
+    boundaries = tuple(
+        tuple((tuple(x.meta["val"].shape), x.meta["val"].dtype) for x in nodes) for nodes in (before, after)
+    )
     return tuple(operations), tuple(name(x) for x in after), tuple(used), boundaries
 
 
@@ -82,18 +88,6 @@ def gradient_flags(
     return tuple(values[node].requires_grad for node in after)
 
 
-def _shape_key(node: Node) -> Hashable:
-    value = node.meta["val"]
-    return tuple(value.shape), value.dtype
-
-
-def _state_key(state: StateTensor) -> Hashable:
-    tensor, values = state.tensor, None
-    if state.is_constant and tensor.numel() <= _MOST_NUMBERS and not isinstance(tensor, FakeTensor):
-        values = tuple(map(repr, tensor.flatten().tolist()))
-    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, values
-
-
 def _operation(node: Node, name: Callable[[Node], Hashable]) -> Hashable:
     return node.op, node.target, _argument(node.args, name), _argument(node.kwargs, name)
 
@@ -117,11 +111,8 @@ def _graph_form(module: GraphModule) -> Hashable:
     names: dict[Node, Hashable] = {}
     for place, node in enumerate(module.graph.nodes):
         inner = getattr(module, str(node.target), None) if node.op == "get_attr" else None
-        is_parameter = node.op == "placeholder"
-        form = _graph_form(inner) if isinstance(inner, GraphModule) else None
-        names[node] = place if is_parameter or form is None else form
-    operations = [_operation(x, names.__getitem__) for x in module.graph.nodes if x.op in ("call_function", "output")]
-    return tuple(operations)
+        names[node] = _graph_form(inner) if isinstance(inner, GraphModule) else place
+    return tuple(_operation(x, names.__getitem__) for x in module.graph.nodes if x.op in ("call_function", "output"))
 
 
 KEPT_REPETITIONS = 4
@@ -145,7 +136,13 @@ def sources(structures: Sequence[Hashable], *, kept: int = KEPT_REPETITIONS) -> 
     found: list[int] = []
     while len(found) < len(structures):
         first = len(found)
-        length, count = _longest_run(structures, first)
+        length, count = 1, 1  # of the pattern from here on that covers the most layers
+        for longer in range(1, min(_LONGEST_PATTERN, (len(structures) - first) // 2) + 1):
+            pattern, times = structures[first : first + longer], 1
+            while structures[first + times * longer : first + (times + 1) * longer] == pattern:
+                times += 1
+            if times > 1 and (count == 1 or longer * times > length * count):
+                length, count = longer, times
         like = first + (length if kept > 2 else 0)
         for repetition in range(count):
             is_kept = repetition < kept - 1 or repetition == count - 1
@@ -161,7 +158,14 @@ class ChainPositions:
         self._found = found
         self._kept = [i for i, source in enumerate(found) if source == i]
         self._place = {layer: i for i, layer in enumerate(self._kept)}
-        self._runs = dict(_left_out_runs(found))
+        self._runs: dict[
+            int, tuple[int, int]
+        ] = {}  # of layers not measured: the pattern's length, the run's last layer
+        for is_left_out, some in groupby(range(len(found)), key=lambda i: found[i] != i):
+            layers = list(some)
+            length = len({found[i] for i in layers})
+            if is_left_out:
+                self._runs.update(dict.fromkeys(layers, (length, layers[-1] + length)))
         self._end = cache(self._find_end)
 
     def after(self, layer: int, num_later: int) -> int:
@@ -195,24 +199,3 @@ class ChainPositions:
         runs = {self._runs[i] for i in left_out}
         is_same_run = len(runs) == 1 and end <= runs.pop()[1] and source >= self._found[left_out[0]]
         return None if is_same_run else end
-
-
-def _left_out_runs(found: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """For every layer that is not measured, the length of its run's pattern and the run's last layer."""
-    for is_left_out, some in groupby(range(len(found)), key=lambda i: found[i] != i):
-        layers = list(some)
-        pattern = {found[i] for i in layers}
-        if is_left_out:
-            yield from ((i, (len(pattern), layers[-1] + len(pattern))) for i in layers)
-
-
-def _longest_run(structures: Sequence[Hashable], first: int) -> tuple[int, int]:
-    """The length and count of the pattern at `first` that covers the most layers."""
-    best = (1, 1)
-    for length in range(1, min(_LONGEST_PATTERN, (len(structures) - first) // 2) + 1):
-        pattern, count = structures[first : first + length], 1
-        while structures[first + count * length : first + (count + 1) * length] == pattern:
-            count += 1
-        if count > 1 and (best[1] == 1 or length * count > best[0] * best[1]):
-            best = (length, count)
-    return best

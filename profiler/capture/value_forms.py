@@ -105,7 +105,14 @@ def stage_output(value: object) -> tuple[Any, dict[int, str]]:
     unknown = {place: x for place, x in enumerate(leaves) if not isinstance(x, known)}
     containers = {type(x) for x in unknown.values() if is_dataclass(x) or isinstance(x, dict)}
     for kind in containers:
-        _register(kind)
+        if is_dataclass(kind):
+            pytree.register_dataclass(kind)
+            continue
+
+        def made(values: Any, keys: Any, kind: Any = kind) -> Any:
+            return kind(zip(keys, values, strict=True))
+
+        pytree.register_pytree_node(kind, lambda x: ([*x.values()], [*x]), made)
     if containers:
         return stage_output(value)
     left_out = {place: f"objects of class {type(x).__module__}.{type(x).__qualname__}" for place, x in unknown.items()}
@@ -119,15 +126,6 @@ def stage_output(value: object) -> tuple[Any, dict[int, str]]:
 def has_fixed_size(tensor: Tensor) -> bool:
     """Whether no dimension of a tensor of a trace depends on data."""
     return all(isinstance(x, int) for x in tensor.shape)
-
-
-def _register(kind: type) -> None:
-    if is_dataclass(kind):
-        pytree.register_dataclass(kind)
-    else:
-        pytree.register_pytree_node(
-            kind, lambda x: ([*x.values()], [*x]), lambda values, keys: kind(zip(keys, values, strict=True))
-        )
 
 
 def checked_leaves(value: object, *, what: str) -> tuple[list[Any], pytree.TreeSpec]:
