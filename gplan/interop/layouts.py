@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 
 from gplan.core import Profile
 from gplan.core.errors import UsageError
-from gplan.interop.export.torchtitan import ROTARY
+from gplan.interop.export.module_lists import ROTARY
 from gplan.interop.receivers import RECEIVERS, check_granularity, child_name, decoder_of, modules_of
 
 

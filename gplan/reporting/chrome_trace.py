@@ -34,31 +34,25 @@ _NS_PER_S, _US_PER_NS = 1e9, 1e-3
 def trace_json(subject: Subject) -> bytes:
     """The trace of a plan, or of a run beside its plan."""
     plan, events = plan_of(subject), list[Event]()
-    sides = _sides(subject)
-    for side in sides.values():
-        events += side.events()
-    events += _holding_events(memory_timeline(plan), first_pid=sides[PREDICTED].first_pid)
-    if isinstance(subject, Run):
-        events += _peak_events(subject, first_pid=sides[MEASURED].first_pid)
-    other = {"model": plan.model.name, "schedule": schedule_info(plan.schedule).title}
-    trace = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
-    return json.dumps(trace, separators=(",", ":")).encode()
-
-
-def _sides(subject: Subject) -> dict[str, _Side]:
-    sides: dict[str, _Side] = {}
-    first_pid, first_flow = 1, 0
-    for side, timeline in timelines_of(subject).items():
-        sides[side] = _Side(
-            name=side_text(subject, side),
-            plan=plan_of(subject),
+    first_pid, first_flow, first_pids = 1, 0, dict[str, int]()
+    for name, timeline in timelines_of(subject).items():
+        side = _Side(
+            name=side_text(subject, name),
+            plan=plan,
             timeline=timeline,
             first_pid=first_pid,
             first_flow=first_flow,
             spans={span.action: span for span in timeline.spans},
         )
+        events += side.events()
+        first_pids[name] = first_pid
         first_pid, first_flow = first_pid + timeline.num_devices, first_flow + len(timeline.transfers)
-    return sides
+    events += _holding_events(memory_timeline(plan), first_pid=first_pids[PREDICTED])
+    if isinstance(subject, Run):
+        events += _peak_events(subject, first_pid=first_pids[MEASURED])
+    other = {"model": plan.model.name, "schedule": schedule_info(plan.schedule).title}
+    trace = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
+    return json.dumps(trace, separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,7 +158,8 @@ def _notes(plan: Plan, profile: Profile | None, decoder: DecoderLayers) -> tuple
         f"{plan.num_devices} ranks, times the tensor-parallel size",
         "Megatron-LM calls this argument experimental",
     ]
-    kinds = () if profile is None else dict.fromkeys(_kind(profile, i) for i in decoder.blocks)
+    blocks = [] if profile is None else [profile.layers[i] for i in decoder.blocks]
+    kinds = dict.fromkeys(f"{x.kind} of {x.num_parameters} parameters" for x in blocks)
     if len(kinds) > 1:
         notes.append(f"t stands for blocks of several kinds ({', '.join(kinds)}): configure the model so")
     makers = skipping_values(plan, profile)
@@ -167,7 +168,3 @@ def _notes(plan: Plan, profile: Profile | None, decoder: DecoderLayers) -> tuple
     if plan.recompute == "always":
         notes.append("Megatron-LM recomputes the blocks only, not embeddings and head")
     return tuple(notes)
-
-
-def _kind(profile: Profile, layer: int) -> str:
-    return f"{profile.layers[layer].kind} of {profile.layers[layer].num_parameters} parameters"

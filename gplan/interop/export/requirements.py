@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gplan.core import Plan, Profile, Stage
+from gplan.core import Plan, Profile
 from gplan.interop.receivers import MODEL_INPUT
 
 
@@ -45,28 +45,16 @@ def split_weights(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
     )
 
 
-def boundaries(plan: Plan) -> tuple[int, ...]:
-    """Stage i holds layers boundaries[i] to boundaries[i + 1] - 1 of the plan's order."""
-    return (0, *(stage.end_layer for stage in plan.stages))
-
-
-def balance(plan: Plan) -> tuple[int, ...]:
-    """The number of layers of each stage."""
-    return tuple(stage.num_layers for stage in plan.stages)
-
-
-def stage_comments(plan: Plan, *, what: str) -> tuple[str, ...]:
+def stage_comments(plan: Plan, *, what: str) -> str:
     """A comment line for every stage: its layers, and its rank if devices hold several stages."""
-    is_chunked = plan.num_stages > plan.num_devices
-    places = [f" on rank {device}" if is_chunked else "" for device in plan.devices]
-    return tuple(f"# {what} {x.index}{place}: {_span(x)}" for x, place in zip(plan.stages, places, strict=True))
+    comments = []
+    for x, device in zip(plan.stages, plan.devices, strict=True):
+        place = f" on rank {device}" if plan.num_stages > plan.num_devices else ""
+        layers = x.layer_names[0] + (f" to {x.layer_names[-1]}, {x.num_layers} layers" if x.num_layers > 1 else "")
+        comments.append(f"# {what} {x.index}{place}: {layers}")
+    return "\n".join(comments)
 
 
 def quoted(names: Sequence[str]) -> str:
     """Names as a list of strings that is valid JSON and Python."""
     return json.dumps(list(names), ensure_ascii=False)
-
-
-def _span(stage: Stage) -> str:
-    first, last = stage.layer_names[0], stage.layer_names[-1]
-    return first if stage.num_layers == 1 else f"{first} to {last}, {stage.num_layers} layers"

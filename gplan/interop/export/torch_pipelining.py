@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from gplan.core import Plan, Profile
 from gplan.core.errors import UsageError
-from gplan.interop.export import requirements
-from gplan.interop.export.requirements import Export
+from gplan.interop.export.requirements import Export, quoted, stage_comments
 from gplan.interop.receivers import check_plan, modules_of, plain_schedule
 from gplan.schedules.registry import schedule_info
 from gplan.simulation.simulator import schedule_of
@@ -116,9 +115,12 @@ def to_pytorch(plan: Plan, profile: Profile | None) -> Export:
     if not schedule.is_single:
         _check_neighbours(plan, profile, schedule)
     beginnings = [modules_of(stage.layer_names[0])[0] for stage in plan.stages[1:]]
-    points = "".join(f"    {requirements.quoted([x])[1:-1]}: SplitPoint.BEGINNING,\n" for x in beginnings)
-    comments = "\n".join(requirements.stage_comments(plan, what="stage"))
-    text = f"""{_imports(schedule)}
+    points = "".join(f"    {quoted([x])[1:-1]}: SplitPoint.BEGINNING,\n" for x in beginnings)
+    comments, package = stage_comments(plan, what="stage"), "from torch.distributed.pipelining"
+    imports = f"{package} import {schedule.class_name}, SplitPoint"
+    if not schedule.name:
+        imports = f"{package} import SplitPoint\n{package}.schedules import {schedule.class_name}"
+    text = f"""{imports}
 
 {comments}
 split_spec = {{
@@ -137,13 +139,6 @@ def make_schedule(pipe, rank, device, loss_fn):
         *schedule.notes,
     )
     return Export(format="pytorch", text=text, notes=notes)
-
-
-def _imports(schedule: TorchSchedule) -> str:
-    package = "from torch.distributed.pipelining"
-    if schedule.name:
-        return f"{package} import {schedule.class_name}, SplitPoint"
-    return f"{package} import SplitPoint\n{package}.schedules import {schedule.class_name}"
 
 
 def _made(plan: Plan, schedule: TorchSchedule) -> str:

@@ -1,11 +1,17 @@
 """The traces of all ranks -> one measured step, with the median start and end of each action over the complete steps.
 
 A traced step can be compared with its plan as a `Run`, and simulated with free transfers and another schedule.
+
+Traces of one host share its clock; each file names its start (`baseTimeNanoseconds`). If a file names none, the hosts
+differ, or an action would start before its input was ready, the clocks are aligned by causality: no action starts
+before its input is ready. This bounds the offset of two ranks from both sides, because work goes back and forth; the
+middle is used, which assumes that the fastest transfer takes equally long in both directions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,12 +23,17 @@ from gplan.core import BACKWARD_KINDS, Action, ActionKind, Plan, Run, Schedule, 
 from gplan.core.errors import FileError, UsageError
 from gplan.core.units import counted, now_text, seconds_text
 from gplan.evaluate.compare import order_difference
-from gplan.interop.traces.action_ranges import least_leads_us, missing_stages, ranges_of
-from gplan.interop.traces.busy_times import TracedDevice
-from gplan.interop.traces.clocks import ClockOffsets, common_clock
-from gplan.interop.traces.reading import RankTrace, read_trace
-from gplan.interop.traces.steps import RankSteps, StepKey, rank_steps, shared_keys
-from gplan.schedules.dependencies import OrderError, check_orders
+from gplan.interop.traces.actions import (
+    RankSteps,
+    StepKey,
+    least_leads_us,
+    missing_stages,
+    ranges_of,
+    rank_steps,
+    shared_keys,
+)
+from gplan.interop.traces.reading import RankTrace, Times, read_trace
+from gplan.schedules.dependencies import OrderError, check_orders, dependencies_of
 from gplan.schedules.registry import SCHEDULES, make_schedule, num_stages_of, schedule_info
 from gplan.simulation.exposed_communication import exposed_in, exposed_transfers
 from gplan.simulation.simulator import schedule_of, simulate, simulate_schedule
@@ -114,15 +125,14 @@ class Traced:
 def read_traced(paths: Sequence[Path]) -> Traced:
     """One measured step from a trace of every rank; raises FileError if the traces are not of one pipeline."""
     traces = _in_order([read_trace(path) for path in paths])
-    devices = [TracedDevice(trace) for trace in traces]
-    ranges = [ranges_of(device, place=i, num_ranks=len(traces)) for i, device in enumerate(devices)]
-    leads_us = least_leads_us(devices, ranges)
-    ranks = [rank_steps(device, own, leads_us=leads_us) for device, own in zip(devices, ranges, strict=True)]
+    ranges = [ranges_of(trace, place=i, num_ranks=len(traces)) for i, trace in enumerate(traces)]
+    leads_us = least_leads_us(traces, ranges)
+    ranks = [rank_steps(trace, own, leads_us=leads_us) for trace, own in zip(traces, ranges, strict=True)]
     _check_stages(traces, ranks)
     keys = shared_keys(ranks)
     num_microbatches = _check_actions(ranks)
     clock = common_clock(traces, ranks, keys)
-    return _traced(ranks, keys, clock, num_microbatches=num_microbatches, basis=_basis(devices))
+    return _traced(ranks, keys, clock, num_microbatches=num_microbatches, basis=_basis(traces))
 
 
 def _in_order(traces: Sequence[RankTrace]) -> list[RankTrace]:
@@ -243,13 +253,85 @@ def _schedule_of(ranks: Sequence[RankSteps], num_microbatches: int) -> str | Non
     return None
 
 
-def _basis(devices: Sequence[TracedDevice]) -> str:
-    if all(x.has_kernels for x in devices):
+def _basis(traces: Sequence[RankTrace]) -> str:
+    if all(x.has_kernels for x in traces):
         return "the GPU's kernels, from the first to the last of each action"
-    if any(x.has_kernels for x in devices):
+    if any(x.has_kernels for x in traces):
         return f"the GPU's kernels where a trace has them, elsewhere {_OPERATIONS}"
     return _OPERATIONS
 
+
+# One clock for all ranks
+
+_TOLERANCE_US = 20.0  # an action may seem to start this much too early before the host's clock is rejected
+_US_PER_NS = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockOffsets:
+    """The offsets to add to each rank's microseconds, and how they were found."""
+
+    offsets_us: tuple[float, ...]
+    description: str
+
+
+def common_clock(traces: Sequence[RankTrace], ranks: Sequence[RankSteps], keys: Sequence[StepKey]) -> ClockOffsets:
+    """The offsets that put all ranks on the clock of the first."""
+    bases = [trace.base_ns for trace in traces]
+    hosts = sorted({trace.host or "?" for trace in traces})
+    if len(traces) == 1:
+        return ClockOffsets(offsets_us=(0.0,), description="one rank, one clock")
+    known = [0.0 if base is None else _US_PER_NS * (base - (bases[0] or 0)) for base in bases]
+    early_us = max((-x for x in _slack_us(ranks, keys, known).values()), default=0.0)
+    if None in bases:
+        why = "a trace does not name the start of its clock"
+    elif len(hosts) > 1:
+        why = f"the ranks ran on {len(hosts)} hosts ({', '.join(hosts)})"
+    elif early_us > _TOLERANCE_US:
+        why = f"by the host's clock an action would start {early_us:.0f} us before its input is ready"
+    else:
+        return ClockOffsets(offsets_us=tuple(known), description="the clock of the host that all ranks ran on")
+    description = f"{why}, so the clocks were aligned by causality: no action starts before its input is ready"
+    return ClockOffsets(offsets_us=_by_causes(ranks, keys), description=description)
+
+
+def _by_causes(ranks: Sequence[RankSteps], keys: Sequence[StepKey]) -> tuple[float, ...]:
+    """Offsets in the middle of what causality allows, rank after rank from the first."""
+    slack, known = _slack_us(ranks, keys, [0.0] * len(ranks)), {0: 0.0}
+    while len(known) < len(ranks):
+        there, here = next((b, a) for pair in slack for a, b in (pair, pair[::-1]) if a in known and b not in known)
+        least, most = -slack.get((here, there), math.inf), slack.get((there, here), math.inf)
+        bounds = [x for x in (least, most) if math.isfinite(x)]
+        known[there] = known[here] + sum(bounds) / len(bounds)
+    return tuple(known[i] for i in range(len(ranks)))
+
+
+def _slack_us(
+    ranks: Sequence[RankSteps], keys: Sequence[StepKey], offsets_us: Sequence[float]
+) -> dict[tuple[int, int], float]:
+    """By sender and receiver: the shortest time from the end of an action to the start of the one that depends on it.
+
+    Below 0 the dependent action seems to start too early.
+    """
+    device = {action: i for i, rank in enumerate(ranks) for action in rank.actions}
+    done = [action for action in device if action.kind is not ActionKind.OPTIMIZER]
+    slack: dict[tuple[int, int], float] = {}
+    for action, need in dependencies_of(done, 1 + max(x.stage for x in done)).items():
+        pair = device[need], device[action]
+        if pair[0] == pair[1]:
+            continue
+        for key in keys:
+            left = _time(ranks, offsets_us, pair[1], key, action)[0] - _time(ranks, offsets_us, pair[0], key, need)[1]
+            slack[pair] = min(left, slack.get(pair, math.inf))
+    return slack
+
+
+def _time(ranks: Sequence[RankSteps], offsets_us: Sequence[float], rank: int, key: StepKey, action: Action) -> Times:
+    steps: Mapping[Action, Times] = ranks[rank].steps[key]
+    return steps[action][0] + offsets_us[rank], steps[action][1] + offsets_us[rank]
+
+
+# The run of a plan
 
 _MOST_FACTOR = 4.0  # a stage's time may differ from the plan's by this factor before a note doubts the plan
 

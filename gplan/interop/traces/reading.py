@@ -1,31 +1,134 @@
-"""Read a torch.profiler trace (Chrome JSON, plain or gzipped) in blocks, keeping only the times of a pipeline.
+"""Read a torch.profiler trace (Chrome JSON, plain or gzipped): the times of a pipeline, and what its names mean.
 
-Such files are hundreds of megabytes, mostly nested operations and their arguments. A block ends where an event begins
-with its phase, as the profiler writes them; it is decoded without arguments and reduced to columns of numbers, about 20
-bytes per operation. A file whose events begin otherwise is read as one block. Times are microseconds since `base_ns`
-(nanoseconds since 1970).
+Such files are hundreds of megabytes, mostly nested operations and their arguments, so they are read in blocks. A block
+ends where an event begins with its phase, as the profiler writes them; it is decoded without arguments and reduced to
+columns of numbers, about 20 bytes per operation. A file whose events begin otherwise is read as one block. Times are
+microseconds since `base_ns` (nanoseconds since 1970).
+
+torch.distributed.pipelining writes `PP:2F0` around every action of the schedules that its runtime runs (gplan's engine
+is one), with two actions in `PP:(0F3;3B1)OVERLAP_F_B`; ScheduleGPipe writes `Forward 0` and `Backward 0`; Schedule1F1B
+writes nothing. With stacks (`with_stack=True`) all of them record the stage's own functions, and Megatron-core's schedules
+theirs, which write no ranges either: what they mark by NVTX is not in a trace of torch.profiler.
 """
 
 from __future__ import annotations
 
 import gzip
+import re
 import zlib
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, NamedTuple, cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from gplan.core import Action, ActionKind
 from gplan.core.errors import FileError
-from gplan.interop.traces.profiler_marks import Mark, is_kept_mark, is_point_to_point, role_of
 
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _REMEDY = "expected what prof.export_chrome_trace of torch.profiler writes"
+
+
+_PLAIN = re.compile(r"PP:([0-9]{1,9}[FBIW][0-9]{1,9})")
+_OVERLAPPED = re.compile(r"PP:\(([0-9]{1,9}F[0-9]{1,9});([0-9]{1,9}B[0-9]{1,9})\)OVERLAP_F_B")
+_SENT = re.compile(r"PP:([0-9]{1,9})(SEND|RECV)_([FB])[0-9]{1,9}")
+_OF_ONE_STAGE = re.compile(r"(Forward|Backward) ([0-9]{1,9})")
+_FUNCTION = re.compile(
+    r"(?:.*/)?(?:torch/distributed/pipelining/stage\.py\([0-9]+\): (forward|backward)_one_chunk"
+    r"|megatron/core/pipeline_parallel/schedules\.py\([0-9]+\): (forward|backward)_step)$"
+)
+_STEP = re.compile(r"ProfilerStep#([0-9]+)")
+_UPDATE = re.compile(r"Optimizer\.(step|zero_grad)#")
+
+
+class Mark(NamedTuple):
+    """A named time range of one thread."""
+
+    name: str
+    start_us: float
+    end_us: float
+    thread: int
+
+
+class OperationRole(IntEnum):
+    """What an operation does in a pipeline."""
+
+    COMPUTES = 0
+    SENDS = 1
+    RECEIVES = 2
+    GOES_BACK = 3  # part of a backward
+    SPLITS = 4  # cuts the batch into micro-batches, before the first action
+
+
+BETWEEN = (OperationRole.SENDS, OperationRole.RECEIVES)
+"""Operations that end a run of computing operations."""
+
+
+def role_of(name: str) -> int:
+    """The role of an operation by its name."""
+    if name.startswith("autograd::engine::"):
+        return OperationRole.GOES_BACK
+    if name.startswith("c10d::send"):
+        return OperationRole.SENDS
+    if name.startswith("c10d::recv"):
+        return OperationRole.RECEIVES
+    return OperationRole.SPLITS if name == "aten::tensor_split" else OperationRole.COMPUTES
+
+
+def is_kept_mark(name: str) -> bool:
+    """Whether a range is about the pipeline."""
+    return any(x.match(name) for x in (_PLAIN, _OVERLAPPED, _SENT, _OF_ONE_STAGE, _FUNCTION, _STEP, _UPDATE))
+
+
+def actions_of(name: str) -> tuple[Action, ...]:
+    """The actions that a range of the runtime names, in their order: mostly one, none for other ranges.
+
+    >>> [str(x) for x in actions_of("PP:(0F3;3B1)OVERLAP_F_B")]
+    ['0F3', '3B1']
+    """
+    match = _PLAIN.fullmatch(name) or _OVERLAPPED.fullmatch(name)
+    return tuple(Action.parse(x) for x in match.groups()) if match else ()
+
+
+def neighbour_of(name: str) -> int | None:
+    """The stage that a range sends to or receives from; None for other ranges."""
+    match = _SENT.fullmatch(name)
+    if match is None:
+        return None
+    return int(match[1]) + (1 if (match[2] == "SEND") == (match[3] == "F") else -1)
+
+
+def one_stage_action(name: str, stage: int) -> Action | None:
+    """The action of a range that names no stage; None for other ranges."""
+    match = _OF_ONE_STAGE.fullmatch(name)
+    return Action(stage, ActionKind(match[1][0]), int(match[2])) if match else None
+
+
+def function_kind(name: str) -> ActionKind | None:
+    """The kind of action that a trainer's own function runs; None for other ranges.
+
+    >>> function_kind("megatron/core/pipeline_parallel/schedules.py(311): forward_step").value
+    'F'
+    """
+    match = _FUNCTION.fullmatch(name)
+    return ActionKind((match[1] or match[2])[0].upper()) if match else None
+
+
+def step_number(name: str) -> int | None:
+    """The number of the profiler's step; None for other ranges."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_update(name: str) -> bool:
+    """Whether a range is an optimizer's."""
+    return _UPDATE.match(name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +140,14 @@ class Operations:
     thread: NDArray[np.int64]
     role: NDArray[np.int8]
 
+    def within(self, stretch: Mark) -> Operations:
+        """Those on the range's thread that begin within it."""
+        first, end = np.searchsorted(self.start_us, [stretch.start_us, stretch.end_us])
+        kept = first + np.flatnonzero(self.thread[first:end] == stretch.thread)
+        return Operations(
+            start_us=self.start_us[kept], end_us=self.end_us[kept], thread=self.thread[kept], role=self.role[kept]
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
@@ -47,9 +158,17 @@ class Kernels:
     end_us: NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+Times = tuple[float, float]
+"""Start and end in microseconds of the trace's clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankTrace:
-    """The recording of one process."""
+    """The recording of one process: what its device computed, and when within a range.
+
+    A kernel belongs to the range in which it was launched, by any thread, because on a GPU a backward runs on its own
+    threads. Operations count if they are on the range's thread, after its last receive and before the next send.
+    """
 
     name: str  # of the file
     rank: int | None  # None: not in the file
@@ -59,12 +178,44 @@ class RankTrace:
     operations: Operations
     kernels: Kernels
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the trace has GPU times, which are then used."""
+        return self.kernels.launch_us.size > 0
+
+    def times(self, stretch: Mark) -> Times | None:
+        """From the first kernel or operation of a range to the last, without sending and waiting to receive; None if
+        nothing was computed."""
+        if self.has_kernels:
+            first, end = np.searchsorted(self.kernels.launch_us, [stretch.start_us, stretch.end_us])
+            if first == end:
+                return None
+            return float(self.kernels.start_us[first:end].min()), float(self.kernels.end_us[first:end].max())
+        own = self.operations.within(stretch)
+        received = np.flatnonzero(own.role == OperationRole.RECEIVES)
+        after = int(received[-1]) + 1 if received.size else 0
+        sent = np.flatnonzero(own.role[after:] == OperationRole.SENDS)
+        end = after + int(sent[0]) if sent.size else own.role.size
+        return None if after == end else (float(own.start_us[after]), float(own.end_us[end - 1]))
+
+    def turning_us(self, stretch: Mark) -> float:
+        """When the first backward within a range begins, on any thread; the end of the range if there is none."""
+        within = self.operations.start_us[self._backwards]
+        first = int(np.searchsorted(within, stretch.start_us))
+        return float(within[first]) if first < within.size and within[first] < stretch.end_us else stretch.end_us
+
+    @cached_property
+    def _backwards(self) -> NDArray[np.int64]:
+        return np.flatnonzero(self.operations.role == OperationRole.GOES_BACK)
+
 
 def read_trace(path: Path, *, block_bytes: int = 8 * 2**20) -> RankTrace:
     """Read the trace of one rank, `block_bytes` at a time; raises FileError if it cannot be read or is no trace."""
     collected = _Collected()
     try:
-        with _opened(path) as stream:
+        with path.open("rb") as stream:
+            is_zipped = stream.read(2) == b"\x1f\x8b"
+        with cast(BinaryIO, gzip.open(path, "rb")) if is_zipped else path.open("rb") as stream:
             header = _read_blocks(stream, collected, str(path), block_bytes)
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         said = getattr(error, "strerror", None) or str(error)
@@ -141,7 +292,7 @@ class _Collected:
                 self.marks.append(Mark(event.name, event.ts, event.ts + event.dur, self._thread(event.tid)))
         elif correlation is not None and event.cat in _LAUNCHES:
             self.launches[correlation] = event.ts
-        elif correlation is not None and event.cat in _GPU_WORK and not is_point_to_point(event.name):
+        elif correlation is not None and event.cat in _GPU_WORK and "SendRecv" not in event.name:
             start_us, end_us = self.works.get(correlation, (event.ts, event.ts))
             self.works[correlation] = min(start_us, event.ts), max(end_us, event.ts + event.dur)
 
@@ -166,12 +317,6 @@ class _Collected:
 
     def _thread(self, tid: int | str) -> int:
         return self.thread_numbers.setdefault(tid, len(self.thread_numbers))
-
-
-def _opened(path: Path) -> BinaryIO:
-    with path.open("rb") as stream:
-        is_zipped = stream.read(2) == b"\x1f\x8b"
-    return cast(BinaryIO, gzip.open(path, "rb")) if is_zipped else path.open("rb")
 
 
 def _read_blocks(stream: BinaryIO, collected: _Collected, name: str, block_bytes: int) -> _Header:
@@ -232,15 +377,12 @@ def _end_of_events(text: bytes, name: str) -> int:
 
 
 def _collect(block: bytes, collected: _Collected, name: str) -> None:
-    for event in _decoded(block, name):
-        collected.add(event)
-
-
-def _decoded(block: bytes, name: str) -> Iterator[_Event]:
     try:
-        return iter(_EVENTS.decode(b"[" + block + b"]"))
+        events = _EVENTS.decode(b"[" + block + b"]")
     except msgspec.MsgspecError as error:
         raise _wrong(name, error) from error
+    for event in events:
+        collected.add(event)
 
 
 def _wrong(name: str, error: Exception) -> FileError:

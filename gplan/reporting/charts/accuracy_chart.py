@@ -57,8 +57,17 @@ def accuracy_chart(subject: Subject) -> Figure | None:
     left, right = figure.subplots(1, 2)
     _draw_scatter(left, [row for row in rows if row.unit == "seconds"], "seconds")
     _draw_scatter(right, [row for row in rows if row.unit == "bytes"], "bytes")
-    shown = {_name_of(row): row for row in rows if row.unit in ("seconds", "bytes")}
-    legend(figure, [_handle(name, row) for name, row in shown.items()], most_in_a_row=3)
+    shown = {
+        quantity_name(row.quantity) if row.quantity in _MARKS else "idle per step": _MARKS.get(row.quantity, _IDLE)
+        for row in rows
+        if row.unit in ("seconds", "bytes")
+    }
+    style = {"linestyle": "", "markeredgewidth": 0}
+    handles = [
+        Line2D([], [], marker=shape, color=colour, markersize=_size(shape), label=name, **style)  # type: ignore[arg-type]
+        for name, (shape, colour) in shown.items()
+    ]
+    legend(figure, handles, most_in_a_row=3)
     headline(figure, "Predicted over measured")
     return figure
 
@@ -126,17 +135,6 @@ def _draw_scatter(axes: Axes, rows: Sequence[ComparisonRow], unit: UnitKind) -> 
         axis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:.0e}"[0] in digits else "")
     axes.set(xlabel=f"measured, {name}", ylabel=f"predicted, {name}")
     axes.set_title("times" if unit == "seconds" else "memory", loc="left")
-
-
-def _name_of(row: ComparisonRow) -> str:
-    return quantity_name(row.quantity) if row.quantity in _MARKS else "idle per step"
-
-
-def _handle(name: str, row: ComparisonRow) -> Line2D:
-    shape, colour = _MARKS.get(row.quantity, _IDLE)
-    return Line2D(
-        [], [], marker=shape, color=colour, linestyle="", markersize=_size(shape), markeredgewidth=0, label=name
-    )
 
 
 def _size(shape: str) -> float:

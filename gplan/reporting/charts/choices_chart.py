@@ -82,8 +82,17 @@ def frontier_chart(plan: Plan, analysis: PlanAnalysis) -> Figure | None:
     at = [x.peak_bytes / scale for x in best], [x.step_s / time_scale for x in best]
     axes.plot(*at, color=FAINT.light, linewidth=1.1, drawstyle="steps-post", zorder=1)
     for point in sorted(points, key=lambda x: x.kind == "this plan"):
-        _draw_point(axes, point, scale=scale, time_scale=time_scale)
-    handles = list(_point_handles(points))
+        shape, colour, size = _LOOKS[point.kind]
+        at = [point.peak_bytes / scale], [point.step_s / time_scale]
+        (mark,) = axes.plot(*at, marker=shape, color=colour, markersize=size, markeredgewidth=0, clip_on=False)
+        tooltip(mark, point.label, f"step {seconds_text(point.step_s)}", f"peak memory {bytes_text(point.peak_bytes)}")
+    kinds = {point.kind for point in points}
+    handles: list[Handle] = [
+        Line2D([], [], marker=shape, color=colour, markersize=min(size, 9), linestyle="", markeredgewidth=0, label=kind)
+        for kind, (shape, colour, size) in _LOOKS.items()
+        if kind in kinds
+    ]
+    handles.append(Line2D([], [], color=FAINT.light, linewidth=1.1, label="Pareto front"))
     capacity = capacity_bytes(plan)
     if capacity is not None and capacity <= 1.5 * max(x.peak_bytes for x in points):
         style = {"color": CAPACITY.colour, "linewidth": 1.2, "linestyle": (0, (5, 3))}
@@ -144,19 +153,3 @@ def _draw_line(
         which = f"{counted(x.num_devices, 'device')}, {counted(x.num_microbatches, 'micro-batch')}"
         rate = quantity_text(x.batch_size / x.step_s, "samples_per_s")
         tooltip(mark, which, f"step {seconds_text(x.step_s)}, {rate}", f"bubble {percent_text(x.bubble)}")
-
-
-def _draw_point(axes: Axes, point: Point, *, scale: float, time_scale: float) -> None:
-    shape, colour, size = _LOOKS[point.kind]
-    at = [point.peak_bytes / scale], [point.step_s / time_scale]
-    (mark,) = axes.plot(*at, marker=shape, color=colour, markersize=size, markeredgewidth=0, clip_on=False)
-    tooltip(mark, point.label, f"step {seconds_text(point.step_s)}", f"peak memory {bytes_text(point.peak_bytes)}")
-
-
-def _point_handles(points: Sequence[Point]) -> Iterator[Handle]:
-    kinds = {point.kind for point in points}
-    for kind, (shape, colour, size) in _LOOKS.items():
-        if kind in kinds:
-            style = {"linestyle": "", "markeredgewidth": 0, "label": kind}
-            yield Line2D([], [], marker=shape, color=colour, markersize=min(size, 9), **style)  # type: ignore[arg-type]
-    yield Line2D([], [], color=FAINT.light, linewidth=1.1, label="Pareto front")

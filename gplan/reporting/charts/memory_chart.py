@@ -41,7 +41,12 @@ def memory_chart(subject: Subject) -> Figure:
         ylabel=unit,
         xlim=(-0.6, plan.num_devices - 0.4),
     )
-    _name_devices(axes, plan)
+    devices = range(plan.num_devices)
+    if len(devices) > _MOST_NAMED:  # their numbers alone
+        axes.set_xticks(devices[:: -(-len(devices) // _MOST_NUMBERED)])
+        axes.set_xlabel("device")
+    else:
+        axes.set_xticks(devices, [_device_text(plan, i) for i in devices], fontsize=8)
     axes.grid(axis="y")
     axes.tick_params(axis="x", length=0)
     held = {category: sum(getattr(x.memory, category) for x in plan.stages) for category in MEMORY}
@@ -118,17 +123,8 @@ def _write_totals(axes: Axes, totals: Sequence[int], *, aside: float, scale: flo
         note(axes, x, y, words, xytext=(0, 3), **style)
 
 
-def _name_devices(axes: Axes, plan: Plan) -> None:
-    """Each device with its stages and the moment of its peak; of many devices only their numbers."""
-    devices = range(plan.num_devices)
-    if len(devices) > _MOST_NAMED:
-        axes.set_xticks(devices[:: -(-len(devices) // _MOST_NUMBERED)])
-        axes.set_xlabel("device")
-    else:
-        axes.set_xticks(devices, [_device_text(plan, i) for i in devices], fontsize=8)
-
-
 def _device_text(plan: Plan, device: int) -> str:
+    """A device with its stages and the moment of its peak."""
     stages = plan.stages_of(device)
     words = moment_text(stages[0].memory.moment, with_stage=plan.has_chunks)
     if not plan.has_chunks:
@@ -159,20 +155,29 @@ def holdings_chart(subject: Subject) -> Figure | None:
     figure = blank_figure(1.4 + max(2.6, panel_inches * len(shown)), width_inches=HALF_INCHES)
     panels = figure.subplots(len(shown), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     panels[0].set_ylim(0, _TIMELINE_HEADROOM * top / scale)
-    handles = _handles(held, measured)
+    handles: list[Handle] = [
+        *category_handles({category: max(y.category_bytes(category) for x in held for y in x) for category in MEMORY}),
+        *([Line2D([], [], label=MEASURED_PEAK.name, **_MEASURED_LINE)] if measured else []),  # type: ignore[arg-type]
+        *([draw_capacity(panels[0], capacity, scale=scale)] if capacity is not None else []),
+    ]
     for axes, device in zip(panels, shown, strict=True):
         draw_holdings(axes, held[device], scale=scale, time_scale=time_scale)
         lines = [*measured[device : device + 1], *([capacity] if capacity else [])]
         _mark_peak(axes, plan, peaks[device], lines, scale=scale, time_scale=time_scale)
         if measured:
             axes.axhline(measured[device] / scale, **_MEASURED_LINE)
-        handle = draw_capacity(axes, capacity, scale=scale) if capacity is not None else None
-        _name_panel(axes, plan, device)
+        if capacity is not None and axes is not panels[0]:
+            draw_capacity(axes, capacity, scale=scale)
+        stages = f"\n{stages_text([x.index for x in plan.stages_of(device)])}" if plan.has_chunks else ""
+        axes.set_ylabel(f"device {device}{stages}", rotation=0, ha="right", va="center", labelpad=12, fontsize=8.5)
+        axes.yaxis.label.set_color(INK.light)
+        axes.locator_params(axis="y", nbins=3)
+        axes.grid(axis="y")
     panels[0].set_title(f"in {unit}; {capacity_text(plan, most_bytes)}", loc="right", fontsize=8.5, color=FAINT.light)
     panels[-1].set(
         xlabel=f"time in the predicted step, {time_unit}", xlim=(0, 1.005 * plan.prediction.step_s / time_scale)
     )
-    legend(figure, [*handles, *([handle] if handle else [])], most_in_a_row=3)
+    legend(figure, handles, most_in_a_row=3)
     which = (
         "each device" if len(shown) == len(held) else f"the {len(shown)} of {len(held)} devices with the largest peaks"
     )
@@ -201,12 +206,6 @@ def _peak(held: Sequence[Holding], moment: str) -> Holding:
     return next((x for x in most if x.action == moment), most[0])
 
 
-def _handles(held: Sequence[Sequence[Holding]], measured: Sequence[int]) -> list[Handle]:
-    most = {category: max(y.category_bytes(category) for x in held for y in x) for category in MEMORY}
-    line = Line2D([], [], label=MEASURED_PEAK.name, **_MEASURED_LINE)  # type: ignore[arg-type]
-    return [*category_handles(most), *([line] if measured else [])]
-
-
 def _mark_peak(axes: Axes, plan: Plan, peak: Holding, lines: Sequence[int], *, scale: float, time_scale: float) -> None:
     """A dot at the peak, and above it and any line near it the bytes and the action."""
     x, y = (peak.start_s + peak.end_s) / 2 / time_scale, peak.num_bytes
@@ -217,11 +216,3 @@ def _mark_peak(axes: Axes, plan: Plan, peak: Holding, lines: Sequence[int], *, s
     share = x * time_scale / plan.prediction.step_s
     align = "left" if share < 0.2 else "right" if share > 0.8 else "center"
     note(axes, x, y / scale, words, xytext=(0, 5), ha=align, va="bottom", fontsize=8, color=INK.light)
-
-
-def _name_panel(axes: Axes, plan: Plan, device: int) -> None:
-    stages = f"\n{stages_text([x.index for x in plan.stages_of(device)])}" if plan.has_chunks else ""
-    axes.set_ylabel(f"device {device}{stages}", rotation=0, ha="right", va="center", labelpad=12, fontsize=8.5)
-    axes.yaxis.label.set_color(INK.light)
-    axes.locator_params(axis="y", nbins=3)
-    axes.grid(axis="y")

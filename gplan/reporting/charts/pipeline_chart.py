@@ -12,7 +12,6 @@ from itertools import product
 from statistics import median
 
 import numpy as np
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -151,32 +150,21 @@ def pipeline_chart(subject: Subject) -> Figure:
     unit, scale = seconds_axis(longest_s)
     for axes, (side, timeline) in zip(panels, timelines.items(), strict=True):
         draw_gantt(axes, timeline, longest_s=longest_s, scale=scale)
-        _title_panel(axes, timeline, title=_panel_title(subject, side), scale=scale)
+        axes.axvline(timeline.step_s / scale, color=INK.light, linewidth=0.9, linestyle=_END)
+        virtual = side == MEASURED and isinstance(subject, Run) and subject.engine == "virtual"
+        title = side_text(subject, side) + (": simulated devices" if virtual else "")
+        axes.set_title(title[0].upper() + title[1:], loc="left")
+        numbers = f"step {seconds_text(timeline.step_s)}, bubble {percent_text(timeline.bubble)}"
+        axes.set_title(numbers, loc="right")
     if MEASURED in timelines:
         panels[-1].axvline(
             timelines[PREDICTED].step_s / scale, color=INK.light, linewidth=0.9, linestyle=_PREDICTED_END
         )
     panels[-1].set(xlabel=f"time in {unit}", xlim=(0, 1.005 * longest_s / scale))
-    legend(figure, [*gantt_handles(list(timelines.values())), *_end_handles(measured=MEASURED in timelines)])
+    ends = [("end of the step", _END)] + [("predicted end", _PREDICTED_END)] * (MEASURED in timelines)
+    lines = [Line2D([], [], color=INK.light, linewidth=0.9, linestyle=style, label=name) for name, style in ends]
+    legend(figure, [*gantt_handles(list(timelines.values())), *lines])
     layout = f"{schedule_info(plan.schedule).title}, {pipeline_text(plan.num_stages, plan.num_devices)}"
     count = counted(plan.num_microbatches, "micro-batch")
     headline(figure, f"One step of {end_of_name(plan.model.name, 40)}: {layout}, {count}")
     return figure
-
-
-def _title_panel(axes: Axes, timeline: Timeline, *, title: str, scale: float) -> None:
-    axes.axvline(timeline.step_s / scale, color=INK.light, linewidth=0.9, linestyle=_END)
-    axes.set_title(title, loc="left")
-    numbers = f"step {seconds_text(timeline.step_s)}, bubble {percent_text(timeline.bubble)}"
-    axes.set_title(numbers, loc="right")
-
-
-def _panel_title(subject: Subject, side: str) -> str:
-    virtual = side == MEASURED and isinstance(subject, Run) and subject.engine == "virtual"
-    title = side_text(subject, side) + (": simulated devices" if virtual else "")
-    return title[0].upper() + title[1:]
-
-
-def _end_handles(*, measured: bool) -> list[Artist]:
-    ends = [("end of the step", _END)] + [("predicted end", _PREDICTED_END)] * measured
-    return [Line2D([], [], color=INK.light, linewidth=0.9, linestyle=style, label=name) for name, style in ends]

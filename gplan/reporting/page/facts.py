@@ -25,6 +25,8 @@ from gplan.schedules.registry import schedule_info
 
 Fact = tuple[str, str]
 
+_ENGINES = {"virtual": "virtual: one process computed every action; the devices and links are simulated"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
@@ -59,7 +61,7 @@ def headlines(subject: Subject) -> tuple[Headline, ...]:
 def run_facts(run: Run) -> list[Fact]:
     """How the figures of a run were measured."""
     return [
-        ("engine", _engine_words(run.engine)),
+        ("engine", _ENGINES.get(run.engine, f"{run.engine}: one process per device")),
         ("steps", run.steps_text),
         ("times", "means over these steps" if run.versions else "medians over these steps"),
         *(("speed of the host", text) for text in host_speed_lines(run)),
@@ -78,6 +80,8 @@ def plan_facts(plan: Plan) -> list[Fact]:
     """What was planned, for which machine, and the plan's bound and gap."""
     capacity = capacity_bytes(plan)
     settings = ", ".join(f"{name}={value}" for name, value in plan.model.settings)
+    gap = "0: proven optimal" if plan.proof.is_proven else percent_text(plan.proof.gap)
+    gap += ", as it was made" if stale_prediction_notes(plan) else ""
     return [
         ("model", f"{plan.model.name} ({settings})" if settings else plan.model.name),
         ("schedule", schedule_info(plan.schedule).title),
@@ -88,7 +92,7 @@ def plan_facts(plan: Plan) -> list[Fact]:
         ("solver", f"{plan.proof.solver}, {seconds_text(plan.proof.solve_s)}"),
         ("value of the objective", seconds_text(plan.proof.objective_s)),
         ("lower bound", seconds_text(plan.proof.lower_bound_s)),
-        ("gap", _gap_words(plan)),
+        ("gap", gap),
         ("bubble with equal stages and free transfers", percent_text(plan.prediction.ideal_bubble)),
         (capacity_name(plan), bytes_text(capacity) if capacity is not None else "unknown"),
         ("device", device_text(plan.device)),
@@ -101,17 +105,6 @@ def _headline(name: str, row: ComparisonRow) -> Headline:
     equal = None if row.equal_speed_error is None else error_text(row.equal_speed_error, row.unit)
     error = error_text(row.error, row.unit)
     return Headline(name=name, predicted=predicted, measured=measured, error=error, equal_speed_error=equal)
-
-
-def _engine_words(engine: str) -> str:
-    if engine == "virtual":
-        return "virtual: one process computed every action; the devices and links are simulated"
-    return f"{engine}: one process per device"
-
-
-def _gap_words(plan: Plan) -> str:
-    gap = "0: proven optimal" if plan.proof.is_proven else percent_text(plan.proof.gap)
-    return f"{gap}, as it was made" if stale_prediction_notes(plan) else gap
 
 
 def notes_of(subject: Subject) -> tuple[str, ...]:

@@ -79,7 +79,11 @@ def charts_of(drawings: Sequence[Drawing], plan: Plan, analysis: PlanAnalysis) -
 
     def charts(*names: str) -> str:
         found = [by_name[name] for name in names if name in by_name]
-        figures = "".join(_figure(drawing, captions[drawing.name]) for drawing in found)
+        figures = ""
+        for drawing in found:
+            words = re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(captions[drawing.name]))
+            chart = f'<div class="chart">{inline_svg(drawing)}</div>'
+            figures += f'<figure class="{drawing.name}">{chart}<figcaption>{words}</figcaption></figure>'
         return f'<div class="halves">{figures}</div>' if figures and names[0] in _HALVES else figures
 
     return charts
@@ -110,11 +114,6 @@ def pipeline_figure(subject: Subject, drawings: Sequence[Drawing]) -> str:
         f'<ul class="legend">{"".join(_legend(list(timelines_of(subject).values())))}</ul>'
         f'<figcaption>{_PIPELINE_CAPTION}</figcaption><script type="application/json">{pipeline_json(subject)}</script></figure>'
     )
-
-
-def _figure(drawing: Drawing, caption: str) -> str:
-    words = re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(caption))
-    return f'<figure class="{drawing.name}"><div class="chart">{inline_svg(drawing)}</div><figcaption>{words}</figcaption></figure>'
 
 
 def _legend(timelines: Sequence[Timeline]) -> Iterator[str]:
@@ -153,8 +152,10 @@ def _hatched(cause: IdleCause) -> str:
 def pipeline_json(subject: Subject) -> str:
     """The timelines of a plan or a run, for a script element; no name in them can close the element."""
     plan, timelines = plan_of(subject), timelines_of(subject)
-    tick_s = _tick_s(next(iter(timelines.values())))
-    num_chunks = timelines[PREDICTED].num_chunks
+    predicted = timelines[PREDICTED]
+    usual_s = median([x.duration_s for x in predicted.loop_spans if x.duration_s > 0] or [predicted.step_s])
+    tick_s = float(10.0 ** math.floor(math.log10((usual_s or 1.0) / _TICKS_OF_AN_ACTION)))
+    num_chunks = predicted.num_chunks
     kinds = [
         {
             "name": look.name,
@@ -173,7 +174,15 @@ def pipeline_json(subject: Subject) -> str:
         "kinds": kinds,
         "causes": causes,
         "sending": COMMUNICATION.colour,
-        "stages": list(_stages(plan)),
+        "stages": [  # of each its device, its layers in words, and the bytes that it sends forward and back
+            [
+                plan.devices[x.index],
+                f"layers: {x.layers_text}",
+                bytes_text(x.cost.activation_bytes),
+                bytes_text(plan.stages[x.index - 1].cost.gradient_bytes) if x.index else "",
+            ]
+            for x in plan.stages
+        ],
         "sides": [
             {"name": side_text(subject, side), **_timeline_json(timeline, tick_s)}
             for side, timeline in timelines.items()
@@ -186,12 +195,6 @@ def pipeline_json(subject: Subject) -> str:
 def cause_variable(cause: IdleCause) -> str:
     """The name of the CSS variable with the colour of a cause."""
     return next(x.name for x in NEUTRALS if x.light == IDLE[cause].colour)
-
-
-def _tick_s(timeline: Timeline) -> float:
-    durations = [x.duration_s for x in timeline.loop_spans if x.duration_s > 0]
-    usual_s = median(durations) if durations else timeline.step_s
-    return float(10.0 ** math.floor(math.log10((usual_s or 1.0) / _TICKS_OF_AN_ACTION)))
 
 
 def _timeline_json(timeline: Timeline, tick_s: float) -> dict[str, object]:
@@ -233,14 +236,6 @@ def _flat(pieces: Iterable[tuple[int, ...]]) -> list[int]:
         flat += [*own, start - before, end - start]
         before = end
     return flat
-
-
-def _stages(plan: Plan) -> Iterator[list[object]]:
-    """Of each stage: its device, its layers in words, and the bytes that it sends forward and back."""
-    for stage in plan.stages:
-        sent = bytes_text(stage.cost.activation_bytes)
-        back = bytes_text(plan.stages[stage.index - 1].cost.gradient_bytes) if stage.index else ""
-        yield [plan.devices[stage.index], f"layers: {stage.layers_text}", sent, back]
 
 
 # The partition as a strip: every layer as wide as its time, a block for each stage, a gap at each cut.

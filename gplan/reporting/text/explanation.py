@@ -11,13 +11,10 @@ from rich.text import Text
 
 from gplan.core.units import bytes_text, counted, percent_text, quantity_text, seconds_text, some_names
 from gplan.evaluate.explain.explanation import (
-    BaselineOutcome,
     Bottleneck,
-    CutCost,
     Explanation,
     Option,
     OptionKind,
-    Sensitivity,
     TurningPoint,
 )
 from gplan.evaluate.explain.options import FASTER_LINK, MORE_MEMORY_BYTES
@@ -248,32 +245,48 @@ def _cut_views(explanation: Explanation) -> Iterator[RenderableType]:
             *(Column(key=name, group="per step") for name in ("transfers", "exposed")),
             Column(key="of the step"),
         ),
-        lines=tuple(_cut_line(cut, explanation) for cut in cuts[:_MOST_CUTS]),
+        lines=tuple(
+            Line(
+                cells=(
+                    cut.layer,
+                    f"{cut.stage} to {cut.stage + 1}",
+                    seconds_text(explanation.setting.num_microbatches * cut.transfer_s),
+                    seconds_text(cut.exposed_s),
+                    percent_text(cut.exposed_s / explanation.step_s),
+                )
+            )
+            for cut in cuts[:_MOST_CUTS]
+        ),
         spare=("stages",),
         below=f"{counted(left_out, 'more cut')} with less exposed transfers" if left_out > 0 else "",
     )
 
 
-def _cut_line(cut: CutCost, explanation: Explanation) -> Line:
-    stages = f"{cut.stage} to {cut.stage + 1}"
-    transfer_s = explanation.setting.num_microbatches * cut.transfer_s
-    share = percent_text(cut.exposed_s / explanation.step_s)
-    numbers = (seconds_text(transfer_s), seconds_text(cut.exposed_s), share)
-    return Line(cells=(cut.layer, stages, *numbers))
-
-
 def options_table(explanation: Explanation) -> FittedTable | None:
     """The options that were tried; None if none was."""
-    tried = [option for option in explanation.options if option.outcome is not None]
+    tried = [(option, option.outcome) for option in explanation.options if option.outcome is not None]
     if not tried:
         return None
-    unproven = any(option.outcome and not option.outcome.is_proven for option in tried)
+    lines = []
+    for option, outcome in tried:
+        text = option_text(option, plan=explanation.setting)
+        marks = (" (interpolated)" if option.is_interpolated else "") + ("" if outcome.is_proven else " *")
+        cells = (
+            text + marks,
+            seconds_text(outcome.step_s),
+            change_text(outcome.step_s, explanation.step_s),
+            rate_text(outcome.samples_per_s),
+            change_text(outcome.samples_per_s, explanation.samples_per_s),
+            bytes_text(outcome.peak_bytes),
+        )
+        lines.append(Line(cells=cells, shorter=(text.partition(" (")[0], text.partition(",")[0])))
+    is_proven = all(outcome.is_proven for _, outcome in tried)
     return FittedTable(
         title=f"What would help (each balanced again for {explanation.setting.minimize})",
         columns=columns("option", "step", "step change", "samples/s", "rate change", "peak memory"),
-        lines=tuple(_option_line(option, explanation) for option in tried),
+        lines=tuple(lines),
         spare=("step change", "peak memory", "samples/s"),
-        below="*: the search ended before the plan was proven best" if unproven else "",
+        below="" if is_proven else "*: the search ended before the plan was proven best",
     )
 
 
@@ -287,22 +300,6 @@ def _option_views(explanation: Explanation) -> Iterator[RenderableType]:
             yield Text(f"left out: {text}: {option.reason}", style="dim")
 
 
-def _option_line(option: Option, explanation: Explanation) -> Line:
-    outcome = option.outcome
-    assert outcome is not None, "only options with an outcome have a line"
-    text = option_text(option, plan=explanation.setting)
-    marks = (" (interpolated)" if option.is_interpolated else "") + ("" if outcome.is_proven else " *")
-    cells = (
-        text + marks,
-        seconds_text(outcome.step_s),
-        change_text(outcome.step_s, explanation.step_s),
-        rate_text(outcome.samples_per_s),
-        change_text(outcome.samples_per_s, explanation.samples_per_s),
-        bytes_text(outcome.peak_bytes),
-    )
-    return Line(cells=cells, shorter=(text.partition(" (")[0], text.partition(",")[0]))
-
-
 def _sensitivity_views(explanation: Explanation) -> Iterator[RenderableType]:
     found = explanation.sensitivities
     yield Text()
@@ -313,7 +310,15 @@ def _sensitivity_views(explanation: Explanation) -> Iterator[RenderableType]:
         yield FittedTable(
             title="How much slower or faster a layer must be before another plan is best",
             columns=columns("layer", *names),
-            lines=tuple(_sensitivity_line(x) for x in found.layers),
+            lines=tuple(
+                Line(
+                    cells=(
+                        *(x.layer, str(x.stage), seconds_text(x.time_s)),
+                        *(cell for turn in (x.slower, x.faster) for cell in _turn_cells(turn)),
+                    )
+                )
+                for x in found.layers
+            ),
             spare=("then moves", "stage"),
             below=below,
         )
@@ -326,11 +331,6 @@ def _sensitivity_views(explanation: Explanation) -> Iterator[RenderableType]:
         yield Text(f"not computed, for lack of time: {some_names(found.left_out)}", style="dim")
 
 
-def _sensitivity_line(x: Sensitivity) -> Line:
-    turns = [cell for point in (x.slower, x.faster) for cell in _turn_cells(point)]
-    return Line(cells=(x.layer, str(x.stage), seconds_text(x.time_s), *turns))
-
-
 def _turn_cells(point: TurningPoint | None) -> tuple[str, str]:
     return (_NEVER, "") if point is None else (f"× {point.factor:.2f}", some_names(point.moved, most=1))
 
@@ -339,15 +339,25 @@ def rules_table(explanation: Explanation) -> FittedTable | None:
     """The plans of simpler rules; None if there are none."""
     if not explanation.rules or explanation.setting.num_stages == 1:
         return None
-    this_plan, *_ = explanation.rules
+    lines = []
+    for rule in explanation.rules:
+        if rule.cuts is not None:
+            step_s, first_s = rule.step_s or 0.0, explanation.rules[0].step_s or 0.0
+            limit = "" if rule.fits else f" > {bytes_text(explanation.setting.memory_bytes or 0)}"
+            cells = (
+                rule.rule,
+                seconds_text(step_s),
+                "" if rule is explanation.rules[0] else change_text(step_s, first_s),
+                seconds_text(rule.largest_s or 0.0),
+                bytes_text(rule.peak_bytes or 0) + limit,
+            )
+            lines.append(Line(cells=cells, shorter=(rule.rule.partition(",")[0],), style="" if rule.fits else "red"))
     ignoring = ", which ignore the constraints" if explanation.setting.constraints else ""
     largest = f"slowest {'device' if devices_differ_from_stages(explanation.setting) else 'stage'}, per micro-batch"
     return FittedTable(
         title=f"The same layers, partitioned by simpler rules{ignoring}",
         columns=columns("rule", "step", "change", largest, "peak memory"),
-        lines=tuple(
-            _rule_line(rule, this_plan, explanation.setting) for rule in explanation.rules if rule.cuts is not None
-        ),
+        lines=tuple(lines),
         spare=(largest, "peak memory"),
     )
 
@@ -362,18 +372,6 @@ def _rule_views(explanation: Explanation) -> Iterator[RenderableType]:
         if rule.reason:
             what = "left out" if rule.cuts is None else "does not fit"
             yield Text(f"{what}: {rule.rule}: {rule.reason}", style="dim")
-
-
-def _rule_line(rule: BaselineOutcome, this_plan: BaselineOutcome, setting: PlanSettings) -> Line:
-    peak = bytes_text(rule.peak_bytes or 0)
-    cells = (
-        rule.rule,
-        seconds_text(rule.step_s or 0.0),
-        "" if rule is this_plan else change_text(rule.step_s or 0.0, this_plan.step_s or 0.0),
-        seconds_text(rule.largest_s or 0.0),
-        peak if rule.fits else f"{peak} > {bytes_text(setting.memory_bytes or 0)}",
-    )
-    return Line(cells=cells, shorter=(rule.rule.partition(",")[0],), style="" if rule.fits else "red")
 
 
 def spread_text(explanation: Explanation) -> str:

@@ -28,12 +28,7 @@ _LINKS = (
 
 def machine_view(machine: Machine) -> RenderableType:
     """Tables of hosts and links; collectives with the seconds for whole tensors of these sizes."""
-    hosts = FittedTable(title="devices", columns=_DEVICES, lines=tuple(_host_lines(machine)))
-    links = FittedTable(title="seconds by bytes", columns=_LINKS, lines=tuple(_link_lines(machine)))
-    return Group(hosts, links, *note_lines(machine.notes))
-
-
-def _host_lines(machine: Machine) -> Iterator[Line]:
+    lines = []
     for host, group in groupby(machine.devices, key=lambda x: x.host):
         devices = list(group)
         known = [x.memory_bytes for x in devices if x.memory_bytes is not None]
@@ -41,7 +36,10 @@ def _host_lines(machine: Machine) -> Iterator[Line]:
         is_each = len(sizes) == 1 and len(known) == len(devices)
         memory_text = f"{sizes[0]} each" if is_each else " to ".join(sizes)
         hardware = ", ".join(dict.fromkeys(x.hardware for x in devices))
-        yield Line(cells=(host, counted(len(devices), "device"), memory_text, hardware))
+        lines.append(Line(cells=(host, counted(len(devices), "device"), memory_text, hardware)))
+    hosts = FittedTable(title="devices", columns=_DEVICES, lines=tuple(lines))
+    links = FittedTable(title="seconds by bytes", columns=_LINKS, lines=tuple(_link_lines(machine)))
+    return Group(hosts, links, *note_lines(machine.notes))
 
 
 def _link_lines(machine: Machine) -> Iterator[Line]:

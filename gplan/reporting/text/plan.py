@@ -62,10 +62,12 @@ def plan_view(plan: Plan) -> RenderableType:
     """One row per stage; below, the predicted step, bubble, bound and gap, then rivals and the frontier."""
     timeline, doubts = simulate(plan), stale_prediction_notes(plan)
     prediction, proof = plan.prediction, plan.proof
+    counts = {"num_devices": plan.num_devices, "num_microbatches": plan.num_microbatches}
+    law = law_of(plan.schedule, prediction.ideal_bubble, **counts)
     lines = [
         f"predicted step {seconds_text(prediction.step_s)}, "
         f"{quantity_text(samples_per_s(plan, prediction.step_s), 'samples_per_s')}, bubble "
-        f"{percent_text(prediction.bubble)} (equal stages and free transfers: {_ideal_text(plan, timeline)})",
+        f"{percent_text(prediction.bubble)} (equal stages and free transfers: {equal_stages_text(prediction.ideal_bubble, law, timeline)})",
         f"{plan.minimize} {seconds_text(proof.objective_s)}, lower bound {seconds_text(proof.lower_bound_s)}, "
         f"gap {percent_text(proof.gap)}: {'proven best' if proof.is_proven else 'best found'} by {proof.solver} "
         f"in {seconds_text(proof.solve_s)}{', as it was made' if doubts else ''}",
@@ -102,12 +104,6 @@ def sharding_text(plan: Plan) -> str:
     )
 
 
-def _ideal_text(plan: Plan, timeline: Timeline) -> str:
-    bubble = plan.prediction.ideal_bubble
-    law = law_of(plan.schedule, bubble, num_devices=plan.num_devices, num_microbatches=plan.num_microbatches)
-    return equal_stages_text(bubble, law, timeline)
-
-
 _PASSES = "forward and backward per micro-batch"
 
 
@@ -140,7 +136,10 @@ def _stage_line(plan: Plan, stage: Stage, timeline: Timeline, idle_s: float | No
     """A stage; `idle_s` is its device's, None where an earlier line has it and the device's peak memory."""
     stays = plan.devices[stage.index] in plan.devices[stage.index + 1 : stage.index + 2]
     hop_s = 0.0 if stays else stage.cost.activation_s + stage.cost.gradient_s
-    device = [_device_text(plan, stage) if idle_s is not None else ""]
+    place = stage.machine_device.name if stage.machine_device else str(plan.devices[stage.index])
+    device = [place if idle_s is not None else ""]
+    peak, capacity = bytes_text(plan.device_peak_bytes[plan.devices[stage.index]]), plan.limit_of(stage)
+    peak += f" of {bytes_text(capacity)}" if capacity else ""
     cells = [
         *(device if plan.has_chunks else []),
         str(stage.index),
@@ -151,21 +150,10 @@ def _stage_line(plan: Plan, stage: Stage, timeline: Timeline, idle_s: float | No
         seconds_text(timeline.total_s(ActionKind.FORWARD, *BACKWARD_KINDS, stage=stage.index)),
         seconds_text(plan.num_microbatches * hop_s),
         seconds_text(idle_s) if idle_s is not None else "",
-        _peak_text(plan, stage) if idle_s is not None else "",
+        peak if idle_s is not None else "",
     ]
     short = f"{stage.num_layers} from {stage.layer_names[0]}"
     return Line(cells=tuple(cells), shorter=(short,) if stage.num_layers > 1 else ())
-
-
-def _device_text(plan: Plan, stage: Stage) -> str:
-    return stage.machine_device.name if stage.machine_device else str(plan.devices[stage.index])
-
-
-def _peak_text(plan: Plan, stage: Stage) -> str:
-    """The peak of the stage's device, and the device's memory if it is known."""
-    capacity = plan.limit_of(stage)
-    peak = bytes_text(plan.device_peak_bytes[plan.devices[stage.index]])
-    return f"{peak} of {bytes_text(capacity)}" if capacity else peak
 
 
 def _comparisons(plan: Plan) -> Iterator[RenderableType]:

@@ -96,7 +96,13 @@ def layer_table(title: str, rows: Sequence[LayerRow], profile: Profile, *, sort:
     def amount(row: LayerRow) -> float:
         return row.held_bytes if sort == "memory" else row.time_s
 
-    shown = [*_name_columns(), *_time_columns(rows, profile), *_share_columns(rows, amount), *_byte_columns(rows)]
+    shown: list[_Shown] = [
+        (Column(key="layer", is_left=True, is_flexible=True), lambda row: row.names[0]),
+        (Column(key="kind", is_left=True), lambda row: shortened(row.kind, 20)),
+        *_time_columns(rows, profile),
+        *_share_columns(rows, amount),
+        *_byte_columns(rows),
+    ]
     ranked = rows if sort == "order" else sorted(rows, key=amount, reverse=True)
     table = FittedTable(
         title=title,
@@ -112,11 +118,6 @@ def marked_origins(rows: Sequence[LayerRow], profile: Profile) -> tuple[Origin, 
     """The origins that times in the table are marked with."""
     timings = [timing for row in rows for timing in row.cost.timings.values()]
     return tuple(dict.fromkeys(x.origin for x in timings if x.origin != profile.origin))
-
-
-def _name_columns() -> Iterator[_Shown]:
-    yield Column(key="layer", is_left=True, is_flexible=True), lambda row: row.names[0]
-    yield Column(key="kind", is_left=True), lambda row: shortened(row.kind, 20)
 
 
 def _time_columns(rows: Sequence[LayerRow], profile: Profile) -> Iterator[_Shown]:

@@ -18,7 +18,6 @@ from gplan.evaluate.profile_difference import (
     BytesChange,
     Change,
     Difference,
-    LayerDifference,
     SizeDifference,
     TimeChange,
 )
@@ -44,34 +43,28 @@ def difference_view(difference: Difference, *, only_changed: bool = True) -> Ren
     views: list[RenderableType] = []
     for size in difference.sizes:
         title = f"{difference.new_model}, micro-batch size {size.microbatch_size}, per micro-batch: new against old"
-        lines = (*_whole_lines(size, only_changed=only_changed), *_layer_lines(size, only_changed=only_changed))
+        lines = tuple(_lines(size, only_changed=only_changed))
         table = FittedTable(title=title, columns=_COLUMNS, lines=lines, spare=_SPARE)
         views.append(limited(table, num_last=0, remedy="gplan diff --all") if only_changed else table)
         views.append(Text(_summary(size, slowdown=difference.slowdown)))
     views.append(Text(f"link: {link_text(difference.old_link)} → {link_text(difference.new_link)}"))
     views.append(Text(f"old: made {difference.old_created}; new: made {difference.new_created}"))
-    return Group(*views, *note_lines([*_added_and_removed(difference), *difference.remarks]))
+    both = (("were added", difference.appeared), ("were removed", difference.vanished))
+    moved = [f"layers that {what}: {some_names(names, most=_MOST_NAMES)}" for what, names in both if names]
+    return Group(*views, *note_lines([*moved, *difference.remarks]))
 
 
-def _whole_lines(size: SizeDifference, *, only_changed: bool) -> Iterator[Line]:
-    """The whole model's times, changed or not, and its sizes."""
+def _lines(size: SizeDifference, *, only_changed: bool) -> Iterator[Line]:
+    """The whole model's times, changed or not, and its sizes; then the layers by their change of seconds, then of bytes."""
     changes: list[Change] = [*size.times, *(x for x in size.memory if not only_changed or x.verdict != "same")]
     for index, change in enumerate(changes):
         yield _line("whole model" if index == 0 else "", change, count=1)
-
-
-def _layer_lines(size: SizeDifference, *, only_changed: bool) -> Iterator[Line]:
-    """The layers by their change of seconds, then of bytes; only a layer's first line has its name."""
     for layer in sorted(size.layers, key=lambda x: (abs(x.change_s), x.change_bytes), reverse=True):
-        changes: list[Change] = [*layer.times, *layer.memory]
+        count, changes = len(layer.names), [*layer.times, *layer.memory]
+        names = layer.names[:1] if count == 1 else names_of_equal(layer.names[0], count)
         for index, change in enumerate(x for x in changes if not only_changed or x.verdict != "same"):
-            name, *shorter = _names(layer) if index == 0 else ("",)
-            yield _line(name, change, count=len(layer.names), shorter=tuple(shorter))
-
-
-def _names(layer: LayerDifference) -> tuple[str, ...]:
-    first, count = layer.names[0], len(layer.names)
-    return (first,) if count == 1 else names_of_equal(first, count)
+            name, *shorter = names if index == 0 else ("",)  # only a layer's first line has its name
+            yield _line(name, change, count=count, shorter=tuple(shorter))
 
 
 def _line(name: str, change: Change, *, count: int, shorter: tuple[str, ...] = ()) -> Line:
@@ -122,9 +115,3 @@ def _speed_text(median_change: float, slowdown: float | None) -> str:
         return ""
     at_equal_speed = percent_text((1.0 + median_change) / slowdown - 1.0, signed=True)
     return f"; the new host ran {1 / slowdown:.2f} times as fast as the old one, {EQUAL_SPEED} it is {at_equal_speed}"
-
-
-def _added_and_removed(difference: Difference) -> Iterator[str]:
-    for what, names in (("were added", difference.appeared), ("were removed", difference.vanished)):
-        if names:
-            yield f"layers that {what}: {some_names(names, most=_MOST_NAMES)}"

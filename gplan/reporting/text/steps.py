@@ -179,12 +179,16 @@ def traced_view(traced: Traced, *, schedule: str | None = None) -> RenderableTyp
     period = f", {seconds_text(traced.period_s)} from one start to the next" if traced.period_s is not None else ""
     steps = f"medians of {counted(traced.num_counted, 'step')}"
     steps += f", the first {traced.num_warmup_steps} left out" if traced.num_warmup_steps else ""
+    ideal = []
+    for name in dict.fromkeys((None, schedule)):
+        step, words = ideal_timeline(traced, name), schedule_info(name).title if name else "this order"
+        ideal.append(f"{words} would take {seconds_text(step.step_s)}, bubble {percent_text(step.bubble)}")
     return Group(
         Text(f"traced step: {stages} on {devices}, {microbatches}, {order}", style="bold"),
         Text(f"step {seconds_text(timeline.step_s)}{period}; bubble {percent_text(timeline.bubble)}; {steps}"),
         Text(""),
         *_traced_tables(timeline),
-        *(Text(_ideal_text(traced, x)) for x in dict.fromkeys((None, schedule))),
+        *(Text(f"if every action took its stage's median and transfers were free, {x}") for x in ideal),
         *note_lines((f"the times are those of {traced.basis}", f"clocks: {traced.clock}", *traced.notes)),
     )
 
@@ -221,10 +225,3 @@ def _traced_tables(timeline: Timeline) -> Iterator[FittedTable]:
             for i, waits in enumerate(idle)
         ),
     )
-
-
-def _ideal_text(traced: Traced, schedule: str | None) -> str:
-    ideal = ideal_timeline(traced, schedule)
-    order = "this order" if schedule is None else schedule_info(schedule).title
-    taken = f"{seconds_text(ideal.step_s)}, bubble {percent_text(ideal.bubble)}"
-    return f"if every action took its stage's median and transfers were free, {order} would take {taken}"

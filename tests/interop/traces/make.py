@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gplan.interop.traces.profiler_marks import is_kept_mark
+from gplan.interop.traces.reading import is_kept_mark
 
 HERE = Path(__file__).parent
 NUM_RANKS, NUM_STEPS, NUM_MICROBATCHES, WIDTH, NUM_SAMPLES = 2, 4, 4, 192, 16

@@ -1,0 +1,118 @@
+"""To trainers that count layers along a sequence: DeepSpeed, torchgpipe, and for inference vLLM and SGLang.
+
+DeepSpeed: a PipelineModule with the plan's parts, its arguments and the batch sizes of its configuration. Relies on deepspeedai/DeepSpeed: deepspeed/runtime/pipe/module.py (`PipelineModule._partition_layers` sets `self.parts`,
+K+1 boundaries, and calls `_set_bounds`; none of its methods accepts parts, so the export has a subclass;
+`activation_checkpoint_interval` layers are recomputed as one, 0 none), deepspeed/runtime/pipe/schedule.py
+(`TrainSchedule`: 1F1B, one stage on a device) and docs/_tutorials/pipeline.md (layers are a sequence of callables;
+micro-batches by `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps`; `TiedLayerSpec`) and
+deepspeed/runtime/constants.py (`GRADIENT_CLIPPING_DEFAULT`).
+
+torchgpipe: the call of GPipe with `balance`, `chunks` and `checkpoint`. Relies on kakaobrain/torchgpipe: docs/guide.rst and torchgpipe/gpipe.py (`GPipe`: `balance` is the number of children of
+the nn.Sequential in each partition, `chunks` the number of micro-batches, `checkpoint` one of always, except_last and
+never; `verify_module`: no child twice, no parameter in two children). torchgpipe runs GPipe's schedule only, one
+partition on a device.
+
+vLLM and SGLang: the number of blocks of every stage, as the environment variable that each reads. Relies on vllm/distributed/utils.py and sglang/srt/distributed/utils.py (`get_pp_indices`: integers with commas between
+them, one for each rank, whose sum is the number of blocks; the embedding is on the first rank, norm and head on the
+last).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gplan.core import Plan, Profile
+from gplan.interop.export.requirements import Export, skipping_values, split_weights, stage_comments
+from gplan.interop.receivers import RECEIVERS, check_plan, decoder_of
+
+
+def to_deepspeed(plan: Plan, profile: Profile | None) -> Export:
+    """Python: `PARTS`, a class `PlannedPipelineModule` that uses them, its `ARGUMENTS` and the `CONFIG`.
+
+    Raises UsageError if the layers are not a sequence of modules, or DeepSpeed cannot run the schedule.
+    """
+    check_plan("deepspeed", plan, profile)
+    comments = stage_comments(plan, what="stage")
+    interval = (
+        0 if plan.recompute == "never" else max(x.num_layers for x in plan.stages)
+    )  # so stages are recomputed whole
+    text = f"""from deepspeed.pipe import PipelineModule
+
+{comments}
+PARTS = {[0, *(x.end_layer for x in plan.stages)]}
+
+
+class PlannedPipelineModule(PipelineModule):
+    def _partition_layers(self, method="uniform"):
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self.parts = list(PARTS)
+        self._set_bounds(start=PARTS[stage], stop=PARTS[stage + 1])
+
+
+ARGUMENTS = {{"num_stages": {plan.num_devices}, "activation_checkpoint_interval": {interval}}}
+CONFIG = {{
+    "train_batch_size": {plan.batch_size},
+    "train_micro_batch_size_per_gpu": {plan.microbatch_size},
+    "gradient_accumulation_steps": {plan.num_microbatches},
+}}
+"""
+    num_layers, num_ranks = len(plan.layer_names), plan.num_ranks
+    notes = [
+        f"PlannedPipelineModule(layers, loss_fn=..., **ARGUMENTS) takes {num_layers} layers, those of the plan in its order, "
+        f"each with the operations that follow it; start {num_ranks} ranks",
+        "DeepSpeed documents no other way to set the parts; the class overrides a private method",
+        "DeepSpeed clips gradients to a norm of 1 unless the configuration has another gradient_clipping; 0.0 clips nothing",
+    ]
+    makers, split = skipping_values(plan, profile), split_weights(plan, profile)
+    if makers:
+        notes.append(f"what {', '.join(makers)} makes skips layers: the layers between must pass it on in a tuple")
+    if split:
+        notes.append(f"{', '.join(split)} is used on several stages: its layers must be a TiedLayerSpec")
+    return Export(format="deepspeed", text=text, notes=tuple(notes))
+
+
+def to_torchgpipe(plan: Plan, profile: Profile | None) -> Export:
+    """Python: `model`, an nn.Sequential of the plan's layers, wrapped in GPipe.
+
+    Raises UsageError if the layers cannot be the children of a Sequential, or torchgpipe cannot run the schedule.
+    """
+    check_plan("torchgpipe", plan, profile)
+    checkpoint = RECEIVERS["torchgpipe"].recompute[plan.recompute]
+    comments = stage_comments(plan, what="partition")
+    text = f"""from torchgpipe import GPipe
+
+{comments}
+model = GPipe(model, balance={[x.num_layers for x in plan.stages]}, chunks={plan.num_microbatches}, checkpoint="{checkpoint}")
+"""
+    notes = [
+        f"model must be an nn.Sequential of {len(plan.layer_names)} children, the plan's layers in its order, each with the "
+        f"operations that follow it; a batch has {plan.batch_size} samples"
+    ]
+    makers = skipping_values(plan, profile)
+    if makers:
+        notes.append(
+            f"what {', '.join(makers)} makes skips layers: the layers between must pass it on in a tuple, or use "
+            "torchgpipe.skip"
+        )
+    return Export(format="torchgpipe", text=text, notes=tuple(notes))
+
+
+_VARIABLES = {"vllm": "VLLM_PP_LAYER_PARTITION", "sglang": "SGLANG_PP_LAYER_PARTITION"}
+
+
+def to_inference(name: str) -> Callable[[Plan, Profile | None], Export]:
+    """The exporter for "vllm" or "sglang"."""
+
+    def exporter(plan: Plan, profile: Profile | None) -> Export:
+        """One line for a shell; raises UsageError unless every stage has whole blocks."""
+        check_plan(name, plan, profile)
+        decoder = decoder_of(plan.layer_names, RECEIVERS[name].title)
+        counts = [decoder.counts(stage.first_layer, stage.end_layer)[0] for stage in plan.stages]
+        notes = (
+            f"start with --pipeline-parallel-size {plan.num_devices}; the model has {len(decoder.blocks)} blocks",
+            "the plan balances training: inference has no backward, and its memory is weights and a KV cache that is as small "
+            "on every rank as on the fullest",
+        )
+        return Export(format=name, text=f"export {_VARIABLES[name]}={','.join(map(str, counts))}\n", notes=notes)
+
+    return exporter
