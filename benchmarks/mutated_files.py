@@ -179,7 +179,7 @@ def made_plans(
         gplan.balance(measured, **few, schedule="interleaved-1f1b:2"),
         gplan.balance(measured, num_devices=2, num_microbatches=2, schedule=OWN),
         gplan.balance(computed, **few, num_replicas=2, recompute="except-last"),
-        gplan.balance(measured, num_devices="auto", total_devices=2, batch_size=8, time_limit_s=2.0),
+        gplan.balance(measured, total_devices=2, schedule="auto", recompute="auto", batch_size=8, time_limit_s=2.0),
     ]
     machine = folder / "machine.toml"
     machine.write_text(MACHINE)
