@@ -113,11 +113,9 @@ def _load_plan(path: Path, num_devices: int | None, given: Mapping[str, str]) ->
 def _schedules(plan: Plan | None) -> list[str]:
     """Every schedule, with as many stages per device as the plan if the number is free; and the plan's own order."""
     from gplan.schedules.custom import is_custom_order
-    from gplan.schedules.registry import SCHEDULES, canonical
+    from gplan.schedules.registry import every_schedule
 
-    num_chunks = 1 if plan is None else plan.num_stages // plan.num_devices
-    chunks = f":{num_chunks}" if num_chunks > 1 else ""
-    names = [canonical(word + chunks if rule.num_chunks is None else word) for word, rule in SCHEDULES.items()]
+    names = every_schedule(1 if plan is None else plan.num_stages // plan.num_devices)
     return [*names, plan.schedule] if plan is not None and is_custom_order(plan.schedule) else names
 
 

@@ -1,7 +1,7 @@
 """Every schedule by its name: from K devices and M micro-batches to the ordered actions of every device.
 
-A name is a rule (`gpipe`), a rule with the number of chunks on each device (`interleaved-1f1b:4`; 2 if it is left out),
-or a custom order (`custom.py`). A new rule is one entry of `SCHEDULES`; the simulator, the memory model, the planner, the
+A name is a rule (`gpipe`), a rule with a number, such as that of chunks on each device (`interleaved-1f1b:4`; 2 if it is left
+out), or a custom order (`custom.py`). A new rule is one entry of `SCHEDULES`; the simulator, the memory model, the planner, the
 charts and the engines all read the orders made here.
 """
 
@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from gplan.core import Action, ActionKind, Schedule
 from gplan.core.errors import UsageError
@@ -23,28 +24,33 @@ from gplan.schedules.zero_bubble import zb_h1, zb_v
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRule:
-    """How to make a schedule: `make(K, M, v)` returns the orders for K devices, M micro-batches and v chunks a device."""
+    """How to make a schedule: `make(K, M, n)` returns the orders for K devices and M micro-batches.
+
+    n is the number after the name, such as the chunks a device; without one it is the rule's number of chunks.
+    """
 
     make: Callable[[int, int, int], list[list[Action]]]
-    num_chunks: int | None = 1  # None: any number
+    num_chunks: int | None = 1  # stages on each device; None: the number after the name
+    number: str = ""  # what the number after the name counts; "": there is none
+    default_number: int | None = None  # None: the number must be given
     splits_backward: bool = False
     turns_back: bool = False  # whether a micro-batch's second way is from the last device to the first
 
+
+_CHUNKS: Any = {"num_chunks": None, "number": "chunks a device", "default_number": 2}
 
 SCHEDULES: dict[str, ScheduleRule] = {
     "gpipe": ScheduleRule(make=looped_bfs),
     "1f1b": ScheduleRule(make=lambda k, m, _: one_f_one_b(k, m)),
     "eager-1f1b": ScheduleRule(make=lambda k, m, _: eager_1f1b(k, m)),
-    "interleaved-1f1b": ScheduleRule(make=interleaved_1f1b, num_chunks=None),
-    "looped-bfs": ScheduleRule(make=looped_bfs, num_chunks=None),
+    "interleaved-1f1b": ScheduleRule(make=interleaved_1f1b, **_CHUNKS),
+    "looped-bfs": ScheduleRule(make=looped_bfs, **_CHUNKS),
     "zb-h1": ScheduleRule(make=lambda k, m, _: zb_h1(k, m), splits_backward=True),
     "zb-v": ScheduleRule(make=lambda k, m, _: zb_v(k, m), num_chunks=2, splits_backward=True, turns_back=True),
 }
 
 MOST_ACTIONS = 5_000_000
 """The limit for a schedule; so many actions take a gigabyte of memory."""
-
-_DEFAULT_CHUNKS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +59,7 @@ class ScheduleInfo:
 
     title: str  # to show; the name of a custom order is too long
     num_chunks: int  # stages on each device; for a custom order the largest number on any device
+    number: int = 1  # after the name, or by default; for rules without one that of chunks
     splits_backward: bool
     num_devices: int | None = None  # fixed by a custom order; None: any
     num_microbatches: int | None = None  # the same
@@ -81,13 +88,32 @@ def schedule_info(name: str) -> ScheduleInfo:
         raise UsageError(
             f"schedule {name[:60]!r} is not known; expected one of {', '.join(SCHEDULES)}, or a file with a custom order"
         )
-    if rule.num_chunks is not None and colon:
+    if colon and not rule.number:
         raise UsageError(f"schedule {name!r}: {word} has {rule.num_chunks} chunks a device; expected no number")
     if colon and not re.fullmatch("0*[1-9][0-9]{0,3}", number):
-        raise UsageError(f"schedule {name!r} has {number!r} chunks a device; expected a number, such as {word}:2")
-    num_chunks = rule.num_chunks or (int(number) if colon else _DEFAULT_CHUNKS)
-    title = word if rule.num_chunks is not None else f"{word}:{num_chunks}"
-    return ScheduleInfo(title=title, num_chunks=num_chunks, splits_backward=rule.splits_backward)
+        raise UsageError(f"schedule {name!r} has {number!r} {rule.number}; expected a number, such as {word}:2")
+    count = int(number) if colon else rule.default_number
+    if rule.number and count is None:
+        raise UsageError(f"schedule {name!r} does not say how many {rule.number}; expected a number, such as {word}:2")
+    return ScheduleInfo(
+        title=f"{word}:{count}" if rule.number else word,
+        num_chunks=rule.num_chunks or count or 1,
+        number=count or rule.num_chunks or 1,
+        splits_backward=rule.splits_backward,
+    )
+
+
+def every_schedule(num_chunks: int = 1) -> list[str]:
+    """The schedules by rule, with so many chunks a device where their number is free, if that is more than one.
+
+    Those whose number counts something else are left out.
+
+    >>> [x for x in every_schedule(3) if schedule_info(x).num_chunks == 3]
+    ['interleaved-1f1b:3', 'looped-bfs:3']
+    """
+    chunks = f":{num_chunks}" if num_chunks > 1 else ""
+    rules = ((word, rule) for word, rule in SCHEDULES.items() if rule.num_chunks is None or not rule.number)
+    return [canonical(word + chunks if rule.num_chunks is None else word) for word, rule in rules]
 
 
 def canonical(name: str) -> str:
@@ -139,7 +165,7 @@ def make_schedule(name: str, *, num_devices: int, num_microbatches: int) -> Sche
         orders = [[x for x in order if x.microbatch < num_microbatches] for order in custom_order(name).orders]
     else:
         _check_size(name, num_devices, num_microbatches)
-        orders = SCHEDULES[name.partition(":")[0]].make(num_devices, num_microbatches, info.num_chunks)
+        orders = SCHEDULES[name.partition(":")[0]].make(num_devices, num_microbatches, info.number)
     return Schedule(
         name=info.title,
         num_stages=num_stages_of(name, num_devices),

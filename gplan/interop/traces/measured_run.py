@@ -34,7 +34,7 @@ from gplan.interop.traces.actions import (
 )
 from gplan.interop.traces.reading import RankTrace, Times, read_trace
 from gplan.schedules.dependencies import OrderError, check_orders, dependencies_of
-from gplan.schedules.registry import SCHEDULES, make_schedule, num_stages_of, schedule_info
+from gplan.schedules.registry import every_schedule, make_schedule, num_stages_of, schedule_info
 from gplan.simulation.exposed_communication import exposed_in, exposed_transfers
 from gplan.simulation.simulator import schedule_of, simulate, simulate_schedule
 
@@ -242,14 +242,13 @@ def _schedule_of(ranks: Sequence[RankSteps], num_microbatches: int) -> str | Non
     """The schedule whose order every rank followed; ScheduleGPipe's backwards may begin with the first micro-batch."""
     orders = tuple(tuple(x for x in rank.actions if x.kind is not ActionKind.OPTIMIZER) for rank in ranks)
     num_chunks = len(ranks[0].stages)
-    for name, rule in SCHEDULES.items():
-        if rule.num_chunks not in (None, num_chunks):
+    for name in every_schedule(num_chunks):
+        if schedule_info(name).num_chunks != num_chunks:
             continue
-        full = name if rule.num_chunks is not None else f"{name}:{num_chunks}"
-        made = make_schedule(full, num_devices=len(ranks), num_microbatches=num_microbatches)
+        made = make_schedule(name, num_devices=len(ranks), num_microbatches=num_microbatches)
         turned = tuple((*x[:num_microbatches], *x[: num_microbatches - 1 : -1]) for x in made.orders)
         if made.orders == orders or (name == "gpipe" and turned == orders):
-            return full
+            return name
     return None
 
 
