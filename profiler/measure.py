@@ -46,7 +46,7 @@ from profiler.timing.averages_step import sample_averages
 from profiler.timing.bench import run_naming_errors
 from profiler.timing.clock import Clock, CpuClock, CudaClock, Samples
 from profiler.timing.journal import Journal
-from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, SampledSize, Setup, mean_of_known, sample_size
+from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, SampledSize, Setup, sample_size
 from profiler.timing.optimizer_step import MICROBATCHES, StepSampler
 from profiler.timing.yardstick import SpeedHistory, Yardstick, pass_weights, yardstick_parts
 
@@ -226,7 +226,6 @@ def _measured(
         values=values,
         precision=file.precision,
         host_speed=None if speeds.host_speed is None else replace(speeds.host_speed, load=load),
-        common_variance=mean_of_known(x.common_variance for x in measured),
     )
 
 

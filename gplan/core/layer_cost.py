@@ -19,12 +19,7 @@ _MEDIAN_ERROR = 1.25  # standard error of a median, in standard deviations over 
 
 def quartiles_median_error(low: float, high: float, num_samples: int) -> float:
     """The standard error of the median of samples with these quartiles, exact for many normal samples."""
-    return _MEDIAN_ERROR * _deviation(low, high) / sqrt(num_samples)
-
-
-def _deviation(low: float, high: float) -> float:
-    """The standard deviation of normal samples with these quartiles."""
-    return (high - low) / _QUARTILES_APART
+    return _MEDIAN_ERROR * (high - low) / _QUARTILES_APART / sqrt(num_samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +37,6 @@ class Timing:
         check_amounts(self)
         if not self.low_s <= self.median_s <= self.high_s:
             raise ValueError(f"median_s is {self.median_s!r}; expected {self.low_s!r} <= median_s <= {self.high_s!r}")
-
-    @property
-    def deviation_s(self) -> float:
-        """The standard deviation of a sample, by the quartiles."""
-        return _deviation(self.low_s, self.high_s)
 
     def plus(self, seconds: float) -> Timing:
         """This duration and a fixed part, which may be negative; at least 0."""

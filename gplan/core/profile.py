@@ -14,7 +14,6 @@ from gplan.core.checks import (
     check_amounts,
     check_not_empty,
     check_positive,
-    check_share,
 )
 from gplan.core.host_load import LEAST_HEAVY, HostLoad
 from gplan.core.host_speed import ONE_PHASE, HostSpeed
@@ -257,13 +256,10 @@ class Profile:
     engine: EngineCost | None = None  # None: not measured, assumed to be zero
     host_speed: HostSpeed | None = None  # that the times belong to; None: not measured
     precision: Precision = field(default_factory=Precision)  # that it was measured or computed in
-    common_variance: float | None = None  # share of the layers' variance that a round has in common; None: not measured
 
     def __post_init__(self) -> None:
         check_not_empty("layers", self.layers)
         check_amounts(self)
-        if self.common_variance is not None:
-            check_share(self, "common_variance")
         names = [layer.name for layer in self.layers]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)

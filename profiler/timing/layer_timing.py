@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice, pairwise
-from statistics import fmean, median
+from statistics import median
 from typing import Any, TypeAlias
 
 import torch
@@ -50,7 +50,7 @@ from profiler.timing.bench import (
 from profiler.timing.clock import AtOneSpeed, Clock, Samples
 from profiler.timing.journal import Journal
 from profiler.timing.neighbours import BESIDE_OTHERS, NEIGHBOUR_FAILED, contention, neighbours
-from profiler.timing.rounds import NO_CORRECTIONS, Corrections, TimingRounds, common_variance, corrections_of, net
+from profiler.timing.rounds import NO_CORRECTIONS, Corrections, TimingRounds, corrections_of, net
 
 _NUM_PAIRS_NAMED = 3
 _SAME_LOSS = 1e-3  # share by which a loss may differ by the order of operations
@@ -87,7 +87,6 @@ class MeasuredSize:
     crossings: Crossings
     whole: WholeModel | None
     overhead_s: float
-    common_variance: float | None  # see `common_variance` of profiler/timing/rounds.py
     loss_reduction: LossReduction | None  # found from the outputs of a model that cannot be run
     notes: tuple[str, ...]
 
@@ -202,9 +201,8 @@ def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> _Me
                 strict=True,
             )
         ]
-        common = [common_variance(bench, samples)]
         pair_notes = _notes_on_pairs(bench, subject, samples)
-        found = _measured_size(subject, costs, memories, [corrections], common, (*notes, *pair_notes))
+        found = _measured_size(subject, costs, memories, [corrections], (*notes, *pair_notes))
         if whole_bytes is None:
             return found
         whole = WholeModel(
@@ -303,8 +301,7 @@ def _sample_alone(subject: _Subject, setup: Setup, progress: Progress) -> _Measu
             _layer_cost(samples(key), key, size, corrections.get(key, NO_CORRECTIONS), memory, analysis, shares[key])
             for key, memory, analysis in zip((*subject.keys.values(), "loss"), memories, analyses, strict=True)
         ]
-        common = [common_variance(bench, samples(key)) for key, bench in benches.items()]
-        found = _measured_size(subject, costs, memories, list(corrections.values()), common, notes)
+        found = _measured_size(subject, costs, memories, list(corrections.values()), notes)
         return replace(found, loss_reduction=reduction)
 
     return measured
@@ -475,18 +472,11 @@ def _layer_cost(
     )
 
 
-def mean_of_known(values: Iterable[float | None]) -> float | None:
-    """The mean of the values that are known; None if none is."""
-    known = [x for x in values if x is not None]
-    return fmean(known) if known else None
-
-
 def _measured_size(
     subject: _Subject,
     costs: Sequence[LayerCost],
     memories: Sequence[LayerBytes],
     corrections: Sequence[Corrections],
-    common: Sequence[float | None],
     notes: tuple[str, ...],
 ) -> MeasuredSize:
     """Copy the costs of measured layers to the layers like them; the last of `costs` and `memories` is the loss's."""
@@ -504,7 +494,6 @@ def _measured_size(
         ),
         whole=None,
         overhead_s=sum(x.overhead_s for x in corrections) / len(corrections),
-        common_variance=mean_of_known(common),
         loss_reduction=None,
         notes=tuple(dict.fromkeys((*subject.chain.notes, *notes))),
     )

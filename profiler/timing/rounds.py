@@ -27,7 +27,6 @@ from profiler.timing.bench import Bench, Composed, backward
 from profiler.timing.clock import Clock, Samples, median_s
 from profiler.timing.neighbours import BESIDE_OTHERS, Neighbours
 
-_LEAST_SUMS = 5  # rounds for a variance of the layers' sum
 _CERTAIN = 3.0  # standard errors, above which a difference counts in full
 _LEAST_RERUN = 0.1  # share of the stage's forward that is run again, below which the factor of recompute is 1
 
@@ -147,22 +146,9 @@ def net(timing: Timing, cut_off_s: float) -> Timing:
     return timing.plus(-min(cut_off_s, timing.low_s / 2))
 
 
-def common_variance(bench: Bench, samples: Callable[[str], Samples]) -> float | None:
-    """The share of the layers' variance that a round has in common: by how much the variance of their sum in a round is
-    above that of independent layers, as a share of what it would be if all varied alike; None if it is not known."""
-    more = most = 0.0
-    for name in ("forward", "backward"):
-        deviations = [samples(f"{key}/{name}").timing().deviation_s for key in bench.keys]
-        together = samples(f"together/{name}").timing()
-        if together.num_samples >= _LEAST_SUMS:
-            alone = sum(x**2 for x in deviations)
-            more += together.deviation_s**2 - alone
-            most += sum(deviations) ** 2 - alone
-    return min(1.0, max(0.0, more / most)) if most > 0 else None
-
-
 _LEAST_ROUNDS = 10
 _MOST_ROUNDS = 60
+_LEAST_SUMS = 5  # rounds with a sum of all layers, for its error to count
 _PAIR_ROUNDS = 5
 _SETTLED = 0.025  # standard error of a median, over the median
 _SETTLED_OF_ALL = 0.004  # or over the time of all layers: small ones need not settle

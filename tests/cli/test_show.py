@@ -84,7 +84,7 @@ def test_diff_as_json_holds_every_layer_and_verdict(here: Path, capsys: pytest.C
 
 
 MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
-    (("show", "absent.json"), 3, "absent.json is not there; expected a gplan profile, plan, run, verification or"),
+    (("show", "absent.json"), 3, "absent.json is not there; expected a gplan profile, plan, run or verification"),
     (("show", "--microbatch-size", "8"), 2, "no micro-batch size 8; expected --microbatch-size 1 or 2"),
     (("show", "plan.json", "--all"), 2, "plan.json is a plan; --sort, --microbatch-size and --all are for profiles"),
     (("show", "run.json", "--sort", "cost"), 2, "run.json is a run; --sort"),

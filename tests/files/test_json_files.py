@@ -51,13 +51,6 @@ def test_plans_and_runs_of_every_schedule_are_loaded_again(schedule: str, tmp_pa
         assert gplan.load(tmp_path / "value.json") == value
 
 
-def test_a_profile_from_before_it_knew_what_a_round_has_in_common_is_loaded(profile_file: Path) -> None:
-    content = json.loads(profile_file.read_text())
-    assert content.pop("common_variance") is None
-    profile_file.write_text(json.dumps(content))
-    assert gplan.load(profile_file) == make_profile([1.0, 2.0, 3.0])
-
-
 def test_a_profile_keeps_its_precision(tmp_path: Path) -> None:
     profile = replace(make_profile([1.0, 2.0, 3.0]), precision=Precision.named("mixed"))
     gplan.save(profile, tmp_path / "profile.json")
@@ -174,10 +167,6 @@ def damage_version(content: dict[str, Any]) -> None:
     content["format"] = "gplan.profile/99"
 
 
-def damage_share(content: dict[str, Any]) -> None:
-    content["common_variance"] = 1.5
-
-
 def damage_empty(content: dict[str, Any]) -> None:
     content["layers"] = []
 
@@ -195,8 +184,7 @@ def damage_empty(content: dict[str, Any]) -> None:
         (damage_nan, r"has a NaN or an infinity at \$\.layers\[1\]\.costs\[0\]\.forward_s; expected a number"),
         (damage_leftovers, r"has bytes left over by a layer after the last of 3"),
         (damage_order, r"micro-batch sizes are \(1, 1\); expected rising sizes"),
-        (damage_version, r"format 'gplan.profile/99'; expected 'gplan.profile/6'"),
-        (damage_share, r"common_variance is 1.5; expected a share from 0 to 1"),
+        (damage_version, r"format 'gplan.profile/99'; expected 'gplan.profile/7'"),
         (damage_empty, r"layers is empty"),
     ],
 )
@@ -277,7 +265,7 @@ def test_a_plan_is_not_taken_for_a_profile(tmp_path: Path) -> None:
     plan = gplan.balance(make_profile([1.0, 2.0]), num_devices=2, num_microbatches=2)
     json_files.save(plan, tmp_path / "plan.json")
     with pytest.raises(
-        FileError, match=r"format 'gplan.plan/5'; expected 'gplan.profile/6', a gplan profile; make one with"
+        FileError, match=r"format 'gplan.plan/5'; expected 'gplan.profile/7', a gplan profile; make one with"
     ):
         json_files.load(Profile, tmp_path / "plan.json")
     assert isinstance(json_files.load_any(tmp_path / "plan.json"), Plan)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -25,7 +23,6 @@ from profiler.timing.clock import CpuClock, Samples
 from profiler.timing.rounds import (
     RoundSamples,
     TimingRounds,
-    common_variance,
     corrections_of,
     even_cut_s,
     net,
@@ -357,34 +354,6 @@ def test_noise_is_not_subtracted() -> None:
     assert corrections_of(bench, book).backward_cut_s == 0.0
     book.samples["excess/backward"].clean_s = [0.3, 0.28, 0.32, 0.31, 0.29]
     assert corrections_of(bench, book).backward_cut_s == pytest.approx(0.3 / 2, rel=0.05)
-
-
-@pytest.mark.parametrize("common", [0.0, 0.3, 1.0])
-def test_what_the_layers_of_a_round_have_in_common(common: float) -> None:
-    """A round slows all layers by one draw, and each by its own."""
-    chance, keys = np.random.default_rng(0), ("a", "b", "b", "c")
-    deviation_s = np.array([[0.01], [0.02], [0.02], [0.05]])
-    book = Bookkeeper()
-    for name in ("forward", "backward"):
-        drawn = math.sqrt(common) * chance.standard_normal(4000)
-        drawn = 1.0 + deviation_s * (drawn + math.sqrt(1 - common) * chance.standard_normal((4, 4000)))
-        for key, seconds in zip(keys, drawn, strict=True):
-            book(f"{key}/{name}").clean_s += seconds.tolist()
-        book(f"together/{name}").clean_s = drawn.sum(axis=0).tolist()
-    assert common_variance(bench_of(keys), book) == pytest.approx(common, abs=0.03)
-
-
-def test_one_layer_has_nothing_in_common() -> None:
-    book = Bookkeeper()
-    book("a/forward").clean_s = book("together/forward").clean_s = [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert common_variance(bench_of(("a",)), book) is None
-
-
-def test_too_few_rounds_say_nothing_of_what_they_have_in_common() -> None:
-    book = Bookkeeper()
-    for name in ("a/forward", "b/forward", "together/forward"):
-        book(name).clean_s = [1.0, 2.0, 3.0, 4.0]
-    assert common_variance(bench_of(("a", "b")), book) is None
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=8), st.floats(0, 1))

@@ -18,11 +18,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gplan.core import IdleCause, Plan, Stage
+from gplan.core import ActionKind, Floats, IdleCause, Plan, Stage
+from gplan.cost.action_seconds import occupied
 from gplan.evaluate.explain.explanation import Binding, Bottleneck, CutCost, LayerShare
-from gplan.simulation.batch_layout import lay_out_steps
 from gplan.simulation.bubble import idle_by_device
-from gplan.simulation.simulator import simulate
+from gplan.simulation.kernel import action_times, whole_program
+from gplan.simulation.simulator import schedule_of, simulate, update_times
 
 MEMORY_SHARE = 0.01
 CUT_SHARE = 0.05
@@ -70,8 +71,8 @@ def exposed_cuts(plan: Plan) -> tuple[tuple[CutCost, ...], float]:
     charged = np.ones((num_cuts + 2, num_cuts))  # row n: without cut n; then with all cuts; then without any
     np.fill_diagonal(charged, 0.0)
     charged[num_cuts + 1] = 0.0
-    steps = lay_out_steps(plan, num_steps=num_cuts + 2, charged=lambda cut: charged[:, cut]).step_s
-    gains = np.maximum(steps[num_cuts] - steps, 0.0).tolist()
+    steps_s = _steps_s(plan, charged)
+    gains = np.maximum(steps_s[num_cuts] - steps_s, 0.0).tolist()
     cuts = tuple(
         CutCost(
             stage=stage.index,
@@ -83,6 +84,25 @@ def exposed_cuts(plan: Plan) -> tuple[tuple[CutCost, ...], float]:
         if plan.devices[stage.index] != plan.devices[stage.index + 1]
     )
     return cuts, gains[num_cuts + 1]
+
+
+def _steps_s(plan: Plan, charged: Floats) -> Floats:
+    """[steps]: the lengths of several steps; `charged[n, cut]` is the share that step n pays of a cut's transfers."""
+    schedule, costs, zero = schedule_of(plan), plan.stage_costs, np.zeros(len(charged))
+    program, times = whole_program(schedule, plan.recompute), [occupied(x) for x in costs]
+    hops_s = [zero] * len(program.hops)
+    for i, (key, hop_s) in enumerate(zip(program.hops, program.hops_s(times), strict=True)):
+        cut = key.stage if key.kind is ActionKind.FORWARD else key.stage - 1
+        if cut < charged.shape[1]:  # the last stage's forward is not sent
+            hops_s[i] = charged[:, cut] * hop_s
+    free = [zero] * plan.num_devices
+    durations_s = [zero + x for x in program.durations_s(times)]
+    rows = action_times(program, durations_s, hops_s, zero=zero)
+    for entry, (_, free_s, _) in zip(program.entries, rows, strict=True):
+        free[entry.device] = free_s
+    updates = update_times(schedule, costs, free, lambda update: zero + costs[update.stage].optimizer_s)
+    found: Floats = np.maximum.reduce([end_s for _, _, _, end_s in updates])
+    return found
 
 
 def layer_times_s(plan: Plan, stage: Stage) -> tuple[float, ...]:

@@ -15,7 +15,6 @@ from gplan.core.errors import NoPlanError
 from gplan.core.progress import Progress, no_progress
 from gplan.corrections.microbatch_size import cost_at
 from gplan.cost.action_seconds import occupied
-from gplan.cost.stage_spread import stage_spreads
 from gplan.evaluate.compare import samples_per_s
 from gplan.evaluate.explain.bottleneck import find_bottleneck
 from gplan.evaluate.explain.explanation import BaselineOutcome, Explanation, Option, Sensitivities
@@ -34,7 +33,6 @@ from gplan.evaluate.rivals import THIS_PLAN
 from gplan.partition.baselines import RULES
 from gplan.partition.plan_evaluation import compute_s
 from gplan.partition.problem import Problem, device_sums
-from gplan.simulation.jitter import step_spread
 from gplan.simulation.simulator import simulate
 
 OPTIONS_S, SENSITIVITIES_S = 20.0, 10.0
@@ -87,7 +85,6 @@ def explain(
         options=options,
         sensitivities=sensitivities,
         rules=() if why_not else tuple(baseline_outcomes(plan, ordered)),
-        spread=step_spread(plan, stage_spreads(plan, ordered)),
         notes=notes,
         doubts=profile.doubts,
     )

@@ -1,4 +1,4 @@
-"""The reasons for a plan, as numbers: bottleneck, options, sensitivities, baselines and spread of the step time."""
+"""The reasons for a plan, as numbers: bottleneck, options, sensitivities and baselines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from gplan.evaluate.replanning import PlanSettings
-from gplan.simulation.jitter import StepSpread
 
 Binding: TypeAlias = Literal["compute", "memory", "cut", "filling", "optimizer"]
 """What limits the step: one device's compute, memory, the transfers over the cuts, filling and draining the pipeline,
@@ -137,6 +136,5 @@ class Explanation:
     options: tuple[Option, ...]
     sensitivities: Sensitivities
     rules: tuple[BaselineOutcome, ...]  # the plan itself first
-    spread: StepSpread
     notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()  # warnings of the profile: its times are uncertain

@@ -26,7 +26,6 @@ from gplan.reporting.text.explanation import (
     option_text,
     options_table,
     rules_table,
-    spread_text,
     step_parts,
     step_table,
 )
@@ -160,7 +159,7 @@ def _sections(subject: Subject, drawings: Sequence[Drawing], analysis: PlanAnaly
 
 
 def _reasons(explanation: Explanation) -> str:
-    """The tables of an explanation, and how the step varies."""
+    """The tables of an explanation."""
     shares = [x / explanation.step_s for x in step_parts(explanation.bottleneck).values()]
     step, options, rules = step_table(explanation), options_table(explanation), rules_table(explanation)
     parts = [f'<p class="warn">{escape(note)}</p>' for note in explanation.notes]
@@ -178,8 +177,6 @@ def _reasons(explanation: Explanation) -> str:
             parts.append(f"<details><summary>{len(missing)} left out</summary><ul>{''.join(missing)}</ul></details>")
     if rules is not None:
         parts.append(f"<h3>{escape(rules.title)}</h3>{table(rules)}")
-    if explanation.spread.num_draws:
-        parts.append(f"<p>{escape(spread_text(explanation).capitalize())}.</p>")
     return "".join(parts)
 
 

@@ -215,7 +215,6 @@ def explanation_view(explanation: Explanation) -> RenderableType:
         *_sensitivity_views(explanation),
         *_rule_views(explanation),
         Text(),
-        Text(spread_text(explanation)),
         *note_lines((*explanation.notes, *explanation.doubts)),
     )
 
@@ -372,22 +371,6 @@ def _rule_views(explanation: Explanation) -> Iterator[RenderableType]:
         if rule.reason:
             what = "left out" if rule.cuts is None else "does not fit"
             yield Text(f"{what}: {rule.rule}: {rule.reason}", style="dim")
-
-
-def spread_text(explanation: Explanation) -> str:
-    """p50, p95 and the mean of the step, and its bubble, where actions vary as in the profile."""
-    spread, step_s = explanation.spread, explanation.step_s
-    if not spread.num_draws:
-        return (
-            f"step time p50 and p95: both are the predicted {seconds_text(step_s)}, as no time in the profile has a spread "
-            "(computed and given times have none)"
-        )
-    return (
-        f"step time p50 {seconds_text(spread.median_s)}, p95 {seconds_text(spread.p95_s)}, on average "
-        f"{seconds_text(spread.expected_s)} ({change_text(spread.expected_s, step_s)}) with a bubble of "
-        f"{percent_text(spread.bubble)}: {spread.num_draws} simulated steps whose actions vary as the profile's samples did; "
-        "the prediction takes the mean of each"
-    )
 
 
 def rate_text(samples_per_s: float) -> str:

@@ -12,7 +12,6 @@ from gplan.evaluate.explain.explain import explain
 from gplan.evaluate.explain.explanation import CutCost, Explanation, Sensitivities
 from gplan.reporting.text.explanation import explanation_view, headline
 from gplan.reporting.text.fitted_table import note_lines
-from gplan.simulation.jitter import StepSpread
 from tests.evaluate.explain.settings import ONE_GB_PER_S, cut_bound, memory_bound, plan_of, uneven
 from tests.made import make_profile
 from tests.reporting.text.printed import printed
@@ -171,19 +170,6 @@ def test_a_rule_that_does_not_fit_shows_what_it_needs_of_what_there_is() -> None
     assert line_of(lines, "equal layer counts").split()[-6:] == ["s", "80", "B", ">", "60", "B"]
     assert "does not fit: equal layer counts: stage 0 needs 80 B; expected at most 60 B" in lines
     assert line_of(lines, "this plan").split()[-4:] == ["9.00", "s", "40", "B"]
-
-
-def test_p50_and_p95_are_said_with_their_draws_or_with_why_there_are_none() -> None:
-    found = explained(make_profile([1.0, 1.0]))
-    lines = printed(explanation_view(found), width=400)
-    assert "both are the predicted 15.0 s, as no time in the profile has a spread" in lines[-1]
-    spread = StepSpread(expected_s=15.6, median_s=15.5, p95_s=16.0, bubble=0.25, num_draws=256)
-    drawn = replace(found, spread=spread)
-    lines = printed(explanation_view(drawn), width=400)
-    assert lines[-1] == (
-        "step time p50 15.5 s, p95 16.0 s, on average 15.6 s (+4.0 %) with a bubble of 25.0 %: 256 simulated steps whose "
-        "actions vary as the profile's samples did; the prediction takes the mean of each"
-    )
 
 
 def test_what_a_reader_must_know_comes_last() -> None:
