@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
-from matplotlib.figure import Figure
 from suite import error_text, example, markdown, options_of, write_report
 
 import gplan
@@ -31,7 +30,7 @@ OWN_ORDER = "custom:0F0 0F1 0B0 0F2 0F3 0B1 0B2 0F4 0F5 0B3 0B4 0F6 0F7 0B5 0B6 
 
 
 def main() -> None:
-    """Measure, then write the tables and the chart."""
+    """Measure, then write the tables."""
     parser = options_of(__doc__, "bubble")
     parser.add_argument("--model", default=example("transformer_lm"))
     parser.add_argument("--microbatch-size", type=int, default=4)
@@ -47,7 +46,6 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     table.to_csv(options.output / "bubble.csv", index=False)
     of_gpipe, of_schedules = table[: len(MICROBATCHES)], table[len(MICROBATCHES) :]
-    draw(of_gpipe, of_schedules).savefig(options.output / "bubble.png", dpi=150)
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions)
     lines = [
         "# The bubble on two processes\n",
@@ -59,7 +57,6 @@ def main() -> None:
         f'\nEvery schedule at M = {options.microbatches}; "equal stages" is the bubble that the schedule would have with '
         "equal stages and free transfers, at the same share of forward and backward.\n",
         *rows_of(of_schedules, "schedule", "schedule"),
-        "\n![bubbles](bubble.png)",
     ]
     write_report(options.output, lines)
 
@@ -87,33 +84,6 @@ def row(plan: Plan, *runs: Run) -> dict[str, float | str]:
         "num_disturbed": sum(x.num_disturbed for x in runs),
         "num_counted": sum(x.num_counted for x in runs),
     }
-
-
-def draw(of_gpipe: pd.DataFrame, of_schedules: pd.DataFrame) -> Figure:
-    """Left GPipe's bubble against M, the law as a line; right every schedule; predicted and measured as points."""
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.2))
-    left.plot(of_gpipe.num_microbatches, 100 * of_gpipe.ideal, color="0.6", label="(K-1)/(M+K-1)")
-    left.set_xscale("log", base=2)
-    left.set_xticks(of_gpipe.num_microbatches, [str(m) for m in of_gpipe.num_microbatches])
-    left.set(xlabel="micro-batches M", ylabel="bubble, % of device time")
-    left.set_title("GPipe", loc="left")
-    right.plot(100 * of_schedules.ideal, of_schedules.schedule, "|", color="0.4", markersize=14, label="equal stages")
-    right.invert_yaxis()
-    right.set(xlabel="bubble, % of device time")
-    right.set_title(f"all schedules, M = {of_schedules.num_microbatches.iloc[0]}", loc="left")
-    for axes, table, is_upright in ((left, of_gpipe, True), (right, of_schedules, False)):
-        places = table.num_microbatches if is_upright else table.schedule
-        for name, look in (
-            ("predicted", {"marker": "o", "mfc": "none", "color": "#397af2"}),
-            ("measured", {"marker": "x", "color": "#c85308"}),
-        ):
-            values = 100 * table[name]
-            axes.plot(*((places, values) if is_upright else (values, places)), linestyle="none", label=name, **look)
-        axes.set(**{"ylim" if is_upright else "xlim": (0, None)})
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
-    return figure
 
 
 def rows_of(table: pd.DataFrame, title: str, column: str) -> list[str]:
