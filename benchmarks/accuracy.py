@@ -106,32 +106,25 @@ def errors_of(plan: Plan, run: Run) -> dict[str, Any]:
 
 
 def over_rounds(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row a setting: medians over its rounds, how far apart the errors of the step were, and all steps counted."""
+    """One row a setting: medians over its rounds, and all steps counted."""
     named = {"device": "first", "created": "min", "torch": "first", "num_steps": "min"}
     ways = dict.fromkeys(rows.columns.difference([*KEY, *named]), "median") | named
     ways |= {"num_counted": "sum", "num_disturbed": "sum", "round": "count"}
     grouped = rows.groupby(SETTING, sort=False)
-    apart = grouped.step_error.max() - grouped.step_error.min()
-    return grouped.agg(ways).assign(apart=apart, most_steps=grouped.num_steps.max()).reset_index()
+    return grouped.agg(ways).assign(most_steps=grouped.num_steps.max()).reset_index()
 
 
 def report(table: pd.DataFrame, devices: Iterable[str]) -> list[str]:
     """The summary by engine and by model, and how it was measured."""
     refused = table.num_disturbed.sum() / (table.num_disturbed + table.num_counted).sum()
     dates = ", ".join(f"{engine} {x.max()}" for engine, x in table.groupby("engine", sort=False).created)
-    apart = table[table["round"] > 1].apart
-    again = (
-        f" The rounds of one setting came {percent_text(apart.median())} of the step apart in the median."
-        if len(apart)
-        else ""
-    )
     return [
         "# How wrong the predictions are\n",
         f"Made by `python benchmarks/accuracy.py`: {len(table)} settings with {table['round'].sum()} runs of {table.num_steps.min():.0f} "
         f"to {table.most_steps.max():.0f} steps. "
         f"Micro-batches have {MICROBATCH_SIZE} samples, each process has one core, and nothing is calibrated. Every run is in "
         "accuracy.csv, whatever came out. Runs with the same M and recompute share a profile, taken right before them. A "
-        f"setting's error is the median over its rounds.{again} "
+        f"setting's error is the median over its rounds. "
         f"{percent_text(refused)} of the steps were left out as disturbed. {' and '.join(devices)}; torch {table.torch[0]}; "
         f"made: {dates}.\n",
         "An error is predicted over measured, less 1. *At equal speed*: the prediction at the host's speed during the "

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +41,6 @@ from profiler.model.load import load_model_file
 from profiler.model.precision import in_precision
 from profiler.timing.clock import Clock, CpuClock, CudaClock, Samples
 
-TESTS_AT_MOST_S = 120.0
 NO_LINK = Link(latency_s=5e-6, bytes_per_s=25e9)  # one device has no neighbour; the virtual engine sends nothing
 NUM_MICROBATCHES = 8
 PLAIN = ("forward", "backward", "step", "allocated bytes")
@@ -92,8 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"torch {torch.__version__} sees no GPU here: nothing to measure")
         return
     start_s, rows, clocks, notes = time.monotonic(), list[Row](), list[str](), about(options)
-    if options.device != "cpu":
-        notes.append(run_tests())
     options.output.mkdir(parents=True, exist_ok=True)
     for name in options.models:
         if time.monotonic() - start_s > options.longest:
@@ -255,16 +250,6 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def run_tests() -> str:
-    """The tests that need a GPU, and how they ended."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/profiler", "-k", "gpu or cuda"]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TESTS_AT_MOST_S)
-    except subprocess.TimeoutExpired:
-        return f"tests: not finished after {TESTS_AT_MOST_S:.0f} s"
-    return f"tests (exit status {done.returncode}): " + " | ".join(done.stdout.strip().splitlines()[-4:])
 
 
 def report(table: pd.DataFrame, notes: Sequence[str], clocks: Sequence[str]) -> list[str]:

@@ -157,7 +157,7 @@ def compared(published: Published, *, time_limit_s: float) -> Compared:
 
 
 def report(found: list[Checked], layouts: list[Compared], num_plans: int) -> str:
-    """The page of reports/receivers."""
+    """The tables of reports/receivers; what the page has below "What this does not show" is written by hand."""
     heads = ["receiver", "package", "by what", f"equal plans of {num_plans:,}", "read back by gplan", "run"]
     lines = [
         "# Exports, proven by the receivers' own code\n",
@@ -168,7 +168,7 @@ def report(found: list[Checked], layouts: list[Compared], num_plans: int) -> str
     ]
     if layouts:
         lines += ["", "## Published layouts", "", *_layout_lines(layouts)]
-    return "\n".join([*lines, "", *_LIMITS.splitlines()]) + "\n"
+    return "\n".join([*lines, ""]) + "\n"
 
 
 def _cells(x: Checked) -> list[object]:
@@ -177,28 +177,6 @@ def _cells(x: Checked) -> list[object]:
     if not x.problem and x.receiver not in own_code.READERS:
         equal = "no parser of its own"
     return [rules.title, x.version or "-", rules.how, equal, f"{x.num_read_back:,}", x.run or "-"]
-
-
-_LIMITS = """## What this does not show
-
-- torchtitan's debug Llama does not train on a CPU: its attention is FlexAttention, which has no backward there ("FlexAttention
-  does not support backward on CPU"; other backends are refused for language models). So its splitter, schedules,
-  `Trainer.train_step` and `Profiler` trained a small model with the same names; the trainer's own set-up needs a GPU. It passes
-  lists of micro-batches to the schedule, which torch takes after 2.13. torchtitan 0.3.0 imports triton without asking for it in
-  its package.
-- Megatron-core's schedules trained the stages of the layout in a small model of our own; three calls that ask for CUDA were
-  answered with the CPU. Interleaved 1F1B trained with its losses, too.
-- DeepSpeed's engine trained without its extension for shared memory, which it compiles on the first use; a compilation that
-  was ended leaves a lock in torch's folder of extensions, for which the next one waits without an end. It clips gradients to
-  a norm of 1 where its configuration says nothing; the run turned that off.
-- verl hands its string to Megatron-core, whose parser read it; verl itself was read, not run. vLLM was not installed.
-- Megatron-core 0.16.1, the newest on the package index, reads the symbols of hybrid patterns but no "|" between stages: the
-  tests have its `allocate_layers` read the symbols; the stages were not parsed.
-- `python3 go.py test` sends 200 such plans through each receiver that installs beside all pinned packages: Megatron-core (also for
-  verl) and torchgpipe. torchtitan needs `datasets`, which asks for an older fsspec than the pinned one; DeepSpeed is built from
-  source, NeMo Automodel and SGLang are large. These are checked by this script alone.
-- Plans of inference receivers are plans for training: what a rank of a served model takes is not priced.
-"""
 
 
 def _layout_lines(layouts: list[Compared]) -> list[str]:
@@ -253,7 +231,9 @@ def main() -> None:
         layouts = layouts or [Compared(**x) for x in before["layouts"]]
     found.sort(key=lambda x: [*RECEIVERS].index(x.receiver))
     options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "README.md").write_text(report(found, layouts, options.plans))
+    page = options.output / "README.md"
+    _, heading, limits = (page.read_text() if page.exists() else "").partition("## What this does not show\n")
+    page.write_text(report(found, layouts, options.plans) + heading + limits)
     figures = {"receivers": [asdict(x) for x in found], "layouts": [asdict(x) for x in layouts]}
     (options.output / "receivers.json").write_text(json.dumps(figures, indent=1) + "\n")
 
