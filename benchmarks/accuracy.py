@@ -2,6 +2,7 @@
 
     python benchmarks/accuracy.py                     some hours on 2 idle cores; writes reports/accuracy/
     python benchmarks/accuracy.py --rounds 1 --models unet resnet --microbatches 8
+    python benchmarks/accuracy.py --rounds 1 --engines torch --schedules zb-h1 zb-v --output OTHER    other schedules
 
 All examples x (gpipe, 1f1b) x M (4, 8, 16) x recompute (never, always), at K = 2 on two processes (torch engine) and at
 K = 2, 4, 8 on one (virtual engine). A shared host's speed drifts within minutes, which no prediction can know, so
@@ -20,8 +21,6 @@ from typing import Any
 
 import pandas as pd
 from host_speed import yardstick_of
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from suite import Rows, error_text, example, markdown, median_and_worst, options_of, write_report
 
 import gplan
@@ -35,16 +34,17 @@ MODELS = (
 MICROBATCH_SIZE = 4
 SETTING = ["model", "engine", "num_devices", "schedule", "num_microbatches", "recompute"]
 KEY = [*SETTING, "round"]
-ENGINES = {"torch": ("two processes", "o", "#c85308"), "virtual": ("one process, virtual devices", "x", "#397af2")}
+ENGINES = ("torch", "virtual")
 
 
 def main() -> None:
-    """Run what is not there yet, then write the tables and the chart."""
+    """Run what is not there yet, then write the tables."""
     parser = options_of(__doc__, "accuracy")
     parser.add_argument("--models", nargs="*", default=MODELS)
     parser.add_argument("--microbatches", nargs="*", type=int, default=(4, 8, 16))
     parser.add_argument("--k", nargs="*", type=int, default=(2, 4, 8), help="devices of the virtual engine")
-    parser.add_argument("--engines", nargs="*", default=tuple(ENGINES))
+    parser.add_argument("--schedules", nargs="*", default=("gpipe", "1f1b"))
+    parser.add_argument("--engines", nargs="*", default=ENGINES)
     parser.add_argument("--rounds", type=int, default=3, help="over everything")
     parser.add_argument("--steps", type=int, default=16, help="of a run at least")
     parser.add_argument("--seconds", type=float, default=15.0, help="of a run at least, by its prediction")
@@ -57,10 +57,9 @@ def main() -> None:
             for setting in few:
                 rows.add(measured(setting, profile, options))
     runs = rows.table().dropna(subset=["measured_step_s"])
-    order = {"engine": list(ENGINES).index, "model": [*MODELS, *runs.model.unique()].index}
+    order = {"engine": ENGINES.index, "model": [*MODELS, *runs.model.unique()].index}
     runs = runs.sort_values(list(order), key=lambda column: column.map(order[column.name]), kind="stable")
     table = over_rounds(runs)
-    draw(table).savefig(options.output / "accuracy.png", dpi=150)
     write_report(options.output, report(table, runs.device.unique()))
 
 
@@ -68,7 +67,7 @@ def settings(model: str, number: int, options: argparse.Namespace) -> Iterator[d
     """The grid of one model in one round; those of one M and way to recompute come next to each other."""
     places = [("torch", 2), *(("virtual", k) for k in options.k)]
     for num_microbatches, recompute, (engine, k), schedule in product(
-        options.microbatches, ("never", "always"), places, ("gpipe", "1f1b")
+        options.microbatches, ("never", "always"), places, options.schedules
     ):
         if engine in options.engines:
             yield dict(zip(KEY, (model, engine, k, schedule, num_microbatches, recompute, number), strict=True))
@@ -107,64 +106,25 @@ def errors_of(plan: Plan, run: Run) -> dict[str, Any]:
 
 
 def over_rounds(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row a setting: medians over its rounds, how far apart the errors of the step were, and all steps counted."""
+    """One row a setting: medians over its rounds, and all steps counted."""
     named = {"device": "first", "created": "min", "torch": "first", "num_steps": "min"}
     ways = dict.fromkeys(rows.columns.difference([*KEY, *named]), "median") | named
     ways |= {"num_counted": "sum", "num_disturbed": "sum", "round": "count"}
     grouped = rows.groupby(SETTING, sort=False)
-    apart = grouped.step_error.max() - grouped.step_error.min()
-    return grouped.agg(ways).assign(apart=apart, most_steps=grouped.num_steps.max()).reset_index()
-
-
-def draw(table: pd.DataFrame) -> Figure:
-    """Left measured against predicted steps; right both errors of the step by model."""
-    figure = Figure(figsize=(11, 5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    models = list(dict.fromkeys(table.model))
-    for engine, part in table.groupby("engine"):
-        name, marker, colour = ENGINES[str(engine)]
-        look = {"marker": marker, "linestyle": "none", "markersize": 4, "alpha": 0.6}
-        left.plot(1e3 * part.predicted_step_s, 1e3 * part.measured_step_s, color=colour, label=name, **look)
-        shift = 0.15 if engine == "torch" else -0.15
-        rows = [models.index(x) + shift for x in part.model]
-        right.plot(100 * part.step_error, rows, color="0.6", label=f"{name}: raw", **look)
-        right.plot(100 * part.equal_speed_error, rows, color=colour, label=f"{name}: at equal host speed", **look)
-    ends = [0.8e3 * table.predicted_step_s.min(), 1.2e3 * table.predicted_step_s.max()]
-    left.plot(ends, ends, color="0.6", linewidth=0.8)
-    left.set(xscale="log", yscale="log", xlabel="predicted step, ms", ylabel="measured step, ms")
-    for axis in (left.xaxis, left.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.set_major_formatter(ScalarFormatter())
-        axis.set_minor_formatter(NullFormatter())
-    right.axvline(0, color="0.6", linewidth=0.8)
-    right.axvspan(-8, 8, color="0.94", zorder=0)
-    right.set_yticks(range(len(models)), models)
-    right.invert_yaxis()
-    right.set(xlabel="error of the predicted step, % (band: 8 %)")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    left.legend(frameon=False, loc="upper left")
-    figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=2, frameon=False, fontsize=8)
-    return figure
+    return grouped.agg(ways).assign(most_steps=grouped.num_steps.max()).reset_index()
 
 
 def report(table: pd.DataFrame, devices: Iterable[str]) -> list[str]:
     """The summary by engine and by model, and how it was measured."""
     refused = table.num_disturbed.sum() / (table.num_disturbed + table.num_counted).sum()
     dates = ", ".join(f"{engine} {x.max()}" for engine, x in table.groupby("engine", sort=False).created)
-    apart = table[table["round"] > 1].apart
-    again = (
-        f" The rounds of one setting came {percent_text(apart.median())} of the step apart in the median."
-        if len(apart)
-        else ""
-    )
     return [
         "# How wrong the predictions are\n",
         f"Made by `python benchmarks/accuracy.py`: {len(table)} settings with {table['round'].sum()} runs of {table.num_steps.min():.0f} "
         f"to {table.most_steps.max():.0f} steps. "
         f"Micro-batches have {MICROBATCH_SIZE} samples, each process has one core, and nothing is calibrated. Every run is in "
         "accuracy.csv, whatever came out. Runs with the same M and recompute share a profile, taken right before them. A "
-        f"setting's error is the median over its rounds.{again} "
+        f"setting's error is the median over its rounds. "
         f"{percent_text(refused)} of the steps were left out as disturbed. {' and '.join(devices)}; torch {table.torch[0]}; "
         f"made: {dates}.\n",
         "An error is predicted over measured, less 1. *At equal speed*: the prediction at the host's speed during the "
@@ -172,7 +132,6 @@ def report(table: pd.DataFrame, devices: Iterable[str]) -> list[str]:
         *summary(table, ["engine"]),
         "",
         *summary(table, ["engine", "model"]),
-        "\n![predicted against measured](accuracy.png)",
     ]
 
 

@@ -295,10 +295,6 @@ hugging_face(
     "clip", "text and image", "CLIPModel",
     lambda: configured("CLIP", text_config=TEXT_SIDE, vision_config=IMAGE_SIDE, projection_dim=16), TEXT_AND_IMAGE,
 )  # fmt: skip
-hugging_face(
-    "siglip", "text and image", "SiglipModel",
-    lambda: configured("Siglip", text_config=TEXT_SIDE, vision_config=IMAGE_SIDE), TEXT_AND_IMAGE,
-)  # fmt: skip
 
 # Ways in which Hugging Face models are trained
 
@@ -338,37 +334,6 @@ varied("mixtral, router loss", "Mixtral", {**EXPERTS, "output_router_logits": Tr
 varied("llama, hidden states returned", "Llama", {**GROUPED, "output_hidden_states": True}, lambda x: None)
 
 
-# diffusers
-
-
-def diffusion(name: str, kind: str, sizes: Sizes, inputs: Inputs) -> None:
-    """Add a denoiser of diffusers."""
-
-    def build() -> nn.Module:
-        import diffusers
-
-        made: nn.Module = getattr(diffusers, kind)(**sizes)
-        return made
-
-    define(name, "diffusion", build, inputs)
-
-
-diffusion(
-    "UNet2DConditionModel", "UNet2DConditionModel",
-    {
-        "sample_size": 8, "block_out_channels": (16, 32), "layers_per_block": 1, "cross_attention_dim": 32, "attention_head_dim": 4,
-        "norm_num_groups": 4, "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-    },
-    named(sample=floats(4, 8, 8), timestep=integers(most=1000), encoder_hidden_states=floats(LENGTH, 32)),
-)  # fmt: skip
-diffusion(
-    "DiT", "DiTTransformer2DModel",
-    {"num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 4, "num_layers": 4, "sample_size": 8, "norm_num_groups": 4, "dropout": 0.0},
-    named(hidden_states=floats(4, 8, 8), timestep=integers(most=1000), class_labels=CLASSES),
-)  # fmt: skip
-
-
 # Beyond libraries
 
 
@@ -387,25 +352,6 @@ class Recurrent(nn.Module):
             y, _ = layer(x)
             x = x + y
         return self.head(x)  # type: ignore[no-any-return]
-
-
-class Graph(nn.Module):
-    """Three inputs of different kinds, branches that meet, and nested outputs, one of them a tensor that is also read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.picture = nn.Embedding(VOCABULARY, 16), nn.Conv2d(3, 16, 4, stride=4)
-        self.numbers = nn.Sequential(nn.Linear(6, 16), nn.ReLU(inplace=True), nn.Linear(16, 16))
-        self.mixers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-        self.heads = nn.ModuleDict({"count": nn.Linear(16, 1), "kind": nn.Linear(16, NUM_CLASSES)})
-
-    def forward(self, words: Tensor, picture: Tensor, *, numbers: Tensor | None = None) -> dict[str, Any]:
-        x = self.words(words).mean(1)
-        y = self.picture(picture).flatten(2).mean(2)
-        z = torch.zeros_like(x) if numbers is None else self.numbers(numbers)
-        for mixer in self.mixers:
-            x, y, z = torch.tanh(mixer(x + y)), y + z, z * 0.5 + x
-        return {"heads": {name: head(x + z) for name, head in self.heads.items()}, "state": (x, [y]), "note": "done"}
 
 
 class ComplexActivations(nn.Module):
@@ -451,28 +397,10 @@ class Siamese(nn.Module):
         return self.head((self.encoder(a) - self.encoder(b)).abs())  # type: ignore[no-any-return]
 
 
-class EarlyStop(nn.Module):
-    """Blocks in a list; how many run depends on the values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            if x.abs().mean() > 1e6:
-                break
-            x = torch.tanh(block(x))
-        return self.head(x)  # type: ignore[no-any-return]
-
-
 for name, build, inputs in (
     ("LSTM over time", Recurrent, TOKENS),
-    ("three inputs, nested outputs", Graph, lambda n, g: {"words": TOKENS(n, g), "picture": IMAGES(n, g), "numbers": floats(6)(n, g)}),
     ("complex activations", ComplexActivations, VECTORS),
     ("sparse embeddings", Sparse, TOKENS),
     ("one encoder, two inputs", Siamese, several(VECTORS, VECTORS)),
-    ("stop that depends on values", EarlyStop, floats(16)),
 ):  # fmt: skip
     define(name, "beyond libraries", build, inputs)

@@ -5,39 +5,27 @@
     python benchmarks/architectures.py --engine torch         the ten of `ON_TORCH` in two processes each
     python benchmarks/architectures.py --table                the report of the rows that are there
 
-Every model of benchmarks/architecture_models.py is tiny and random, and has a process of its own with a time limit. A row
-has the layers that were found, the way of tracing, the largest difference of a gradient from the plain model's (1F1B, four
-micro-batches of two samples, float32 unless its name says otherwise), seconds of processor time, or the refusal as printed.
-Needs transformers, and for some rows diffusers and peft; nothing is downloaded.
+Every model of benchmarks/architecture_models.py is tiny and random; `gplan profile`, `balance` and `run --check` are
+processes of their own. A row has the layers that were found, the way of tracing, the largest difference of a gradient from
+the plain model's (1F1B, four micro-batches of two samples, float32 unless its name says otherwise), seconds of processor
+time, or the refusal as printed. Needs transformers, and for some rows peft; nothing is downloaded.
 """
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
 import tempfile
-import time
-import warnings
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import architecture_models as models
-import torch
-from suite import ROOT, Rows, markdown, options_of, write_report
+from suite import ROOT, Rows, markdown, options_of, run_verb, write_report
 
 import gplan
-from gplan.core import Link
-from gplan.core.errors import GplanError
+from gplan.core import Profile, Run
 
 FILE = str(ROOT / "benchmarks" / "architecture_models.py")
-MICROBATCH_SIZE, NUM_MICROBATCHES = 2, 4
-TIME_LIMIT_S = 240.0
-LINK = Link(latency_s=1e-5, bytes_per_s=1e10)
-ON_TORCH = (
-    "gpt2", "gemma3text", "albert", "t5", "swin", "mamba", "clip", "mixtral", "UNet2DConditionModel", "llama, LoRA",
-)  # fmt: skip
+ON_TORCH = ("gpt2", "gemma3text", "albert", "t5", "swin", "mamba", "clip", "mixtral", "llama, LoRA")
 COLUMNS = (
     "model", "group", "engine", "parameters", "trained", "layers", "traced", "gradient_difference", "tolerance",
     "worst_parameter", "reference", "seconds", "refusal",
@@ -55,74 +43,48 @@ def main() -> None:
     names = options.models or (ON_TORCH if options.engine == "torch" else models.ARCHITECTURES)
     for name in () if options.table else names:
         if options.models or not rows.has({"model": name, "engine": options.engine}):
-            row = examined(name, options.engine)
+            known = {"model": name, "group": models.ARCHITECTURES[name].group, "engine": options.engine}
+            row = {**dict.fromkeys(COLUMNS, ""), **known, **examined(name, options.engine)}
             rows.add(row, replace=True)
-            outcome = row["refusal"] or f"{row['layers']} layers, {row['gradient_difference']}"
-            print(f"{name}: {outcome} ({row['seconds']} s)", flush=True)
+            print(f"{name}: {row['refusal'] or row['gradient_difference']} ({row['seconds']} s)", flush=True)
     write_report(options.output, report(rows.table(keep_default_na=False)))
 
 
 def examined(name: str, engine: str) -> dict[str, Any]:
-    """The row of one model, in a process of its own, which may fail or hang."""
+    """The row of one model, as far as it comes."""
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder, "row.json")
-        process = multiprocessing.get_context("spawn").Process(target=_examine_into, args=(name, engine, place))
-        process.start()
-        process.join(TIME_LIMIT_S)
-        is_late = process.is_alive()
-        if is_late:
-            process.kill()
-            process.join()
-        found = json.loads(place.read_text()) if place.exists() else {}
-    if process.exitcode and not found.get("refusal"):
-        late = f"no result within {TIME_LIMIT_S:g} s"
-        found["refusal"] = late if is_late else f"the process ended with {process.exitcode}"
-    known = {"model": name, "group": models.ARCHITECTURES[name].group, "engine": engine}
-    return {**dict.fromkeys(COLUMNS, ""), **known, **found}
-
-
-def _examine_into(name: str, engine: Any, place: Path) -> None:
-    """Write the row of a model as far as it is known."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    found: dict[str, Any] = {}
-    begun_s = time.process_time()
-
-    def keep(**more: Any) -> None:
-        found.update(more, seconds=f"{time.process_time() - begun_s:.1f}")
-        place.write_text(json.dumps(found))
-
-    try:
-        _examine(name, engine, keep)
-    except GplanError as error:
-        keep(refusal=" ".join(str(error).split()))
-    except Exception as error:
-        keep(refusal=f"a bug: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-
-
-def _examine(name: str, engine: Any, keep: Any) -> None:
-    """Profile, balance and run a model."""
-    profile = gplan.profile(
-        FILE, settings={"name": name}, microbatch_sizes=[MICROBATCH_SIZE], contention=0, link=LINK, budget_s=0.2
-    )
-    keep(
-        parameters=sum(x.num_parameters for x in (*profile.layers, *profile.shared_weights)),
-        layers=len(profile.layers),
-        traced=profile.model.traced or "as it is run",
-    )
-    plan = gplan.balance(profile, num_devices=2, num_microbatches=NUM_MICROBATCHES, schedule="1f1b")
-    check = gplan.run(plan, engine=engine, num_steps=1, check=True).check
-    assert check is not None
-    whole = check.whole_batch
-    loss_error = abs(check.loss - check.plain_loss) / max(abs(check.plain_loss), 1e-12)
-    keep(
-        gradient_difference=f"{max(check.max_relative_error, loss_error):.1e}",
-        tolerance=f"{check.tolerance:.1e}",
-        worst_parameter=check.worst_parameter,
-        reference="the mini-batch in one piece" if whole is None else f"micro-batch by micro-batch ({whole.reason})",
-        trained=check.num_parameters,
-    )
+        paths = [Path(folder, f"{x}.json") for x in ("profile", "plan", "run")]
+        profile, plan, run = map(str, paths)
+        commands = (
+            f"profile {FILE} --set {{}} --microbatch-size 2 --contention 0 --link 10GB/s,10us --budget 0.2 --output {profile}",
+            f"balance {profile} --k 2 --microbatches 4 --schedule 1f1b --output {plan}",
+            f"run --plan {plan} --engine {engine} --steps 1 --check --output {run}",
+        )
+        seconds, refusal = 0.0, ""
+        for command in commands:
+            ended = run_verb([f"name={name}" if word == "{}" else word for word in command.split()])
+            seconds += ended.processor_s
+            if ended.code:
+                refusal = ended.errors
+                break
+        found, check = [gplan.load(path) if path.exists() else None for path in paths], None
+    row: dict[str, Any] = {"seconds": f"{seconds:.1f}", "refusal": refusal}
+    if isinstance(found[0], Profile):
+        made = found[0]
+        parameters = sum(x.num_parameters for x in (*made.layers, *made.shared_weights))
+        row |= {"parameters": parameters, "layers": len(made.layers), "traced": made.model.traced or "as it is run"}
+    if isinstance(found[2], Run) and (check := found[2].check) is not None:
+        whole, loss_error = check.whole_batch, abs(check.loss - check.plain_loss) / max(abs(check.plain_loss), 1e-12)
+        row |= {
+            "gradient_difference": f"{max(check.max_relative_error, loss_error):.1e}",
+            "tolerance": f"{check.tolerance:.1e}",
+            "worst_parameter": check.worst_parameter,
+            "reference": "the mini-batch in one piece"
+            if whole is None
+            else f"micro-batch by micro-batch ({whole.reason})",
+            "trained": check.num_parameters,
+        }
+    return row
 
 
 def report(rows: Any) -> list[str]:
@@ -134,8 +96,8 @@ def report(rows: Any) -> list[str]:
     return [
         "# Architectures: what is planned and trained, and what is refused\n",
         "Made by `python benchmarks/architectures.py`, which goes on where it was; all columns are in "
-        f"[rows.csv](rows.csv). {_versions()}. Each model is tiny and random; it is profiled, balanced (K = 2, 1F1B, "
-        f"{NUM_MICROBATCHES} micro-batches of {MICROBATCH_SIZE}), and its first step is compared with the plain model: the "
+        f"[rows.csv](rows.csv). torch {version('torch')}, transformers {version('transformers')}. Each model is tiny and random; it "
+        "is profiled, balanced (K = 2, 1F1B, 4 micro-batches of 2), and its first step is compared with the plain model: the "
         "largest difference of a gradient or of the loss, relative to the largest entry of the gradients of that "
         "module (or to a thousandth of the model's largest). Where the plain model's own results depend on how the "
         "mini-batch is divided, as with a router's auxiliary loss, it runs micro-batch by micro-batch too (marked M, "
@@ -155,16 +117,6 @@ def _difference(row: Any) -> str:
     rounded = f" (16-bit numbers, up to {tolerance:.0e})" if tolerance > 1e-5 and not over else ""
     by_microbatch = row.reference.partition("micro-batch by micro-batch ")[2]
     return f"{found:.1e}{over}{rounded}{f' M {by_microbatch}' if by_microbatch else ''}"
-
-
-def _versions() -> str:
-    found = []
-    for name in ("torch", "transformers", "diffusers", "peft"):
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(found)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -54,7 +54,6 @@ RECOMPUTE = ("never", "always", "except-last", "selected")
 MEMORY_SHARE = 0.9  # of the largest device peak without a limit
 SELECTED_SHARE = 0.7  # the same where layers to recompute are selected, which fits more
 TOLERANCE = 1e-9  # of seconds, relative, and of bubbles
-SLOW_S = 0.05  # ratios of planning times of single cases are reported from here
 STUCK_S = 300.0  # a case that takes longer ends its process
 RENAMED: dict[str, str] = {}
 """Keys of profiles that the new checkout calls something else, the old name first."""
@@ -549,12 +548,6 @@ def report_lines(cases: list[Compared], seconds: float) -> Iterator[str]:
         assert x.new.plan is not None and x.old.plan is not None
         change = x.new.plan["step_s"] / x.old.plan["step_s"] - 1
         yield f"- {x.case.label}: gap {x.new.plan['gap']:.2%}, step {change:+.2%}"
-    yield f"\n## Largest time ratios of cases over {SLOW_S * 1e3:.0f} ms\n"
-    timed = [
-        x for x in cases if x.old.plan and x.new.plan and not x.is_stopped and max(x.old.cpu_s, x.new.cpu_s) > SLOW_S
-    ]
-    for x in sorted(timed, key=lambda x: -x.new.cpu_s / x.old.cpu_s)[:5]:
-        yield f"- {x.new.cpu_s / x.old.cpu_s:.2f} ({x.old.cpu_s * 1e3:.0f} ms, {x.new.cpu_s * 1e3:.0f} ms): {x.case.label}"
     yield "\n## Differences\n"
     for x in different:
         yield f"- {x.case.label}: {'; '.join(x.differences)}"

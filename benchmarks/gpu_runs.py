@@ -18,8 +18,6 @@ with the replicas' sharding, as for `gplan layout` and `gplan balance`.
 
 from __future__ import annotations
 
-import argparse
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,20 +26,20 @@ from typing import Any
 
 import msgspec
 import pandas as pd
+from suite import DATA as PUBLISHED
+from suite import error_text, markdown, options_of
 
-from gplan.core import Plan
+import gplan
+from gplan.core import Constraints, Plan
 from gplan.core.errors import FileError
 from gplan.core.units import percent_text
-from gplan.evaluate.replanning import PlanSettings, plan_with_cuts
 from profiler.analytic.decoder_config import Decoder, Widths
 from profiler.analytic.decoder_kernels import MEGATRON_KERNELS
 from profiler.analytic.decoder_profile import DecoderProfile
 from profiler.analytic.hardware import FUSED_KERNELS, Hardware, load_hardware
 from profiler.analytic.shapes import AttentionShape, MatmulShape, ShapeTable
 
-ROOT = Path(__file__).parent.parent
-DATA = Path(os.environ.get("GPLAN_REFERENCE_DATA", ROOT.parent / "shared" / "data")) / "gpu_runs"
-REPORT = ROOT / "reports" / "gpu-runs" / "README.md"
+DATA = PUBLISHED / "gpu_runs"
 MIB = 2**20
 PADDING = 128  # Megatron-LM pads the vocabulary to a multiple of this for each tensor-parallel rank
 PARTS = ("weight", "gradient", "optimizer", "activation", "workspace", "buffer")
@@ -146,18 +144,17 @@ def predict(case: Case, hardware: Hardware) -> Plan:
         placeholders=True,
         recomputed=frozenset(start - 1 + i for start in starts for i in range(case.recomputed)),
     ).profile((case.microbatch_size,))
-    setting = PlanSettings(
-        num_stages=case.num_stages,
+    return gplan.balance(
+        profile,
+        num_devices=case.num_devices,
         num_microbatches=case.num_microbatches,
         microbatch_size=case.microbatch_size,
         schedule="1f1b" if case.num_chunks == 1 else f"interleaved-1f1b:{case.num_chunks}",
-        recompute="never",
-        minimize="step-time",
-        memory_bytes=None,
         num_replicas=case.num_replicas,
         sharding="optimizer" if case.num_replicas > 1 else "none",
+        memory_bytes=10**15,
+        constraints=Constraints(cut_after=tuple(profile.layers[end - 1].name for end in ends[:-1])),
     )
-    return plan_with_cuts(profile, setting, ends[:-1])
 
 
 def cases(folder: Path) -> Iterator[tuple[dict[str, Any], Case, Hardware]]:
@@ -218,25 +215,29 @@ def compared(row: dict[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def as_text(rows: list[tuple[dict[str, Any], Plan]]) -> str:
-    """The tables: errors, then each part of the memory of each stage."""
-    lines = ["| case | " + " | ".join(f"{x}: predicted, published, error" for x in ("step", "first stage", "last stage")) + " |", "|---|---|---|---|"]  # fmt: skip
-    for row, plan in rows:
-        cells = [_cell(*x, unit=name.split(", ")[1]) for name, x in compared(row, plan).items()]
-        lines.append(f"| {row['case']} | {' | '.join(cells)} |")
-    lines += ["", "| case | stage | " + " | ".join(PARTS) + " | sum | at |", "|---|---|" + "---|" * (len(PARTS) + 2)]
-    for row, plan in rows:
-        for stage in plan.stages:
-            parts = [f"{getattr(stage.memory, f'{x}_bytes') / MIB:,.0f}" for x in PARTS]
-            peak = f"{stage.memory.peak_bytes / MIB:,.0f} | {stage.memory.moment}"
-            lines.append(f"| {row['case']} | {stage.index} | {' | '.join(parts)} | {peak} |")
-    lines += ["", "| case | stage | forward | backward | gradients and weights between replicas | update |", "|---|---|---|---|---|---|"]  # fmt: skip
-    for row, plan in rows:
-        for stage in plan.stages:
-            cost = stage.cost
-            cells = [
-                f"{1000 * x:,.1f} ms" for x in (cost.forward_s, cost.backward_s, cost.all_reduce_s, cost.optimizer_s)
-            ]
-            lines.append(f"| {row['case']} | {stage.index} | {' | '.join(cells)} |")
+    """The tables: errors, then each part of the memory of each stage, then its seconds."""
+    stages = [(row["case"], stage) for row, plan in rows for stage in plan.stages]
+    errors = (
+        [row["case"], *(_cell(*x, unit=n.split(", ")[1]) for n, x in compared(row, plan).items())] for row, plan in rows
+    )
+    parts = (
+        [case, x.index, *(f"{getattr(x.memory, f'{part}_bytes') / MIB:,.0f}" for part in PARTS),
+         f"{x.memory.peak_bytes / MIB:,.0f}", x.memory.moment]
+        for case, x in stages
+    )  # fmt: skip
+    taken = ("forward_s", "backward_s", "all_reduce_s", "optimizer_s")
+    seconds = ([case, x.index, *(f"{1000 * getattr(x.cost, name):,.1f} ms" for name in taken)] for case, x in stages)
+    lines = [
+        *markdown(
+            ["case", *(f"{x}: predicted, published, error" for x in ("step", "first stage", "last stage"))], errors
+        ),
+        "",
+        *markdown(["case", "stage", *PARTS, "sum", "at"], parts),
+        "",
+        *markdown(
+            ["case", "stage", "forward", "backward", "gradients and weights between replicas", "update"], seconds
+        ),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -261,14 +262,14 @@ def left_out(table: ShapeTable) -> Iterator[str]:
 def _cell(predicted: float, published: float | None, error: float | None, *, unit: str) -> str:
     if published is None or error is None:
         return f"{predicted:,.0f} {unit}"
-    return f"{predicted:,.1f} {unit}, {published:,.1f} {unit}, **{percent_text(error, signed=True)}**"
+    return f"{predicted:,.1f} {unit}, {published:,.1f} {unit}, **{error_text(error)}**"
 
 
 def main() -> None:
     """Print the tables; with `--report` also write them beside how they were made."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, "gpu-runs")
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the rows")
-    parser.add_argument("--report", action="store_true", help=f"write {REPORT.relative_to(ROOT)}")
+    parser.add_argument("--report", action="store_true", help="write the tables into README.md of --output")
     parser.add_argument("--left-out", action="store_true", help="errors of the interpolation between shapes instead")
     options = parser.parse_args()
     if options.left_out:
@@ -281,8 +282,9 @@ def main() -> None:
     text = as_text(rows)
     print(text)
     if options.report:
-        head, _, rest = REPORT.read_text().partition("<!-- tables -->\n")
-        REPORT.write_text(f"{head}<!-- tables -->\n{text}<!-- end -->{rest.partition('<!-- end -->')[2]}")
+        path = options.output / "README.md"
+        head, _, rest = path.read_text().partition("<!-- tables -->\n")
+        path.write_text(f"{head}<!-- tables -->\n{text}<!-- end -->{rest.partition('<!-- end -->')[2]}")
 
 
 if __name__ == "__main__":

@@ -16,59 +16,49 @@ from torch import Tensor, nn
 SEQUENCE_LENGTH = 4096
 T5_LENGTH = 512  # of the text that is read, and of what continues it
 
-NAMES = (
-    "llama3-8b", "llama3-70b", "llama3-405b", "mixtral-8x22b", "deepseek-v3", "qwen3-235b-a22b", "t5-11b",
-)  # fmt: skip
+_LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5}
 
 
-def _llama(width: int, feed_forward: int, num_blocks: int, num_heads: int) -> Any:
-    return hf.LlamaConfig(
-        vocab_size=128256, hidden_size=width, intermediate_size=feed_forward, num_hidden_layers=num_blocks,
-        num_attention_heads=num_heads, num_key_value_heads=8, max_position_embeddings=8192, rms_norm_eps=1e-5,
-        use_cache=False,
-    )  # fmt: skip
+def _llama(width: int, feed_forward: int, num_blocks: int, num_heads: int) -> tuple[str, dict[str, Any]]:
+    sizes = {"hidden_size": width, "intermediate_size": feed_forward, "num_hidden_layers": num_blocks}
+    return "Llama", {**_LLAMA, **sizes, "num_attention_heads": num_heads}
 
 
-def config_of(name: str) -> Any:
-    """The configuration of a model; without a cache of keys and values, which serves generation only."""
-    match name:
-        case "llama3-8b":
-            return _llama(4096, 14336, 32, 32)
-        case "llama3-70b":
-            return _llama(8192, 28672, 80, 64)
-        case "llama3-405b":
-            return _llama(16384, 53248, 126, 128)
-        case "mixtral-8x22b":
-            return hf.MixtralConfig(
-                vocab_size=32000, hidden_size=6144, intermediate_size=16384, num_hidden_layers=56,
-                num_attention_heads=48, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2,
-                max_position_embeddings=65536, use_cache=False,
-            )  # fmt: skip
-        case "deepseek-v3":
-            return hf.DeepseekV3Config(
-                vocab_size=129280, hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048,
-                num_hidden_layers=61, num_attention_heads=128, num_key_value_heads=128, n_routed_experts=256,
-                n_shared_experts=1, num_experts_per_tok=8, n_group=8, topk_group=4, first_k_dense_replace=3,
-                q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-                max_position_embeddings=4096, use_cache=False,
-            )  # fmt: skip
-        case "qwen3-235b-a22b":
-            return hf.Qwen3MoeConfig(
-                vocab_size=151936, hidden_size=4096, intermediate_size=12288, moe_intermediate_size=1536,
-                num_hidden_layers=94, num_attention_heads=64, num_key_value_heads=4, head_dim=128, num_experts=128,
-                num_experts_per_tok=8, max_position_embeddings=40960, use_cache=False,
-            )  # fmt: skip
-        case "t5-11b":
-            return hf.T5Config(
-                vocab_size=32128, d_model=1024, d_ff=65536, d_kv=128, num_layers=24, num_heads=128, dropout_rate=0.0,
-                use_cache=False, decoder_start_token_id=0,
-            )  # type: ignore[call-arg]  # fmt: skip
-    raise ValueError(f"no model is called {name!r}; choose one of {', '.join(NAMES)}")
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3-8b": _llama(4096, 14336, 32, 32),
+    "llama3-70b": _llama(8192, 28672, 80, 64),
+    "llama3-405b": _llama(16384, 53248, 126, 128),
+    "mixtral-8x22b": ("Mixtral", {
+        "vocab_size": 32000, "hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56,
+        "num_attention_heads": 48, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "max_position_embeddings": 65536,
+    }),
+    "deepseek-v3": ("DeepseekV3", {
+        "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
+        "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "max_position_embeddings": 4096,
+    }),
+    "qwen3-235b-a22b": ("Qwen3Moe", {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+        "num_experts_per_tok": 8, "max_position_embeddings": 40960,
+    }),
+    "t5-11b": ("T5", {
+        "vocab_size": 32128, "d_model": 1024, "d_ff": 65536, "d_kv": 128, "num_layers": 24, "num_heads": 128,
+        "dropout_rate": 0.0, "decoder_start_token_id": 0,
+    }),
+}  # fmt: skip
+"""The library's name and the sizes."""
 
 
 def model(name: str = "llama3-8b") -> nn.Module:
     """The model of that name in bfloat16; its output has `logits`."""
-    config = config_of(name)
+    if name not in CONFIGS:
+        raise ValueError(f"no model is called {name!r}; choose one of {', '.join(CONFIGS)}")
+    kind, sizes = CONFIGS[name]
+    config = getattr(hf, f"{kind}Config")(**sizes, use_cache=False)  # a cache serves generation only
     auto = hf.AutoModelForSeq2SeqLM if name == "t5-11b" else hf.AutoModelForCausalLM
     found: nn.Module = auto.from_config(config, dtype=torch.bfloat16)
     return found

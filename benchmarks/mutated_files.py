@@ -68,25 +68,17 @@ class TookTooLongError(BaseException):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """A case that ended in something else than a result or a clear message."""
+class Outcome:
+    """What came of one case; of a failure also what was changed, by which verb it was found, and where in gplan."""
 
     index: int
     kind: str
-    changes: tuple[str, ...]
-    verb: str
-    error: str
-    where: str  # the last line of gplan's own code in the traceback
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What came of one case."""
-
-    kind: str
     outcome: str
     seconds: float
-    failure: Failure | None = None
+    changes: tuple[str, ...] = ()
+    verb: str = ""
+    error: str = ""
+    where: str = ""  # the last line of gplan's own code in the traceback
 
 
 def main() -> None:
@@ -106,9 +98,8 @@ def main() -> None:
             outcomes = [tried(options.seed, options.only)]
         else:
             outcomes = list(on_workers(Path(folder), originals, options.seed, options.count, options.workers))
-    failures = [x.failure for x in outcomes if x.failure is not None]
-    print(summary(outcomes, failures, time.perf_counter() - started_s))
-    sys.exit(1 if failures else 0)
+    print(summary(outcomes, time.perf_counter() - started_s))
+    sys.exit(1 if any(x.error for x in outcomes) else 0)
 
 
 def on_workers(folder: Path, originals: Json, seed: int, count: int, num_workers: int) -> Iterator[Outcome]:
@@ -117,7 +108,7 @@ def on_workers(folder: Path, originals: Json, seed: int, count: int, num_workers
     batches = [range(i, min(i + BATCH, count)) for i in range(0, count, BATCH)]
     with multiprocessing.get_context("spawn").Pool(num_workers, start_worker, (folder, originals)) as pool:
         for outcomes in pool.imap_unordered(partial(tried_all, seed), batches):
-            num_done, failures = num_done + len(outcomes), [x.failure for x in outcomes if x.failure]
+            num_done, failures = num_done + len(outcomes), [x for x in outcomes if x.error]
             num_failed += len(failures)
             for failure in failures:
                 print(f"\nfailed: --only {failure.index}: {failure.error[:100]}", file=sys.stderr)
@@ -127,16 +118,16 @@ def on_workers(folder: Path, originals: Json, seed: int, count: int, num_workers
     print(file=sys.stderr)
 
 
-def summary(outcomes: Sequence[Outcome], failures: Sequence[Failure], seconds: float) -> str:
+def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
     """A row for every kind of file, then the failures, those of one place together."""
-    counts = Counter((x.kind, x.outcome) for x in outcomes)
+    counts, failures = Counter((x.kind, x.outcome) for x in outcomes), [x for x in outcomes if x.error]
     kinds = sorted({x.kind for x in outcomes})
     rows = [[kind, *(str(counts[kind, x]) for x in OUTCOMES)] for kind in kinds]
     rows.append(["all", *(str(sum(counts[kind, x] for kind in kinds)) for x in OUTCOMES)])
     lines = ["".join(f"{x:>21}" for x in row) for row in [["file", *OUTCOMES], *rows]]
     slowest = max((x.seconds for x in outcomes), default=0.0)
     lines.append(f"{len(outcomes)} files in {seconds:.0f} s, the slowest {slowest:.1f} s, {len(failures)} failures")
-    alike: dict[tuple[str, str], list[Failure]] = defaultdict(list)
+    alike: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
     for failure in failures:
         alike[failure.where, re.sub(r"[0-9.e+-]+", "#", failure.error)[:60]].append(failure)
     for (where, _), found in sorted(alike.items(), key=lambda x: -len(x[1])):
@@ -154,13 +145,16 @@ BRANCHED = {"depth": 2, "width": 4, "image_size": 32}
 
 def make_originals(folder: Path) -> dict[str, list[Json]]:
     """Valid files of every kind, as decoded JSON."""
-    chain, small = example("transformer_lm"), {"budget_s": 0.3}
-    measured = gplan.profile(chain, settings=CHAIN, microbatch_sizes=[1, 4], **small)
-    branched = gplan.profile(example("unet"), settings=BRANCHED, microbatch_sizes=[1], contention=0, **small)
+    chain, quick = (
+        example("transformer_lm"),
+        {"budget_s": 0.3, "contention": 0, "link": gplan.Link(latency_s=1e-5, bytes_per_s=1e9)},
+    )
+    measured = gplan.profile(chain, settings=CHAIN, microbatch_sizes=[1, 4], **quick)
+    branched = gplan.profile(example("unet"), settings=BRANCHED, microbatch_sizes=[1], **quick)
     computed = gplan.profile(chain, settings=CHAIN, microbatch_sizes=[1], device="meta", hardware="h100")
     plans = made_plans(folder, measured, branched, computed)
     runs = [gplan.run(plan, engine="virtual", num_steps=3, check=True) for plan in plans[:4]]
-    verified = gplan.verify(plans[0], measured, engine="virtual", num_steps=3, num_rounds=1, num_rivals=1)
+    verified = gplan.verify(plans[0], measured, engine="virtual", num_steps=6, num_rounds=1, num_rivals=1)
     made: dict[str, list[Any]] = {
         "profile": [measured, branched, computed], "plan": plans, "run": runs, "verification": [verified],
     }  # fmt: skip
@@ -387,7 +381,7 @@ def tried(seed: int, index: int) -> Outcome:
     file = Path("changed.json")
     file.write_bytes(text)
     calls = calls_for(kind, which, draw)
-    started_s, words, outcome = time.perf_counter(), ["load"], "used"
+    started_s, words, outcome, found = time.perf_counter(), ["load"], "used", dict[str, Any]()
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
     try:
         try:
@@ -404,14 +398,17 @@ def tried(seed: int, index: int) -> Outcome:
         signal.setitimer(signal.ITIMER_REAL, 0)
         if os.environ.get("GPLAN_SHOW_TRACEBACK"):
             traceback.print_exc()
-        failure = Failure(
-            index=index, kind=f"{kind}{which}", changes=changes, verb=" ".join(words)[:80],
-            error=f"{type(error).__name__}: {error}", where=place_of(error),
-        )  # fmt: skip
-        return Outcome(kind=kind, outcome="failed", seconds=time.perf_counter() - started_s, failure=failure)
+        outcome = "failed"
+        found = {
+            "changes": changes,
+            "verb": " ".join(words)[:80],
+            "error": f"{type(error).__name__}: {error}",
+            "where": place_of(error),
+        }
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    return Outcome(kind=kind, outcome=outcome, seconds=time.perf_counter() - started_s)
+    seconds = time.perf_counter() - started_s
+    return Outcome(index=index, kind=f"{kind}{which}", outcome=outcome, seconds=seconds, **found)
 
 
 def used(words: Sequence[str], changes: Sequence[str]) -> bool:

@@ -1,15 +1,13 @@
-"""How long plans take to find and to prove: published optima, graphs, long chains, two towers, a full search.
+"""How long plans take to find and to prove: published optima, graphs, long chains; and published rules.
 
     python benchmarks/planning.py                        about three minutes
-    python benchmarks/planning.py --parts chains towers  some of it; the other tables stay as they are
+    python benchmarks/planning.py --parts chains rules  some of it; the other tables stay as they are
 
 - published: every row of reference.csv (data/README.md there) by the dynamic program and by the mixed-integer program,
   60 s each; an optimum counts as found if it is within 1e-9, INFEASIBLE included;
 - graphs: the published profiles, and the examples by single operations computed for an H100, K = 2, 4, 8, the default
   objective (the step of GPipe with M = 4 K) and 1F1B;
 - chains: made-up chains, with and without transfers and a memory limit that binds;
-- towers: two chains of layers side by side, whose down-sets are the pairs of their prefixes;
-- search: everything `gplan balance` can choose, on 64 devices, for a made-up transformer of 100 layers;
 - rules: the largest stage that published rules leave over the smallest possible, which gplan finds and proves, for the
   published profiles as chains of their layers' seconds without transfers and memory. "no plan": the rule leaves a stage
   empty, or needs parameter counts, which only PipeDream's profiles have.
@@ -38,8 +36,6 @@ from planning_cases import (
     made_layer,
     made_profile,
     published_profile,
-    towers_profile,
-    transformer_profile,
 )
 from published import Answer, read_graph, solve
 from published.solving import Solver
@@ -147,44 +143,6 @@ def chains() -> Iterator[Row]:
             }
 
 
-def towers() -> Iterator[Row]:
-    """Two towers of 200 layers: 40,401 down-sets."""
-    for minimize in ("max-stage", "step-time"):
-        for seed in range(3):
-            plan, taken_s = timed_plan(
-                towers_profile(200, seed=seed), num_devices=8, num_microbatches=32, minimize=minimize
-            )
-            yield {"minimize": minimize, "seed": seed, "k": 8, "seconds": round(taken_s, 2), "gap": gap_text(plan)}
-
-
-def search() -> Iterator[Row]:
-    """Everything chosen at once."""
-    for memory_gib in (24, 40, 80):
-        started_s = time.perf_counter()
-        plan = gplan.balance(
-            transformer_profile(100),
-            num_devices="auto",
-            num_microbatches="auto",
-            schedule="auto",
-            recompute="auto",
-            total_devices=64,
-            batch_size=256,
-            memory_bytes=memory_gib * 2**30,
-        )
-        yield {
-            "memory_gib": memory_gib,
-            "seconds": round(time.perf_counter() - started_s, 1),
-            "replicas": plan.num_replicas,
-            "k": plan.num_devices,
-            "m": plan.num_microbatches,
-            "schedule": plan.schedule,
-            "recompute": plan.recompute,
-            "step_s": round(plan.prediction.step_s, 4),
-            "gap": gap_text(plan),
-            "frontier": len(plan.frontier),
-        }
-
-
 def rules() -> Iterator[Row]:
     """The largest stage by published rules over the smallest possible; then for each K means and worst."""
     found = []
@@ -221,7 +179,7 @@ def largest_s(costs: list[float], cuts: tuple[int, ...]) -> float:
 
 
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {
-    "published": published, "graphs": graphs, "chains": chains, "towers": towers, "search": search,
+    "published": published, "graphs": graphs, "chains": chains,
     "rules": rules,
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Made-up profiles for `benchmarks/planning.py`: chains, two towers, a transformer, and published graphs as profiles."""
+"""Made-up profiles for `benchmarks/planning.py`: chains, and published graphs as profiles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from published import PublishedGraph
 
 from gplan.core import Device, Layer, LayerCost, Link, ModelId, Profile, StepCost, Timing, Value, ValueCost
 
-GIB = 2**30
 UNITS_S = {"ms": 1e-3, "s": 1.0}
 
 
@@ -27,20 +26,6 @@ def chain_profile(num_layers: int, *, has_transfers: bool, seed: int = 0) -> Pro
         for i in range(num_layers)
     ]
     return made_profile(f"chain of {num_layers}", layers, Link(latency_s=1e-5, bytes_per_s=1e10))
-
-
-def towers_profile(num_each: int, *, seed: int) -> Profile:
-    """Two chains side by side that meet at the model's output."""
-    draw = np.random.default_rng(seed)
-    layers = [made_layer(f"{t}{i}", forward_s=float(draw.uniform(1e-3, 6e-3))) for t in "ab" for i in range(num_each)]
-    values = []
-    for first in (0, num_each):
-        for i in range(first, first + num_each):
-            num_bytes = int(draw.integers(1, 10)) << 20
-            cost = ValueCost(microbatch_size=1, num_bytes=num_bytes, gradient_bytes=num_bytes)
-            reader = i + 1 if i + 1 < first + num_each else 2 * num_each
-            values.append(Value(producer=i, consumers=(reader,), costs=(cost,)))
-    return made_profile("two towers", layers, Link(latency_s=1e-5, bytes_per_s=1e10), values)
 
 
 def published_profile(name: str, graph: PublishedGraph) -> Profile:
@@ -62,39 +47,6 @@ def published_profile(name: str, graph: PublishedGraph) -> Profile:
         cost = ValueCost(microbatch_size=1, num_bytes=num_bytes, gradient_bytes=num_bytes)
         values.append(Value(producer=producer, consumers=tuple(readers), costs=(cost,)))
     return made_profile(name, layers, Link(latency_s=0.0, bytes_per_s=1e9), values)
-
-
-def transformer_profile(num_blocks: int, *, width: int = 4096, sequence: int = 2048) -> Profile:
-    """An embedding, blocks and a head at three micro-batch sizes, by a rate of 400 TFLOP/s; 2-byte numbers, Adam."""
-    sizes = (1, 2, 4)
-    parameters = [50_000 * width, *[12 * width**2] * num_blocks, 50_000 * width]
-    flops = [
-        0.0,
-        *[2.0 * x * sequence + 4.0 * sequence**2 * width for x in parameters[1:-1]],
-        2.0 * parameters[-1] * sequence,
-    ]
-    activation = 2 * sequence * width
-    names = ["embedding", *(f"blocks.{i}" for i in range(num_blocks)), "head"]
-    layers = [
-        Layer(
-            name=name,
-            kind=name.split(".")[0],
-            num_parameters=count,
-            weight_bytes=2 * count,
-            gradient_bytes=2 * count,
-            costs=tuple(
-                layer_cost(
-                    size,
-                    forward_s=5e-5 + size * work / 4e14,
-                    stash_bytes=size * (34 if "block" in name else 2) * activation // 2,
-                    output_bytes=size * activation,
-                )
-                for size in sizes
-            ),
-        )
-        for name, count, work in zip(names, parameters, flops, strict=True)
-    ]
-    return made_profile("transformer", layers, Link(latency_s=5e-6, bytes_per_s=5e10), state_share=6, optimizer_s=0.05)
 
 
 def made_layer(
@@ -131,11 +83,8 @@ def made_profile(
     layers: Sequence[Layer],
     link: Link,
     values: Sequence[Value] = (),
-    *,
-    state_share: int = 2,
-    optimizer_s: float = 0.0,
 ) -> Profile:
-    """A profile of such layers, with an optimizer that keeps `state_share` bytes for each byte of weights."""
+    """A profile of such layers; the optimizer keeps two bytes for each byte of weights."""
     return Profile(
         model=ModelId(name=name, settings=(), digest=name),
         device=Device(name="made up", kind="given"),
@@ -144,10 +93,10 @@ def made_profile(
         loss=(),
         loss_reduction="mean",
         step=StepCost(
-            optimizer=Timing.exactly(optimizer_s),
+            optimizer=Timing.exactly(0.0),
             zero_grad=Timing.exactly(0.0),
             optimizer_name="made up",
-            state_bytes=state_share * sum(x.weight_bytes for x in layers),
+            state_bytes=2 * sum(x.weight_bytes for x in layers),
             workspace_bytes=0,
         ),
         link=link,

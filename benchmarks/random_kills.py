@@ -15,7 +15,6 @@ is not kept is named in the table.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -30,18 +29,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
+from suite import ROOT, markdown, options_of, write_report
 
 import gplan
 from gplan.core import Link, Plan, Run
 from gplan.core.errors import FileError
 from gplan.core.units import seconds_text
-from gplan.files import json_files
 from gplan.runtime.checkpoint.folder import byte_ranges, newest_intact, read_index, verify_checksums
 from profiler.host.host_info import processor, software_versions
 
-ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "benchmarks" / "failing_model.py"
 MARK = "GPLAN_RANDOM_KILLS"  # a variable that every process of a run inherits
 NUM_STEPS, SAVE_EVERY = 30, 5
@@ -53,6 +52,7 @@ AT_ANY_TIME = "batches"  # with a delay
 SAVE_S = 0.02  # the longest delay into a save
 NUM_BLOCKS = 10  # of the model; the classifier behind them is not told to fail
 
+Row = dict[str, Any]
 KINDS = (
     *[("SIGKILL", AT_ANY_TIME)] * 6,
     *[("SIGKILL", "save")] * 2,
@@ -105,63 +105,42 @@ class Ended:
     left: tuple[str, ...]  # processes and temporary folders
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One kill, and what came of it."""
-
-    fault: str
-    plan: str
-    exit_code: int
-    ended_after_s: float
-    error: str
-    checkpoint: str
-    resumed_with: str
-    num_compared: int
-    largest_difference: float
-    broken: str  # the promises that were not kept
-
-
 def main() -> None:
     """Run, then write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, "random-kills")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=len(KINDS))
     parser.add_argument("--sharded", action="store_true")
-    parser.add_argument("--output", type=Path, default=ROOT / "reports" / "random-kills")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="random-kills-") as place:
         plans = make_plans(Path(place), sharded=options.sharded)
         undisturbed = {name: undisturbed_run(name, Path(place)) for name in plans}
         faults = draw_faults(plans, undisturbed, seed=options.seed)[: options.kills]
-        rows, options.output = list[Row](), options.output.absolute()
-        options.output.mkdir(parents=True, exist_ok=True)
+        rows, output = list[Row](), options.output.absolute()
+        output.mkdir(parents=True, exist_ok=True)
         for i, fault in enumerate(faults):
             rows.append(kill(fault, undisturbed[fault.plan], Path(place) / f"kill-{i}"))
-            pd.DataFrame([asdict(row) for row in rows]).to_csv(options.output / "kills.csv", index=False)
-            text = as_text(rows, undisturbed, command_line=shlex.join(sys.argv[1:]))
-            (options.output / "README.md").write_text(text)
-    print((options.output / "README.md").read_text())
+            pd.DataFrame(rows).to_csv(output / "kills.csv", index=False)
+    write_report(output, report(pd.DataFrame(rows), undisturbed))
 
 
 def make_plans(place: Path, *, sharded: bool) -> dict[str, Plan]:
     """Plans for 1 to 4 stages with equal mini-batches, saved by their names."""
     link = Link(latency_s=2e-5, bytes_per_s=1e9)
     profile = gplan.profile(str(MODEL), microbatch_sizes=[16], budget_s=1.0, contention=0, link=link)
-    plans = {
-        "K=1 gpipe": gplan.balance(profile, num_devices=1, num_microbatches=4),
-        "K=2 gpipe": gplan.balance(profile, num_devices=2, num_microbatches=4, recompute="except-last"),
-        "K=3 1f1b": gplan.balance(profile, num_devices=3, num_microbatches=4, schedule="1f1b"),
+    asked: dict[str, dict[str, Any]] = {
+        "K=1 gpipe": {"num_devices": 1},
+        "K=2 gpipe": {"num_devices": 2, "recompute": "except-last"},
+        "K=3 1f1b": {"num_devices": 3, "schedule": "1f1b"},
     }
     if sharded:
-        plans = {
-            "K=4": gplan.balance(profile, num_devices=4, num_microbatches=4, schedule="1f1b"),
-            "K=2 R=2 optimizer": gplan.balance(
-                profile, num_devices=2, num_microbatches=2, num_replicas=2, sharding="optimizer"
-            ),
-            "K=2 R=2 weights": gplan.balance(
-                profile, num_devices=2, num_microbatches=2, num_replicas=2, schedule="1f1b", sharding="weights"
-            ),
+        halves = {"num_devices": 2, "num_microbatches": 2, "num_replicas": 2}
+        asked = {
+            "K=4": {"num_devices": 4, "schedule": "1f1b"},
+            "K=2 R=2 optimizer": {**halves, "sharding": "optimizer"},
+            "K=2 R=2 weights": {**halves, "schedule": "1f1b", "sharding": "weights"},
         }
+    plans = {name: gplan.balance(profile, **({"num_microbatches": 4} | x)) for name, x in asked.items()}
     for name, plan in plans.items():
         gplan.save(plan, place / f"{name}.json")
     return plans
@@ -175,7 +154,14 @@ def undisturbed_run(plan: str, place: Path) -> Run:
         raise SystemExit(
             f"the undisturbed run with {plan} ended with code {ended.code}, left {ended.left}: {ended.text}"
         )
-    return json_files.load(Run, folder / "run.json")
+    return loaded_run(folder)
+
+
+def loaded_run(folder: Path) -> Run:
+    """What a run wrote."""
+    run = gplan.load(folder / "run.json")
+    assert isinstance(run, Run)
+    return run
 
 
 def draw_faults(plans: dict[str, Plan], runs: dict[str, Run], *, seed: int) -> list[Fault]:
@@ -225,7 +211,7 @@ def kill(fault: Fault, undisturbed: Run, folder: Path) -> Row:
     checkpoint, flaw = newest(folder / "checkpoints", fault)
     shutil.rmtree(folder / "copy", ignore_errors=True)
     after = command(fault.plan_after, folder, options=["--resume"] if checkpoint else [])
-    losses = json_files.load(Run, folder / "run.json").losses if after.code == 0 else ()
+    losses = loaded_run(folder).losses if after.code == 0 else ()
     difference = largest_difference(undisturbed.losses, losses)
     is_same = fault.plan == fault.plan_after
     checks = {
@@ -238,19 +224,16 @@ def kill(fault: Fault, undisturbed: Run, folder: Path) -> Row:
         f"the resumed run left {', '.join(after.left)}": not after.left,
         "losses differ": difference <= (0.0 if is_same else TOLERANCE),
     }
-    row = Row(
-        fault=fault.text,
-        plan=fault.plan,
-        exit_code=ended.code,
-        ended_after_s=ended_after_s,
-        error=ended.text,
-        checkpoint=checkpoint,
-        resumed_with=fault.plan_after,
-        num_compared=len(losses),
-        largest_difference=difference,
-        broken="; ".join(broken for broken, is_kept in checks.items() if not is_kept),
+    row = {
+        "fault": fault.text, "plan": fault.plan, "exit_code": ended.code, "ended_after_s": ended_after_s,
+        "error": ended.text, "checkpoint": checkpoint, "resumed_with": fault.plan_after, "num_compared": len(losses),
+        "largest_difference": difference,
+        "broken": "; ".join(broken for broken, is_kept in checks.items() if not is_kept),  # promises that were not kept
+    }  # fmt: skip
+    print(
+        f"{fault.text} ({fault.plan}): {ended_after_s:.1f} s, {ended.text}; {row['broken'] or 'as promised'}",
+        flush=True,
     )
-    print(f"{row.fault} ({row.plan}): {ended_after_s:.1f} s, {row.error}; {row.broken or 'as promised'}", flush=True)
     return row
 
 
@@ -338,40 +321,35 @@ def shortened(text: str, folder: Path) -> str:
     return text.strip().replace(f"{folder}/", "").replace(f"{ROOT}/", "")
 
 
-def as_text(rows: Sequence[Row], undisturbed: dict[str, Run], *, command_line: str) -> str:
-    """The table as Markdown, with a summary."""
-    broken = [row for row in rows if row.broken]
-    longest_s = max(row.ended_after_s for row in rows)
-    equal_values = [row.largest_difference for row in rows if row.plan == row.resumed_with]
-    other = [row.largest_difference for row in rows if row.plan != row.resumed_with]
+def report(rows: pd.DataFrame, undisturbed: dict[str, Run]) -> list[str]:
+    """A summary, the table, and what was told."""
+    num_kept, is_same = int((rows.broken == "").sum()), rows.plan == rows.resumed_with
+    same, other = (float(rows.largest_difference[x].max()) if x.any() else 0.0 for x in (is_same, ~is_same))
     versions = ", ".join(f"{name} {version}" for name, version in software_versions())
     steps = ", ".join(f"{name} {seconds_text(median_step_s(run))}" for name, run in undisturbed.items())
-    head = "| # | fault | plan | exit | ended after | newest checkpoint | resumed with | losses compared, largest difference | kept |"
-    lines = [head, "|" + "---|" * 9]
-    lines += [
-        f"| {i} | {row.fault} | {row.plan} | {row.exit_code} | {seconds_text(row.ended_after_s)} | {row.checkpoint or 'none'} | "
-        f"{row.resumed_with}{'' if row.checkpoint else ', from the start'} | {row.num_compared}, {row.largest_difference:.1e} | "
-        f"{row.broken or 'yes'} |"
-        for i, row in enumerate(rows, 1)
-    ]
-    return "\n".join(
+    cells = (
         [
-            f"# {len(rows)} runs that fail at random\n",
-            f"`python benchmarks/random_kills.py {command_line}`: {MODEL.name}, {NUM_STEPS} steps, a checkpoint after every "
-            f"{SAVE_EVERY}, --timeout {TIMEOUT_S:g}; median steps: {steps}. {processor()}, {os.cpu_count()} cores; {versions}.\n",
-            f"- {len(rows) - len(broken)} of {len(rows)} kept every promise: exit code {FAILED} within {PROMISED_S:g} s of the "
-            "fault, an error that names rank, stage and step (and the layer whose forward failed), no process and no temporary folder "
-            "left, the newest checkpoint whole to the byte, and the losses of the undisturbed run after going on.",
-            f"- The slowest ended {longest_s:.1f} s after the fault, the median after "
-            f"{sorted(row.ended_after_s for row in rows)[len(rows) // 2]:.1f} s.",
-            f"- Losses after going on with the same plan differ by {max(equal_values, default=0.0):.1e} at most, with another plan by "
-            f"{max(other, default=0.0):.1e} (relative; another plan adds up in another order).\n",
-            *lines,
-            "\n## What was told\n",
-            *(f"{i}. {row.fault}: `{row.error.replace('`', chr(39))}`" for i, row in enumerate(rows, 1)),
-            "",
+            i, x.fault, x.plan, x.exit_code, seconds_text(x.ended_after_s), x.checkpoint or "none",
+            f"{x.resumed_with}{'' if x.checkpoint else ', from the start'}",
+            f"{x.num_compared}, {x.largest_difference:.1e}", x.broken or "yes",
         ]
-    )
+        for i, x in enumerate(rows.itertuples(), 1)
+    )  # fmt: skip
+    heads = ["#", "fault", "plan", "exit", "ended after", "newest checkpoint", "resumed with"]
+    return [
+        f"# {len(rows)} runs that fail at random\n",
+        f"`python benchmarks/random_kills.py {shlex.join(sys.argv[1:])}`: {MODEL.name}, {NUM_STEPS} steps, a checkpoint after every "
+        f"{SAVE_EVERY}, --timeout {TIMEOUT_S:g}; median steps: {steps}. {processor()}, {os.cpu_count()} cores; {versions}.\n",
+        f"- {num_kept} of {len(rows)} kept every promise: exit code {FAILED} within {PROMISED_S:g} s of the "
+        "fault, an error that names rank, stage and step (and the layer whose forward failed), no process and no temporary folder "
+        "left, the newest checkpoint whole to the byte, and the losses of the undisturbed run after going on.",
+        f"- The slowest ended {rows.ended_after_s.max():.1f} s after the fault, the median after {rows.ended_after_s.median():.1f} s.",
+        f"- Losses after going on with the same plan differ by {same:.1e} at most, with another plan by "
+        f"{other:.1e} (relative; another plan adds up in another order).\n",
+        *markdown([*heads, "losses compared, largest difference", "kept"], cells),
+        "\n## What was told\n",
+        *(f"{i}. {x.fault}: `{x.error.replace('`', chr(39))}`" for i, x in enumerate(rows.itertuples(), 1)),
+    ]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ came: raw, and at equal host speed.
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Iterator
 from itertools import product
@@ -150,8 +149,6 @@ def report(rows: pd.DataFrame) -> list[str]:
         "## Runs\n",
         "Forward, backward, optimizer and peak memory have the raw error of the stage where it is largest.\n",
         *(f"- {device}, {day}, {_summary(part)}" for (device, day), part in runs.groupby(["device", days], sort=False)),
-        "\nBy how much the host was faster or slower in the run than in the profile:\n",
-        *_by_change_of_speed(runs),
         "",
         *markdown(heads, (_run_cells(*x) for x in runs.groupby([*KEY, "device", "made"], sort=False))),
         "\n## The layers' sum against the whole model\n",
@@ -175,16 +172,6 @@ def _summary(runs: pd.DataFrame) -> str:
         _text("bubble at equal speed", bubbles.equal_speed_error, points=True),
     ]
     return f"{len(steps)} runs: {'; '.join(x for x in texts if x)}."
-
-
-def _by_change_of_speed(runs: pd.DataFrame) -> Iterator[str]:
-    """For each range of the change of the host's speed between profile and run: the errors at equal speed."""
-    steps = runs[runs.quantity == STEP_TIME].dropna(subset="equal_speed_error")
-    changes = (slowdown(steps.error, steps.equal_speed_error) - 1).abs()
-    for low, high, words in ((0, 0.05, "up to 5 %"), (0.05, 0.1, "5 to 10 %"), (0.1, math.inf, "more than 10 %")):
-        part = steps[(low <= changes) & (changes < high)]
-        if len(part):
-            yield f"- {words}, {len(part)} runs: {_text('step at equal speed', part.equal_speed_error)}."
 
 
 def slowdown(error: Numbers, equal_speed_error: Numbers) -> Numbers:

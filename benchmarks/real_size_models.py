@@ -21,52 +21,40 @@ NUM_FRAMES = 300  # of audio, of which the encoder makes half as many positions
 NUM_CLASSES = 1000
 
 
+_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", "LMHeadModel", {"use_cache": False}),
+    "bert": ("Bert", "ForMaskedLM", {}),
+    "llama": ("Llama", "ForCausalLM", {
+        "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12, "use_cache": False,
+    }),
+    "t5": ("T5", "ForConditionalGeneration", {
+        "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "use_cache": False, "decoder_start_token_id": 0,
+    }),
+    "vit": ("ViT", "ForImageClassification", {"num_labels": NUM_CLASSES}),
+    "moe": ("Mixtral", "ForCausalLM", {
+        "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "num_local_experts": 8, "use_cache": False,
+    }),
+    "whisper": ("Whisper", "ForConditionalGeneration", {
+        "d_model": 768, "encoder_layers": 12, "decoder_layers": 12, "encoder_attention_heads": 12,
+        "decoder_attention_heads": 12, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072,
+        "max_source_positions": NUM_FRAMES // 2, "use_cache": False,
+    }),
+}  # fmt: skip
+"""The library's names and sizes; without a cache of keys and values, which serves generation only."""
+
+
 def _config(name: str) -> Any:
-    """The library's configuration; without a cache of keys and values, which serves generation only."""
-    match name:
-        case "gpt2":
-            return hf.GPT2Config(use_cache=False)
-        case "bert":
-            return hf.BertConfig()
-        case "llama":
-            return hf.LlamaConfig(
-                hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12, use_cache=False
-            )
-        case "t5":
-            return hf.T5Config(
-                d_model=768, d_ff=3072, num_layers=12, num_heads=12, use_cache=False, decoder_start_token_id=0
-            )  # type: ignore[call-arg]
-        case "vit":
-            return hf.ViTConfig(num_labels=NUM_CLASSES)  # type: ignore[call-arg]
-        case "moe":
-            return hf.MixtralConfig(
-                hidden_size=512, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=8,
-                num_key_value_heads=4, num_local_experts=8, use_cache=False,
-            )  # fmt: skip
-        case "whisper":
-            return hf.WhisperConfig(
-                d_model=768, encoder_layers=12, decoder_layers=12, encoder_attention_heads=12,
-                decoder_attention_heads=12, encoder_ffn_dim=3072, decoder_ffn_dim=3072,
-                max_source_positions=NUM_FRAMES // 2, use_cache=False,
-            )  # fmt: skip
-    raise ValueError(f"no model is called {name!r}; choose gpt2, bert, llama, t5, vit, moe or whisper")
-
-
-_CLASSES = {
-    "gpt2": "GPT2LMHeadModel",
-    "bert": "BertForMaskedLM",
-    "llama": "LlamaForCausalLM",
-    "t5": "T5ForConditionalGeneration",
-    "vit": "ViTForImageClassification",
-    "moe": "MixtralForCausalLM",
-    "whisper": "WhisperForConditionalGeneration",
-}
+    if name not in _MODELS:
+        raise ValueError(f"no model is called {name!r}; choose {', '.join(_MODELS)}")
+    kind, _, sizes = _MODELS[name]
+    return getattr(hf, f"{kind}Config")(**sizes)
 
 
 def model(name: str = "gpt2") -> nn.Module:
     """The model of that name; its output has `logits`."""
-    config = _config(name)
-    found: nn.Module = getattr(hf, _CLASSES[name])(config)
+    config, (kind, head, _) = _config(name), _MODELS[name]
+    found: nn.Module = getattr(hf, kind + head)(config)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Every schedule at the same costs, drawn: one picture for each, all of them on one time axis, and a table.
+"""Every schedule at the same costs, drawn on one time axis, and a table.
 
     python benchmarks/schedule_gallery.py            some seconds; writes reports/schedules/
 
@@ -9,24 +9,22 @@ the work, so that the work is the same for all. Every formula in the table is he
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from suite import options_of, write_report
 
 from gplan.core import Schedule, StageBytes, StageCost, Timeline
 from gplan.core.units import percent_text
-from gplan.reporting.charts.canvas import blank_figure, headline, legend, pens, to_png
+from gplan.reporting.charts.canvas import blank_figure, chart_style, headline, legend, to_png
 from gplan.reporting.charts.pipeline_chart import draw_gantt, gantt_handles
 from gplan.schedules.registry import make_schedule, schedule_info
 from gplan.simulation.memory_timeline import device_holdings, fullest
 from gplan.simulation.simulator import simulate_schedule
 
-ROOT = Path(__file__).parent.parent
 K, M = 4, 8
 TRANSFER = 0.1
 LONGEST = 36.0  # of the axis of time, which all pictures share
@@ -46,11 +44,6 @@ class Entry:
     bubble: tuple[float, str]  # with its formula
     held: tuple[PerDevice, str]  # the most micro-batches of all a device's layers between F and B (or W)
     source: str
-
-    @property
-    def file(self) -> str:
-        """Where its picture is."""
-        return f"{schedule_info(self.name).title.replace(':', '-')}.png"
 
 
 USUAL = (K - 1) / (M + K - 1), "(K-1)/(M+K-1)"
@@ -110,16 +103,12 @@ class Found:
 
 def main() -> None:
     """Simulate, hold against the formulas, draw and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=ROOT / "reports" / "schedules")
-    output: Path = parser.parse_args().output
+    output: Path = options_of(__doc__, "schedules").parse_args().output
     output.mkdir(parents=True, exist_ok=True)
     found = {entry.name: simulated(entry) for entry in ENTRIES}
-    for entry in ENTRIES:
-        (output / entry.file).write_bytes(drawn(partial(one_chart, entry, found[entry.name])))
-    (output / "all.png").write_bytes(drawn(partial(all_chart, found)))
-    (output / "README.md").write_text("\n".join(readme(found)) + "\n")
-    print((output / "README.md").read_text())
+    with chart_style("schedules"):
+        (output / "all.png").write_bytes(to_png(all_chart(found)))
+    write_report(output, readme(found))
 
 
 def simulated(entry: Entry) -> Found:
@@ -151,24 +140,6 @@ def held_at_most(schedule: Schedule, timeline: Timeline) -> PerDevice:
     parts = dict.fromkeys(range(schedule.num_stages), StageBytes(**{**nothing, "stash": stash}))
     held = (device_holdings(schedule, timeline, d, parts, recompute="never") for d in range(K))
     return tuple(fullest(x).num_bytes / _SHARES for x in held)
-
-
-def drawn(chart: Callable[[], Figure]) -> bytes:
-    """A chart as a PNG file, in the style of all charts."""
-    with pens("schedules"):
-        return to_png(chart())
-
-
-def one_chart(entry: Entry, found: Found) -> Figure:
-    """The picture of one schedule."""
-    figure = blank_figure(3.1)
-    axes = figure.subplots()
-    draw_gantt(axes, found.timeline, longest_s=LONGEST, scale=1.0)
-    axes.set(xlabel="time, in forwards of a micro-batch on a device", xlim=(0, LONGEST))
-    axes.set_title(entry.idea, loc="left", fontsize=9.5)
-    legend(figure, list(gantt_handles([found.timeline])))
-    headline(figure, f"{entry.title}: step {found.timeline.step_s:.1f}, bubble {percent_text(found.timeline.bubble)}")
-    return figure
 
 
 def all_chart(found: dict[str, Found]) -> Figure:
@@ -219,7 +190,7 @@ temporary. The script fails where a formula and the simulator differ.
 As in torch, the first stage of a split backward has no input gradient to make: its I takes no time and its W the whole backward.
 Pictures have micro-batches in the boxes; of a device's stages the later ones are lighter. Yellow strips are transfers."""
     for entry in ENTRIES:
-        yield f"\n## {entry.title}\n\n`--schedule {entry.name}`\n\n![{entry.title}]({entry.file})"
+        yield f"\n## {entry.title}\n\n`--schedule {entry.name}`: {entry.idea}"
 
 
 def anchor(entry: Entry) -> str:

@@ -1,7 +1,7 @@
 """Thousands of devices on paper: how to train a model on N h100, and how long the search for it takes.
 
     python benchmarks/thousand_devices.py                     at most 17 minutes on 2 idle cores: 15 searches
-    python benchmarks/thousand_devices.py --table             the tables and the chart of what is there, without running
+    python benchmarks/thousand_devices.py --table             the tables of what is there, without running
 
 A row is written after each search; a search that has a row is not run again (--again runs it again).
 
@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from large_models import TIME_WAS_UP, make_profile, planned, setting_cells, told
-from matplotlib.figure import Figure
+from large_models import make_profile, planned, setting_cells, told
 from suite import Rows, markdown, options_of, write_report
 
 import gplan
@@ -43,9 +42,9 @@ PARTS = ("weight", "gradient", "optimizer", "activation", "workspace")
 
 
 def main() -> None:
-    """Run what is not there yet, then write tables and chart."""
+    """Run what is not there yet, then write the tables."""
     parser = options_of(__doc__, "thousand-devices")
-    parser.add_argument("--table", action="store_true", help="write tables and chart only")
+    parser.add_argument("--table", action="store_true", help="write the tables only")
     parser.add_argument("--limit", type=int, default=60, metavar="SECONDS",
                         help="of a search, by the clock (default: 60); more where other work runs beside it")  # fmt: skip
     parser.add_argument("--again", action="store_true", help="search again what has a row")
@@ -61,7 +60,6 @@ def main() -> None:
     place = options.output / "frontier.csv"
     frontier = pd.read_csv(place, keep_default_na=False) if place.exists() else pd.DataFrame()
     table = rows.table(keep_default_na=False)
-    growth_chart(table).savefig(options.output / "growth.png", dpi=120)
     write_report(options.output, report(table, frontier))
 
 
@@ -92,40 +90,6 @@ def searched(model: str, num_devices: int, options: argparse.Namespace) -> dict[
     }
 
 
-def growth_chart(rows: pd.DataFrame) -> Figure:
-    """Processor seconds of searches by the number of devices, both logarithmic."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    rows = rows.assign(devices=rows.devices.astype(int), processor_s=rows.processor_s.astype(float))
-    for (model, some), colour in zip(rows.groupby("model"), ("#3a62a5", "#c85304"), strict=False):
-        some = some.sort_values("devices")
-        axes.plot(some.devices, some.processor_s, color=colour, label=model)
-        for is_whole, group in some.groupby(is_complete(some)):
-            face = colour if is_whole else "white"
-            axes.plot(group.devices, group.processor_s, "o", color=colour, markerfacecolor=face)
-    axes.plot([], [], "o", color="#555555", label="complete")
-    axes.plot([], [], "o", color="#555555", markerfacecolor="white", label="stopped by its limit of seconds")
-    axes.set(xscale="log", yscale="log", xlabel="devices", ylabel="processor seconds of a search")
-    devices = sorted(set(rows.devices))
-    axes.set_xticks(devices, [f"{x:,}" for x in devices], fontsize=8)
-    axes.set_xticks([], minor=True)
-    lowest, highest = rows.processor_s.min(), rows.processor_s.max()
-    steps = [x * 10**e for e in range(-2, 5) for x in (1, 2, 5)]
-    ticks = [x for x in steps if lowest / 2.5 <= x <= 2.5 * highest]
-    axes.set_yticks(ticks, [f"{x:g} s" for x in ticks])
-    axes.set_yticks([], minor=True)
-    axes.set_ylim(ticks[0], ticks[-1])
-    axes.legend(frameon=False, fontsize=8)
-    axes.grid(alpha=0.3)
-    return figure
-
-
-def is_complete(rows: pd.DataFrame) -> pd.Series[bool]:
-    """Whether searches ended before their limit, with no setting left open."""
-    was_up = rows.note.str.startswith(TIME_WAS_UP)
-    return (rows.outcome == "plan") & (rows.solve_s < 0.98 * rows.limit_s) & ~was_up
-
-
 def report(rows: pd.DataFrame, frontier: pd.DataFrame) -> list[str]:
     """All searches, and the frontier of one."""
     model, num_devices = SHOWN
@@ -141,7 +105,6 @@ def report(rows: pd.DataFrame, frontier: pd.DataFrame) -> list[str]:
         "the frontier in [frontier.csv](frontier.csv). A search was complete, or stopped at a limit by the clock; seconds are by the clock, in "
         "brackets those of the processor, start of the process included: where other work ran beside it, they are fewer. The gap is over all settings. One replica is `stages` on as many devices unless the schedule has "
         "several on each. K is at most the number of layers, so the number of settings stops growing with the devices.\n",
-        "![processor seconds by devices](growth.png)\n",
         *markdown(heads, (_cells(row) for row in rows.sort_values(["model", "devices"]).itertuples())),
         f"\n## {model} on {num_devices:,} devices: less memory, longer steps\n",
         *markdown(["setting", "step", "bubble", "peak"], points),

@@ -9,7 +9,6 @@ from typing import Literal, TypeAlias
 from gplan.core.errors import UsageError
 from gplan.graph.down_sets import down_sets
 from gplan.graph.layer_graph import LayerGraph
-from gplan.partition.validation import check_limits
 from published.dynamic_program import Plan, best_by_dp
 from published.graph import Objective, PublishedGraph, contracted
 from published.mixed_integer import best_by_milp
@@ -47,7 +46,8 @@ def solve(
     """
     if num_devices < 1:
         raise UsageError(f"asked for {num_devices} devices; expected at least 1")
-    check_limits(memory_bytes=memory_bytes, time_limit_s=time_limit_s)
+    if time_limit_s <= 0 or (memory_bytes is not None and memory_bytes <= 0):
+        raise UsageError(f"asked for {memory_bytes} bytes and {time_limit_s:g} s; expected more than 0 of both")
     started_s = time.perf_counter()
     objective = objective or graph.objective
     memory_bytes = graph.memory_bytes if memory_bytes is None else memory_bytes

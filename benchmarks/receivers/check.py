@@ -12,7 +12,6 @@ A receiver that is not installed, or whose import fails, is in the table with th
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -23,6 +22,8 @@ from functools import cache, partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from suite import markdown, options_of
 
 from gplan.core import Plan, Profile
 from gplan.interop.export.exporters import export
@@ -36,8 +37,6 @@ from profiler.analytic.hardware import load_hardware
 from receivers import own_code
 from receivers.published_layouts import PUBLISHED, Published
 from receivers.random_plans import random_plans
-
-REPORT = Path(__file__).parents[2] / "reports" / "receivers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,80 +157,62 @@ def compared(published: Published, *, time_limit_s: float) -> Compared:
 
 
 def report(found: list[Checked], layouts: list[Compared], num_plans: int) -> str:
-    """The page of reports/receivers."""
+    """The tables of reports/receivers; what the page has below "What this does not show" is written by hand."""
+    heads = ["receiver", "package", "by what", f"equal plans of {num_plans:,}", "read back by gplan", "run"]
     lines = [
-        "# Exports, proven by the receivers' own code",
-        "",
+        "# Exports, proven by the receivers' own code\n",
         "Made by `python benchmarks/receivers/check.py`; nothing here needs a GPU. Random plans have up to 60 blocks, 8 devices and",
         "4 stages a device (16 blocks and 4 devices for torchtitan and NeMo Automodel, which copy the model for every stage), every",
-        "schedule and recompute mode of the receiver, and cuts wherever it can cut.",
-        "",
-        f"| receiver | package | by what | equal plans of {num_plans:,} | read back by gplan | run |",
-        "|---|---|---|---|---|---|",
+        "schedule and recompute mode of the receiver, and cuts wherever it can cut.\n",
+        *markdown(heads, map(_cells, found)),
     ]
-    for x in found:
-        rules = RECEIVERS[x.receiver]
-        equal = f"{x.num_plans:,}" if not x.problem else f"{x.num_plans:,} ({x.problem})"
-        if not x.problem and x.receiver not in own_code.READERS:
-            equal = "no parser of its own"
-        lines.append(
-            f"| {rules.title} | {x.version or '-'} | {rules.how} | {equal} | {x.num_read_back:,} | {x.run or '-'} |"
-        )
     if layouts:
         lines += ["", "## Published layouts", "", *_layout_lines(layouts)]
-    return "\n".join([*lines, "", *_LIMITS.splitlines()]) + "\n"
+    return "\n".join([*lines, ""]) + "\n"
 
 
-_LIMITS = """## What this does not show
-
-- torchtitan's debug Llama does not train on a CPU: its attention is FlexAttention, which has no backward there ("FlexAttention
-  does not support backward on CPU"; other backends are refused for language models). So its splitter, schedules,
-  `Trainer.train_step` and `Profiler` trained a small model with the same names; the trainer's own set-up needs a GPU. It passes
-  lists of micro-batches to the schedule, which torch takes after 2.13. torchtitan 0.3.0 imports triton without asking for it in
-  its package.
-- Megatron-core's schedules trained the stages of the layout in a small model of our own; three calls that ask for CUDA were
-  answered with the CPU. Interleaved 1F1B trained with its losses, too.
-- DeepSpeed's engine trained without its extension for shared memory, which it compiles on the first use; a compilation that
-  was ended leaves a lock in torch's folder of extensions, for which the next one waits without an end. It clips gradients to
-  a norm of 1 where its configuration says nothing; the run turned that off.
-- verl hands its string to Megatron-core, whose parser read it; verl itself was read, not run. vLLM was not installed.
-- Megatron-core 0.16.1, the newest on the package index, reads the symbols of hybrid patterns but no "|" between stages: the
-  tests have its `allocate_layers` read the symbols; the stages were not parsed.
-- `python3 go.py test` sends 200 such plans through each receiver that installs beside all pinned packages: Megatron-core (also for
-  verl) and torchgpipe. torchtitan needs `datasets`, which asks for an older fsspec than the pinned one; DeepSpeed is built from
-  source, NeMo Automodel and SGLang are large. These are checked by this script alone.
-- Plans of inference receivers are plans for training: what a rank of a served model takes is not priced.
-"""
+def _cells(x: Checked) -> list[object]:
+    rules = RECEIVERS[x.receiver]
+    equal = f"{x.num_plans:,}{f' ({x.problem})' if x.problem else ''}"
+    if not x.problem and x.receiver not in own_code.READERS:
+        equal = "no parser of its own"
+    return [rules.title, x.version or "-", rules.how, equal, f"{x.num_read_back:,}", x.run or "-"]
 
 
 def _layout_lines(layouts: list[Compared]) -> list[str]:
-    lines = [
+    heads = ["", "model", "PP x VPP", "published", "gplan", "step", "gplan's step (gap)", "longer", "largest peak, GiB"]
+
+    def cells(i: int, x: Compared) -> list[object]:
+        published, own = (f"`{layout.replace('|', chr(92) + '|')}`" for layout in (x.layout, x.own_layout))
+        own_step = f"{x.own_step_s:.3f} s ({1 - x.bound_s / x.own_step_s:.1%})"
+        steps = [f"{x.step_s:.3f} s", own_step, f"{x.step_s / x.own_step_s - 1:.1%}"]
+        return [
+            i,
+            x.model,
+            f"{x.num_devices} x {x.num_chunks}",
+            published,
+            own,
+            *steps,
+            f"{x.peak_gib:.1f}, {x.own_peak_gib:.1f}",
+        ]
+
+    return [
         "Each layout and gplan's for the same model, widths, schedule and micro-batches, priced by gplan's cost model on the same",
         "computed profile. Collectives within layers and memory limits are left out, so only differences count; the gap is how far",
-        "below a plan could lie. `gplan layout` makes the one, `gplan import-plan` prices the other.",
-        "",
-        "| | model | PP x VPP | published | gplan | step | gplan's step (gap) | longer | largest peak, GiB |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "below a plan could lie. `gplan layout` makes the one, `gplan import-plan` prices the other.\n",
+        *markdown(heads, (cells(i, x) for i, x in enumerate(layouts, 1))),
+        "\nSources, in this order:\n",
+        *(f"{i}. {x.source}" for i, x in enumerate(layouts, 1)),
     ]
-    for i, x in enumerate(layouts, 1):
-        published, own = (layout.replace("|", "\\|") for layout in (x.layout, x.own_layout))
-        lines.append(
-            f"| {i} | {x.model} | {x.num_devices} x {x.num_chunks} | `{published}` | `{own}` | {x.step_s:.3f} s "
-            f"| {x.own_step_s:.3f} s ({1 - x.bound_s / x.own_step_s:.1%}) | {x.step_s / x.own_step_s - 1:.1%} "
-            f"| {x.peak_gib:.1f}, {x.own_peak_gib:.1f} |"
-        )
-    lines += ["", "Sources, in this order:", ""]
-    return lines + [f"{i}. {x.source}" for i, x in enumerate(layouts, 1)]
 
 
 def main() -> None:
     """Check, compare, write the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, "receivers")
     parser.add_argument("--plans", type=int, default=10_000)
     parser.add_argument("--only", nargs="*", default=[*RECEIVERS], metavar="RECEIVER")
     parser.add_argument("--no-layouts", action="store_true")
     parser.add_argument("--time-limit", type=float, default=20.0)
-    parser.add_argument("--output", type=Path, default=REPORT)
     parser.add_argument("--merge", type=Path, nargs="*", default=[], help="receivers.json files whose rows are kept")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -250,7 +231,9 @@ def main() -> None:
         layouts = layouts or [Compared(**x) for x in before["layouts"]]
     found.sort(key=lambda x: [*RECEIVERS].index(x.receiver))
     options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "README.md").write_text(report(found, layouts, options.plans))
+    page = options.output / "README.md"
+    _, heading, limits = (page.read_text() if page.exists() else "").partition("## What this does not show\n")
+    page.write_text(report(found, layouts, options.plans) + heading + limits)
     figures = {"receivers": [asdict(x) for x in found], "layouts": [asdict(x) for x in layouts]}
     (options.output / "receivers.json").write_text(json.dumps(figures, indent=1) + "\n")
 
