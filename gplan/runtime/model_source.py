@@ -27,7 +27,7 @@ from gplan.runtime.stage_state import copy_unregistered, same_places, unregister
 from profiler.capture.sequence import as_sequential
 from profiler.host.host_info import large_blocks_returned
 from profiler.model.lazy_build import random_state_kept
-from profiler.model.load import ModelFile, OpenedFile, model_in_memory, open_model_file
+from profiler.model.load import ModelFile, ModelTooLargeError, OpenedFile, model_in_memory, open_model_file
 from profiler.model.materialise import is_meta_or_fake, on_meta
 from profiler.model.model_reference import SettingValue
 from profiler.model.precision import MASTER_DTYPE, in_precision
@@ -94,8 +94,13 @@ class ModelSource:
         def build() -> dict[str, Tensor]:
             if not is_first:
                 return {}
-            with random_state_kept():
-                model = opened.load(seed=self.seed).model
+            try:
+                with random_state_kept():
+                    model = opened.load(seed=self.seed).model
+            except ModelTooLargeError as error:
+                raise ModelTooLargeError(
+                    f"{error}; to train a model that this host cannot hold once, give its weights in a file (--weights)"
+                ) from error
             built.update(named_tensors(model))
             for name in dict.fromkeys(x for row in wanted for x in row):
                 _check_has_values(name, built[name])

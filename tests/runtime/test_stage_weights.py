@@ -6,9 +6,11 @@ import multiprocessing
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
 import gplan
+from gplan.runtime.model_source import open_source
 from profiler.host.host_info import device_share
 from profiler.model.load import ModelTooLargeError, load_model_file
 from tests.runtime.forked import forking
@@ -63,13 +65,12 @@ def batches(n):
 
 
 def is_too_large(path: str) -> bool:
-    """Whether a rank cannot build the whole model."""
+    """Whether a rank cannot build the whole model, and gets the remedy."""
     os.environ["RANK"] = "0"
-    try:
-        load_model_file(path)
-    except ModelTooLargeError:
-        return True
-    return False
+    source = open_source(path)
+    with pytest.raises(ModelTooLargeError, match="cannot hold once, give its weights in a file"):
+        source.values([[]], torch.device("cpu"), None)
+    return True
 
 
 def train_both_ways(path: str) -> None:
@@ -78,13 +79,11 @@ def train_both_ways(path: str) -> None:
     profile = gplan.profile(path, microbatch_sizes=[2], device="meta", hardware="cpu")
     plan = gplan.balance(profile, num_devices=4, num_microbatches=2)
     weights = Path(path).with_name("weights.pt")
-    with device_share(1):
-        file = load_model_file(path)
-        torch.save(file.model.state_dict(), weights)
-        losses = plain_losses(file, plan, num_steps=2)
-    del file
+    on_ranks(1, lambda _rank: torch.save(load_model_file(path).model.state_dict(), weights))
     with forking():
         run = gplan.run(plan, num_steps=2, weights=weights)
+    with device_share(1):
+        losses = plain_losses(load_model_file(path), plan, num_steps=2)
     assert max(abs(x / y - 1) for x, y in zip(run.losses, losses, strict=True)) < 1e-5
 
 
