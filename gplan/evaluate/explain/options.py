@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeAlias
 
 from gplan.core import RECOMPUTE_MODES, Constraints, Profile, RecomputeMode
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.progress import Progress
 from gplan.evaluate.compare import samples_per_s
-from gplan.evaluate.explain.explanation import Option, OptionKind, OptionResult
 from gplan.evaluate.replanning import TIME_LIMIT_S, PlanSettings, replan, with_link_times
 from gplan.partition.diagnosis import LEAST_MEMORY_SCHEDULE
 from gplan.schedules.custom import is_custom_order
@@ -26,6 +25,35 @@ from gplan.strategy_search.space import AUTO_SCHEDULES
 MORE_MEMORY_BYTES = 2**30
 FASTER_LINK = 2.0  # times as fast
 OUT_OF_TIME = "not tried: the time for options was over"
+
+
+OptionKind: TypeAlias = Literal[
+    "same", "no constraints", "more memory", "no memory limit", "more devices", "fewer devices", "smaller microbatches",
+    "more microbatches", "schedule", "recompute", "faster link", "free link",
+]  # fmt: skip
+"""What an option changes; "same" is the best plan for the plan's own setting. Other memory may give two options: with
+the plan's recompute mode, and without recompute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionResult:
+    """The best plan of an option."""
+
+    step_s: float
+    samples_per_s: float
+    peak_bytes: int  # of the device that needs most
+    is_proven: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A change with its best plan, or the reason why there is none."""
+
+    kind: OptionKind
+    setting: PlanSettings
+    outcome: OptionResult | None
+    reason: str = ""  # why there is no outcome
+    is_interpolated: bool = False  # its micro-batch size was not profiled
 
 
 class _Change(NamedTuple):
