@@ -285,15 +285,13 @@ def verify(
     """Run the plan and at most `num_rivals` others (None: all) in turns, and compare each with its prediction.
 
     `profile` is the one that the plan was made from. Every plan is run once a round for `num_steps` steps, as
-    `gplan.run` does with the same model, engine and functions; a model in memory is trained by all of them. Runs that
-    lost their cores too often are repeated, once for each plan at most. An interrupt, or a failure of the plan itself
+    `gplan.run` does with the same model, engine and functions; a model in memory is trained by all of them. An interrupt, or a failure of the plan itself
     after the first round, ends it with the rounds so far.
 
     Raises UsageError under torchrun, FileError where plan and profile do not belong together, and what `gplan.run`
     raises for the plan itself in the first round; a rival that cannot be run is left out and named.
     """
     from gplan.runtime.run.launch import check_not_torchrun
-    from profiler.host.host_info import usable_cores
 
     check_not_torchrun()
 
@@ -315,7 +313,6 @@ def verify(
         profile,
         runner,
         engine=engine,
-        num_cores=len(usable_cores()),
         num_rounds=num_rounds,
         num_steps=num_steps,
         num_rivals=num_rivals,

@@ -155,8 +155,6 @@ def _summary(result: Verification) -> dict[str, Any]:
                 "error": x.error,
                 "equal_speed_error": x.equal_speed_error,
                 "steps_s": x.steps_s,
-                "num_refused": x.num_refused,
-                "num_disturbed": x.num_disturbed,
             }
             for x in result.contenders
         ],

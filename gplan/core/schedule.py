@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from statistics import fmean, median
@@ -189,14 +189,6 @@ class Timeline:
     def step_s(self) -> float:
         """Seconds from the start of the step to the end of the last action."""
         return max(span.end_s for span in self.spans)
-
-    def times(self, factor: float) -> Timeline:
-        """The same step with all times multiplied by a factor."""
-
-        def scaled(piece: Piece) -> Piece:
-            return msgspec.structs.replace(piece, start_s=piece.start_s * factor, end_s=piece.end_s * factor)
-
-        return replace(self, spans=tuple(map(scaled, self.spans)), transfers=tuple(map(scaled, self.transfers)))
 
     @cached_property
     def loop_spans(self) -> tuple[Span, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import geometric_mean
 
-from gplan.core.checks import check_not_empty, check_not_negative, check_positive
+from gplan.core.checks import check_not_empty, check_positive
 from gplan.core.plan import Plan, Run
 
 
@@ -16,15 +16,12 @@ class Contender:
     label: str
     run: Run  # of the round with the step nearest to the mean; its plan is the executed one
     steps_s: tuple[float, ...]  # the measured step of each round until a failure
-    num_refused: int = 0  # runs in which the processes lost their cores too often, and that were repeated
-    num_disturbed: int = 0  # such runs that were kept, because no repetitions were left
     slowdowns: tuple[float, ...] = ()  # of the host in each round, over the profile; (): unknown
 
     def __post_init__(self) -> None:
         check_not_empty("steps_s", self.steps_s)
         if min(self.steps_s) <= 0:
             raise ValueError(f"steps_s has {min(self.steps_s)!r}; expected seconds above 0")
-        check_not_negative(self, "num_refused", "num_disturbed")
         if self.slowdowns and (len(self.slowdowns) != len(self.steps_s) or min(self.slowdowns) <= 0):
             raise ValueError(
                 f"slowdowns is {self.slowdowns}; expected a factor above 0 for each of {len(self.steps_s)} rounds"
@@ -107,8 +104,3 @@ class Verification:
     def beside(self, contender: Contender) -> float:
         """A contender's step divided by the plan's, over the contender's rounds, so that drift of the host cancels."""
         return contender.measured_s / geometric_mean(self.chosen.steps_s[: len(contender.steps_s)])
-
-    @property
-    def num_refused(self) -> int:
-        """Number of discarded and repeated runs."""
-        return sum(x.num_refused for x in self.contenders)

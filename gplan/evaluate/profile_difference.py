@@ -212,7 +212,23 @@ def profile_difference(old: Profile, new: Profile, *, microbatch_size: int | Non
 
 def _remarks(old: Profile, new: Profile) -> Iterator[str]:
     """Other differences that may change a time (machine, versions, settings), then each profile's own notes."""
-    before, after = _conditions(old), _conditions(new)
+    before, after = (
+        {
+            "model": x.model.name,
+            "digest of layers and parameters": x.model.digest,
+            **{f"setting {name}": value for name, value in x.model.settings},
+            "machine": f"{x.device.name} ({x.device.kind})",
+            "threads": str(x.device.num_threads),
+            **{f"version of {name}": version for name, version in x.versions},
+            "micro-batch sizes": ", ".join(map(str, x.microbatch_sizes)),
+            "optimizer": x.step.optimizer_name,
+            "loss over the samples": x.loss_reduction if x.loss else "none",
+            "figures": x.origin,
+            "precision": "as made" if x.precision == AS_MADE else x.precision.name,
+            "processes beside the measured one": str(x.num_neighbours),
+        }
+        for x in (old, new)
+    )
     for name in dict.fromkeys([*before, *after]):
         found, expected = after.get(name, "none"), before.get(name, "none")
         if found != expected:
@@ -223,40 +239,18 @@ def _remarks(old: Profile, new: Profile) -> Iterator[str]:
         yield f"of the {' and the '.join(sides)} profile: {note}"
 
 
-def _conditions(profile: Profile) -> dict[str, str]:
-    """What must be equal for a change of time to come from the model alone."""
-    device = profile.device
-    return {
-        "model": profile.model.name,
-        "digest of layers and parameters": profile.model.digest,
-        **{f"setting {name}": value for name, value in profile.model.settings},
-        "machine": f"{device.name} ({device.kind})",
-        "threads": str(device.num_threads),
-        **{f"version of {name}": version for name, version in profile.versions},
-        "micro-batch sizes": ", ".join(map(str, profile.microbatch_sizes)),
-        "optimizer": profile.step.optimizer_name,
-        "loss over the samples": profile.loss_reduction if profile.loss else "none",
-        "figures": profile.origin,
-        "precision": "as made" if profile.precision == AS_MADE else profile.precision.name,
-        "processes beside the measured one": str(profile.num_neighbours),
-    }
-
-
 def _sizes(old: Profile, new: Profile, wanted_size: int | None) -> tuple[int, ...]:
     common = tuple(size for size in old.microbatch_sizes if size in new.microbatch_sizes)
     if not common or (wanted_size is not None and wanted_size not in common):
         wanted = (
             "a micro-batch size that both have" if wanted_size is None else f"micro-batch size {wanted_size} in both"
         )
+        before, after = (", ".join(map(str, x.microbatch_sizes)) for x in (old, new))
         raise UsageError(
-            f"the old profile has micro-batch sizes {_listed(old.microbatch_sizes)}, the new one "
-            f"{_listed(new.microbatch_sizes)}; expected {wanted}: `gplan profile --microbatch-size` measures it"
+            f"the old profile has micro-batch sizes {before}, the new one {after}; expected {wanted}: "
+            "`gplan profile --microbatch-size` measures it"
         )
     return common if wanted_size is None else (wanted_size,)
-
-
-def _listed(values: Iterable[object]) -> str:
-    return ", ".join(map(str, values))
 
 
 def _pairs(old: Profile, new: Profile) -> list[tuple[int, int]]:
@@ -281,11 +275,8 @@ def _size_difference(old: Profile, new: Profile, pairs: list[tuple[int, int]], s
         estimates = [{name: estimate(timing) for name, timing in cost.timings.items()} for cost in costs]
         sizes = [_weight_bytes([x]) for x in weights] or [{}, {}]
         memory = [{**x, **_cost_bytes(cost), "output": cost.output_bytes} for x, cost in zip(sizes, costs, strict=True)]
-        return LayerDifference(
-            names=names,
-            times=tuple(time_change(x, y, z, overhead_s=overhead_s) for x, y, z in _in_both(*estimates)),
-            memory=tuple(_byte_change(*x) for x in _in_both(*memory)),
-        )
+        times = tuple(time_change(x, y, z, overhead_s=overhead_s) for x, y, z in _in_both(*estimates))
+        return LayerDifference(names=names, times=times, memory=_byte_changes(*memory))
 
     layers = []
     for members in group_equal([(old.cost_key(i), new.cost_key(j)) for i, j in pairs]):
@@ -296,7 +287,14 @@ def _size_difference(old: Profile, new: Profile, pairs: list[tuple[int, int]], s
     if old.loss and new.loss:
         layers.append(layer_difference((LOSS,), [old.loss[old_at], new.loss[new_at]], []))
     times = _in_both(_whole_times(old, old_at), _whole_times(new, new_at))
-    memory = _in_both(_whole_bytes(old, old_at), _whole_bytes(new, new_at))
+    memory = [  # of the whole model on one device for one micro-batch; shared weights once, the largest workspace
+        {
+            **_weight_bytes([*x.layers, *x.shared_weights]),
+            "optimizer state": x.step.state_bytes,
+            **_cost_bytes(*x.costs_at(at)),
+        }
+        for x, at in ((old, old_at), (new, new_at))
+    ]
     shares = [
         time.new_s / time.old_s - 1.0
         for layer in layers
@@ -307,7 +305,7 @@ def _size_difference(old: Profile, new: Profile, pairs: list[tuple[int, int]], s
     return SizeDifference(
         microbatch_size=size,
         times=tuple(time_change(x, y, z, overhead_s=0.0 if x == _OPTIMIZER else overhead_s) for x, y, z in times),
-        memory=tuple(_byte_change(*x) for x in memory),
+        memory=_byte_changes(*memory),
         layers=tuple(layers),
         median_change=median(shares) if shares else 0.0,
     )
@@ -317,9 +315,11 @@ def _in_both(old: Mapping[str, Item], new: Mapping[str, Item]) -> Iterator[tuple
     return ((quantity, value, new[quantity]) for quantity, value in old.items() if quantity in new)
 
 
-def _byte_change(quantity: str, old: int, new: int) -> BytesChange:
-    verdict: Verdict = "same" if old == new else "more" if new > old else "less"
-    return BytesChange(quantity=quantity, old_bytes=old, new_bytes=new, verdict=verdict)
+def _byte_changes(old: Mapping[str, int], new: Mapping[str, int]) -> tuple[BytesChange, ...]:
+    return tuple(
+        BytesChange(quantity=x, old_bytes=a, new_bytes=b, verdict="same" if a == b else "more" if b > a else "less")
+        for x, a, b in _in_both(old, new)
+    )
 
 
 def _whole_times(profile: Profile, index: int) -> dict[str, Estimate]:
@@ -332,15 +332,6 @@ def _whole_times(profile: Profile, index: int) -> dict[str, Estimate]:
     optimizer = total([estimate(profile.step.optimizer), estimate(profile.step.zero_grad)])
     step = total([forward, backward, optimizer])
     return {FORWARD: forward, BACKWARD: backward, _OPTIMIZER: optimizer, "step": step}
-
-
-def _whole_bytes(profile: Profile, index: int) -> dict[str, int]:
-    """Bytes of the whole model on one device for one micro-batch; shared weights once, the largest workspace."""
-    return {
-        **_weight_bytes([*profile.layers, *profile.shared_weights]),
-        "optimizer state": profile.step.state_bytes,
-        **_cost_bytes(*profile.costs_at(index)),
-    }
 
 
 def _weight_bytes(parts: Iterable[Layer | SharedWeight]) -> dict[str, int]:

@@ -141,14 +141,6 @@ def plan_within_memory(profile: Profile, setting: PlanSettings, cuts: Sequence[i
     return plan
 
 
-def with_layer_times(profile: Profile, index: int, factor: float) -> Profile:
-    """The profile with all times of one layer multiplied by `factor`."""
-    layer = profile.layers[index]
-    costs = tuple(x.corrected(forward=factor, backward=factor, recompute=factor) for x in layer.costs)
-    scaled = replace(layer, costs=costs, same_as=None)
-    return replace(profile, layers=(*profile.layers[:index], scaled, *profile.layers[index + 1 :]))
-
-
 def with_link_times(profile: Profile, factor: float) -> Profile:
     """The profile with every transfer's seconds multiplied by `factor`; 0 makes transfers free."""
     return replace(profile, link=profile.link.times(factor) if factor else FREE_LINK)

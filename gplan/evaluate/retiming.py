@@ -11,24 +11,9 @@ profile; only for a plan on different devices, whose speeds are in no other plac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gplan.core import (
-    BACKWARD_KINDS,
-    ActionKind,
-    HostSpeed,
-    Layer,
-    LayerCost,
-    Plan,
-    Profile,
-    Run,
-    Stage,
-    StepCost,
-    Timeline,
-    WholeModel,
-    is_recomputed,
-)
+from gplan.core import BACKWARD_KINDS, ActionKind, HostSpeed, LayerCost, Plan, Profile, Run, is_recomputed
 from gplan.core.errors import FileError
 from gplan.core.units import now_text
 from gplan.evaluate.replanning import profile_in_plan_order, reprice, why_not_replannable
@@ -45,39 +30,56 @@ class Factors:
     backward: float
     recomputes: bool  # whether the measured backwards ran their forward again
 
+    def scaled(self, cost: LayerCost) -> LayerCost:
+        """The costs of a layer with its times multiplied."""
+        again = self.backward if self.recomputes else self.forward
+        return cost.corrected(forward=self.forward, backward=self.backward, recompute=again)
+
 
 def retime_profile(profile: Profile, *, run: Run) -> Profile:
     """The profile of the run's plan, scaled to the run's times; raises FileError for another model's profile."""
     plan = run.plan
-    predicted = _predicted(profile, plan)
-    timeline = simulate(predicted)
-    shortest_s = min(_shortest_s(run, timeline, stage) for stage in predicted.stages)
-    overhead_s = min(profile.overhead_s, _MOST_OVERHEAD * shortest_s)
-    factors = [_factors(predicted, timeline, stage, run, profile.overhead_s, overhead_s) for stage in predicted.stages]
+    profile_in_plan_order(plan, profile)
+    predicted = plan if why_not_replannable(plan) else reprice(plan, profile, engine="torch")
+    factors, overhead_s = _factors_of_stages(profile, predicted, run)
+    stage_of = {name: stage.index for stage in plan.stages for name in stage.layer_names}
+    stages = [stage_of[layer.name] for layer in profile.layers]
+    layers = tuple(
+        replace(
+            layer,
+            costs=tuple(map(factors[stage].scaled, layer.costs)),
+            same_as=layer.same_as if layer.same_as is not None and stages[layer.same_as] == stage else None,
+        )
+        for layer, stage in zip(profile.layers, stages, strict=True)
+    )
+    measured_s = sum(map(run.timeline.update_s, range(plan.num_devices)))
+    predicted_s = sum(cost.optimizer_s for cost in predicted.stage_costs)
+    has_update = measured_s > 0 and predicted_s > 0 and plan.num_replicas == 1  # replicas reduce gradients in it
+    factors_text = ", ".join(f"stage {i} x{x.forward:.2f} and x{x.backward:.2f}" for i, x in enumerate(factors))
+    note = (
+        f"times scaled stage by stage (forward, backward) to what {run.num_counted} steps of a run measured with "
+        f"micro-batches of {plan.microbatch_size}: {factors_text}; within a stage the layers' proportions are as profiled"
+    )
     scaled = replace(
         profile,
-        layers=_layers(profile, plan, factors),
-        loss=tuple(_scaled(cost, factors[-1]) for cost in profile.loss),
-        step=_step(profile.step, run, predicted),
+        layers=layers,
+        loss=tuple(map(factors[-1].scaled, profile.loss)),
+        step=profile.step.corrected(measured_s / predicted_s) if has_update else profile.step,
         overhead_s=overhead_s,
         created=now_text(),
-        notes=(*profile.notes, _note(factors, run)),
+        notes=(*profile.notes, note),
         host_speed=_speed_of_run(run),
     )
-    return replace(scaled, whole_model=_rescaled_whole_model(profile, scaled))
-
-
-def _rescaled_whole_model(before: Profile, after: Profile) -> tuple[WholeModel, ...]:
-    """The whole model's times, scaled as the sum of its layers was, so that the two remain comparable."""
-    rescaled = []
-    for i, whole in enumerate(before.whole_model):
+    whole_model = []  # scaled as the sum of its layers was, so that the two remain comparable
+    for i, whole in enumerate(profile.whole_model):
         forward, backward = (
-            b / a if a else 1.0 for a, b in zip(before.one_stage_s(i), after.one_stage_s(i), strict=True)
+            after / before if before else 1.0
+            for before, after in zip(profile.one_stage_s(i), scaled.one_stage_s(i), strict=True)
         )
-        rescaled.append(
+        whole_model.append(
             replace(whole, forward=whole.forward.corrected(forward), backward=whole.backward.corrected(backward))
         )
-    return tuple(rescaled)
+    return replace(scaled, whole_model=tuple(whole_model))
 
 
 def _speed_of_run(run: Run) -> HostSpeed | None:
@@ -88,80 +90,33 @@ def _speed_of_run(run: Run) -> HostSpeed | None:
     return replace(known.slowed_by(slowdown), load=run.host_load)
 
 
-def _predicted(profile: Profile, plan: Plan) -> Plan:
-    """The plan with the profile's costs; raises FileError where the two do not belong together."""
-    profile_in_plan_order(plan, profile)
-    return plan if why_not_replannable(plan) else reprice(plan, profile, engine="torch")
+def _factors_of_stages(profile: Profile, predicted: Plan, run: Run) -> tuple[list[Factors], float]:
+    """The factors of each stage of the plan with the profile's costs, and the overhead of a stage beside its layers."""
+    plan, timeline = run.plan, simulate(predicted)
+    means = []
+    for stage in predicted.stages:
+        forward_s = run.timeline.mean_s(ActionKind.FORWARD, stage=stage.index)
+        backward_s = run.timeline.mean_s(*BACKWARD_KINDS, stage=stage.index)
+        if not forward_s or not backward_s:
+            raise FileError(
+                f"stage {stage.index} took no time in the run; expected operations or kernels in its actions: record "
+                "with ProfilerActivity.CPU, on a GPU with ProfilerActivity.CUDA too"
+            )
+        means.append((forward_s, backward_s, timeline.actions_per_microbatch(*BACKWARD_KINDS, stage=stage.index)))
+    shortest_s = min(min(forward_s, backward_s / max(1.0, num_calls)) for forward_s, backward_s, num_calls in means)
+    overhead_s = min(profile.overhead_s, _MOST_OVERHEAD * shortest_s)
+    recomputes = is_recomputed(0, num_microbatches=plan.num_microbatches, recompute=plan.recompute)
 
+    def factor(measured_s: float, predicted_s: float, num_calls: float) -> float:
+        net_s = predicted_s - num_calls * profile.overhead_s
+        return max(0.0, measured_s - num_calls * overhead_s) / net_s if net_s > 0 else 1.0
 
-def _measured_s(run: Run, stage: Stage) -> tuple[float, float]:
-    """The measured means of a stage's forwards and of its backwards, whole or both halves together."""
-    forward_s = run.timeline.mean_s(ActionKind.FORWARD, stage=stage.index)
-    backward_s = run.timeline.mean_s(*BACKWARD_KINDS, stage=stage.index)
-    if not forward_s or not backward_s:
-        raise FileError(
-            f"stage {stage.index} took no time in the run; expected operations or kernels in its actions: record "
-            "with ProfilerActivity.CPU, on a GPU with ProfilerActivity.CUDA too"
+    factors = [
+        Factors(
+            forward=factor(forward_s, predicted.stage_costs[k].forward_s, 1.0),
+            backward=factor(backward_s, timeline.mean_s(*BACKWARD_KINDS, stage=k), num_calls),
+            recomputes=recomputes,
         )
-    return forward_s, backward_s
-
-
-def _shortest_s(run: Run, timeline: Timeline, stage: Stage) -> float:
-    """The shorter of a stage's mean forward and mean backward; of a backward in halves, of the mean half."""
-    forward_s, backward_s = _measured_s(run, stage)
-    return min(forward_s, backward_s / max(1.0, timeline.actions_per_microbatch(*BACKWARD_KINDS, stage=stage.index)))
-
-
-def _factors(
-    predicted: Plan, timeline: Timeline, stage: Stage, run: Run, predicted_overhead_s: float, overhead_s: float
-) -> Factors:
-    """`timeline` is the simulated step of `predicted`."""
-    plan, cost = run.plan, predicted.stage_costs[stage.index]
-    forward_s, backward_s = _measured_s(run, stage)
-    predicted_s = timeline.mean_s(*BACKWARD_KINDS, stage=stage.index)
-    num_calls = timeline.actions_per_microbatch(*BACKWARD_KINDS, stage=stage.index)
-    return Factors(
-        forward=_factor(forward_s - overhead_s, cost.forward_s - predicted_overhead_s),
-        backward=_factor(backward_s - num_calls * overhead_s, predicted_s - num_calls * predicted_overhead_s),
-        recomputes=is_recomputed(0, num_microbatches=plan.num_microbatches, recompute=plan.recompute),
-    )
-
-
-def _factor(measured_s: float, predicted_s: float) -> float:
-    return max(0.0, measured_s) / predicted_s if predicted_s > 0 else 1.0
-
-
-def _layers(profile: Profile, plan: Plan, factors: Sequence[Factors]) -> tuple[Layer, ...]:
-    """The scaled layers; those that share their figures still do so where they are on one stage."""
-    stage_of = {name: stage.index for stage in plan.stages for name in stage.layer_names}
-    stages = [stage_of[layer.name] for layer in profile.layers]
-    return tuple(
-        replace(
-            layer,
-            costs=tuple(_scaled(cost, factors[stage]) for cost in layer.costs),
-            same_as=layer.same_as if layer.same_as is not None and stages[layer.same_as] == stage else None,
-        )
-        for layer, stage in zip(profile.layers, stages, strict=True)
-    )
-
-
-def _scaled(cost: LayerCost, by: Factors) -> LayerCost:
-    again = by.backward if by.recomputes else by.forward
-    return cost.corrected(forward=by.forward, backward=by.backward, recompute=again)
-
-
-def _step(step: StepCost, run: Run, predicted: Plan) -> StepCost:
-    """The optimizer's times, scaled if the run measured it without all-reduces of replicas."""
-    measured_s = sum(map(run.timeline.update_s, range(run.plan.num_devices)))
-    predicted_s = sum(cost.optimizer_s for cost in predicted.stage_costs)
-    if not measured_s or not predicted_s or run.plan.num_replicas > 1:
-        return step
-    return step.corrected(measured_s / predicted_s)
-
-
-def _note(factors: Sequence[Factors], run: Run) -> str:
-    factors_text = ", ".join(f"stage {i} x{x.forward:.2f} and x{x.backward:.2f}" for i, x in enumerate(factors))
-    return (
-        f"times scaled stage by stage (forward, backward) to what {run.num_counted} steps of a run measured with "
-        f"micro-batches of {run.plan.microbatch_size}: {factors_text}; within a stage the layers' proportions are as profiled"
-    )
+        for k, (forward_s, backward_s, num_calls) in enumerate(means)
+    ]
+    return factors, overhead_s

@@ -91,24 +91,35 @@ def _identity(plan: Plan) -> tuple[object, ...]:
 
 def _proposals(plan: Plan, profile: Profile, ordered: Profile, *, has_other_times: bool) -> Iterator[_Proposal]:
     """The rivals, the most informative first; those that only change cuts keep the plan's order of layers."""
-    setting = setting_of(plan)
-    equal = equal_counts(len(ordered.layers), num_stages=setting.num_stages)
-    yield "equal layer counts", partial(plan_within_memory, ordered, setting, equal)
+    setting, num_layers = setting_of(plan), len(ordered.layers)
+    with_cuts = partial(plan_within_memory, ordered, setting)
+    yield "equal layer counts", partial(with_cuts, equal_counts(num_layers, num_stages=setting.num_stages))
     for rival in plan.rivals:
         make = partial(_runner_up, rival, ordered, setting, has_other_times=has_other_times)
         yield rival.label or "runner-up", make
-    moved = _moved_cuts(plan, ordered, setting)
-    yield from moved[:1]
-    schedule = _other_schedule(plan)
-    other = replace(setting, schedule=schedule, num_stages=num_stages_of(schedule, setting.num_devices))
-    yield f"schedule {schedule}", partial(replan, profile, other)
-    num_microbatches, size = setting.num_microbatches, setting.microbatch_size
-    if num_microbatches % 2:
-        yield "half the micro-batches", partial(_refuse, f"{num_microbatches} have no half")
-    else:
-        yield _other_microbatches(profile, setting, num_microbatches // 2, 2 * size)
-    yield _other_microbatches(profile, setting, 2 * num_microbatches, size / 2)
-    yield from moved[1:]
+    bounds, moved = (0, *plan.cuts, num_layers), []
+    for i, cut in enumerate(plan.cuts):
+        which = f"cut {i + 1}" if len(plan.cuts) > 1 else "the cut"
+        for other, direction in ((cut - 1, "earlier"), (cut + 1, "later")):
+            if bounds[i] < other < bounds[i + 2]:
+                cuts = (*plan.cuts[:i], other, *plan.cuts[i + 1 :])
+                step_s = plan_with_cuts(ordered, setting, cuts).prediction.step_s
+                moved.append((step_s, f"{which} a layer {direction}", cuts))
+    best = [(label, partial(with_cuts, cuts)) for _, label, cuts in sorted(moved)[:_NUM_MOVED]]
+    yield from best[:1]
+    name, colon, number = plan.schedule.partition(":")
+    schedule = _DEFAULT_OTHER if is_custom_order(plan.schedule) else _OTHER.get(name, _DEFAULT_OTHER) + colon + number
+    changed = replace(setting, schedule=schedule, num_stages=num_stages_of(schedule, setting.num_devices))
+    yield f"schedule {schedule}", partial(replan, profile, changed)
+    for factor in (0.5, 2.0):
+        num_microbatches, wanted_size = factor * setting.num_microbatches, setting.microbatch_size / factor
+        if not num_microbatches.is_integer():
+            yield "half the micro-batches", partial(_refuse, f"{setting.num_microbatches} have no half")
+            continue
+        size = int(wanted_size) if wanted_size in profile.microbatch_sizes else setting.microbatch_size
+        changed = replace(setting, num_microbatches=int(num_microbatches), microbatch_size=size)
+        yield f"{counted(int(num_microbatches), 'micro-batch')} of {size}", partial(replan, profile, changed)
+    yield from best[1:]
 
 
 def _runner_up(rival: Alternative, ordered: Profile, setting: PlanSettings, *, has_other_times: bool) -> Plan:
@@ -128,35 +139,6 @@ def _runner_up(rival: Alternative, ordered: Profile, setting: PlanSettings, *, h
             raise UsageError("the plan was not made with this profile's times, so its order of layers is not known")
         raise UsageError("it has its layers in an order that the plan's file does not hold")
     return plan
-
-
-def _moved_cuts(plan: Plan, ordered: Profile, setting: PlanSettings) -> list[_Proposal]:
-    """The best two plans, by prediction, with one cut moved by a layer."""
-    bounds, found = (0, *plan.cuts, len(ordered.layers)), []
-    for i, cut in enumerate(plan.cuts):
-        for moved, direction in ((cut - 1, "earlier"), (cut + 1, "later")):
-            if bounds[i] < moved < bounds[i + 2]:
-                cuts = (*plan.cuts[:i], moved, *plan.cuts[i + 1 :])
-                which = f"cut {i + 1}" if len(plan.cuts) > 1 else "the cut"
-                step_s = plan_with_cuts(ordered, setting, cuts).prediction.step_s
-                found.append((step_s, f"{which} a layer {direction}", cuts))
-    best = sorted(found)[:_NUM_MOVED]
-    return [(label, partial(plan_within_memory, ordered, setting, cuts)) for _, label, cuts in best]
-
-
-def _other_schedule(plan: Plan) -> str:
-    """The usual alternative, with as many chunks."""
-    name, colon, number = plan.schedule.partition(":")
-    return _DEFAULT_OTHER if is_custom_order(plan.schedule) else _OTHER.get(name, _DEFAULT_OTHER) + colon + number
-
-
-def _other_microbatches(
-    profile: Profile, setting: PlanSettings, num_microbatches: int, wanted_size: float
-) -> _Proposal:
-    """Another number of micro-batches, of the wanted size where that was profiled, else of the plan's size."""
-    size = int(wanted_size) if wanted_size in profile.microbatch_sizes else setting.microbatch_size
-    changed = replace(setting, num_microbatches=num_microbatches, microbatch_size=size)
-    return f"{counted(num_microbatches, 'micro-batch')} of {size}", partial(replan, profile, changed)
 
 
 def _refuse(reason: str) -> Plan:

@@ -1,23 +1,22 @@
 """How good a plan's prediction is: the plan and its rivals run in turns, and the plan ranked among them.
 
 Every second round runs the plans in the opposite order, so a steady drift of the host cancels in the mean of the
-logarithms over two rounds. A run whose processes lost their cores in more than half of the steps is repeated, once and
-at most as often as there are plans; disturbed runs after that are kept and noted. A rival that fails is not run again
-and keeps its rounds. An interrupt, or a failure of the plan itself, ends the measurement with the complete rounds so
+logarithms over two rounds. Runs whose processes lost their cores in more than half of the steps are noted. A rival that
+fails is not run again and keeps its rounds. An interrupt, or a failure of the plan itself, ends the measurement with the complete rounds so
 far. The caller provides the function that runs a plan.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import TypeAlias
 
 import numpy as np
 
-from gplan.core import Contender, HostLoad, LeftOut, Plan, Profile, Run, Verification
+from gplan.core import Contender, LeftOut, Plan, Profile, Run, Verification
 from gplan.core.errors import GplanError, UsageError
 from gplan.core.host_load import interruption_text, largest_load
 from gplan.core.progress import Progress, no_progress
@@ -43,7 +42,6 @@ def verify(
     runner: Runner,
     *,
     engine: str,
-    num_cores: int,
     num_rounds: int = NUM_ROUNDS,
     num_steps: int = NUM_STEPS,
     num_rivals: int | None = None,
@@ -51,25 +49,32 @@ def verify(
 ) -> Verification:
     """Run the plan and at most `num_rivals` others (None: all) in turns; `runner` takes `num_steps` steps per run.
 
-    Where the engine has a process for every device and the host has fewer cores (`num_cores`), no run is repeated, since
-    every run is disturbed by its own processes.
-
     Raises FileError where plan and profile do not belong together, UsageError for counts that cannot be used, and the
     runner's error where the plan itself fails in the first round.
     """
     check_counts(num_rounds, num_steps, num_rivals)
     rivals = rivals_of(plan, profile, num_rivals=num_rivals)
-    num_wanted = plan.num_ranks * plan.device.num_threads
-    is_crowded = engine == "torch" and num_wanted > num_cores
-    rounds = run_rounds(rivals.rivals, runner, num_rounds=num_rounds, repeats=not is_crowded, progress=progress)
-    notes = [*rivals.notes, *_notes(rounds, is_crowded=is_crowded), *rounds.contenders[0].run.notes]
+    rounds = run_rounds(rivals.rivals, runner, num_rounds=num_rounds, progress=progress)
+    notes, chosen = list(rivals.notes), rounds.contenders[0]
+    extent = "the whole rounds so far" if len(chosen.steps_s) > 1 else "the first round"
+    if rounds.is_interrupted:
+        notes.append(f"interrupted: the results are of {extent}")
+    if rounds.failure:
+        notes.append(f"the plan failed in a later round, so the results are of {extent}: {rounds.failure}")
+    if rounds.disturbed:
+        load = largest_load([x.host_load for x in rounds.disturbed if x.host_load is not None])
+        quiet = " when the machine is quiet" if load is not None and load.is_evidence else ""
+        notes.append(
+            f"{counted(len(rounds.disturbed), 'run')} counted although more than half of the steps were "
+            f"{interruption_text(load)}; verify again{quiet}"
+        )
     return Verification(
         engine=engine,
         contenders=rounds.contenders,
         left_out=(*rivals.left_out, *rounds.left_out),
         num_steps=num_steps,
         created=now_text(),
-        notes=tuple(dict.fromkeys(notes)),
+        notes=tuple(dict.fromkeys([*notes, *chosen.run.notes])),
     )
 
 
@@ -85,23 +90,6 @@ def check_counts(num_rounds: int, num_steps: int, num_rivals: int | None) -> Non
         raise UsageError(f"asked for {num_rivals} rivals; expected 0 or more")
 
 
-def _notes(rounds: RoundResults, *, is_crowded: bool) -> Iterator[str]:
-    if is_crowded:
-        yield "there are fewer cores than the devices need, so no run was repeated as disturbed"
-    extent = "the whole rounds so far" if len(rounds.contenders[0].steps_s) > 1 else "the first round"
-    if rounds.is_interrupted:
-        yield f"interrupted: the results are of {extent}"
-    if rounds.failure:
-        yield f"the plan failed in a later round, so the results are of {extent}: {rounds.failure}"
-    if num_disturbed := sum(x.num_disturbed for x in rounds.contenders):
-        load = largest_load(rounds.disturbed_loads)
-        quiet = " when the machine is quiet" if load is not None and load.is_evidence else ""
-        yield (
-            f"{counted(num_disturbed, 'run')} counted although more than half of the steps were "
-            f"{interruption_text(load)}: no more were repeated; verify again{quiet}"
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundResults:
     """The measurements of all rounds."""
@@ -110,122 +98,62 @@ class RoundResults:
     left_out: tuple[LeftOut, ...]
     is_interrupted: bool = False
     failure: str = ""  # of the first plan, where that ended the rounds
-    disturbed_loads: tuple[HostLoad, ...] = ()  # of the disturbed runs that counted
+    disturbed: tuple[Run, ...] = ()  # runs whose processes lost their cores in more than half of the settled steps
 
 
-def run_rounds(
-    rivals: Sequence[Rival], runner: Runner, *, num_rounds: int, repeats: bool = True, progress: Progress
-) -> RoundResults:
-    """Run every plan `num_rounds` times, in turns; without `repeats`, disturbed runs count like all others.
+def run_rounds(rivals: Sequence[Rival], runner: Runner, *, num_rounds: int, progress: Progress) -> RoundResults:
+    """Run every plan `num_rounds` times, in turns.
 
-    Raises the runner's error where the first plan fails before a round is complete, and KeyboardInterrupt where even
-    that plan has no run.
+    Every plan gets its complete rounds, at least the first; a failed one the rounds that it has. Raises the runner's
+    error where the first plan fails before a round is complete, and KeyboardInterrupt where even that plan has no run.
     """
-    turns = _Turns(rivals, runner, num_rounds=num_rounds, repeats=repeats, progress=progress)
-    is_interrupted, failure = False, ""
+    runs: list[list[Run]] = [[] for _ in rivals]
+    failed, left_out, is_interrupted, failure = set[int](), list[LeftOut](), False, ""
+    forth = range(len(rivals))
     try:
-        turns.run()
+        for number, i in ((n, i) for n in range(num_rounds) for i in (forth[::-1] if n % 2 else forth)):
+            if i in failed:
+                continue
+            share = sum(map(len, runs)) / ((len(rivals) - len(failed)) * num_rounds)
+            progress(f"round {number + 1} of {num_rounds}: {rivals[i].label}", min(1.0, share))
+            try:
+                runs[i].append(runner(rivals[i].plan))
+            except GplanError as error:
+                if i == 0:
+                    raise
+                failed.add(i)
+                where = f"failed in round {number + 1}, what came before counts: " if runs[i] else ""
+                left_out.append(LeftOut(label=rivals[i].label, reason=f"{where}{error}"))
     except KeyboardInterrupt:
-        if not turns.records[0].runs:
+        if not runs[0]:
             raise KeyboardInterrupt("no plan had been run to its end, so there is no verification") from None
         is_interrupted = True
     except GplanError as error:
-        if not all(record.runs or record.has_failed for record in turns.records):
+        if not all(own or i in failed for i, own in enumerate(runs)):
             raise
         failure = str(error)
-    contenders = tuple(turns.contenders())
+    num_complete = max(1, min(len(own) for i, own in enumerate(runs) if i not in failed))
+    runs = [own[:num_complete] for own in runs]
+    never = (x.label for i, x in enumerate(rivals) if not runs[i] and i not in failed)
+    left_out += [LeftOut(label=label, reason="interrupted before its first run") for label in never]
     return RoundResults(
-        contenders=contenders,
-        left_out=tuple(turns.left_out),
+        contenders=tuple(_contender(x.label, own) for x, own in zip(rivals, runs, strict=True) if own),
+        left_out=tuple(left_out),
         is_interrupted=is_interrupted,
         failure=failure,
-        disturbed_loads=tuple(turns.disturbed_loads()),
+        disturbed=tuple(x for own in runs for x in own if x.num_disturbed > _MOST_DISTURBED * x.num_settled),
     )
 
 
-def is_disturbed(run: Run) -> bool:
-    """Whether the processes lost their cores in more than half of the settled steps."""
-    return run.num_disturbed > _MOST_DISTURBED * run.num_settled
-
-
-@dataclass(slots=True)
-class _Record:
-    """The runs of one plan so far."""
-
-    rival: Rival
-    runs: list[Run] = field(default_factory=list)
-    num_refused: int = 0
-    has_failed: bool = False
-
-
-class _Turns:
-    def __init__(
-        self, rivals: Sequence[Rival], runner: Runner, *, num_rounds: int, repeats: bool, progress: Progress
-    ) -> None:
-        self.records = [_Record(rival) for rival in rivals]
-        self.left_out: list[LeftOut] = []
-        self._runner, self._progress, self._num_rounds, self._repeats = runner, progress, num_rounds, repeats
-        self._num_repeats_left = len(rivals) if repeats else 0
-
-    def run(self) -> None:
-        for number in range(self._num_rounds):
-            turns = self.records if number % 2 == 0 else self.records[::-1]
-            for record in [x for x in turns if not x.has_failed]:
-                self._take_turn(record, number)
-
-    def contenders(self) -> Iterator[Contender]:
-        """Every plan with its complete rounds, at least the first; a failed one with the rounds that it has."""
-        for record in self.records:
-            if record.runs:
-                yield self._contender(record)
-            elif not record.has_failed:
-                self.left_out.append(LeftOut(label=record.rival.label, reason="interrupted before its first run"))
-
-    def disturbed_loads(self) -> Iterator[HostLoad]:
-        """The loads of the disturbed runs in complete rounds."""
-        for run in (run for record in self.records for run in record.runs[: self._num_complete]):
-            if is_disturbed(run) and run.host_load is not None:
-                yield run.host_load
-
-    @property
-    def _num_complete(self) -> int:
-        """Rounds that every plan has, at least the first."""
-        return max(1, min(len(x.runs) for x in self.records if not x.has_failed))
-
-    def _take_turn(self, record: _Record, number: int) -> None:
-        try:
-            run = self._run(record, number)
-            if self._num_repeats_left and is_disturbed(run):
-                self._num_repeats_left -= 1
-                record.num_refused += 1
-                run = self._run(record, number, remark=f", again: most steps were {interruption_text(run.host_load)}")
-        except GplanError as error:
-            if record is self.records[0]:
-                raise
-            record.has_failed = True
-            where = f"failed in round {number + 1}, what came before counts: " if record.runs else ""
-            self.left_out.append(LeftOut(label=record.rival.label, reason=f"{where}{error}"))
-        else:
-            record.runs.append(run)
-
-    def _run(self, record: _Record, number: int, *, remark: str = "") -> Run:
-        num_done = sum(len(x.runs) for x in self.records)
-        share = num_done / (sum(not x.has_failed for x in self.records) * self._num_rounds)
-        self._progress(f"round {number + 1} of {self._num_rounds}: {record.rival.label}{remark}", min(1.0, share))
-        return self._runner(record.rival.plan)
-
-    def _contender(self, record: _Record) -> Contender:
-        runs = record.runs[: self._num_complete]
-        steps_s = tuple(run.timeline.step_s for run in runs)
-        slowdowns = tuple(x.step_slowdown for run in runs if (x := equal_speed(run)) is not None)
-        return Contender(
-            label=record.rival.label,
-            run=min(runs, key=lambda run: abs(run.timeline.step_s - geometric_mean(steps_s))),
-            steps_s=steps_s,
-            num_refused=record.num_refused,
-            num_disturbed=sum(map(is_disturbed, runs)) if self._repeats else 0,
-            slowdowns=slowdowns if len(slowdowns) == len(runs) else (),
-        )
+def _contender(label: str, runs: Sequence[Run]) -> Contender:
+    steps_s = tuple(run.timeline.step_s for run in runs)
+    slowdowns = tuple(x.step_slowdown for run in runs if (x := equal_speed(run)) is not None)
+    return Contender(
+        label=label,
+        run=min(runs, key=lambda run: abs(run.timeline.step_s - geometric_mean(steps_s))),
+        steps_s=steps_s,
+        slowdowns=slowdowns if len(slowdowns) == len(runs) else (),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ FORMATS: dict[type[Value], str] = {
     Profile: "gplan.profile/7",
     Plan: "gplan.plan/5",
     Run: "gplan.run/7",
-    Verification: "gplan.verification/5",
+    Verification: "gplan.verification/6",
 }
 _MADE_BY = {
     Profile: "gplan profile",

@@ -15,8 +15,7 @@ from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.progress import Progress, no_progress
 from gplan.core.units import counted
 from gplan.corrections.contention import without_contention
-from gplan.evaluate.explain.explain import explain
-from gplan.evaluate.explain.explanation import Explanation
+from gplan.evaluate.explain.explain import Explanation, explain
 from gplan.evaluate.replanning import replan, reprice, setting_of
 from gplan.reporting.subject import Subject, plan_of
 from gplan.schedules.custom import is_custom_order

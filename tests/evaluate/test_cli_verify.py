@@ -42,7 +42,7 @@ def test_verify_prints_and_writes(
     assert "step time 648 s 810 s -20.0 %" in out
     assert "from the predicted step to the measured one" in out
     assert "the fastest was schedule 1f1b" in out
-    assert "1 run repeated, as most of the steps were interrupted; this plan was measured over" in out
+    assert "1 run counted although more than half of the steps were interrupted; verify again" in out
     found = gplan.load("gplan.verification.json")
     assert isinstance(found, Verification)
     assert (found.num_rounds, len(found.contenders)) == (2, 4)

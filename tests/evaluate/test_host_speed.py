@@ -293,9 +293,7 @@ def profiled() -> Profile:
 
 def test_a_verification_has_both_errors() -> None:
     profile = profiled()
-    found = verify(
-        usual_plan(profile), profile, SlowHost(1.25), engine="torch", num_rounds=2, num_rivals=2, num_cores=64
-    )
+    found = verify(usual_plan(profile), profile, SlowHost(1.25), engine="torch", num_rounds=2, num_rivals=2)
     assert found.chosen.error == pytest.approx(-0.2)
     assert found.chosen.equal_speed_error == pytest.approx(0.0, abs=1e-9)
     assert len(found.chosen.slowdowns) == 2

@@ -17,7 +17,6 @@ from gplan.evaluate.replanning import (
     replan,
     setting_of,
     why_not_replannable,
-    with_layer_times,
     with_link_times,
 )
 from tests.evaluate.explain.settings import (
@@ -74,14 +73,6 @@ def test_only_the_setting_limits_memory() -> None:
     limited = replace(profile, device=replace(profile.device, memory_bytes=60))
     assert replan(limited, setting()).prediction.step_s == 54.0
     assert replan(limited, setting(memory_bytes=60)).prediction.step_s == 63.0
-
-
-def test_with_layer_times() -> None:
-    profile = make_profile([1.0, 2.0], stash_bytes=7)
-    scaled = with_layer_times(profile, 1, 0.5)
-    assert scaled.layers[0] == profile.layers[0]
-    assert (scaled.layers[1].costs[0].forward.median_s, scaled.layers[1].costs[0].backward.median_s) == (1.0, 2.0)
-    assert scaled.layers[1].costs[0].stash_bytes == 7
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.0])

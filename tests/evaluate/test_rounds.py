@@ -1,16 +1,14 @@
-"""Rounds: drift cancels, disturbed runs are repeated, an interrupt keeps complete rounds."""
+"""Rounds: drift cancels, an interrupt keeps complete rounds."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from gplan.core import HostLoad, Plan, Run
+from gplan.core import Plan, Run
 from gplan.core.errors import RunError
 from gplan.core.progress import no_progress
 from gplan.evaluate.rivals import Rival, rivals_of
-from gplan.evaluate.verify import RoundResults, is_disturbed, run_rounds
+from gplan.evaluate.verify import RoundResults, run_rounds
 from tests.evaluate.hosts import MadeHost, run_of, usual_plan, usual_profile
 
 
@@ -18,8 +16,8 @@ def three() -> tuple[Rival, ...]:
     return rivals_of(usual_plan(), usual_profile(), num_rivals=2).rivals
 
 
-def measured_on(host: MadeHost, *, num_rounds: int = 3, repeats: bool = True) -> RoundResults:
-    return run_rounds(three(), host, num_rounds=num_rounds, repeats=repeats, progress=no_progress)
+def measured_on(host: MadeHost, *, num_rounds: int = 3) -> RoundResults:
+    return run_rounds(three(), host, num_rounds=num_rounds, progress=no_progress)
 
 
 def letters(plans: list[Plan]) -> str:
@@ -53,44 +51,16 @@ def test_kept_run_is_nearest_to_the_mean() -> None:
     assert found.run.timeline.step_s == sorted(found.steps_s)[1]
 
 
-def test_disturbed_run_is_repeated() -> None:
-    host = MadeHost(disturbed={1}, disturbance=3.0)
-    found = measured_on(host, num_rounds=1)
-    assert letters(host.calls) == "abbc"
-    assert [x.num_refused for x in found.contenders] == [0, 1, 0]
-    assert found.contenders[1].measured_s == pytest.approx(found.contenders[1].predicted_s)
+@pytest.mark.parametrize(("num_disturbed", "count"), [(0, 0), (2, 0), (3, 9), (5, 9)])
+def test_runs_disturbed_in_more_than_half_of_their_steps(num_disturbed: int, count: int) -> None:
+    def runner(plan: Plan) -> Run:
+        return run_of(plan, num_disturbed=num_disturbed)
+
+    assert len(run_rounds(three(), runner, num_rounds=3, progress=no_progress).disturbed) == count
 
 
-def test_repeats_are_limited() -> None:
-    host = MadeHost(disturbed=range(100))
-    found = measured_on(host)
-    assert len(host.calls) == 9 + 3
-    assert sum(x.num_refused for x in found.contenders) == 3
-    assert [x.num_disturbed for x in found.contenders] == [3, 3, 3]
-
-
-def test_evidence_is_that_of_disturbed_runs() -> None:
-    host = MadeHost(disturbed=range(3, 100))  # the second and third round
-
-    def loaded(plan: Plan) -> Run:
-        run = host(plan)
-        return replace(run, host_load=HostLoad(wait_share=0.5 if run.num_disturbed else 0.0))
-
-    found = run_rounds(three(), loaded, num_rounds=3, progress=no_progress)
-    assert [x.run.num_disturbed for x in found.contenders] == [0, 0, 0]  # the runs that are kept
-    assert found.disturbed_loads == (HostLoad(wait_share=0.5),) * 6
-
-
-def test_no_repeats() -> None:
-    host = MadeHost(disturbed=range(100))
-    found = measured_on(host, repeats=False)
-    assert len(host.calls) == 9
-    assert [(x.num_refused, x.num_disturbed) for x in found.contenders] == [(0, 0)] * 3
-
-
-@pytest.mark.parametrize(("num_disturbed", "expected"), [(0, False), (2, False), (3, True), (5, True)])
-def test_is_disturbed(num_disturbed: int, expected: bool) -> None:
-    assert is_disturbed(run_of(usual_plan(), num_disturbed=num_disturbed)) is expected
+def test_only_complete_rounds_count_as_disturbed() -> None:
+    assert len(measured_on(MadeHost(disturbed=range(3, 100), interrupted_at=7)).disturbed) == 3
 
 
 def test_interrupt_keeps_complete_rounds() -> None:
@@ -150,13 +120,6 @@ def test_plan_failing_later_keeps_complete_rounds() -> None:
     assert letters(host.calls) == "abccbaa"
     assert [len(x.steps_s) for x in found.contenders] == [2, 2, 2]
     assert (found.failure, found.is_interrupted, found.left_out) == ("a process was stopped", False, ())
-
-
-def test_plan_failing_in_a_repeat_is_raised() -> None:
-    host = MadeHost(disturbed={0})
-    host.fails = lambda _plan: len(host.calls) == 2
-    with pytest.raises(RunError, match="a process was stopped"):
-        measured_on(host)
 
 
 def test_progress_of_rounds() -> None:

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from gplan.core import ActionKind, Floats, IdleCause, Plan, Stage
 from gplan.cost.action_seconds import occupied
-from gplan.evaluate.explain.explanation import Binding, Bottleneck, CutCost, LayerShare
 from gplan.simulation.bubble import idle_by_device
 from gplan.simulation.kernel import action_times, whole_program
 from gplan.simulation.simulator import schedule_of, simulate, update_times
@@ -33,6 +34,51 @@ _HALF = 0.5
 _MOST_LAYERS = 5
 
 
+Binding: TypeAlias = Literal["compute", "memory", "cut", "filling", "optimizer"]
+"""What limits the step: one device's compute, memory, the transfers over the cuts, filling and draining the pipeline,
+or the optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShare:
+    """The share of one layer in its device's compute."""
+
+    layer: str
+    time_s: float  # forward and backward of one micro-batch, without recompute
+    share: float  # of all layers of the device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutCost:
+    """What the transfers over one cut between devices cost."""
+
+    stage: int  # the cut is after it
+    layer: str  # the last one before the cut
+    transfer_s: float  # of one micro-batch, both ways
+    exposed_s: float  # by how much the step is shorter where these transfers take no time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bottleneck:
+    """The device that computes longest, and where its time goes. The six times add up to the step."""
+
+    device: int
+    stages: tuple[int, ...]  # that the device holds
+    equals: tuple[int, ...]  # other devices whose compute is within one percent
+    layers: tuple[LayerShare, ...]  # the slowest first, up to half of the device's compute and their equals
+    num_layers: int  # of all its stages
+    busy_s: float  # computing
+    filling_s: float  # idle while the pipeline fills and drains, the transfers of that included
+    imbalance_s: float  # idle because another device was slower
+    communication_s: float  # idle during a transfer
+    engine_s: float  # idle during the engine's own work
+    tail_s: float  # after the last backward of the pipeline
+    cuts: tuple[CutCost, ...]
+    exposed_s: float  # by how much the step is shorter where all transfers take no time
+    memory_gain_s: float | None  # of the step without a memory limit; None: not known
+    binds: Binding
+
+
 def find_bottleneck(plan: Plan, *, memory_gain_s: float | None) -> Bottleneck:
     """The device with the most compute (of ties the first) and what binds the plan; O(K^2 M)."""
     timeline = simulate(plan)
@@ -43,11 +89,18 @@ def find_bottleneck(plan: Plan, *, memory_gain_s: float | None) -> Bottleneck:
     filling_s = idle[IdleCause.WARM_UP] + idle[IdleCause.DRAIN]
     tail_s = timeline.step_s - timeline.loop_end_s
     cuts, exposed_s = exposed_cuts(plan)
+    losses: dict[Binding, tuple[float, float]] = {  # seconds, and from which on they bind the step
+        "memory": (memory_gain_s or 0.0, MEMORY_SHARE * timeline.step_s),
+        "cut": (exposed_s, CUT_SHARE * timeline.step_s),
+        "filling": (filling_s, FILLING_SHARE * busy_s),
+        "optimizer": (tail_s, OPTIMIZER_SHARE * busy_s),
+    }
+    binding: list[Binding] = [name for name, (loss_s, least_s) in losses.items() if loss_s > 0 and loss_s >= least_s]
     return Bottleneck(
         device=device,
         stages=tuple(stage.index for stage in stages),
         equals=tuple(i for i, x in enumerate(busy) if i != device and x >= busy_s * (1 - _TOLERANCE)),
-        layers=tuple(_slowest_layers(plan, stages)),
+        layers=tuple(_slowest_layers(stages)),
         num_layers=sum(stage.num_layers for stage in stages),
         busy_s=busy_s,
         filling_s=filling_s,
@@ -58,7 +111,7 @@ def find_bottleneck(plan: Plan, *, memory_gain_s: float | None) -> Bottleneck:
         cuts=cuts,
         exposed_s=exposed_s,
         memory_gain_s=memory_gain_s,
-        binds=_binding(timeline.step_s, busy_s, memory_gain_s or 0.0, exposed_s, filling_s, tail_s),
+        binds=max(binding, key=lambda name: losses[name][0], default="compute"),
     )
 
 
@@ -105,17 +158,12 @@ def _steps_s(plan: Plan, charged: Floats) -> Floats:
     return found
 
 
-def layer_times_s(plan: Plan, stage: Stage) -> tuple[float, ...]:
-    """Forward and backward of one micro-batch of each layer of a stage."""
-    return tuple(map(sum, stage.layer_times_s))
-
-
-def _slowest_layers(plan: Plan, stages: Sequence[Stage]) -> Iterator[LayerShare]:
+def _slowest_layers(stages: Sequence[Stage]) -> Iterator[LayerShare]:
     """The slowest layers, up to half of the device's compute and at most five; none where no layer takes time.
 
     Layers that take as long as the last one, within 1 %, are included too.
     """
-    times = {name: x for stage in stages for name, x in zip(stage.layer_names, layer_times_s(plan, stage), strict=True)}
+    times = {x: sum(y) for stage in stages for x, y in zip(stage.layer_names, stage.layer_times_s, strict=True)}
     total_s, seen_s, last_s = sum(times.values()), 0.0, math.inf
     for number, name in enumerate(sorted(times, key=lambda x: times[x], reverse=True)):
         is_enough = number >= _MOST_LAYERS or seen_s >= _HALF * total_s
@@ -123,16 +171,3 @@ def _slowest_layers(plan: Plan, stages: Sequence[Stage]) -> Iterator[LayerShare]
             return
         seen_s, last_s = seen_s + times[name], times[name]
         yield LayerShare(layer=name, time_s=times[name], share=times[name] / total_s)
-
-
-def _binding(
-    step_s: float, busy_s: float, memory_gain_s: float, exposed_s: float, filling_s: float, tail_s: float
-) -> Binding:
-    losses: dict[Binding, tuple[float, float]] = {
-        "memory": (memory_gain_s, MEMORY_SHARE * step_s),
-        "cut": (exposed_s, CUT_SHARE * step_s),
-        "filling": (filling_s, FILLING_SHARE * busy_s),
-        "optimizer": (tail_s, OPTIMIZER_SHARE * busy_s),
-    }
-    counted = {name: loss_s for name, (loss_s, least_s) in losses.items() if loss_s > 0 and loss_s >= least_s}
-    return max(counted, key=lambda name: counted[name]) if counted else "compute"

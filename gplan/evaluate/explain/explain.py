@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 from gplan.core import Plan, Profile
@@ -16,11 +17,11 @@ from gplan.core.progress import Progress, no_progress
 from gplan.corrections.microbatch_size import cost_at
 from gplan.cost.action_seconds import occupied
 from gplan.evaluate.compare import samples_per_s
-from gplan.evaluate.explain.bottleneck import find_bottleneck
-from gplan.evaluate.explain.explanation import BaselineOutcome, Explanation, Option, Sensitivities
-from gplan.evaluate.explain.options import evaluate_options, memory_gain_s
-from gplan.evaluate.explain.sensitivity import MOST_FACTOR, layer_sensitivities
+from gplan.evaluate.explain.bottleneck import Bottleneck, find_bottleneck
+from gplan.evaluate.explain.options import Option, evaluate_options, memory_gain_s
+from gplan.evaluate.explain.sensitivity import MOST_FACTOR, Sensitivities, layer_sensitivities
 from gplan.evaluate.replanning import (
+    PlanSettings,
     memory_excess,
     other_times_notes,
     plan_with_cuts,
@@ -32,11 +33,41 @@ from gplan.evaluate.replanning import (
 from gplan.evaluate.rivals import THIS_PLAN
 from gplan.partition.baselines import RULES
 from gplan.partition.plan_evaluation import compute_s
-from gplan.partition.problem import Problem, device_sums
+from gplan.partition.problem import device_sums
 from gplan.simulation.simulator import simulate
 
 OPTIONS_S, SENSITIVITIES_S = 20.0, 10.0
 """Seconds after which no other option, and no other layer, is tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineOutcome:
+    """The partition of a published rule of thumb for the same layers."""
+
+    rule: str
+    cuts: tuple[int, ...] | None  # in the plan's order of layers; None: the rule finds none
+    step_s: float | None = None
+    largest_s: float | None = None  # compute seconds of one micro-batch on the device with most
+    peak_bytes: int | None = None  # of the device that needs most
+    fits: bool = True  # within the memory limit
+    reason: str = ""  # why there are no cuts, or why they do not fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """A plan and the reasons for it."""
+
+    model: str
+    setting: PlanSettings
+    step_s: float
+    samples_per_s: float
+    peak_bytes: int
+    bottleneck: Bottleneck
+    options: tuple[Option, ...]
+    sensitivities: Sensitivities
+    rules: tuple[BaselineOutcome, ...]  # the plan itself first
+    notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()  # warnings of the profile: its times are uncertain
 
 
 def explain(
@@ -55,23 +86,28 @@ def explain(
     where plan and profile do not belong together.
     """
     ordered, setting, why_not = profile_in_plan_order(plan, profile), setting_of(plan), why_not_replannable(plan)
-    notes = (
-        ()
-        if why_not
-        else tuple(f"{x}; all figures here are from this profile" for x in other_times_notes(plan, ordered))
-    )
-    if notes:
-        plan = plan_with_cuts(ordered, setting, plan.cuts)
+    notes: tuple[str, ...] = ()
     options: tuple[Option, ...] = (Option(kind="same", setting=setting, outcome=None, reason=why_not),)
     if not why_not:
+        notes = tuple(f"{x}; all figures here are from this profile" for x in other_times_notes(plan, ordered))
+        plan = plan_with_cuts(ordered, setting, plan.cuts) if notes else plan
         deadline_s = time.perf_counter() + options_s
         options = evaluate_options(profile, setting, deadline_s=deadline_s, progress=progress)
     bottleneck = find_bottleneck(plan, memory_gain_s=memory_gain_s(options))
-    deadline_s = time.perf_counter() + sensitivities_s
-    reason = _why_no_sensitivities(profile, options[0]) if sensitivities_s > 0 else "no time was given for it"
+    num_stages, best = setting.num_stages, options[0].outcome
+    reason = options[0].reason
+    if sensitivities_s <= 0:
+        reason = "no time was given for it"
+    elif num_stages == 1:
+        reason = "one stage has no cut that could move"
+    elif num_stages == len(profile.layers) and {*pairwise(range(num_stages))} <= {*profile.precedence}:
+        reason = "every stage has one layer, and none can move"
+    elif best is not None and not best.is_proven:
+        reason = "the best plan itself was not proven in time"
     if reason:
         sensitivities = Sensitivities(layers=(), left_out=(), most_factor=MOST_FACTOR, reason=reason)
     else:
+        deadline_s = time.perf_counter() + sensitivities_s
         sensitivities = layer_sensitivities(
             profile, setting, bottleneck=bottleneck.device, deadline_s=deadline_s, progress=progress
         )
@@ -90,59 +126,39 @@ def explain(
     )
 
 
-def _why_no_sensitivities(profile: Profile, same: Option) -> str:
-    num_stages = same.setting.num_stages
-    if num_stages == 1:
-        return "one stage has no cut that could move"
-    if num_stages == len(profile.layers) and {*pairwise(range(num_stages))} <= {*profile.precedence}:
-        return "every stage has one layer, and none can move"
-    if same.outcome is not None and not same.outcome.is_proven:
-        return "the best plan itself was not proven in time"
-    return same.reason
-
-
 def baseline_outcomes(plan: Plan, ordered: Profile) -> Iterator[BaselineOutcome]:
     """This plan, then every baseline rule of `gplan.partition.baselines`; the profile is in the plan's order.
 
-    A rule sees each layer's forward and backward time, or its parameters, as its authors intended.
+    A rule sees each layer's forward and backward time, or its parameters, as its authors intended; a shared parameter
+    counts for every layer that uses it.
     """
     setting = setting_of(plan)
     problem = problem_of(ordered, setting)
-    yield _baseline_outcome(THIS_PLAN, plan, problem)
+
+    def outcome(name: str, plan: Plan) -> BaselineOutcome:
+        loads_s = [compute_s(problem, k, occupied(cost)) for k, cost in enumerate(plan.stage_costs)]
+        reason = memory_excess(plan)
+        return BaselineOutcome(
+            rule=name,
+            cuts=plan.cuts,
+            step_s=simulate(plan).step_s,
+            largest_s=max(device_sums(problem, loads_s)),
+            peak_bytes=plan.peak_bytes,
+            fits=not reason,
+            reason=reason,
+        )
+
+    yield outcome(THIS_PLAN, plan)
     costs = [cost_at(layer.costs, setting.microbatch_size) for layer in ordered.layers]
     times = [cost.forward.median_s + cost.backward.median_s for cost in costs]
+    num_parameters = [layer.num_parameters for layer in ordered.layers]
+    for shared in ordered.shared_weights:
+        for layer in shared.layers:
+            num_parameters[layer] += shared.num_parameters
     for name, rule in RULES.items():
         try:
-            cuts = rule(times, num_parameters=num_parameters(ordered), num_stages=setting.num_stages)
+            cuts = rule(times, num_parameters=num_parameters, num_stages=setting.num_stages)
         except NoPlanError as error:
             yield BaselineOutcome(rule=name, cuts=None, reason=str(error))
         else:
-            yield _baseline_outcome(name, plan_with_cuts(ordered, setting, cuts), problem)
-
-
-def _baseline_outcome(name: str, plan: Plan, problem: Problem) -> BaselineOutcome:
-    reason = memory_excess(plan)
-    return BaselineOutcome(
-        rule=name,
-        cuts=plan.cuts,
-        step_s=simulate(plan).step_s,
-        largest_s=largest_load_s(plan, problem),
-        peak_bytes=plan.peak_bytes,
-        fits=not reason,
-        reason=reason,
-    )
-
-
-def num_parameters(profile: Profile) -> list[int]:
-    """The parameters of each layer; a shared parameter counts for every layer that uses it."""
-    counts = [layer.num_parameters for layer in profile.layers]
-    for shared in profile.shared_weights:
-        for layer in shared.layers:
-            counts[layer] += shared.num_parameters
-    return counts
-
-
-def largest_load_s(plan: Plan, problem: Problem) -> float:
-    """Compute seconds of one micro-batch on the device with most, recompute averaged over the step."""
-    loads = [compute_s(problem, k, occupied(cost)) for k, cost in enumerate(plan.stage_costs)]
-    return max(device_sums(problem, loads))
+            yield outcome(name, plan_with_cuts(ordered, setting, cuts))

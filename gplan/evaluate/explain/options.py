@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeAlias
 
 from gplan.core import RECOMPUTE_MODES, Constraints, Profile, RecomputeMode
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.progress import Progress
 from gplan.evaluate.compare import samples_per_s
-from gplan.evaluate.explain.explanation import Option, OptionKind, OptionResult
 from gplan.evaluate.replanning import TIME_LIMIT_S, PlanSettings, replan, with_link_times
 from gplan.partition.diagnosis import LEAST_MEMORY_SCHEDULE
 from gplan.schedules.custom import is_custom_order
@@ -26,6 +25,35 @@ from gplan.strategy_search.space import AUTO_SCHEDULES
 MORE_MEMORY_BYTES = 2**30
 FASTER_LINK = 2.0  # times as fast
 OUT_OF_TIME = "not tried: the time for options was over"
+
+
+OptionKind: TypeAlias = Literal[
+    "same", "no constraints", "more memory", "no memory limit", "more devices", "fewer devices", "smaller microbatches",
+    "more microbatches", "schedule", "recompute", "faster link", "free link",
+]  # fmt: skip
+"""What an option changes; "same" is the best plan for the plan's own setting. Other memory may give two options: with
+the plan's recompute mode, and without recompute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionResult:
+    """The best plan of an option."""
+
+    step_s: float
+    samples_per_s: float
+    peak_bytes: int  # of the device that needs most
+    is_proven: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A change with its best plan, or the reason why there is none."""
+
+    kind: OptionKind
+    setting: PlanSettings
+    outcome: OptionResult | None
+    reason: str = ""  # why there is no outcome
+    is_interpolated: bool = False  # its micro-batch size was not profiled
 
 
 class _Change(NamedTuple):
@@ -47,7 +75,30 @@ def evaluate_options(
         progress(f"what if: {change.kind}", index / len(changes))
         num_left = sum(not x.reason for x in changes[index:])
         share_s = (deadline_s - time.perf_counter()) / max(1, num_left)
-        found.append(_option(change, TIME_LIMIT_S if not found else min(TIME_LIMIT_S, share_s)))
+        time_limit_s = TIME_LIMIT_S if index == 0 else min(TIME_LIMIT_S, share_s)
+        reason, outcome = change.reason or (OUT_OF_TIME if time_limit_s <= 0 else ""), None
+        if not reason:
+            try:
+                plan = replan(change.profile, change.setting, time_limit_s=time_limit_s)
+            except (UsageError, NoPlanError) as error:
+                reason = str(error)
+            else:
+                outcome = OptionResult(
+                    step_s=plan.prediction.step_s,
+                    samples_per_s=samples_per_s(plan, plan.prediction.step_s),
+                    peak_bytes=plan.peak_bytes,
+                    is_proven=plan.proof.is_proven,
+                )
+        is_profiled = change.setting.microbatch_size in change.profile.microbatch_sizes
+        found.append(
+            Option(
+                kind=change.kind,
+                setting=change.setting,
+                outcome=outcome,
+                reason=reason,
+                is_interpolated=outcome is not None and not is_profiled,
+            )
+        )
     return tuple(found)
 
 
@@ -56,94 +107,51 @@ def memory_gain_s(options: Sequence[Option]) -> float | None:
 
     Without the limit nothing need be recomputed; what a plan without recompute gains within the limit is not counted.
     """
-    if options[0].setting.memory_bytes is None:
-        return 0.0
-    within, without = (_least_step_s(options, is_limited=x) for x in (True, False))
-    return None if within is None or without is None else max(0.0, within - without)
-
-
-def _least_step_s(options: Sequence[Option], *, is_limited: bool) -> float | None:
-    """The least step of the plan's own setting, with its recompute mode or none, with its memory limit or none."""
     same = options[0].setting
-    limit = same.memory_bytes if is_limited else None
-    settings = [replace(same, memory_bytes=limit, recompute=x) for x in (same.recompute, "never")]
-    kinds = ("same", "no memory limit", "recompute")
-    steps = [x.outcome.step_s for x in options if x.outcome and x.kind in kinds and x.setting in settings]
-    return min(steps, default=None)
-
-
-def _option(change: _Change, time_limit_s: float) -> Option:
-    reason, outcome = change.reason or (OUT_OF_TIME if time_limit_s <= 0 else ""), None
-    if not reason:
-        try:
-            plan = replan(change.profile, change.setting, time_limit_s=time_limit_s)
-            outcome = OptionResult(
-                step_s=plan.prediction.step_s,
-                samples_per_s=samples_per_s(plan, plan.prediction.step_s),
-                peak_bytes=plan.peak_bytes,
-                is_proven=plan.proof.is_proven,
-            )
-        except (UsageError, NoPlanError) as error:
-            reason = str(error)
-    is_profiled = change.setting.microbatch_size in change.profile.microbatch_sizes
-    return Option(
-        kind=change.kind,
-        setting=change.setting,
-        outcome=outcome,
-        reason=reason,
-        is_interpolated=outcome is not None and not is_profiled,
-    )
+    if same.memory_bytes is None:
+        return 0.0
+    least_s = []
+    for limit in (same.memory_bytes, None):
+        settings = [replace(same, memory_bytes=limit, recompute=x) for x in (same.recompute, "never")]
+        kinds = ("same", "no memory limit", "recompute")
+        steps_s = [x.outcome.step_s for x in options if x.outcome and x.kind in kinds and x.setting in settings]
+        if not steps_s:
+            return None
+        least_s.append(min(steps_s))
+    return max(0.0, least_s[0] - least_s[1])
 
 
 def _changes(profile: Profile, setting: PlanSettings) -> Iterator[_Change]:
     yield _Change("same", setting, profile)
     if setting.constraints:
         yield _Change("no constraints", replace(setting, constraints=Constraints()), profile)
-    yield from _memory_changes(profile, setting)
-    yield from _microbatch_changes(profile, setting)
-    yield from _schedule_changes(profile, setting)
-    for mode in RECOMPUTE_MODES:
-        can_change = mode != "selected" or setting.memory_bytes is not None  # layers are selected for a memory limit
-        if can_change and mode != setting.recompute:
-            yield _Change("recompute", replace(setting, recompute=mode), profile)
-    yield from _device_changes(profile, setting)
-    reason = "" if setting.num_devices > 1 else "one device sends nothing"
-    yield _Change("faster link", setting, with_link_times(profile, 1.0 / FASTER_LINK), reason)
-    yield _Change("free link", setting, with_link_times(profile, 0.0), reason)
-
-
-def _memory_changes(profile: Profile, setting: PlanSettings) -> Iterator[_Change]:
-    """More memory and no limit, each with the plan's recompute mode and, where that is a fixed one, with none.
-
-    Selected layers are only as many as the memory requires, so "never" is then no other option.
-    """
     limit, mode = setting.memory_bytes, setting.recompute
     if limit is None:
         yield _Change("more memory", setting, profile, "the plan has no memory limit")
-        return
-    modes: tuple[RecomputeMode, ...] = (mode,) if mode in ("never", "selected") else (mode, "never")
-    kinds: dict[OptionKind, int | None] = {"more memory": limit + MORE_MEMORY_BYTES, "no memory limit": None}
-    for kind, memory_bytes in kinds.items():
-        for mode in modes:
-            yield _Change(kind, replace(setting, memory_bytes=memory_bytes, recompute=mode), profile)
-
-
-def _microbatch_changes(profile: Profile, setting: PlanSettings) -> Iterator[_Change]:
+    else:  # with the plan's recompute mode and, where that is a fixed one, with none
+        modes: tuple[RecomputeMode, ...] = (mode,) if mode in ("never", "selected") else (mode, "never")
+        limits: dict[OptionKind, int | None] = {"more memory": limit + MORE_MEMORY_BYTES, "no memory limit": None}
+        for kind, memory_bytes in limits.items():
+            for other in modes:
+                yield _Change(kind, replace(setting, memory_bytes=memory_bytes, recompute=other), profile)
     size, twice = setting.microbatch_size, 2 * setting.num_microbatches
     smaller = replace(setting, num_microbatches=twice, microbatch_size=max(1, size // 2))
     yield _Change("smaller microbatches", smaller, profile, f"a micro-batch of {size} has no half" if size % 2 else "")
     yield _Change("more microbatches", replace(setting, num_microbatches=twice), profile)
-
-
-def _schedule_changes(profile: Profile, setting: PlanSettings) -> Iterator[_Change]:
-    """Other schedules on the same devices, if the model has a layer for every stage and the profile has the halves of
-    split backwards."""
     has_halves = any(cost.has_halves for layer in profile.layers for cost in layer.costs)
     for name in AUTO_SCHEDULES:
         changed = replace(setting, schedule=name, num_stages=num_stages_of(name, setting.num_devices))
         is_possible = has_halves or not schedule_info(name).splits_backward
         if name != setting.schedule and is_possible and changed.num_stages <= len(profile.layers):
             yield _Change("schedule", changed, profile)
+    for other in RECOMPUTE_MODES:
+        can_change = other != "selected" or limit is not None  # layers are selected for a memory limit
+        if can_change and other != mode:
+            yield _Change("recompute", replace(setting, recompute=other), profile)
+    yield from _device_changes(profile, setting)
+    reason = "" if setting.num_devices > 1 else "one device sends nothing"
+    yield _Change("faster link", setting, with_link_times(profile, 1.0 / FASTER_LINK), reason)
+    yield _Change("free link", setting, with_link_times(profile, 0.0), reason)
 
 
 def _device_changes(profile: Profile, setting: PlanSettings) -> Iterator[_Change]:

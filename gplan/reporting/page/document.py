@@ -14,7 +14,7 @@ from gplan.core import Run
 from gplan.core.host_speed import EQUAL_SPEED
 from gplan.core.precision import precision_suffix
 from gplan.core.units import percent_text
-from gplan.evaluate.explain.explanation import Explanation
+from gplan.evaluate.explain.explain import Explanation
 from gplan.reporting.analysis import PlanAnalysis
 from gplan.reporting.charts.canvas import Drawing
 from gplan.reporting.looks import NEUTRALS, Neutral

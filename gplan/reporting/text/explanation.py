@@ -10,14 +10,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gplan.core.units import bytes_text, counted, percent_text, quantity_text, seconds_text, some_names
-from gplan.evaluate.explain.explanation import (
-    Bottleneck,
-    Explanation,
-    Option,
-    OptionKind,
-    TurningPoint,
-)
-from gplan.evaluate.explain.options import FASTER_LINK, MORE_MEMORY_BYTES
+from gplan.evaluate.explain.bottleneck import Bottleneck
+from gplan.evaluate.explain.explain import Explanation
+from gplan.evaluate.explain.options import FASTER_LINK, MORE_MEMORY_BYTES, Option, OptionKind
+from gplan.evaluate.explain.sensitivity import TurningPoint
 from gplan.evaluate.replanning import PlanSettings
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, note_lines
 from gplan.reporting.text.plan import setting_text

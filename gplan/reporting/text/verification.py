@@ -100,9 +100,7 @@ def _standing_lines(verification: Verification) -> Iterator[Text]:
     )
     if standing.num_same_batch > 1:
         yield Text(_regret_text(standing, chosen))
-    repeated = verification.num_refused
-    repeats = f"{counted(repeated, 'run')} repeated, as most of the steps were interrupted; " if repeated else ""
-    yield Text(f"{repeats}this plan was measured over {chosen.run.steps_text}")
+    yield Text(f"this plan was measured over {chosen.run.steps_text}")
 
 
 def _regret_text(standing: Ranking, chosen: Contender) -> str:

@@ -8,8 +8,7 @@ from typing import Any
 
 from gplan.core import Link, Plan, Profile, Value, ValueCost
 from gplan.core.progress import no_progress
-from gplan.evaluate.explain.explanation import Option, OptionKind
-from gplan.evaluate.explain.options import evaluate_options
+from gplan.evaluate.explain.options import Option, OptionKind, evaluate_options
 from gplan.evaluate.replanning import PlanSettings
 from gplan.strategy_search.planner import balance
 from tests.made import make_profile

@@ -11,10 +11,9 @@ import pytest
 import gplan
 from gplan.cli import main
 from gplan.core import Constraints, HostLoad, HostSpeed, MachineDevice, Profile, SharedWeight, YardstickTimes
-from gplan.evaluate.explain.explain import THIS_PLAN, baseline_outcomes, explain, largest_load_s, num_parameters
-from gplan.evaluate.explain.explanation import BaselineOutcome
-from gplan.evaluate.replanning import problem_of, reprice
-from tests.evaluate.explain.settings import memory_bound, plan_of, recompute_bound, setting, two_towers
+from gplan.evaluate.explain.explain import THIS_PLAN, BaselineOutcome, baseline_outcomes, explain
+from gplan.evaluate.replanning import reprice
+from tests.evaluate.explain.settings import memory_bound, plan_of, recompute_bound, two_towers
 from tests.made import make_profile
 
 
@@ -205,14 +204,12 @@ def test_baseline_over_the_memory_limit() -> None:
     assert found["equal layer counts"].reason == "stage 0 needs 80 B; expected at most 60 B"
 
 
-def test_num_parameters_with_sharing() -> None:
-    shared = SharedWeight(name="tied", layers=(0, 2), num_parameters=5, weight_bytes=20, gradient_bytes=20)
+def test_shared_parameters_count_for_every_layer_that_uses_them() -> None:
+    shared = SharedWeight(name="tied", layers=(0, 1), num_parameters=5, weight_bytes=20, gradient_bytes=20)
     profile = make_profile([1.0, 1.0, 1.0], weight_bytes=[0, 8, 4], shared_weights=(shared,))
-    assert num_parameters(profile) == [5, 2, 6]
+    assert rules_of(profile)["DeepSpeed, by parameters"].cuts == (1,)  # 5 | 7 1
 
 
 @pytest.mark.parametrize(("recompute", "seconds"), [("never", 6.0), ("always", 8.0), ("except-last", 7.5)])
 def test_largest_load_averages_recompute(recompute: str, seconds: float) -> None:
-    profile = make_profile([1.0, 2.0])
-    plan = plan_of(profile, recompute=recompute)
-    assert largest_load_s(plan, problem_of(profile, setting(recompute=recompute))) == pytest.approx(seconds)
+    assert rules_of(make_profile([1.0, 2.0]), recompute=recompute)[THIS_PLAN].largest_s == pytest.approx(seconds)

@@ -9,8 +9,7 @@ import pytest
 from gplan.core import Constraints, Pin, Plan, Profile
 from gplan.core.errors import NoPlanError
 from gplan.evaluate.explain import options
-from gplan.evaluate.explain.explanation import Option
-from gplan.evaluate.explain.options import MORE_MEMORY_BYTES, OUT_OF_TIME, memory_gain_s
+from gplan.evaluate.explain.options import MORE_MEMORY_BYTES, OUT_OF_TIME, Option, memory_gain_s
 from gplan.evaluate.replanning import TIME_LIMIT_S, PlanSettings
 from gplan.reporting.text.explanation import option_text
 from tests.evaluate.explain.settings import (

@@ -9,8 +9,7 @@ import pytest
 
 from gplan.core import Constraints, Profile
 from gplan.core.progress import no_progress
-from gplan.evaluate.explain.explanation import Sensitivities
-from gplan.evaluate.explain.sensitivity import MOST_LAYERS, layer_sensitivities, relevant_layers
+from gplan.evaluate.explain.sensitivity import MOST_LAYERS, Sensitivities, layer_sensitivities, relevant_layers
 from tests.evaluate.explain.settings import plan_of, setting
 from tests.made import make_profile
 

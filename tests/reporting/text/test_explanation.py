@@ -8,8 +8,9 @@ from functools import cache
 import pytest
 
 from gplan.core import Constraints, Profile
-from gplan.evaluate.explain.explain import explain
-from gplan.evaluate.explain.explanation import CutCost, Explanation, Sensitivities
+from gplan.evaluate.explain.bottleneck import CutCost
+from gplan.evaluate.explain.explain import Explanation, explain
+from gplan.evaluate.explain.sensitivity import Sensitivities
 from gplan.reporting.text.explanation import explanation_view, headline
 from gplan.reporting.text.fitted_table import note_lines
 from tests.evaluate.explain.settings import ONE_GB_PER_S, cut_bound, memory_bound, plan_of, uneven

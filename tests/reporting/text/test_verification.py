@@ -22,7 +22,7 @@ def verified(ran: str) -> Verification:
 
     profile = usual_profile()
     plan = replace(usual_plan(profile), schedule="1f1b")
-    return verify(plan, profile, host, engine="torch", num_rounds=1, num_rivals=0, num_cores=64)
+    return verify(plan, profile, host, engine="torch", num_rounds=1, num_rivals=0)
 
 
 @pytest.mark.parametrize(("ran", "has_parts"), [("1f1b", True), ("gpipe", False)])
