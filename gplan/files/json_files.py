@@ -76,25 +76,19 @@ def load_any(path: Path) -> Value:
 def parse(kind: type[ValueT], text: bytes, *, name: str) -> ValueT:
     """The value in `text`; error messages call its source `name`."""
     try:
-        return _parsed(kind, text, name=name)
-    except RecursionError as error:
-        raise FileError(f"{name} is nested too deeply to be read; {_remedy(kind)}") from error
-
-
-def _parsed(kind: type[ValueT], text: bytes, *, name: str) -> ValueT:
-    content = _content(kind, text, name=name)
-    wrong = _out_of_bounds(content, field="")
-    if wrong:
-        raise FileError(f"{name} is not a valid {_type_text(kind)}: ${wrong}; {_remedy(kind)}")
-    try:
+        content = _content(kind, text, name=name)
+        wrong = _out_of_bounds(content, field="")
+        if wrong:
+            raise FileError(f"{name} is not a valid {_type_text(kind)}: ${wrong}; {_remedy(kind)}")
         value = msgspec.convert(content, kind, str_keys=True)
+        unknown = _unknown_key(content, msgspec.to_builtins(value), path="$")
     except msgspec.ValidationError as error:
         raise FileError(f"{name} is not a valid {_type_text(kind)}: {error}; {_remedy(kind)}") from error
-    unknown = _unknown_key(content, msgspec.to_builtins(value), path="$")
+    except RecursionError as error:
+        raise FileError(f"{name} is nested too deeply to be read; {_remedy(kind)}") from error
     if unknown:
         raise FileError(f"{name} has an unknown key, {unknown}; remove it or {_remedy(kind)}")
-    wrong = _contradiction(value)
-    if wrong:
+    if wrong := _contradiction(value):
         raise FileError(f"{name} is not a valid {_type_text(kind)}: {wrong}; {_remedy(kind)}")
     return value
 
@@ -248,31 +242,20 @@ def _unknown_key(found: object, known: object, *, path: str) -> str | None:
     return next(iter(extra), None) or next((hit for hit in nested if hit), None)
 
 
-def _contradiction(value: Value) -> str:
+def _contradiction(value: Value, *, path: str = "$") -> str:
     """How a plan contradicts its schedule, or a run its plan, with the path; "" if neither does."""
-    if isinstance(value, Plan):
-        return _plan_contradiction(value, path="$")
-    if isinstance(value, Run):
-        return _run_contradiction(value, path="$")
     if isinstance(value, Verification):
-        runs = (_run_contradiction(x.run, path=f"$.contenders[{i}].run") for i, x in enumerate(value.contenders))
+        runs = (_contradiction(x.run, path=f"{path}.contenders[{i}].run") for i, x in enumerate(value.contenders))
         return next(filter(None, runs), "")
-    return ""
-
-
-def _run_contradiction(run: Run, *, path: str) -> str:
-    return _plan_contradiction(run.plan, path=f"{path}.plan") or _device_contradiction(run, path=path)
-
-
-def _plan_contradiction(plan: Plan, *, path: str) -> str:
-    found = schedule_mismatch(plan)
-    return f"{found.reason} - at `{path}{found.path}`" if found else ""
-
-
-def _device_contradiction(run: Run, *, path: str) -> str:
-    """The first action that was measured on another device than the plan's; "" if there is none."""
-    devices = dict(enumerate(run.plan.devices))
-    for i, span in enumerate(run.timeline.spans):
+    if isinstance(value, Plan):
+        found = schedule_mismatch(value)
+        return f"{found.reason} - at `{path}{found.path}`" if found else ""
+    if not isinstance(value, Run):
+        return ""
+    if wrong := _contradiction(value.plan, path=f"{path}.plan"):
+        return wrong
+    devices = dict(enumerate(value.plan.devices))
+    for i, span in enumerate(value.timeline.spans):
         if devices.get(span.action.stage) != span.device:
             where = f"`{path}.timeline.spans[{i}]`"
             return f"{span.action} is on device {span.device}, but the plan has its stage on another - at {where}"

@@ -49,15 +49,11 @@ def read_layout(text: str, profile: Profile, *, receiver: str) -> Layout:
     for stage, (first, end) in enumerate(zip((0, *ends[:-1]), ends, strict=True)):
         if first >= end:
             raise UsageError(f"stage {stage} of the layout is empty; a stage of gplan has at least one layer")
-    return Layout(receiver=receiver, cuts=tuple(ends[:-1]), num_devices=_pipeline_size(text))
-
-
-def _pipeline_size(text: str) -> int | None:
-    """The number of pipeline ranks, where a file says it beside the layout."""
-    found = re.search(
+    size = re.search(  # the number of pipeline ranks, where a file has it beside the layout
         r"pipeline_(?:model_)?parallel_(?:size|degree)[=\s]+(\d+)|num_stages\W+(\d+)", text.replace("-", "_")
     )
-    return int(found[1] or found[2]) if found else None
+    num_devices = int(size[1] or size[2]) if size else None
+    return Layout(receiver=receiver, cuts=tuple(ends[:-1]), num_devices=num_devices)
 
 
 # Megatron-LM and verl

@@ -164,7 +164,12 @@ def make_schedule(name: str, *, num_devices: int, num_microbatches: int) -> Sche
         check_custom_counts(name, num_devices=num_devices, num_microbatches=max(num_microbatches, most))
         orders = [[x for x in order if x.microbatch < num_microbatches] for order in custom_order(name).orders]
     else:
-        _check_size(name, num_devices, num_microbatches)
+        num_actions = num_microbatches * num_stages_of(name, num_devices) * (3 if info.splits_backward else 2)
+        if num_actions > MOST_ACTIONS:
+            raise UsageError(
+                f"{info.title} with {num_devices} devices and {num_microbatches} micro-batches has {num_actions} actions; "
+                f"expected at most {MOST_ACTIONS}: use fewer micro-batches or devices"
+            )
         orders = SCHEDULES[name.partition(":")[0]].make(num_devices, num_microbatches, info.number)
     return Schedule(
         name=info.title,
@@ -190,13 +195,3 @@ def check_custom_counts(
                 f"asked for {found}, but the custom order has {counted(fixed, what)}; leave the number out, or write "
                 "another order"
             )
-
-
-def _check_size(name: str, num_devices: int, num_microbatches: int) -> None:
-    """Raise UsageError for a schedule with too many actions to be made."""
-    per_microbatch = num_stages_of(name, num_devices) * (3 if schedule_info(name).splits_backward else 2)
-    if num_microbatches * per_microbatch > MOST_ACTIONS:
-        raise UsageError(
-            f"{schedule_info(name).title} with {num_devices} devices and {num_microbatches} micro-batches has "
-            f"{num_microbatches * per_microbatch} actions; expected at most {MOST_ACTIONS}: use fewer micro-batches or devices"
-        )

@@ -22,7 +22,7 @@ import msgspec
 from gplan.core import Device, Link, OperationKind
 from gplan.core.checks import check_not_negative, check_positive
 from gplan.core.errors import FileError, UsageError
-from gplan.files.link_table import LinkTable, MessageTable
+from gplan.files.machine_file import LinkTable, MessageTable
 from profiler.analytic.efficiency_file import read_efficiency_file
 from profiler.analytic.shapes import AttentionShape, MatmulShape, Shape, ShapeTable
 

@@ -130,7 +130,13 @@ def read_traced(paths: Sequence[Path]) -> Traced:
     ranks = [rank_steps(trace, own, leads_us=leads_us) for trace, own in zip(traces, ranges, strict=True)]
     _check_stages(traces, ranks)
     keys = shared_keys(ranks)
-    num_microbatches = _check_actions(ranks)
+    try:
+        orders = [[x for x in rank.actions if x.kind is not ActionKind.OPTIMIZER] for rank in ranks]
+        num_microbatches = check_orders(orders).num_microbatches
+    except OrderError as error:
+        raise FileError(
+            f"the traces are not those of one pipeline's training step: {error}; expected a trace of every rank"
+        ) from error
     clock = common_clock(traces, ranks, keys)
     return _traced(ranks, keys, clock, num_microbatches=num_microbatches, basis=_basis(traces))
 
@@ -167,17 +173,6 @@ def _check_stages(traces: Sequence[RankTrace], ranks: Sequence[RankSteps]) -> No
             f"the traces have stages {', '.join(map(str, sorted(holder)))}, and stage {missing[0]} is missing; expected a "
             f"trace of every rank of the pipeline, found {len(traces)}"
         )
-
-
-def _check_actions(ranks: Sequence[RankSteps]) -> int:
-    """The number of micro-batches; raises FileError if the actions are not those of a training step."""
-    orders = [[x for x in rank.actions if x.kind is not ActionKind.OPTIMIZER] for rank in ranks]
-    try:
-        return check_orders(orders).num_microbatches
-    except OrderError as error:
-        raise FileError(
-            f"the traces are not those of one pipeline's training step: {error}; expected a trace of every rank"
-        ) from error
 
 
 def _traced(
@@ -338,7 +333,12 @@ _MOST_FACTOR = 4.0  # a stage's time may differ from the plan's by this factor b
 def traced_run(traced: Traced, plan: Plan) -> Run:
     """The traced step as a run of `plan`, without losses and with peak memory 0; raises FileError if another plan was
     run."""
-    timeline = _on_devices_of(plan, traced)
+    _check_plan(traced, plan)
+    spans = sorted(
+        (structs.replace(x, device=plan.devices[x.action.stage]) for x in traced.timeline.spans),
+        key=lambda x: (x.device, x.start_s, x.end_s),
+    )
+    timeline = replace(traced.timeline, spans=tuple(spans), transfers=exposed_in(plan, spans))
     return Run(
         plan=plan,
         engine="torch",
@@ -356,7 +356,7 @@ def traced_run(traced: Traced, plan: Plan) -> Run:
     )
 
 
-def _check_run_stages(traced: Traced, plan: Plan) -> None:
+def _check_plan(traced: Traced, plan: Plan) -> None:
     """Raise FileError unless the traced devices have the plan's stages, micro-batches and actions."""
     found = sorted(traced.timeline.stages_by_device)
     expected = sorted(tuple(x.index for x in plan.stages_of(i)) for i in range(plan.num_devices))
@@ -370,17 +370,12 @@ def _check_run_stages(traced: Traced, plan: Plan) -> None:
             f"the traces have {traced.timeline.num_microbatches} micro-batches a step; the plan has "
             f"{plan.num_microbatches}; give the plan that was run, or none"
         )
-    _check_kinds(traced, plan)
-
-
-def _check_kinds(traced: Traced, plan: Plan) -> None:
-    """Raise FileError if backwards are split in the traces and whole in the plan, or the other way round."""
-    found = {x.action for x in traced.timeline.loop_spans}
-    expected = {x for order in schedule_of(plan).orders for x in order}
-    if found != expected:
-        strange = min(found ^ expected)
+    ran = {x.action for x in traced.timeline.loop_spans}
+    planned = {x for order in schedule_of(plan).orders for x in order}
+    if ran != planned:  # backwards are split in one of them and whole in the other
+        strange = min(ran ^ planned)
         raise FileError(
-            f"a backward that is {_backward_text(found, strange)} in the traces is {_backward_text(expected, strange)} in the "
+            f"a backward that is {_backward_text(ran, strange)} in the traces is {_backward_text(planned, strange)} in the "
             f"plan's {schedule_info(plan.schedule).title}; give the plan that was run, or none"
         )
 
@@ -396,16 +391,6 @@ def _places_text(places: list[tuple[int, ...]]) -> str:
     return f"{sum(map(len, places))} stages on {len(places)} devices ({stages})"
 
 
-def _on_devices_of(plan: Plan, traced: Traced) -> Timeline:
-    """The timeline with the plan's devices in place of the ranks, and the plan's bytes."""
-    _check_run_stages(traced, plan)
-    spans = sorted(
-        (structs.replace(x, device=plan.devices[x.action.stage]) for x in traced.timeline.spans),
-        key=lambda x: (x.device, x.start_s, x.end_s),
-    )
-    return replace(traced.timeline, spans=tuple(spans), transfers=exposed_in(plan, spans))
-
-
 def _notes(traced: Traced, timeline: Timeline, plan: Plan) -> Iterator[str]:
     yield f"imported from torch.profiler traces of {plan.num_devices} ranks: the times are those of {traced.basis}; {traced.clock}"
     yield "traces contain neither losses nor memory; the peak memory of this run is 0 because it was not measured"
@@ -415,9 +400,13 @@ def _notes(traced: Traced, timeline: Timeline, plan: Plan) -> Iterator[str]:
         yield "the traces have no optimizer, so the step ends with the last backward"
     other = order_difference(plan, timeline)
     if other is not None:
+        spans = (x for x in timeline.loop_spans if x.device == other.device)
+        backwards = [x.action.microbatch for x in spans if x.action.kind is ActionKind.BACKWARD]
+        is_gpipe = plan.schedule == "gpipe" and backwards == sorted(backwards)
+        turned = " (ScheduleGPipe's backwards begin with the first micro-batch, the plan's with the last)"
         yield (
             f"the order differs from {schedule_info(plan.schedule).title}: device {other.device} ran {other.ran} as action "
-            f"{other.index}, where the plan has {other.planned}{_order_text(timeline, other.device, plan)}"
+            f"{other.index}, where the plan has {other.planned}{turned if is_gpipe else ''}"
         )
 
 
@@ -434,10 +423,3 @@ def _doubts(timeline: Timeline, plan: Plan) -> Iterator[str]:
             f"stage {stage} computed for {seconds_text(ran[stage])} of a step, the plan has {seconds_text(planned[stage])}: "
             "it may be the plan of another model, of another micro-batch size or for another machine"
         )
-
-
-def _order_text(timeline: Timeline, device: int, plan: Plan) -> str:
-    spans = (x for x in timeline.loop_spans if x.device == device)
-    backwards = [x.action.microbatch for x in spans if x.action.kind is ActionKind.BACKWARD]
-    is_gpipe = plan.schedule == "gpipe" and backwards == sorted(backwards)
-    return " (ScheduleGPipe's backwards begin with the first micro-batch, the plan's with the last)" if is_gpipe else ""

@@ -76,6 +76,7 @@ def _rival_line(contender: Contender, verification: Verification, has_speed: boo
     relative = verification.beside(contender) * chosen.plan.batch_size / plan.batch_size - 1.0
     rate = rate_text(samples_per_s(plan, measured_s))
     batch = "" if plan.batch_size == chosen.plan.batch_size else f" (batch {plan.batch_size})"
+    rounds = f"{seconds_text(min(contender.steps_s))} .. {seconds_text(max(contender.steps_s))}"
     cells = (
         contender.label + batch,
         seconds_text(contender.predicted_s),
@@ -84,20 +85,18 @@ def _rival_line(contender: Contender, verification: Verification, has_speed: boo
         *([error_text(contender.equal_speed_error, "seconds")] if has_speed else []),
         "" if contender is chosen else percent_text(relative, signed=True),
         rate,
-        *([_range_text(contender)] if verification.num_rounds > 1 else []),
+        *([rounds] if verification.num_rounds > 1 else []),
     )
     return Line(cells=cells, shorter=(contender.label,), style="bold" if contender is chosen else "")
 
 
-def _range_text(contender: Contender) -> str:
-    return f"{seconds_text(min(contender.steps_s))} .. {seconds_text(max(contender.steps_s))}"
-
-
 def _standing_lines(verification: Verification) -> Iterator[Text]:
     standing, chosen = ranking_of(verification), verification.chosen
+    correlation = standing.rank_correlation
+    ranks = "" if correlation is None else f"; rank correlation of predicted and measured {correlation:+.2f}"
     yield Text(
         f"error of the step over {counted(len(verification.contenders), 'plan')}: median "
-        f"{percent_text(standing.median_error)}, largest {percent_text(standing.largest_error)}{_ranks_text(standing)}"
+        f"{percent_text(standing.median_error)}, largest {percent_text(standing.largest_error)}{ranks}"
     )
     if standing.num_same_batch > 1:
         yield Text(_regret_text(standing, chosen))
@@ -106,24 +105,14 @@ def _standing_lines(verification: Verification) -> Iterator[Text]:
     yield Text(f"{repeats}this plan was measured over {chosen.run.steps_text}")
 
 
-def _ranks_text(standing: Ranking) -> str:
-    if standing.rank_correlation is None:
-        return ""
-    return f"; rank correlation of predicted and measured {standing.rank_correlation:+.2f}"
-
-
-def _lead_text(standing: Ranking) -> str:
-    """By how much the fastest plan was predicted to be faster than this one."""
-    lead = standing.predicted_lead
-    return f" (predicted to be {percent_text(lead)} faster)" if lead > 0 else " (predicted to be no faster)"
-
-
 def _regret_text(standing: Ranking, chosen: Contender) -> str:
     """How much faster the best plan of the same batch is, and whether that is more than noise."""
     among = f"of {counted(standing.num_same_batch, 'plan')} with a batch of {chosen.plan.batch_size}"
     if standing.best == chosen.label:
         return f"regret: none; {among} this one was measured fastest"
-    regret = f"regret: {percent_text(standing.regret)}; {among} the fastest was {standing.best}{_lead_text(standing)}"
+    lead = standing.predicted_lead
+    how = f"{percent_text(lead)} faster" if lead > 0 else "no faster"
+    regret = f"regret: {percent_text(standing.regret)}; {among} the fastest was {standing.best} (predicted to be {how})"
     if standing.uncertainty is None:
         return f"{regret}; too few rounds to estimate the noise"
     noise = f"the rounds' noise of {percent_text(standing.uncertainty)}"
