@@ -158,7 +158,6 @@ def holdings_chart(subject: Subject) -> Figure | None:
     handles: list[Handle] = [
         *category_handles({category: max(y.category_bytes(category) for x in held for y in x) for category in MEMORY}),
         *([Line2D([], [], label=MEASURED_PEAK.name, **_MEASURED_LINE)] if measured else []),  # type: ignore[arg-type]
-        *([draw_capacity(panels[0], capacity, scale=scale)] if capacity is not None else []),
     ]
     for axes, device in zip(panels, shown, strict=True):
         draw_holdings(axes, held[device], scale=scale, time_scale=time_scale)
@@ -166,8 +165,7 @@ def holdings_chart(subject: Subject) -> Figure | None:
         _mark_peak(axes, plan, peaks[device], lines, scale=scale, time_scale=time_scale)
         if measured:
             axes.axhline(measured[device] / scale, **_MEASURED_LINE)
-        if capacity is not None and axes is not panels[0]:
-            draw_capacity(axes, capacity, scale=scale)
+        limit = [draw_capacity(axes, capacity, scale=scale)] if capacity is not None else []
         stages = f"\n{stages_text([x.index for x in plan.stages_of(device)])}" if plan.has_chunks else ""
         axes.set_ylabel(f"device {device}{stages}", rotation=0, ha="right", va="center", labelpad=12, fontsize=8.5)
         axes.yaxis.label.set_color(INK.light)
@@ -177,7 +175,7 @@ def holdings_chart(subject: Subject) -> Figure | None:
     panels[-1].set(
         xlabel=f"time in the predicted step, {time_unit}", xlim=(0, 1.005 * plan.prediction.step_s / time_scale)
     )
-    legend(figure, handles, most_in_a_row=3)
+    legend(figure, [*handles, *limit], most_in_a_row=3)
     which = (
         "each device" if len(shown) == len(held) else f"the {len(shown)} of {len(held)} devices with the largest peaks"
     )
