@@ -18,12 +18,12 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
+from profiler.timing.yardstick import PARTS
 
 import gplan
 from gplan.core import Plan, Run
 from gplan.core.units import percent_text, seconds_text
 from gplan.evaluate.compare import STEP_TIME, compare
-from profiler.timing.yardstick import PARTS
 
 ROOT = Path(__file__).parent.parent
 NUM_RUNS = 20

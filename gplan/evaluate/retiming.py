@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from gplan.core import (
     BACKWARD_KINDS,
     ActionKind,
-    HostSpeed,
     Layer,
     LayerCost,
     Plan,
@@ -62,7 +61,7 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
         overhead_s=overhead_s,
         created=now_text(),
         notes=(*profile.notes, _note(factors, run)),
-        host_speed=_speed_of_run(run),
+        host_load=run.host_load,
     )
     return replace(scaled, whole_model=_rescaled_whole_model(profile, scaled))
 
@@ -78,14 +77,6 @@ def _rescaled_whole_model(before: Profile, after: Profile) -> tuple[WholeModel, 
             replace(whole, forward=whole.forward.corrected(forward), backward=whole.backward.corrected(backward))
         )
     return tuple(rescaled)
-
-
-def _speed_of_run(run: Run) -> HostSpeed | None:
-    """The speed that the run's times belong to; None where the yardstick was not read in both, or cores were missing."""
-    known, slowdown = run.plan.host_speed, run.slowdown
-    if known is None or slowdown is None or run.core_stretch:
-        return None
-    return replace(known.slowed_by(slowdown), load=run.host_load)
 
 
 def _predicted(profile: Profile, plan: Plan) -> Plan:

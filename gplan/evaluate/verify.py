@@ -22,7 +22,6 @@ from gplan.core.errors import GplanError, UsageError
 from gplan.core.host_load import interruption_text, largest_load
 from gplan.core.progress import Progress, no_progress
 from gplan.core.units import counted, now_text
-from gplan.evaluate.attribution import equal_speed
 from gplan.evaluate.rivals import Rival, rivals_of
 
 NUM_ROUNDS = 4
@@ -217,14 +216,12 @@ class _Turns:
     def _contender(self, record: _Record) -> Contender:
         runs = record.runs[: self._num_complete]
         steps_s = tuple(run.timeline.step_s for run in runs)
-        slowdowns = tuple(x.step_slowdown for run in runs if (x := equal_speed(run)) is not None)
         return Contender(
             label=record.rival.label,
             run=min(runs, key=lambda run: abs(run.timeline.step_s - geometric_mean(steps_s))),
             steps_s=steps_s,
             num_refused=record.num_refused,
             num_disturbed=sum(map(is_disturbed, runs)) if self._repeats else 0,
-            slowdowns=slowdowns if len(slowdowns) == len(runs) else (),
         )
 
 

@@ -30,9 +30,9 @@ ValueT = TypeVar("ValueT", Profile, Plan, Run, Verification)
 
 FORMATS: dict[type[Value], str] = {
     Profile: "gplan.profile/7",
-    Plan: "gplan.plan/5",
-    Run: "gplan.run/7",
-    Verification: "gplan.verification/5",
+    Plan: "gplan.plan/6",
+    Run: "gplan.run/8",
+    Verification: "gplan.verification/6",
 }
 _MADE_BY = {
     Profile: "gplan profile",

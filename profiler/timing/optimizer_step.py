@@ -29,7 +29,7 @@ from profiler.memory.allocations import gradient_bytes, now_ns, optimizer_state_
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
 from profiler.model.precision import MASTER_DTYPE, input_dtype, master_bytes, round_into
-from profiler.timing.clock import AtOneSpeed, Clock, Samples, cold_caches
+from profiler.timing.clock import Clock, Samples, cold_caches
 from profiler.timing.neighbours import NEIGHBOUR_FAILED, Neighbours, neighbours
 
 MICROBATCHES = 8  # of a measured step: a usual number
@@ -72,13 +72,7 @@ class _Steps:
             self.make_gradients()
         self.optimizer.step()
 
-    def rounds(
-        self,
-        others: Sequence[Neighbours],
-        alone: Samples,
-        zeroing: Samples,
-        read_yardstick: Callable[[], object],
-    ) -> list[list[float]]:
+    def rounds(self, others: Sequence[Neighbours], alone: Samples, zeroing: Samples) -> list[list[float]]:
         """Time a step alone, then one beside each of `others`, some times. Returns for each of them the ratios to alone.
 
         The steps alone are added to `alone` and `zeroing`.
@@ -86,10 +80,8 @@ class _Steps:
         found: list[list[float]] = [[] for _ in others]
         for _ in range(_NUM_ROUNDS):
             own = Samples()
-            read_yardstick()
             self.clock.flush()  # a GPU that still reads would hide how long the launches of a step take
             self.once(own, zeroing)
-            read_yardstick()
             beside = [self.among(x) for x in others]
             self.clock.flush()
             own_s = own.timing().median_s
@@ -122,7 +114,7 @@ class StepSampler:
 
     On each of `shares` one process repeats `work_beside`, a training pass of the next micro-batch as other stages make
     them in a pipeline, and another one repeats the update alone, in turns. Without `work_beside` both slow-downs are
-    those beside updates. The yardstick is read while all of them are stopped.
+    those beside updates.
 
     The speed of a shared host changes between phases of seconds or minutes. So do the slow-downs: on a virtual machine
     updates slow each other down for some ten seconds and then not, as its cores move on the host. So a profile calls
@@ -139,10 +131,9 @@ class StepSampler:
         device: str = "cpu",
         shares: Sequence[set[int]] = (),
         work_beside: Callable[[], object] | None = None,
-        read_yardstick: Callable[[], object] = lambda: None,
     ) -> None:
         self._file, self._clock, self._device = file, clock, device
-        self._shares, self._work_beside, self._read_yardstick = shares, work_beside, read_yardstick
+        self._shares, self._work_beside = shares, work_beside
         self._trained = _trained(file)
         self._unused: dict[nn.Parameter, Tensor] = {}
         self._some, self._shapes, self._tiny = list[nn.Parameter](), list[_Alike](), list[_Alike]()
@@ -189,19 +180,19 @@ class StepSampler:
         if self._without_times is None:
             self._without_times = self._cost_without_times(steps)
 
-    def update(self, at_one_speed: AtOneSpeed) -> Update:
-        """The costs of the step and the seconds of each parameter, from the samples at one speed of the host."""
+    def update(self) -> Update:
+        """The costs of the step and the seconds of each parameter."""
         if not self._trained:
             return _NO_COST, {}
         assert self._without_times is not None, "call sample() first"
         some_bytes = sum(map(gradient_bytes, self._some))
         slow_downs = [max(1.0, fmean(map(_middle_mean, times))) for times in zip(*self._ratios, strict=True)] or [1.0]
-        one, all_tiny = (x.seconds(at_one_speed) for x in self._tiny)
+        one, all_tiny = (x.seconds for x in self._tiny)
         fixed_s = 0.0 if one is None or all_tiny is None else max(0.0, one - max(0.0, all_tiny - one) / (_NUM_TINY - 1))
         cost = replace(
             self._without_times,
-            optimizer=at_one_speed(self._alone).timing(),
-            zero_grad=at_one_speed(self._zeroing).timing(),
+            optimizer=self._alone.timing(),
+            zero_grad=self._zeroing.timing(),
             contention=slow_downs[0],
             update_contention=slow_downs[-1],
             fixed_s=fixed_s,
@@ -209,7 +200,7 @@ class StepSampler:
         found_s = {
             parameter: max(0.0, seconds - fixed_s) / len(alike.some)
             for alike in self._shapes
-            if (seconds := alike.seconds(at_one_speed)) is not None
+            if (seconds := alike.seconds) is not None
             for parameter in alike.all
         }
         each_s = _seconds_by_parameter(found_s, self._trained, self._some, spread_s=cost.spread_s)
@@ -232,13 +223,12 @@ class StepSampler:
         return _steps(self._file, copies, self._clock, self._device, [self._unused.get(x) for x in parameters])
 
     def _sample_rounds(self, steps: _Steps, others: Sequence[Neighbours]) -> None:
-        self._ratios.append(steps.rounds(others, self._alone, self._zeroing, self._read_yardstick))
+        self._ratios.append(steps.rounds(others, self._alone, self._zeroing))
 
     def _sample_alike(self, alike: _Alike) -> None:
         """Sample the update of some parameters, unless the optimizer rejects them without the others."""
         if alike.rejected:
             return
-        self._read_yardstick()
         self._clock.flush()
         try:
             steps = self._steps(alike.some)
@@ -275,11 +265,12 @@ class _Alike:
     zeroing: Samples = field(default_factory=Samples)
     rejected: str = ""  # why the optimizer does not take them alone
 
-    def seconds(self, at_one_speed: AtOneSpeed) -> float | None:
+    @property
+    def seconds(self) -> float | None:
         """Of an update of `some`, with zero_grad; None if the optimizer rejects them."""
         if self.rejected:
             return None
-        return sum(at_one_speed(x).timing().median_s for x in (self.step, self.zeroing))
+        return sum(x.timing().median_s for x in (self.step, self.zeroing))
 
 
 def _alike(parameters: Sequence[nn.Parameter]) -> _Alike:
