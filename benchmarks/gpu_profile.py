@@ -231,7 +231,7 @@ def run_rows(case: Case, profile: Profile, num_devices: int, recompute: str, sui
         profile, num_devices=num_devices, num_microbatches=NUM_MICROBATCHES, schedule="1f1b", recompute=recompute
     )
     start_s = time.monotonic()
-    run = gplan.run(plan, engine="virtual", num_steps=suite.num_steps)
+    run = gplan.run(plan, profile=profile, engine="virtual", num_steps=suite.num_steps)
     row_of = partial(Row, model=case.name, num_devices=num_devices, recompute=recompute)
     for row in gplan.compare(run).rows:
         if row.measured is not None:

@@ -112,7 +112,7 @@ def measured(case: Case, profile: Profile, number: int, num_steps: int) -> list[
     chosen, found = case.planned(profile), list[dict[str, object]]()
     plans = [case.planned(profile, cut) for cut in case.cuts(profile, chosen)]
     for plan in plans[:: -1 if number % 2 else 1]:
-        run = gplan.run(plan, num_steps=num_steps)
+        run = gplan.run(plan, profile=profile, num_steps=num_steps)
         row = {
             "model": case.name,
             "round": number,

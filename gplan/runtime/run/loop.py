@@ -154,6 +154,7 @@ class _TrainingLoop:
             self._resume(options.resume)
         self.first_step = self._pipe.num_steps
         self._remaining = replace(options, num_steps=options.num_steps - self.first_step)
+        self._num_ranks = 1 if self._pipe.ranks is None else dist.get_world_size()
         self._host = HostMeter(device=self._pipe.device.type, share=SPEED_SHARE / self._num_ranks)
 
     def step(self, index: int, report: ReportStep) -> StepRecord:
