@@ -7,9 +7,10 @@ others (docs/cost-model.md, Host speed).
 from __future__ import annotations
 
 from dataclasses import replace
-from math import hypot, sqrt
+from math import hypot
 
 from gplan.core import HostLoad, LayerCost, Profile, Timing
+from gplan.core.layer_cost import quartiles_median_error
 
 _LEAST_READINGS = 5
 _NUM_ERRORS = 2.0  # standard errors, as readings shortly after each other are alike
@@ -23,7 +24,7 @@ def speed_ratio(profile: HostLoad | None, run: HostLoad | None) -> tuple[float, 
     >>> once = HostLoad(yardstick=Timing(median_s=1.0, low_s=0.9, high_s=1.17, num_samples=100))
     >>> twice = HostLoad(yardstick=Timing.exactly(2.0)), HostLoad(yardstick=once.yardstick.times(2.0))
     >>> speed_ratio(once, twice[0]), [round(x, 3) for x in speed_ratio(once, twice[1])]
-    (None, [2.0, 0.113])
+    (None, [2.0, 0.141])
     """
     timings = [x.yardstick for x in (profile, run) if x is not None and x.yardstick is not None]
     if len(timings) < 2 or any(x.num_samples < _LEAST_READINGS for x in timings):
@@ -32,7 +33,7 @@ def speed_ratio(profile: HostLoad | None, run: HostLoad | None) -> tuple[float, 
     if not before.median_s:
         return None
     ratio = now.median_s / before.median_s
-    errors = (x.deviation_s / x.median_s / sqrt(x.num_samples) for x in timings if x.median_s)
+    errors = (quartiles_median_error(x.low_s, x.high_s, x.num_samples) / x.median_s for x in timings if x.median_s)
     return ratio, _NUM_ERRORS * ratio * hypot(*errors)
 
 

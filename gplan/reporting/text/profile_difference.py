@@ -106,5 +106,3 @@ def _summary(size: SizeDifference) -> str:
             else ""
         )
     )
-
-
