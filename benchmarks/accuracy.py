@@ -80,7 +80,7 @@ def measured(setting: dict[str, Any], profile: Profile, options: argparse.Namesp
     asked = ("num_devices", "schedule", "num_microbatches", "recompute")
     plan = gplan.balance(profile, **{name: setting[name] for name in asked})
     num_steps = max(options.steps, math.ceil(options.seconds / plan.prediction.step_s))
-    run = gplan.run(plan, engine=setting["engine"], num_steps=num_steps)
+    run = gplan.run(plan, profile=profile, engine=setting["engine"], num_steps=num_steps)
     row = {**setting, "num_steps": num_steps, **errors_of(run.plan, run)}
     print(*setting.values(), error_text(row["step_error"]), flush=True)
     return {**row, "device": profile.device.name, "created": run.created[:10], "torch": dict(run.versions)["torch"]}

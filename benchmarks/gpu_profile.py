@@ -157,7 +157,7 @@ def rows_of(case: Case, options: argparse.Namespace) -> Iterator[Row]:
             profile, num_devices=num_devices, num_microbatches=NUM_MICROBATCHES, schedule="1f1b", recompute=recompute
         )
         start_s = time.monotonic()
-        run = gplan.run(plan, engine="virtual", num_steps=options.steps)
+        run = gplan.run(plan, profile=profile, engine="virtual", num_steps=options.steps)
         found = {f"yardstick {name}": ratio for name, ratio in yardstick_of(run).items()}
         found["run seconds"] = time.monotonic() - start_s
         of_run = {"num_devices": num_devices, "recompute": recompute}

@@ -106,7 +106,7 @@ def _layer_rows(model: str, optimizer: str, profile: Profile, seconds: float) ->
 def _run_rows(setting: dict[str, Any], profile: Profile, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     asked = {name: setting[name] for name in ("num_devices", "schedule", "recompute")}
     plan = gplan.balance(profile, num_microbatches=options.microbatches, **asked)
-    run = gplan.run(plan, engine=setting["engine"], num_steps=options.steps)
+    run = gplan.run(plan, profile=profile, engine=setting["engine"], num_steps=options.steps)
     comparison, made = gplan.compare(run), {**setting, "device": profile.device.name, "created": run.created}
     for row in comparison.rows:
         yield {

@@ -55,7 +55,7 @@ def measured(name: str, profile: Profile, recompute: str, number: int, num_steps
     cuts = names[max(0, at - NUM_BESIDE) : at + NUM_BESIDE + 1]
     for cut in cuts[:: -1 if number % 2 else 1]:
         plan = gplan.balance(profile, **asked, constraints=Constraints(cut_after=(cut,)))
-        run = gplan.run(plan, num_steps=num_steps)
+        run = gplan.run(plan, profile=profile, num_steps=num_steps)
         print(name, number, cut, seconds_text(run.timeline.step_s), flush=True)
         found.append({
             "model": name, "round": number, "cut_after": cut, "is_chosen": plan.cuts == chosen.cuts,

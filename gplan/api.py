@@ -26,6 +26,7 @@ from gplan.core.errors import UsageError
 from gplan.core.profile import SAMPLING_BUDGET_S
 from gplan.core.progress import Progress, no_progress
 from gplan.evaluate.compare import compare as compare
+from gplan.evaluate.compare import with_equal_speed
 from gplan.evaluate.replanning import for_one_process
 from gplan.evaluate.verify import NUM_ROUNDS, NUM_STEPS
 from gplan.evaluate.verify import verify as verify_by
@@ -194,7 +195,8 @@ def run(
 
     `model` is by default the model file that the plan was made for; a module in memory (with `loss`, `optimizer` and
     `batches`) can be run by the virtual engine only, as processes cannot share it. `check` compares the first step's
-    gradients with the plain model's. With `profile`, the one that the plan was made from, a run by the virtual engine is
+    gradients with the plain model's. With `profile`, the one that the plan was made from, the run also has its step
+    predicted at the speed that the host had in it; and a run by the virtual engine is
     compared with the times of one process alone, not those of devices side by side. `weights` (a safetensors or torch file, or a folder) replaces the values that the
     seed gives. A checkpoint is written to the folder `checkpoints` after every `save_every` steps; `resume` (a
     checkpoint, or a folder, whose newest whole one is meant; True: `checkpoints`, if it has one yet) goes on from one,
@@ -227,7 +229,8 @@ def run(
     model = plan.model.name if model is None else model
     settings = plan_settings(plan) if isinstance(model, str) else {}
     functions = {"loss": loss, "optimizer": optimizer, "batches": batches}
-    return launch.run_plan(plan, model, engine, options, settings=settings, functions=functions, report=progress)
+    found = launch.run_plan(plan, model, engine, options, settings=settings, functions=functions, report=progress)
+    return found if profile is None else with_equal_speed(found, profile)
 
 
 def cluster(

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Literal
@@ -22,7 +22,6 @@ import torch
 
 from gplan.core import Device, EngineCost, Granularity, Link, Profile
 from gplan.core.errors import ModelError, UsageError
-from gplan.core.host_speed import GPU_PASS_WEIGHTS, UPDATE_WEIGHTS, PartWeights
 from gplan.core.profile import SAMPLING_BUDGET_S
 from gplan.core.progress import Progress, no_progress, part
 from gplan.core.units import counted, now_text
@@ -36,19 +35,18 @@ from profiler.host.host_info import (
     software_versions,
     usable_cores,
 )
-from profiler.host.host_load import load_between, read_load
+from profiler.host.host_load import HostMeter
 from profiler.host.links import check_measurable, measure_link
 from profiler.memory.chain_profile import layers_with_weights, values_of
 from profiler.model.data import LossFacts, call_model, check_microbatch_sizes, find_loss_reduction, sample_batches
 from profiler.model.error_location import is_out_of_memory
 from profiler.model.load import ModelFile
-from profiler.timing.averages_step import sample_averages
+from profiler.timing.averages_step import time_averages
 from profiler.timing.bench import run_naming_errors
-from profiler.timing.clock import Clock, CpuClock, CudaClock, Samples
+from profiler.timing.clock import Clock, CpuClock, CudaClock
 from profiler.timing.journal import Journal
-from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, SampledSize, Setup, sample_size
+from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, MeasuredSize, Setup, measure_size
 from profiler.timing.optimizer_step import MICROBATCHES, StepSampler
-from profiler.timing.yardstick import SpeedHistory, Yardstick, pass_weights, yardstick_parts
 
 _SHARE_OF_LAYERS = 0.75  # of the progress of a profile
 
@@ -112,8 +110,7 @@ class ProfileOptions:
         if self.num_threads == 1 or not self.num_neighbours:
             return ()
         return (
-            "contention and the yardstick's reference for runs were measured beside processes of one thread, not of "
-            f"{self.num_threads}: both may be too low",
+            f"contention was measured beside processes of one thread, not of {self.num_threads}: it may be too low",
         )
 
 
@@ -131,7 +128,6 @@ def measure_profile(
     """
     journal = Journal(options.journal, key=_journal_key(file, options))
     clock: Clock = CpuClock() if options.device == "cpu" else CudaClock()
-    yardstick = Yardstick(clock, journal.samples, yardstick_parts(options.device))
     setup = Setup(
         clock=clock,
         journal=journal,
@@ -139,12 +135,10 @@ def measure_profile(
         budget_s=options.budget_s,
         granularity=options.granularity,
         shares=tuple(core_shares(1 + options.num_neighbours, num_threads=options.num_threads)[1:]),
-        read_yardstick=yardstick.read_if_due,
-        read_beside=yardstick.read_beside,
     )
 
     with journal.saved_on_failure():
-        found = _measured(file, options, setup, yardstick, progress)
+        found = _measured(file, options, setup, progress)
         if measure_engine is not None:
             progress("measuring the engine between two processes", 0.95)
             found = replace(found, engine=measure_engine())
@@ -152,19 +146,16 @@ def measure_profile(
     return found
 
 
-def _measured(
-    file: ModelFile, options: ProfileOptions, setup: Setup, yardstick: Yardstick, progress: Progress
-) -> Profile:
+def _measured(file: ModelFile, options: ProfileOptions, setup: Setup, progress: Progress) -> Profile:
     with device_share(options.num_threads), _on_device(file, options.device), model_state_restored(file.model):
         loss = _loss_facts(file, options)
-        before = read_load()
+        host = HostMeter(setup.journal.samples("yardstick"), device=options.device)
         steps = StepSampler(
             file,
             setup.clock,
             device=options.device,
             shares=setup.shares,
             work_beside=_training_pass(file, options),
-            read_yardstick=yardstick.read,
         )
 
         @cache
@@ -172,25 +163,20 @@ def _measured(
             progress("measuring the optimizer's step", 0.0)
             steps.sample()
 
-        setup = replace(setup, before_timing=sample_updates_first)
-        sampled, too_large = _sample_sizes(
+        setup = replace(setup, before_timing=sample_updates_first, between_samples=host.read_if_due)
+        measured, too_large = _measure_sizes(
             file, options, setup, lambda text, share: progress(text, _SHARE_OF_LAYERS * share)
         )
         sample_updates_first()  # not yet called where the journal has every layer
         progress("measuring the optimizer's step again", _SHARE_OF_LAYERS)
         steps.sample()
-        chain = sampled[0].chain
-        averages = sample_averages(chain, setup.clock, device=options.device, read_yardstick=setup.read_yardstick)
-    load = load_between(before, read_load())
-    weights = _weights_of_model(sampled[-1], yardstick, options)
-    speeds = SpeedHistory(yardstick.parts, yardstick.parts_beside, weights=weights)
-    measured = [size.measured(speeds.at_one_speed) for size in sampled]
+        chain = measured[0].chain
+        fixed_s, averages_s = time_averages(chain, setup.clock, device=options.device)
+        load = host.load()
     progress("measuring the link between two processes", 0.9)
     link = options.link or measure_link(device_kind=options.device_kind)
     first, values = measured[0], values_of([x.crossings for x in measured])
-    updates_at_one_speed = partial(speeds.at_one_speed, weights=UPDATE_WEIGHTS)
-    step, updates_s = steps.update(updates_at_one_speed)
-    fixed_s, averages_s = averages(updates_at_one_speed)
+    step, updates_s = steps.update()
     layers, shared = layers_with_weights(
         chain, first.sources, [x.layers for x in measured], updates_s=updates_s, averages_s=averages_s
     )
@@ -225,7 +211,7 @@ def _measured(
         granularity=options.granularity,
         values=values,
         precision=file.precision,
-        host_speed=None if speeds.host_speed is None else replace(speeds.host_speed, load=load),
+        host_load=load,
     )
 
 
@@ -244,39 +230,20 @@ def _loss_facts(file: ModelFile, options: ProfileOptions) -> LossFacts:
     return find_loss_reduction(file, options.microbatch_sizes[0], device=options.device)
 
 
-def _weights_of_model(largest: SampledSize, yardstick: Yardstick, options: ProfileOptions) -> PartWeights:
-    """How much the parts of the yardstick count in the model's passes, by its operations and times.
-
-    By those of the largest micro-batch size: a profile has one set of weights, and plans take large sizes where they can.
-    """
-    if options.device_kind != "cpu":
-        return GPU_PASS_WEIGHTS
-    size = largest.measured(_as_timed)
-    costs = (*size.layers, size.loss)
-    work = [x for cost in costs for x in (*cost.forward_work, *cost.backward_work)]
-    seconds = sum(cost.forward.median_s + cost.backward.median_s for cost in costs)
-    return pass_weights(yardstick.parts, num_operations=sum(x.num_operations for x in work), seconds=seconds)
-
-
-def _as_timed(samples: Samples, *, beside: bool = False) -> Samples:
-    """The samples, not yet at one speed: an `AtOneSpeed`."""
-    return samples
-
-
-def _sample_sizes(
+def _measure_sizes(
     file: ModelFile, options: ProfileOptions, setup: Setup, progress: Progress
-) -> tuple[list[SampledSize], tuple[str, ...]]:
+) -> tuple[list[MeasuredSize], tuple[str, ...]]:
     """The sizes that fit in memory, and a note on those that do not."""
-    sampled: list[SampledSize] = []
+    measured: list[MeasuredSize] = []
     count = len(options.microbatch_sizes)
     for index, size in enumerate(options.microbatch_sizes):
         try:
-            sampled.append(sample_size(file, size, setup, part(progress, index, count)))
+            measured.append(measure_size(file, size, setup, part(progress, index, count)))
         except ModelError as error:
-            if not sampled or not is_out_of_memory(error):
+            if not measured or not is_out_of_memory(error):
                 raise
-            return sampled, (f"micro-batch sizes from {size} up were left out: {error}",)
-    return sampled, ()
+            return measured, (f"micro-batch sizes from {size} up were left out: {error}",)
+    return measured, ()
 
 
 def _training_pass(file: ModelFile, options: ProfileOptions) -> Callable[[], object] | None:

@@ -153,7 +153,6 @@ def _summary(result: Verification) -> dict[str, Any]:
                 "predicted_s": x.predicted_s,
                 "measured_s": x.measured_s,
                 "error": x.error,
-                "equal_speed_error": x.equal_speed_error,
                 "steps_s": x.steps_s,
             }
             for x in result.contenders

@@ -13,8 +13,7 @@ from gplan.core.checks import (
     RecomputeMode,
     Sharding,
 )
-from gplan.core.host_load import HostLoad
-from gplan.core.host_speed import HostSpeed, SpeedWindow, StepSpeed, YardstickTimes
+from gplan.core.host_load import EqualSpeed, HostLoad
 from gplan.core.layer_cost import LayerCost, Leftover, StepCost, Timing, WholeModel, Work
 from gplan.core.machine import Collective, Device, EngineCost, HostLink, Link, LinkPoint, Machine, MachineDevice
 from gplan.core.plan import (

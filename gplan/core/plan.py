@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import fmean, geometric_mean
 from typing import Generic, TypeVar
 
 import msgspec
@@ -23,8 +22,7 @@ from gplan.core.checks import (
     check_positive,
     check_share,
 )
-from gplan.core.host_load import HostLoad, interruption_text
-from gplan.core.host_speed import UPDATE_WEIGHTS, HostSpeed, StepSpeed
+from gplan.core.host_load import EqualSpeed, HostLoad, interruption_text
 from gplan.core.machine import Device, Link, MachineDevice
 from gplan.core.precision import Precision
 from gplan.core.profile import ModelId
@@ -256,8 +254,6 @@ class Plan:
     sharding: Sharding = "none"  # of each stage over the replicas
     frontier: tuple[Alternative, ...] = ()  # of a search: by rising step time and falling peak memory, with this plan
     rivals: tuple[Alternative, ...] = ()  # to compare it with, such as the best one without the user's constraints
-    # The speed that the costs belong to; None: not measured, or devices of a machine differ from the profiled one.
-    host_speed: HostSpeed | None = None
     precision: Precision = field(default_factory=Precision)  # that it trains in, as profiled
 
     def __post_init__(self) -> None:
@@ -380,9 +376,6 @@ class GradientCheck:
         return max(self.max_relative_error, loss_error) <= self.tolerance
 
 
-_MOST_STRETCH = 1e6
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """What was measured when a plan was executed."""
@@ -403,10 +396,9 @@ class Run:
     versions: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()  # shown with the run
     origin: Origin = "measured"
-    host_speed: tuple[StepSpeed, ...] = ()  # in windows of steps; one rank per process, in the order of ranks
-    host_load: HostLoad | None = None  # evidence of other work during all steps, also the warm-up; None: not measured
+    host_load: HostLoad | None = None  # of the host during all steps, also the warm-up; None: not measured
+    equal_speed: EqualSpeed | None = None  # None: the profile was not there, or the speed not read in it or in the run
     reserved_bytes: tuple[int, ...] = ()  # per device, the peak of what a GPU's allocator reserved; (): not known
-    core_stretch: tuple[float, ...] = ()  # by device: its actions over what they were without lost time
 
     def __post_init__(self) -> None:
         num_peaks, num_devices = len(self.peak_bytes), self.plan.num_devices
@@ -431,22 +423,8 @@ class Run:
             )
         if self.step_timelines and len(self.step_timelines) != self.num_counted:
             raise ValueError(f"there are {len(self.step_timelines)} step_timelines; num_counted is {self.num_counted}")
-        self._check_host()
         if self.losses and len(self.losses) != len(self.step_s):
             raise ValueError(f"there are {len(self.losses)} losses and {len(self.step_s)} step times; expected as many")
-
-    def _check_host(self) -> None:
-        num_devices = self.plan.num_devices
-        if self.core_stretch and not (
-            len(self.core_stretch) == num_devices and all(1 <= x <= _MOST_STRETCH for x in self.core_stretch)
-        ):
-            raise ValueError(
-                f"core_stretch is {self.core_stretch}; expected 1 to {_MOST_STRETCH:g} for each of {num_devices} devices"
-            )
-        for num_ranks in {len(x.ranks) for x in self.host_speed} - {1, self.plan.num_ranks}:
-            raise ValueError(f"host_speed has {num_ranks} ranks; expected 1 or {self.plan.num_ranks}, one per process")
-        if len({len(x.ranks) for x in self.host_speed}) > 1:
-            raise ValueError("host_speed has windows of different numbers of ranks; expected one number")
 
     @property
     def num_settled(self) -> int:
@@ -468,61 +446,3 @@ class Run:
     def all_notes(self) -> tuple[str, ...]:
         """The notes of its plan and its own."""
         return (*self.plan.notes, *self.notes)
-
-    @property
-    def timed_speed(self) -> tuple[StepSpeed, ...]:
-        """The windows of the host's speed after the warm-up."""
-        return tuple(x for x in self.host_speed if x.first_step >= self.num_warmup_steps)
-
-    @property
-    def window_slowdowns(self) -> tuple[tuple[float, ...], ...]:
-        """By window of timed steps, then by device, how many times as long work took as in the profile; () if unknown.
-
-        By the yardstick, which is read while the process has its core, times `core_stretch` if the profile lost no time.
-        A device's is the mean of its replicas; one process that runs all devices has one for all.
-        """
-        return self._by_device(self._rank_slowdowns)
-
-    @property
-    def device_slowdowns(self) -> tuple[float, ...]:
-        """By device the mean of its windows; () if that is unknown."""
-        return tuple(map(fmean, zip(*self.window_slowdowns, strict=True)))
-
-    @property
-    def update_slowdowns(self) -> tuple[float, ...]:
-        """By device, how many times as long updates of weights took as in the profile; () if that is unknown."""
-        speed = self.plan.host_speed
-        by_rank = speed.slowdowns(self.timed_speed, weights=UPDATE_WEIGHTS) if speed is not None else ()
-        return tuple(map(fmean, zip(*self._by_device(by_rank), strict=True)))
-
-    @property
-    def _rank_slowdowns(self) -> tuple[tuple[float, ...], ...]:
-        """By rank the slowdown in each window; () if that is unknown."""
-        speed = self.plan.host_speed
-        return speed.slowdowns(self.timed_speed) if speed is not None else ()
-
-    def _by_device(self, by_rank: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
-        """Slowdowns by window and device, from those by rank and window: the mean of a device's replicas, with its stretch."""
-        num = self.plan.num_devices
-        stretches = self.core_stretch if self.counts_waits else (1.0,) * num
-        return tuple(
-            tuple(geometric_mean(window[i % len(window) :: num]) * stretches[i] for i in range(num))
-            for window in zip(*by_rank, strict=True)
-        )
-
-    @property
-    def counts_waits(self) -> bool:
-        """Whether time without a core lengthened the run but not the profile, whose own times may have it otherwise."""
-        load = self.plan.host_speed.load if self.plan.host_speed is not None else None
-        return bool(self.core_stretch) and load is not None and not load.is_evidence
-
-    @property
-    def slowdown(self) -> float | None:
-        """How many times as long work took as in the profile, the mean of all devices; None if that is unknown."""
-        return geometric_mean(found) if (found := self.device_slowdowns) else None
-
-    @property
-    def speed_range(self) -> tuple[float, float] | None:
-        """The least and the greatest speed of the host, in windows of steps, over that of the profile; None: unknown."""
-        found = [x for rank in self._rank_slowdowns for x in rank]
-        return (1 / max(found), 1 / min(found)) if found else None

@@ -16,7 +16,6 @@ from gplan.core.checks import (
     check_positive,
 )
 from gplan.core.host_load import LEAST_HEAVY, HostLoad
-from gplan.core.host_speed import ONE_PHASE, HostSpeed
 from gplan.core.layer_cost import LayerCost, StepCost, Timing, WholeModel, check_rising_sizes, microbatch_sizes_of
 from gplan.core.machine import Device, EngineCost, Link
 from gplan.core.precision import Precision
@@ -254,7 +253,7 @@ class Profile:
     granularity: Granularity = "layer"
     values: tuple[Value, ...] = ()  # what layers pass to each other; none: each layer feeds the next, without views
     engine: EngineCost | None = None  # None: not measured, assumed to be zero
-    host_speed: HostSpeed | None = None  # that the times belong to; None: not measured
+    host_load: HostLoad | None = None  # of the host while layers were timed; None: not measured
     precision: Precision = field(default_factory=Precision)  # that it was measured or computed in
 
     def __post_init__(self) -> None:
@@ -323,19 +322,13 @@ class Profile:
         return self.overhead_s + forward_s, self.overhead_s + backward_s
 
     @property
-    def host_load(self) -> HostLoad | None:
-        """Evidence of other work while layers were timed; None: not measured."""
-        return self.host_speed.load if self.host_speed is not None else None
-
-    @property
     def all_notes(self) -> tuple[str, ...]:
         """What a reader of the profile must know."""
         return (*self.notes, *self.plan_notes, *self.doubts)
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Warnings where times are uncertain: layers that do not add up, other work, a host whose speed changed much."""
-        doubts = list(self.host_speed.doubts) if self.host_speed is not None else []
+        """A warning where times are uncertain: layers that do not add up, or other work on the host."""
         found, ratio = [], 1.0
         for index, whole in enumerate(self.whole_model):
             for name, total_s, timing in zip(
@@ -347,37 +340,29 @@ class Profile:
                     error = percent_text(relative - 1.0, signed=True)
                     found.append(f"{name} {error} at micro-batch size {whole.microbatch_size}")
         if found:
-            doubts.append(
+            return (
                 f"do not rely on these times: the sum of the layers differs from the whole model ({', '.join(found)}); "
-                f"{self._disagreement_reason(ratio)}"
+                f"{self._disagreement_reason(ratio)}",
             )
-        elif self.host_load is not None and self.host_load.is_heavy:
-            doubts.append(
+        if self.host_load is not None and self.host_load.is_heavy:
+            return (
                 f"other work disturbed this profile ({self.host_load.text}; expected both below {percent_text(LEAST_HEAVY)}), "
-                "so predictions can be far too long: profile again when the host is quiet"
+                "so predictions can be far too long: profile again when the host is quiet",
             )
-        return tuple(doubts)
+        return ()
 
     def _disagreement_reason(self, ratio: float) -> str:
         """What explains a ratio of the larger to the smaller of layers and whole model: the host, if its figures do."""
-        speed = self.host_speed
-        if speed is None or speed.load is None:
+        load = self.host_load
+        if load is None:
             return (
                 "profile again, and if the difference stays, this model's layers do not add up when measured one by one"
             )
-        phases, change, load = speed.phases, speed.change, speed.load
-        if not phases:
-            changed = "was measured too seldom to tell"
-        else:
-            changed = f"changed by a factor of {change:.2f}" if change >= 1.005 else "did not change"
-        figures = f"{load.text}, its speed {changed}"
-        not_quiet = f"this host was not quiet meanwhile ({figures})"
-        if not load.is_evidence and change <= ONE_PHASE:
-            host = f"there is no sign of other work on this host ({figures})"
-        elif not phases or change * load.slowdown >= ratio:
-            return f"{not_quiet}: profile again when it is"
-        else:
-            host = f"{not_quiet}, but its mean load and speed do not explain a factor of {ratio:.2f}"
+        if load.is_evidence and load.stretch >= ratio:
+            return f"this host was not quiet meanwhile ({load.text}): profile again when it is"
+        host = f"there is no sign of other work on this host ({load.text})"
+        if load.is_evidence:
+            host = f"this host was not quiet meanwhile ({load.text}), but its load does not explain a factor of {ratio:.2f}"
         return (
             f"{host}, so this model's layers do not add up when measured one by one; "
             "if pairs of layers were timed, a note names those that disagree most"

@@ -92,16 +92,6 @@ def percent_text(share: float, *, signed: bool = False) -> str:
     return f"{100 * share:+z.1f} %" if signed else f"{100 * share:z.1f} %"
 
 
-def factors_text(low: float, high: float) -> str:
-    """A range of factors.
-
-    >>> factors_text(0.812, 1.02), factors_text(0.991, 0.993)
-    ('0.81 to 1.02', '0.99')
-    """
-    texts = dict.fromkeys(f"{x:.2f}" for x in (low, high))
-    return " to ".join(texts)
-
-
 def count_text(count: float) -> str:
     """A count with a decimal prefix.
 

@@ -16,16 +16,11 @@ class Contender:
     label: str
     run: Run  # of the round with the step nearest to the mean; its plan is the executed one
     steps_s: tuple[float, ...]  # the measured step of each round until a failure
-    slowdowns: tuple[float, ...] = ()  # of the host in each round, over the profile; (): unknown
 
     def __post_init__(self) -> None:
         check_not_empty("steps_s", self.steps_s)
         if min(self.steps_s) <= 0:
             raise ValueError(f"steps_s has {min(self.steps_s)!r}; expected seconds above 0")
-        if self.slowdowns and (len(self.slowdowns) != len(self.steps_s) or min(self.slowdowns) <= 0):
-            raise ValueError(
-                f"slowdowns is {self.slowdowns}; expected a factor above 0 for each of {len(self.steps_s)} rounds"
-            )
 
     @property
     def plan(self) -> Plan:
@@ -46,16 +41,6 @@ class Contender:
     def error(self) -> float:
         """Relative error of the prediction; positive if it was too high."""
         return self.predicted_s / self.measured_s - 1.0
-
-    @property
-    def slowdown(self) -> float | None:
-        """Of the host, over the profile, the geometric mean over rounds; None if it is unknown."""
-        return geometric_mean(self.slowdowns) if self.slowdowns else None
-
-    @property
-    def equal_speed_error(self) -> float | None:
-        """The error where the prediction is brought to the host's speed in the rounds; None if that is unknown."""
-        return None if self.slowdown is None else (1.0 + self.error) * self.slowdown - 1.0
 
     @property
     def predicted_sample_s(self) -> float:

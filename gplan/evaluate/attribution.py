@@ -6,9 +6,8 @@ simulator does; each change of its length is one part. Last comes waiting that n
     |-- predicted --|- host -|- stage 0 -|- stage 1 -|- engine -|- transfers -|- single actions -|- step extras -|- waiting -|
     |---------------------------------------------------- measured ---------------------------------------------------------|
 
-The host's part is known where a yardstick was read in the profile and in the run (`equal_speed`); waits of devices that
-are slow in turns belong to it. The other parts, errors of the model of costs, start from the times at each device's
-mean speed. A timeline shows a transfer only where a device waited for it, and an engine gap only where it did not; the
+The host's part is known where the speed of the host is (`Run.equal_speed`). The other parts, errors of the model of
+costs, start from the times at the speed in the run. A timeline shows a transfer only where a device waited for it, and an engine gap only where it did not; the
 others stay as predicted.
 """
 
@@ -22,9 +21,9 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from gplan.core import Action, ActionKind, Plan, Run, Span, Timeline, idle_share
+from gplan.core import Action, ActionKind, Plan, Run, Span, Timeline
 from gplan.simulation.kernel import ActionProgram, TiedDevices, action_times, when_updates_begin, whole_program
 from gplan.simulation.simulator import gap_s, planned_s, schedule_of, simulate, tied_devices_of, transfer_s
 
@@ -69,50 +68,8 @@ def _tails(timeline: Timeline, tied: TiedDevices) -> tuple[float, ...]:
     return tuple(map(operator.sub, ends, when_updates_begin(tied, loop_ends)))
 
 
-def at_speed(
-    times: StepTimes, plan: Plan, slowdowns: Sequence[float], *, update_slowdowns: Sequence[float]
-) -> StepTimes:
-    """The times on devices that take so many times as long; what follows the last action has slowdowns of its own."""
-    of_stage = [slowdowns[device] for device in plan.devices]
-    return StepTimes(
-        durations={action: x * of_stage[action.stage] for action, x in times.durations.items()},
-        gaps={kind: x * of_stage[kind[0]] for kind, x in times.gaps.items()},
-        transfers={kind: x * of_stage[kind[0]] for kind, x in times.transfers.items()},
-        tails=tuple(map(operator.mul, times.tails, update_slowdowns)),
-        tied=times.tied,
-        start_s=times.start_s,
-    )
-
-
 def layout_step_s(program: ActionProgram, times: StepTimes) -> float:
     """The step's length with these times: an action starts when its device is free and its input has arrived."""
-    return _lay_out(program, times).step_s
-
-
-class _Layout(NamedTuple):
-    ends_s: tuple[float, ...]  # of each device's last update
-    loop_ends_s: tuple[float, ...]  # of each device's last forward or backward
-    busy_s: float  # of all forwards and backwards
-
-    @property
-    def step_s(self) -> float:
-        return max(self.ends_s)
-
-    @property
-    def bubble(self) -> float:
-        return idle_share(self.busy_s, len(self.loop_ends_s) * max(self.loop_ends_s))
-
-
-def _mean_layout(layouts: Sequence[_Layout]) -> _Layout:
-    """The mean of each end, as in a run's timeline."""
-    ends, loop_ends = (
-        tuple(map(fmean, zip(*found, strict=True)))
-        for found in ([x.ends_s for x in layouts], [x.loop_ends_s for x in layouts])
-    )
-    return _Layout(ends_s=ends, loop_ends_s=loop_ends, busy_s=fmean(x.busy_s for x in layouts))
-
-
-def _lay_out(program: ActionProgram, times: StepTimes) -> _Layout:
     durations = [times.durations[action] for action in program.actions]
     occupied = [x + times.gaps[action.stage, action.kind] for x, action in zip(durations, program.actions, strict=True)]
     transfers = [times.transfers[action.stage, action.kind] for action in program.actions]
@@ -121,8 +78,7 @@ def _lay_out(program: ActionProgram, times: StepTimes) -> _Layout:
     for entry, (start_s, _, _), duration_s in zip(program.entries, rows, durations, strict=True):
         last[entry.device] = start_s + duration_s
     begins = when_updates_begin(times.tied, last)
-    ends_s = (times.start_s + begin_s + tail_s for begin_s, tail_s in zip(begins, times.tails, strict=True))
-    return _Layout(ends_s=tuple(ends_s), loop_ends_s=tuple(last), busy_s=math.fsum(durations))
+    return max(times.start_s + begin_s + tail_s for begin_s, tail_s in zip(begins, times.tails, strict=True))
 
 
 @dataclass(frozen=True)
@@ -221,56 +177,23 @@ class Attribution:
         return self.measured_s - self.predicted_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EqualSpeed:
-    """How the predicted step and bubble change with the speed that the host had in the run."""
-
-    step_slowdown: float  # how many times as long the step is
-    bubble_increase: float
-
-
-def equal_speed(run: Run) -> EqualSpeed | None:
-    """By the means over the run's windows, each laid out at the speeds that the devices had in it; None if unknown.
-
-    A device that is slow in one window and quick in the next is waited for in the one and waits in the other: so the
-    step is longer, and the bubble larger, than at the mean speeds. The virtual engine lays out the mean durations, so
-    there the mean speeds count. O(windows K M).
-    """
-    windows = run.window_slowdowns
-    if not windows:
-        return None
-    times, program = predicted_times(run.plan), whole_program(schedule_of(run.plan), run.plan.recompute)
-    before = _lay_out(program, times)
-    if not max(before.loop_ends_s):
-        return None
-    speeds = [run.device_slowdowns] if run.engine == "virtual" else windows
-    of_updates = run.update_slowdowns
-    mean = _mean_layout(
-        [_lay_out(program, _times_at_speed(run, times, x, update_slowdowns=of_updates)) for x in speeds]
-    )
-    return EqualSpeed(step_slowdown=mean.step_s / before.step_s, bubble_increase=mean.bubble - before.bubble)
-
-
-def _times_at_speed(
-    run: Run, times: StepTimes, slowdowns: Sequence[float], *, update_slowdowns: Sequence[float]
-) -> StepTimes:
-    """The predicted times at these slowdowns of the devices.
+def _slowed(times: StepTimes, ratio: float, *, engine: str) -> StepTimes:
+    """The predicted times where all work takes `ratio` times as long.
 
     The virtual engine takes transfers and its own cost as planned, whatever the speed.
     """
-    slowed = at_speed(times, run.plan, slowdowns, update_slowdowns=update_slowdowns)
-    if run.engine != "virtual":
-        return slowed
-    updates_s = map(simulate(run.plan).update_s, range(run.plan.num_devices))
-    tails = (
-        tail_s + (slowdown - 1.0) * update_s
-        for tail_s, slowdown, update_s in zip(times.tails, update_slowdowns, updates_s, strict=True)
+    on_host = 1.0 if engine == "virtual" else ratio
+    return replace(
+        times,
+        durations={action: ratio * x for action, x in times.durations.items()},
+        gaps={kind: on_host * x for kind, x in times.gaps.items()},
+        transfers={kind: on_host * x for kind, x in times.transfers.items()},
+        tails=tuple(ratio * x for x in times.tails),
     )
-    return replace(slowed, gaps=times.gaps, transfers=times.transfers, tails=tuple(tails))
 
 
 def attribute_error(run: Run) -> Attribution:
-    """The parts of the error of a run's step, for every schedule and both engines; O(K^2 M + windows K M).
+    """The parts of the error of a run's step, for every schedule and both engines; O(K^2 M).
 
     Only for a run without an `order_difference`: another order is not a longer step of the predicted one. A stage's part
     depends on the order in which stages are changed, so it is the mean over both orders.
@@ -278,10 +201,11 @@ def attribute_error(run: Run) -> Attribution:
     plan, timeline = run.plan, run.timeline
     measured = MeasuredTimes(plan, timeline)
     predicted, host_parts = measured.predicted, list[ErrorPart]()
-    if (speed := equal_speed(run)) is not None:
-        drift_s = (speed.step_slowdown - 1.0) * layout_step_s(measured.program, predicted)
+    speed = run.equal_speed
+    if speed is not None and speed.is_certain:
+        drift_s = speed.step_s - simulate(plan).step_s
         host_parts.append(ErrorPart(cause=ErrorCause.HOST_SPEED, stage=None, seconds=drift_s))
-        predicted = _times_at_speed(run, predicted, run.device_slowdowns, update_slowdowns=run.update_slowdowns)
+        predicted = _slowed(predicted, speed.ratio, engine=run.engine)
     means = timeline.mean_durations(plan.recompute)
     changes: dict[ErrorCause, dict[str, object]] = {
         ErrorCause.COMPUTE: {"durations": means},

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from gplan.core import Action, ActionKind, IdleCause, Plan, Run, Timeline
+from gplan.core import Action, ActionKind, EqualSpeed, IdleCause, Plan, Profile, Run, Timeline
+from gplan.core.errors import GplanError
 from gplan.core.units import UnitKind, seconds_text
-from gplan.evaluate.attribution import equal_speed
+from gplan.corrections.host_speed import at_host_speed, speed_ratio
+from gplan.evaluate.replanning import reprice, why_not_replannable
 from gplan.simulation.bubble import idle_by_cause
 from gplan.simulation.simulator import schedule_of, simulate, step_and_bubble
 
@@ -34,7 +36,7 @@ class ComparisonRow:
     measured: float
     unit: UnitKind
     error: float | None  # see `prediction_error`
-    equal_speed_error: float | None = None  # the same at the host's speed in the run; None: unknown, or see `error`
+    equal_speed_error: float | None = None  # of step time and throughput: at the host's speed in the run; None: unknown
     reserved: float | None = None  # of peak memory: bytes that the GPU's allocator reserved for it; None: not known
 
 
@@ -75,6 +77,26 @@ def compare(run: Run) -> Comparison:
     O(K^2 M)."""
     predicted = simulate(run.plan)
     return Comparison(engine=run.engine, rows=(*_step_rows(run, predicted), *_device_rows(run, predicted)))
+
+
+def with_equal_speed(run: Run, profile: Profile) -> Run:
+    """The run with its step predicted at the host's speed in it: the plan simulated again on `at_host_speed` of the profile.
+
+    The same run where a speed is not known, or the plan was not made from this profile, or for a machine.
+    """
+    plan, ratio = run.plan, speed_ratio(profile.host_load, run.host_load)
+    if ratio is None or why_not_replannable(plan):
+        return run
+    slowed = at_host_speed(profile, ratio[0])
+    if run.engine == "virtual":  # which takes transfers and its own cost as planned
+        slowed = replace(slowed, link=profile.link, engine=profile.engine)
+    try:
+        before, after = (reprice(plan, x, engine=run.engine).prediction for x in (profile, slowed))
+    except GplanError:  # another model, or other micro-batch sizes
+        return run
+    if not plan.prediction.gives(before.step_s):
+        return run
+    return replace(run, equal_speed=EqualSpeed(ratio=ratio[0], uncertainty=ratio[1], step_s=after.step_s))
 
 
 def stale_prediction_notes(plan: Plan) -> tuple[str, ...]:
@@ -130,17 +152,13 @@ def samples_per_s(plan: Plan, step_s: float) -> float:
 
 
 def _step_rows(run: Run, predicted: Timeline) -> Iterator[ComparisonRow]:
-    plan, prediction, measured = run.plan, run.plan.prediction, run.timeline
-    speed = equal_speed(run)
-    factor = None if speed is None else speed.step_slowdown
-    yield _row(STEP_TIME, (prediction.step_s, measured.step_s), "seconds", slowdown=factor)
-    rates = (samples_per_s(plan, x.step_s) for x in (prediction, measured))
-    yield _row(THROUGHPUT, rates, "samples_per_s", slowdown=factor)
-    row = _row(BUBBLE, (prediction.bubble, measured.bubble), "share")
-    if speed is not None:
-        error = prediction_error(prediction.bubble + speed.bubble_increase, measured.bubble, "share")
-        row = replace(row, equal_speed_error=error)
-    yield row
+    plan, prediction, measured, speed = run.plan, run.plan.prediction, run.timeline, run.equal_speed
+    steps_s = [prediction.step_s, measured.step_s, *([] if speed is None else [speed.step_s])]
+    if speed is not None and not speed.is_certain:
+        steps_s[2] = prediction.step_s  # no correction within the uncertainty: the raw error is the error
+    yield _row(STEP_TIME, steps_s, "seconds")
+    yield _row(THROUGHPUT, [samples_per_s(plan, x) for x in steps_s], "samples_per_s")
+    yield _row(BUBBLE, (prediction.bubble, measured.bubble), "share")
     idle, measured_idle = idle_by_cause(predicted), idle_by_cause(measured)
     for cause in IdleCause:
         yield _row(idle_quantity(cause), (idle[cause], measured_idle[cause]), "seconds")
@@ -148,38 +166,28 @@ def _step_rows(run: Run, predicted: Timeline) -> Iterator[ComparisonRow]:
 
 def _device_rows(run: Run, predicted: Timeline) -> Iterator[ComparisonRow]:
     """The rows of every device and its stages; the first stage computes no input gradient, so it has no row for it."""
-    plan, timelines, slowdowns = run.plan, (predicted, run.timeline), (run.device_slowdowns, run.update_slowdowns)
+    plan, timelines = run.plan, (predicted, run.timeline)
     kinds = {(span.action.stage, span.action.kind) for span in timelines[0].spans} - {(0, ActionKind.INPUT_GRADIENT)}
     for device in range(plan.num_devices):
         stages = [stage.index for stage in plan.stages_of(device)]
         only = stages[0] if len(stages) == 1 else None
-        slowdown, update_slowdown = (x[device] if x else None for x in slowdowns)
         for stage in stages:
             for kind in ActionKind:
                 if kind is not ActionKind.OPTIMIZER and (stage, kind) in kinds:
                     means = (x.mean_s(kind, stage=stage) for x in timelines)
-                    yield _row(kind.words, means, "seconds", device=device, stage=stage, slowdown=slowdown)
+                    yield _row(kind.words, means, "seconds", device=device, stage=stage)
         updates = (x.update_s(device) for x in timelines)
-        yield _row(OPTIMIZER, updates, "seconds", device=device, stage=only, slowdown=update_slowdown)
+        yield _row(OPTIMIZER, updates, "seconds", device=device, stage=only)
         if peak_bytes := run.peak_bytes[device]:
             row = _row(PEAK_MEMORY, (plan.device_peak_bytes[device], peak_bytes), "bytes", device=device, stage=only)
             yield replace(row, reserved=run.reserved_bytes[device]) if run.reserved_bytes else row
 
 
 def _row(
-    quantity: str,
-    values: Iterable[float],
-    unit: UnitKind,
-    *,
-    device: int | None = None,
-    stage: int | None = None,
-    slowdown: float | None = None,
+    quantity: str, values: Iterable[float], unit: UnitKind, *, device: int | None = None, stage: int | None = None
 ) -> ComparisonRow:
-    predicted, measured = values
-    equal_speed_error = None
-    if slowdown is not None:
-        at_speed = predicted * slowdown if unit == "seconds" else predicted / slowdown  # of seconds or of a rate
-        equal_speed_error = prediction_error(at_speed, measured, unit)
+    """`values`: predicted, measured and, where it is known, predicted at the host's speed in the run."""
+    predicted, measured, *at_speed = values
     return ComparisonRow(
         quantity=quantity,
         device=device,
@@ -188,5 +196,5 @@ def _row(
         measured=measured,
         unit=unit,
         error=prediction_error(predicted, measured, unit),
-        equal_speed_error=equal_speed_error,
+        equal_speed_error=prediction_error(at_speed[0], measured, unit) if at_speed else None,
     )

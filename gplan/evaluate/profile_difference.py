@@ -119,7 +119,6 @@ class Difference:
     appeared: tuple[str, ...]  # layers of the new profile only
     vanished: tuple[str, ...]
     sizes: tuple[SizeDifference, ...]
-    slowdown: float | None = None  # of the host, new over old, by the yardstick; None: not in both profiles
 
 
 _Z = 1.96
@@ -206,7 +205,6 @@ def profile_difference(old: Profile, new: Profile, *, microbatch_size: int | Non
         appeared=tuple(x.name for j, x in enumerate(new.layers) if j not in in_new),
         vanished=tuple(x.name for i, x in enumerate(old.layers) if i not in in_old),
         sizes=tuple(_size_difference(old, new, pairs, size) for size in sizes),
-        slowdown=old.host_speed.slowdown(new.host_speed.reference) if old.host_speed and new.host_speed else None,
     )
 
 

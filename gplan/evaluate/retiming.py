@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gplan.core import BACKWARD_KINDS, ActionKind, HostSpeed, LayerCost, Plan, Profile, Run, is_recomputed
+from gplan.core import BACKWARD_KINDS, ActionKind, LayerCost, Plan, Profile, Run, is_recomputed
 from gplan.core.errors import FileError
 from gplan.core.units import now_text
 from gplan.evaluate.replanning import profile_in_plan_order, reprice, why_not_replannable
@@ -68,7 +68,7 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
         overhead_s=overhead_s,
         created=now_text(),
         notes=(*profile.notes, note),
-        host_speed=_speed_of_run(run),
+        host_load=run.host_load,
     )
     whole_model = []  # scaled as the sum of its layers was, so that the two remain comparable
     for i, whole in enumerate(profile.whole_model):
@@ -80,14 +80,6 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
             replace(whole, forward=whole.forward.corrected(forward), backward=whole.backward.corrected(backward))
         )
     return replace(scaled, whole_model=tuple(whole_model))
-
-
-def _speed_of_run(run: Run) -> HostSpeed | None:
-    """The speed that the run's times belong to; None where the yardstick was not read in both, or cores were missing."""
-    known, slowdown = run.plan.host_speed, run.slowdown
-    if known is None or slowdown is None or run.core_stretch:
-        return None
-    return replace(known.slowed_by(slowdown), load=run.host_load)
 
 
 def _factors_of_stages(profile: Profile, predicted: Plan, run: Run) -> tuple[list[Factors], float]:

@@ -21,7 +21,6 @@ from gplan.core.errors import GplanError, UsageError
 from gplan.core.host_load import interruption_text, largest_load
 from gplan.core.progress import Progress, no_progress
 from gplan.core.units import counted, now_text
-from gplan.evaluate.attribution import equal_speed
 from gplan.evaluate.rivals import Rival, rivals_of
 
 NUM_ROUNDS = 4
@@ -147,12 +146,10 @@ def run_rounds(rivals: Sequence[Rival], runner: Runner, *, num_rounds: int, prog
 
 def _contender(label: str, runs: Sequence[Run]) -> Contender:
     steps_s = tuple(run.timeline.step_s for run in runs)
-    slowdowns = tuple(x.step_slowdown for run in runs if (x := equal_speed(run)) is not None)
     return Contender(
         label=label,
         run=min(runs, key=lambda run: abs(run.timeline.step_s - geometric_mean(steps_s))),
         steps_s=steps_s,
-        slowdowns=slowdowns if len(slowdowns) == len(runs) else (),
     )
 
 

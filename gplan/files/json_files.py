@@ -30,8 +30,8 @@ ValueT = TypeVar("ValueT", Profile, Plan, Run, Verification)
 
 FORMATS: dict[type[Value], str] = {
     Profile: "gplan.profile/7",
-    Plan: "gplan.plan/5",
-    Run: "gplan.run/7",
+    Plan: "gplan.plan/6",
+    Run: "gplan.run/8",
     Verification: "gplan.verification/6",
 }
 _MADE_BY = {

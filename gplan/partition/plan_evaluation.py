@@ -16,7 +16,6 @@ import numpy as np
 
 from gplan.core import (
     Constraints,
-    HostSpeed,
     Plan,
     Prediction,
     Proof,
@@ -170,16 +169,8 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
         sharding=problem.costs.sharding,
         shares_host=profile.shares_host,
         constraints=requested.constraints,
-        host_speed=_speed_of_costs(requested),
         precision=profile.precision,
     )
-
-
-def _speed_of_costs(problem: Problem) -> HostSpeed | None:
-    """The speed of the profiled host; None if it was not measured, or if a device differs in speed or hardware."""
-    profile = problem.costs.profile
-    are_alike = all(x.speed == 1.0 and x.hardware in ("", profile.device.name) for x in problem.machine_devices)
-    return replace(profile.host_speed, windows=()) if profile.host_speed is not None and are_alike else None
 
 
 def _prediction(problem: Problem, stages: Sequence[Stage]) -> Prediction:

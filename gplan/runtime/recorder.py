@@ -7,7 +7,7 @@ the GPU was idle.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -27,9 +27,6 @@ class ActionTiming:
     busy_s: float
 
 
-# without input gradients: that of the first stage does nothing
-_BEFORE_READINGS = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
-
 _Raw = tuple[Action, float, float, float]  # the fields of an ActionTiming, which takes longer to build
 
 
@@ -42,9 +39,6 @@ class ActionRecorder:
 
     def __init__(self) -> None:
         self.under_way: Action | None = None  # after an error, the action that failed
-        # called between one of `_BEFORE_READINGS` and the next action
-        self.between_actions: Callable[[], object] = lambda: None
-        self._is_before_reading = False  # whether the last action is one of `_BEFORE_READINGS`
         self.heartbeat = Heartbeat()
         self.is_on_gpu = False
         self._noted: list[_Raw] = []
@@ -53,9 +47,6 @@ class ActionRecorder:
 
     def note(self, action: Action) -> AbstractContextManager[None]:
         """Record what runs inside the block. Two blocks in a row of one action, a forward and its loss, count as one."""
-        if self._is_before_reading:
-            self._is_before_reading = False
-            self.between_actions()
         self.under_way = action
         self.heartbeat.enter_action(action.kind, action.stage, action.microbatch)
         return self._on_gpu(action) if self.is_on_gpu else _CpuBlock(self, self._noted, action)
@@ -84,7 +75,6 @@ class ActionRecorder:
     def end(self, action: Action) -> None:
         """Mark an action as done."""
         self.under_way = None
-        self._is_before_reading = action.kind in _BEFORE_READINGS
 
     @contextmanager
     def _on_gpu(self, action: Action) -> Iterator[None]:

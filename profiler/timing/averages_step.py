@@ -15,18 +15,11 @@ import torch
 
 from profiler.capture.chain import Chain
 from profiler.capture.moving_averages import MovingAverages, RunningNorm
-from profiler.timing.clock import AtOneSpeed, Clock, Samples, cold_caches
+from profiler.timing.clock import Clock, Samples, cold_caches
 from profiler.timing.optimizer_step import MICROBATCHES, WARMUP
 
 _NUM_STEPS = 8
 _CHANGE = 1e-3  # of the buffers by a micro-batch; an unchanged norm would not count
-
-
-AveragesCost: TypeAlias = tuple[float, list[float]]
-"""The fixed seconds of a stage, and the seconds of each layer."""
-
-SampledAverages: TypeAlias = Callable[[AtOneSpeed], AveragesCost]
-"""The seconds, once the speed of the host is known."""
 
 
 Around: TypeAlias = Callable[[], AbstractContextManager[None]]
@@ -48,27 +41,20 @@ def keeping_averages(norms: Iterable[RunningNorm]) -> Around:
     return around
 
 
-def sample_averages(
-    chain: Chain, clock: Clock, *, device: str = "cpu", read_yardstick: Callable[[], object] = lambda: None
-) -> SampledAverages:
-    """Time the update with cold caches, as at the end of a step."""
+def time_averages(chain: Chain, clock: Clock, *, device: str = "cpu") -> tuple[float, list[float]]:
+    """Time the update with cold caches, as at the end of a step: the fixed seconds of a stage, and those of each layer."""
     by_layer = _norms_of_layers(chain)
     norms = [norm for some in by_layer for norm in some]
     channels = [sum(map(_num_channels, some)) for some in by_layer]
     if not norms:
-        return lambda _: (0.0, [0.0] * len(chain))
+        return 0.0, [0.0] * len(chain)
     fewest = min(norms, key=_num_channels)
-    of_all, of_one = (
-        _sampled([_copy(x, device) for x in some], clock, device, read_yardstick) for some in (norms, [fewest])
+    all_s, one_s = (
+        _sampled([_copy(x, device) for x in some], clock, device).timing().median_s for some in (norms, [fewest])
     )
-
-    def seconds(at_one_speed: AtOneSpeed) -> AveragesCost:
-        all_s, one_s = (at_one_speed(x).timing().median_s for x in (of_all, of_one))
-        others = sum(channels) - _num_channels(fewest)
-        s_per_channel = max(0.0, all_s - one_s) / others if others else 0.0
-        return max(0.0, one_s - s_per_channel * _num_channels(fewest)), [s_per_channel * x for x in channels]
-
-    return seconds
+    others = sum(channels) - _num_channels(fewest)
+    s_per_channel = max(0.0, all_s - one_s) / others if others else 0.0
+    return max(0.0, one_s - s_per_channel * _num_channels(fewest)), [s_per_channel * x for x in channels]
 
 
 def _norms_of_layers(chain: Chain) -> list[list[RunningNorm]]:
@@ -89,10 +75,9 @@ def _copy(norm: RunningNorm, device: str | torch.device) -> RunningNorm:
     return norm.backed_by({id(x): torch.ones(x.shape, dtype=x.dtype, device=device) for x in norm.buffers})
 
 
-def _sampled(norms: Sequence[RunningNorm], clock: Clock, device: str, read_yardstick: Callable[[], object]) -> Samples:
+def _sampled(norms: Sequence[RunningNorm], clock: Clock, device: str) -> Samples:
     averages, samples, cool = MovingAverages(norms), Samples(), cold_caches(device)
     for i in range(WARMUP + _NUM_STEPS):
-        read_yardstick()
         for _ in range(MICROBATCHES):
             with averages.microbatch(norms):
                 for norm in norms:

@@ -10,29 +10,27 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from gplan.core import Timing
-from gplan.core.host_speed import mean_near_median
 from gplan.core.layer_cost import quartiles_median_error
 
 _MOST_WAITING = 0.05  # share of a sample that may pass without a core
 _SHORTEST_WAIT_S = 2e-4  # below the resolution of the clocks
 _LEAST_SAMPLES = 5  # for a standard error
 _SWEPT_BYTES = 64 * 2**20  # more than what a core's own caches hold
-DISTURBED = 2.0  # times the median: a sample that other work interrupted
+_DISTURBED = 2.0  # times the median: a sample that other work interrupted
 _LEAST_CLEAN = 3  # with fewer, refused samples count too
 _LAUNCH_BOUND_SHARE = 0.9  # launches over device time; 1 less the resolution of events
 
 
 @dataclass(slots=True)
 class Samples:
-    """Clean and refused durations of one action, and when each was taken; on a GPU also the host's launch times.
+    """Clean and refused durations of one action; on a GPU also the host's launch times.
 
     Refused ones are processor seconds, unless waiting is a part of the action.
     """
@@ -40,40 +38,19 @@ class Samples:
     clean_s: list[float] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)
     launch_s: list[float] = field(default_factory=list)
-    clean_at_s: list[float] = field(default_factory=list)  # time.time: on a CPU the middle, on a GPU after the launches
-    refused_at_s: list[float] = field(default_factory=list)
 
     def add(self, wall_s: float, busy_s: float, *, waits: bool = False) -> None:
-        """Add a sample that ends now; it is refused if the thread waited for its core too long.
+        """Add a sample; it is refused if the thread waited for its core too long.
 
         Of a refused one the processor time is kept, as other processes had the rest; the wall time if the action `waits`.
         """
-        is_clean, at_s = is_undisturbed(wall_s, busy_s), time.time() - wall_s / 2
+        is_clean = is_undisturbed(wall_s, busy_s)
         (self.clean_s if is_clean else self.refused_s).append(wall_s if is_clean or waits else busy_s)
-        (self.clean_at_s if is_clean else self.refused_at_s).append(at_s)
-
-    def add_clean(self, seconds: float, at_s: float) -> None:
-        """Add a clean sample that was taken at that moment."""
-        self.clean_s.append(seconds)
-        self.clean_at_s.append(at_s)
 
     def extend(self, other: Samples) -> None:
         """Add all samples of `other`."""
         for x in fields(self):
             getattr(self, x.name).extend(getattr(other, x.name))
-
-    def divided(self, slowdowns: Callable[[Sequence[float]], NDArray[np.float64]]) -> Samples:
-        """The samples, each divided by the slowdown of its moment; launch times are left as they are."""
-        clean_s, refused_s = (
-            np.divide(values_s, slowdowns(at_s)).tolist()
-            for values_s, at_s in ((self.clean_s, self.clean_at_s), (self.refused_s, self.refused_at_s))
-        )
-        return replace(self, clean_s=clean_s, refused_s=refused_s)
-
-    def between(self, start_s: float, end_s: float) -> Samples:
-        """The clean samples of moments in [start, end)."""
-        inside = [(x, at) for x, at in zip(self.clean_s, self.clean_at_s, strict=True) if start_s <= at < end_s]
-        return Samples(clean_s=[x for x, _ in inside], clean_at_s=[at for _, at in inside])
 
     def timing(self) -> Timing:
         """Median and quartiles of the clean samples; of the shorter half of all if fewer than three are clean.
@@ -92,10 +69,15 @@ class Samples:
         )
 
     def mean_timing(self) -> Timing:
-        """As `timing`, scaled from the median to the mean of the clean samples; disturbed ones count as the median."""
+        """As `timing`, scaled from the median to the mean of the clean samples.
+
+        Those more than twice off the median count as the median: a disturbance does not count, a skewed spread does.
+        """
         if not self.clean_s:
             return self.timing()
-        return self.timing().times(float(mean_near_median(self.clean_s, most=DISTURBED)) / median_s(self.clean_s))
+        found, middle_s = np.array(self.clean_s), median_s(self.clean_s)
+        is_near = (found <= _DISTURBED * middle_s) & (middle_s <= _DISTURBED * found)
+        return self.timing().times(float(np.where(is_near, found, middle_s).mean()) / middle_s)
 
     @property
     def is_disturbed(self) -> bool:
@@ -118,16 +100,6 @@ class Samples:
     def is_launch_bound(self) -> bool:
         """Whether the GPU waits for its host: launches take as long as the work."""
         return bool(self.launch_s) and median_s(self.launch_s) >= _LAUNCH_BOUND_SHARE * median_s(self.clean_s)
-
-
-class AtOneSpeed(Protocol):
-    """Brings samples to one speed of the host, which is known only when everything is sampled.
-
-    `beside`: those taken while other processes computed.
-    """
-
-    def __call__(self, samples: Samples, *, beside: bool = False) -> Samples:
-        """The samples as they would be at that speed."""
 
 
 class Clock(ABC):
@@ -203,7 +175,7 @@ class CudaClock(Clock):
         synchronize: Callable[[], object] = torch.cuda.synchronize,
     ) -> None:
         self._make_event, self._synchronize = make_event, synchronize
-        self._pending: list[tuple[Samples, DeviceEvent, DeviceEvent, float, float]] = []
+        self._pending: list[tuple[Samples, DeviceEvent, DeviceEvent, float]] = []
 
     def begin(self) -> Callable[[Samples], None]:
         """Put the first event on the stream; the returned function puts the second there."""
@@ -214,7 +186,7 @@ class CudaClock(Clock):
         def end(samples: Samples) -> None:
             launch_s = time.perf_counter() - watch
             last.record()
-            self._pending.append((samples, first, last, launch_s, time.time()))
+            self._pending.append((samples, first, last, launch_s))
 
         return end
 
@@ -223,8 +195,8 @@ class CudaClock(Clock):
         if not self._pending:
             return
         self._synchronize()
-        for samples, start, end, launch_s, at_s in self._pending:
-            samples.add_clean(start.elapsed_time(end) / 1e3, at_s)
+        for samples, start, end, launch_s in self._pending:
+            samples.clean_s.append(start.elapsed_time(end) / 1e3)
             samples.launch_s.append(launch_s)
         self._pending.clear()
 

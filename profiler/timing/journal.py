@@ -18,7 +18,7 @@ from gplan.core.errors import FileError, GplanError
 from gplan.files.json_files import write_bytes
 from profiler.timing.clock import Samples
 
-_FORMAT = "gplan.journal/5"
+_FORMAT = "gplan.journal/6"
 _SAVE_EVERY_S = 5.0
 
 

@@ -7,12 +7,12 @@ a time: its weights are created, measured and freed; memory is followed on fake 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import islice, pairwise
 from statistics import median
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ from profiler.timing.bench import (
     rehearse,
     split_backward_obstacle,
 )
-from profiler.timing.clock import AtOneSpeed, Clock, Samples
+from profiler.timing.clock import Clock, Samples
 from profiler.timing.journal import Journal
 from profiler.timing.neighbours import BESIDE_OTHERS, NEIGHBOUR_FAILED, contention, neighbours
 from profiler.timing.rounds import NO_CORRECTIONS, Corrections, TimingRounds, corrections_of, net
@@ -70,17 +70,15 @@ class Setup:
     budget_s: float
     granularity: Granularity
     shares: tuple[set[int], ...]  # the cores of each neighbour
-    read_yardstick: Callable[[], object] = lambda: None
-    read_beside: Callable[[], object] = lambda: None  # the yardstick while neighbours compute
-    before_timing: Callable[[], object] = lambda: (
-        None
-    )  # called for each bench after its untimed run, before its samples
+    between_samples: Callable[[], object] = lambda: None
+    before_timing: Callable[[], object] = lambda: None  # called for each bench between its untimed run and its samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSize:
     """The costs of every layer and of the loss at one micro-batch size."""
 
+    chain: Chain
     sources: tuple[int, ...]  # for each layer the one that was measured for it
     layers: tuple[LayerCost, ...]
     loss: LayerCost
@@ -91,19 +89,8 @@ class MeasuredSize:
     notes: tuple[str, ...]
 
 
-_Measured: TypeAlias = Callable[[AtOneSpeed], MeasuredSize]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledSize:
-    """A sampled micro-batch size; `measured` computes its costs, of the samples as timed or at one speed."""
-
-    chain: Chain
-    measured: _Measured
-
-
-def sample_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: Progress) -> SampledSize:
-    """Sample the times and measure the memory at one micro-batch size."""
+def measure_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: Progress) -> MeasuredSize:
+    """Measure times and memory at one micro-batch size."""
     progress(f"micro-batch size {microbatch_size}: capturing the layers", 0.0)
     inputs, target = sample_batch(file, microbatch_size, device=setup.device)
     chain = capture(file.model, inputs, granularity=setup.granularity, precision=file.precision)
@@ -111,9 +98,8 @@ def sample_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: P
         for batch in islice(sample_batches(file, microbatch_size, device=setup.device), _BATCHES_OF_LOSS_CHECK):
             _check_loss(file, chain, *batch)
     found, keys = layers_to_measure(chain)
-    measure = _sample_alone if file.is_lazy else _sample_together
-    subject = _Subject(file, chain, microbatch_size, inputs, target, found, keys)
-    return SampledSize(chain=chain, measured=measure(subject, setup, progress))
+    measure = _measure_alone if file.is_lazy else _measure_together
+    return measure(_Subject(file, chain, microbatch_size, inputs, target, found, keys), setup, progress)
 
 
 def _check_loss(file: ModelFile, chain: Chain, inputs: Any, target: Any) -> None:
@@ -163,58 +149,51 @@ class _Subject:
         """The inputs, flat."""
         return flat_tensors(self.inputs, what="the inputs")
 
-    def samples(self, journal: Journal, bench: str, at_one_speed: AtOneSpeed | None = None) -> Callable[[str], Samples]:
-        """The samples of one bench by their names: as measured, to be added to, or brought to one speed."""
-
-        def found(name: str) -> Samples:
-            return journal.samples(f"{self.microbatch_size}/{bench}/{name}")
-
-        if at_one_speed is None:
-            return found
-        return cache(lambda name: at_one_speed(found(name), beside=name.endswith(BESIDE_OTHERS)))
+    def samples(self, journal: Journal, bench: str) -> Callable[[str], Samples]:
+        """The samples of one bench by their names, to be added to."""
+        return lambda name: journal.samples(f"{self.microbatch_size}/{bench}/{name}")
 
 
-def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> _Measured:
+def _measure_together(subject: _Subject, setup: Setup, progress: Progress) -> MeasuredSize:
     others = _other_batches(subject, device=setup.device)
     bench = bench_of_chain(subject.file, subject.chain, subject.keys, subject.inputs, subject.target, others)
     allocate_gradients(subject.file.model)
     notes = _sampled(bench, subject, setup, progress)
     memories = measure_bytes(bench.layers, bench.inputs, bench.loss, device=setup.device)
-    if _are_split(bench.keys, subject.samples(setup.journal, bench.name)):
+    samples = subject.samples(setup.journal, bench.name)
+    if any(samples(f"{key}/input gradient").timing().num_samples for key in bench.keys):
         halves = measure_halves(bench.layers, bench.inputs, bench.loss, device=setup.device)
         memories = tuple(replace(x, halves=y) for x, y in zip(memories, halves, strict=True))
-    analyses, shares = _analysed(bench), _shares_run_again(bench, setup.device)
-    if analyses[-1] is None:
+    shares = _shares_run_again(bench, setup.device)
+    try:
+        analyses: Sequence[LayerAnalysis | None] = analyse(bench.layers, bench.inputs, bench.loss)
+    except ModelError:  # fake tensors have no values
+        analyses = [None] * (1 + len(bench.layers))
         notes += ("operations are not counted, as control flow depends on the values of tensors",)
-    whole_bytes = None if bench.whole is None else _whole_model_bytes(bench.whole, setup.device)
-
-    def measured(at_one_speed: AtOneSpeed) -> MeasuredSize:
-        samples = subject.samples(setup.journal, bench.name, at_one_speed)
-        corrections = corrections_of(bench, samples, shares[bench.keys[-1]])
-        costs = [
-            _layer_cost(samples, key, subject.microbatch_size, correction, memory, analysis, shares.get(key, 1.0))
-            for key, correction, memory, analysis in zip(
-                (*bench.keys, "loss"),
-                (*[corrections] * len(bench.keys), NO_CORRECTIONS),
-                memories,
-                analyses,
-                strict=True,
-            )
-        ]
-        pair_notes = _notes_on_pairs(bench, subject, samples)
-        found = _measured_size(subject, costs, memories, [corrections], (*notes, *pair_notes))
-        if whole_bytes is None:
-            return found
-        whole = WholeModel(
-            microbatch_size=subject.microbatch_size,
-            forward=samples("whole/forward").mean_timing(),
-            backward=samples("whole/backward").mean_timing(),
-            allocated_bytes=whole_bytes[0],
-            reserved_bytes=whole_bytes[1],
+    corrections = corrections_of(bench, samples, shares[bench.keys[-1]])
+    costs = [
+        _layer_cost(samples, key, subject.microbatch_size, correction, memory, analysis, shares.get(key, 1.0))
+        for key, correction, memory, analysis in zip(
+            (*bench.keys, "loss"),
+            (*[corrections] * len(bench.keys), NO_CORRECTIONS),
+            memories,
+            analyses,
+            strict=True,
         )
-        return replace(found, whole=whole)
-
-    return measured
+    ]
+    notes = (*notes, *_notes_on_pairs(bench, subject, samples))
+    found = _measured_size(subject, costs, memories, [corrections], notes)
+    if bench.whole is None:
+        return found
+    allocated_bytes, reserved_bytes = _whole_model_bytes(bench.whole, setup.device)
+    whole = WholeModel(
+        microbatch_size=subject.microbatch_size,
+        forward=samples("whole/forward").mean_timing(),
+        backward=samples("whole/backward").mean_timing(),
+        allocated_bytes=allocated_bytes,
+        reserved_bytes=reserved_bytes,
+    )
+    return replace(found, whole=whole)
 
 
 def _other_batches(subject: _Subject, *, device: str) -> list[tuple[Any, Any]]:
@@ -226,19 +205,6 @@ def _other_batches(subject: _Subject, *, device: str) -> list[tuple[Any, Any]]:
     moved = [pytree.tree_map_only(Tensor, lambda x: x.to(device), batch) for batch in drawn]
     specs = TensorSpec.of_all(subject.tensors)
     return [x for x in moved if TensorSpec.of_all(flat_tensors(x[0], what="the inputs")) == specs]
-
-
-def _are_split(keys: Iterable[str], samples: Callable[[str], Samples]) -> bool:
-    """Whether the halves of a split backward were measured."""
-    return any(samples(f"{key}/input gradient").timing().num_samples for key in keys)
-
-
-def _analysed(bench: Bench) -> Sequence[LayerAnalysis | None]:
-    """The work of each layer; None where control flow depends on values, which fake tensors do not have."""
-    try:
-        return analyse(bench.layers, bench.inputs, bench.loss)
-    except ModelError:
-        return [None] * (1 + len(bench.layers))
 
 
 def _shares_run_again(bench: Bench, device: str) -> dict[str, float]:
@@ -272,7 +238,7 @@ def _whole_model_bytes(run: Callable[[], Tensor], device: str) -> tuple[int, int
     return max(0, trace.peak_bytes()), trace.peak_reserved_bytes
 
 
-def _sample_alone(subject: _Subject, setup: Setup, progress: Progress) -> _Measured:
+def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> MeasuredSize:
     chain, size = subject.chain, subject.microbatch_size
     stages = {layer: chain.stage(layer, layer + 1) for layer in subject.keys}
     outputs = real_like(chain.specs(len(chain)), seed=0, device=setup.device)
@@ -292,19 +258,16 @@ def _sample_alone(subject: _Subject, setup: Setup, progress: Progress) -> _Measu
     memories = [replace(x.memory, halves=y) for x, y in zip(analyses, halves, strict=True)]
     reduction = find_reduction_of_outputs(subject.file, chain.model_output(outputs), subject.target, size)
 
-    def measured(at_one_speed: AtOneSpeed) -> MeasuredSize:
-        def samples(key: str) -> Callable[[str], Samples]:
-            return subject.samples(setup.journal, key, at_one_speed)
+    def samples(key: str) -> Callable[[str], Samples]:
+        return subject.samples(setup.journal, key)
 
-        corrections = {key: corrections_of(bench, samples(key), shares[key]) for key, bench in benches.items()}
-        costs = [
-            _layer_cost(samples(key), key, size, corrections.get(key, NO_CORRECTIONS), memory, analysis, shares[key])
-            for key, memory, analysis in zip((*subject.keys.values(), "loss"), memories, analyses, strict=True)
-        ]
-        found = _measured_size(subject, costs, memories, list(corrections.values()), notes)
-        return replace(found, loss_reduction=reduction)
-
-    return measured
+    corrections = {key: corrections_of(bench, samples(key), shares[key]) for key, bench in benches.items()}
+    costs = [
+        _layer_cost(samples(key), key, size, corrections.get(key, NO_CORRECTIONS), memory, analysis, shares[key])
+        for key, memory, analysis in zip((*subject.keys.values(), "loss"), memories, analyses, strict=True)
+    ]
+    found = _measured_size(subject, costs, memories, list(corrections.values()), notes)
+    return replace(found, loss_reduction=reduction)
 
 
 def _halves_alone(
@@ -353,8 +316,7 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
             samples,
             splits_backward=not obstacle,
             others=beside,
-            read_yardstick=setup.read_yardstick,
-            read_beside=setup.read_beside,
+            between=setup.between_samples,
         )
         before = read_load()
         rounds.sample(setup.budget_s, report, num_done=setup.journal.value(f"{done}/rounds") or 0)
@@ -403,8 +365,7 @@ def _adds_up(bench: Bench, subject: _Subject, samples: Callable[[str], Samples])
 def _notes_on_pairs(bench: Bench, subject: _Subject, samples: Callable[[str], Samples]) -> Iterator[str]:
     """A note on the pairs of layers whose times alone differ most from their time together, if layers do not add up.
 
-    The samples are at one speed of the host. As they were timed, layers can fail to add up because the speed changed: then
-    pairs were sampled, but nothing is noted. Equal layers are measured once, so a pair need not be neighbours in the model.
+    Equal layers are measured once, so a pair need not be neighbours in the model.
     """
     if _adds_up(bench, subject, samples):
         return
@@ -483,6 +444,7 @@ def _measured_size(
     by_layer = dict(zip(subject.keys, costs[:-1], strict=True))
     of_layer = dict(zip(subject.keys, memories, strict=False))
     return MeasuredSize(
+        chain=subject.chain,
         sources=subject.sources,
         layers=tuple(by_layer[source] for source in subject.sources),
         loss=costs[-1],

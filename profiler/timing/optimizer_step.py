@@ -13,7 +13,7 @@ Rows of a table that the first steps do not use have zero gradients here too (do
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -23,13 +23,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gplan.core import Precision, StepCost
+from gplan.core import StepCost
 from gplan.core.errors import ModelError
 from profiler.memory.allocations import gradient_bytes, now_ns, optimizer_state_bytes, traced_allocations
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
 from profiler.model.precision import MASTER_DTYPE, input_dtype, master_bytes, round_into
-from profiler.timing.clock import AtOneSpeed, Clock, Samples, cold_caches
+from profiler.timing.clock import Clock, Samples, cold_caches
 from profiler.timing.neighbours import NEIGHBOUR_FAILED, Neighbours, neighbours
 
 MICROBATCHES = 8  # of a measured step: a usual number
@@ -40,6 +40,7 @@ _STEPS_OF_SHAPE = 3  # in a call of sample()
 _NUM_TINY = 16  # tensors of one element, beside a single one
 MOST_COPIED_BYTES = 256 * 2**20  # of copied parameters
 _NO_COST = StepCost.none(origin="measured")
+_LEAST_MULTIPLE = 1e-3  # of the largest tensor, of temporary memory; less is a scalar or two
 _MOST_ALIKE_BYTES = 32 * 2**20  # of those of one shape, to measure that; at least one
 
 
@@ -72,13 +73,7 @@ class _Steps:
             self.make_gradients()
         self.optimizer.step()
 
-    def rounds(
-        self,
-        others: Sequence[Neighbours],
-        alone: Samples,
-        zeroing: Samples,
-        read_yardstick: Callable[[], object],
-    ) -> list[list[float]]:
+    def rounds(self, others: Sequence[Neighbours], alone: Samples, zeroing: Samples) -> list[list[float]]:
         """Time a step alone, then one beside each of `others`, some times. Returns for each of them the ratios to alone.
 
         The steps alone are added to `alone` and `zeroing`.
@@ -86,10 +81,8 @@ class _Steps:
         found: list[list[float]] = [[] for _ in others]
         for _ in range(_NUM_ROUNDS):
             own = Samples()
-            read_yardstick()
             self.clock.flush()  # a GPU that still reads would hide how long the launches of a step take
             self.once(own, zeroing)
-            read_yardstick()
             beside = [self.among(x) for x in others]
             self.clock.flush()
             own_s = own.timing().median_s
@@ -122,7 +115,7 @@ class StepSampler:
 
     On each of `shares` one process repeats `work_beside`, a training pass of the next micro-batch as other stages make
     them in a pipeline, and another one repeats the update alone, in turns. Without `work_beside` both slow-downs are
-    those beside updates. The yardstick is read while all of them are stopped.
+    those beside updates.
 
     The speed of a shared host changes between phases of seconds or minutes. So do the slow-downs: on a virtual machine
     updates slow each other down for some ten seconds and then not, as its cores move on the host. So a profile calls
@@ -139,11 +132,10 @@ class StepSampler:
         device: str = "cpu",
         shares: Sequence[set[int]] = (),
         work_beside: Callable[[], object] | None = None,
-        read_yardstick: Callable[[], object] = lambda: None,
     ) -> None:
         self._file, self._clock, self._device = file, clock, device
-        self._shares, self._work_beside, self._read_yardstick = shares, work_beside, read_yardstick
-        self._trained = _trained(file)
+        self._shares, self._work_beside = shares, work_beside
+        self._trained = [x for x in file.model.parameters() if x.requires_grad] if file.has("optimizer") else []
         self._unused: dict[nn.Parameter, Tensor] = {}
         self._some, self._shapes, self._tiny = list[nn.Parameter](), list[_Alike](), list[_Alike]()
         self._alone, self._zeroing = Samples(), Samples()
@@ -181,38 +173,42 @@ class StepSampler:
             others = [stack.enter_context(neighbours(self._shares, *work)) for work in works]
             if others:  # the first step after a fork copies the pages that both processes have
                 steps.once(Samples(), Samples())
-            self._sample_rounds(steps, others)
+            self._ratios.append(steps.rounds(others, self._alone, self._zeroing))
             for alike in (*self._tiny, *self._shapes):
                 self._sample_alike(alike)
-            self._sample_rounds(steps, others)
+            self._ratios.append(steps.rounds(others, self._alone, self._zeroing))
             self._has_failed |= not all(x.are_alive for x in others)
         if self._without_times is None:
             self._without_times = self._cost_without_times(steps)
 
-    def update(self, at_one_speed: AtOneSpeed) -> Update:
-        """The costs of the step and the seconds of each parameter, from the samples at one speed of the host."""
+    def update(self) -> Update:
+        """The costs of the step and the seconds of each parameter."""
         if not self._trained:
             return _NO_COST, {}
         assert self._without_times is not None, "call sample() first"
         some_bytes = sum(map(gradient_bytes, self._some))
         slow_downs = [max(1.0, fmean(map(_middle_mean, times))) for times in zip(*self._ratios, strict=True)] or [1.0]
-        one, all_tiny = (x.seconds(at_one_speed) for x in self._tiny)
+        one, all_tiny = (x.seconds for x in self._tiny)
         fixed_s = 0.0 if one is None or all_tiny is None else max(0.0, one - max(0.0, all_tiny - one) / (_NUM_TINY - 1))
         cost = replace(
             self._without_times,
-            optimizer=at_one_speed(self._alone).timing(),
-            zero_grad=at_one_speed(self._zeroing).timing(),
+            optimizer=self._alone.timing(),
+            zero_grad=self._zeroing.timing(),
             contention=slow_downs[0],
             update_contention=slow_downs[-1],
             fixed_s=fixed_s,
         )
-        found_s = {
+        each_s = {
             parameter: max(0.0, seconds - fixed_s) / len(alike.some)
             for alike in self._shapes
-            if (seconds := alike.seconds(at_one_speed)) is not None
+            if (seconds := alike.seconds) is not None
             for parameter in alike.all
         }
-        each_s = _seconds_by_parameter(found_s, self._trained, self._some, spread_s=cost.spread_s)
+        # those that are missing share, by bytes, what the others leave of an update
+        missing = [x for x in self._some if x not in each_s]
+        left_s = max(0.0, cost.spread_s - sum(each_s.get(x, 0.0) for x in self._some)) if missing else cost.spread_s
+        s_per_byte = left_s / (sum(map(gradient_bytes, missing or self._some)) or 1)
+        each_s = {x: each_s.get(x, s_per_byte * gradient_bytes(x)) for x in self._trained}
         some_s = sum(each_s[x] for x in self._some)
         factor = cost.spread_s / some_s if some_s else 0.0
         each_s = {x: factor * seconds for x, seconds in each_s.items()}
@@ -220,25 +216,50 @@ class StepSampler:
         return cost.grown(by_bytes, by_update=sum(each_s.values()) / cost.spread_s if factor else by_bytes), each_s
 
     def _choose(self) -> None:
-        """Choose the parameters whose copies are updated."""
+        """Choose the parameters whose copies are updated: one of each shape, then a second one of each, and so on.
+
+        At least one, and not above `MOST_COPIED_BYTES`. Those with unused rows have a shape apart.
+        """
         self._unused = _unused_rows(self._trained, self._work_beside)
-        by_shape = _by_shape(self._trained, self._unused)
-        self._some = _parameters_to_copy(by_shape)
-        self._shapes = [_alike(parameters) for parameters in by_shape]
-        self._tiny = [_tiny(by_shape[0][0], number, self._device) for number in (1, _NUM_TINY)]
+        found = dict[object, list[nn.Parameter]]()
+        for x in self._trained:
+            rows = int(self._unused[x].sum()) if x in self._unused else 0
+            found.setdefault((x.shape, x.dtype, gradient_bytes(x), rows), []).append(x)
+        by_shape, left = list(found.values()), MOST_COPIED_BYTES
+        for parameter in (x for of_turn in zip_longest(*by_shape) for x in of_turn if x is not None):
+            if parameter.nbytes <= left or not self._some:
+                self._some.append(parameter)
+                left -= parameter.nbytes
+        for alike in by_shape:
+            some = alike[: max(1, _MOST_ALIKE_BYTES // max(1, alike[0].nbytes))]
+            self._shapes.append(_Alike(all=alike, some=some))
+        for number in (1, _NUM_TINY):
+            shape = [1] * by_shape[0][0].dim()
+            tiny = [nn.Parameter(torch.zeros(shape, device=self._device)) for _ in range(number)]
+            self._tiny.append(_Alike(all=tiny, some=tiny))
 
     def _steps(self, parameters: Sequence[nn.Parameter]) -> _Steps:
-        copies = [_copy(x, self._file.precision, self._device) for x in parameters]
-        return _steps(self._file, copies, self._clock, self._device, [self._unused.get(x) for x in parameters])
-
-    def _sample_rounds(self, steps: _Steps, others: Sequence[Neighbours]) -> None:
-        self._ratios.append(steps.rounds(others, self._alone, self._zeroing, self._read_yardstick))
+        """Steps over real copies of parameters, which may be fake tensors; warmed up."""
+        file, copies = self._file, list[nn.Parameter]()
+        for x in parameters:
+            dtype = MASTER_DTYPE if file.precision.master_weights else x.dtype
+            made = torch.empty(x.shape, dtype=dtype, device=self._device)
+            with torch.no_grad():
+                copies.append(nn.Parameter(made.normal_(0.0, 0.02)))
+        optimizer = file.optimizer(copies)
+        if file.precision.master_weights:
+            weights = [x.detach().to(input_dtype(file.precision)) for x in copies]
+            optimizer.register_step_post_hook(lambda *_: round_into(weights, copies))
+        unused = tuple(self._unused.get(x) for x in parameters)
+        steps = _Steps(optimizer, tuple(copies), self._clock, file.name, cold_caches(self._device), unused)
+        for _ in range(WARMUP):
+            steps.once(Samples(), Samples())
+        return steps
 
     def _sample_alike(self, alike: _Alike) -> None:
         """Sample the update of some parameters, unless the optimizer rejects them without the others."""
         if alike.rejected:
             return
-        self._read_yardstick()
         self._clock.flush()
         try:
             steps = self._steps(alike.some)
@@ -252,7 +273,7 @@ class StepSampler:
     def _cost_without_times(self, steps: _Steps) -> StepCost:
         """The name and the bytes of the optimizer over the copies."""
         some_bytes, masters = sum(map(gradient_bytes, self._some)), master_bytes(self._some, self._file.precision)
-        workspace_bytes, largest_workspace = _workspaces(self._file, steps, self._clock, self._device)
+        workspace_bytes, largest_workspace = self._workspaces(steps)
         return replace(
             _NO_COST,
             optimizer_name=type(steps.optimizer).__name__,
@@ -263,6 +284,24 @@ class StepSampler:
             largest_workspace=largest_workspace * sum(x.nbytes for x in steps.copies) / some_bytes,
             master_bytes=masters,
         )
+
+    def _workspaces(self, steps: _Steps) -> tuple[int, float]:
+        """Temporary bytes by the bytes of all, and as a multiple of the largest tensor.
+
+        Optimizers that update all tensors at once need the first, those that update them one by one the second. Both are
+        known from a step of all and one of the largest alone.
+        """
+        sizes, all_bytes = [x.nbytes for x in steps.copies], _workspace_bytes(steps, self._device)
+        largest = max(sizes)
+        if len(sizes) == 1:
+            return 0, all_bytes / largest
+        try:
+            largest_bytes = _workspace_bytes(self._steps([self._some[sizes.index(largest)]]), self._device)
+        except Exception:  # the author's optimizer may raise anything for a single tensor
+            return all_bytes, 0.0
+        by_bytes = max(0.0, (all_bytes - largest_bytes) / (sum(sizes) - largest))
+        multiple = largest_bytes / largest - by_bytes
+        return round(by_bytes * sum(sizes)), multiple if multiple > _LEAST_MULTIPLE else 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -275,52 +314,12 @@ class _Alike:
     zeroing: Samples = field(default_factory=Samples)
     rejected: str = ""  # why the optimizer does not take them alone
 
-    def seconds(self, at_one_speed: AtOneSpeed) -> float | None:
+    @property
+    def seconds(self) -> float | None:
         """Of an update of `some`, with zero_grad; None if the optimizer rejects them."""
         if self.rejected:
             return None
-        return sum(at_one_speed(x).timing().median_s for x in (self.step, self.zeroing))
-
-
-def _alike(parameters: Sequence[nn.Parameter]) -> _Alike:
-    return _Alike(all=parameters, some=parameters[: max(1, _MOST_ALIKE_BYTES // max(1, parameters[0].nbytes))])
-
-
-def _tiny(parameter: nn.Parameter, number: int, device: str) -> _Alike:
-    """Tensors of one element with as many dimensions as the parameter."""
-    found = [nn.Parameter(torch.zeros([1] * parameter.dim(), device=device)) for _ in range(number)]
-    return _Alike(all=found, some=found)
-
-
-def _trained(file: ModelFile) -> list[nn.Parameter]:
-    """The parameters that the optimizer of a file updates."""
-    return [x for x in file.model.parameters() if x.requires_grad] if file.has("optimizer") else []
-
-
-def _by_shape(trained: Sequence[nn.Parameter], unused: Mapping[nn.Parameter, Tensor]) -> list[list[nn.Parameter]]:
-    """Parameters of one shape and type; those with unused rows apart from the others."""
-    found = dict[object, list[nn.Parameter]]()
-    for x in trained:
-        rows = int(unused[x].sum()) if x in unused else 0
-        found.setdefault((x.shape, x.dtype, gradient_bytes(x), rows), []).append(x)
-    return list(found.values())
-
-
-def _seconds_by_parameter(
-    found_s: Mapping[nn.Parameter, float],
-    trained: Sequence[nn.Parameter],
-    updated: Sequence[nn.Parameter],
-    *,
-    spread_s: float,
-) -> dict[nn.Parameter, float]:
-    """Seconds of each trained parameter: as found; those that are missing share, by bytes, what is left of `spread_s`.
-
-    `spread_s` is what an update of the parameters `updated` took.
-    """
-    missing = [x for x in updated if x not in found_s]
-    left_s = max(0.0, spread_s - sum(found_s.get(x, 0.0) for x in updated)) if missing else spread_s
-    s_per_byte = left_s / (sum(map(gradient_bytes, missing or updated)) or 1)
-    return {x: found_s.get(x, s_per_byte * gradient_bytes(x)) for x in trained}
+        return sum(x.timing().median_s for x in (self.step, self.zeroing))
 
 
 def _unused_rows(trained: Sequence[nn.Parameter], work: Callable[[], object] | None) -> dict[nn.Parameter, Tensor]:
@@ -335,7 +334,9 @@ def _unused_rows(trained: Sequence[nn.Parameter], work: Callable[[], object] | N
     for _ in range(2):
         for _ in range(MICROBATCHES // 2):
             work()
-        empty.append({x: _empty_rows(x.grad) for x in trained if x.grad is not None and _has_rows(x.grad)})
+        gradients = {x: x.grad for x in trained if x.grad is not None}
+        has_rows = {x: grad for x, grad in gradients.items() if not grad.is_sparse and grad.dim() > 1}
+        empty.append({x: (grad == 0).flatten(1).all(1) for x, grad in has_rows.items()})
     for parameter in without:
         parameter.grad = None
     at_half, at_end = empty
@@ -345,15 +346,6 @@ def _unused_rows(trained: Sequence[nn.Parameter], work: Callable[[], object] | N
         if not rows.all()
     }
     return {x: rows for x, rows in found.items() if rows.any()}
-
-
-def _has_rows(gradient: Tensor) -> bool:
-    """Whether some of its rows can be without a gradient."""
-    return not gradient.is_sparse and gradient.dim() > 1
-
-
-def _empty_rows(gradient: Tensor) -> Tensor:
-    return (gradient == 0).flatten(1).all(1)
 
 
 def _empty_after_steps(at_half: Tensor, at_end: Tensor) -> Tensor:
@@ -371,44 +363,6 @@ def _empty_after_steps(at_half: Tensor, at_end: Tensor) -> Tensor:
     return left
 
 
-def _steps(
-    file: ModelFile,
-    copies: Sequence[nn.Parameter],
-    clock: Clock,
-    device: str,
-    unused_rows: Sequence[Tensor | None] = (),
-) -> _Steps:
-    """The steps, warmed up."""
-    cool = cold_caches(device)
-    optimizer = file.optimizer(copies)
-    if file.precision.master_weights:
-        weights = [x.detach().to(input_dtype(file.precision)) for x in copies]
-        optimizer.register_step_post_hook(lambda *_: round_into(weights, copies))
-    steps = _Steps(optimizer, tuple(copies), clock, file.name, cool, tuple(unused_rows or [None] * len(copies)))
-    for _ in range(WARMUP):
-        steps.once(Samples(), Samples())
-    return steps
-
-
-def _parameters_to_copy(by_shape: Sequence[Sequence[nn.Parameter]]) -> list[nn.Parameter]:
-    """The parameters to copy: one of each shape, then a second one of each, and so on; at least one."""
-    chosen: list[nn.Parameter] = []
-    left = MOST_COPIED_BYTES
-    for parameter in (x for of_turn in zip_longest(*by_shape) for x in of_turn if x is not None):
-        if parameter.nbytes <= left or not chosen:
-            chosen.append(parameter)
-            left -= parameter.nbytes
-    return chosen
-
-
-def _copy(parameter: nn.Parameter, precision: Precision, device: str) -> nn.Parameter:
-    """A real parameter of the same shape, as the optimizer updates it; the original may be a fake tensor."""
-    with torch.no_grad():
-        dtype = MASTER_DTYPE if precision.master_weights else parameter.dtype
-        made = torch.empty(parameter.shape, dtype=dtype, device=device)
-        return nn.Parameter(made.normal_(0.0, 0.02))
-
-
 def _middle_mean(values: Sequence[float]) -> float:
     """The mean without the lowest and the highest quarter, which leaves out bursts.
 
@@ -417,28 +371,6 @@ def _middle_mean(values: Sequence[float]) -> float:
     """
     quarter = len(values) // 4
     return fmean(sorted(values)[quarter : len(values) - quarter])
-
-
-_LEAST_MULTIPLE = 1e-3  # of the largest tensor; less is a scalar or two
-
-
-def _workspaces(file: ModelFile, steps: _Steps, clock: Clock, device: str) -> tuple[int, float]:
-    """Temporary bytes by the bytes of all, and as a multiple of the largest tensor.
-
-    Optimizers that update all tensors at once need the first, those that update them one by one the second. Both are
-    known from a step of all and one of the largest alone.
-    """
-    sizes, all_bytes = [x.nbytes for x in steps.copies], _workspace_bytes(steps, device)
-    largest = max(steps.copies, key=lambda x: x.nbytes)
-    if len(sizes) == 1:
-        return 0, all_bytes / largest.nbytes
-    try:
-        largest_bytes = _workspace_bytes(_steps(file, [largest], clock, device), device)
-    except Exception:  # the author's optimizer may raise anything for a single tensor
-        return all_bytes, 0.0
-    by_bytes = max(0.0, (all_bytes - largest_bytes) / (sum(sizes) - largest.nbytes))
-    multiple = largest_bytes / largest.nbytes - by_bytes
-    return round(by_bytes * sum(sizes)), multiple if multiple > _LEAST_MULTIPLE else 0.0
 
 
 def _workspace_bytes(steps: _Steps, device: str) -> int:

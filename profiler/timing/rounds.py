@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import count, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -195,14 +195,13 @@ class TimingRounds:
         *,
         splits_backward: bool = True,
         others: Neighbours | None = None,
-        read_yardstick: Callable[[], object] = lambda: None,
-        read_beside: Callable[[], object] = lambda: None,
+        between: Callable[[], object] = lambda: None,
     ) -> None:
+        """`between` is called between samples, while no other process is measured beside this one."""
         self._bench, self._clock, self._samples = bench, clock, samples
         self._benches = (bench, *bench.others)  # of as many batches
-        self._read_yardstick, self._read_beside = read_yardstick, read_beside
+        self._between = between
         self._splits_backward, self._others = splits_backward, others
-        self._calls_beside = count()
         self._norms = bench.norms or ((),) * len(bench.layers)
         self._around_layers = [keeping_averages(x) for x in self._norms]
         self._around_stage = keeping_averages(norm for some in self._norms for norm in some)
@@ -219,7 +218,7 @@ class TimingRounds:
                 return
             self._bench = self._benches[index // 2 % len(self._benches)]  # a pair of rounds measures everything
             added = RoundSamples(self._samples)
-            self.layer_round(added, between=self._read_yardstick)
+            self.layer_round(added, between=self._between)
             self._stage_round(added, "stage", self._bench.stage)
             self._whole_model_round()
             if index % 2 == 0:
@@ -261,10 +260,9 @@ class TimingRounds:
     def _whole_model_round(self) -> None:
         """Forward and backward of the user's model."""
         if self._bench.whole is not None:
-            self._read_yardstick()
+            self._between()
             loss = self._clock.time(self._samples("whole/forward"), self._bench.whole)
             if loss.requires_grad:
-                self._read_yardstick()
                 self._clock.time(self._samples("whole/backward"), loss.backward)
 
     def _recomputed_round(self, samples: Callable[[str], Samples]) -> None:
@@ -306,7 +304,7 @@ class TimingRounds:
 
     def _add_difference(self, name: str, more_s: float | None, less_s: float | None) -> None:
         if more_s is not None and less_s is not None:
-            self._samples(name).add_clean(more_s - less_s, time.time())
+            self._samples(name).clean_s.append(more_s - less_s)
 
     def layer_round(self, samples: Callable[[str], Samples], *, between: Callable[[], object] = lambda: None) -> None:
         """All layers forward, the loss, all layers backward; `between` is called before each of them."""
@@ -331,15 +329,8 @@ class TimingRounds:
 
     def _round_beside_others(self, samples: Callable[[str], Samples]) -> None:
         if self._others is not None:
-            num_layers = len(self._bench.layers)
-
-            def between() -> None:  # about twice a round, before another layer each time, as its caches are cold then
-                if next(self._calls_beside) % (num_layers + 1) == 0:
-                    self._read_beside()
-
             with self._others.running():
-                self.layer_round(lambda name: samples(f"{name}{BESIDE_OTHERS}"), between=between)
-                self._read_beside()
+                self.layer_round(lambda name: samples(f"{name}{BESIDE_OTHERS}"))
                 self._clock.flush()
 
     def _first_round(self) -> None:
@@ -357,7 +348,7 @@ class TimingRounds:
                 seen.add(name)
             return self._samples(name.replace("/backward", "/first backward"))
 
-        self.layer_round(samples, between=self._read_yardstick)
+        self.layer_round(samples, between=self._between)
         self._clock.flush()
         for parameter, gradient in kept.items():
             parameter.grad = gradient
@@ -393,7 +384,7 @@ class TimingRounds:
         times_second: bool = True,
     ) -> None:
         """Both halves of a layer's backward; without a first half where no input requires a gradient."""
-        self._read_yardstick()
+        self._between()
         first = samples(f"{key}/input gradient")
         second = samples(f"{key}/weight gradient") if times_second else Samples()
         if not wants_gradient(inputs):
@@ -415,11 +406,10 @@ class TimingRounds:
     def _stage_round(self, samples: Callable[[str], Samples], name: str, stage: Callable[..., Tensors]) -> None:
         if not self._bench.layers:
             return
-        self._read_yardstick()
+        self._between()
         inputs = detached(self._bench.inputs)
         outputs = self._clock.time(samples(f"{name}/forward"), _within(self._around_stage, stage), *inputs)
         gradients = self._with_gradients(outputs)
-        self._read_yardstick()
         work = partial(self._clock.time, samples(f"{name}/backward"), torch.autograd.backward)
         backward([(inputs, outputs)], gradients, lambda _, *roots: work(*roots))
 

@@ -90,7 +90,7 @@ def test_interrupt_before_the_first_run_writes_nothing(
         (("--k", "2"), 2, "gplan.plan.json has its own devices; leave out --k, or name a model file"),
         (("--steps", "2"), 2, "asked for 2 steps a run; expected at least 6"),
         (("model.py",), 2, "gplan.profile.json exists already"),
-        (("gplan.profile.json",), 3, "gplan.profile.json has format 'gplan.profile/7'; expected 'gplan.plan/5'"),
+        (("gplan.profile.json",), 3, "gplan.profile.json has format 'gplan.profile/7'; expected 'gplan.plan/6'"),
     ],
 )
 def test_what_cannot_be_verified_is_one_message(

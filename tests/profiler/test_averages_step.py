@@ -14,7 +14,7 @@ from profiler.capture.capture import capture
 from profiler.capture.moving_averages import RunningNorm
 from profiler.measure import measure_profile
 from profiler.timing import averages_step
-from profiler.timing.averages_step import sample_averages
+from profiler.timing.averages_step import time_averages
 from tests.profiler.test_measure import OPTIONS, classes, in_memory
 from tests.profiler.test_optimizer_step import StatedClock
 
@@ -40,8 +40,7 @@ def model() -> nn.Sequential:
 
 
 def seconds_of(model: nn.Module) -> tuple[float, list[float]]:
-    sampled = sample_averages(capture(model, torch.randn(8, 4)), StatedClock())
-    return sampled(lambda samples, beside=False: samples)
+    return time_averages(capture(model, torch.randn(8, 4)), StatedClock())
 
 
 def test_a_fixed_time_and_one_by_channels(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,10 +68,7 @@ def test_the_model_keeps_its_averages(model: nn.Sequential) -> None:
 def test_layers_of_a_profile_have_their_averages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of frozen norms too, which the optimizer leaves alone."""
 
-    def sampled(*_args: object, **_options: object) -> object:
-        return lambda _: (10.0, [0.0, 2.0, 3.0])
-
-    monkeypatch.setattr(measure, "sample_averages", sampled)
+    monkeypatch.setattr(measure, "time_averages", lambda *_, **__: (10.0, [0.0, 2.0, 3.0]))
     model = nn.Sequential(nn.Linear(4, 8), *(nn.BatchNorm1d(8, affine=False) for _ in range(2)))
     found = measure_profile(in_memory(model, lambda n: torch.randn(n, 4), classes), OPTIONS)
     updates_s = [x.update_s or 0.0 for x in found.layers]

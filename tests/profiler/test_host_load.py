@@ -7,10 +7,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from gplan.core import HostLoad
 from gplan.core.host_load import interruption_text, largest_load
-from profiler.host.host_load import LoadReading, load_between, read_load, thread_times, waited_for_others_s
+from profiler.host.host_load import (
+    FixedWork,
+    HostMeter,
+    LoadReading,
+    load_between,
+    read_load,
+    thread_times,
+    waited_for_others_s,
+)
+from profiler.timing.clock import Samples
 
 
 def stat_file(folder: Path, text: str) -> Path:
@@ -72,3 +82,34 @@ def test_the_system_tells_how_long_this_thread_ran() -> None:
     sum(range(2_000_000))
     name = str(os.getpid())
     assert thread_times()[name][0] > before[name][0] > 0
+
+
+def test_the_yardstick_takes_its_share_of_the_time() -> None:
+    samples, now_s = Samples(), [0.0]
+
+    def now() -> float:
+        now_s[0] += 0.01  # so a reading takes that long
+        return now_s[0]
+
+    meter = HostMeter(samples, share=0.01, now=now)
+    for seconds, num_read in ((0.0, 1), (0.5, 1), (0.6, 2), (0.5, 2), (0.6, 3)):
+        now_s[0] += seconds
+        meter.read_if_due()
+        assert len(samples.clean_s) + len(samples.refused_s) == num_read
+    samples.clean_s[:] = [2e-3, 4e-3, 6e-3]
+    found = meter.load().yardstick
+    assert found is not None and found.median_s == 2e-3  # of one of two repetitions
+
+
+def test_a_reading_draws_no_random_numbers_and_changes_no_setting() -> None:
+    state, is_on = torch.random.get_rng_state(), torch.is_grad_enabled()
+    HostMeter().read_if_due()
+    assert torch.equal(torch.random.get_rng_state(), state) and torch.is_grad_enabled() == is_on
+    with torch.no_grad(), torch.autocast("cpu"):
+        FixedWork()()
+
+
+def test_the_host_of_a_gpu_has_no_yardstick() -> None:
+    meter = HostMeter(device="cuda")
+    meter.read_if_due()
+    assert meter.load().yardstick is None

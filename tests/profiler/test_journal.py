@@ -16,13 +16,13 @@ def test_samples_and_values_are_there_again(tmp_path: Path) -> None:
     first = Journal(path, key="one")
     forward, backward = (first.samples(f"4/all/0/{name}") for name in ("forward", "backward"))
     forward.add(0.5, 0.5)
-    backward.add_clean(0.25, at_s=100.0)
+    backward.clean_s.append(0.25)
     backward.launch_s.append(0.125)
     first.keep("4/all", ("a note",))
     first.save()
     again = Journal(path, key="one")
     assert again.samples("4/all/0/forward") == forward
-    assert again.samples("4/all/0/backward") == Samples(clean_s=[0.25], launch_s=[0.125], clean_at_s=[100.0])
+    assert again.samples("4/all/0/backward") == Samples(clean_s=[0.25], launch_s=[0.125])
     assert again.value("4/all") == ["a note"]
     assert again.num_resumed == 2
 
@@ -55,8 +55,8 @@ def test_nothing_is_written_where_nothing_was_measured(tmp_path: Path) -> None:
     [
         b"{",
         b"[]",
-        b'{"format": "gplan.journal/5", "key": "one"}',
-        b'{"format": "gplan.journal/5", "key": "one", "samples": {"4/all/0/forward": {"clean_s": "soon"}}, "values": {}}',
+        b'{"format": "gplan.journal/6", "key": "one"}',
+        b'{"format": "gplan.journal/6", "key": "one", "samples": {"4/all/0/forward": {"clean_s": "soon"}}, "values": {}}',
         b'{"format": "\xff"}',
     ],
     ids=["cut off", "no object", "no samples", "samples that are no numbers", "no text"],

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from gplan.core import HostLoad, Link, Profile
 from gplan.core.errors import ModelError, UsageError
-from gplan.core.host_speed import SpeedWindow
 from gplan.files import json_files
 from profiler.measure import ProfileOptions, _journal_key, measure_profile
 from profiler.model.load import ModelFile, model_in_memory
@@ -465,13 +464,6 @@ def test_layers_that_do_not_add_up_are_timed_in_pairs(monkeypatch: pytest.Monkey
     assert "0 and 1 (" in note and "1 and 2 (" in note
 
 
-def test_no_note_on_pairs_if_layers_add_up_at_one_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    add_up = iter([False, True, True])  # as they were timed, for the weights of the yardstick, at one speed
-    monkeypatch.setattr("profiler.timing.layer_timing._adds_up", lambda *_: next(add_up))
-    assert not _notes_on_pairs(measure_profile(mlp(), OPTIONS))
-    assert next(add_up, None) is None
-
-
 def test_equal_layers_add_up_with_all_their_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:
     adds_up, subjects = layer_timing._adds_up, list[Any]()
     monkeypatch.setattr(layer_timing, "_adds_up", lambda *x: subjects.append(x[:2]) or True)
@@ -494,13 +486,7 @@ def _notes_on_pairs(profile: Profile) -> list[str]:
 
 
 def test_a_profile_on_a_busy_host_is_doubted(profile: Profile) -> None:
-    assert profile.host_speed is not None
-    quiet, busy = (
-        replace(
-            profile, whole_model=(), host_speed=replace(profile.host_speed, windows=(), load=HostLoad(wait_share=x))
-        )
-        for x in (0.1, 0.5)
-    )
+    quiet, busy = (replace(profile, whole_model=(), host_load=HostLoad(wait_share=x)) for x in (0.1, 0.5))
     assert quiet.doubts == ()
     (doubt,) = busy.doubts
     assert "expected both below 20.0 %" in doubt
@@ -508,20 +494,17 @@ def test_a_profile_on_a_busy_host_is_doubted(profile: Profile) -> None:
 
 
 @pytest.mark.parametrize(
-    ("load", "changes", "ratio", "words"),
+    ("load", "ratio", "words"),
     [
-        (HostLoad(wait_share=0.3), True, 1.4, "not quiet meanwhile (30.0 % of the time waiting for a core"),
-        (HostLoad(steal_share=0.3), True, 2.5, "do not explain a factor of 2.50, so this model's layers do not add up"),
-        (HostLoad(), True, 1.4, "its speed changed by a factor of 1.50): profile again when it is"),
-        (HostLoad(), True, 2.5, "do not explain a factor of 2.50"),
-        (HostLoad(wait_share=0.3), False, 2.5, "its speed was measured too seldom to tell): profile again when it is"),
-        (HostLoad(), False, 1.4, "there is no sign of other work"),
-        (None, False, 1.4, "profile again, and if the difference stays"),
+        (HostLoad(wait_share=0.3), 1.4, "not quiet meanwhile (30.0 % of the time waiting for a core"),
+        (HostLoad(steal_share=0.3), 2.5, "does not explain a factor of 2.50, so this model's layers do not add up"),
+        (HostLoad(), 1.4, "there is no sign of other work"),
+        (None, 1.4, "profile again, and if the difference stays"),
     ],
 )
 @pytest.mark.parametrize("layers_are_slow", [True, False])
 def test_doubts_blame_other_work_only_with_evidence(
-    profile: Profile, load: HostLoad | None, *, changes: bool, ratio: float, words: str, layers_are_slow: bool
+    profile: Profile, load: HostLoad | None, *, ratio: float, words: str, layers_are_slow: bool
 ) -> None:
     (whole,) = profile.whole_model
     forward_s, backward_s = profile.one_stage_s(0)
@@ -531,20 +514,14 @@ def test_doubts_blame_other_work_only_with_evidence(
         forward=whole.forward.times(forward_s * factor / whole.forward.median_s),
         backward=whole.backward.times(backward_s / whole.backward.median_s),
     )
-    assert profile.host_speed is not None
-    reference = profile.host_speed.reference
-    windows = tuple(
-        SpeedWindow(start_s=i, end_s=i + 1, times=reference.times(x), num_readings=9) for i, x in enumerate((1.0, 1.5))
-    )
-    speed = replace(profile.host_speed, windows=windows if changes else (), load=load)
-    (doubt,) = replace(profile, whole_model=(slow,), host_speed=speed).doubts
+    (doubt,) = replace(profile, whole_model=(slow,), host_load=load).doubts
     assert doubt.startswith("do not rely on these times") and words in doubt
 
 
-def test_a_profile_has_the_speed_and_the_load_of_its_host(profile: Profile) -> None:
+def test_a_profile_has_the_load_of_its_host(profile: Profile) -> None:
     assert profile.host_load is not None
     again = json_files.parse(Profile, json_files.to_json(profile), name="profile")
-    assert again.host_speed == profile.host_speed
+    assert again.host_load == profile.host_load
 
 
 def test_note_on_contention_of_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:

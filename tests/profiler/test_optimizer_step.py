@@ -8,7 +8,6 @@ from functools import partial
 from itertools import cycle
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from gplan.core.errors import ModelError
 from profiler.model.load import ModelFile, model_in_memory
 from profiler.timing import optimizer_step
 from profiler.timing.clock import Clock, CpuClock, Samples
-from profiler.timing.optimizer_step import _NUM_ROUNDS, StepSampler
+from profiler.timing.optimizer_step import StepSampler
 
 
 class StatedClock(CpuClock):
@@ -26,7 +25,7 @@ class StatedClock(CpuClock):
 
     def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
         result = work(*args)
-        samples.add_clean(result if isinstance(result, float) else 0.0, at_s=0.0)
+        samples.clean_s.append(result if isinstance(result, float) else 0.0)
         return result
 
 
@@ -44,7 +43,7 @@ class OneSecond(torch.optim.Optimizer):
 
 def measured_step(file: ModelFile, clock: Clock) -> tuple[StepCost, tuple[str, ...]]:
     found = sampled(file, clock)
-    return found.update(as_sampled)[0], found.notes
+    return found.update()[0], found.notes
 
 
 def sampled(
@@ -58,11 +57,6 @@ def sampled(
     found = StepSampler(file, clock, shares=shares, work_beside=work_beside)
     found.sample()
     return found
-
-
-def as_sampled(samples: Samples, *, beside: bool = False) -> Samples:
-    """On a host of one speed."""
-    return samples
 
 
 def test_adam_state_per_parameter() -> None:
@@ -120,7 +114,7 @@ def test_the_step_is_sampled_beside_a_pass_and_beside_other_steps(
 
     monkeypatch.setattr(optimizer_step, "neighbours", recorded)
     file = model_in_memory(nn.Linear(4, 4), optimizer=lambda p: OneSecond(p))
-    found, _ = sampled(file, StatedClock(), shares=[{0}], work_beside=a_pass if has_work else None).update(as_sampled)
+    found, _ = sampled(file, StatedClock(), shares=[{0}], work_beside=a_pass if has_work else None).update()
     assert len(works) == 1 + has_work
     assert (found.contention, found.update_contention) == (2.0 if has_work else 3.0, 3.0)
 
@@ -168,7 +162,7 @@ class Counting(CpuClock):
         if getattr(work, "__name__", "") == "step":
             tensors = [x for group in work.__self__.param_groups for x in group["params"]]  # type: ignore[attr-defined]
             seconds = 5 + sum(2 + x.nbytes / 1000 * (1 + (x.nbytes > 20_000)) for x in tensors if x.numel() > 1)
-        samples.add_clean(seconds, at_s=0.0)
+        samples.clean_s.append(seconds)
         return result
 
 
@@ -177,21 +171,11 @@ def test_a_byte_of_a_large_tensor_has_a_time_of_its_own(monkeypatch: pytest.Monk
     monkeypatch.setattr(optimizer_step, "MOST_COPIED_BYTES", most_copied)
     model = nn.Sequential(*(nn.Linear(100, n, bias=False) for n in (100, 25, 25, 25)))
     sampler = sampled(model_in_memory(model, optimizer=torch.optim.Adam), Counting())
-    step, updates_s = sampler.update(as_sampled)
+    step, updates_s = sampler.update()
     assert step.fixed_s == pytest.approx(5.0)
     assert [updates_s[x] for x in model.parameters()] == pytest.approx([2 + 80, 2 + 10, 2 + 10, 2 + 10])
     assert step.update_s == pytest.approx(5 + 82 + 3 * 12)
     assert not sampler.notes
-
-
-def test_all_times_are_brought_to_one_speed() -> None:
-    model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(4)))
-    sampler = sampled(model_in_memory(model, optimizer=torch.optim.Adam), Counting())
-    usual, usual_s = sampler.update(as_sampled)
-    slow, slow_s = sampler.update(lambda x, beside=False: x.divided(lambda at_s: np.full(len(at_s), 2.0)))
-    assert usual.fixed_s > 0
-    assert (slow.fixed_s, slow.update_s) == pytest.approx((usual.fixed_s / 2, usual.update_s / 2))
-    assert sum(slow_s.values()) == pytest.approx(sum(usual_s.values()) / 2)
 
 
 def test_tensors_that_the_optimizer_rejects_alone_count_by_bytes() -> None:
@@ -208,7 +192,7 @@ def test_tensors_that_the_optimizer_rejects_alone_count_by_bytes() -> None:
 
     model = nn.Linear(5, 4)
     sampler = sampled(model_in_memory(model, optimizer=lambda p: NeedsAMatrix(p)), StatedClock())
-    step, updates_s = sampler.update(as_sampled)
+    step, updates_s = sampler.update()
     assert (step.fixed_s, updates_s[model.weight], updates_s[model.bias]) == pytest.approx((0.0, 20.0, 10.0))
     fixed, note = sampler.notes
     assert fixed.startswith(
@@ -242,7 +226,7 @@ def test_rows_that_no_micro_batch_uses_stay_without_a_gradient(num_batches: int)
     sampler = sampled(file, StatedClock(), work_beside=a_pass)
     assert table.weight.grad is None
     used = 20 * num_batches
-    _, updates_s = sampler.update(as_sampled)
+    _, updates_s = sampler.update()
     assert (updates_s[table.weight], updates_s[mix.weight]) == pytest.approx((used + 5 * (100 - used), 100))
 
 
@@ -253,7 +237,7 @@ def test_rows_without_a_gradient_are_those_of_the_tenth_step() -> None:
     batches = cycle(torch.arange(4 * x, 4 * x + 4) for x in range(8))
     sampler = sampled(file, StatedClock(), work_beside=lambda: file.model(next(batches)).sum().backward())
     unused = round(400 * (1 - 32 / 400) ** 10)
-    _, updates_s = sampler.update(as_sampled)
+    _, updates_s = sampler.update()
     assert updates_s[table.weight] == pytest.approx(400 - unused + 5 * unused)
 
 
@@ -282,23 +266,8 @@ def test_the_update_is_that_of_all_times_of_sampling(monkeypatch: pytest.MonkeyP
     beside_s = 2.0
     monkeypatch.setattr(OneSecond, "seconds", 2.0)
     sampler.sample()
-    found, _ = sampler.update(as_sampled)
+    found, _ = sampler.update()
     assert (found.optimizer.median_s, found.update_contention) == (1.5, (3.0 + 1.0) / 2)
-
-
-def test_the_yardstick_is_read_around_every_step_alone() -> None:
-    events = list[str]()
-
-    class Noting(OneSecond):
-        def step(self, closure: Any = None) -> float:  # type: ignore[override]
-            events.append("step")
-            return 1.0
-
-    file = model_in_memory(nn.Linear(4, 4), optimizer=lambda p: Noting(p))
-    StepSampler(file, StatedClock(), read_yardstick=lambda: events.append("read")).sample()
-    counted = " ".join(events)
-    assert counted.count("read step read") == 2 * _NUM_ROUNDS
-    assert counted.startswith("step step read step read")
 
 
 @pytest.mark.parametrize("optimizer", [None, torch.optim.Adam])
@@ -306,5 +275,5 @@ def test_nothing_to_update_takes_no_time(optimizer: Any) -> None:
     frozen = nn.Linear(4, 4).requires_grad_(False)
     file = model_in_memory(frozen, optimizer=optimizer) if optimizer else model_in_memory(nn.Linear(4, 4))
     sampler = sampled(file, CpuClock(), shares=[{0}])
-    assert sampler.update(as_sampled) == (StepCost.none(origin="measured"), {})
+    assert sampler.update() == (StepCost.none(origin="measured"), {})
     assert sampler.notes == ()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.core import Action, ActionKind, HostLoad, HostSpeed, IdleCause, MachineDevice, Plan, Run, YardstickTimes
+from gplan.core import Action, ActionKind, HostLoad, IdleCause, MachineDevice, Plan, Run
 from gplan.evaluate.compare import PEAK_MEMORY, compare
 from gplan.reporting.text.run import reserved_lines
 from gplan.runtime.recorder import ActionTiming
@@ -80,78 +80,6 @@ def test_steps_are_disturbed_only_with_evidence(load: HostLoad, words: str) -> N
     assert words in " ".join(run.notes) and run.host_load == load
     assert any(words in x for x in run.notes)
     assert ("run again on an idle host" in " ".join(run.notes)) == load.is_evidence
-
-
-@pytest.mark.parametrize(
-    ("load", "is_proven"),
-    [
-        (HostLoad(), False),
-        (HostLoad(wait_share=0.9), True),  # more than the actions lost
-        (HostLoad(wait_share=0.1), True),  # less
-        (HostLoad(steal_share=0.3, wait_share=0.005), True),  # steal is as good a proof
-    ],
-)
-def test_actions_are_stretched_by_proven_losses_of_a_core(load: HostLoad, is_proven: bool) -> None:
-    plan = scheduled_plan("gpipe")
-    run = run_of(plan, num_steps=8, num_clean=0, load=load)  # on their cores for half of the time
-    busy_s = 0.5 * ACTION_S * len(dependency_order(schedule_of(plan)))
-    expected = (
-        () if not is_proven else (1.0 + min(busy_s, (load.steal_share + load.wait_share) * ELAPSED_S) / busy_s,) * 2
-    )
-    assert run.core_stretch == pytest.approx(expected)
-
-
-def test_speed_of_the_host_in_windows_of_steps() -> None:
-    once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
-    twice = YardstickTimes(compute_s=2e-3, memory_s=2e-3, interpreter_s=2e-3)
-    plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once))
-    ranks = ranks_of(plan, [(0.1, 0.0)] * 43)
-    for i in range(43):  # a rank reads in every second step; the host is half as fast from step 23 on
-        ranks[i % 2][i] = replace(ranks[i % 2][i], readings=(once if i < 23 else twice,))
-        for own in ranks if i >= 23 else ():
-            own[i] = replace(own[i], actions=tuple(replace(x, busy_s=2 * x.busy_s) for x in own[i].actions))
-    run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=43))
-    assert [(x.first_step, x.end_step) for x in run.host_speed] == [(i, i + 2) for i in range(3, 43, 2)]
-    assert run.device_slowdowns == pytest.approx((1.5, 1.5))
-    assert run.speed_range == pytest.approx((0.5, 1.0))
-    assert replace(run, plan=replace(plan, host_speed=None)).speed_range is None
-
-
-def test_a_rank_that_reads_in_some_steps_only_has_all_windows() -> None:
-    once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
-    plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once))
-    ranks = ranks_of(plan, [(0.1, 0.0)] * 8)
-    for own in ranks:
-        own[3] = replace(own[3], readings=(once,))
-    run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=8))
-    assert [x.ranks for x in run.host_speed] == [(once, once), *[(None, None)] * 4]
-    assert run.device_slowdowns == pytest.approx((1.0, 1.0))
-
-
-def test_readings_in_steps_with_growing_memory_do_not_count() -> None:
-    once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
-    twice = YardstickTimes(compute_s=2e-3, memory_s=2e-3, interpreter_s=2e-3)
-    plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once))
-    ranks = ranks_of(plan, [(0.1, 0.0)] * 10)
-    for own in ranks:
-        for i, step in enumerate(own):
-            own[i] = replace(
-                step, readings=(twice if i in (3, 5) else once,), num_page_faults=10**6 if i in (3, 5) else 0
-            )
-    run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=10))
-    assert run.num_growing == 2
-    assert [x.first_step for x in run.host_speed] == [4, 6, 7, 8, 9]
-    assert run.device_slowdowns == pytest.approx((1.0, 1.0))
-
-
-def test_rank_without_a_reading_leaves_the_speed_unknown() -> None:
-    once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
-    plan = replace(scheduled_plan("gpipe"), host_speed=HostSpeed(reference=once))
-    ranks = ranks_of(plan, [(0.1, 0.0)] * 8)
-    ranks[0] = [replace(x, readings=(once,)) for x in ranks[0]]
-    run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=8))
-    assert run.host_speed[0].ranks == (once, None)
-    assert (run.device_slowdowns, run.slowdown, run.speed_range) == ((), None, None)
 
 
 @pytest.mark.parametrize(("num_hosts", "is_noted"), [(1, True), (2, False)])
@@ -256,7 +184,7 @@ def test_what_replicas_wait_for_is_no_interruption() -> None:
     options = RunOptions(num_steps=8)
     ranks = [[_waiting(step, ActionKind.OPTIMIZER) for step in own] for own in ranks_of(plan, [(0.1, 0.0)] * 8) * 2]
     run = torch_run(plan, ranks, peak_bytes=[1] * 4, check=None, options=options, loads=[HostLoad(wait_share=0.9)] * 4)
-    assert (run.num_disturbed, run.core_stretch) == (0, (1.0, 1.0))
+    assert run.num_disturbed == 0
     ranks = [[_waiting(step, ActionKind.FORWARD) for step in own] for own in ranks]
     assert torch_run(plan, ranks, peak_bytes=[1] * 4, check=None, options=options).num_disturbed == 5
     sharded = replace(plan, sharding="weights")

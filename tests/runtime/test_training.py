@@ -18,14 +18,13 @@ import torch
 from torch import Tensor, nn
 
 import gplan
-from gplan.core import ActionKind, Constraints, Link, Plan, Run, YardstickTimes
+from gplan.core import ActionKind, Constraints, Link, Plan, Run
 from gplan.core.errors import FileError, ModelError, RunError, UsageError
 from gplan.reporting.text.run import check_text
 from gplan.runtime.run.launch import run_virtual_engine
 from gplan.runtime.run.loop import BatchStream
 from gplan.runtime.run.reference import Reference, gradient_check, gradient_errors, plain_reference
 from gplan.runtime.run.run_options import RunOptions
-from gplan.runtime.run.speed_readings import SpeedReadings
 from profiler.host.host_info import device_share
 from profiler.model.load import load_model_file
 from tests.runtime.forked import run_forked
@@ -162,24 +161,6 @@ def test_layer_that_returns_its_input_costs_no_memory() -> None:
         plan = gplan.balance(profile, num_devices=3, num_microbatches=4, recompute=recompute)
         run = gplan.run(plan, model=model, engine="virtual", num_steps=2, **training)
         assert plan.device_peak_bytes[1] == pytest.approx(run.peak_bytes[1], abs=17_000)  # of 4 x 16384 sent bytes
-
-
-def test_yardstick_is_read_after_backwards_of_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reading in the warm-up would only put off those that count."""
-    read = list[int]()
-    monkeypatch.setattr(SpeedReadings, "between_actions", lambda *_: read.append(1))
-
-    def take(_: SpeedReadings) -> tuple[YardstickTimes, ...]:
-        num = len(read)
-        read.clear()
-        return (YardstickTimes(compute_s=num, memory_s=1.0, interpreter_s=1.0),) if num else ()
-
-    monkeypatch.setattr(SpeedReadings, "take", take)
-    file, options = small_example("transformer_lm"), RunOptions(num_steps=5)
-    plan = plan_for(file, num_devices=2)
-    run = run_virtually(file, plan, options)
-    times = YardstickTimes(compute_s=2 * plan.num_microbatches, memory_s=1.0, interpreter_s=1.0)
-    assert [(x.first_step, x.ranks) for x in run.host_speed] == [(3, (times,)), (4, (times,))]
 
 
 def test_tied_embedding_over_two_processes() -> None:

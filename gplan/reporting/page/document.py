@@ -11,7 +11,6 @@ from html import escape
 from pathlib import Path
 
 from gplan.core import Run
-from gplan.core.host_speed import EQUAL_SPEED
 from gplan.core.precision import precision_suffix
 from gplan.core.units import percent_text
 from gplan.evaluate.explain.explain import Explanation
@@ -116,12 +115,11 @@ def _top(subject: Subject, analysis: PlanAnalysis) -> Iterator[str]:
 
 
 def _card(figure: Headline) -> str:
-    """A headline figure: the measured value, and below it the prediction and its errors."""
+    """A headline figure: the measured value, and below it the prediction and its error."""
     big, origin = figure.measured or figure.predicted, "measured" if figure.measured else "predicted"
     pairs = [
         ("predicted", figure.predicted if figure.measured else None),
         ("error", figure.error),
-        (EQUAL_SPEED, figure.equal_speed_error),
     ]
     lines = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs if value)
     return (

@@ -20,7 +20,7 @@ from gplan.evaluate.compare import (
 from gplan.reporting.subject import Subject, capacity_bytes, capacity_name, measured_peaks
 from gplan.reporting.text.machine import device_text, link_text
 from gplan.reporting.text.plan import sharding_text
-from gplan.reporting.text.run import check_text, host_speed_lines
+from gplan.reporting.text.run import check_text, equal_speed_lines
 from gplan.schedules.registry import schedule_info
 
 Fact = tuple[str, str]
@@ -36,7 +36,6 @@ class Headline:
     predicted: str
     measured: str | None = None
     error: str | None = None
-    equal_speed_error: str | None = None
 
 
 def headlines(subject: Subject) -> tuple[Headline, ...]:
@@ -64,7 +63,7 @@ def run_facts(run: Run) -> list[Fact]:
         ("engine", _ENGINES.get(run.engine, f"{run.engine}: one process per device")),
         ("steps", run.steps_text),
         ("times", "means over these steps" if run.versions else "medians over these steps"),
-        *(("speed of the host", text) for text in host_speed_lines(run)),
+        *(("speed of the host", text) for text in equal_speed_lines(run)),
         *([("other work on the host", run.host_load.text)] if run.host_load is not None else []),
         ("median of all steps after the warm-up", seconds_text(median(run.step_s[run.num_warmup_steps :]))),
         *([("loss, first to last step", f"{run.losses[0]:.4g} to {run.losses[-1]:.4g}")] if run.losses else []),
@@ -102,9 +101,8 @@ def plan_facts(plan: Plan) -> list[Fact]:
 
 def _headline(name: str, row: ComparisonRow) -> Headline:
     predicted, measured = (quantity_text(x, row.unit) for x in (row.predicted, row.measured))
-    equal = None if row.equal_speed_error is None else error_text(row.equal_speed_error, row.unit)
     error = error_text(row.error, row.unit)
-    return Headline(name=name, predicted=predicted, measured=measured, error=error, equal_speed_error=equal)
+    return Headline(name=name, predicted=predicted, measured=measured, error=error)
 
 
 def notes_of(subject: Subject) -> tuple[str, ...]:

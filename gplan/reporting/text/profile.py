@@ -14,14 +14,13 @@ from typing import Literal, TypeAlias
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core import HostSpeed, LayerCost, Origin, Profile, SharedWeight, StepCost
+from gplan.core import LayerCost, Origin, Profile, SharedWeight, StepCost
 from gplan.core.host_load import interruption_text
 from gplan.core.precision import AS_MADE
 from gplan.core.profile import group_equal
 from gplan.core.units import (
     bytes_text,
     error_text,
-    factors_text,
     flops_text,
     intensity_text,
     percent_text,
@@ -326,8 +325,6 @@ def _model_lines(profile: Profile) -> Iterator[str]:
         + (f"{profile.num_samples} samples, {_left_out_text(profile)}; " if profile.num_samples else "")
         + device_text(profile.device)
     )
-    if profile.host_speed is not None:
-        yield _speed_text(profile.host_speed)
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions)
     yield f"made {profile.created}" + (f" with {versions}" if versions else "")
 
@@ -340,15 +337,6 @@ def _precision_text(profile: Profile) -> str:
         f"precision {found.name}: parameters in {found.parameters}, computed in {found.compute}, gradients accumulated in "
         f"{found.gradients}" + (f", master weights in float32{in_state}" if found.master_weights else "")
     )
-
-
-def _speed_text(speed: HostSpeed) -> str:
-    """The range of the host's speed."""
-    phases = [1 / slowdown for _, _, slowdown in speed.phases]
-    what = "host speed during the profile"
-    if not phases:
-        return f"{what}: measured too seldom to tell"
-    return f"{what}: {factors_text(min(phases), max(phases))}, where 1 is the speed that the times above are for"
 
 
 def _left_out_text(profile: Profile) -> str:

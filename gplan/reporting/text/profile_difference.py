@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core.host_speed import EQUAL_SPEED
 from gplan.core.units import bytes_text, error_text, percent_text, seconds_text, some_names
 from gplan.evaluate.compare import prediction_error
 from gplan.evaluate.profile_difference import (
@@ -46,7 +45,7 @@ def difference_view(difference: Difference, *, only_changed: bool = True) -> Ren
         lines = tuple(_lines(size, only_changed=only_changed))
         table = FittedTable(title=title, columns=_COLUMNS, lines=lines, spare=_SPARE)
         views.append(limited(table, num_last=0, remedy="gplan diff --all") if only_changed else table)
-        views.append(Text(_summary(size, slowdown=difference.slowdown)))
+        views.append(Text(_summary(size)))
     views.append(Text(f"link: {link_text(difference.old_link)} → {link_text(difference.new_link)}"))
     views.append(Text(f"old: made {difference.old_created}; new: made {difference.new_created}"))
     both = (("were added", difference.appeared), ("were removed", difference.vanished))
@@ -93,8 +92,8 @@ def _signed(text: str, value: float) -> str:
     return f"+{text}" if value > 0 else text
 
 
-def _summary(size: SizeDifference, *, slowdown: float | None) -> str:
-    """How many layers changed, whether all changed alike, and what the host's own speed leaves of it."""
+def _summary(size: SizeDifference) -> str:
+    """How many layers changed, and whether all changed alike."""
     num_layers = sum(len(x.names) for x in size.layers)
     num_changed = sum(len(x.names) for x in size.layers if x.is_changed)
     left = num_layers - num_changed
@@ -106,12 +105,4 @@ def _summary(size: SizeDifference, *, slowdown: float | None) -> str:
             if abs(size.median_change) > _COMMON_CHANGE
             else ""
         )
-        + _speed_text(size.median_change, slowdown)
     )
-
-
-def _speed_text(median_change: float, slowdown: float | None) -> str:
-    if slowdown is None:
-        return ""
-    at_equal_speed = percent_text((1.0 + median_change) / slowdown - 1.0, signed=True)
-    return f"; the new host ran {1 / slowdown:.2f} times as fast as the old one, {EQUAL_SPEED} it is {at_equal_speed}"

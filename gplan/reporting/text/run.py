@@ -8,8 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gplan.core import GradientCheck, Run
-from gplan.core.host_speed import EQUAL_SPEED
-from gplan.core.units import bytes_text, error_text, factors_text, percent_text, quantity_text, seconds_text
+from gplan.core.units import bytes_text, error_text, percent_text, quantity_text, seconds_text
 from gplan.evaluate.attribution import Attribution, ErrorCause, ErrorPart, attribute_error
 from gplan.evaluate.compare import (
     BACKWARD,
@@ -25,8 +24,6 @@ from gplan.evaluate.compare import (
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, note_lines
 from gplan.simulation.simulator import simulate
 
-EQUAL_SPEED_COLUMN = Column(key=EQUAL_SPEED, title="equal speed")
-_LEAST_STRETCH = 1.005
 _COARSE_TOLERANCE = 0.05
 _LEAST_PERCENT = 1e-3  # relative differences below are not percentages
 _CHECK_STYLES = {True: "green", False: "bold red"}
@@ -53,7 +50,7 @@ def run_view(run: Run) -> RenderableType:
         comparison_table(run),
         Text(attribution_text(run)),
         *(Text(x) for x in reserved_lines(run)),
-        *(Text(x) for x in host_speed_lines(run)),
+        *(Text(x) for x in equal_speed_lines(run)),
         Text(f"{losses}measured over {run.steps_text}"),
         *([Text(f"gradients {check_text(check)}", style=_CHECK_STYLES[check.passed])] if (check := run.check) else []),
         *note_lines(run.all_notes),
@@ -65,13 +62,11 @@ def comparison_table(run: Run) -> FittedTable:
     virtual = " (virtual: one process computes all stages, the devices are simulated)"
     has_chunks = run.plan.has_chunks
     rows, names = compare(run).rows, ["quantity", *(["device"] if has_chunks else []), "stage", "predicted", "measured"]
-    has_speed = any(x.equal_speed_error is not None for x in rows)
     return FittedTable(
         title=f"predicted versus measured, engine {run.engine}{virtual if run.engine == 'virtual' else ''}",
-        columns=(*columns(*names, "error"), *([EQUAL_SPEED_COLUMN] if has_speed else [])),
-        lines=tuple(_line(row, has_chunks, has_speed) for row in rows),
-        spare=(EQUAL_SPEED,) if has_chunks else (),
-        below="idle time is of all devices together" + (f"; equal speed: the error {EQUAL_SPEED}" if has_speed else ""),
+        columns=columns(*names, "error"),
+        lines=tuple(_line(row, has_chunks) for row in rows),
+        below="idle time is of all devices together",
     )
 
 
@@ -109,26 +104,22 @@ def reserved_lines(run: Run) -> Iterator[str]:
         yield f"memory that the allocator reserved for the measured peak: {', '.join(texts)}"
 
 
-def host_speed_lines(run: Run) -> Iterator[str]:
-    """How fast the host was beside the profile, and the step's two errors; nothing where that is not known."""
-    if (speeds := run.speed_range) is None:
+def equal_speed_lines(run: Run) -> Iterator[str]:
+    """How fast the host was beside the profile, and the step's error at that speed; nothing where that is not known."""
+    if (speed := run.equal_speed) is None:
         return
-    row = compare(run).row(STEP_TIME)
-    error, equal = (error_text(x, row.unit) for x in (row.error, row.equal_speed_error))
-    stretch, waits, uncounted = max(run.core_stretch, default=1.0), "", ""
-    if stretch > _LEAST_STRETCH:
-        longer = f"waits for cores made actions up to {stretch:.2f} times as long"
-        if run.counts_waits:
-            waits = f", and {longer}"
-        else:
-            uncounted = f"; {longer}; neither error is corrected for that, as the profile may have such waits too"
-    yield (
-        f"the host ran {factors_text(*speeds)} times as fast as in the profile{waits}: the step's error is "
-        f"{error}, and {equal} {EQUAL_SPEED}{uncounted}"
+    row, known = (
+        compare(run).row(STEP_TIME),
+        f"{speed.ratio:.3f} ± {speed.uncertainty:.3f} times as long as in the profile",
     )
+    error, equal = (error_text(x, row.unit) for x in (row.error, row.equal_speed_error))
+    if speed.is_certain:
+        yield f"fixed work (a yardstick) took {known}: the step's error is {error}, and {equal} at equal host speed"
+    else:
+        yield f"fixed work (a yardstick) took {known}, which is no certain difference: the step's error of {error} stays as it is"
 
 
-def _line(row: ComparisonRow, has_chunks: bool, has_speed: bool) -> Line:
+def _line(row: ComparisonRow, has_chunks: bool) -> Line:
     numbers = (quantity_text(row.predicted, row.unit), quantity_text(row.measured, row.unit))
     places = ["" if place is None else str(place) for place in (row.device, row.stage)]
     cells = (
@@ -136,7 +127,6 @@ def _line(row: ComparisonRow, has_chunks: bool, has_speed: bool) -> Line:
         *(places if has_chunks else places[1:]),
         *numbers,
         error_text(row.error, row.unit),
-        *(["" if row.equal_speed_error is None else error_text(row.equal_speed_error, row.unit)] if has_speed else []),
     )
     return Line(cells=cells, shorter=(row.quantity, row.quantity.removeprefix("idle: ")))
 

@@ -13,13 +13,7 @@ from gplan.evaluate.compare import samples_per_s
 from gplan.evaluate.verify import Ranking, ranking_of
 from gplan.reporting.text.explanation import rate_text
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, note_lines
-from gplan.reporting.text.run import (
-    EQUAL_SPEED_COLUMN,
-    OTHER_ORDER,
-    attribution_table,
-    comparison_table,
-    host_speed_lines,
-)
+from gplan.reporting.text.run import OTHER_ORDER, attribution_table, comparison_table, equal_speed_lines
 
 _CLOSEST_RUN = "this is the run closest to the mean of its rounds; the mean is in the table of rivals"
 
@@ -29,7 +23,7 @@ def verification_view(verification: Verification) -> RenderableType:
     chosen = verification.chosen
     return Group(
         comparison_table(chosen.run),
-        *(Text(x) for x in host_speed_lines(chosen.run)),
+        *(Text(x) for x in equal_speed_lines(chosen.run)),
         *([Text(_CLOSEST_RUN, style="dim")] if verification.num_rounds > 1 else []),
         Text(),
         attribution_table(chosen.run) or Text(OTHER_ORDER),
@@ -44,7 +38,6 @@ def verification_view(verification: Verification) -> RenderableType:
 def _rivals_table(verification: Verification) -> FittedTable:
     """A row for every plan; compared per sample if batches differ."""
     is_by_sample = len({x.plan.batch_size for x in verification.contenders}) > 1
-    has_speed = any(x.slowdown is not None for x in verification.contenders)
     has_rounds = verification.num_rounds > 1
     below = [
         *(["rounds: the shortest and the longest"] if has_rounds else []),
@@ -55,10 +48,9 @@ def _rivals_table(verification: Verification) -> FittedTable:
         + (f"geometric mean of {counted(verification.num_rounds, 'round')}, in turns" if has_rounds else "one round"),
         columns=(
             *columns("plan", "predicted", "measured", "error"),
-            *([EQUAL_SPEED_COLUMN] if has_speed else []),
             *(Column(key=x) for x in ("to this plan", "samples/s", *(["rounds"] if has_rounds else []))),
         ),
-        lines=tuple(_rival_line(x, verification, has_speed) for x in verification.contenders),
+        lines=tuple(_rival_line(x, verification) for x in verification.contenders),
         spare=("rounds", "samples/s", "to this plan"),
         below="; ".join(below),
     )
@@ -71,7 +63,7 @@ def _left_out_lines(verification: Verification) -> Iterator[Text]:
         yield Text(f"{'not run in all rounds' if x.label in shown else 'left out'}: {x.label}: {x.reason}", style="dim")
 
 
-def _rival_line(contender: Contender, verification: Verification, has_speed: bool) -> Line:
+def _rival_line(contender: Contender, verification: Verification) -> Line:
     chosen, plan, measured_s = verification.chosen, contender.plan, contender.measured_s
     relative = verification.beside(contender) * chosen.plan.batch_size / plan.batch_size - 1.0
     rate = rate_text(samples_per_s(plan, measured_s))
@@ -82,7 +74,6 @@ def _rival_line(contender: Contender, verification: Verification, has_speed: boo
         seconds_text(contender.predicted_s),
         seconds_text(measured_s),
         error_text(contender.error, "seconds"),
-        *([error_text(contender.equal_speed_error, "seconds")] if has_speed else []),
         "" if contender is chosen else percent_text(relative, signed=True),
         rate,
         *([rounds] if verification.num_rounds > 1 else []),

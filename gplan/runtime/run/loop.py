@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from gplan.core import GradientCheck, HostLoad, Plan, Run
+from gplan.core import GradientCheck, Plan, Run
 from gplan.core.errors import RunError, UsageError
 from gplan.core.units import counted
 from gplan.evaluate.compare import stale_prediction_notes
@@ -26,7 +26,6 @@ from gplan.runtime.pipeline import Pipeline, own_device
 from gplan.runtime.run.reference import Reference, as_dense, gradient_check, gradient_errors, plain_reference
 from gplan.runtime.run.results import on_one_clock, torch_run, virtual_run
 from gplan.runtime.run.run_options import ReportStep, RunOptions, StepRecord
-from gplan.runtime.run.speed_readings import SpeedReadings
 from gplan.runtime.run.tied_updates import TiedUpdates
 from gplan.runtime.sharded_replicas import check_optimizer
 from gplan.runtime.sharded_tensors import full_tensor, local_tensor
@@ -42,7 +41,7 @@ from profiler.host.host_info import (
     return_large_blocks,
     usable_cores,
 )
-from profiler.host.host_load import load_between, read_load
+from profiler.host.host_load import SPEED_SHARE, HostMeter
 from profiler.memory.allocations import AllocationTrace, storage_bytes, traced_allocations
 from profiler.model.data import check_batch, check_target
 from profiler.model.lazy_build import random_state, random_state_kept, seed_everything
@@ -104,10 +103,9 @@ def train(
     `options.num_steps` counts from the first step; a resumed run takes the remaining ones.
     """
     loop = _TrainingLoop(source, plan, options, Heartbeat() if heartbeat is None else heartbeat)
-    before = read_load()
     with garbage_collector_frozen():
         steps = [loop.step(index, report) for index in range(loop.first_step, options.num_steps)]
-    return loop.run(steps, load_between(before, read_load()))
+    return loop.run(steps)
 
 
 class _TrainingLoop:
@@ -156,19 +154,20 @@ class _TrainingLoop:
             self._resume(options.resume)
         self.first_step = self._pipe.num_steps
         self._remaining = replace(options, num_steps=options.num_steps - self.first_step)
-        self._speed_readings = SpeedReadings(self._pipe.device)
+        self._num_ranks = 1 if self._pipe.ranks is None else dist.get_world_size()
+        self._host = HostMeter(device=self._pipe.device.type, share=SPEED_SHARE / self._num_ranks)
 
     def step(self, index: int, report: ReportStep) -> StepRecord:
         """Run one step; in the last warm-up step memory is measured."""
         self._heartbeat.enter_step(index)
         num_done = index - self.first_step
         is_measured = num_done == self._remaining.memory_step
-        if num_done == self._remaining.num_warmup_steps:  # earlier readings would only put off those that count
-            self._pipe.runner.engine.recorder.between_actions = self._speed_readings.between_actions
+        is_timed = num_done >= self._remaining.num_warmup_steps
+        if is_timed and index % self._num_ranks == self._pipe.rank:  # in turns, as in the profile nothing ran beside it
+            self._host.read_if_due()
         with self._locating_errors():
             inputs, target = self._data.take()
             step = (self._measured_step if is_measured else self._timed_step)(inputs, target)
-            readings = self._speed_readings.take()
             if self._scheduler is not None:
                 self._scheduler.step()
         if not math.isfinite(step.loss):
@@ -181,7 +180,7 @@ class _TrainingLoop:
                 scheduler=self._scheduler,
                 progress={"batches": self._data.position},
             )
-        return replace(step, readings=readings)
+        return step
 
     @contextmanager
     def _locating_errors(self) -> Iterator[None]:
@@ -232,9 +231,9 @@ class _TrainingLoop:
         if self._pipe.rank == 0:
             warnings.warn(note, stacklevel=2)
 
-    def run(self, steps: Sequence[StepRecord], load: HostLoad) -> Run:
+    def run(self, steps: Sequence[StepRecord]) -> Run:
         """Combine what all processes measured."""
-        plan, options = self._plan, self._remaining
+        plan, options, load = self._plan, self._remaining, self._host.load()
         if self._pipe.ranks is None:
             check = self._verdict([self._errors], steps[0].loss)
             run = virtual_run(plan, steps, peak_bytes=self._peak_bytes, check=check, options=options, loads=[load])

@@ -6,8 +6,7 @@ gap. No step is left out for its length (docs/cost-model.md, Host speed).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -23,11 +22,9 @@ from gplan.core import (
     Plan,
     Run,
     Span,
-    StepSpeed,
     Timeline,
 )
 from gplan.core.host_load import interruption_text, largest_load
-from gplan.core.host_speed import mean_of_times
 from gplan.core.schedule import Piece
 from gplan.core.units import counted, now_text
 from gplan.runtime.recorder import ActionTiming
@@ -35,10 +32,9 @@ from gplan.runtime.run.run_options import RunOptions, StepRecord
 from gplan.runtime.validation import notes_on_machine
 from gplan.simulation.exposed_communication import exposed_in
 from gplan.simulation.simulator import schedule_of, timeline_of
-from profiler.host.host_info import software_versions
+from profiler.host.host_info import gpu_state, software_versions
 from profiler.timing.clock import is_undisturbed
 
-_NUM_SPEED_WINDOWS = 20  # of a run, at most
 _PAGE_FAULT_S = 2e-6  # at least; measured 1 to 11 microseconds for a page that is given anew
 _MOST_FAULTS_SHARE = 0.003  # of a step's time
 
@@ -166,55 +162,15 @@ def _run(
         peak_bytes=tuple(peak_bytes),
         check=check,
         created=now_text(),
-        versions=software_versions(),
+        versions=(*software_versions(), *(gpu_state() if plan.device.kind == "cuda" else ())),
         notes=(
             *_notes_on_steps(
                 settled, chosen=chosen, num_disturbed=num_disturbed, growing=growing, options=options, load=load
             ),
             *notes,
         ),
-        host_speed=tuple(_speed_windows(ranks, timed, settled)),
         host_load=load,
-        core_stretch=_core_stretch(plan, ranks, loads, chosen),
     )
-
-
-def _core_stretch(
-    plan: Plan, ranks: Sequence[Sequence[StepRecord]], loads: Sequence[HostLoad], chosen: Sequence[int]
-) -> tuple[float, ...]:
-    """By device the stretch of its actions by the time without a core, as far as the system proves it; () without evidence.
-
-    It can prove waits for a core and steal, shares of the seconds of the device's process, in which the virtual engine runs
-    all devices.
-    """
-    if not any(x.is_evidence for x in loads):
-        return ()
-    found = []
-    for device in range(plan.num_devices):
-        counted_steps = [ranks[device % len(ranks)][i] for i in chosen]
-        actions = [x for step in counted_steps for x in step.actions if _is_own_work(plan, x, num_ranks=len(ranks))]
-        lost_s = loads[device % len(loads)].lost_share * sum(x.end_s - x.start_s for x in counted_steps)
-        busy_s = sum(x.busy_s for x in actions)
-        off_core_s = max(0.0, sum(x.end_s - x.start_s for x in actions) - busy_s)
-        found.append(1.0 + min(off_core_s, lost_s) / busy_s if busy_s else 1.0)
-    return tuple(found)
-
-
-def _speed_windows(ranks: Sequence[Sequence[StepRecord]], timed: range, settled: Sequence[int]) -> Iterator[StepSpeed]:
-    """The mean reading and compute time of each rank over the settled steps of each window of timed steps.
-
-    Windows without settled steps are left out. While the memory of a process grows, the system's work slows the readings too.
-    """
-    size, counted_steps = max(1, math.ceil(len(timed) / _NUM_SPEED_WINDOWS)), set(settled)
-    if not any(own[i].readings for own in ranks for i in settled):
-        return
-    for first in timed[::size]:
-        end = min(first + size, timed.stop)
-        within = [i for i in range(first, end) if i in counted_steps]
-        if within:
-            readings = tuple(mean_of_times(x for i in within for x in own[i].readings) for own in ranks)
-            compute_s = tuple(fmean(sum(x.busy_s for x in own[i].actions) for i in within) for own in ranks)
-            yield StepSpeed(first_step=first, end_step=end, ranks=readings, compute_s=compute_s)
 
 
 def _notes_on_steps(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gplan.core import YardstickTimes
 from gplan.core.errors import UsageError
 from gplan.runtime.recorder import ActionTiming
 
@@ -61,7 +60,6 @@ class StepRecord:
     start_s: float
     end_s: float
     num_page_faults: int = 0  # pages that the process was given in the step
-    readings: tuple[YardstickTimes, ...] = ()
 
 
 ReportStep = Callable[[int, float], None]

@@ -10,7 +10,7 @@ import pytest
 
 import gplan
 from gplan.cli import main
-from gplan.core import Constraints, HostLoad, HostSpeed, MachineDevice, Profile, SharedWeight, YardstickTimes
+from gplan.core import Constraints, HostLoad, MachineDevice, Profile, SharedWeight
 from gplan.evaluate.explain.explain import THIS_PLAN, BaselineOutcome, baseline_outcomes, explain
 from gplan.evaluate.replanning import reprice
 from tests.evaluate.explain.settings import memory_bound, plan_of, recompute_bound, two_towers
@@ -137,10 +137,9 @@ def test_explain_prints_and_writes_nothing(here: Path, capsys: pytest.CaptureFix
 
 
 def test_the_profiles_warnings_stand_below(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
-    busy = HostSpeed(reference=once, load=HostLoad(wait_share=0.5))
-    gplan.save(replace(memory_bound(), host_speed=busy), "gplan.profile.json")
-    (doubt,) = replace(memory_bound(), host_speed=busy).doubts
+    busy = replace(memory_bound(), host_load=HostLoad(wait_share=0.5))
+    gplan.save(busy, "gplan.profile.json")
+    (doubt,) = busy.doubts
     assert gplan_exits("explain") == 0
     assert doubt in " ".join(capsys.readouterr().out.split())
 
@@ -158,7 +157,7 @@ def test_explain_as_json_holds_every_number(here: Path, capsys: pytest.CaptureFi
         (("absent.json",), "absent.json is not there; expected a gplan plan"),
         (("--profile", "absent.json"), "absent.json is not there; expected a gplan profile"),
         (("--profile", "other.json"), "the plan has a layer d, which the profile does not have"),
-        (("gplan.profile.json",), "expected 'gplan.plan/5'"),
+        (("gplan.profile.json",), "expected 'gplan.plan/6'"),
     ],
 )
 def test_a_mistake_is_one_message(
