@@ -1,10 +1,11 @@
-"""The report: charts, one offline HTML page and a Chrome trace of a plan, or of a run beside its plan."""
+"""The report: charts, one offline HTML page, tables and a Chrome trace of a plan, or of a run beside its plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 from gplan.files.json_files import check_writable, write_bytes
@@ -17,7 +18,7 @@ from gplan.reporting.charts.partition_chart import partition_chart
 from gplan.reporting.charts.pipeline_chart import pipeline_chart
 from gplan.reporting.chrome_trace import trace_json
 from gplan.reporting.page.document import page
-from gplan.reporting.subject import Subject, plan_of
+from gplan.reporting.subject import Subject, plan_of, stage_loads, timelines_of
 
 CHARTS: dict[str, Callable[[Subject, PlanAnalysis], Figure | None]] = {
     "partition": lambda subject, _: partition_chart(subject),
@@ -32,7 +33,7 @@ CHARTS: dict[str, Callable[[Subject, PlanAnalysis], Figure | None]] = {
 
 
 def write_report(subject: Subject, directory: Path, *, analysis: PlanAnalysis) -> tuple[Path, ...]:
-    """Write index.html, the charts as PNG and SVG, and trace.json; returns their paths, the page first.
+    """Write index.html, the charts as PNG and SVG, tables as CSV, and trace.json; returns their paths, the page first.
 
     Charts left by an earlier report that this one does not have are removed. Raises FileError if the directory cannot
     be written.
@@ -42,6 +43,7 @@ def write_report(subject: Subject, directory: Path, *, analysis: PlanAnalysis) -
     contents = {"index.html": page(subject, drawings, analysis).encode()}
     for drawing in drawings:
         contents |= {f"{drawing.name}.png": drawing.png, f"{drawing.name}.svg": drawing.svg}
+    contents |= {f"{name}.csv": table.to_csv(index=False).encode() for name, table in tables(subject).items()}
     contents["trace.json"] = trace_json(subject)
     for name, content in contents.items():
         write_bytes(directory / name, content)
@@ -49,6 +51,29 @@ def write_report(subject: Subject, directory: Path, *, analysis: PlanAnalysis) -
         if name not in contents:
             (directory / name).unlink(missing_ok=True)
     return tuple(directory / name for name in contents)
+
+
+def tables(subject: Subject) -> dict[str, pd.DataFrame]:
+    """The numbers behind the charts, in seconds: the loads of stages per micro-batch, and all actions of a step, by side."""
+    loads = [
+        {"side": side, "stage": stage, **load}
+        for side, found in stage_loads(subject).items()
+        for stage, load in enumerate(found)
+    ]
+    actions = [
+        {
+            "side": side,
+            "device": x.device,
+            "stage": x.action.stage,
+            "kind": x.action.kind.value,
+            "microbatch": x.action.microbatch,
+            "start_s": x.start_s,
+            "end_s": x.end_s,
+        }
+        for side, timeline in timelines_of(subject).items()
+        for x in timeline.spans
+    ]
+    return {"stages": pd.DataFrame(loads), "actions": pd.DataFrame(actions)}
 
 
 def draw(subject: Subject, analysis: PlanAnalysis) -> tuple[Drawing, ...]:
