@@ -2,8 +2,8 @@
 
 Every second round runs the plans in the opposite order, so a steady drift of the host cancels in the mean of the
 logarithms over two rounds. Runs whose processes lost their cores in more than half of the steps are noted. A rival that
-fails is not run again and keeps its rounds. An interrupt, or a failure of the plan itself, ends the measurement with the complete rounds so
-far. The caller provides the function that runs a plan.
+fails is not run again and keeps its rounds. An interrupt, or a failure of the plan itself, ends the measurement with the
+complete rounds so far. The caller provides the function that runs a plan.
 """
 
 from __future__ import annotations
