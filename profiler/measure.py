@@ -149,7 +149,7 @@ def measure_profile(
 def _measured(file: ModelFile, options: ProfileOptions, setup: Setup, progress: Progress) -> Profile:
     with device_share(options.num_threads), _on_device(file, options.device), model_state_restored(file.model):
         loss = _loss_facts(file, options)
-        host = HostMeter(setup.journal.samples("yardstick"), device=options.device)
+        host = HostMeter(setup.journal.samples("host"), device=options.device)
         steps = StepSampler(
             file,
             setup.clock,

@@ -7,15 +7,15 @@ a time: its weights are created, measured and freed; memory is followed on fake 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gplan.core import Granularity, LayerCost, LossReduction, Timing, WholeModel
@@ -170,28 +170,23 @@ def _measure_together(subject: _Subject, setup: Setup, progress: Progress) -> Me
     except ModelError:  # fake tensors have no values
         analyses = [None] * (1 + len(bench.layers))
         notes += ("operations are not counted, as control flow depends on the values of tensors",)
-    corrections = corrections_of(bench, samples, shares[bench.keys[-1]])
-    costs = [
-        _layer_cost(samples, key, subject.microbatch_size, correction, memory, analysis, shares.get(key, 1.0))
-        for key, correction, memory, analysis in zip(
-            (*bench.keys, "loss"),
-            (*[corrections] * len(bench.keys), NO_CORRECTIONS),
-            memories,
-            analyses,
-            strict=True,
-        )
-    ]
     notes = (*notes, *_notes_on_pairs(bench, subject, samples))
-    found = _measured_size(subject, costs, memories, [corrections], notes)
+    corrections = dict.fromkeys(bench.keys, corrections_of(bench, samples, shares[bench.keys[-1]]))
+    found = _measured_size(subject, lambda _: samples, corrections, memories, analyses, shares, notes)
     if bench.whole is None:
         return found
-    allocated_bytes, reserved_bytes = _whole_model_bytes(bench.whole, setup.device)
+    if setup.device != "cpu":
+        torch.cuda.empty_cache()  # so that reserved memory is that of this pass
+    with traced_allocations(setup.device) as trace:  # of one more forward and backward
+        loss = bench.whole()
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
     whole = WholeModel(
         microbatch_size=subject.microbatch_size,
         forward=samples("whole/forward").mean_timing(),
         backward=samples("whole/backward").mean_timing(),
-        allocated_bytes=allocated_bytes,
-        reserved_bytes=reserved_bytes,
+        allocated_bytes=max(0, trace.peak_bytes()),
+        reserved_bytes=trace.peak_reserved_bytes,
     )
     return replace(found, whole=whole)
 
@@ -227,17 +222,6 @@ def _shares_run_again(bench: Bench, device: str) -> dict[str, float]:
     return {key: median(shares) for key, shares in found.items()}
 
 
-def _whole_model_bytes(run: Callable[[], Tensor], device: str) -> tuple[int, int]:
-    """Allocated and reserved memory of one more forward and backward of the whole model."""
-    if device != "cpu":
-        torch.cuda.empty_cache()  # so that reserved memory is this pass's
-    with traced_allocations(device) as trace:
-        loss = run()
-        if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
-    return max(0, trace.peak_bytes()), trace.peak_reserved_bytes
-
-
 def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> MeasuredSize:
     chain, size = subject.chain, subject.microbatch_size
     stages = {layer: chain.stage(layer, layer + 1) for layer in subject.keys}
@@ -248,44 +232,28 @@ def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> Measu
     benches, shares = dict[str, Bench](), {"loss": 1.0}
     for place, (layer, stage) in enumerate(stages.items(), start=1):
         if subject.keys[layer] not in benches:
-            bench = _bench_alone(subject, layer, stage, device=setup.device)
+            # several times in a row where its output can be its input
+            times = _TIMES_IN_A_ROW if layer and chain.specs(layer) == chain.specs(layer + 1) else 1
+            entering = real_like(chain.specs(layer), seed=0, device=setup.device) if layer else subject.tensors
+            bench = bench_of_layer(chain.names[layer], subject.keys[layer], stage, entering, times=times)
             with materialised(stage, model=subject.file.model, seed=0, device=setup.device):
                 notes += _sampled(bench, subject, setup, part(progress, place, 1 + len(stages)))
                 shares |= _shares_run_again(bench, setup.device)
             benches[bench.name] = bench
             stage.zero_grad()
-    halves = _halves_alone(list(stages.values()), subject.tensors, loss_bench.loss)
+    try:
+        halves = [x.memory for x in analyse_halves(list(stages.values()), subject.tensors, loss_bench.loss)]
+    except ModelError:  # the backward cannot be split, which a note reports
+        halves = [HalvesBytes()] * (1 + len(stages))
     memories = [replace(x.memory, halves=y) for x, y in zip(analyses, halves, strict=True)]
-    reduction = find_reduction_of_outputs(subject.file, chain.model_output(outputs), subject.target, size)
 
     def samples(key: str) -> Callable[[str], Samples]:
         return subject.samples(setup.journal, key)
 
     corrections = {key: corrections_of(bench, samples(key), shares[key]) for key, bench in benches.items()}
-    costs = [
-        _layer_cost(samples(key), key, size, corrections.get(key, NO_CORRECTIONS), memory, analysis, shares[key])
-        for key, memory, analysis in zip((*subject.keys.values(), "loss"), memories, analyses, strict=True)
-    ]
-    found = _measured_size(subject, costs, memories, list(corrections.values()), notes)
+    found = _measured_size(subject, samples, corrections, memories, analyses, shares, notes)
+    reduction = find_reduction_of_outputs(subject.file, chain.model_output(outputs), subject.target, size)
     return replace(found, loss_reduction=reduction)
-
-
-def _halves_alone(
-    layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]
-) -> Sequence[HalvesBytes]:
-    """Bytes by following storages; unknown where the backward cannot be split, which a note reports."""
-    try:
-        return [x.memory for x in analyse_halves(layers, inputs, loss)]
-    except ModelError:
-        return [HalvesBytes()] * (1 + len(layers))
-
-
-def _bench_alone(subject: _Subject, layer: int, stage: nn.Module, *, device: str) -> Bench:
-    """One layer on random inputs, several times in a row where its output can be its input."""
-    chain = subject.chain
-    times = _TIMES_IN_A_ROW if layer and chain.specs(layer) == chain.specs(layer + 1) else 1
-    entering = real_like(chain.specs(layer), seed=0, device=device) if layer else subject.tensors
-    return bench_of_layer(chain.names[layer], subject.keys[layer], stage, entering, times=times)
 
 
 def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) -> tuple[str, ...]:
@@ -435,12 +403,23 @@ def _layer_cost(
 
 def _measured_size(
     subject: _Subject,
-    costs: Sequence[LayerCost],
+    samples_of: Callable[[str], Callable[[str], Samples]],
+    corrections: Mapping[str, Corrections],
     memories: Sequence[LayerBytes],
-    corrections: Sequence[Corrections],
+    analyses: Sequence[LayerAnalysis | None],
+    shares: Mapping[str, float],
     notes: tuple[str, ...],
 ) -> MeasuredSize:
-    """Copy the costs of measured layers to the layers like them; the last of `costs` and `memories` is the loss's."""
+    """The costs by samples and corrections, those of measured layers for the layers like them.
+
+    `samples_of`, `corrections` and `shares` (of a forward that is run again) are by key; the last of `memories` and
+    `analyses` is the loss's.
+    """
+    size, keys = subject.microbatch_size, (*subject.keys.values(), "loss")
+    costs = [
+        _layer_cost(samples_of(key), key, size, corrections.get(key, NO_CORRECTIONS), x, y, shares.get(key, 1.0))
+        for key, x, y in zip(keys, memories, analyses, strict=True)
+    ]
     by_layer = dict(zip(subject.keys, costs[:-1], strict=True))
     of_layer = dict(zip(subject.keys, memories, strict=False))
     return MeasuredSize(
@@ -449,13 +428,13 @@ def _measured_size(
         layers=tuple(by_layer[source] for source in subject.sources),
         loss=costs[-1],
         crossings=Crossings(
-            microbatch_size=subject.microbatch_size,
+            microbatch_size=size,
             chain=subject.chain,
             after=tuple(of_layer[source].crossing for source in subject.sources),
             views=tuple(of_layer[source].views for source in subject.sources),
         ),
         whole=None,
-        overhead_s=sum(x.overhead_s for x in corrections) / len(corrections),
+        overhead_s=fmean(x.overhead_s for x in corrections.values()),
         loss_reduction=None,
         notes=tuple(dict.fromkeys((*subject.chain.notes, *notes))),
     )
