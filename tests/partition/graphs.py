@@ -11,13 +11,10 @@ from dataclasses import replace
 from itertools import islice
 
 import numpy as np
-import pytest
 from hypothesis import assume
 from hypothesis import strategies as st
 
 from gplan.core import Constraints, Link, LinkPoint, MachineDevice, Pin, Profile, Value, ValueCost
-from gplan.partition.milp.assignment import StageAssignment
-from gplan.partition.milp.solving import smallest_by_milp
 from gplan.partition.plan_evaluation import goal_s, in_stage_order, stages_of
 from gplan.partition.problem import Problem
 from gplan.schedules.registry import num_stages_of, schedule_info
@@ -56,18 +53,6 @@ def best_goal_s(problem: Problem) -> float | None:
     """The smallest objective by brute force; None where nothing is allowed."""
     allowed = (stages for stages in every_partition(problem) if is_allowed(problem, stages))
     return min((goal_s(problem, stages) for stages in allowed), default=None)
-
-
-def forbidden_by_milp(problem: Problem) -> list[Stages]:
-    """The partitions that the integer program found and then forbade, as they fitted by tolerance alone."""
-    forbidden: list[Stages] = []
-    with pytest.MonkeyPatch.context() as patch:
-        original = StageAssignment.forbid
-        patch.setattr(
-            StageAssignment, "forbid", lambda choices, stages: [forbidden.append(stages), original(choices, stages)]
-        )
-        smallest_by_milp(problem)
-    return forbidden
 
 
 def peak_excess_bytes(problem: Problem, stages: Stages) -> int:

@@ -14,9 +14,10 @@ import pytest
 
 from gplan.core.errors import UsageError
 from gplan.partition.milp import program
-from gplan.partition.milp.program import available_solver, solve
-from gplan.partition.milp.solving import Formulation, smallest_by_milp
+from gplan.partition.milp.program import available_solver
+from gplan.partition.milp.solving import smallest_by_milp
 from gplan.partition.plan_evaluation import goal_s
+from gplan.partition.problem import Solution
 from tests.partition.problems import make_problem
 
 MANY = [1 + 7 * i % 13 for i in range(40)]
@@ -59,8 +60,7 @@ def test_highs_is_taken_where_it_can_be_imported() -> None:
 
 def test_highs_begins_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem(MANY[:16], num_stages=4, schedule="1f1b", minimize="step-time")
-    formulation = Formulation(problem)
-    stages = [range(4 * k, 4 * k + 4) for k in range(4)]
+    stages = tuple(tuple(range(4 * k, 4 * k + 4)) for k in range(4))
     found: list[float] = []
 
     def run(highs: Any) -> None:
@@ -68,15 +68,16 @@ def test_highs_begins_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
         highs.run()
 
     monkeypatch.setattr(program, "_run_until_interrupted", run)
-    solve(formulation.program, "HiGHS", start=formulation.choices.values_for(stages), time_limit_s=60.0)
-    assert found[0] == pytest.approx(goal_s(problem, stages) / formulation.unit_s)
+    best = smallest_by_milp(problem, start=Solution(stages=stages, lower_bound_s=0.0, solver="by hand"))
+    assert best is not None
+    assert found[0] / found[-1] == pytest.approx(goal_s(problem, stages) / best.lower_bound_s)
     assert found[-1] < found[0]
 
 
 STUBBORN = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
-from gplan.partition.milp import smallest_by_milp
+from gplan.partition.milp.solving import smallest_by_milp
 from tests.partition.problems import make_problem
 problem = make_problem([1 + 7 * i % 13 for i in range(60)], num_stages=12, num_microbatches=32, schedule="1f1b",
                        minimize="step-time")

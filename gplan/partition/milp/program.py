@@ -13,7 +13,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import pulp
@@ -21,8 +21,16 @@ import pulp
 from gplan.core.errors import UsageError
 
 Expression: TypeAlias = Any  # a number, variable or linear expression of PuLP, which has no types
+SolverName = Literal["HiGHS", "CBC"]
+Start = Mapping[Expression, int]  # values of the binaries of a known plan; empty: none
 
 _ROUNDING = 1e-9  # by which a row of numbers alone may be missed
+_POLL_S = 0.2  # how often Ctrl-C is looked for; the end of a solve is noticed at once
+_MISSING = {
+    "HiGHS": "the MILP was to be solved by HiGHS, but highspy cannot be imported; pip install highspy, or take CBC",
+    "CBC": "the MILP was to be solved by CBC, but PuLP has no CBC here; pip install 'pulp[cbc]', or take HiGHS",
+    None: "the MILP needs HiGHS or CBC and neither can be imported; pip install highspy",
+}
 
 
 class LinearProgram:
@@ -34,11 +42,6 @@ class LinearProgram:
         self._names = set[str]()
         self.goal = self.variable("goal")
         self.lp += self.goal
-
-    @property
-    def goal_value(self) -> float:
-        """What a solver has found for the goal."""
-        return float(pulp.value(self.goal))
 
     def limit_goal(self, high: float) -> None:
         """Look for nothing worse than this."""
@@ -99,17 +102,6 @@ def total(terms: Iterable[Expression]) -> Expression:
     return weighted((1.0, term) for term in terms)
 
 
-SolverName = Literal["HiGHS", "CBC"]
-
-Start = Mapping[Expression, int]  # values of the binaries of a known plan; empty: none
-
-_MISSING = {
-    "HiGHS": "the MILP was to be solved by HiGHS, but highspy cannot be imported; pip install highspy, or take CBC",
-    "CBC": "the MILP was to be solved by CBC, but PuLP has no CBC here; pip install 'pulp[cbc]', or take HiGHS",
-}
-_POLL_S = 0.2  # how often Ctrl-C is looked for; the end of a solve is noticed at once
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverResult:
     """How a solver ended; the values it found are in the program's variables."""
@@ -125,17 +117,13 @@ def available_solver(requested: SolverName | None) -> SolverName:
 
     Raises UsageError where it, or any, cannot be used.
     """
-    names: tuple[SolverName, ...] = ("HiGHS", "CBC")
-    if requested is not None:
-        if requested not in names:
-            raise UsageError(f"there is no MILP solver {requested!r}; expected one of {', '.join(names)}")
-        if not is_available(requested):
-            raise UsageError(_MISSING[requested])
-        return requested
-    found = next((name for name in names if is_available(name)), None)
-    if found is None:
-        raise UsageError("the MILP needs HiGHS or CBC and neither can be imported; pip install highspy")
-    return found
+    names: tuple[SolverName, ...] = get_args(SolverName)
+    if requested not in (None, *names):
+        raise UsageError(f"there is no MILP solver {requested!r}; expected one of {', '.join(names)}")
+    for name in names if requested is None else (requested,):
+        if is_available(name):
+            return name
+    raise UsageError(_MISSING[requested])
 
 
 def is_available(name: SolverName) -> bool:
@@ -151,12 +139,13 @@ def solve(program: LinearProgram, name: SolverName, *, start: Start, time_limit_
         _run_highs(program, start, time_limit_s)
     else:
         _run_cbc(program, start, time_limit_s)
-    status = program.lp.sol_status
+    status, is_optimal = program.lp.sol_status, program.lp.sol_status == pulp.LpSolutionOptimal
+    bound = program.lp.solverModel.getInfo().mip_dual_bound if name == "HiGHS" else 0.0
     return SolverResult(
         is_infeasible=program.lp.status == pulp.LpStatusInfeasible,
-        has_values=status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible),
-        is_proven=status == pulp.LpSolutionOptimal,
-        bound=max(0.0, program.lp.solverModel.getInfo().mip_dual_bound) if name == "HiGHS" else 0.0,
+        has_values=is_optimal or status == pulp.LpSolutionIntegerFeasible,
+        is_proven=is_optimal,
+        bound=float(pulp.value(program.goal)) if is_optimal else max(0.0, bound),
     )
 
 

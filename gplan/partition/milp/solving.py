@@ -1,192 +1,319 @@
-"""From a problem to its best stages: solve, read the stages from the choices, price them again, and say what is proven.
+"""The same problem as a mixed-integer linear program: an independent check of the other solvers, and for large graphs.
 
-A solver's numbers come with tolerances; so the cost model has the last word, and a plan that fits only by tolerance is
-forbidden and the program solved again.
+The binary y[v, k] says whether layer v is on a stage up to k. Where the candidate stages can be listed, a plan is a path of
+K rows of the stage table. With r[k, i] whether candidate i is stage k, and z[k, p] whether it ends at position p,
+    sum of the r[k, i] that end at p = z[k, p] = sum of the r[k+1, i] that begin at p;    y[v, k] = sum of z[k, p], v before p
+Seconds and bytes are sums over the rows: exact. Stages that exceed the memory of their device have no row.
+
+For larger graphs y[u, k] >= y[v, k] where layer u comes before v, and the program has the part of the costs that is linear
+in y: without workspaces, the latency of links, outputs kept because they were sent, and what replicas and tied weights add.
+
+Every plan found is priced by the cost model. One that does not fit, or costs more than the program says, is excluded
+and the program solved again, until no better one is left or the time is over. So the bound is always valid.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise, permutations
+from typing import Any
 
+import numpy as np
+
+from gplan.core import Constraints, Link, StageSeconds, ValueCost
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import seconds_text
+from gplan.cost.layer_sums import SecondsOf
+from gplan.cost.part_table import PARTS
+from gplan.graph.boundary import values_of
 from gplan.graph.layer_graph import LayerGraph
-from gplan.partition.candidates import TooManyCandidates
-from gplan.partition.milp.assignment import StageAssignment, add_constraints, are_satisfied
-from gplan.partition.milp.boundary_terms import (
-    BoundaryTerms,
-    ChainBoundaryTerms,
-    GraphBoundaryTerms,
-    OutputTerms,
-    PassThroughTerms,
-)
-from gplan.partition.milp.coefficients import LayerSeconds, ParameterBytes
-from gplan.partition.milp.memory_rows import MemoryRows
-from gplan.partition.milp.objective import StepTimeRows, add_loads
-from gplan.partition.milp.program import LinearProgram, SolverName, SolverResult, available_solver, solve
-from gplan.partition.minimax import least_load_s, smallest_largest
-from gplan.partition.plan_evaluation import fits_memory, goal_s
+from gplan.partition.batch_simulation import window_program
+from gplan.partition.candidates import CandidateLimit, Candidates, TooManyCandidates, candidates_within
+from gplan.partition.device_memory import counts_of, part_bytes
+from gplan.partition.milp import program as linear
+from gplan.partition.milp.program import Expression, LinearProgram, SolverName, Start, total, weighted
+from gplan.partition.minimax import least_load_s
+from gplan.partition.plan_evaluation import fits_memory, goal_s, load_s
 from gplan.partition.problem import Problem, Solution
 
-_SCALE = 1000.0  # about what the objective is, in the units of the program
+MOST_ROWS = 50_000
+"""Candidate stages in one program; where there are more, it has the linear part of the costs only."""
 
-
-class Formulation:
-    """The program of one problem. Its unit of time makes a solver's absolute tolerances mean parts in a billion."""
-
-    def __init__(self, problem: Problem) -> None:
-        figures = LayerSeconds(problem)
-        profile = figures.costs.profile
-        self.least_s = least_load_s(problem) * (problem.num_microbatches if problem.minimize == "step-time" else 1)
-        self.unit_s = self.least_s / _SCALE or 1.0
-        self.program = LinearProgram()
-        in_order = pairwise(range(problem.num_layers)) if problem.constraints.profile_order else ()
-        self.choices = StageAssignment(
-            self.program,
-            LayerGraph(problem.num_layers, (*profile.precedence, *in_order)),
-            num_stages=problem.num_stages,
-        )
-        weights = ParameterBytes(self.program, self.choices, profile, figures.costs.workspaces.waiting)
-        kind = ChainBoundaryTerms if self.choices.graph.is_chain else GraphBoundaryTerms
-        cuts: BoundaryTerms = kind(self.program, problem, figures.costs, self.choices, self.unit_s)
-        self.program.require(self.program.goal, at_least=self.least_s / self.unit_s)
-        if problem.minimize == "step-time":
-            StepTimeRows(self.program, self.choices, cuts, weights, figures, self.unit_s).add()
-        else:
-            add_loads(self.program, self.choices, cuts, figures=figures, unit_s=self.unit_s)
-        pass_through = PassThroughTerms(self.program, problem, figures.costs, self.choices)
-        outputs = OutputTerms(self.program, figures.costs, self.choices)
-        MemoryRows(self.program, self.choices, cuts, weights, pass_through, outputs, figures).add()
-        add_constraints(self.program, self.choices, profile=profile, constraints=problem.constraints)
-
+_SCALE = 1000.0  # about what the objective is, in the program's unit of time, for a solver's absolute tolerances
+_SLACK = 1 + 1e-9  # by which a known plan's objective may be off in the program
+_AGREES = 1 + 1e-5  # by which the program's objective and the cost model's may differ
 
 Stages = tuple[tuple[int, ...], ...]
 
-TIME_LIMIT_S = 60.0
-
-_AGREES = 1e-5  # share by which the program's objective and the cost model's may differ
-_SLACK = 1 + 1e-9  # by which a known plan's objective may be off in the program
-
 
 def smallest_by_milp(
-    problem: Problem,
-    *,
-    start: Solution | None = None,
-    solver: SolverName | None = None,
-    time_limit_s: float = TIME_LIMIT_S,
+    problem: Problem, *, start: Solution | None = None, solver: SolverName | None = None, time_limit_s: float = 60.0
 ) -> Solution | None:
     """The partition with the smallest objective; None where it is proven that there is none.
 
-    The search begins at the plan `start`, if there is one; without a solver's name HiGHS is taken, or CBC where it
-    cannot be imported. When the time is over the best plan so far comes with the bound that is proven, and a note.
+    Only plans no worse than `start` are looked for, if there is one; without a solver's name HiGHS is taken, or CBC where
+    it cannot be imported. When the time is over the best plan so far comes with the bound that is proven, and a note.
 
     Raises UsageError for a time limit of 0, a solver that is not there and recompute "selected"; NoPlanError where the
-    time was over before any plan was found; ValueError where the start is no plan for the problem.
+    time was over before any plan was found.
     """
-    _check(problem, time_limit_s)
-    name = available_solver(solver)
-    if problem.num_layers < problem.num_stages:
-        return None
-    until_s = time.monotonic() + time_limit_s
-    search = _Search(problem=problem, start=start, name=name)
-    outcome, stages = search.run(until_s=until_s)
-    if outcome.is_infeasible and search.start is None:
-        return None
-    if outcome.is_infeasible and search.start is not None:  # by rounding: nothing is below the start
-        found = search.as_best(search.start.stages)
-    elif outcome.is_proven and stages:
-        found = search.proven(stages)
-    else:
-        found = search.best_known(stages, outcome, limit=seconds_text(time_limit_s))
-    replaced = ("highspy cannot be imported: the MILP was solved by CBC",) if name == "CBC" and solver is None else ()
-    return replace(found, notes=replaced + found.notes)
-
-
-def _check(problem: Problem, time_limit_s: float) -> None:
     if not time_limit_s > 0:
         raise UsageError(f"the MILP was given {time_limit_s:g} s; expected more than 0")
     if problem.recompute == "selected":
         raise UsageError(
             "the MILP does not choose layers to recompute; expected recompute never, always or except-last"
         )
+    name, until_s, limit = linear.available_solver(solver), time.monotonic() + time_limit_s, seconds_text(time_limit_s)
+    notes = ("highspy cannot be imported: the MILP was solved by CBC",) if name == "CBC" and solver is None else ()
+    best, best_s = start, goal_s(problem, start.stages) if start else float("inf")
+    bound_s = least_s = least_load_s(problem) * (problem.num_microbatches if problem.minimize == "step-time" else 1)
+    made = _formulation(problem, best_s * _SLACK, unit_s=least_s / _SCALE or 1.0)
+    while made is not None and bound_s < best_s:
+        known, left_s = made.values_for(best.stages) if best else {}, until_s - time.monotonic()
+        if best is not None:
+            made.program.limit_goal(best_s / made.unit_s * _SLACK)
+        outcome = linear.solve(made.program, name, start=known, time_limit_s=max(1e-3, left_s))
+        if outcome.is_infeasible:
+            break
+        bound_s = max(bound_s, outcome.bound * made.unit_s)
+        stages = made.stages_found() if outcome.has_values else None
+        if stages is not None and fits_memory(problem, stages):
+            found_s = goal_s(problem, stages)
+            assert not outcome.is_proven or bound_s <= found_s * _AGREES, f"the MILP says {bound_s}, the plan {found_s}"
+            if found_s < best_s:
+                best, best_s = Solution(stages=stages, lower_bound_s=0.0, solver=f"milp/{name}"), found_s
+        if stages is None or not outcome.is_proven:
+            if best is None:
+                raise NoPlanError(
+                    f"in {limit} the MILP found no plan, nor that there is none; "
+                    "give it more time, or its devices more memory"
+                )
+            notes = (*notes, f"the MILP was stopped after {limit}")
+            return replace(best, lower_bound_s=min(best_s, bound_s), notes=notes)
+        if best_s <= bound_s * _AGREES:
+            break
+        values = made.values_for(stages).items()
+        made.program.require(total(weighted([(1, 1), (-1, y)]) if one else y for y, one in values), at_least=1)
+    return best and replace(best, lower_bound_s=best_s, solver=f"milp/{name}", notes=notes)
 
 
-@dataclass(frozen=True)
-class _Search:
-    """One problem, as a program that begins at a known plan."""
-
-    problem: Problem
-    start: Solution | None
-    name: SolverName
-
-    def __post_init__(self) -> None:
-        if self.start is not None and not self._is_plan(self.start.stages):
-            raise ValueError(f"start has stages {self.start.stages}; expected a plan for the problem")
-
-    @cached_property
-    def formulation(self) -> Formulation:
-        """The program."""
-        return Formulation(self.problem)
-
-    def run(self, *, until_s: float) -> tuple[SolverResult, Stages | None]:
-        """How the solver ended, and its stages, which fit the memory exactly; until a time of time.monotonic()."""
-        program, choices = self.formulation.program, self.formulation.choices
-        hint = {}
-        if self.start is not None:
-            hint = choices.values_for(self.start.stages)
-            program.limit_goal(goal_s(self.problem, self.start.stages) / self.formulation.unit_s * _SLACK)
-        while True:
-            left_s = max(1e-3, until_s - time.monotonic())
-            outcome = solve(program, self.name, start=hint, time_limit_s=left_s)
-            stages = choices.stages_found() if outcome.has_values else None
-            if stages is None or fits_memory(self.problem, stages):
-                return outcome, stages
-            choices.forbid(stages)
-
-    def proven(self, stages: Stages) -> Solution:
-        """The stages that the solver found as the best: by the cost model's objective, which must be the program's."""
-        best = self.as_best(stages)
-        by_model_s, by_program_s = best.lower_bound_s, self.formulation.unit_s * self.formulation.program.goal_value
-        agrees = abs(by_program_s - by_model_s) <= _AGREES * by_model_s
-        assert agrees, f"the MILP says {by_program_s}, the cost model {by_model_s}"
-        return best
-
-    def as_best(self, stages: Stages) -> Solution:
-        """These stages, which nothing is better than."""
-        return Solution(stages=stages, lower_bound_s=goal_s(self.problem, stages), solver=f"milp/{self.name}")
-
-    def best_known(self, stages: Stages | None, outcome: SolverResult, *, limit: str) -> Solution:
-        """The best plan when the time is over, with what is proven."""
-        note = f"the MILP was stopped after {limit}"
-        known = [Solution(stages=stages, lower_bound_s=0.0, solver=f"milp/{self.name}")] if stages else []
-        if self.start is not None:
-            known.append(self.start)
-        if not known:
-            known = [self._smallest_largest(limit)]
-            note = f"the MILP found no plan in {limit}: this is the plan with the smallest largest stage"
-        best_s, best = min(((goal_s(self.problem, x.stages), x) for x in known), key=lambda pair: pair[0])
-        bound_s = max(self.formulation.least_s, outcome.bound * self.formulation.unit_s)
-        return replace(best, lower_bound_s=min(best_s, bound_s), notes=(note,))
-
-    def _smallest_largest(self, limit: str) -> Solution:
-        """A plan in place of one that was not found: with the layers in the profile's order, of which there are few."""
-        costs = replace(self.problem.costs, given_downsets=None)
+def _formulation(problem: Problem, most_s: float, *, unit_s: float) -> _Formulation | None:
+    """The program for plans up to an objective; None where there are none."""
+    in_order = pairwise(range(problem.num_layers)) if problem.constraints.profile_order else ()
+    graph = LayerGraph(problem.num_layers, (*problem.costs.profile.precedence, *in_order))
+    if graph.is_chain or problem.costs.given_downsets is not None:
+        by_load = problem.minimize != "step-time"
+        most = [most_s if by_load else most_s / problem.num_microbatches] * problem.num_stages
         try:
-            found = smallest_largest(replace(self.problem, costs=costs))
+            found = candidates_within(problem, CandidateLimit(by_load=by_load, most_s=most), most=MOST_ROWS)
+            return None if found is None else _StagePath(problem, unit_s, found)
         except TooManyCandidates:
-            found = None
-        if found is None:
-            raise NoPlanError(
-                f"in {limit} the MILP found no plan, nor that there is none; give it more time, or its devices more memory"
-            )
-        return found
+            pass
+    return _LinearPart(problem, unit_s, graph)
 
-    def _is_plan(self, stages: Stages) -> bool:
-        return (
-            self.formulation.choices.are_stages(stages)
-            and fits_memory(self.problem, stages)
-            and are_satisfied(self.problem.constraints, profile=self.problem.costs.profile, stages=stages)
+
+class _Formulation:
+    """A program with the choices y, to be completed."""
+
+    def __init__(self, problem: Problem, unit_s: float) -> None:
+        self.program, self.unit_s, self.problem = LinearProgram(), unit_s, problem
+        self.layers, self.stages = range(problem.num_layers), range(problem.num_stages)
+        self.y = {
+            (v, k): self.program.variable(f"y_{v}_{k}", is_binary=True) for k in self.stages[:-1] for v in self.layers
+        }
+
+    def values_for(self, stages: Stages) -> Start:
+        """The values of the binaries for these stages."""
+        stage_of = {v: k for k, layers in enumerate(stages) for v in layers}
+        return {y: int(stage_of[v] <= k) for (v, k), y in self.y.items()}
+
+    def stages_found(self) -> Stages:
+        """The stages that a solver has found."""
+        stage_of = [sum(self.y[v, k].value() < 0.5 for k in self.stages[:-1]) for v in self.layers]
+        return tuple(tuple(v for v in self.layers if stage_of[v] == k) for k in self.stages)
+
+    def add_goal(self, seconds: Sequence[StageSeconds[Any]], *, most_update: float = 0.0) -> None:
+        """The goal is at least what the problem minimises, given the seconds of every stage, in units."""
+        problem, program, goal = self.problem, self.program, self.program.goal
+        times = [
+            StageSeconds(**{x: program.at_least(f"{x}_{k}", [each]) for x, each in some.present.items()})
+            for k, some in enumerate(seconds)
+        ]
+        if problem.minimize != "step-time":
+            loads = [load_s(problem, k, x, times[k - 1].activation_s if k else 0.0) for k, x in enumerate(times)]
+            for stages in problem.stages_by_device:
+                program.require(goal, at_least=total(loads[k] for k in stages))
+            return
+        actions = window_program(problem, 0, self.stages[-1])
+        durations, hops = actions.durations_s(times), actions.hops_s(times)
+        free: list[Expression] = [0.0] * problem.num_devices
+        arrivals, sent = dict[int, Expression](), dict[int, Expression]()
+        for i, (device, need, duration, hop, link) in enumerate(actions.entries):  # as in `kernel.action_times`
+            start = free[device] if need < 0 else program.at_least(f"start_{i}", [free[device], arrivals[need]])
+            arrival = free[device] = total([start, durations[duration]])
+            if hop >= 0:
+                if link in sent:
+                    arrival = program.at_least(f"queued_{i}", [arrival, sent[link]])
+                arrivals[i] = sent[link] = total([arrival, hops[hop]])
+        updates = [total(times[k].optimizer_s for k in stages) for stages in problem.stages_by_device]
+        for end, update in zip(free, updates, strict=True):
+            program.require(goal, at_least=total([end, update]))
+        for one, other in permutations(self.stages, 2):
+            (there, here), tied = [problem.devices[k] for k in (one, other)], [times[k].is_tied for k in (one, other)]
+            if there != here and None not in tied:  # where both are tied, updates wait for the other device
+                less = weighted((most_update * len(self.stages), x) for x in (*tied, -2))
+                program.require(goal, at_least=total([free[there], updates[here], less]))
+
+
+class _StagePath(_Formulation):
+    """A plan as a path of candidate stages."""
+
+    def __init__(self, problem: Problem, unit_s: float, candidates: Sequence[Candidates]) -> None:
+        super().__init__(problem, unit_s)
+        require_equal, variable, downsets = self.program.require_equal, self.program.variable, problem.costs.downsets
+        self.rows = [[variable(f"r_{k}_{i}", high=1) for i in range(len(x))] for k, x in enumerate(candidates)]
+        cut: dict[int, Expression] = {0: 1.0}
+        for k, some in enumerate(candidates):
+            for p, z in cut.items():
+                require_equal(self.sum(k, some.first == p), z)
+            cut = {p: variable(f"z_{k}_{p}", high=1) for p in np.unique(some.end).tolist()}
+            for p, z in cut.items():
+                require_equal(self.sum(k, some.end == p), z)
+            for v in self.layers if k < self.stages[-1] else ():
+                is_before = downsets.is_before(v)
+                require_equal(self.y[v, k], total(z for p, z in cut.items() if is_before[p]))
+        units = {"is_tied": 1.0}  # the others are in seconds
+        times = [
+            StageSeconds(**{x: self.sum(k, s / units.get(x, unit_s)) for x, s in some.times.present.items()})
+            for k, some in enumerate(candidates)
+        ]
+        self.add_goal(times, most_update=max(float(x.times.optimizer_s.max()) for x in candidates) / unit_s)
+        for device, stages in enumerate(problem.stages_by_device if problem.has_chunks else ()):
+            if limit := problem.memory_of(stages[0]):
+                own = [(candidates[k], problem.boundaries(k)) for k in stages]
+                parts = [part_bytes(problem.costs, x.first, x.end, boundaries) / limit for x, boundaries in own]
+                for moment in counts_of(problem, device):
+                    held = (self.sum(k, counts @ size) for k, counts, size in zip(stages, moment, parts, strict=True))
+                    self.program.require(_SLACK, at_least=total(held))
+
+    def sum(self, k: int, values: Any) -> Expression:
+        """The value [E] of the candidate that is stage k."""
+        return weighted((float(values[i]), self.rows[k][i]) for i in np.flatnonzero(values).tolist())
+
+
+class _LinearPart(_Formulation):
+    """A plan as the stage of every layer, with the part of its costs that is linear in that."""
+
+    def __init__(self, problem: Problem, unit_s: float, graph: LayerGraph) -> None:
+        super().__init__(problem, unit_s)
+        self.costs, require = replace(problem.costs, given_downsets=None), self.program.require
+        for k in self.stages:
+            require(self.sum(k, [1] * len(self.layers)), at_least=1)
+            for v in self.layers:
+                require(self.up_to(v, k), at_least=self.up_to(v, k - 1))
+            for before, after in graph.reduced_edges:
+                require(self.up_to(before, k), at_least=self.up_to(after, k))
+        self.add_constraints(problem.constraints)
+        self.crossing = [self.crossing_bytes(k, graph) for k in self.stages]
+        self.add_goal([self.seconds(k) for k in self.stages])
+        for device, stages in enumerate(problem.stages_by_device):
+            if limit := problem.memory_of(stages[0]):
+                parts = [(i, PARTS.index(x), size) for i, k in enumerate(stages) for x, size in self.parts(k).items()]
+                for moment in counts_of(problem, device):
+                    held = weighted((moment[i, j] / limit, size) for i, j, size in parts if moment[i, j])
+                    require(1 + 1 / limit, at_least=held)  # a byte for rounding
+
+    def up_to(self, v: int, k: int) -> Expression:
+        """y[v, k]; nothing is before stage 0, and layer L, the model's output, behind all stages."""
+        return self.y.get((v, k), float(k >= 0 and v in self.layers))
+
+    def sum(self, k: int, values: Iterable[float]) -> Expression:
+        """The sum of values[L] over the layers of stage k."""
+        terms = [(float(x), self.up_to(v, k), self.up_to(v, k - 1)) for v, x in enumerate(values) if x]
+        return weighted((sign * x, y) for x, here, before in terms for sign, y in ((1, here), (-1, before)))
+
+    def held(self, k: int, field: str) -> Expression:
+        """A field of layers and shared weights, summed over those on stage k; shared ones count where their first user is."""
+        amounts = [getattr(x, field) for x in self.costs.profile.layers]
+        for x in self.costs.profile.shared_weights:
+            amounts[x.layers[0]] += getattr(x, field)
+        return self.sum(k, amounts)
+
+    def crossing_bytes(self, k: int, graph: LayerGraph) -> tuple[Expression, Expression]:
+        """Bytes of activations and gradients over the cut after stage k, if it is between two devices."""
+        if k == self.stages[-1] or not self.problem.boundaries(k).after:
+            return 0.0, 0.0
+        end, crossing = self.layers.stop, list[tuple[ValueCost, Expression]]()
+        for i, value in enumerate(values_of(self.costs.profile)):
+            made = 1.0 if value.producer is None else self.up_to(value.producer, k)
+            last_readers = (end,) if end in value.consumers else graph.last_of(value.consumers)
+            rows = [weighted([(1, made), (-1, self.up_to(x, k))]) for x in last_readers]
+            crosses = rows[0] if len(rows) == 1 else self.program.at_least(f"c_{i}_{k}", rows, high=1)
+            crossing.append((value.costs[0], crosses))
+        return weighted((x.num_bytes, c) for x, c in crossing), weighted((x.gradient_bytes, c) for x, c in crossing)
+
+    def add_constraints(self, constraints: Constraints) -> None:
+        """Rows that satisfy all constraints; "up to" and "between" are in the profile's order."""
+        index = {layer.name: v for v, layer in enumerate(self.costs.profile.layers)}
+        for last in {index[name] for name in constraints.cut_after}:
+            cuts = [self.program.variable(f"cut_{last}_{k}", high=1) for k in self.stages[:-1]]
+            self.program.require(total(cuts), at_least=1)  # one of them is right after these layers
+            for (v, k), y in self.y.items():
+                self.program.require(y if v <= last else weighted([(1, 1), (-1, y)]), at_least=cuts[k])
+        for one, other in constraints.keep_together:
+            for v, k in self.y:
+                if index[one] <= v < index[other]:
+                    self.program.require_equal(self.y[v, k], self.y[v + 1, k])
+        for pin in constraints.pins:
+            self.program.require(self.sum(pin.stage, np.eye(len(self.layers))[index[pin.layer]]), at_least=1)
+
+    def seconds(self, k: int) -> StageSeconds[Any]:
+        """The least that stage k takes, in units."""
+        costs, step, profile = self.costs, self.costs.profile.step, self.costs.profile
+        link_scale = _least_s_per_byte(self.problem.link_after(k)) / self.unit_s
+        scale = 1 / self.problem.speed(k) / self.unit_s
+
+        def of_pass(name: SecondsOf) -> Expression:
+            layers_s, whole_s = costs.sums.layer_s(name), costs.sums.seconds(name, *costs.all_layers)[0]
+            loss_s = (whole_s - layers_s.sum()) * (k == self.stages[-1])
+            return weighted([(scale, self.sum(k, layers_s)), ((costs.overhead_s + loss_s) * scale, 1)])
+
+        update = step.spread_s * min(1.0, step.contention) / profile.whole_update_amount * scale
+        fixed = step.fixed_part_s * min(1.0, step.contention) + costs.around_s * (k == 0)
+        halves: tuple[SecondsOf, ...] = ("input_gradient", "weight_gradient") if costs.sums.has_halves else ()
+        return StageSeconds(
+            forward_s=of_pass("forward"),
+            backward_s=of_pass("backward"),
+            recompute_s=self.sum(k, costs.sums.layer_s("last_recompute") * scale),
+            optimizer_s=weighted([(update, self.held(k, "update_amount")), (fixed * scale, 1)]),
+            activation_s=weighted([(link_scale, self.crossing[k][0])]),
+            gradient_s=weighted([(link_scale, self.crossing[k][1])]),
+            **{f"{name}_s": of_pass(name) for name in halves},
         )
+
+    def parts(self, k: int) -> dict[str, Expression]:
+        """The least that stage k holds, by the fields of `StageBytes`."""
+        costs, frees_outputs = self.costs, self.costs.transfers.frees_outputs
+        kept = np.array([x.stash_bytes for x in costs.sums.costs])
+        for (producer, _), num_bytes in costs.saved_outputs(only_later=True):
+            kept[producer] -= num_bytes  # not made again in a recompute
+        state_bytes = costs.profile.step.state_bytes / (costs.profile.trained_bytes or 1)
+        received = total([self.crossing[k][1], 0.0 if frees_outputs or k == 0 else self.crossing[k - 1][0]])
+        updating = ((1, "reduced_bytes"), (-1, "gathered_bytes")) if costs.sharding == "optimizer" else ()
+        return {
+            "weight": self.held(k, "weight_bytes"),
+            "gradient": self.held(k, "gradient_bytes"),
+            "optimizer": weighted([(state_bytes, self.held(k, "updated_bytes"))]),
+            "optimizer_workspace": weighted((sign, self.held(k, field)) for sign, field in updating),
+            "buffer": weighted([(costs.num_buffers, received)]),
+            "stash": self.sum(k, kept),
+            "recomputed_stash": 0.0 if frees_outputs else self.sum(k, kept),
+            "pending": self.sum(k, [x.pending_bytes for x in costs.sums.costs]),
+        }
+
+
+def _least_s_per_byte(link: Link) -> float:
+    """Seconds of a byte where a message has most bytes per second."""
+    return min([1 / link.bytes_per_s, *(x.seconds / x.num_bytes for x in link.points)])
