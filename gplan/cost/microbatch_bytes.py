@@ -1,8 +1,7 @@
 """What a stage holds for each micro-batch, from what its layers keep and what crosses its two cuts: written once.
 
-The terms may be numbers, arrays with an entry for each candidate stage, or expressions of a linear program: the parts
-are sums of them. So the evaluator, the bounds that add up layers and cuts, and the mixed-integer program share the
-formulas.
+The terms may be numbers, or arrays with an entry for each candidate stage: the parts are sums of them. So the evaluator
+and the bounds that add up layers and cuts share the formulas.
 
 How long the engine holds what it sends and receives depends on the version of torch (`TransferMemory`).
 """

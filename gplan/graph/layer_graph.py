@@ -7,7 +7,7 @@ known from its length.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -119,17 +119,3 @@ class LayerGraph:
     def last_of(self, layers: Sequence[int]) -> tuple[int, ...]:
         """Those of some layers that no other of them must follow."""
         return tuple(x for x in layers if not any(self.comes_before(x, y) for y in layers))
-
-
-def is_connected(num_nodes: int, edges: Iterable[tuple[int, int]]) -> bool:
-    """Whether the edges, in either direction, join nodes 0, ..., num_nodes - 1 and all others that they touch.
-
-    >>> is_connected(3, [(0, 1), (2, 7), (7, 1)]), is_connected(3, [(0, 1)])
-    (True, False)
-    """
-    import networkx as nx
-
-    graph: nx.Graph[int] = nx.Graph()
-    graph.add_nodes_from(range(num_nodes))
-    graph.add_edges_from(edges)
-    return bool(nx.is_connected(graph))

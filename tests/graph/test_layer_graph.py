@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 from hypothesis import given
 
-from gplan.graph.layer_graph import LayerGraph, is_connected
+from gplan.graph.layer_graph import LayerGraph
 from tests.graphs import Graph, graphs
 
 # 0, then 1 and 2 side by side, then 3, then 4
@@ -55,8 +55,3 @@ def test_a_cycle_is_named() -> None:
 def test_a_layer_that_does_not_exist_is_named() -> None:
     with pytest.raises(ValueError, match="layer 1 before layer 3: expected layers from 0 to 2"):
         LayerGraph(3, ((1, 3),))
-
-
-def test_an_input_that_two_towers_read_connects_them() -> None:
-    assert is_connected(2, [(-1, 0), (-1, 1)])
-    assert not is_connected(2, [(-1, 0), (1, 2)])
