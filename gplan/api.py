@@ -25,6 +25,7 @@ from gplan.core import (
 from gplan.core.errors import UsageError
 from gplan.core.profile import SAMPLING_BUDGET_S
 from gplan.core.progress import Progress, no_progress
+from gplan.corrections.gradient_reduction import beside_reduction
 from gplan.evaluate.compare import compare as compare
 from gplan.evaluate.compare import with_equal_speed
 from gplan.evaluate.replanning import for_one_process
@@ -62,6 +63,7 @@ def profile(
     device: str = "cpu",
     hardware: str | Path | None = None,
     fused: str | None = None,
+    reduce_slowdown: float | None = None,
     num_threads: int = 1,
     contention: int | None = None,
     link: Link | None = None,
@@ -81,6 +83,7 @@ def profile(
 
     `device` is "cpu", "cuda", "cuda:1", or "meta": then seconds are computed for `hardware` (a name such as "h100", or
     a TOML file), and bytes come from a run on fake tensors; `fused` names kernels that training fuses, "all", or some such as "attention,normalization".
+    `reduce_slowdown` is the factor on backwards beside which replicas reduce gradients.
 
     `contention` processes do the same work beside (by default as many as the remaining cores of a CPU allow, at most 7).
     The link, and on a CPU what the engine itself takes, are measured between two processes where `link` is not given.
@@ -111,8 +114,9 @@ def profile(
         precision=Precision.named(precision),
     )
     if device == "meta":
-        return _computed(given, tuple(microbatch_sizes), hardware, fused, link, granularity, progress)
-    _check_nothing_to_compute(device, {"--hardware": hardware, "--fused": fused})
+        computed = _computed(given, tuple(microbatch_sizes), hardware, fused, link, granularity, progress)
+        return computed if reduce_slowdown is None else beside_reduction(computed, reduce_slowdown)
+    _check_nothing_to_compute(device, {"--hardware": hardware, "--fused": fused, "--reduce-slowdown": reduce_slowdown})
     options = ProfileOptions(
         microbatch_sizes=tuple(microbatch_sizes),
         device=device,

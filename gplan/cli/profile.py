@@ -27,6 +27,9 @@ if TYPE_CHECKING:
               "tpu-v3, cpu, a TOML file, or a published efficiency file in JSON.")  # fmt: skip
 @click.option("--fused", metavar="KERNELS", help="With --device meta: kernels that training fuses, all, none, or some of "
               "attention,cross-entropy,normalization,activation.  [default: as the hardware's file says, else none]")  # fmt: skip
+@click.option("--reduce-slowdown", type=float, metavar="FACTOR",
+              help="With --device meta: how many times as long backwards take, as replicas reduce gradients beside them, such as "
+                   "1.15.")  # fmt: skip
 @click.option("--threads", default=1, show_default=True, help="CPU cores of one pipeline device.")
 @click.option("--contention", type=int, metavar="N",
               help="Processes that do the same work at the same time.  [default: as many as the remaining cores allow, at most 7; on a GPU none]")  # fmt: skip
@@ -46,7 +49,7 @@ if TYPE_CHECKING:
 @json_option
 def profile(
     model: str, settings: tuple[str, ...], microbatch_size: str, input_shape: str | None, device: str,
-    hardware: str | None, fused: str | None, threads: int, contention: int | None,
+    hardware: str | None, fused: str | None, reduce_slowdown: float | None, threads: int, contention: int | None,
     link: str | None, granularity: Granularity, precision: PrecisionName, budget: float, seed: int, output: Path,
     as_json: bool,
 ) -> None:  # fmt: skip
@@ -75,6 +78,7 @@ def profile(
             device=device,
             hardware=hardware,
             fused=fused,
+            reduce_slowdown=reduce_slowdown,
             num_threads=threads,
             contention=contention,
             link=_link(link),
