@@ -13,6 +13,15 @@ In the pictures a cell is the time of a forward and shows the micro-batch; a bac
     bubble     (K-1)/(M+K-1) for equal stages, as GPipe
     transfers  of c each way make every micro-batch 2c (K-1)/K longer in the long run
 
+1F1B with a cap of n starts at most n forwards on a stage before its first backward; K = 3, M = 4, n = 2:
+
+    device 0 | 0 1 . . . . . 0 0 2 . . . 1 1 3 . . . 2 2 . 3 3
+    device 1 | . 0 1 . . 0 0 . . . 2 1 1 . . . 3 2 2 . 3 3 . .
+    device 2 | . . 0 0 0 1 1 1 . . . 2 2 2 . . . 3 3 3 . . . .
+
+    order      min(n, K - s) forwards, then B and F in turns
+    in flight  min(M, n, K - s) micro-batches on stage s: less memory, and a larger bubble where n < K
+
 Eager 1F1B (Zhuang et al. 2022, "On Optimizing the Communication of Model Parallelism") starts more forwards, so that
 what a device computes next has arrived while it computes something else:
 
@@ -57,6 +66,15 @@ def one_f_one_b(num_devices: int, num_microbatches: int) -> list[list[Action]]:
     ['0F0', '0F1', '0B0', '0F2', '0B1', '0B2']
     """
     return _warmed_up(num_devices, num_microbatches, NUM_WARMUP["1f1b"])
+
+
+def capped_1f1b(num_devices: int, num_microbatches: int, most_in_flight: int) -> list[list[Action]]:
+    """1F1B's orders with at most so many micro-batches in flight on a stage.
+
+    >>> [str(action) for action in capped_1f1b(3, 3, 1)[0]]
+    ['0F0', '0B0', '0F1', '0B1', '0F2', '0B2']
+    """
+    return _warmed_up(num_devices, num_microbatches, lambda left: min(most_in_flight, NUM_WARMUP["1f1b"](left)))
 
 
 def eager_1f1b(num_devices: int, num_microbatches: int) -> list[list[Action]]:

@@ -18,7 +18,7 @@ from gplan.core.errors import UsageError
 from gplan.core.units import counted
 from gplan.schedules.custom import custom_order, is_custom_order
 from gplan.schedules.gpipe import looped_bfs
-from gplan.schedules.one_f_one_b import eager_1f1b, interleaved_1f1b, one_f_one_b
+from gplan.schedules.one_f_one_b import capped_1f1b, eager_1f1b, interleaved_1f1b, one_f_one_b
 from gplan.schedules.zero_bubble import zb_h1, zb_v
 
 
@@ -42,6 +42,7 @@ _CHUNKS: Any = {"num_chunks": None, "number": "chunks a device", "default_number
 SCHEDULES: dict[str, ScheduleRule] = {
     "gpipe": ScheduleRule(make=looped_bfs),
     "1f1b": ScheduleRule(make=lambda k, m, _: one_f_one_b(k, m)),
+    "1f1b-cap": ScheduleRule(make=capped_1f1b, number="micro-batches in flight on a stage"),
     "eager-1f1b": ScheduleRule(make=lambda k, m, _: eager_1f1b(k, m)),
     "interleaved-1f1b": ScheduleRule(make=interleaved_1f1b, **_CHUNKS),
     "looped-bfs": ScheduleRule(make=looped_bfs, **_CHUNKS),

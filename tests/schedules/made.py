@@ -10,7 +10,7 @@ from gplan.core import Action, ActionKind, Schedule, StageCost
 from gplan.schedules.registry import make_schedule
 
 NAMES = (
-    "gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-v", *(f"{word}:{v}" for word in ("interleaved-1f1b", "looped-bfs") for v in range(1, 5)),
+    "gpipe", "1f1b", "1f1b-cap:3", "eager-1f1b", "zb-h1", "zb-v", *(f"{word}:{v}" for word in ("interleaved-1f1b", "looped-bfs") for v in range(1, 5)),
 )  # fmt: skip
 num_devices = st.integers(1, 8)
 num_microbatches = st.integers(1, 32)

@@ -108,6 +108,7 @@ def test_1f1b_keeps_k_minus_s_micro_batches_in_flight_eager_almost_twice_as_many
     for stage in range(k):
         assert most_in_flight(made("gpipe", k, m), stage) == m
         assert most_in_flight(made("1f1b", k, m), stage) == min(m, k - stage)
+        assert most_in_flight(made("1f1b-cap:2", k, m), stage) == min(m, 2, k - stage)
         assert most_in_flight(made("eager-1f1b", k, m), stage) == min(m, 2 * (k - stage) - 1)
 
 

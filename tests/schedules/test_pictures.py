@@ -74,8 +74,9 @@ SHOWN = {
     "gpipe": ("gpipe", 0, 3, 4, by_number, WHOLE),
     "looped-bfs:2": ("gpipe", 1, 2, 2, by_number, WHOLE),
     "1f1b": ("one_f_one_b", 0, 3, 4, by_number, WHOLE),
-    "eager-1f1b": ("one_f_one_b", 1, 3, 4, by_number, WHOLE),
-    "interleaved-1f1b:2": ("one_f_one_b", 2, 2, 4, by_number, WHOLE),
+    "1f1b-cap:2": ("one_f_one_b", 1, 3, 4, by_number, WHOLE),
+    "eager-1f1b": ("one_f_one_b", 2, 3, 4, by_number, WHOLE),
+    "interleaved-1f1b:2": ("one_f_one_b", 3, 2, 4, by_number, WHOLE),
     "zb-h1": ("zero_bubble", 0, 3, 4, by_kind, HALVES),
     "zb-v": ("zero_bubble", 1, 2, 4, by_kind, HALVES),
 }
