@@ -51,9 +51,8 @@ class LinearProgram:
         """A new variable from 0 to `high`; CBC refuses a program in which two have one name."""
         assert name not in self._names, f"there are two variables {name}"
         self._names.add(name)
-        return self.lp.add_variable(
-            name, 0, 1 if is_binary else high, pulp.LpBinary if is_binary else pulp.LpContinuous
-        )
+        kind = pulp.LpBinary if is_binary else pulp.LpContinuous
+        return self.lp.add_variable(name, 0, 1 if is_binary else high, kind)
 
     def at_least(self, name: str, values: Iterable[Expression], *, high: float | None = None) -> Expression:
         """A new variable that is at least 0 and each of these."""
@@ -135,10 +134,8 @@ def solve(program: LinearProgram, name: SolverName, *, start: Start, time_limit_
     """Solve a program; Ctrl-C stops the solver and is passed on."""
     if program.is_contradictory:
         return SolverResult(is_infeasible=True, has_values=False, is_proven=True, bound=0.0)
-    if name == "HiGHS":
-        _run_highs(program, start, time_limit_s)
-    else:
-        _run_cbc(program, start, time_limit_s)
+    run = _run_highs if name == "HiGHS" else _run_cbc
+    run(program, start, time_limit_s)
     status, is_optimal = program.lp.sol_status, program.lp.sol_status == pulp.LpSolutionOptimal
     bound = program.lp.solverModel.getInfo().mip_dual_bound if name == "HiGHS" else 0.0
     return SolverResult(

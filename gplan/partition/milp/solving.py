@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from gplan.core import Constraints, Link, StageSeconds, ValueCost
+from gplan.core import Constraints, StageSeconds, ValueCost
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import seconds_text
 from gplan.cost.layer_sums import SecondsOf
@@ -38,14 +38,14 @@ from gplan.partition.minimax import least_load_s
 from gplan.partition.plan_evaluation import fits_memory, goal_s, load_s
 from gplan.partition.problem import Problem, Solution
 
+Stages = tuple[tuple[int, ...], ...]
+
 MOST_ROWS = 50_000
 """Candidate stages in one program; where there are more, it has the linear part of the costs only."""
 
 _SCALE = 1000.0  # about what the objective is, in the program's unit of time, for a solver's absolute tolerances
 _SLACK = 1 + 1e-9  # by which a known plan's objective may be off in the program
 _AGREES = 1 + 1e-5  # by which the program's objective and the cost model's may differ
-
-Stages = tuple[tuple[int, ...], ...]
 
 
 def smallest_by_milp(
@@ -68,9 +68,9 @@ def smallest_by_milp(
     name, until_s, limit = linear.available_solver(solver), time.monotonic() + time_limit_s, seconds_text(time_limit_s)
     notes = ("highspy cannot be imported: the MILP was solved by CBC",) if name == "CBC" and solver is None else ()
     best, best_s = start, goal_s(problem, start.stages) if start else float("inf")
-    bound_s = least_s = least_load_s(problem) * (problem.num_microbatches if problem.minimize == "step-time" else 1)
-    made = _formulation(problem, best_s * _SLACK, unit_s=least_s / _SCALE or 1.0)
-    while made is not None and bound_s < best_s:
+    least_s = least_load_s(problem) * (problem.num_microbatches if problem.minimize == "step-time" else 1)
+    made, bound_s = _formulation(problem, best_s * _SLACK, unit_s=least_s / _SCALE or 1.0), 0.0
+    while made is not None and bound_s * _AGREES < best_s:
         known, left_s = made.values_for(best.stages) if best else {}, until_s - time.monotonic()
         if best is not None:
             made.program.limit_goal(best_s / made.unit_s * _SLACK)
@@ -91,9 +91,7 @@ def smallest_by_milp(
                     "give it more time, or its devices more memory"
                 )
             notes = (*notes, f"the MILP was stopped after {limit}")
-            return replace(best, lower_bound_s=min(best_s, bound_s), notes=notes)
-        if best_s <= bound_s * _AGREES:
-            break
+            return replace(best, lower_bound_s=min(best_s, max(least_s, bound_s)), notes=notes)
         values = made.values_for(stages).items()
         made.program.require(total(weighted([(1, 1), (-1, y)]) if one else y for y, one in values), at_least=1)
     return best and replace(best, lower_bound_s=best_s, solver=f"milp/{name}", notes=notes)
@@ -272,8 +270,8 @@ class _LinearPart(_Formulation):
     def seconds(self, k: int) -> StageSeconds[Any]:
         """The least that stage k takes, in units."""
         costs, step, profile = self.costs, self.costs.profile.step, self.costs.profile
-        link_scale = _least_s_per_byte(self.problem.link_after(k)) / self.unit_s
-        scale = 1 / self.problem.speed(k) / self.unit_s
+        link, scale = self.problem.link_after(k), 1 / self.problem.speed(k) / self.unit_s
+        least_s_per_byte = min([1 / link.bytes_per_s, *(x.seconds / x.num_bytes for x in link.points)])
 
         def of_pass(name: SecondsOf) -> Expression:
             layers_s, whole_s = costs.sums.layer_s(name), costs.sums.seconds(name, *costs.all_layers)[0]
@@ -288,8 +286,8 @@ class _LinearPart(_Formulation):
             backward_s=of_pass("backward"),
             recompute_s=self.sum(k, costs.sums.layer_s("last_recompute") * scale),
             optimizer_s=weighted([(update, self.held(k, "update_amount")), (fixed * scale, 1)]),
-            activation_s=weighted([(link_scale, self.crossing[k][0])]),
-            gradient_s=weighted([(link_scale, self.crossing[k][1])]),
+            activation_s=weighted([(least_s_per_byte / self.unit_s, self.crossing[k][0])]),
+            gradient_s=weighted([(least_s_per_byte / self.unit_s, self.crossing[k][1])]),
             **{f"{name}_s": of_pass(name) for name in halves},
         )
 
@@ -312,8 +310,3 @@ class _LinearPart(_Formulation):
             "recomputed_stash": 0.0 if frees_outputs else self.sum(k, kept),
             "pending": self.sum(k, [x.pending_bytes for x in costs.sums.costs]),
         }
-
-
-def _least_s_per_byte(link: Link) -> float:
-    """Seconds of a byte where a message has most bytes per second."""
-    return min([1 / link.bytes_per_s, *(x.seconds / x.num_bytes for x in link.points)])
