@@ -24,11 +24,11 @@ from profiler.analytic.hardware import FusedKernel, Hardware
 from profiler.analytic.layer_work import HalvesAnalysis, LayerAnalysis, analyse, analyse_halves
 from profiler.analytic.roofline import (
     Operation,
+    WorkCounter,
     operations_seconds,
     roofline_seconds,
     total_work,
 )
-from profiler.analytic.work import WorkCounter
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, model_state_restored, routing_notes
 from profiler.host.host_info import software_versions

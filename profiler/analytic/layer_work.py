@@ -1,6 +1,6 @@
 """Work and memory of layers without computing them: one forward and backward on fake tensors.
 
-Fake tensors have shapes, dtypes and storages, but no memory. Dispatch modes count operations (profiler/analytic/work.py)
+Fake tensors have shapes, dtypes and storages, but no memory. Dispatch modes count operations (profiler/analytic/roofline.py)
 and follow storages (profiler/memory/allocations.py). The operations are those that torch runs on a CPU; they include
 fused attention, except with dropout.
 """
@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gplan.core.errors import ModelError
 from profiler.analytic.fusion import NOTHING_FUSED, Fused, fusing, with_fused_regions
-from profiler.analytic.roofline import Operation
-from profiler.analytic.work import WorkCounter, product_dtype
+from profiler.analytic.roofline import Operation, WorkCounter, product_dtype
 from profiler.backward.rematerialize import noting_saves
 from profiler.capture.chain import Tensors
 from profiler.memory.allocations import StorageRecorder, storage_key

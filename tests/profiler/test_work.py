@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from gplan.core import Work
-from profiler.analytic.roofline import Operation, total_work
-from profiler.analytic.work import WorkCounter, product_dtype
+from profiler.analytic.roofline import Operation, WorkCounter, product_dtype, total_work
 
 
 def operations(run: Callable[[], object]) -> tuple[Operation, ...]:
