@@ -52,14 +52,13 @@ class StandInMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._mode = mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.lift_fresh.default:  # a new constant, whose value may be read
-            args, kwargs = pytree.tree_map(self._faked, (args, kwargs))
-        return func(*args, **(kwargs or {}))
 
-    def _faked(self, value: object) -> object:
-        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
-            return value
-        return self._mode.from_tensor(value, static_shapes=True)
+        def faked(value: Tensor) -> Tensor:
+            return value if isinstance(value, FakeTensor) else self._mode.from_tensor(value, static_shapes=True)
+
+        if func is not torch.ops.aten.lift_fresh.default:  # a new constant, whose value may be read
+            args, kwargs = pytree.tree_map_only(Tensor, faked, (args, kwargs))
+        return func(*args, **(kwargs or {}))
 
 
 class StandIns:

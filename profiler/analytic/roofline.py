@@ -137,11 +137,13 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if isinstance(func, HigherOrderOperator):
             return result
-        operands = list(tensors_in((args, kwargs)))
-        num_bytes = _moved_bytes(func, operands, _written(func, args, result))
+        num_bytes = _moved_bytes(func, args, kwargs, result)
         if num_bytes:
             kind = operation_kind(_name(func))
-            num_flops = _num_flops(func, kind, args, kwargs or {}, result)
+            if kind in PRODUCTS and (formula := _FORMULAS.get(func.overloadpacket)):
+                num_flops = int(formula(*args, **(kwargs or {}), out_val=result))
+            else:
+                num_flops = 0 if kind == "indexing" else max(x.numel() for x in tensors_in((args, kwargs, result)))
             work = Work(kind=kind, num_operations=1, num_flops=num_flops, num_bytes=num_bytes)
             first = next(tensors_in((args, kwargs, result)))
             self._operations.append(
@@ -187,14 +189,11 @@ def _name(func: Any) -> str:
     return str(func._schema.name).partition("::")[2]
 
 
-def _written(func: Any, args: Any, result: Any) -> list[Tensor]:
-    """The results; in-place operations on lists return nothing and write into their first argument."""
-    results = list(tensors_in(result))
-    return results if results or not func._schema.is_mutable else list(tensors_in(args[0]))
-
-
-def _moved_bytes(func: Any, operands: Sequence[Tensor], written: Sequence[Tensor]) -> int:
+def _moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Bytes read and written; 0 for views, empty tensors and queries."""
+    operands, written = list(tensors_in((args, kwargs))), list(tensors_in(result))
+    if not written and func._schema.is_mutable:  # in-place operations on lists return nothing
+        written = list(tensors_in(args[0]))
     name, before = _name(func), {storage_key(x) for x in operands}
     is_view = not func._schema.is_mutable and all(storage_key(x) in before for x in written)
     if is_view or name in _EMPTY:
@@ -210,14 +209,6 @@ def _size(tensor: Tensor) -> int:
     """Bytes of the distinct elements: a dimension of stride 0 repeats the same ones."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(size for size, stride in sizes if stride) * tensor.element_size() if tensor.numel() else 0
-
-
-def _num_flops(func: Any, kind: OperationKind, args: Any, kwargs: Any, result: Any) -> int:
-    if kind in PRODUCTS and (formula := _FORMULAS.get(func.overloadpacket)):
-        return int(formula(*args, **kwargs, out_val=result))
-    if kind == "indexing":
-        return 0
-    return max(x.numel() for x in tensors_in((args, kwargs, result)))
 
 
 def _shape(func: Any, args: Any, kwargs: Any, result: Any) -> Shape | None:
