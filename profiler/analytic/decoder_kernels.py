@@ -14,7 +14,6 @@ gradient of the weight's size beside). Tokens are spread evenly over experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -452,15 +451,3 @@ def _grouped(groups: int, rows: int, k: int, n: int, *, keeps: int) -> Kernel:
         makes=ELEMENT * groups * rows * n,
         input_gradient=ELEMENT * groups * rows * k,
     )
-
-
-def layers_by_shape(parts: Sequence[Part]) -> dict[tuple[int, int], tuple[int, ...]]:
-    """The layers with a product of each shape: Transformer Engine holds an empty bfloat16 gradient of each shape.
-
-    Where products add to the gradients themselves, autograd gets such a tensor in their place (`get_dummy_wgrad`).
-    """
-    found: dict[tuple[int, int], tuple[int, ...]] = {}
-    for layer, part in enumerate(parts):
-        for shape in dict.fromkeys(part.weights):
-            found[shape] = (*found.get(shape, ()), layer)
-    return found

@@ -30,7 +30,6 @@ from profiler.analytic.decoder_kernels import (
     MEGATRON_KERNELS,
     LayerKernels,
     Part,
-    layers_by_shape,
 )
 from profiler.analytic.hardware import FusedKernel, Hardware
 
@@ -152,8 +151,15 @@ class DecoderProfile:
         )
 
     def _placeholders(self, parts: tuple[Part, ...]) -> tuple[SharedWeight, ...]:
-        """Empty gradients as weights that several layers share: a stage holds one of each shape."""
-        last = len(parts) - 1
+        """Empty gradients as weights that several layers share: a stage holds one of each shape of a product's weight.
+
+        Where products add to the gradients themselves, autograd gets such a bfloat16 tensor of Transformer Engine in their
+        place (`get_dummy_wgrad`).
+        """
+        last, users_of = len(parts) - 1, dict[tuple[int, int], tuple[int, ...]]()
+        for layer, part in enumerate(parts):
+            for shape in dict.fromkeys(part.weights):
+                users_of[shape] = (*users_of.get(shape, ()), layer)
         return tuple(
             SharedWeight(
                 name=f"empty gradient of {shape[0]} x {shape[1]}",
@@ -162,7 +168,7 @@ class DecoderProfile:
                 weight_bytes=ELEMENT * prod(shape),
                 gradient_bytes=0,
             )
-            for shape, users in layers_by_shape(parts).items()
+            for shape, users in users_of.items()
         )
 
     def _step(self, parts: tuple[Part, ...], tied: int) -> StepCost:
