@@ -8,7 +8,7 @@ launches, but the temporary tensors of all parameters at once. Compilers and dev
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,11 +24,11 @@ from profiler.analytic.hardware import FusedKernel, Hardware
 from profiler.analytic.layer_work import HalvesAnalysis, LayerAnalysis, analyse, analyse_halves
 from profiler.analytic.roofline import (
     Operation,
+    WorkCounter,
     operations_seconds,
     roofline_seconds,
     total_work,
 )
-from profiler.analytic.work import WorkCounter
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, model_state_restored, routing_notes
 from profiler.host.host_info import software_versions
@@ -38,7 +38,7 @@ from profiler.model.data import check_microbatch_sizes, sample_batch
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
 from profiler.model.precision import MASTER_DTYPE, master_bytes, round_into
-from profiler.timing.bench import Bench, bench_of_chain, layers_to_measure
+from profiler.timing.bench import bench_of_chain, layers_to_measure
 
 _STAGE_LAUNCHES = 10  # a stage's call and the start of autograd's engine, in launches of an operation: assumed
 
@@ -70,6 +70,7 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
             sizes.append(_computed_size(file, size, options))
         step = computed_step(file, hardware)
     first, values = sizes[0], values_of([x.crossings for x in sizes])
+    fused = [x for x in options.fused if x not in first.not_fused]
     layers, shared = layers_with_weights(first.chain, first.sources, [x.layers for x in sizes])
     return Profile(
         model=file.identity(first.chain),
@@ -86,7 +87,13 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
         versions=software_versions(),
         origin="computed",
         precision=file.precision,
-        notes=(*file.notes, *first.chain.notes, *_notes(file, options), *_fused_notes(options, first)),
+        notes=(
+            *file.notes,
+            *first.chain.notes,
+            *_notes(file, hardware),
+            *([f"counted as fused kernels: {', '.join(fused)}"] if fused else []),
+            *([f"to be fused, but found in no layer: {', '.join(first.not_fused)}"] if first.not_fused else []),
+        ),
         plan_notes=(*file.notes_on_missing, *routing_notes(first.chain, how="it was computed from the shapes")),
         granularity=options.granularity,
         values=values,
@@ -112,7 +119,11 @@ def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> _Comp
     bench = bench_of_chain(file, chain, keys, inputs, target)
     fused = Fused(kernels=options.fused)
     *analyses, loss = analyse(bench.layers, bench.inputs, bench.loss, fused=fused)
-    *halves, of_loss = _halves(bench, options)
+    halves: Sequence[HalvesAnalysis | None]
+    try:
+        *halves, of_loss = analyse_halves(bench.layers, bench.inputs, bench.loss, fused=Fused(kernels=options.fused))
+    except ModelError:  # the backward cannot be split
+        halves, of_loss = [None] * len(bench.layers), None
     by_layer = dict(zip(keys, analyses, strict=True))
     costs = {
         layer: _cost(analysis, half, size, options.hardware)
@@ -131,14 +142,6 @@ def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> _Comp
             views=tuple(by_layer[x].memory.views for x in found),
         ),
     )
-
-
-def _halves(bench: Bench, options: ComputeOptions) -> Sequence[HalvesAnalysis | None]:
-    """None for each layer if the backward cannot be split."""
-    try:
-        return analyse_halves(bench.layers, bench.inputs, bench.loss, fused=Fused(kernels=options.fused))
-    except ModelError:
-        return [None] * (1 + len(bench.layers))
 
 
 def _cost(analysis: LayerAnalysis, halves: HalvesAnalysis | None, size: int, hardware: Hardware) -> LayerCost:
@@ -161,15 +164,7 @@ def _cost(analysis: LayerAnalysis, halves: HalvesAnalysis | None, size: int, har
     )
 
 
-def _fused_notes(options: ComputeOptions, size: _ComputedSize) -> Iterator[str]:
-    if found := [x for x in options.fused if x not in size.not_fused]:
-        yield f"counted as fused kernels: {', '.join(found)}"
-    if size.not_fused:
-        yield f"to be fused, but found in no layer: {', '.join(size.not_fused)}"
-
-
-def _notes(file: ModelFile, options: ComputeOptions) -> tuple[str, ...]:
-    hardware = options.hardware
+def _notes(file: ModelFile, hardware: Hardware) -> tuple[str, ...]:
     shares = ", ".join(
         f"{kind} {percent_text(x.flops)} / {percent_text(x.bandwidth)}" for kind, x in hardware.efficiencies.items()
     )

@@ -14,7 +14,6 @@ gradient of the weight's size beside). Tokens are spread evenly over experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -77,7 +76,7 @@ class Part:
         for x in self.kernels:
             kept = 0 if self.is_recomputed else kept + x.keeps
             most = max(most, kept + x.makes + self.is_recomputed * x.keeps)
-        return max(0, most - (0 if self.is_recomputed else kept))
+        return max(0, most - kept)
 
     @property
     def backward_workspace_bytes(self) -> int:
@@ -156,7 +155,10 @@ class LayerKernels:
         """Attention and a perceptron or experts, each added to the hidden states; attention to a share of earlier tokens."""
         model, split = self.decoder, self.widths.tensor
         after = [self._norm(model.hidden_size, keeps=self.hidden_bytes)] * (model.num_block_norms > 2)
-        attention = (self._norm(model.hidden_size), *self._attention(attended), *after, self._sum())
+        before = self._latent_products() if model.kv_lora_rank else self._direct_products()
+        projected = self._linear(model.value_width, model.hidden_size, keeps=0, by_input=True)
+        norm = self._norm(model.hidden_size)
+        attention = (norm, *before, self._core(attended), projected, *after, self._sum())
         matrices, held = list(model.attention_matrices), model.block_values
         experts, routed = 0, list[tuple[int, int]]()
         if is_sparse:
@@ -287,13 +289,6 @@ class LayerKernels:
             input_gradient=ELEMENT * tokens * k,
             beside=beside,
         )
-
-    def _attention(self, attended: float) -> tuple[Kernel, ...]:
-        """The products before attention, the attention itself, and the product after it."""
-        model = self.decoder
-        before = self._latent_products() if model.kv_lora_rank else self._direct_products()
-        last = self._linear(model.value_width, model.hidden_size, keeps=0, by_input=True)
-        return (*before, self._core(attended), last)
 
     def _direct_products(self) -> tuple[Kernel, ...]:
         """One product; queries are copied out of its result, queries and keys normalized and rotated, values copied."""
@@ -456,15 +451,3 @@ def _grouped(groups: int, rows: int, k: int, n: int, *, keeps: int) -> Kernel:
         makes=ELEMENT * groups * rows * n,
         input_gradient=ELEMENT * groups * rows * k,
     )
-
-
-def layers_by_shape(parts: Sequence[Part]) -> dict[tuple[int, int], tuple[int, ...]]:
-    """The layers with a product of each shape: Transformer Engine holds an empty bfloat16 gradient of each shape.
-
-    Where products add to the gradients themselves, autograd gets such a tensor in their place (`get_dummy_wgrad`).
-    """
-    found: dict[tuple[int, int], tuple[int, ...]] = {}
-    for layer, part in enumerate(parts):
-        for shape in dict.fromkeys(part.weights):
-            found[shape] = (*found.get(shape, ()), layer)
-    return found

@@ -30,7 +30,6 @@ from profiler.analytic.decoder_kernels import (
     MEGATRON_KERNELS,
     LayerKernels,
     Part,
-    layers_by_shape,
 )
 from profiler.analytic.hardware import FusedKernel, Hardware
 
@@ -89,7 +88,11 @@ class DecoderProfile:
         """The computed profile; with the weights are counted the state of experts that fewer ranks divide, and the
         gradients of those that are on one rank alone."""
         parts = self.parts()
-        costs = {size: self._costs(self.parts(size), size) for size in microbatch_sizes}
+        costs = dict[int, list[LayerCost]]()  # parts that are alike are computed once
+        for size in microbatch_sizes:
+            alike = [replace(part, name="") for part in self.parts(size)]
+            found = {part: self._cost(part, size) for part in set(alike)}
+            costs[size] = [found[part] for part in alike]
         layers = tuple(
             Layer(
                 name=part.name,
@@ -106,7 +109,9 @@ class DecoderProfile:
         tied = sum(x.num_parameters for x in shared)
         return Profile(
             model=ModelId(
-                name=self.name, settings=self._settings(), digest=sha256(repr(self).encode()).hexdigest()[:16]
+                name=self.name,
+                settings=tuple((x, str(getattr(self.widths, x))) for x in self.widths.__slots__),
+                digest=sha256(repr(self).encode()).hexdigest()[:16],
             ),
             device=self.hardware.device(),
             layers=layers,
@@ -146,8 +151,15 @@ class DecoderProfile:
         )
 
     def _placeholders(self, parts: tuple[Part, ...]) -> tuple[SharedWeight, ...]:
-        """Empty gradients as weights that several layers share: a stage holds one of each shape."""
-        last = len(parts) - 1
+        """Empty gradients as weights that several layers share: a stage holds one of each shape of a product's weight.
+
+        Where products add to the gradients themselves, autograd gets such a bfloat16 tensor of Transformer Engine in their
+        place (`get_dummy_wgrad`).
+        """
+        last, users_of = len(parts) - 1, dict[tuple[int, int], tuple[int, ...]]()
+        for layer, part in enumerate(parts):
+            for shape in dict.fromkeys(part.weights):
+                users_of[shape] = (*users_of.get(shape, ()), layer)
         return tuple(
             SharedWeight(
                 name=f"empty gradient of {shape[0]} x {shape[1]}",
@@ -156,7 +168,7 @@ class DecoderProfile:
                 weight_bytes=ELEMENT * prod(shape),
                 gradient_bytes=0,
             )
-            for shape, users in layers_by_shape(parts).items()
+            for shape, users in users_of.items()
         )
 
     def _step(self, parts: tuple[Part, ...], tied: int) -> StepCost:
@@ -177,14 +189,6 @@ class DecoderProfile:
             state_bytes=stated * _STATE * (tied + sum(map(self._summed, parts))) // ranks,
             workspace_bytes=0,
         )
-
-    def _settings(self) -> tuple[tuple[str, str], ...]:
-        return tuple((name, str(getattr(self.widths, name))) for name in self.widths.__slots__)
-
-    def _costs(self, parts: tuple[Part, ...], size: int) -> list[LayerCost]:
-        alike = [replace(part, name="") for part in parts]
-        found = {part: self._cost(part, size) for part in set(alike)}
-        return [found[part] for part in alike]
 
     def _cost(self, part: Part, size: int) -> LayerCost:
         forward_s, backward_s = part.seconds(self.hardware, num_ranks=self.widths.expert)

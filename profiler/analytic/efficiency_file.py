@@ -87,7 +87,18 @@ def read_efficiency_file(path: Path, built_in: Mapping[str, Any]) -> dict[str, A
         bytes_per_s = max(x.gbps for x in bandwidth.values()) * _GIB
         if not 0 < bytes_per_s < float("inf"):
             raise ValueError(f"accelerator.bandwidth is {bytes_per_s / _GIB:g} GiB/s")
-        shapes = {"matmul": [*_products(product), *_grouped(ops.get("group_matmul"))], "attention": _attention(ops)}
+        products = [
+            {
+                "groups": int(x["b"]),
+                **{size: int(x[size]) for size in ("m", "k", "n")},
+                "layout": x["layout"],
+                "accumulate": x["accumulate"] == "True",
+                "out_dtype": _DTYPES.get(x["out_dtype"], x["out_dtype"]),
+                "flops": share,
+            }
+            for x, share in product.shapes
+        ]
+        shapes = {"matmul": [*products, *_grouped(ops.get("group_matmul"))], "attention": _attention(ops)}
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error.strerror}; expected a published efficiency file") from error
     except (msgspec.DecodeError, msgspec.ValidationError, KeyError, ValueError) as error:
@@ -104,7 +115,7 @@ def read_efficiency_file(path: Path, built_in: Mapping[str, Any]) -> dict[str, A
         if kind in network.op
     ]
     attention = min(1.0, ops["sdp_fwd"].efficient_factor if "sdp_fwd" in ops else product.efficient_factor)
-    products = {
+    efficiency = {
         "matmul": {"flops": product.efficient_factor, "bandwidth": of_bytes["bandwidth"]},
         "convolution": {"flops": ops.get("default", product).efficient_factor, "bandwidth": of_bytes["bandwidth"]},
         "attention": {"flops": attention, "bandwidth": of_bytes["bandwidth"]},
@@ -124,25 +135,13 @@ def read_efficiency_file(path: Path, built_in: Mapping[str, Any]) -> dict[str, A
         "flops_per_s": {"float32": peak, "float16": peak, **base.get("flops_per_s", {}), "bfloat16": peak},
         "link": {**network.link("p2p"), "collective": collectives},
         "all_to_all": network.link("all2all"),
-        "efficiency": products | others,
+        "efficiency": efficiency | others,
         "kernels": {name: bandwidth[key].shares(bytes_per_s) for key, name in kernels.items() if key in bandwidth},
         "shapes": shapes,
         "sources": dict.fromkeys(
             ("flops", "link", "efficiency", "memory"), f"measured, by {path.name} ({system.sys_name})"
         ),
     }
-
-
-def _products(op: _Op) -> Iterator[dict[str, Any]]:
-    for x, share in op.shapes:
-        yield {
-            "groups": int(x["b"]),
-            **{size: int(x[size]) for size in ("m", "k", "n")},
-            "layout": x["layout"],
-            "accumulate": x["accumulate"] == "True",
-            "out_dtype": _DTYPES.get(x["out_dtype"], x["out_dtype"]),
-            "flops": share,
-        }
 
 
 def _grouped(op: _Op | None) -> Iterator[dict[str, Any]]:

@@ -215,37 +215,27 @@ def _replaced(graph: fx.Graph, kernel: FusedKernel, nodes: _GraphNodes) -> bool:
         places[node] = region.node_copy(node, places.__getitem__)
     region.output(places[results[0]])
     run = fx.GraphModule(nn.Module(), region).forward
-    fused = _Region(kernel, run, is_causal=_is_causal(nodes[-1].args, nodes[-1].kwargs))
+    whole = _Region(kernel, run, is_causal=_is_causal(nodes[-1].args, nodes[-1].kwargs))
+
+    def fused(*inputs: Tensor) -> Any:  # a function, as a graph's code needs a name
+        return whole(*inputs)
+
     with graph.inserting_before(results[0]):
-        call = graph.call_function(_named(fused), tuple(inputs))
+        call = graph.call_function(fused, tuple(inputs))
     results[0].replace_all_uses_with(call)
     for node in reversed(nodes):
         graph.erase_node(node)
     return True
 
 
-def _named(region: _Region) -> Callable[..., Any]:
-    """A function, as a graph's code needs a name."""
-
-    def fused(*inputs: Tensor) -> Any:
-        return region(*inputs)
-
-    return fused
-
-
-def _module_class(node: fx.Node) -> tuple[str, str]:
-    """The path and the class of the module whose code an operation is in."""
-    stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
-    path, kind = list(stack.values())[-1] if stack else ("", "")
-    return path, str(kind).split(".")[-1].rstrip("'>")
-
-
 def _norms(graph: fx.Graph) -> Iterator[_GraphNodes]:
     """The operations of each module that is a norm without running means."""
     by_module: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
-        path, kind = _module_class(node)
-        if node.op == "call_function" and "norm" in kind.lower() and "batch" not in kind.lower():
+        stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
+        path, of_module = list(stack.values())[-1] if stack else ("", "")
+        kind = str(of_module).split(".")[-1].lower()
+        if node.op == "call_function" and "norm" in kind and "batch" not in kind:
             by_module.setdefault(path, []).append(node)
     yield from by_module.values()
 
@@ -282,10 +272,8 @@ def _path(start: fx.Node, *, back: bool) -> list[fx.Node]:
         found.append(node)
         if node.target in _PRODUCTS:
             return found
-        if (
-            not isinstance(node.target, torch._ops.OpOverload)
-            or node.target._schema.name.split("::")[1] not in _BETWEEN
-        ):
+        name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+        if name.rpartition("::")[2] not in _BETWEEN:
             return []
 
 

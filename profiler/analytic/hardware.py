@@ -120,11 +120,12 @@ class _ShapeShares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def rows(self) -> list[tuple[Shape, float]]:
         """The shapes with their shares."""
-        found: list[tuple[Shape, float]] = []
-        for kind, rows in ((MatmulShape, self.matmul), (AttentionShape, self.attention)):
-            for x in rows:
-                found.append((kind(**{name: getattr(x, name) for name in kind.__struct_fields__}), x.flops))
-        return found
+        both = ((MatmulShape, self.matmul), (AttentionShape, self.attention))
+        return [
+            (kind(**{name: getattr(x, name) for name in kind.__struct_fields__}), x.flops)
+            for kind, rows in both
+            for x in rows
+        ]
 
 
 class _Sources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -189,20 +190,17 @@ def load_hardware(name_or_path: str) -> Hardware:
             f"no hardware is called {name_or_path}; expected {', '.join(table)}, a TOML file such as mine.toml, or a "
             "published efficiency file in JSON"
         )
-    return _hardware(_parsed(path), name=path.stem, place=str(path))
-
-
-def _built_in() -> dict[str, Any]:
-    return tomllib.loads(resources.files("profiler.analytic").joinpath("hardware.toml").read_text(encoding="utf-8"))
-
-
-def _parsed(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error.strerror}; expected a TOML file of a device") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise FileError(f"{path} is not TOML: {error}; expected lines such as bytes_per_s = 3.35e12") from error
+    return _hardware(content, name=path.stem, place=str(path))
+
+
+def _built_in() -> dict[str, Any]:
+    return tomllib.loads(resources.files("profiler.analytic").joinpath("hardware.toml").read_text(encoding="utf-8"))
 
 
 def _hardware(content: dict[str, Any], *, name: str, place: str) -> Hardware:

@@ -1,6 +1,6 @@
 """Work and memory of layers without computing them: one forward and backward on fake tensors.
 
-Fake tensors have shapes, dtypes and storages, but no memory. Dispatch modes count operations (profiler/analytic/work.py)
+Fake tensors have shapes, dtypes and storages, but no memory. Dispatch modes count operations (profiler/analytic/roofline.py)
 and follow storages (profiler/memory/allocations.py). The operations are those that torch runs on a CPU; they include
 fused attention, except with dropout.
 """
@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gplan.core.errors import ModelError
 from profiler.analytic.fusion import NOTHING_FUSED, Fused, fusing, with_fused_regions
-from profiler.analytic.roofline import Operation
-from profiler.analytic.work import WorkCounter, product_dtype
+from profiler.analytic.roofline import Operation, WorkCounter, product_dtype
 from profiler.backward.rematerialize import noting_saves
 from profiler.capture.chain import Tensors
 from profiler.memory.allocations import StorageRecorder, storage_key
@@ -53,14 +52,13 @@ class StandInMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._mode = mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.lift_fresh.default:  # a new constant, whose value may be read
-            args, kwargs = pytree.tree_map(self._faked, (args, kwargs))
-        return func(*args, **(kwargs or {}))
 
-    def _faked(self, value: object) -> object:
-        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
-            return value
-        return self._mode.from_tensor(value, static_shapes=True)
+        def faked(value: Tensor) -> Tensor:
+            return value if isinstance(value, FakeTensor) else self._mode.from_tensor(value, static_shapes=True)
+
+        if func is not torch.ops.aten.lift_fresh.default:  # a new constant, whose value may be read
+            args, kwargs = pytree.tree_map_only(Tensor, faked, (args, kwargs))
+        return func(*args, **(kwargs or {}))
 
 
 class StandIns:

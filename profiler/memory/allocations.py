@@ -142,7 +142,13 @@ class AllocationTrace:
         The profiler's clock differs from that a little (70 ns were seen). So an event gets at least the time of the mark
         before it in the profiler's record, and less than that of the mark after it.
         """
-        nodes = _allocations_and_marks(roots)
+        nodes, open_nodes = list[Any](), list(roots)  # the CPU's allocations and the readings of `now_ns`
+        while open_nodes:
+            node = open_nodes.pop()
+            open_nodes.extend(node.children)
+            if _is_mark(node) or (node.tag == _EventType.Allocation and node.extra_fields.device.type == "cpu"):
+                nodes.append(node)
+        nodes.sort(key=lambda node: int(node.start_time_ns))
         after = [int(node.name.removeprefix(_MARK)) if _is_mark(node) else 0 for node in nodes]
         before = [mark or _NEVER_NS for mark in after]
         at_least, less_than = accumulate(after, max), reversed(list(accumulate(reversed(before), min)))
@@ -159,11 +165,16 @@ class AllocationTrace:
 
         A block counts as freed when its free is requested, as in `torch.cuda.memory_allocated`, not when other streams
         have finished with it. torch stores whole microseconds: an event less than one after a mark counts as before it.
+        Sizes are in whole units of the CUDA allocator. The block can be up to 1 MiB larger where the allocator does not
+        split one, which depends on what ran before; that is not counted.
         """
-        self.events = tuple(
-            AllocationEvent(1000 * x["time_us"], x["addr"], _GPU_SIGNS[x["action"]] * _rounded(x["size"]))
+        changes = (
+            (x, _GPU_SIGNS[x["action"]] * -(-x["size"] // _GPU_BLOCK_BYTES))
             for x in history
             if x["action"] in _GPU_SIGNS
+        )
+        self.events = tuple(
+            AllocationEvent(1000 * x["time_us"], x["addr"], units * _GPU_BLOCK_BYTES) for x, units in changes
         )
         grown = (_SEGMENT_SIGNS[x["action"]] * x["size"] for x in history if x["action"] in _SEGMENT_SIGNS)
         self.peak_reserved_bytes = max(accumulate(grown, initial=reserved_bytes))
@@ -250,44 +261,27 @@ def traced_allocations(device: str = "cpu") -> Iterator[AllocationTrace]:
     On a GPU this ends a memory history that the caller records (`torch.cuda.memory._record_memory_history`).
     """
     trace = AllocationTrace()
-    with _traced_on_cpu(trace) if device == "cpu" else _traced_on_gpu(trace, torch.device(device).index):
-        yield trace
-
-
-@contextmanager
-def _traced_on_cpu(trace: AllocationTrace) -> Iterator[None]:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with (
-        _without_warning("Memory block of unknown size"),  # blocks from before the trace are expected
-        torch.profiler.profile(activities=activities, profile_memory=True, acc_events=False) as profile,
-    ):
-        yield
-    if profile.profiler is None or profile.profiler.kineto_results is None:
-        raise ModelError("torch.profiler recorded nothing; is another profiler running in this process?")
-    trace.fill_from_tree(profile.profiler.kineto_results.experimental_event_tree())
-
-
-@contextmanager
-def _traced_on_gpu(trace: AllocationTrace, index: int | None) -> Iterator[None]:
-    if index is None:
-        index = torch.cuda.current_device()
+    if device == "cpu":
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with (
+            _without_warning("Memory block of unknown size"),  # blocks from before the trace are expected
+            torch.profiler.profile(activities=activities, profile_memory=True, acc_events=False) as profile,
+        ):
+            yield trace
+        if profile.profiler is None or profile.profiler.kineto_results is None:
+            raise ModelError("torch.profiler recorded nothing; is another profiler running in this process?")
+        trace.fill_from_tree(profile.profiler.kineto_results.experimental_event_tree())
+        return
+    index = torch.device(device).index
+    index = torch.cuda.current_device() if index is None else index
     reserved_bytes = torch.cuda.memory_reserved(index)
     torch.cuda.memory._record_memory_history(context=None, stacks="python", clear_history=True)
     try:
-        yield
+        yield trace
         history = torch.cuda.memory._snapshot()["device_traces"][index]
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
     trace.fill_from_history(history, reserved_bytes)
-
-
-def _rounded(num_bytes: int) -> int:
-    """A requested size in whole units of the CUDA allocator.
-
-    The block can be up to 1 MiB larger where the allocator does not split one, which depends on what ran before; that is
-    not counted.
-    """
-    return -(-num_bytes // _GPU_BLOCK_BYTES) * _GPU_BLOCK_BYTES
 
 
 @contextmanager
@@ -314,17 +308,6 @@ def now_ns() -> int:
     moment_ns = time.time_ns()
     with _RecordFunctionFast(f"{_MARK}{moment_ns}"):
         return moment_ns
-
-
-def _allocations_and_marks(roots: Sequence[Any]) -> list[Any]:
-    """The CPU's allocations and the readings of `now_ns` in the profiler's tree, by the profiler's time."""
-    found, open_nodes = [], list(roots)
-    while open_nodes:
-        node = open_nodes.pop()
-        open_nodes.extend(node.children)
-        if _is_mark(node) or (node.tag == _EventType.Allocation and node.extra_fields.device.type == "cpu"):
-            found.append(node)
-    return sorted(found, key=lambda node: int(node.start_time_ns))
 
 
 def _is_mark(node: Any) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gplan.core import Layer, LayerCost, SharedWeight, Value, ValueCost
 from gplan.core.errors import ModelError
 from gplan.core.profile import ParameterSize
-from profiler.capture.chain import Chain, Route, TensorSpec
+from profiler.capture.chain import Chain, Route
 from profiler.capture.equal_layers import ChainPositions
 from profiler.memory.allocations import gradient_bytes, storage_bytes
 from profiler.memory.layer_memory import NO_BYTES, TensorBytes
@@ -40,11 +40,26 @@ def layers_with_weights(
     layer's norms.
     """
     states = [chain.state(layer) for layer in range(len(chain))]
-    users, places = _users(states), ChainPositions(sources)
-    size_of = partial(_size, most_trained=_most_trained(chain.model))
+    users, places = dict[nn.Parameter, list[int]](), ChainPositions(sources)
+    for index, state in enumerate(states):
+        for parameter in _parameters(state):
+            users.setdefault(parameter, []).append(index)
+    trained = Counter[torch.dtype]()  # bytes by type
+    for parameter in chain.model.parameters():
+        trained[parameter.dtype] += parameter.nbytes * parameter.requires_grad
+    most_trained = max(trained, key=trained.__getitem__, default=None)
+
+    def size_of(parameter: nn.Parameter) -> ParameterSize:
+        """How replicas may divide it: trained ones of another type than most stay whole, as those without rows."""
+        is_divisible = parameter.dim() > 0 and (not parameter.requires_grad or parameter.dtype == most_trained)
+        num_rows = parameter.shape[0] if is_divisible else 0
+        return ParameterSize(num_rows=num_rows, num_bytes=parameter.nbytes, is_trained=parameter.requires_grad)
 
     def update_s(parameters: Iterable[nn.Parameter], other_s: float = 0.0) -> float | None:
         return None if updates_s is None else other_s + math.fsum(updates_s.get(x, 0.0) for x in parameters)
+
+    def in_whole_chain(layer: int, num_later: int) -> int:  # leftovers are counted among measured layers
+        return places.after(layer, num_later) - layer
 
     layers = []
     for index, state in enumerate(states):
@@ -57,64 +72,28 @@ def layers_with_weights(
                 num_parameters=sum(x.numel() for x in own),
                 weight_bytes=sum(x.nbytes for x in own) + storage_bytes(buffers),
                 gradient_bytes=sum(map(gradient_bytes, own)),
-                costs=tuple(_placed(of_size[index], index, places) for of_size in costs),
+                costs=tuple(of_size[index].renumbered(partial(in_whole_chain, index)) for of_size in costs),
                 same_as=None if sources[index] == index else sources[index],
                 largest_trained_bytes=max(map(gradient_bytes, own), default=0),
                 parameters=tuple(map(size_of, own)),
                 update_s=update_s(own, averages_s[index] if averages_s else 0.0),
             )
         )
-    shared = _shared_weights(chain.model, users, size_of)
-    return tuple(layers), tuple(replace(x, update_s=update_s([parameter])) for parameter, x in shared.items())
-
-
-def _size(parameter: nn.Parameter, *, most_trained: torch.dtype | None) -> ParameterSize:
-    """How replicas may divide a parameter: trained ones of another type than most stay whole, as those without rows."""
-    is_divisible = parameter.dim() > 0 and (not parameter.requires_grad or parameter.dtype == most_trained)
-    num_rows = parameter.shape[0] if is_divisible else 0
-    return ParameterSize(num_rows=num_rows, num_bytes=parameter.nbytes, is_trained=parameter.requires_grad)
-
-
-def _most_trained(model: nn.Module) -> torch.dtype | None:
-    """The type of most trained bytes."""
-    found = Counter[torch.dtype]()
-    for x in model.parameters():
-        found[x.dtype] += x.nbytes * x.requires_grad
-    return found.most_common(1)[0][0] if found else None
-
-
-def _placed(cost: LayerCost, layer: int, places: ChainPositions) -> LayerCost:
-    """The cost with the leftovers' layer numbers, counted among measured layers, changed to those of the whole chain."""
-    return cost.renumbered(lambda num_later: places.after(layer, num_later) - layer)
-
-
-def _shared_weights(
-    model: nn.Module,
-    users: Mapping[nn.Parameter, Sequence[int]],
-    size_of: Callable[[nn.Parameter], ParameterSize],
-) -> dict[nn.Parameter, SharedWeight]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return {
-        x: SharedWeight(
+    names = {parameter: name for name, parameter in chain.model.named_parameters()}
+    shared = tuple(
+        SharedWeight(
             name=names[x],
-            layers=tuple(layers),
+            layers=tuple(used),
             num_parameters=x.numel(),
             weight_bytes=x.nbytes,
             gradient_bytes=gradient_bytes(x),
             parameters=(size_of(x),),
+            update_s=update_s([x]),
         )
-        for x, layers in users.items()
-        if len(layers) > 1
-    }
-
-
-def _users(states: Iterable[Mapping[str, Tensor]]) -> dict[nn.Parameter, list[int]]:
-    """The layers that use each parameter."""
-    users: dict[nn.Parameter, list[int]] = {}
-    for layer, state in enumerate(states):
-        for parameter in _parameters(state):
-            users.setdefault(parameter, []).append(layer)
-    return users
+        for x, used in users.items()
+        if len(used) > 1
+    )
+    return tuple(layers), shared
 
 
 def _parameters(state: Mapping[str, Tensor]) -> list[nn.Parameter]:
@@ -139,10 +118,18 @@ def values_of(sizes: Sequence[Crossings]) -> tuple[Value, ...]:
     not exist at one of the sizes has 0 bytes there; so has the value between two layers whose order is fixed by a shared
     buffer alone. Raises ModelError if the layers differ between sizes.
     """
-    _check_alike(sizes)
+    first = sizes[0]
+    for size in sizes[1:]:
+        names, expected = size.chain.names, first.chain.names
+        if names != expected:
+            differing = sorted({*names} ^ {*expected}) or [a for a, b in zip(names, expected, strict=True) if a != b]
+            raise ModelError(
+                f"the model has {len(expected)} layers at micro-batch size {first.microbatch_size} and {len(names)} at "
+                f"{size.microbatch_size}, which differ in {', '.join(differing[:3])}; profile such sizes one by one"
+            )
     found = [_bytes_by_storage_route(x) for x in sizes]
-    routes = sorted({route for x in found for route in x}, key=_order)
-    if all(_is_to_the_next(route.own) and not route.before for route in routes):
+    routes = sorted({route for x in found for route in x}, key=lambda x: x.order)
+    if all(not x.before and x.own.consumers == (_producer(x.own) + 1,) for x in routes):
         return ()
     return tuple(
         Value(
@@ -171,29 +158,13 @@ class _StorageRoute:
         *before, last = self.before
         return _StorageRoute(last, tuple(before), (self.own, *self.after))
 
-
-def _order(route: _StorageRoute) -> list[tuple[int, tuple[int, ...]]]:
-    return [(_producer(x), x.consumers) for x in (route.own, *route.before, *route.after)]
+    @property
+    def order(self) -> list[tuple[int, tuple[int, ...]]]:
+        return [(_producer(x), x.consumers) for x in (self.own, *self.before, *self.after)]
 
 
 def _producer(route: Route) -> int:
     return -1 if route.producer is None else route.producer
-
-
-def _check_alike(sizes: Sequence[Crossings]) -> None:
-    first = sizes[0]
-    for size in sizes[1:]:
-        found, expected = size.chain.names, first.chain.names
-        if found != expected:
-            differing = sorted({*found} ^ {*expected}) or [a for a, b in zip(found, expected, strict=True) if a != b]
-            raise ModelError(
-                f"the model has {len(expected)} layers at micro-batch size {first.microbatch_size} and {len(found)} at "
-                f"{size.microbatch_size}, which differ in {', '.join(differing[:3])}; profile such sizes one by one"
-            )
-
-
-def _is_to_the_next(route: Route) -> bool:
-    return route.consumers == ((0 if route.producer is None else route.producer + 1),)
 
 
 def _bytes_by_storage_route(crossings: Crossings) -> Mapping[_StorageRoute, TensorBytes]:
@@ -207,10 +178,14 @@ def _bytes_by_storage_route(crossings: Crossings) -> Mapping[_StorageRoute, Tens
                 if source[0].consumers == (layer,) and source not in viewed.values():
                     viewed[tensor] = source
     views_of = {source: tensor for tensor, source in viewed.items()}
+    inputs = [  # unsaved, because no layer is charged for them
+        TensorBytes(
+            num_bytes=x.num_bytes, gradient_bytes=x.num_bytes if x.requires_grad else 0, unsaved_bytes=x.num_bytes
+        )
+        for x in chain.specs(0)
+    ]
     sizes: dict[_Tensor, TensorBytes] = {}
-    for found, of_cut in zip(
-        (*tensors[1:], tensors[0]), (*crossings.after, map(_of_input, chain.specs(0))), strict=True
-    ):
+    for found, of_cut in zip((*tensors[1:], tensors[0]), (*crossings.after, inputs), strict=True):
         sizes = {**dict(zip(found, of_cut, strict=True)), **sizes}
     totals: dict[_StorageRoute, TensorBytes] = {}
     for tensor, num_bytes in sizes.items():
@@ -241,11 +216,3 @@ def _routes(following: Mapping[_Tensor, _Tensor], tensor: _Tensor) -> tuple[Rout
         tensor = following[tensor]
         found.append(tensor[0])
     return tuple(found)
-
-
-def _of_input(spec: TensorSpec) -> TensorBytes:
-    """An input of the model counts as unsaved, because no layer is charged for it."""
-    num_bytes = spec.num_bytes
-    return TensorBytes(
-        num_bytes=num_bytes, gradient_bytes=num_bytes if spec.requires_grad else 0, unsaved_bytes=num_bytes
-    )

@@ -55,24 +55,21 @@ class LaterLayers:
         begins, ends = self._backwards[layer]
         whole = self._trace.peak_bytes(begins, ends)
         alone = self._trace.peak_bytes(begins, ends, without=(self._backwards[-1][0], begins))
-        least = _LEAST_SHARE * (whole - below)
-        return max(0, whole - below), tuple(x for x in self._of(layer, whole, alone, below) if abs(x.num_bytes) > least)
-
-    def _of(self, layer: int, whole: int, alone: int, below: int) -> Iterator[Leftover]:
-        """By later layer: what it made that outlives this backward, less what it freed of the stashes up to this layer.
-
-        What is freed during this backward counts by its effect on the peak, at the nearest layer that made any of it.
-        """
+        # by later layer: what it made that outlives this backward, less what it freed of the stashes up to this layer;
+        # what is freed during this backward counts by its effect on the peak, at the nearest layer that made any of it
         later = slice(layer + 1, None)
         through, gone = self._held_on[later, layer], self._gone[layer, later]
         freed_within = np.flatnonzero(self._made_until[later, layer + 1])
         left, clipped = (through - gone).tolist(), max(0, below - whole)
         if len(freed_within):
             left[freed_within[0]] += max(0, whole - alone - int(through.sum()))
+        leftovers = list[Leftover]()
         for number, num_bytes in enumerate(left, start=1):
             taken = min(max(0, -num_bytes), clipped)  # as a workspace does not fall below 0
             clipped -= taken
-            yield Leftover(num_later=number, num_bytes=num_bytes + taken)
+            if abs(num_bytes + taken) > _LEAST_SHARE * (whole - below):
+                leftovers.append(Leftover(num_later=number, num_bytes=num_bytes + taken))
+        return max(0, whole - below), tuple(leftovers)
 
 
 def _place_of(moments_ns: NDArray[np.int64], windows: Sequence[Window]) -> NDArray[np.int64]:
@@ -192,16 +189,14 @@ class LayerGradients:
         for x in before:
             users = readers.get((x.grad_fn, x.output_nr), ()) if id(x) in places and id(x) not in found else ()
             if len(users) == 1:  # the gradients of several are added up
-                self._record_read(*users[0], places[id(x)], arrival)
+                (node, index), place = users[0], places[id(x)]
+
+                def record(gradients: Any, _: object, index: int = index, place: Place = place) -> None:
+                    if gradients[index] is not None:
+                        self.read[place] = arrival(gradients[index])
+
+                node.register_hook(record)
         return found
-
-    def _record_read(self, node: Any, index: int, place: Place, arrival: Callable[[Tensor], GradientArrival]) -> None:
-        def record(gradients: Sequence[Tensor | None], _: object) -> None:
-            gradient = gradients[index]
-            if gradient is not None:
-                self.read[place] = arrival(gradient)
-
-        node.register_hook(record)
 
     def viewed(self, trace: AllocationTrace) -> Iterator[Place]:
         """The tensors that it read whose gradient lies in the storage of a gradient of what it made."""
@@ -427,21 +422,25 @@ def layer_bytes(
         stash = sum(trace.alive(*forward, forward_end).values())
         below += stash
         backward_bytes, leftovers = later.workspace(layer, below)
+        crossing_bytes = list[TensorBytes]()
+        for i, x in enumerate(crossing):
+            is_kept = trace.is_kept(x.address, forward[1], forward_end)
+            crossing_bytes.append(
+                TensorBytes(
+                    num_bytes=x.num_bytes,
+                    gradient_bytes=x.num_bytes if x.wants_gradient else 0,
+                    unsaved_bytes=0 if is_kept else x.num_bytes,
+                    saved_later_bytes=x.num_bytes if is_kept and not saved_by_maker[layer][i] else 0,
+                    viewed_bytes=x.num_bytes if (layer, i) in viewed else 0,
+                )
+            )
         found.append(
             LayerBytes(
                 stash_bytes=stash,
                 forward_workspace_bytes=max(0, trace.peak_bytes(*forward) - below),
                 backward_workspace_bytes=backward_bytes,
                 leftovers=leftovers,
-                crossing=tuple(
-                    _tensor_bytes(
-                        x,
-                        is_kept=trace.is_kept(x.address, forward[1], forward_end),
-                        is_own=saved_by_maker[layer][i],
-                        is_viewed=(layer, i) in viewed,
-                    )
-                    for i, x in enumerate(crossing)
-                ),
+                crossing=tuple(crossing_bytes),
                 views=tuple(before.index(x) if x.num_bytes and x in before else None for x in crossing),
             )
         )
@@ -451,16 +450,6 @@ def layer_bytes(
         if not is_own and trace.is_kept(x.address, passage.forwards[-1][0], forward_end)
     )
     return (*found[:-1], replace(found[-1], unkept_output_bytes=sum(unkept)))
-
-
-def _tensor_bytes(tensor: CrossingTensor, *, is_kept: bool, is_own: bool, is_viewed: bool) -> TensorBytes:
-    return TensorBytes(
-        num_bytes=tensor.num_bytes,
-        gradient_bytes=tensor.num_bytes if tensor.wants_gradient else 0,
-        unsaved_bytes=0 if is_kept else tensor.num_bytes,
-        saved_later_bytes=tensor.num_bytes if is_kept and not is_own else 0,
-        viewed_bytes=tensor.num_bytes if is_viewed else 0,
-    )
 
 
 def allocate_gradients(model: nn.Module) -> None:
@@ -503,54 +492,38 @@ def pass_in_halves(
     now: Callable[[], int],
 ) -> SplitPassage:
     """Run the layers, with these parameters, the loss, and both halves; `now` is the clock of the trace."""
-    first, leaves = _first_cut(layers, inputs)
+    first, tensors = 0, inputs
+    while first < len(layers) and not wants_gradient(tensors):
+        tensors = layers[first](*tensors)
+        first += 1
+    leaves = detached(tensors)
     starts: list[list[int]] = [[] for _ in range(len(layers) - first + 1)]
     marks, tensors = [now()], leaves
     for layer, layer_starts in zip(layers[first:], starts, strict=False):
         tensors = layer(*tensors)
         record_backward_start(tensors, layer_starts, now)
         marks.append(now())
-    ends = [loss(tensors)]
+    value = loss(tensors)
     del tensors
     marks.append(now())
     starts[-1].append(now())
-    rest = _first_half(ends.pop(), leaves)  # the only reference to the loss, which must be released
+    rest: SecondHalf | None = None
+    if value.requires_grad:  # only the second half is kept; the input gradients were sent to the previous stage
+        rest = first_half([value], [torch.ones_like(value)], leaves)[1]
+    del value
     between = now()
+    users: dict[Tensor, set[int]] = {}
+    for number, weights in enumerate(parameters[first:], start=first):
+        for x in weights:
+            users.setdefault(x, set()).add(number)
     return SplitPassage(
         first=first,
         forwards=tuple(pairwise(marks)),
         inputs=backward_windows(starts, between),
         between=between,
         weights=tuple(_second_half(rest, enumerate(parameters[first:], start=first), now)) if rest else (),
-        tied=_tied_layers(enumerate(parameters[first:], start=first)),
+        tied=frozenset().union(*(used for x, used in users.items() if x.requires_grad and len(used) > 1)),
     )
-
-
-def _first_cut(layers: Sequence[Callable[..., Tensors]], inputs: Tensors) -> tuple[int, Tensors]:
-    """The first layer whose input requires a gradient, or the number of layers, and the tensors that enter it."""
-    tensors = inputs
-    for first, layer in enumerate(layers):
-        if wants_gradient(tensors):
-            return first, detached(tensors)
-        tensors = layer(*tensors)
-    return len(layers), detached(tensors)
-
-
-def _first_half(value: Tensor, leaves: Tensors) -> SecondHalf | None:
-    """Only the second half is kept; the input gradients were sent to the previous stage."""
-    if not value.requires_grad:
-        return None
-    _, rest = first_half([value], [torch.ones_like(value)], leaves)
-    return rest
-
-
-def _tied_layers(parameters: Iterable[tuple[int, Sequence[Tensor]]]) -> frozenset[int]:
-    """The layers that use a trained parameter of another one."""
-    users: dict[Tensor, set[int]] = {}
-    for layer, weights in parameters:
-        for x in weights:
-            users.setdefault(x, set()).add(layer)
-    return frozenset().union(*(used for x, used in users.items() if x.requires_grad and len(used) > 1))
 
 
 def _second_half(
@@ -591,18 +564,16 @@ def halves_bytes(trace: AllocationTrace, passage: SplitPassage) -> tuple[HalvesB
     for layer, forward, backward in zip(count(passage.first), passage.forwards, passage.inputs):
         stash, kept = (sum(trace.alive(*forward, moment).values()) for moment in (before, between))
         start, end = (trace.peak_bytes(moment, moment) for moment in backward)
+        begins = min((begin for begin, _ in windows[layer]), default=0)
+        level = trace.peak_bytes(begins, begins)  # when the second half begins
         found.append(
             HalvesBytes(
                 pending_bytes=kept - stash + sum(trace.alive(*backward, between).values()),
                 input_workspace_bytes=trace.peak_bytes(*backward) - start,
                 grown_bytes=max(0, end - start),
-                weight_workspace_bytes=None if layer in passage.tied else _peak_above_start(trace, windows[layer]),
+                weight_workspace_bytes=None
+                if layer in passage.tied
+                else max((trace.peak_bytes(*x) - level for x in windows[layer]), default=0),
             )
         )
     return tuple(found)
-
-
-def _peak_above_start(trace: AllocationTrace, windows: Sequence[Window]) -> int:
-    """The peak in some windows above what is there when the first begins; 0 without any."""
-    begins = min((start for start, _ in windows), default=0)
-    return max((trace.peak_bytes(*x) - trace.peak_bytes(begins, begins) for x in windows), default=0)

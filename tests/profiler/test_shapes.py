@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from gplan.core import Work
 from gplan.core.errors import FileError
 from profiler.analytic.hardware import load_hardware
-from profiler.analytic.roofline import Operation, operations_seconds, roofline_seconds
+from profiler.analytic.roofline import Operation, WorkCounter, operations_seconds, roofline_seconds
 from profiler.analytic.shapes import AttentionShape, MatmulShape, Shape, ShapeTable
-from profiler.analytic.work import WorkCounter
 from tests.profiler.test_hardware import MINE, written
 
 MEASURED = MatmulShape(m=4096, k=1024, n=2048)
