@@ -1,7 +1,7 @@
 """Sets gplan up in its own virtual environment and runs something in it; needs Python 3.11+ and nothing else.
 
     python3 go.py demo     profile, balance, explain, train and report a small transformer; results in demo/
-    python3 go.py test     style, types and all tests
+    python3 go.py test     style, types and all tests; with --fast only the tests that take about two minutes
     python3 go.py shell    only the set-up; prints how to use it
 
 The set-up is done once and again only when the pinned packages change.
@@ -63,7 +63,8 @@ def main(arguments: list[str]) -> int:
         return code
     if arguments[0] == "test":
         steps = [[program("python"), "-m", *step] for step in TESTS]
-        steps[-1] += arguments[1:]
+        given = arguments[1:]
+        steps[-1] += ["-m", "not slow"] * ("--fast" in given) + [x for x in given if x != "--fast"]
         return run_all(steps)
     print(HOW)
     return 0

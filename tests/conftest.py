@@ -23,6 +23,17 @@ settings.register_profile("random", deadline=None)
 settings.register_profile("repeated", deadline=None, derandomize=True)
 settings.load_profile("repeated")
 
+SLOW = ("benchmarks", "examples", "profiler", "runtime", "partition", "strategy_search", "evaluate")
+"""Folders of tests that measure, train, start processes or search; `python3 go.py test --fast` leaves them out."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests in these folders."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here) and item.path.relative_to(here).parts[0] in SLOW:
+            item.add_marker(pytest.mark.slow)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def collector_left_frozen() -> Iterator[None]:

@@ -42,12 +42,12 @@ _CHUNKS: Any = {"num_chunks": None, "number": "chunks a device", "default_number
 SCHEDULES: dict[str, ScheduleRule] = {
     "gpipe": ScheduleRule(make=looped_bfs),
     "1f1b": ScheduleRule(make=lambda k, m, _: one_f_one_b(k, m)),
-    "1f1b-cap": ScheduleRule(make=capped_1f1b, number="micro-batches in flight on a stage"),
     "eager-1f1b": ScheduleRule(make=lambda k, m, _: eager_1f1b(k, m)),
     "interleaved-1f1b": ScheduleRule(make=interleaved_1f1b, **_CHUNKS),
     "looped-bfs": ScheduleRule(make=looped_bfs, **_CHUNKS),
     "zb-h1": ScheduleRule(make=lambda k, m, _: zb_h1(k, m), splits_backward=True),
     "zb-v": ScheduleRule(make=lambda k, m, _: zb_v(k, m), num_chunks=2, splits_backward=True, turns_back=True),
+    "1f1b-cap": ScheduleRule(make=capped_1f1b, number="micro-batches in flight on a stage"),
 }
 
 MOST_ACTIONS = 5_000_000

@@ -74,4 +74,6 @@ def test_the_newer_of_run_and_plan_is_reported(here: Path, capsys: pytest.Captur
 
 def test_json_lists_the_files_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report("--json") == 0
-    assert json.loads(capsys.readouterr().out) == ["gplan-report/index.html", "gplan-report/trace.json"]
+    assert json.loads(capsys.readouterr().out) == [
+        f"gplan-report/{x}" for x in ("index.html", "stages.csv", "actions.csv", "trace.json")
+    ]

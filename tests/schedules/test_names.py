@@ -6,7 +6,7 @@ import pytest
 
 from gplan.core import Action
 from gplan.core.errors import UsageError
-from gplan.schedules.registry import SCHEDULES, canonical, make_schedule, num_stages_of, schedule_info
+from gplan.schedules.registry import canonical, every_schedule, make_schedule, num_stages_of, schedule_info
 
 
 def test_an_unknown_schedule_is_refused_with_the_choices() -> None:
@@ -28,6 +28,7 @@ def test_an_unknown_schedule_is_refused_with_the_choices() -> None:
         ("interleaved-1f1b:\u0662", "chunks a device; expected a number"),
         ("looped-bfs:99999999999", "has '99999999999' chunks"),
         ("looped-bfs:2:2", "has '2:2' chunks"),
+        ("1f1b-cap", "does not say how many micro-batches in flight on a stage; expected a number, such as 1f1b-cap:2"),
     ],
 )
 def test_names_that_say_no_number_of_chunks_are_refused(name: str, message: str) -> None:
@@ -41,7 +42,7 @@ def test_a_custom_order_that_is_misspelt_is_not_repeated_at_length() -> None:
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", [*every_schedule(), "1f1b-cap:2"])
 def test_a_name_says_how_many_stages_there_are(name: str) -> None:
     said = schedule_info(name)
     schedule = make_schedule(name, num_devices=3, num_microbatches=2)
