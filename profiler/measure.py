@@ -148,7 +148,10 @@ def measure_profile(
 
 def _measured(file: ModelFile, options: ProfileOptions, setup: Setup, progress: Progress) -> Profile:
     with device_share(options.num_threads), _on_device(file, options.device), model_state_restored(file.model):
-        loss = _loss_facts(file, options)
+        if file.is_lazy:  # it cannot be run here
+            loss = LossFacts(reduction=file.loss_reduction or "mean", notes=())
+        else:
+            loss = find_loss_reduction(file, options.microbatch_sizes[0], device=options.device)
         host = HostMeter(setup.journal.samples("host"), device=options.device)
         steps = StepSampler(
             file,
@@ -180,6 +183,12 @@ def _measured(file: ModelFile, options: ProfileOptions, setup: Setup, progress: 
     layers, shared = layers_with_weights(
         chain, first.sources, [x.layers for x in measured], updates_s=updates_s, averages_s=averages_s
     )
+    if file.is_lazy:
+        how_routed = "it was measured with random values"
+    elif file.has("batches"):
+        how_routed = f"it is the median over up to {NUM_ROUTED_BATCHES} batches, and its spread includes theirs"
+    else:
+        how_routed = "it was measured with the example inputs"
     return Profile(
         model=file.identity(chain),
         device=_device(options),
@@ -207,27 +216,12 @@ def _measured(file: ModelFile, options: ProfileOptions, setup: Setup, progress: 
                 )
             )
         ),
-        plan_notes=(*file.notes_on_missing, *routing_notes(chain, how=_how_routed(file)), *loss.plan_notes),
+        plan_notes=(*file.notes_on_missing, *routing_notes(chain, how=how_routed), *loss.plan_notes),
         granularity=options.granularity,
         values=values,
         precision=file.precision,
         host_load=load,
     )
-
-
-def _how_routed(file: ModelFile) -> str:
-    if file.is_lazy:
-        return "it was measured with random values"
-    if not file.has("batches"):
-        return "it was measured with the example inputs"
-    return f"it is the median over up to {NUM_ROUTED_BATCHES} batches, and its spread includes theirs"
-
-
-def _loss_facts(file: ModelFile, options: ProfileOptions) -> LossFacts:
-    """Found by running the model; a model without weights cannot be run here."""
-    if file.is_lazy:
-        return LossFacts(reduction=file.loss_reduction or "mean", notes=())
-    return find_loss_reduction(file, options.microbatch_sizes[0], device=options.device)
 
 
 def _measure_sizes(
