@@ -36,7 +36,18 @@ DEMO = (
         "demo/gplan.plan.json",
     ),
     ("explain", "demo/gplan.plan.json", "--profile", "demo/gplan.profile.json"),
-    ("run", "--plan", "demo/gplan.plan.json", "--steps", "60", "--check", "--output", "demo/gplan.run.json"),
+    (
+        "run",
+        "--plan",
+        "demo/gplan.plan.json",
+        "--profile",
+        "demo/gplan.profile.json",
+        "--steps",
+        "60",
+        "--check",
+        "--output",
+        "demo/gplan.run.json",
+    ),
     ("report", "demo/gplan.run.json", "--profile", "demo/gplan.profile.json", "--output", "demo/report"),
 )
 TESTS = (
