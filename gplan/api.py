@@ -200,9 +200,8 @@ def run(
     `model` is by default the model file that the plan was made for; a module in memory (with `loss`, `optimizer` and
     `batches`) can be run by the virtual engine only, as processes cannot share it. `check` compares the first step's
     gradients with the plain model's. With `profile`, the one that the plan was made from, the run also has its step
-    predicted at the speed that the host had in it; and a run by the virtual engine is
-    compared with the times of one process alone, not those of devices side by side. `weights` (a safetensors or torch file, or a folder) replaces the values that the
-    seed gives. A checkpoint is written to the folder `checkpoints` after every `save_every` steps; `resume` (a
+    predicted at the speed that the host had in it, and a run by the virtual engine is compared with the times of one
+    process alone. `weights` (a safetensors or torch file, or a folder) replaces the values that the seed gives. A checkpoint is written to the folder `checkpoints` after every `save_every` steps; `resume` (a
     checkpoint, or a folder, whose newest whole one is meant; True: `checkpoints`, if it has one yet) goes on from one,
     also one that was saved under another plan, to `num_steps` in all. Nothing may stand still for longer than
     `timeout_s`. `progress` is called with each step's number and loss.

@@ -105,6 +105,11 @@ class Link:
         beyond_s = np.maximum(sizes - known_bytes[-1], 0.0) / self.bytes_per_s
         return np.where(sizes > 0, np.interp(sizes, known_bytes, known_s) + beyond_s, 0.0)
 
+    @property
+    def least_s_per_byte(self) -> float:
+        """The least time per byte over all message sizes."""
+        return min([1 / self.bytes_per_s, *(x.seconds / x.num_bytes for x in self.points)])
+
     def times(self, factor: float) -> Link:
         """The link with all times multiplied by `factor`, above 0."""
         return replace(

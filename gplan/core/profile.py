@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gplan.core.checks import (
@@ -400,6 +400,17 @@ class Profile:
     def num_refused(self) -> int:
         """Number of samples discarded because the thread lost its core."""
         return sum(t.num_refused for t in self._layer_timings())
+
+    def with_costs(self, change: Callable[[LayerCost], LayerCost]) -> Profile:
+        """The profile with the costs of every layer and of the loss changed alike."""
+        layers = tuple(replace(x, costs=tuple(map(change, x.costs))) for x in self.layers)
+        return replace(self, layers=layers, loss=tuple(map(change, self.loss)))
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether the halves of a split backward are known for any layer, at every micro-batch size."""
+        sizes = zip(*(layer.costs for layer in self.layers), strict=True)
+        return all(any(x.input_gradient or x.weight_gradient for x in costs) for costs in sizes)
 
     def reordered(self, order: Sequence[int]) -> Profile:
         """The same profile with layer `order[i]` at position i; raises ValueError if a layer precedes one it reads."""

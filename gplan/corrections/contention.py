@@ -26,23 +26,16 @@ def beside_each_other(profile: Profile, *, num_devices: int) -> Profile:
         update_contention=1.0,
         tied_update_s=_tied_update_s(profile, num_devices),
     )
-    layers = tuple(replace(x, costs=tuple(_lengthened(cost, share) for cost in x.costs)) for x in profile.layers)
-    loss = tuple(_lengthened(cost, share) for cost in profile.loss)
-    return replace(profile, layers=layers, loss=loss, step=step, num_neighbours=0, shares_host=True)
+    longer = profile.with_costs(lambda cost: _lengthened(cost, share))
+    return replace(longer, step=step, num_neighbours=0, shares_host=True)
 
 
 def without_contention(profile: Profile) -> Profile:
     """The profile of a device on a host of its own."""
     if not profile.num_neighbours:
         return profile
-
-    def alone(costs: tuple[LayerCost, ...]) -> tuple[LayerCost, ...]:
-        return tuple(replace(x, contention=1.0) for x in costs)
-
     return replace(
-        profile,
-        layers=tuple(replace(x, costs=alone(x.costs)) for x in profile.layers),
-        loss=alone(profile.loss),
+        profile.with_costs(lambda cost: replace(cost, contention=1.0)),
         step=replace(profile.step, contention=1.0, update_contention=1.0),
         num_neighbours=0,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import isfinite
 
-from gplan.core import LayerCost, Profile
+from gplan.core import Profile
 from gplan.core.errors import UsageError
 
 
@@ -17,14 +17,8 @@ def beside_reduction(profile: Profile, factor: float) -> Profile:
     """The profile with every backward, whole or in halves, `factor` times as long; raises UsageError below 1."""
     if not (isfinite(factor) and factor >= 1):
         raise UsageError(f"the slow-down of backwards is {factor:g}; expected a factor of at least 1, such as 1.15")
-
-    def longer(costs: tuple[LayerCost, ...]) -> tuple[LayerCost, ...]:
-        return tuple(x.corrected(forward=1.0, backward=factor, recompute=1.0) for x in costs)
-
     return replace(
-        profile,
-        layers=tuple(replace(x, costs=longer(x.costs)) for x in profile.layers),
-        loss=longer(profile.loss),
+        profile.with_costs(lambda cost: cost.corrected(forward=1.0, backward=factor, recompute=1.0)),
         plan_notes=(
             *profile.plan_notes,
             f"backwards take {factor:g} times as long, as gradients are reduced beside them",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import hypot
 
-from gplan.core import HostLoad, LayerCost, Profile, Timing
+from gplan.core import HostLoad, Profile, Timing
 from gplan.core.layer_cost import quartiles_median_error
 
 _LEAST_READINGS = 5
@@ -40,9 +40,6 @@ def speed_ratio(profile: HostLoad | None, run: HostLoad | None) -> tuple[float, 
 def at_host_speed(profile: Profile, ratio: float) -> Profile:
     """The profile of a host on which all work takes `ratio` times as long, messages between its processes included."""
 
-    def times(costs: tuple[LayerCost, ...]) -> tuple[LayerCost, ...]:
-        return tuple(x.corrected(forward=ratio, backward=ratio, recompute=ratio) for x in costs)
-
     def longer(timing: Timing) -> Timing:
         return timing.corrected(ratio)
 
@@ -53,9 +50,7 @@ def at_host_speed(profile: Profile, ratio: float) -> Profile:
         step_s=ratio * profile.engine.step_s,
     )
     return replace(
-        profile,
-        layers=tuple(replace(x, costs=times(x.costs)) for x in profile.layers),
-        loss=times(profile.loss),
+        profile.with_costs(lambda cost: cost.corrected(forward=ratio, backward=ratio, recompute=ratio)),
         step=profile.step.corrected(ratio),
         overhead_s=ratio * profile.overhead_s,
         whole_model=tuple(

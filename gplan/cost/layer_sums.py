@@ -47,7 +47,7 @@ class LayerSums:
     @cached_property
     def has_halves(self) -> bool:
         """Whether the profile has times of the two halves of a split backward."""
-        return any(x.input_gradient or x.weight_gradient for x in self.costs)
+        return self.profile.has_halves
 
     def layer_s(self, name: SecondsOf) -> Floats:
         """[L]: seconds of each layer for one micro-batch, without the loss."""

@@ -264,7 +264,7 @@ class StageTable:
             downsets=self.downsets,
             pass_through=self.pass_through,
             held_outputs=self.saved_outputs(only_later=False) if self.transfers.keeps_sent else [],
-            saved_later=self.saved_outputs(only_later=True),
+            saved_later=self.pass_through.saved_later,
             unsaved=unsaved_outputs(self.profile),
             waiting=self._waiting,
             kept_output_bytes=int(self.crossing.kept_bytes[-1]),

@@ -50,13 +50,13 @@ class ForReceiver:
     def applied(self, request: PlanRequest) -> PlanRequest:
         """The request under the receiver's rules; raises UsageError for settings that it cannot run."""
         request = with_counts(request)
-        if not request.is_open:
-            num_devices = int(request.num_devices or 0)
-            count = (
-                default_num_microbatches(num_devices) if request.num_microbatches is None else request.num_microbatches
-            )
+        num_devices, num_microbatches = request.num_devices, request.num_microbatches
+        if not request.is_open and isinstance(num_devices, int) and isinstance(num_microbatches, int):
             self.check(
-                request.schedule, num_devices=num_devices, num_microbatches=int(count), recompute=request.recompute
+                request.schedule,
+                num_devices=num_devices,
+                num_microbatches=num_microbatches,
+                recompute=request.recompute,
             )
         constraints = combined([request.constraints, self.constraints])
         return replace(request, constraints=constraints, allows=self.allows)

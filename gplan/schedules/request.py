@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from gplan.core.machine import Machine
-from gplan.core.plan import Constraints, Plan
+from gplan.core.plan import Constraints
 from gplan.schedules.registry import num_stages_of
 
 Auto: TypeAlias = Literal["auto"]
@@ -71,19 +71,3 @@ class PlanRequest:
         """The stages of one replica; only where devices and schedule are given."""
         assert isinstance(self.num_devices, int), "the number of devices is open"
         return num_stages_of(self.schedule, self.num_devices)
-
-    @classmethod
-    def of(cls, plan: Plan) -> PlanRequest:
-        """The request for a plan's own setting, objective, memory and constraints."""
-        return cls(
-            num_devices=plan.num_devices,
-            num_replicas=plan.num_replicas,
-            sharding=plan.sharding,
-            num_microbatches=plan.num_microbatches,
-            microbatch_size=plan.microbatch_size,
-            schedule=plan.schedule,
-            recompute=plan.recompute,
-            memory_bytes=plan.memory_limit_bytes,
-            minimize=plan.minimize,
-            constraints=plan.constraints,
-        )

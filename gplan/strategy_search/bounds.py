@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from gplan.core import Link, StageBytes
+from gplan.core import StageBytes
 from gplan.core.machine import num_messages
 from gplan.corrections.sharding import EXCHANGED
 from gplan.cost.microbatch_bytes import MicrobatchTerms, microbatch_bytes
@@ -142,7 +142,7 @@ class StrategyBounds:
         for kind, field in EXCHANGED[costs.sharding] if replicas > 1 else ():
             num_bytes = int(costs.sums.held(field, *costs.all_layers)[0]) / replicas
             link = costs.profile.link.ring_message(kind, replicas)
-            reduced += num_messages(kind, replicas) * num_bytes * min_s_per_byte(link)
+            reduced += num_messages(kind, replicas) * num_bytes * link.least_s_per_byte
         return reduced + float(costs.update_alone_s(*costs.all_layers)[0]) + costs.around_s
 
     @property
@@ -189,11 +189,6 @@ class StrategyBounds:
                 most_s = min(most_s, (step_s - through_s + fixed_s) / (num - 1 - share))
             before_s += most_s
         return before_s >= self.through_s
-
-
-def min_s_per_byte(link: Link) -> float:
-    """The least time per byte over all message sizes."""
-    return min([1 / link.bytes_per_s, *(x.seconds / x.num_bytes for x in link.points)])
 
 
 @lru_cache(maxsize=4096)

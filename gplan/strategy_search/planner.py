@@ -10,13 +10,13 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from gplan.core import Plan, Profile
+from gplan.core import OBJECTIVES, Plan, Profile
 from gplan.core.errors import UsageError
 from gplan.core.progress import Progress, no_progress
 from gplan.partition.balance import balance_fixed
 from gplan.partition.validation import check_choice
 from gplan.schedules.registry import check_custom_counts, default_num_microbatches, schedule_info
-from gplan.schedules.request import PlanRequest
+from gplan.schedules.request import PlanRequest, any_setting
 from gplan.strategy_search.machine_search import search_machine
 from gplan.strategy_search.search import search
 
@@ -28,7 +28,7 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
     """
     request = with_counts(request)
     if not request.is_open:
-        return balance_fixed(profile, _with_microbatches(request))
+        return balance_fixed(profile, _with_microbatch_size(request))
     _check_searchable(request)
     if request.machine is not None:
         return search_machine(profile, request, progress=progress)
@@ -45,7 +45,8 @@ def balance(profile: Profile, *, progress: Progress = no_progress, **dials: Any)
 
 
 def with_counts(request: PlanRequest) -> PlanRequest:
-    """The request with the numbers of devices and micro-batches that a custom order has."""
+    """The request with the numbers of devices and micro-batches that a custom order has; without open dials by default
+    four micro-batches a device."""
     num_devices, num_microbatches, schedule = request.num_devices, request.num_microbatches, request.schedule
     if schedule != "auto":
         check_custom_counts(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
@@ -61,19 +62,21 @@ def with_counts(request: PlanRequest) -> PlanRequest:
             f"--shard {request.sharding} divides stages among replicas, and one pipeline has none; give the devices in all, "
             "such as --devices 8"
         )
-    return replace(request, num_devices=num_devices, num_microbatches=num_microbatches)
+    request = replace(request, num_devices=num_devices, num_microbatches=num_microbatches)
+    if not request.is_open and isinstance(num_devices, int) and num_microbatches is None:
+        return replace(request, num_microbatches=default_num_microbatches(num_devices))
+    return request
 
 
-def _with_microbatches(request: PlanRequest) -> PlanRequest:
-    """A request without open dials, with the number and the size of the micro-batches."""
-    assert isinstance(request.num_devices, int) and request.num_microbatches != "auto", "no dial is open"
+def _with_microbatch_size(request: PlanRequest) -> PlanRequest:
+    """A request without open dials, with the micro-batch size that its batch has."""
     count = request.num_microbatches
-    count = default_num_microbatches(request.num_devices) if count is None else count
+    assert isinstance(count, int), "no dial is open"
     for option, value in (("--microbatch-size", request.microbatch_size), ("--batch-size", request.batch_size)):
         if value is not None and value < 1:
             raise UsageError(f"{option} {value}: expected at least 1 sample")
     if request.batch_size is None:
-        return replace(request, num_microbatches=count)
+        return request
     if request.microbatch_size is not None:
         raise UsageError(
             f"got --batch-size {request.batch_size} and --microbatch-size {request.microbatch_size}; give one of them"
@@ -86,21 +89,20 @@ def _with_microbatches(request: PlanRequest) -> PlanRequest:
             f"a batch of {request.batch_size} cannot be cut into {count} equal micro-batches; "
             f"try --microbatches {' or '.join(map(str, sorted(fitting[:6])))}"
         )
-    return replace(request, num_microbatches=count, microbatch_size=num_samples // count)
+    return replace(request, microbatch_size=num_samples // count)
 
 
 def _check_searchable(request: PlanRequest) -> None:
     """Raise UsageError for what a search does not have."""
-    check_choice("minimize", request.minimize, ("step-time", "max-stage"))
+    check_choice("minimize", request.minimize, OBJECTIVES)
     clashes = {
         f"--minimize {request.minimize}": request.minimize != "step-time",
         f"--solver {request.solver}": request.solver not in ("auto", "dp"),
     }
     if request.machine is not None:
-        rules = request.allows is not PlanRequest.__dataclass_fields__["allows"].default
         clashes |= {
             "--devices with --machine": request.total_devices is not None,
-            "--for with --machine": rules,
+            "--for with --machine": request.allows is not any_setting,
             "--shard with --machine": request.sharding != "none",
         }
     for option, is_given in clashes.items():

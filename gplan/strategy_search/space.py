@@ -75,11 +75,6 @@ class Strategy:
 Allows: TypeAlias = Callable[[Strategy, RecomputeMode], bool]
 
 
-def any_strategy(_strategy: Strategy, _recompute: RecomputeMode) -> bool:
-    """What a search may choose where nothing is ruled out."""
-    return True
-
-
 def base_schedule(request: PlanRequest) -> str:
     """The schedule whose limits on stages and micro-batches count: the given one, or GPipe for "auto"."""
     return "gpipe" if request.schedule == "auto" else request.schedule
@@ -111,7 +106,7 @@ class Space:
     recompute: tuple[RecomputeMode, ...]
     per_device: bool  # maximise samples per second and device, instead of minimising the step
     notes: tuple[str, ...]
-    allows: Allows = any_strategy
+    allows: Allows
 
 
 def search_space(profile: Profile, request: PlanRequest) -> Space:
@@ -218,9 +213,9 @@ def _schedules(
 ) -> tuple[dict[int, tuple[str, ...]], tuple[str, ...]]:
     """The schedules for each K, and notes on those left out."""
     if request.schedule != "auto":
-        check_split_backward(request.schedule, has_halves=_has_halves(profile))
+        check_split_backward(request.schedule, has_halves=profile.has_halves)
         return {k: (canonical(request.schedule),) for k in device_counts}, ()
-    has_halves = _has_halves(profile)
+    has_halves = profile.has_halves
     possible = [x for x in AUTO_SCHEDULES if has_halves or not schedule_info(x).splits_backward]
     if request.recompute == "selected":
         possible = [x for x in possible if not why_not_selected(x)]
@@ -229,12 +224,6 @@ def _schedules(
         for k in device_counts
     }
     return found, tuple(_left_out(profile, request, found, has_halves=has_halves))
-
-
-def _has_halves(profile: Profile) -> bool:
-    """Whether the halves of a split backward were timed at every micro-batch size."""
-    sizes = range(len(profile.microbatch_sizes))
-    return all(any(x.input_gradient or x.weight_gradient for x in profile.costs_at(i)) for i in sizes)
 
 
 def _left_out(

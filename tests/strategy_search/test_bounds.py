@@ -14,7 +14,7 @@ from gplan.partition.diagnosis import is_feasible
 from gplan.partition.problem import Problem
 from gplan.partition.solve import with_down_sets
 from gplan.partition.validation import why_not_selected
-from gplan.strategy_search.bounds import StrategyBounds, min_s_per_byte
+from gplan.strategy_search.bounds import StrategyBounds
 from gplan.strategy_search.heuristics import estimated_step_s
 from tests.partition.graphs import best_goal_s, graph_problems
 from tests.partition.problems import EVERY, best_objective_s, make_problem, problems
@@ -93,4 +93,4 @@ def test_bound_of_one_device_is_exact() -> None:
 def test_min_s_per_byte() -> None:
     points = (LinkPoint(num_bytes=10, seconds=1.0), LinkPoint(num_bytes=100, seconds=2.0))
     link = Link(latency_s=0.0, bytes_per_s=25.0, points=points)
-    assert min_s_per_byte(link) == 0.02
+    assert link.least_s_per_byte == 0.02

@@ -271,7 +271,6 @@ class _LinearPart(_Formulation):
         """The least that stage k takes, in units."""
         costs, step, profile = self.costs, self.costs.profile.step, self.costs.profile
         link, scale = self.problem.link_after(k), 1 / self.problem.speed(k) / self.unit_s
-        least_s_per_byte = min([1 / link.bytes_per_s, *(x.seconds / x.num_bytes for x in link.points)])
 
         def of_pass(name: SecondsOf) -> Expression:
             layers_s, whole_s = costs.sums.layer_s(name), costs.sums.seconds(name, *costs.all_layers)[0]
@@ -286,8 +285,8 @@ class _LinearPart(_Formulation):
             backward_s=of_pass("backward"),
             recompute_s=self.sum(k, costs.sums.layer_s("last_recompute") * scale),
             optimizer_s=weighted([(update, self.held(k, "update_amount")), (fixed * scale, 1)]),
-            activation_s=weighted([(least_s_per_byte / self.unit_s, self.crossing[k][0])]),
-            gradient_s=weighted([(least_s_per_byte / self.unit_s, self.crossing[k][1])]),
+            activation_s=weighted([(link.least_s_per_byte / self.unit_s, self.crossing[k][0])]),
+            gradient_s=weighted([(link.least_s_per_byte / self.unit_s, self.crossing[k][1])]),
             **{f"{name}_s": of_pass(name) for name in halves},
         )
 
