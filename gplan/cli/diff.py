@@ -24,10 +24,11 @@ def diff(old: Path, new: Path, microbatch_size: int | None, show_all: bool, as_j
       gplan diff before.json gplan.profile.json
       gplan diff before.json gplan.profile.json --microbatch-size 4 --all
     """
-    from gplan.evaluate.profile_difference import checked_profile, profile_difference
+    from gplan.core import Profile
+    from gplan.evaluate.profile_difference import profile_difference
     from gplan.files import json_files
     from gplan.reporting.text.profile_difference import difference_view
 
-    profiles = [checked_profile(json_files.load_any(path), name=str(path)) for path in (old, new)]
-    result = profile_difference(*profiles, microbatch_size=microbatch_size)
+    before, after = (json_files.load(Profile, path) for path in (old, new))
+    result = profile_difference(before, after, microbatch_size=microbatch_size)
     print_result(result, lambda: difference_view(result, only_changed=not show_all), as_json=as_json)

@@ -15,8 +15,7 @@ from gplan.cli.output import json_option, print_result, progress_bar
 @profile_option
 @json_option
 def explain(plan: Path, profile_file: Path, as_json: bool) -> None:
-    """Explain a plan: what limits its step, what would make it faster, and how much a layer may change before another plan
-    is better.
+    """Explain a plan: what limits its step, what would make it faster, and what simpler rules would give.
 
     \b
     Examples:
@@ -25,7 +24,7 @@ def explain(plan: Path, profile_file: Path, as_json: bool) -> None:
       gplan explain --json
     """
     from gplan.core import Plan, Profile
-    from gplan.evaluate.explain.explain import explain as explain_plan
+    from gplan.evaluate.explain import explain as explain_plan
     from gplan.files import json_files
     from gplan.reporting.text.explanation import explanation_view
 

@@ -16,58 +16,44 @@ Totals are of each profile's own layers. Contention and the link come without a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, TypeAlias
 
-from gplan.core import Layer, LayerCost, Link, Plan, Profile, Run, SharedWeight, Timing
+from gplan.core import Layer, LayerCost, Link, Profile, SharedWeight, Timing
 from gplan.core.errors import UsageError
 from gplan.core.layer_cost import quartiles_median_error
 from gplan.core.precision import AS_MADE
 from gplan.core.profile import group_equal
 from gplan.core.units import counted
-from gplan.files import json_files
 
 Verdict: TypeAlias = Literal["slower", "faster", "more", "less", "same"]
 """Of a new time or size against the old one."""
 
 FORWARD, BACKWARD, _OPTIMIZER = "forward", "backward", "optimizer"
-Item = TypeVar("Item")
+LOSS = "(loss)"
+_Z = 1.96
+_DRIFT = 0.05
+_OVERHEAD_SHARE = 0.5
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimeChange:
-    """One time, old and new; "same" if they differ by no more than the noise."""
+class Change:
+    """One time or size, old and new; "same" where they differ by no more than the noise. Sizes are exact."""
 
     quantity: str
-    old_s: float
-    new_s: float
-    noise_s: float
+    unit: Literal["seconds", "bytes"]
+    old: float
+    new: float
+    noise: float = 0.0
     verdict: Verdict
 
     @property
-    def change_s(self) -> float:
-        """Positive where it became slower."""
-        return self.new_s - self.old_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BytesChange:
-    """One size, old and new; both are exact."""
-
-    quantity: str
-    old_bytes: int
-    new_bytes: int
-    verdict: Verdict
-
-    @property
-    def change_bytes(self) -> int:
-        """Positive where it became larger."""
-        return self.new_bytes - self.old_bytes
-
-
-Change: TypeAlias = TimeChange | BytesChange
+    def change(self) -> float:
+        """Positive where it became slower or larger."""
+        return self.new - self.old
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,23 +61,22 @@ class LayerDifference:
     """A layer, or several with equal figures in both profiles; the figures are of one of them."""
 
     names: tuple[str, ...]
-    times: tuple[TimeChange, ...]
-    memory: tuple[BytesChange, ...]
+    changes: tuple[Change, ...]  # times, then sizes
 
     @property
     def change_s(self) -> float:
         """Of forward and backward, all layers together; positive where they became slower."""
-        return len(self.names) * sum(x.change_s for x in self.times if x.quantity in (FORWARD, BACKWARD))
+        return len(self.names) * sum(x.change for x in self.changes if x.quantity in (FORWARD, BACKWARD))
 
     @property
-    def change_bytes(self) -> int:
+    def change_bytes(self) -> float:
         """The sum of all sizes' absolute changes."""
-        return len(self.names) * sum(abs(x.change_bytes) for x in self.memory)
+        return len(self.names) * sum(abs(x.change) for x in self.changes if x.unit == "bytes")
 
     @property
     def is_changed(self) -> bool:
         """Whether a time changed beyond the noise, or a size at all."""
-        return self.change_bytes > 0 or any(x.verdict != "same" for x in self.times)
+        return any(x.verdict != "same" for x in self.changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +84,7 @@ class SizeDifference:
     """Two profiles at one micro-batch size: the whole model, and the layers that both have, in the new one's order."""
 
     microbatch_size: int
-    times: tuple[TimeChange, ...]  # of the whole model as one stage; the step is one of one micro-batch
-    memory: tuple[BytesChange, ...]
+    whole_model: tuple[Change, ...]  # on one device; the step is one of one micro-batch
     layers: tuple[LayerDifference, ...]  # the loss last
     median_change: float  # share, of the layers' forwards and backwards
 
@@ -121,70 +105,38 @@ class Difference:
     sizes: tuple[SizeDifference, ...]
 
 
-_Z = 1.96
-_DRIFT = 0.05
-_OVERHEAD_SHARE = 0.5
-_ROUNDING = 1e-9
-LOSS = "(loss)"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A time and its standard error."""
 
     seconds: float
-    error_s: float = 0.0
-    is_measured: bool = False
-
-    def times(self, count: int) -> Estimate:
-        """`count` layers that were measured as one, so their errors add up."""
-        return Estimate(seconds=count * self.seconds, error_s=count * self.error_s, is_measured=self.is_measured)
+    error_s: float
+    is_measured: bool
 
 
-def estimate(timing: Timing) -> Estimate:
-    """A timing's median and its error; a timing without a number of samples counts as one sample.
+def total(timings: Iterable[tuple[Timing, int]], *, fixed_s: float = 0.0) -> Estimate:
+    """The sum of timings and of a time without error; a timing that stands for n layers counts n times.
 
-    >>> round(estimate(Timing(median_s=10.0, low_s=9.0, high_s=11.7, num_samples=25)).error_s, 6)
-    0.5
+    A timing's error counts n times too, other errors are independent. One without a number of samples is one sample.
+
+    >>> timing = Timing(median_s=10.0, low_s=9.0, high_s=11.7, num_samples=25)
+    >>> round(total([(timing, 1)]).error_s, 6), round(total([(timing, 3)]).error_s, 6)
+    (0.5, 1.5)
     """
-    error_s = quartiles_median_error(timing.low_s, timing.high_s, max(1, timing.num_samples))
-    return Estimate(seconds=timing.median_s, error_s=error_s, is_measured=timing.origin == "measured")
+    parts = list(timings)
+    errors_s = [n * quartiles_median_error(x.low_s, x.high_s, max(1, x.num_samples)) for x, n in parts]
+    seconds = fixed_s + sum(n * x.median_s for x, n in parts)
+    return Estimate(seconds, math.hypot(*errors_s), any(x.origin == "measured" for x, _ in parts))
 
 
-def total(estimates: Iterable[Estimate], *, fixed_s: float = 0.0) -> Estimate:
-    """The sum of independent estimates and a time without error."""
-    parts = list(estimates)
-    return Estimate(
-        seconds=fixed_s + sum(x.seconds for x in parts),
-        error_s=math.hypot(*(x.error_s for x in parts)),
-        is_measured=any(x.is_measured for x in parts),
-    )
-
-
-def time_change(quantity: str, old: Estimate, new: Estimate, *, overhead_s: float = 0.0) -> TimeChange:
+def time_change(quantity: str, old: Estimate, new: Estimate, *, overhead_s: float = 0.0) -> Change:
     """Old and new with their noise; `overhead_s` is the part of the noise that comes from cutting layers apart."""
     larger_s = max(old.seconds, new.seconds)
     noise_s = _ROUNDING * larger_s
     if old.is_measured or new.is_measured:
         noise_s = _Z * math.hypot(old.error_s, new.error_s) + _DRIFT * larger_s + overhead_s
     change_s = new.seconds - old.seconds
-    moved: Verdict = "slower" if change_s > 0 else "faster"
-    verdict: Verdict = moved if abs(change_s) > noise_s else "same"
-    return TimeChange(quantity=quantity, old_s=old.seconds, new_s=new.seconds, noise_s=noise_s, verdict=verdict)
-
-
-def checked_profile(value: json_files.Value, *, name: str) -> Profile:
-    """The profile that a file holds; raises UsageError for another value, with the command to use for it."""
-    if isinstance(value, Profile):
-        return value
-    noun, command = type(value).__name__.lower(), f"`gplan show {name}`"
-    if isinstance(value, Plan):
-        remedy = f"{command} prints the plan's prediction, and `gplan run` compares it with a measurement"
-    elif isinstance(value, Run):
-        remedy = f"a run already holds predicted against measured, and {command} prints both"
-    else:
-        remedy = f"{command} prints what it holds"
-    raise UsageError(f"{name} is a {noun}; expected a profile: {remedy}")
+    verdict: Verdict = "same" if abs(change_s) <= noise_s else "slower" if change_s > 0 else "faster"
+    return Change(quantity=quantity, unit="seconds", old=old.seconds, new=new.seconds, noise=noise_s, verdict=verdict)
 
 
 def profile_difference(old: Profile, new: Profile, *, microbatch_size: int | None = None) -> Difference:
@@ -266,58 +218,60 @@ def _pairs(old: Profile, new: Profile) -> list[tuple[int, int]]:
 
 
 def _size_difference(old: Profile, new: Profile, pairs: list[tuple[int, int]], size: int) -> SizeDifference:
-    old_at, new_at = old.microbatch_sizes.index(size), new.microbatch_sizes.index(size)
+    sides = [(x, x.microbatch_sizes.index(size)) for x in (old, new)]
     overhead_s = _OVERHEAD_SHARE * max(old.overhead_s, new.overhead_s)
 
+    def changes(times: Sequence[Mapping[str, Estimate]], sizes: Sequence[Mapping[str, int]]) -> tuple[Change, ...]:
+        """Of what both sides have, old and new."""
+        of_times = (
+            time_change(name, x, times[1][name], overhead_s=0.0 if name == _OPTIMIZER else overhead_s)
+            for name, x in times[0].items()
+            if name in times[1]
+        )
+        of_sizes = (_bytes_change(name, x, sizes[1][name]) for name, x in sizes[0].items() if name in sizes[1])
+        return (*of_times, *of_sizes)
+
     def layer_difference(names: tuple[str, ...], costs: list[LayerCost], weights: list[Layer]) -> LayerDifference:
-        estimates = [{name: estimate(timing) for name, timing in cost.timings.items()} for cost in costs]
-        sizes = [_weight_bytes([x]) for x in weights] or [{}, {}]
-        memory = [{**x, **_cost_bytes(cost), "output": cost.output_bytes} for x, cost in zip(sizes, costs, strict=True)]
-        times = tuple(time_change(x, y, z, overhead_s=overhead_s) for x, y, z in _in_both(*estimates))
-        return LayerDifference(names=names, times=times, memory=_byte_changes(*memory))
+        times = [{name: total([(timing, 1)]) for name, timing in cost.timings.items()} for cost in costs]
+        own = [_weight_bytes([x]) for x in weights] or [{}, {}]
+        sizes = [{**x, **_cost_bytes(cost), "output": cost.output_bytes} for x, cost in zip(own, costs, strict=True)]
+        return LayerDifference(names=names, changes=changes(times, sizes))
 
     layers = []
     for members in group_equal([(old.cost_key(i), new.cost_key(j)) for i, j in pairs]):
-        i, j = pairs[members[0]]
-        before, after = old.layers[i], new.layers[j]
+        both = [x.layers[place] for (x, _), place in zip(sides, pairs[members[0]], strict=True)]
         names = tuple(new.layers[pairs[m][1]].name for m in members)
-        layers.append(layer_difference(names, [before.costs[old_at], after.costs[new_at]], [before, after]))
+        costs = [layer.costs[at] for layer, (_, at) in zip(both, sides, strict=True)]
+        layers.append(layer_difference(names, costs, both))
     if old.loss and new.loss:
-        layers.append(layer_difference((LOSS,), [old.loss[old_at], new.loss[new_at]], []))
-    times = _in_both(_whole_times(old, old_at), _whole_times(new, new_at))
-    memory = [  # of the whole model on one device for one micro-batch; shared weights once, the largest workspace
+        layers.append(layer_difference((LOSS,), [x.loss[at] for x, at in sides], []))
+    whole_times = [_whole_times(x, at) for x, at in sides]
+    whole_bytes = [  # for one micro-batch; shared weights once, the largest workspace
         {
             **_weight_bytes([*x.layers, *x.shared_weights]),
             "optimizer state": x.step.state_bytes,
             **_cost_bytes(*x.costs_at(at)),
         }
-        for x, at in ((old, old_at), (new, new_at))
+        for x, at in sides
     ]
     shares = [
-        time.new_s / time.old_s - 1.0
+        x.new / x.old - 1.0
         for layer in layers
-        for time in layer.times
+        for x in layer.changes
         for _ in layer.names
-        if time.quantity in (FORWARD, BACKWARD) and time.old_s
+        if x.quantity in (FORWARD, BACKWARD) and x.old
     ]
     return SizeDifference(
         microbatch_size=size,
-        times=tuple(time_change(x, y, z, overhead_s=0.0 if x == _OPTIMIZER else overhead_s) for x, y, z in times),
-        memory=_byte_changes(*memory),
+        whole_model=changes(whole_times, whole_bytes),
         layers=tuple(layers),
         median_change=median(shares) if shares else 0.0,
     )
 
 
-def _in_both(old: Mapping[str, Item], new: Mapping[str, Item]) -> Iterator[tuple[str, Item, Item]]:
-    return ((quantity, value, new[quantity]) for quantity, value in old.items() if quantity in new)
-
-
-def _byte_changes(old: Mapping[str, int], new: Mapping[str, int]) -> tuple[BytesChange, ...]:
-    return tuple(
-        BytesChange(quantity=x, old_bytes=a, new_bytes=b, verdict="same" if a == b else "more" if b > a else "less")
-        for x, a, b in _in_both(old, new)
-    )
+def _bytes_change(quantity: str, old: int, new: int) -> Change:
+    verdict: Verdict = "same" if old == new else "more" if new > old else "less"
+    return Change(quantity=quantity, unit="bytes", old=old, new=new, verdict=verdict)
 
 
 def _whole_times(profile: Profile, index: int) -> dict[str, Estimate]:
@@ -325,11 +279,15 @@ def _whole_times(profile: Profile, index: int) -> dict[str, Estimate]:
     alike = group_equal([profile.cost_key(i) for i in range(len(profile.layers))])
     costs = [(profile.layers[x[0]].costs[index], len(x)) for x in alike]
     costs += [(cost, 1) for cost in profile.loss[index : index + 1]]
-    forward = total([estimate(cost.forward).times(n) for cost, n in costs], fixed_s=profile.overhead_s)
-    backward = total([estimate(cost.backward).times(n) for cost, n in costs], fixed_s=profile.overhead_s)
-    optimizer = total([estimate(profile.step.optimizer), estimate(profile.step.zero_grad)])
-    step = total([forward, backward, optimizer])
-    return {FORWARD: forward, BACKWARD: backward, _OPTIMIZER: optimizer, "step": step}
+    forward, backward = ([(getattr(cost, name), n) for cost, n in costs] for name in (FORWARD, BACKWARD))
+    optimizer = [(profile.step.optimizer, 1), (profile.step.zero_grad, 1)]
+    overhead_s = profile.overhead_s
+    return {
+        FORWARD: total(forward, fixed_s=overhead_s),
+        BACKWARD: total(backward, fixed_s=overhead_s),
+        _OPTIMIZER: total(optimizer),
+        "step": total([*forward, *backward, *optimizer], fixed_s=2 * overhead_s),
+    }
 
 
 def _weight_bytes(parts: Iterable[Layer | SharedWeight]) -> dict[str, int]:

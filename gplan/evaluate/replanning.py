@@ -18,8 +18,7 @@ from gplan.partition import balance
 from gplan.partition.balance import best_plan
 from gplan.partition.plan_evaluation import price
 from gplan.partition.problem import Problem, Solution
-from gplan.schedules.registry import num_devices_of
-from gplan.schedules.request import PlanRequest
+from gplan.schedules.request import PipelineSetting, PlanRequest
 
 TIME_LIMIT_S = 5.0
 """The default for one plan; a plan that is not proven optimal by then is marked so."""
@@ -28,30 +27,21 @@ _REMEDY = "expected the profile that the plan was made from: name it with --prof
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSettings:
-    """The arguments of `gplan.balance` beside the profile."""
+class PlanSettings(PipelineSetting):
+    """The arguments of `gplan.balance` beside the profile, where no dial is open."""
 
-    num_stages: int
-    num_microbatches: int
-    microbatch_size: int
-    schedule: str
-    recompute: RecomputeMode
-    minimize: Objective
-    memory_bytes: int | None  # of each device; None: no limit
-    num_replicas: int = 1
+    recompute: RecomputeMode = "never"
     sharding: Sharding = "none"
+    microbatch_size: int
+    minimize: Objective = "step-time"
+    memory_bytes: int | None = None  # of each device; None: no limit
     constraints: Constraints = field(default_factory=Constraints)
-
-    @property
-    def num_devices(self) -> int:
-        """The devices of one replica; each holds as many stages as the schedule has chunks."""
-        return num_devices_of(self.schedule, self.num_stages)
 
 
 def setting_of(plan: Plan) -> PlanSettings:
     """The arguments that the plan was made with."""
     return PlanSettings(
-        num_stages=plan.num_stages,
+        num_devices=plan.num_devices,
         num_microbatches=plan.num_microbatches,
         microbatch_size=plan.microbatch_size,
         schedule=plan.schedule,
@@ -83,8 +73,7 @@ def problem_of(profile: Profile, setting: PlanSettings) -> Problem:
 
 def _problem(profile: Profile, setting: PlanSettings) -> Problem:
     """Only the setting limits the memory, not the profile's device."""
-    arguments = {x.name: getattr(setting, x.name) for x in fields(setting) if x.name != "num_stages"}
-    return balance.problem_of(profile, PlanRequest(num_devices=setting.num_devices, **arguments))
+    return balance.problem_of(profile, PlanRequest(**{x.name: getattr(setting, x.name) for x in fields(setting)}))
 
 
 def plan_with_cuts(profile: Profile, setting: PlanSettings, cuts: Sequence[int]) -> Plan:

@@ -27,7 +27,6 @@ from gplan.evaluate.replanning import (
 )
 from gplan.partition.baselines import equal_counts
 from gplan.schedules.custom import is_custom_order
-from gplan.schedules.registry import num_stages_of
 
 THIS_PLAN = "this plan"
 
@@ -109,8 +108,7 @@ def _proposals(plan: Plan, profile: Profile, ordered: Profile, *, has_other_time
     yield from best[:1]
     name, colon, number = plan.schedule.partition(":")
     schedule = _DEFAULT_OTHER if is_custom_order(plan.schedule) else _OTHER.get(name, _DEFAULT_OTHER) + colon + number
-    changed = replace(setting, schedule=schedule, num_stages=num_stages_of(schedule, setting.num_devices))
-    yield f"schedule {schedule}", partial(replan, profile, changed)
+    yield f"schedule {schedule}", partial(replan, profile, replace(setting, schedule=schedule))
     for factor in (0.5, 2.0):
         num_microbatches, wanted_size = factor * setting.num_microbatches, setting.microbatch_size / factor
         if not num_microbatches.is_integer():

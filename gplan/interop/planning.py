@@ -10,9 +10,9 @@ from typing import Any
 from gplan.core import Alternative, Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import percent_text, seconds_text
-from gplan.evaluate.replanning import TIME_LIMIT_S
+from gplan.evaluate.replanning import TIME_LIMIT_S, setting_of
 from gplan.interop.layouts import Layout, read_layout
-from gplan.interop.receivers import constraints_for, indivisible, receiver_named, setting_of, settings_problem
+from gplan.interop.receivers import constraints_for, indivisible, receiver_named, settings_problem
 from gplan.partition.balance import alternative_of, best_plan, problem_of
 from gplan.partition.constraints import combined
 from gplan.schedules.registry import default_num_microbatches, num_stages_of

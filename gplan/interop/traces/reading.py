@@ -1,9 +1,7 @@
 """Read a torch.profiler trace (Chrome JSON, plain or gzipped): the times of a pipeline, and what its names mean.
 
-Such files are hundreds of megabytes, mostly nested operations and their arguments, so they are read in blocks. A block
-ends where an event begins with its phase, as the profiler writes them; it is decoded without arguments and reduced to
-columns of numbers, about 20 bytes per operation. A file whose events begin otherwise is read as one block. Times are
-microseconds since `base_ns` (nanoseconds since 1970).
+Such files are hundreds of megabytes, mostly the arguments of nested operations, which are passed over; reading takes
+about twice the size of the unzipped file. Times are microseconds since `base_ns` (nanoseconds since 1970).
 
 torch.distributed.pipelining writes `PP:2F0` around every action of the schedules that its runtime runs (gplan's engine
 is one), with two actions in `PP:(0F3;3B1)OVERLAP_F_B`; ScheduleGPipe writes `Forward 0` and `Backward 0`; Schedule1F1B
@@ -16,12 +14,12 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
-from array import array
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -209,29 +207,6 @@ class RankTrace:
         return np.flatnonzero(self.operations.role == OperationRole.GOES_BACK)
 
 
-def read_trace(path: Path, *, block_bytes: int = 8 * 2**20) -> RankTrace:
-    """Read the trace of one rank, `block_bytes` at a time; raises FileError if it cannot be read or is no trace."""
-    collected = _Collected()
-    try:
-        with path.open("rb") as stream:
-            is_zipped = stream.read(2) == b"\x1f\x8b"
-        with cast(BinaryIO, gzip.open(path, "rb")) if is_zipped else path.open("rb") as stream:
-            header = _read_blocks(stream, collected, str(path), block_bytes)
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        said = getattr(error, "strerror", None) or str(error)
-        raise FileError(f"{path} cannot be read: {said}; {_REMEDY}") from error
-    rank = header.distributedInfo.rank if header.distributedInfo else None
-    return RankTrace(
-        name=str(path),
-        rank=rank,
-        host=header.host_name,
-        base_ns=header.baseTimeNanoseconds,
-        marks=tuple(sorted(collected.marks, key=lambda x: (x.start_us, -x.end_us))),
-        operations=collected.operations(),
-        kernels=collected.kernels(),
-    )
-
-
 class _Arguments(msgspec.Struct, gc=False):
     correlation: int | None = None
 
@@ -247,143 +222,82 @@ class _Event(msgspec.Struct, gc=False):
     tid: int | str = 0
     args: _Arguments | None = None
 
+    @property
+    def end_us(self) -> float:
+        return self.ts + self.dur
+
+    @property
+    def correlation(self) -> int | None:
+        """The number that a kernel and its launch share."""
+        return self.args.correlation if self.args else None
+
 
 class _Distributed(msgspec.Struct):
     rank: int | None = None
 
 
-class _Header(msgspec.Struct):
-    """The fields of a trace other than its events."""
-
-    traceEvents: list[int] | None = None  # replaced by none
+class _File(msgspec.Struct):
+    traceEvents: list[_Event]
     distributedInfo: _Distributed | None = None
     host_name: str | None = None
     baseTimeNanoseconds: int | None = None
 
 
-_EVENTS = msgspec.json.Decoder(list[_Event], strict=False)
-_HEADER = msgspec.json.Decoder(_Header, strict=False)
+_FILE = msgspec.json.Decoder(_File, strict=False)
 
 
-@dataclass(slots=True)
-class _Collected:
-    """Columns that grow block by block."""
-
-    marks: list[Mark] = field(default_factory=list)
-    starts: array[float] = field(default_factory=lambda: array("d"))
-    ends: array[float] = field(default_factory=lambda: array("d"))
-    threads: array[int] = field(default_factory=lambda: array("q"))
-    roles: array[int] = field(default_factory=lambda: array("b"))
-    launches: dict[int, float] = field(default_factory=dict)
-    works: dict[int, tuple[float, float]] = field(default_factory=dict)  # by correlation: the launch's kernels
-    thread_numbers: dict[int | str, int] = field(default_factory=dict)
-
-    def add(self, event: _Event) -> None:
-        if event.ph != "X":
-            return
-        correlation = event.args.correlation if event.args else None
-        if event.cat == "cpu_op":
-            self.starts.append(event.ts)
-            self.ends.append(event.ts + event.dur)
-            self.threads.append(self._thread(event.tid))
-            self.roles.append(role_of(event.name))
-        elif event.cat in ("user_annotation", "python_function"):
-            if is_kept_mark(event.name):
-                self.marks.append(Mark(event.name, event.ts, event.ts + event.dur, self._thread(event.tid)))
-        elif correlation is not None and event.cat in _LAUNCHES:
-            self.launches[correlation] = event.ts
-        elif correlation is not None and event.cat in _GPU_WORK and "SendRecv" not in event.name:
-            start_us, end_us = self.works.get(correlation, (event.ts, event.ts))
-            self.works[correlation] = min(start_us, event.ts), max(end_us, event.ts + event.dur)
-
-    def operations(self) -> Operations:
-        """Of a thread's operations those that begin when all before them have ended."""
-        start, end = np.frombuffer(self.starts), np.frombuffer(self.ends)
-        thread, role = np.frombuffer(self.threads, np.int64), np.frombuffer(self.roles, np.int8)
-        kept = []
-        for number in self.thread_numbers.values():
-            own = np.flatnonzero(thread == number)
-            own = own[np.lexsort((-end[own], start[own]))]
-            ended = np.maximum.accumulate(end[own])
-            kept.append(own[np.concatenate(([True], start[own][1:] >= ended[:-1]))] if own.size else own)
-        outer = np.concatenate(kept) if kept else np.zeros(0, np.int64)
-        outer = outer[np.argsort(start[outer], kind="stable")]
-        return Operations(start_us=start[outer], end_us=end[outer], thread=thread[outer], role=role[outer])
-
-    def kernels(self) -> Kernels:
-        rows = sorted((self.launches[x], *times) for x, times in self.works.items() if x in self.launches)
-        columns = np.array(rows, dtype=np.float64).reshape(-1, 3).T
-        return Kernels(launch_us=columns[0], start_us=columns[1], end_us=columns[2])
-
-    def _thread(self, tid: int | str) -> int:
-        return self.thread_numbers.setdefault(tid, len(self.thread_numbers))
-
-
-def _read_blocks(stream: BinaryIO, collected: _Collected, name: str, block_bytes: int) -> _Header:
-    """Read every event into `collected`; the text before and after the events is the header."""
-    before, rest = _head(stream, name, block_bytes)
-    for chunk in iter(lambda: stream.read(block_bytes), b""):
-        rest += chunk
-        cut = _last_beginning(rest)
-        if cut:
-            _collect(rest[:cut], collected, name)
-            rest = rest[cut + 1 :]
-    end = _end_of_events(rest, name)
-    _collect(rest[:end], collected, name)
+def read_trace(path: Path) -> RankTrace:
+    """Read the trace of one rank; raises FileError if it cannot be read or is no trace."""
     try:
-        return _HEADER.decode(before + b"null" + rest[end + 1 :])
+        content = path.read_bytes()
+        found = _FILE.decode(gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content)
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        said = getattr(error, "strerror", None) or str(error)
+        raise FileError(f"{path} cannot be read: {said}; {_REMEDY}") from error
     except msgspec.MsgspecError as error:
-        raise FileError(f"{name} is cut off or is not JSON ({error}); {_REMEDY}") from error
+        raise FileError(f"{path} is no trace, or is cut off: {error}; {_REMEDY}") from error
+    events = [x for x in found.traceEvents if x.ph == "X"]
+    threads = {tid: number for number, tid in enumerate(dict.fromkeys(x.tid for x in events))}
+    marks = [
+        Mark(x.name, x.ts, x.end_us, threads[x.tid])
+        for x in events
+        if x.cat in ("user_annotation", "python_function") and is_kept_mark(x.name)
+    ]
+    return RankTrace(
+        name=str(path),
+        rank=found.distributedInfo.rank if found.distributedInfo else None,
+        host=found.host_name,
+        base_ns=found.baseTimeNanoseconds,
+        marks=tuple(sorted(marks, key=lambda x: (x.start_us, -x.end_us))),
+        operations=_outer_operations([x for x in events if x.cat == "cpu_op"], threads),
+        kernels=_kernels(events),
+    )
 
 
-def _head(stream: BinaryIO, name: str, block_bytes: int) -> tuple[bytes, bytes]:
-    """The text before the list of events, and what was read of the list."""
-    text = b""
-    for chunk in iter(lambda: stream.read(block_bytes), b""):
-        text += chunk
-        key = text.find(b'"traceEvents"')
-        bracket = text.find(b"[", key) if key >= 0 else -1
-        if bracket >= 0:
-            return text[:bracket], text[bracket + 1 :]
-    raise FileError(f"{name} has no list of traceEvents; {_REMEDY}")
+def _outer_operations(events: Sequence[_Event], threads: Mapping[int | str, int]) -> Operations:
+    """Of a thread's operations those that begin when all before them have ended."""
+    start, end = (np.array(column, dtype=np.float64) for column in ([x.ts for x in events], [x.end_us for x in events]))
+    thread = np.array([threads[x.tid] for x in events], dtype=np.int64)
+    role = np.array([role_of(x.name) for x in events], dtype=np.int8)
+    kept = []
+    for number in np.unique(thread):
+        own = np.flatnonzero(thread == number)
+        own = own[np.lexsort((-end[own], start[own]))]
+        ended = np.maximum.accumulate(end[own])
+        kept.append(own[np.concatenate(([True], start[own][1:] >= ended[:-1]))])
+    outer = np.concatenate(kept) if kept else np.zeros(0, np.int64)
+    outer = outer[np.argsort(start[outer], kind="stable")]
+    return Operations(start_us=start[outer], end_us=end[outer], thread=thread[outer], role=role[outer])
 
 
-def _last_beginning(text: bytes) -> int:
-    """The place of the comma before the last event that begins with its phase; 0 for none.
-
-    Within a string the quotation marks of `"ph"` would be escaped, so what looks like a beginning is one.
-    """
-    place = len(text)
-    while (place := text.rfind(b'"ph"', 0, place)) > 0:
-        brace = len(text[max(0, place - 64) : place].rstrip()) - 1 + max(0, place - 64)
-        comma = len(text[max(0, brace - 64) : brace].rstrip()) - 1 + max(0, brace - 64)
-        if text[brace : brace + 1] == b"{" and text[comma : comma + 1] == b",":
-            return comma
-    return 0
-
-
-def _end_of_events(text: bytes, name: str) -> int:
-    """The place of the bracket that closes the list: after it comes no further event."""
-    place = len(text)
-    while (place := text.rfind(b"]", 0, place)) >= 0:
-        try:
-            _EVENTS.decode(b"[" + text[:place] + b"]")
-        except msgspec.ValidationError as error:
-            raise _wrong(name, error) from error
-        except msgspec.DecodeError:
-            continue
-        return place
-    raise FileError(f"{name} is cut off: the list of traceEvents does not end; {_REMEDY}")
-
-
-def _collect(block: bytes, collected: _Collected, name: str) -> None:
-    try:
-        events = _EVENTS.decode(b"[" + block + b"]")
-    except msgspec.MsgspecError as error:
-        raise _wrong(name, error) from error
-    for event in events:
-        collected.add(event)
-
-
-def _wrong(name: str, error: Exception) -> FileError:
-    return FileError(f"{name} has an event that is none ({error}); {_REMEDY}")
+def _kernels(events: Sequence[_Event]) -> Kernels:
+    """One row for each launch: from the first of its kernels to the last."""
+    launches = {x.correlation: x.ts for x in events if x.correlation is not None and x.cat in _LAUNCHES}
+    works: dict[int, Times] = {}
+    for x in events:
+        if x.correlation is not None and x.cat in _GPU_WORK and "SendRecv" not in x.name:
+            start_us, end_us = works.get(x.correlation, (x.ts, x.ts))
+            works[x.correlation] = min(start_us, x.ts), max(end_us, x.end_us)
+    rows = sorted((launches[x], *times) for x, times in works.items() if x in launches)
+    columns = np.array(rows, dtype=np.float64).reshape(-1, 3).T
+    return Kernels(launch_us=columns[0], start_us=columns[1], end_us=columns[2])

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 
 from gplan.core import Alternative, Plan
 from gplan.core.units import bytes_axis, bytes_text, counted, percent_text, quantity_text, seconds_axis, seconds_text
-from gplan.evaluate.explain.explain import Explanation
+from gplan.evaluate.explain import Explanation
 from gplan.reporting.analysis import PlanAnalysis, ScalingPoint
 from gplan.reporting.charts.canvas import HALF_INCHES, Handle, blank_figure, headline, legend, tooltip
 from gplan.reporting.looks import CAPACITY, FAINT, INK

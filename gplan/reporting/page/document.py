@@ -13,7 +13,7 @@ from pathlib import Path
 from gplan.core import Run
 from gplan.core.precision import precision_suffix
 from gplan.core.units import percent_text
-from gplan.evaluate.explain.explain import Explanation
+from gplan.evaluate.explain import Explanation
 from gplan.reporting.analysis import PlanAnalysis
 from gplan.reporting.charts.canvas import Drawing
 from gplan.reporting.looks import NEUTRALS, Neutral

@@ -1,6 +1,4 @@
-"""An explanation of a plan as text: a summary, where the step goes, what would help, how much a layer may change, the
-plans of simpler rules, and how the step varies.
-"""
+"""An explanation of a plan as text: a summary, where the step goes, what would help, and the plans of simpler rules."""
 
 from __future__ import annotations
 
@@ -10,10 +8,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gplan.core.units import bytes_text, counted, percent_text, quantity_text, seconds_text, some_names
-from gplan.evaluate.explain.bottleneck import Bottleneck
-from gplan.evaluate.explain.explain import Explanation
-from gplan.evaluate.explain.options import FASTER_LINK, MORE_MEMORY_BYTES, Option, OptionKind
-from gplan.evaluate.explain.sensitivity import TurningPoint
+from gplan.evaluate.bottleneck import Bottleneck
+from gplan.evaluate.explain import Explanation
+from gplan.evaluate.options import FASTER_LINK, MORE_MEMORY_BYTES, Option, OptionKind
 from gplan.evaluate.replanning import PlanSettings
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, note_lines
 from gplan.reporting.text.plan import setting_text
@@ -196,7 +193,6 @@ def _best(explanation: Explanation, kinds: tuple[OptionKind, ...]) -> Option | N
 
 
 _MOST_CUTS = 8
-_NEVER = "never"
 
 
 def explanation_view(explanation: Explanation) -> RenderableType:
@@ -208,7 +204,6 @@ def explanation_view(explanation: Explanation) -> RenderableType:
         step_table(explanation),
         *_cut_views(explanation),
         *_option_views(explanation),
-        *_sensitivity_views(explanation),
         *_rule_views(explanation),
         Text(),
         *note_lines((*explanation.notes, *explanation.doubts)),
@@ -293,41 +288,6 @@ def _option_views(explanation: Explanation) -> Iterator[RenderableType]:
         if option.outcome is None:
             text = option_text(option, plan=explanation.setting)
             yield Text(f"left out: {text}: {option.reason}", style="dim")
-
-
-def _sensitivity_views(explanation: Explanation) -> Iterator[RenderableType]:
-    found = explanation.sensitivities
-    yield Text()
-    factor = f"{found.most_factor:g}"
-    if found.layers:
-        names = ("stage", "time per micro-batch", "slower", "then moves", "faster", "then moves")
-        below = f"{_NEVER}: not between 1/{factor} and {factor} times; factors are found by bisection, to 0.5 %"
-        yield FittedTable(
-            title="How much slower or faster a layer must be before another plan is best",
-            columns=columns("layer", *names),
-            lines=tuple(
-                Line(
-                    cells=(
-                        *(x.layer, str(x.stage), seconds_text(x.time_s)),
-                        *(cell for turn in (x.slower, x.faster) for cell in _turn_cells(turn)),
-                    )
-                )
-                for x in found.layers
-            ),
-            spare=("then moves", "stage"),
-            below=below,
-        )
-    else:
-        why = f", {found.reason}" if found.reason else " for any layer"
-        yield Text(f"how much a layer may change before another plan is best: not computed{why}", style="dim")
-    if not found.is_proven:
-        yield Text("these plans are not proven best: smaller changes may be enough", style="dim")
-    if found.left_out:
-        yield Text(f"not computed, for lack of time: {some_names(found.left_out)}", style="dim")
-
-
-def _turn_cells(point: TurningPoint | None) -> tuple[str, str]:
-    return (_NEVER, "") if point is None else (f"× {point.factor:.2f}", some_names(point.moved, most=1))
 
 
 def rules_table(explanation: Explanation) -> FittedTable | None:

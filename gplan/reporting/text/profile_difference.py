@@ -11,15 +11,9 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core.units import bytes_text, error_text, percent_text, seconds_text, some_names
+from gplan.core.units import error_text, percent_text, quantity_text, seconds_text, some_names
 from gplan.evaluate.compare import prediction_error
-from gplan.evaluate.profile_difference import (
-    BytesChange,
-    Change,
-    Difference,
-    SizeDifference,
-    TimeChange,
-)
+from gplan.evaluate.profile_difference import Change, Difference, SizeDifference
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, names_of_equal, note_lines
 from gplan.reporting.text.machine import link_text
 
@@ -55,41 +49,31 @@ def difference_view(difference: Difference, *, only_changed: bool = True) -> Ren
 
 def _lines(size: SizeDifference, *, only_changed: bool) -> Iterator[Line]:
     """The whole model's times, changed or not, and its sizes; then the layers by their change of seconds, then of bytes."""
-    changes: list[Change] = [*size.times, *(x for x in size.memory if not only_changed or x.verdict != "same")]
+    changes = [x for x in size.whole_model if not only_changed or x.verdict != "same" or x.unit == "seconds"]
     for index, change in enumerate(changes):
-        yield _line("whole model" if index == 0 else "", change, count=1)
+        yield _line(("whole model",) if index == 0 else ("",), change, count=1)
     for layer in sorted(size.layers, key=lambda x: (abs(x.change_s), x.change_bytes), reverse=True):
-        count, changes = len(layer.names), [*layer.times, *layer.memory]
+        count = len(layer.names)
         names = layer.names[:1] if count == 1 else names_of_equal(layer.names[0], count)
-        for index, change in enumerate(x for x in changes if not only_changed or x.verdict != "same"):
-            name, *shorter = names if index == 0 else ("",)  # only a layer's first line has its name
-            yield _line(name, change, count=count, shorter=tuple(shorter))
+        for index, change in enumerate(x for x in layer.changes if not only_changed or x.verdict != "same"):
+            yield _line(names if index == 0 else ("",), change, count=count)  # only a layer's first line has its name
 
 
-def _line(name: str, change: Change, *, count: int, shorter: tuple[str, ...] = ()) -> Line:
-    numbers = _time_cells(change, count) if isinstance(change, TimeChange) else _bytes_cells(change, count)
-    return Line(cells=(name, change.quantity, *numbers), shorter=shorter, style=_STYLES[change.verdict])
-
-
-def _time_cells(change: TimeChange, count: int) -> tuple[str, ...]:
-    """Old, new, change, noise, verdict, and the change of all identical layers together."""
-    old_s, new_s = change.old_s, change.new_s
-    share = error_text(prediction_error(new_s, old_s, "seconds"), "seconds")
-    noise = f"± {percent_text(change.noise_s / old_s)}" if old_s else f"± {seconds_text(change.noise_s)}"
-    total = _signed(seconds_text(count * change.change_s), change.change_s)
-    return seconds_text(old_s), seconds_text(new_s), share, noise, change.verdict, total
-
-
-def _bytes_cells(change: BytesChange, count: int) -> tuple[str, ...]:
-    """The same cells for bytes, which are exact."""
-    old, new = change.old_bytes, change.new_bytes
-    share = error_text(prediction_error(new, old, "bytes"), "bytes")
-    total = _signed(bytes_text(count * change.change_bytes), change.change_bytes)
-    return bytes_text(old), bytes_text(new), share, "exact", change.verdict, total
-
-
-def _signed(text: str, value: float) -> str:
-    return f"+{text}" if value > 0 else text
+def _line(names: tuple[str, ...], change: Change, *, count: int) -> Line:
+    """Old, new, change, noise, verdict, and the change of all `count` identical layers together."""
+    old, new, unit = change.old, change.new, change.unit
+    noise = f"± {percent_text(change.noise / old)}" if old else f"± {seconds_text(change.noise)}"
+    cells = (
+        names[0],
+        change.quantity,
+        quantity_text(old, unit),
+        quantity_text(new, unit),
+        error_text(prediction_error(new, old, unit), unit),
+        "exact" if unit == "bytes" else noise,
+        change.verdict,
+        ("+" if change.change > 0 else "") + quantity_text(count * change.change, unit),
+    )
+    return Line(cells=cells, shorter=names[1:], style=_STYLES[change.verdict])
 
 
 def _summary(size: SizeDifference) -> str:

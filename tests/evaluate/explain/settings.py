@@ -8,7 +8,7 @@ from typing import Any
 
 from gplan.core import Link, Plan, Profile, Value, ValueCost
 from gplan.core.progress import no_progress
-from gplan.evaluate.explain.options import Option, OptionKind, evaluate_options
+from gplan.evaluate.options import Option, OptionKind, evaluate_options
 from gplan.evaluate.replanning import PlanSettings
 from gplan.strategy_search.planner import balance
 from tests.made import make_profile
@@ -21,16 +21,16 @@ def setting(**given: object) -> PlanSettings:
     """Two stages, four micro-batches of one sample, GPipe, no recompute, no limit, for the step;
     but for what is given."""
     usual: dict[str, object] = {
-        "num_stages": 2, "num_microbatches": 4, "microbatch_size": 1, "schedule": "gpipe", "recompute": "never",
+        "num_devices": 2, "num_microbatches": 4, "microbatch_size": 1, "schedule": "gpipe", "recompute": "never",
         "minimize": "step-time", "memory_bytes": None,
     }  # fmt: skip
     return PlanSettings(**{**usual, **given})  # type: ignore[arg-type]
 
 
 CHUNKED: tuple[dict[str, Any], ...] = (
-    {"schedule": "interleaved-1f1b:2", "num_stages": 4},
-    {"schedule": "zb-v", "num_stages": 4},
-    {"schedule": OWN, "num_stages": 3, "num_microbatches": 2},
+    {"schedule": "interleaved-1f1b:2"},
+    {"schedule": "zb-v"},
+    {"schedule": OWN, "num_microbatches": 2},
 )
 """What is given for settings of two devices, of which one or both have several stages."""
 
@@ -38,8 +38,7 @@ CHUNKED: tuple[dict[str, Any], ...] = (
 def plan_of(profile: Profile, **given: object) -> Plan:
     """The plan of `balance` for such a `setting`."""
     wanted = setting(**given)
-    arguments: dict[str, Any] = {x.name: getattr(wanted, x.name) for x in fields(wanted) if x.name != "num_stages"}
-    return balance(profile, num_devices=wanted.num_devices, **arguments)
+    return balance(profile, **{x.name: getattr(wanted, x.name) for x in fields(wanted)})
 
 
 def tried(profile: Profile, asked: PlanSettings, *, options_s: float = 60.0) -> dict[OptionKind, list[Option]]:

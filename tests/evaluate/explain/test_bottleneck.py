@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gplan.core import Plan, RecomputeMode
-from gplan.evaluate.explain.bottleneck import exposed_cuts, find_bottleneck
+from gplan.evaluate.bottleneck import exposed_cuts, find_bottleneck
 from gplan.simulation.simulator import simulate
 from tests.evaluate.explain.settings import cut_bound, plan_of, uneven
 from tests.made import make_profile
@@ -18,7 +18,7 @@ from tests.scheduled import EVERY_SCHEDULE, scheduled_plan
 @pytest.mark.parametrize("recompute", ["never", "except-last"])
 @pytest.mark.parametrize("num_stages", [2, 3, 5])
 def test_bottleneck_times_add_up(schedule: str, recompute: str, num_stages: int) -> None:
-    plan = plan_of(uneven(), schedule=schedule, recompute=recompute, num_stages=num_stages)
+    plan = plan_of(uneven(), schedule=schedule, recompute=recompute, num_devices=num_stages)
     found = find_bottleneck(plan, memory_gain_s=0.0)
     parts = (found.busy_s, found.filling_s, found.imbalance_s, found.communication_s, found.tail_s)
     assert sum(parts) == pytest.approx(plan.prediction.step_s, rel=1e-12)
@@ -34,7 +34,7 @@ def test_bottleneck_and_its_slowest_layers() -> None:
 
 def test_stages_within_one_percent_are_as_long() -> None:
     for seconds, equals in ((0.995, (1, 2)), (0.98, (1,))):
-        plan = plan_of(make_profile([1.0, 1.0, seconds]), num_stages=3)
+        plan = plan_of(make_profile([1.0, 1.0, seconds]), num_devices=3)
         assert find_bottleneck(plan, memory_gain_s=0.0).equals == equals
 
 
@@ -108,13 +108,13 @@ def test_memory_binds() -> None:
 
 @pytest.mark.parametrize(("optimizer_s", "binds"), [(13.0, "optimizer"), (11.0, "compute")])
 def test_optimizer_binds(optimizer_s: float, binds: str) -> None:
-    plan = plan_of(make_profile([1.0, 1.0], weight_bytes=8, optimizer_s=optimizer_s), num_stages=1)
+    plan = plan_of(make_profile([1.0, 1.0], weight_bytes=8, optimizer_s=optimizer_s), num_devices=1)
     found = find_bottleneck(plan, memory_gain_s=0.0)
     assert (found.busy_s, found.tail_s, found.binds) == (24.0, optimizer_s, binds)
 
 
 def test_one_stage_has_no_cut_and_never_waits() -> None:
-    found = find_bottleneck(plan_of(make_profile([1.0, 2.0]), num_stages=1), memory_gain_s=0.0)
+    found = find_bottleneck(plan_of(make_profile([1.0, 2.0]), num_devices=1), memory_gain_s=0.0)
     assert (found.cuts, found.exposed_s, found.filling_s, found.equals) == ((), 0.0, 0.0, ())
 
 

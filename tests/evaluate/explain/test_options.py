@@ -8,8 +8,8 @@ import pytest
 
 from gplan.core import Constraints, Pin, Plan, Profile
 from gplan.core.errors import NoPlanError
-from gplan.evaluate.explain import options
-from gplan.evaluate.explain.options import MORE_MEMORY_BYTES, OUT_OF_TIME, Option, memory_gain_s
+from gplan.evaluate import options
+from gplan.evaluate.options import MORE_MEMORY_BYTES, OUT_OF_TIME, Option, memory_gain_s
 from gplan.evaluate.replanning import TIME_LIMIT_S, PlanSettings
 from gplan.reporting.text.explanation import option_text
 from tests.evaluate.explain.settings import (
@@ -92,7 +92,7 @@ def test_one_device_more_and_one_fewer() -> None:
 def test_impossible_device_counts_have_reasons() -> None:
     found = tried(make_profile([1.0, 1.0]), setting())
     assert "3 stages of a model with 2 layers" in found["more devices"][0].reason
-    found = tried(make_profile([1.0, 1.0]), setting(num_stages=1))
+    found = tried(make_profile([1.0, 1.0]), setting(num_devices=1))
     assert found["fewer devices"][0].reason == "there is only one device"
     assert found["faster link"][0].reason == found["free link"][0].reason == "one device sends nothing"
 
@@ -131,7 +131,7 @@ def test_only_possible_schedules_are_tried(monkeypatch: pytest.MonkeyPatch) -> N
     whole = make_profile([1.0] * 5)
     assert offered(whole) == {"1f1b": 2, "interleaved-1f1b:2": 4}
     assert offered(split(whole)) == {"1f1b": 2, "interleaved-1f1b:2": 4, "zb-h1": 2, "zb-v": 4}
-    assert offered(make_profile([1.0] * 6), schedule="looped-bfs:3", num_stages=6) == {
+    assert offered(make_profile([1.0] * 6), schedule="looped-bfs:3", num_devices=2) == {
         "gpipe": 2, "1f1b": 2, "interleaved-1f1b:2": 4,
     }  # fmt: skip
     assert offered(make_profile([1.0] * 3)) == {"1f1b": 2}
@@ -167,7 +167,7 @@ def test_options_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_devices_keep_stages_per_device_unless_there_is_one() -> None:
-    found = tried(make_profile([1.0] * 9), setting(schedule="looped-bfs:3", num_stages=6), options_s=-1.0)
+    found = tried(make_profile([1.0] * 9), setting(schedule="looped-bfs:3", num_devices=2), options_s=-1.0)
     settings = [found[kind][0].setting for kind in ("more devices", "fewer devices")]  # type: ignore[index]
     assert [(x.schedule, x.num_devices, x.num_stages) for x in settings] == [("looped-bfs:3", 3, 9), ("1f1b", 1, 1)]
 

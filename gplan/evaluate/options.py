@@ -19,7 +19,7 @@ from gplan.evaluate.compare import samples_per_s
 from gplan.evaluate.replanning import TIME_LIMIT_S, PlanSettings, replan, with_link_times
 from gplan.partition.diagnosis import LEAST_MEMORY_SCHEDULE
 from gplan.schedules.custom import is_custom_order
-from gplan.schedules.registry import num_stages_of, schedule_info
+from gplan.schedules.registry import schedule_info
 from gplan.strategy_search.space import AUTO_SCHEDULES
 
 MORE_MEMORY_BYTES = 2**30
@@ -140,7 +140,7 @@ def _changes(profile: Profile, setting: PlanSettings) -> Iterator[_Change]:
     yield _Change("more microbatches", replace(setting, num_microbatches=twice), profile)
     has_halves = any(cost.has_halves for layer in profile.layers for cost in layer.costs)
     for name in AUTO_SCHEDULES:
-        changed = replace(setting, schedule=name, num_stages=num_stages_of(name, setting.num_devices))
+        changed = replace(setting, schedule=name)
         is_possible = has_halves or not schedule_info(name).splits_backward
         if name != setting.schedule and is_possible and changed.num_stages <= len(profile.layers):
             yield _Change("schedule", changed, profile)
@@ -164,5 +164,5 @@ def _device_changes(profile: Profile, setting: PlanSettings) -> Iterator[_Change
             yield _Change(kind, setting, profile, reason)
         else:
             named = LEAST_MEMORY_SCHEDULE if count == 1 else schedule  # on one device all take equally long
-            changed = replace(setting, schedule=named, num_stages=num_stages_of(named, max(1, count)))
+            changed = replace(setting, schedule=named, num_devices=max(1, count))
             yield _Change(kind, changed, profile, "" if count else "there is only one device")

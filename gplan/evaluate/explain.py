@@ -1,4 +1,4 @@
-"""Why a plan is as it is: its bottleneck, what would help, how sensitive it is, and what baselines would do.
+"""Why a plan is as it is: its bottleneck, what would help, and what baselines would do.
 
 Everything is computed by the simulator, the balancer and the cost model that made the plan. The result is one value,
 `Explanation`; `gplan.reporting.text.explanation` puts it in words.
@@ -9,17 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 from gplan.core import Plan, Profile
 from gplan.core.errors import NoPlanError
 from gplan.core.progress import Progress, no_progress
 from gplan.corrections.microbatch_size import cost_at
 from gplan.cost.action_seconds import occupied
+from gplan.evaluate.bottleneck import Bottleneck, find_bottleneck
 from gplan.evaluate.compare import samples_per_s
-from gplan.evaluate.explain.bottleneck import Bottleneck, find_bottleneck
-from gplan.evaluate.explain.options import Option, evaluate_options, memory_gain_s
-from gplan.evaluate.explain.sensitivity import MOST_FACTOR, Sensitivities, layer_sensitivities
+from gplan.evaluate.options import Option, evaluate_options, memory_gain_s
 from gplan.evaluate.replanning import (
     PlanSettings,
     memory_excess,
@@ -36,8 +34,8 @@ from gplan.partition.plan_evaluation import compute_s
 from gplan.partition.problem import device_sums
 from gplan.simulation.simulator import simulate
 
-OPTIONS_S, SENSITIVITIES_S = 20.0, 10.0
-"""Seconds after which no other option, and no other layer, is tried."""
+OPTIONS_S = 20.0
+"""Seconds after which no other option is tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +62,6 @@ class Explanation:
     peak_bytes: int
     bottleneck: Bottleneck
     options: tuple[Option, ...]
-    sensitivities: Sensitivities
     rules: tuple[BaselineOutcome, ...]  # the plan itself first
     notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()  # warnings of the profile: its times are uncertain
@@ -75,15 +72,14 @@ def explain(
     profile: Profile,
     *,
     options_s: float = OPTIONS_S,
-    sensitivities_s: float = SENSITIVITIES_S,
     progress: Progress = no_progress,
 ) -> Explanation:
     """The reasons for a plan, from a profile of its model.
 
     If the profile was measured again after the plan was made, all figures are from the new profile, and a note states
-    this; a plan for a machine keeps its own times. Options and layers that the time does not suffice for are named in the
-    result. `progress` is called with a text and the share done, first of the options, then of the layers. Raises FileError
-    where plan and profile do not belong together.
+    this; a plan for a machine keeps its own times. Options that the time does not suffice for are named in the result.
+    `progress` is called with a text and the share of the options done. Raises FileError where plan and profile do not
+    belong together.
     """
     ordered, setting, why_not = profile_in_plan_order(plan, profile), setting_of(plan), why_not_replannable(plan)
     notes: tuple[str, ...] = ()
@@ -93,33 +89,14 @@ def explain(
         plan = plan_with_cuts(ordered, setting, plan.cuts) if notes else plan
         deadline_s = time.perf_counter() + options_s
         options = evaluate_options(profile, setting, deadline_s=deadline_s, progress=progress)
-    bottleneck = find_bottleneck(plan, memory_gain_s=memory_gain_s(options))
-    num_stages, best = setting.num_stages, options[0].outcome
-    reason = options[0].reason
-    if sensitivities_s <= 0:
-        reason = "no time was given for it"
-    elif num_stages == 1:
-        reason = "one stage has no cut that could move"
-    elif num_stages == len(profile.layers) and {*pairwise(range(num_stages))} <= {*profile.precedence}:
-        reason = "every stage has one layer, and none can move"
-    elif best is not None and not best.is_proven:
-        reason = "the best plan itself was not proven in time"
-    if reason:
-        sensitivities = Sensitivities(layers=(), left_out=(), most_factor=MOST_FACTOR, reason=reason)
-    else:
-        deadline_s = time.perf_counter() + sensitivities_s
-        sensitivities = layer_sensitivities(
-            profile, setting, bottleneck=bottleneck.device, deadline_s=deadline_s, progress=progress
-        )
     return Explanation(
         model=plan.model.name,
         setting=setting,
         step_s=plan.prediction.step_s,
         samples_per_s=samples_per_s(plan, plan.prediction.step_s),
         peak_bytes=plan.peak_bytes,
-        bottleneck=bottleneck,
+        bottleneck=find_bottleneck(plan, memory_gain_s=memory_gain_s(options)),
         options=options,
-        sensitivities=sensitivities,
         rules=() if why_not else tuple(baseline_outcomes(plan, ordered)),
         notes=notes,
         doubts=profile.doubts,

@@ -1,1 +1,0 @@
-"""Why a plan is as it is, and what would change it."""
