@@ -17,7 +17,7 @@ VERIFICATION_FILE = "gplan.verification.json"
 REPORT_FOLDER = "gplan-report"
 CHECKPOINTS = "gplan-checkpoints"
 
-RECEIVERS = ("torchtitan", "megatron", "verl", "automodel", "deepspeed", "torchgpipe", "pytorch", "vllm", "sglang")
+RECEIVERS = ("torchtitan", "megatron", "verl", "automodel", "deepspeed", "torchgpipe", "pytorch")
 """The trainers that plans are made for, exported to and read from."""
 
 PATH: Any = click.Path(path_type=Path)
@@ -108,19 +108,24 @@ def schedule_counts(schedule: str, num_devices: NumberT, num_microbatches: Numbe
     )
 
 
-def profile_of_plan(plan: Plan, path: Path | None) -> Profile | None:
-    """The profile at `path`; without a path, the default file if its model is the plan's."""
+def profile_of_plan(plan: Plan, path: Path | None) -> tuple[Profile | None, str]:
+    """The profile at `path`; without a path the default file if the plan was made from it, else None and the reason."""
     from gplan.core import Profile
     from gplan.core.errors import FileError
+    from gplan.evaluate.replanning import profile_in_plan_order
     from gplan.files import json_files
 
     if path is not None:
-        return json_files.load(Profile, path)
+        return json_files.load(Profile, path), ""
     if not Path(PROFILE_FILE).exists():
-        return None
+        return None, "there is no profile here"
     try:
         found = json_files.load(Profile, Path(PROFILE_FILE))
     except FileError as error:
         click.echo(f"note: {error}; went on without it", err=True)
-        return None
-    return found if (found.model, found.granularity) == (plan.model, plan.granularity) else None
+        return None, f"{PROFILE_FILE} cannot be used"
+    try:
+        profile_in_plan_order(plan, found)
+    except FileError:
+        return None, f"the plan was not made from {PROFILE_FILE}"
+    return found, ""

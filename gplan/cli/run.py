@@ -70,12 +70,13 @@ def run(
         raise UsageError(f"{model} is in the place of the model file; to run a plan: gplan run --plan {model}")
     plan = json_files.load(Plan, plan_file)
     json_files.check_writable(output)
+    profile, _ = profile_of_plan(plan, profile_file)
     with progress_bar() as progress:
         result = api.run(
             plan,
             model=model,
             engine=engine,
-            profile=profile_of_plan(plan, profile_file),
+            profile=profile,
             num_steps=steps,
             check=check,
             seed=seed,

@@ -1,12 +1,11 @@
 """All verbs as one command, and the message and exit code of a verb that fails.
 
-A verb's module is imported when the verb is used, and a verb imports the planner when it runs, so `--help` is quick.
+A module of verbs is imported when one is used, and a verb imports the planner when it runs, so `--help` is quick.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -34,9 +33,15 @@ VERBS = {
 }
 """Each verb's usual arguments, and in a few words what it does and which file it writes."""
 
+_MODULES = {
+    **dict.fromkeys(("show", "diff", "explain", "report"), "results"),
+    **dict.fromkeys(("export", "layout", "import-plan", "import-trace"), "exchange"),
+}
+"""Where verbs are that have no module of their own."""
+
 
 class _Verbs(click.Group):
-    """The verbs in the order of `VERBS`; each is imported from its own module when it is used."""
+    """The verbs in the order of `VERBS`; each is imported when it is used."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(VERBS)
@@ -50,8 +55,8 @@ class _Verbs(click.Group):
         import logging
 
         logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # it would print the stack of caught errors
-        word = name.replace("-", "_")
-        command: click.Command = getattr(import_module(f"gplan.cli.{word}"), word)
+        module = import_module(f"gplan.cli.{_MODULES.get(name, name)}")
+        command: click.Command = getattr(module, name.replace("-", "_"))
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
@@ -117,7 +122,6 @@ def exit_code(arguments: Sequence[str] | None) -> int:
 
 
 _PROFILE_OPTIONS = {"--set", "--granularity"}  # a plan takes them over from its profile
-_FILE_KINDS = {"profile", "plan", "run", "verification"}
 
 
 def _usage_error_text(error: click.ClickException) -> str:
@@ -130,7 +134,7 @@ def _usage_error_text(error: click.ClickException) -> str:
 
 
 def _no_such_option_text(error: click.NoSuchOption) -> str:
-    """One line: the option that was given, and what the verb has instead (an argument or an option spelt alike)."""
+    """One line: the option that was given, and those of the verb that are spelt alike."""
     context, found = error.ctx, error.option_name
     if context is None:
         return f"there is no option {found}; see gplan --help"
@@ -140,15 +144,5 @@ def _no_such_option_text(error: click.NoSuchOption) -> str:
             f"{verb} has no option {found}: it belongs to the profile; run `gplan profile MODEL {found} ...` and balance "
             "again, and the plan has it"
         )
-    for argument in context.command.params:
-        if isinstance(argument, click.Argument) and found.lstrip("-") in _argument_words(argument, context):
-            example = argument.default if isinstance(argument.default, str) else "FILE"
-            return f"{verb} has no option {found}: name the file without an option, as in `{verb} {example}`"
     hint = f"did you mean {' or '.join(error.possibilities)}? " if error.possibilities else ""
     return f"{verb} has no option {found}; {hint}see {verb} --help"
-
-
-def _argument_words(argument: click.Argument, context: click.Context) -> set[str]:
-    """An argument's names in the code and on the help page; if it takes any kind of file, the names of all kinds."""
-    words = {argument.name or "", *re.findall("[a-z]+", argument.make_metavar(context).lower())}
-    return words | _FILE_KINDS if argument.metavar is None and words & {"file", "subject"} else words

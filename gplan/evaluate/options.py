@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from gplan.core import RECOMPUTE_MODES, Constraints, Profile, RecomputeMode
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.progress import Progress
+from gplan.core.units import bytes_text, counted
 from gplan.evaluate.compare import samples_per_s
 from gplan.evaluate.replanning import TIME_LIMIT_S, PlanSettings, replan, with_link_times
 from gplan.partition.diagnosis import LEAST_MEMORY_SCHEDULE
@@ -50,6 +51,7 @@ class Option:
     """A change with its best plan, or the reason why there is none."""
 
     kind: OptionKind
+    label: str  # what it changes, in words
     setting: PlanSettings
     outcome: OptionResult | None
     reason: str = ""  # why there is no outcome
@@ -60,6 +62,7 @@ class _Change(NamedTuple):
     """A setting and a profile to plan for, or the reason against it."""
 
     kind: OptionKind
+    label: str
     setting: PlanSettings
     profile: Profile
     reason: str = ""
@@ -93,6 +96,7 @@ def evaluate_options(
         found.append(
             Option(
                 kind=change.kind,
+                label=change.label,
                 setting=change.setting,
                 outcome=outcome,
                 reason=reason,
@@ -122,47 +126,65 @@ def memory_gain_s(options: Sequence[Option]) -> float | None:
 
 
 def _changes(profile: Profile, setting: PlanSettings) -> Iterator[_Change]:
-    yield _Change("same", setting, profile)
+    yield _Change("same", "as it is, balanced again", setting, profile)
     if setting.constraints:
-        yield _Change("no constraints", replace(setting, constraints=Constraints()), profile)
+        free = replace(setting, constraints=Constraints())
+        yield _Change("no constraints", "without the constraints", free, profile)
     limit, mode = setting.memory_bytes, setting.recompute
     if limit is None:
-        yield _Change("more memory", setting, profile, "the plan has no memory limit")
+        yield _Change("more memory", "more memory", setting, profile, "the plan has no memory limit")
     else:  # with the plan's recompute mode and, where that is a fixed one, with none
         modes: tuple[RecomputeMode, ...] = (mode,) if mode in ("never", "selected") else (mode, "never")
-        limits: dict[OptionKind, int | None] = {"more memory": limit + MORE_MEMORY_BYTES, "no memory limit": None}
-        for kind, memory_bytes in limits.items():
+        more = limit + MORE_MEMORY_BYTES
+        more_text = f"{bytes_text(more)} a device ({bytes_text(MORE_MEMORY_BYTES)} more)"
+        limits: dict[OptionKind, tuple[int | None, str]] = {
+            "more memory": (more, more_text),
+            "no memory limit": (None, "no memory limit"),
+        }
+        for kind, (memory_bytes, label) in limits.items():
             for other in modes:
-                yield _Change(kind, replace(setting, memory_bytes=memory_bytes, recompute=other), profile)
+                changed = replace(setting, memory_bytes=memory_bytes, recompute=other)
+                yield _Change(kind, label if other == mode else f"{label}, no recompute", changed, profile)
     size, twice = setting.microbatch_size, 2 * setting.num_microbatches
-    smaller = replace(setting, num_microbatches=twice, microbatch_size=max(1, size // 2))
-    yield _Change("smaller microbatches", smaller, profile, f"a micro-batch of {size} has no half" if size % 2 else "")
-    yield _Change("more microbatches", replace(setting, num_microbatches=twice), profile)
+    counts = counted(twice, "micro-batch")
+    if size % 2:
+        reason = f"a micro-batch of {size} has no half"
+        yield _Change("smaller microbatches", "micro-batches of half the size", setting, profile, reason)
+    else:
+        smaller = replace(setting, num_microbatches=twice, microbatch_size=size // 2)
+        yield _Change("smaller microbatches", f"{counts} of {size // 2} (the same batch)", smaller, profile)
+    larger = replace(setting, num_microbatches=twice)
+    yield _Change("more microbatches", f"{counts} of {size} (twice the batch)", larger, profile)
     has_halves = any(cost.has_halves for layer in profile.layers for cost in layer.costs)
     for name in AUTO_SCHEDULES:
         changed = replace(setting, schedule=name)
         is_possible = has_halves or not schedule_info(name).splits_backward
         if name != setting.schedule and is_possible and changed.num_stages <= len(profile.layers):
-            yield _Change("schedule", changed, profile)
+            yield _Change("schedule", f"schedule {schedule_info(name).title}", changed, profile)
     for other in RECOMPUTE_MODES:
         can_change = other != "selected" or limit is not None  # layers are selected for a memory limit
         if can_change and other != mode:
-            yield _Change("recompute", replace(setting, recompute=other), profile)
+            yield _Change("recompute", f"recompute {other}", replace(setting, recompute=other), profile)
     yield from _device_changes(profile, setting)
     reason = "" if setting.num_devices > 1 else "one device sends nothing"
-    yield _Change("faster link", setting, with_link_times(profile, 1.0 / FASTER_LINK), reason)
-    yield _Change("free link", setting, with_link_times(profile, 0.0), reason)
+    faster, free_link = (with_link_times(profile, factor) for factor in (1.0 / FASTER_LINK, 0.0))
+    yield _Change("faster link", f"a link {FASTER_LINK:g} times as fast", setting, faster, reason)
+    yield _Change("free link", "free transfers and sums of gradients", setting, free_link, reason)
 
 
 def _device_changes(profile: Profile, setting: PlanSettings) -> Iterator[_Change]:
     """One device more and one fewer, each device with as many stages as before."""
-    num_devices, schedule = setting.num_devices, setting.schedule
-    kinds: dict[OptionKind, int] = {"more devices": num_devices + 1, "fewer devices": num_devices - 1}
-    for kind, count in kinds.items():
-        if is_custom_order(schedule):
+    num_devices = setting.num_devices
+    kinds: dict[OptionKind, tuple[int, str]] = {
+        "more devices": (num_devices + 1, "one more"),
+        "fewer devices": (num_devices - 1, "one fewer"),
+    }
+    for kind, (count, change) in kinds.items():
+        if not count or is_custom_order(setting.schedule):
             reason = f"the custom order has {num_devices} devices" if count else "there is only one device"
-            yield _Change(kind, setting, profile, reason)
-        else:
-            named = LEAST_MEMORY_SCHEDULE if count == 1 else schedule  # on one device all take equally long
-            changed = replace(setting, schedule=named, num_devices=max(1, count))
-            yield _Change(kind, changed, profile, "" if count else "there is only one device")
+            yield _Change(kind, change.replace("one", "one device"), setting, profile, reason)
+            continue
+        named = LEAST_MEMORY_SCHEDULE if count == 1 else setting.schedule  # on one device all take equally long
+        label = counted(count, "device") + (" a replica" if setting.num_replicas > 1 else "") + f" ({change})"
+        label += f", schedule {schedule_info(named).title}" if named != setting.schedule else ""
+        yield _Change(kind, label, replace(setting, schedule=named, num_devices=count), profile)

@@ -1,5 +1,4 @@
-"""Plans under the rules of another trainer: the best one that it can run, the nearest to a plan that it cannot, and its
-own layout priced."""
+"""Plans under the rules of another trainer: the best one that it can run, and its own layout priced."""
 
 from __future__ import annotations
 
@@ -8,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gplan.core import Alternative, Constraints, Plan, Profile
-from gplan.core.errors import NoPlanError, UsageError
-from gplan.core.units import percent_text, seconds_text
-from gplan.evaluate.replanning import TIME_LIMIT_S, setting_of
+from gplan.core.errors import UsageError
+from gplan.core.units import percent_text
 from gplan.interop.layouts import Layout, read_layout
 from gplan.interop.receivers import constraints_for, indivisible, receiver_named, settings_problem
 from gplan.partition.balance import alternative_of, best_plan, problem_of
@@ -96,69 +94,6 @@ def best_for_receiver(
         recompute=options.get("recompute", "never"),
     )
     return balance(profile, schedule=schedule, constraints=rules.constraints, **common)
-
-
-def nearest_plan(plan: Plan, profile: Profile, *, receiver: str) -> Plan:
-    """The best plan that a receiver can run with a plan's devices, micro-batches and memory; its settings where possible.
-
-    Raises GplanError where there is none.
-    """
-    rules, found = ForReceiver.of(receiver, profile), receiver_named(receiver)
-    settings = setting_of(plan)
-    recompute = plan.recompute if plan.recompute in found.recompute else next(iter(found.recompute))
-    chunks = settings.num_stages // settings.num_devices
-    chunked = [f"interleaved-1f1b:{chunks}"] if chunks > 1 else []
-    schedules = [plan.schedule, *chunked, found.default_schedule]
-    tried = [
-        replace(settings, schedule=schedule, recompute=mode, num_replicas=1, sharding="none")
-        for schedule in schedules
-        for mode in (recompute, "never")
-    ]
-    chosen = next((x for x in tried if not settings_problem(receiver, x)), None)
-    if chosen is None:
-        raise UsageError(f"the plan {settings_problem(receiver, tried[-1])}")
-    return balance(
-        profile,
-        num_devices=chosen.num_devices,
-        num_microbatches=chosen.num_microbatches,
-        microbatch_size=plan.microbatch_size,
-        schedule=chosen.schedule,
-        recompute=chosen.recompute,
-        memory_bytes=plan.memory_limit_bytes,
-        minimize=plan.minimize,
-        constraints=rules.constraints,
-        time_limit_s=TIME_LIMIT_S,
-    )
-
-
-def nearest_plan_text(plan: Plan, profile: Profile, *, receiver: str) -> str:
-    """A sentence on the nearest plan that the receiver can run, what it costs, and the command for it.
-
-    "" where the receiver cannot take the model at all, or the profile is not the plan's.
-    """
-    if {layer.name for layer in profile.layers} != set(plan.layer_names):
-        return ""
-    try:
-        nearest = nearest_plan(plan, profile, receiver=receiver)
-    except UsageError:
-        return ""
-    except NoPlanError as error:
-        return f"with as many devices and micro-batches it can run none: {error}"
-    change = nearest.prediction.step_s / plan.prediction.step_s - 1
-    cuts = ", ".join(nearest.layer_names[x] for x in nearest.cuts)
-    shape = f"begins its stages at {cuts}" if cuts else "has one stage"
-    options = {
-        f"--memory {nearest.memory_limit_bytes}B": nearest.memory_limit_bytes
-        not in (None, profile.device.memory_bytes),
-        f"--microbatch-size {nearest.microbatch_size}": nearest.microbatch_size != profile.microbatch_sizes[-1],
-        f"--minimize {nearest.minimize}": nearest.minimize != "step-time",
-    }
-    further = "".join(f" {text}" for text, is_needed in options.items() if is_needed)
-    return (
-        f"the nearest plan that it can run {shape} and takes {seconds_text(nearest.prediction.step_s)} a step, this "
-        f"one {seconds_text(plan.prediction.step_s)} ({percent_text(change, signed=True)}): gplan balance --for {receiver} --k {nearest.num_devices} "
-        f"--microbatches {nearest.num_microbatches} --schedule {nearest.schedule} --recompute {nearest.recompute}{further}"
-    )
 
 
 def import_plan(

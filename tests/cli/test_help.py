@@ -14,7 +14,7 @@ import pytest
 import gplan
 from gplan.cli import main
 from gplan.cli.balance import balance
-from gplan.cli.export import export
+from gplan.cli.exchange import export
 from gplan.cli.run import run
 from gplan.cli.verbs import VERBS
 from gplan.cli.verify import verify
@@ -61,7 +61,7 @@ def test_help_lists_every_verb_on_a_line(capsys: pytest.CaptureFixture[str]) -> 
     [
         ([], "gplan gplan.cli gplan.cli.verbs"),
         (["balance"], "gplan gplan.cli gplan.cli.arguments gplan.cli.balance gplan.cli.output gplan.cli.verbs"),
-        (["report"], "gplan gplan.cli gplan.cli.arguments gplan.cli.output gplan.cli.report gplan.cli.verbs"),
+        (["report"], "gplan gplan.cli gplan.cli.arguments gplan.cli.output gplan.cli.results gplan.cli.verbs"),
     ],
 )
 def test_help_imports_no_planner(verb: list[str], modules: str) -> None:

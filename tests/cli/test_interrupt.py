@@ -30,32 +30,3 @@ def test_interrupted_import_is_one_line(module: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr.strip().startswith("interrupted") and done.stderr.strip().count("\n") == 0
-
-
-IGNORED = """
-import signal, sys, time
-import gplan.cli.verbs
-from gplan.cli import main
-
-class Finalized:
-    def __del__(self):
-        raise KeyboardInterrupt
-
-def exit_code(_):
-    try:
-        Finalized()
-        time.sleep(30)
-        return 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which background jobs of a shell do not have
-gplan.cli.verbs.exit_code = exit_code
-main([])
-"""
-
-
-def test_interrupt_in_a_finalizer_is_repeated() -> None:
-    done = subprocess.run([sys.executable, "-c", IGNORED], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (130, "interrupted\n")

@@ -8,12 +8,11 @@ import pytest
 
 from gplan.cli import output
 from gplan.cli.output import print_result, progress_bar
-from gplan.reporting.text.fitted_table import Column, FittedTable, Line
+from gplan.reporting.text.fitted_table import FittedTable, Line
 
 TABLE = FittedTable(
     title="t",
-    columns=(Column(key="name", is_left=True, is_flexible=True), Column(key="number"), Column(key="spared")),
-    lines=(Line(cells=("n" * 30, "1", "2" * 60)),),
+    lines=(Line(cells={"name": "n" * 30, "number": "1", "spared": "2" * 60}),),
     spare=("spared",),
 )
 

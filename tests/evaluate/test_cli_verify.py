@@ -87,9 +87,7 @@ def test_interrupt_before_the_first_run_writes_nothing(
     [
         (("absent.json",), 3, "absent.json is not there; expected a gplan plan"),
         (("--profile", "absent.json"), 3, "absent.json is not there; expected a gplan profile"),
-        (("--k", "2"), 2, "gplan.plan.json has its own devices; leave out --k, or name a model file"),
         (("--steps", "2"), 2, "asked for 2 steps a run; expected at least 6"),
-        (("model.py",), 2, "gplan.profile.json exists already"),
         (("gplan.profile.json",), 3, "gplan.profile.json has format 'gplan.profile/7'; expected 'gplan.plan/6'"),
     ],
 )
@@ -102,65 +100,3 @@ def test_what_cannot_be_verified_is_one_message(
     assert gplan_exits("verify", *arguments) == code
     assert message in capfd.readouterr().err
     assert host.calls == []
-
-
-def asked_for_a_profile(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What is asked of the profiler, which answers at once."""
-    asked: dict[str, Any] = {}
-
-    def profile(model: str, **options: Any) -> gplan.Profile:
-        asked.update(options, model=model)
-        return usual_profile(microbatch_sizes=(2, 4, 8))
-
-    monkeypatch.setattr("gplan.api.profile", profile)
-    monkeypatch.setattr("profiler.model.given_model.num_layers_of", lambda _model, **_options: 8)
-    return asked
-
-
-@pytest.mark.parametrize("arguments", [("--steps", "2"), ("--rounds", "0"), ("--rivals", "-1")])
-def test_bad_counts_are_refused_before_profiling(
-    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    asked = asked_for_a_profile(monkeypatch)
-    assert gplan_exits("verify", "model.py", *arguments) == 2
-    assert "expected" in capfd.readouterr().err
-    assert asked == {} and list(tmp_path.iterdir()) == []
-
-
-def test_more_devices_than_layers_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    asked = asked_for_a_profile(monkeypatch)
-    assert gplan_exits("verify", "model.py", "--k", "9") == 2
-    assert "--k 9: model.py has 8 layers, and every stage holds at least one; try --k 8 or" in capfd.readouterr().err
-    assert asked == {} and list(tmp_path.iterdir()) == []
-
-
-def test_profile_without_a_plan_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    asked_for_a_profile(monkeypatch)
-    on(MadeHost(), monkeypatch)
-    gplan.save(usual_profile(microbatch_sizes=(2, 4, 8)), "gplan.profile.json")
-    assert gplan_exits("verify", "model.py", "--k", "2") == 2
-    said = capfd.readouterr().err
-    assert "gplan.profile.json exists already, and no plan" in said
-    balance = said.partition("`gplan ")[2].partition("`")[0]
-    assert gplan_exits(*balance.split()) == 0
-    assert gplan_exits("verify", "--profile", "gplan.profile.json", "--rounds", "1") == 0
-
-
-def test_a_model_file_is_profiled_and_balanced_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    asked = asked_for_a_profile(monkeypatch)
-    on(MadeHost(), monkeypatch)
-    assert gplan_exits("verify", "model.py:net", "--k", "3", "--rounds", "1") == 0
-    assert (asked["model"], asked["microbatch_sizes"]) == ("model.py:net", (2, 4, 8))
-    plan = gplan.load("gplan.plan.json")
-    assert isinstance(plan, Plan) and plan.num_devices == 3
-    assert "4 micro-batches of 8" in capfd.readouterr().out

@@ -26,7 +26,6 @@ class RankWriter:
     has_kernels: bool = False
     late_s: float = 0.0
     num_stages: int = NUM_RANKS
-    lead_s: float = 0.0  # from the beginning of an action to its first operation
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def step(self, number: int, start_s: float) -> None:
@@ -46,7 +45,7 @@ class RankWriter:
         self._work(
             "cpu_op",
             name,
-            start_s + self.lead_s,
+            start_s,
             end_s,
             thread=_MAIN if is_forward or not self.has_kernels else _AUTOGRAD,
         )
@@ -114,12 +113,11 @@ def made_traces(
     late_s: tuple[float, float] = (0.0, 0.0),
     has_base: bool = True,
     first_events: int = 0,
-    lead_s: float = 0.0,
 ) -> list[Path]:
     """A file of each of two ranks; `forward_s[stage][step]`,
     where a stage is left out it takes as long as the first."""
     made = make_schedule(schedule, num_devices=NUM_RANKS, num_microbatches=NUM_MICROBATCHES)
-    writers = [RankWriter(rank, has_kernels, late_s[rank], made.num_stages, lead_s) for rank in range(NUM_RANKS)]
+    writers = [RankWriter(rank, has_kernels, late_s[rank], made.num_stages) for rank in range(NUM_RANKS)]
     for number in range(len(forward_s[0])):
         start_s = PERIOD_S * number
         seconds = [forward_s[min(stage, 1)][number] for stage in range(made.num_stages)]

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from gplan.core import Plan, Profile
 from gplan.core.errors import UsageError
 from gplan.interop.export.exporters import export
-from gplan.interop.layouts import read_layout
 from gplan.simulation.simulator import schedule_of
 from tests.interop.planned import cut, profiled, shared, transformer, value
 
@@ -215,27 +214,6 @@ def test_multi_token_prediction_is_on_the_last_stage_of_a_rank_other_than_the_fi
     early = cut(WITH_PREDICTION, [7, 8, 9], schedule="interleaved-1f1b:2")
     with pytest.raises(UsageError, match="cuts before head, within the head"):
         export(early, to="megatron")
-
-
-def test_a_hybrid_model_has_a_pattern_instead_of_a_layout() -> None:
-    plan = cut(transformer(6), [3, 5])
-    kinds = ["Embedding", "MambaMixer", "SelfAttention", "MLP", "MambaMixer", "MoELayer", "Mamba2", "Norm", "Linear"]
-    plain = profiled(plan.layer_names)
-    layers = tuple(replace(layer, kind=kind) for layer, kind in zip(plain.layers, kinds, strict=True))
-    found = arguments(plan, replace(plain, layers=layers))
-    assert found["--hybrid-layer-pattern"] == "M*|-M|EM"
-    assert not {"--num-layers", "--pipeline-model-parallel-layout"} & set(found)
-    for text in ("M*|-M|EM", export(plan, to="megatron", profile=replace(plain, layers=layers)).text):
-        assert read_layout(text, plain, receiver="megatron").cuts == plan.cuts
-    with pytest.raises(UsageError, match="the counts add up to 5; the profile has 6 blocks"):
-        read_layout("M*|-M|E", plain, receiver="megatron")
-
-
-def test_megatrons_own_code_reads_the_symbols_of_a_hybrid_pattern() -> None:
-    """Its newest package reads no "|" between stages."""
-    package = "megatron.core.ssm.mamba_hybrid_layer_allocation"
-    allocation = pytest.importorskip(package, reason="megatron-core is not installed; pip install 'gplan[receivers]'")
-    assert allocation.allocate_layers(6, 0.0, 0.0, "M*|-M|EM".replace("|", "")) == list("M*-MEM")
 
 
 def test_the_profile_shows_blocks_that_differ_share_or_skip() -> None:

@@ -15,10 +15,10 @@ from msgspec import structs
 
 import gplan
 from gplan.core import ActionKind, IdleCause, Run
-from gplan.core.errors import FileError, UsageError
+from gplan.core.errors import FileError
 from gplan.evaluate.compare import BUBBLE, STEP_TIME, compare
 from gplan.files.json_files import parse, to_json
-from gplan.interop.traces.measured_run import Traced, ideal_timeline, read_traced, traced_run
+from gplan.interop.traces.measured_run import Traced, read_traced, traced_run
 from gplan.reporting.chrome_trace import trace_json
 from gplan.schedules.registry import make_schedule
 from gplan.simulation.bubble import idle_by_cause
@@ -133,14 +133,6 @@ def test_the_wait_for_an_input_is_no_part_of_an_action() -> None:
     ranges = [x["dur"] for x in events if x["name"] == "Forward 0"]
     span = next(x for x in read_traced(sample("gpipe")).timeline.spans if str(x.action) == "1F0")
     assert span.duration_s < 1e-6 * sorted(ranges)[0]
-
-
-def test_what_a_stage_does_before_its_first_operation_is_part_of_the_action(tmp_path: Path) -> None:
-    """It is as long on every rank; the first stage's forwards, which wait for nothing, show how long."""
-    traced = read_traced(made_traces(tmp_path, "1f1b", lead_s=0.25))
-    expected = read_traced(made_traces(tmp_path, "1f1b")).timeline
-    for span, other in zip(traced.timeline.loop_spans, expected.loop_spans, strict=True):
-        assert (span.action, span.duration_s) == (other.action, pytest.approx(other.duration_s))
 
 
 def test_times_are_the_medians_of_the_steps_after_the_first(tmp_path: Path) -> None:
@@ -265,16 +257,6 @@ def test_a_plan_whose_stages_take_quite_another_time_is_doubted(
 def test_gplan_import_trace_is_the_run() -> None:
     run = gplan.import_trace(sample("1f1b"), plan=make_scheduled_plan("1f1b"))
     assert run.timeline.step_s == read_traced(sample("1f1b")).timeline.step_s
-
-
-def test_the_ideal_step_is_the_simulation_of_the_medians(tmp_path: Path) -> None:
-    traced = read_traced(made_traces(tmp_path, "1f1b"))
-    assert ideal_timeline(traced).loop_end_s == pytest.approx(3 * (NUM_MICROBATCHES + 1))  # F 1 s, B 2 s, two stages
-    assert ideal_timeline(traced, "gpipe").loop_end_s == pytest.approx(3 * (NUM_MICROBATCHES + 1))
-    with pytest.raises(UsageError, match="the traces have 2"):
-        ideal_timeline(traced, "interleaved-1f1b:2")
-    with pytest.raises(UsageError, match="ran in one piece"):
-        ideal_timeline(traced, "zb-h1")
 
 
 def spoilt(name: str, folder: Path, spoil: Callable[[dict[str, Any]], object], *, ranks: int = 2) -> list[Path]:

@@ -45,7 +45,7 @@ def test_the_profile_that_lies_here_is_taken(here: Path, capsys: pytest.CaptureF
 
 def test_without_a_profile_it_says_what_the_page_has_not(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report() == 0
-    assert "without a profile (--profile) the page does not explain the plan" in capsys.readouterr().out
+    assert "there is no profile here, so the page does not explain the plan (see --profile)" in capsys.readouterr().out
     assert not has_reasons()
 
 

@@ -3,8 +3,7 @@ as one function that lists breaches.
 
 Rules: the JSON Object Format with `traceEvents`; of every event a name, a phase, whole pid and tid; times in
 microseconds as numbers from 0; X with a duration, properly nested on its thread; M of a known kind with the argument
-that the kind demands; C with numbers alone; of every flow (name, category and id) one s, one f with bp "e", any t
-between them, in time order, each within a slice of its thread; every pid and tid named by metadata.
+that the kind demands; C with numbers alone; every pid and tid named by metadata.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 Event = dict[str, Any]
@@ -21,7 +19,6 @@ _METADATA = {
     "process_name": ("name", str), "process_labels": ("labels", str), "process_sort_index": ("sort_index", int),
     "thread_name": ("name", str), "thread_sort_index": ("sort_index", int),
 }  # fmt: skip
-_FLOWS = "stf"
 
 
 def breaches(content: bytes) -> list[str]:
@@ -32,7 +29,7 @@ def breaches(content: bytes) -> list[str]:
     found = [] if trace.get("displayTimeUnit", "ms") in ("ms", "ns") else ["displayTimeUnit is neither ms nor ns"]
     events = trace["traceEvents"]
     shapes = [said for event in events for said in _shape(event)]
-    return found + shapes if shapes else [*found, *_nesting(events), *_flows(events), *_declared(events)]
+    return found + shapes if shapes else [*found, *_nesting(events), *_declared(events)]
 
 
 def _shape(event: Event) -> Iterator[str]:
@@ -49,7 +46,7 @@ def _shape(event: Event) -> Iterator[str]:
         if type(event.get("args", {}).get(key)) is not kind:
             yield f"{name}: metadata without {key or 'a known name'}"
         return
-    if phase not in ("X", "C", *_FLOWS):
+    if phase not in ("X", "C"):
         yield f"{name}: phase {phase!r}"
     if not _is_number(event.get("ts")) or event["ts"] < 0:
         yield f"{name}: ts must be a number of microseconds"
@@ -57,10 +54,6 @@ def _shape(event: Event) -> Iterator[str]:
         yield f"{name}: a complete event needs a dur"
     if phase == "C" and not (event.get("args") and all(map(_is_number, event["args"].values()))):
         yield f"{name}: a counter has a series that is no number"
-    if phase in tuple(_FLOWS) and ("id" not in event or "cat" not in event):
-        yield f"{name}: a flow needs an id and a category"
-    if phase == "f" and event.get("bp") != "e":
-        yield f'{name}: the end of a flow without bp "e" holds on to the next slice'
 
 
 def _nesting(events: list[Event]) -> Iterator[str]:
@@ -73,23 +66,6 @@ def _nesting(events: list[Event]) -> Iterator[str]:
             if open_ends and end > open_ends[-1]:
                 yield f"slices overlap at {start} ns on thread {tid} of process {pid}"
             open_ends.append(end)
-
-
-def _flows(events: list[Event]) -> Iterator[str]:
-    slices, flows = _slices(events), defaultdict(list)
-    for event in events:
-        if event["ph"] in _FLOWS:
-            flows[event["name"], event["cat"], event["id"]].append(event)
-    for key, steps in flows.items():
-        phases = "".join(x["ph"] for x in steps)
-        if phases[0] + phases[-1] != "sf" or set(phases[1:-1]) - {"t"}:
-            yield f"flow {key} goes {phases}"
-        if any(a["ts"] > b["ts"] for a, b in pairwise(steps)):
-            yield f"flow {key} goes back in time"
-        for step in steps:
-            at = round(1e3 * step["ts"])
-            if not any(start <= at <= end for start, end in slices[step["pid"], step["tid"]]):
-                yield f"flow {key} is in no slice at {step['ts']}"
 
 
 def _declared(events: list[Event]) -> Iterator[str]:

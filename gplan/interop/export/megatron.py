@@ -10,8 +10,7 @@ megatron/core/transformer/transformer_block.py (`_checkpointed_forward`: uniform
 other argument for v (arguments.py allows none beside a layout, and wants K of 2 or more);
 megatron/core/pipeline_parallel/schedules.py has the order (`get_pp_rank_microbatches`, `get_schedule_table`: in groups
 of K micro-batches, of which the last must be whole). L stands for everything after the blocks: final norm, output layer
-and loss. Hybrid models have `--hybrid-layer-pattern` instead, in heads after 0.16 (megatron/core/models/hybrid): one
-symbol a layer, "|" between stages, the embedding on the first and the loss on the last. verl hands
+and loss. verl hands
 `override_transformer_config` to Megatron-core's TransformerConfig (verl/workers/engine/megatron/transformer_impl.py).
 """
 
@@ -28,7 +27,6 @@ from gplan.interop.export.requirements import Export, skipping_values
 from gplan.interop.receivers import RECEIVERS, DecoderLayers, check_plan, decoder_of
 
 _TITLE = RECEIVERS["megatron"].title
-_HYBRID = {"mamba": "M", "gateddeltanet": "G", "attention": "*", "moe": "E", "mlp": "-"}  # in names of classes
 
 
 def to_megatron(plan: Plan, profile: Profile | None) -> Export:
@@ -40,13 +38,10 @@ def to_megatron(plan: Plan, profile: Profile | None) -> Export:
     check_plan("megatron", plan, profile)
     decoder = decoder_of(plan.layer_names, _TITLE)
     _check_prediction(plan, decoder)
-    pattern = _hybrid_pattern(plan, profile, decoder)
     arguments = [
-        *([] if pattern else [("--num-layers", len(decoder.blocks))]),
+        ("--num-layers", len(decoder.blocks)),
         ("--pipeline-model-parallel-size", plan.num_devices),
-        ("--hybrid-layer-pattern", pattern)
-        if pattern
-        else ("--pipeline-model-parallel-layout", layout_of(plan, decoder)),
+        ("--pipeline-model-parallel-layout", layout_of(plan, decoder)),
         *([("--mtp-num-layers", len(decoder.prediction))] if decoder.prediction else []),
         ("--micro-batch-size", plan.microbatch_size),
         ("--global-batch-size", plan.batch_size),
@@ -118,24 +113,6 @@ def _layout(stages: Sequence[str]) -> str:
 
 def _repeated(letter: str, count: int) -> str:
     return f"{letter}*{count}" if count > 2 else letter * count
-
-
-def _hybrid_pattern(plan: Plan, profile: Profile | None, decoder: DecoderLayers) -> str:
-    """The pattern of a model with state-space layers, "" for others."""
-    if profile is None:
-        return ""
-    kinds = [profile.layers[i].kind.lower() for i in decoder.blocks]
-    symbols = [next((x for word, x in _HYBRID.items() if word in kind), "") for kind in kinds]
-    if not {"M", "G"} & set(symbols):
-        return ""
-    if not all(symbols):
-        strange = profile.layers[decoder.blocks[symbols.index("")]]
-        raise UsageError(
-            f"{strange.name} is a {strange.kind}; {_TITLE}'s hybrid pattern has mamba, gated delta net, attention, MoE and MLP layers"
-        )
-    bounds = [(max(x.first_layer, decoder.blocks.start), x.end_layer) for x in plan.stages]
-    start = decoder.blocks.start
-    return "|".join("".join(symbols[first - start : end - start]) for first, end in bounds)
 
 
 def _recompute(plan: Plan, decoder: DecoderLayers) -> list[tuple[str, str | int]]:

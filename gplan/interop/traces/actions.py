@@ -64,21 +64,6 @@ def ranges_of(trace: RankTrace, *, place: int, num_ranks: int) -> tuple[Ranged, 
     return tuple(found)
 
 
-def least_leads_us(traces: Sequence[RankTrace], ranges: Sequence[Sequence[Ranged]]) -> dict[ActionKind, float]:
-    """For each kind of action the shortest time on any rank from the start of a range to its first operation.
-
-    That is the time of the stage's own code, as some actions wait for no input, such as the forwards of the first stage.
-    On a GPU only kernels count, so there is none.
-    """
-    leads: dict[ActionKind, float] = {}
-    for trace, own in zip(traces, ranges, strict=True):
-        for x in own if not trace.has_kernels else ():
-            times = trace.times(x.stretch)
-            if times is not None and len(actions_of(x.stretch.name)) < 2:
-                leads[x.action.kind] = min(leads.get(x.action.kind, math.inf), times[0] - x.stretch.start_us)
-    return leads
-
-
 def missing_stages(trace: RankTrace, known: set[int]) -> set[int]:
     """Stages that a rank sends to or receives from and that are in no trace."""
     return {x for x in (neighbour_of(mark.name) for mark in trace.marks) if x is not None} - known
@@ -239,11 +224,8 @@ class RankSteps:
         return tuple(sorted({action.stage for action in self.actions}))
 
 
-def rank_steps(trace: RankTrace, ranges: Sequence[Ranged], *, leads_us: Mapping[ActionKind, float]) -> RankSteps:
-    """The whole steps of a rank; raises FileError where there is none.
-
-    Actions begin by `leads_us` before their first operation, but not before their range.
-    """
+def rank_steps(trace: RankTrace, ranges: Sequence[Ranged]) -> RankSteps:
+    """The whole steps of a rank; raises FileError where there is none."""
     pieces, numbers = _pieces(trace, ranges), Counter[int]()
     contents = [frozenset(x.action for x in piece) for _, piece in pieces]
     training = Counter(filter(_is_training, contents))
@@ -258,7 +240,7 @@ def rank_steps(trace: RankTrace, ranges: Sequence[Ranged], *, leads_us: Mapping[
         key = number, numbers[number]
         numbers[number] += 1
         if content == whole:
-            steps[key] = _times(trace, piece, leads_us) | _update(trace, piece, next_us)
+            steps[key] = _times(trace, piece) | _update(trace, piece, next_us)
     return RankSteps(name=trace.name, steps=steps, num_partial=len(pieces) - len(steps))
 
 
@@ -300,15 +282,12 @@ def _pieces(trace: RankTrace, ranges: Sequence[Ranged]) -> list[tuple[int, list[
     return pieces
 
 
-def _times(trace: RankTrace, piece: Sequence[Ranged], leads_us: Mapping[ActionKind, float]) -> dict[Action, Times]:
+def _times(trace: RankTrace, piece: Sequence[Ranged]) -> dict[Action, Times]:
     """When the device computed for each action, one after the other: what two of them share counts for the first.
 
     An action without anything to compute takes no time, right before the next one.
     """
-    found: list[Times | None] = []
-    for x in piece:
-        times, lead_us = trace.times(x.stretch), leads_us.get(x.action.kind, 0.0)
-        found.append(None if times is None else (max(x.stretch.start_us, times[0] - lead_us), times[1]))
+    found = [trace.times(x.stretch) for x in piece]
     next_us = max((x[1] for x in found if x is not None), default=piece[-1].stretch.end_us)
     for i in reversed(range(len(found))):
         begun = found[i] or (next_us, next_us)

@@ -1,6 +1,6 @@
 """The traces of all ranks -> one measured step, with the median start and end of each action over the complete steps.
 
-A traced step can be compared with its plan as a `Run`, and simulated with free transfers and another schedule.
+A traced step can be compared with its plan as a `Run`.
 
 Traces of one host share its clock; each file names its start (`baseTimeNanoseconds`). If a file names none, the hosts
 differ, or an action would start before its input was ready, the clocks are aligned by causality: no action starts
@@ -19,14 +19,13 @@ from statistics import median
 
 from msgspec import structs
 
-from gplan.core import BACKWARD_KINDS, Action, ActionKind, Plan, Run, Schedule, Span, StageCost, Timeline
-from gplan.core.errors import FileError, UsageError
+from gplan.core import BACKWARD_KINDS, Action, ActionKind, Plan, Run, Span, Timeline
+from gplan.core.errors import FileError
 from gplan.core.units import counted, now_text, seconds_text
 from gplan.evaluate.compare import order_difference
 from gplan.interop.traces.actions import (
     RankSteps,
     StepKey,
-    least_leads_us,
     missing_stages,
     ranges_of,
     rank_steps,
@@ -34,73 +33,13 @@ from gplan.interop.traces.actions import (
 )
 from gplan.interop.traces.reading import RankTrace, Times, read_trace
 from gplan.schedules.dependencies import OrderError, check_orders, dependencies_of
-from gplan.schedules.registry import every_schedule, make_schedule, num_stages_of, schedule_info
+from gplan.schedules.registry import every_schedule, make_schedule, schedule_info
 from gplan.simulation.exposed_communication import exposed_in, exposed_transfers
-from gplan.simulation.simulator import schedule_of, simulate, simulate_schedule
-
-
-def ideal_timeline(traced: Traced, schedule: str | None = None) -> Timeline:
-    """The step of a schedule (None: the traced order) with the stages' median times, and free transfers and engine.
-
-    Raises UsageError for a schedule that needs another number of stages, or split backwards where the traced ones are
-    whole.
-    """
-    if schedule is None:
-        return simulate_schedule(_as_traced(traced), stage_costs(traced), recompute="never")
-    num_devices, num_stages = traced.timeline.num_devices, len(stage_costs(traced))
-    if num_stages_of(schedule, num_devices) != num_stages:
-        raise UsageError(
-            f"{schedule_info(schedule).title} cuts the model into {num_stages_of(schedule, num_devices)} stages for "
-            f"{num_devices} devices; the traces have {num_stages}; name a schedule with as many"
-        )
-    made = make_schedule(schedule, num_devices=num_devices, num_microbatches=traced.timeline.num_microbatches)
-    try:
-        return simulate_schedule(made, stage_costs(traced), recompute="never")
-    except ValueError as error:
-        raise UsageError(
-            f"{schedule_info(schedule).title} splits the backward, and the traced one ran in one piece ({error}); name a schedule "
-            "with whole backwards"
-        ) from error
-
-
-def stage_costs(traced: Traced) -> list[StageCost]:
-    """The median times of every stage; the optimizer of a device counts for its first stage."""
-    timeline = traced.timeline
-    return [
-        StageCost(
-            forward_s=timeline.median_s(ActionKind.FORWARD, stage=stage) or 0.0,
-            backward_s=timeline.median_s(*BACKWARD_KINDS, stage=stage) or 0.0,
-            recompute_s=0.0,
-            optimizer_s=timeline.total_s(ActionKind.OPTIMIZER, stage=stage),
-            activation_bytes=0,
-            gradient_bytes=0,
-            activation_s=0.0,
-            gradient_s=0.0,
-            input_gradient_s=timeline.median_s(ActionKind.INPUT_GRADIENT, stage=stage),
-            weight_gradient_s=timeline.median_s(ActionKind.WEIGHT_GRADIENT, stage=stage),
-        )
-        for stage in range(timeline.num_stages)
-    ]
-
-
-def _as_traced(traced: Traced) -> Schedule:
-    timeline = traced.timeline
-    orders: list[list[Action]] = [[] for _ in range(timeline.num_devices)]
-    for span in timeline.loop_spans:
-        orders[span.device].append(span.action)
-    return Schedule(
-        name="the traced order",
-        num_stages=timeline.num_stages,
-        num_microbatches=timeline.num_microbatches,
-        orders=tuple(map(tuple, orders)),
-    )
-
+from gplan.simulation.simulator import schedule_of, simulate
 
 _ENOUGH_STEPS = 3  # from this number of complete steps on, the first is left out
 _S_PER_US = 1e-6
-_OPERATIONS = (
-    "the processor's operations, from the first to the last of each action, and the stage's own code before them"
-)
+_OPERATIONS = "the processor's operations, from the first to the last of each action"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +65,7 @@ def read_traced(paths: Sequence[Path]) -> Traced:
     """One measured step from a trace of every rank; raises FileError if the traces are not of one pipeline."""
     traces = _in_order([read_trace(path) for path in paths])
     ranges = [ranges_of(trace, place=i, num_ranks=len(traces)) for i, trace in enumerate(traces)]
-    leads_us = least_leads_us(traces, ranges)
-    ranks = [rank_steps(trace, own, leads_us=leads_us) for trace, own in zip(traces, ranges, strict=True)]
+    ranks = [rank_steps(trace, own) for trace, own in zip(traces, ranges, strict=True)]
     _check_stages(traces, ranks)
     keys = shared_keys(ranks)
     try:

@@ -18,7 +18,6 @@ from gplan.reporting.analysis import PlanAnalysis, ScalingPoint
 from gplan.reporting.charts.canvas import HALF_INCHES, Handle, blank_figure, headline, legend, tooltip
 from gplan.reporting.looks import CAPACITY, FAINT, INK
 from gplan.reporting.subject import capacity_bytes
-from gplan.reporting.text.explanation import option_text
 from gplan.reporting.text.plan import alternative_text
 
 _LINES = (
@@ -113,8 +112,9 @@ def points_of(plan: Plan, explanation: Explanation | None) -> tuple[Point, ...]:
     for option in explanation.options if explanation else ():
         outcome = option.outcome
         if explanation and outcome and option.kind in _SAME_BATCH:
-            label = option_text(option, plan=explanation.setting)
-            found.append(Point(kind="another plan", label=label, step_s=outcome.step_s, peak_bytes=outcome.peak_bytes))
+            found.append(
+                Point(kind="another plan", label=option.label, step_s=outcome.step_s, peak_bytes=outcome.peak_bytes)
+            )
     seen: dict[tuple[float, int], Point] = {}
     for point in found:
         seen.setdefault((point.step_s, point.peak_bytes), point)

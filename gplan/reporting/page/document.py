@@ -7,30 +7,41 @@ All text from files is escaped.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from statistics import median
 
-from gplan.core import Run
+from gplan.core import Plan, Run
 from gplan.core.precision import precision_suffix
-from gplan.core.units import percent_text
+from gplan.core.units import bytes_text, counted, error_text, percent_text, quantity_text, seconds_text
+from gplan.evaluate.compare import (
+    BUBBLE,
+    PEAK_MEMORY,
+    STEP_TIME,
+    THROUGHPUT,
+    ComparisonRow,
+    compare,
+    samples_per_s,
+    stale_prediction_notes,
+)
 from gplan.evaluate.explain import Explanation
 from gplan.reporting.analysis import PlanAnalysis
 from gplan.reporting.charts.canvas import Drawing
 from gplan.reporting.looks import NEUTRALS, Neutral
-from gplan.reporting.page.facts import Fact, Headline, headlines, notes_of, plan_facts, run_facts
 from gplan.reporting.page.figures import charts_of, pipeline_figure, strip
-from gplan.reporting.subject import Subject, plan_of
+from gplan.reporting.subject import Subject, capacity_bytes, capacity_name, measured_peaks, plan_of
 from gplan.reporting.text.explanation import (
     headline,
-    option_text,
     options_table,
-    rules_table,
     step_parts,
     step_table,
 )
-from gplan.reporting.text.fitted_table import Column, FittedTable
-from gplan.reporting.text.plan import setting_text, stages_table
-from gplan.reporting.text.run import OTHER_ORDER, attribution_table, comparison_table, devices_table
+from gplan.reporting.text.fitted_table import FittedTable
+from gplan.reporting.text.machine import device_text, link_text
+from gplan.reporting.text.plan import setting_text, sharding_text, stages_table
+from gplan.reporting.text.run import OTHER_ORDER, attribution_table, check_text, comparison_table, devices_table
+from gplan.schedules.registry import schedule_info
 from gplan.simulation.simulator import simulate
 
 _GROUND = Neutral(name="ground", light="#f6f7f9", dark="#12161b")
@@ -61,6 +72,9 @@ _ERRORS = (
 
 Section = tuple[str, str, str]
 """Its id, its title and its HTML."""
+
+Fact = tuple[str, str]
+"""Its name and its value."""
 
 
 def page(subject: Subject, drawings: Sequence[Drawing], analysis: PlanAnalysis) -> str:
@@ -109,7 +123,8 @@ def _top(subject: Subject, analysis: PlanAnalysis) -> Iterator[str]:
     if analysis.explanation is not None:
         words = (escape(x).replace(" %", "&nbsp;%") for x in headline(analysis.explanation))  # no line begins with %
         yield f'<div class="words">{"".join(f"<p>{x}</p>" for x in words)}</div>'
-    notes = "".join(f"<li>{escape(note)}</li>" for note in notes_of(subject))
+    own = subject.all_notes if isinstance(subject, Run) else (*plan.notes, *stale_prediction_notes(plan))
+    notes = "".join(f"<li>{escape(note)}</li>" for note in own)
     if notes:
         yield f'<ul class="warn">{notes}</ul>'
 
@@ -159,22 +174,16 @@ def _sections(subject: Subject, drawings: Sequence[Drawing], analysis: PlanAnaly
 def _reasons(explanation: Explanation) -> str:
     """The tables of an explanation."""
     shares = [x / explanation.step_s for x in step_parts(explanation.bottleneck).values()]
-    step, options, rules = step_table(explanation), options_table(explanation), rules_table(explanation)
+    step, options = step_table(explanation), options_table(explanation)
     parts = [f'<p class="warn">{escape(note)}</p>' for note in explanation.notes]
     parts.append(f"<h3>{step.title}</h3>{table(step, shares=shares)}")
     if options is None:
         parts.append(f"<p>What would help is not known: {escape(explanation.options[0].reason)}.</p>")
     else:
-        missing = [
-            f"<li>{escape(f'{option_text(x, plan=explanation.setting)}: {x.reason}')}</li>"
-            for x in explanation.options
-            if x.outcome is None
-        ]
+        missing = [f"<li>{escape(f'{x.label}: {x.reason}')}</li>" for x in explanation.options if x.outcome is None]
         parts.append(f"<h3>{escape(options.title)}</h3>{table(options)}")
         if missing:
             parts.append(f"<details><summary>{len(missing)} left out</summary><ul>{''.join(missing)}</ul></details>")
-    if rules is not None:
-        parts.append(f"<h3>{escape(rules.title)}</h3>{table(rules)}")
     return "".join(parts)
 
 
@@ -186,23 +195,102 @@ def _facts_list(facts: Iterable[Fact]) -> str:
 
 def table(shown: FittedTable, *, shares: Sequence[float] = ()) -> str:
     """All columns and rows of a table without its title; `shares`, by row, are drawn as bars in the last column."""
-    head = "".join(_cell("th", x, escape(f"{x.heading} {x.group}".strip())) for x in shown.columns)
+    kinds = [' class="text"' if shown.is_left(key) else "" for key in shown.keys]
+    heads = [f"{shown.head(key)} {shown.group(key)}".strip() for key in shown.keys]
+    head = "".join(f"<th{kind}>{escape(text)}</th>" for kind, text in zip(kinds, heads, strict=True))
     rows = [
-        [_cell("td", column, escape(text)) for column, text in zip(shown.columns, line.cells, strict=True)]
+        [f"<td{kind}>{escape(text)}</td>" for kind, text in zip(kinds, line.cells.values(), strict=True)]
         for line in shown.lines
     ]
     for row, share in zip(rows, shares, strict=False):
-        row[-1] = _cell("td", shown.columns[-1], _bar(share))
+        row[-1] = f"<td{kinds[-1]}>{_bar(share)}</td>"
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     below = f"<p>{escape(shown.below)}</p>" if shown.below else ""
     return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{below}'
 
 
-def _cell(tag: str, column: Column, html: str) -> str:
-    kind = ' class="text"' if column.is_left else ""
-    return f"<{tag}{kind}>{html}</{tag}>"
-
-
 def _bar(share: float) -> str:
     width = f"{100 * min(1.0, max(0.0, share)):.1f}%"
     return f'<span class="bar"><i style="width:{width}"></i></span><span class="value">{percent_text(share)}</span>'
+
+
+# The figures at the top of the page, and the facts about the measurement and the plan at its end
+
+
+_ENGINES = {"virtual": "virtual: one process computed every action; the devices and links are simulated"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headline:
+    """One of the figures at the top of the page."""
+
+    name: str
+    predicted: str
+    measured: str | None = None
+    error: str | None = None
+
+
+def headlines(subject: Subject) -> tuple[Headline, ...]:
+    """Step time, throughput, bubble and the largest peak memory of a device."""
+    if isinstance(subject, Run):
+        comparison = compare(subject)
+        found = [_headline(x, comparison.row(x)) for x in (STEP_TIME, THROUGHPUT, BUBBLE)]
+        if measured_peaks(subject):
+            peak = max((x for x in comparison.rows if x.quantity == PEAK_MEMORY), key=lambda x: x.measured)
+            found.append(_headline(f"peak memory, device {peak.device}", peak))
+        return tuple(found)
+    step_s, bubble = subject.prediction.step_s, subject.prediction.bubble
+    rate = quantity_text(samples_per_s(subject, step_s), "samples_per_s")
+    return (
+        Headline(name=STEP_TIME, predicted=seconds_text(step_s)),
+        Headline(name=THROUGHPUT, predicted=rate),
+        Headline(name=BUBBLE, predicted=percent_text(bubble)),
+        Headline(name="largest peak memory", predicted=bytes_text(subject.peak_bytes)),
+    )
+
+
+def run_facts(run: Run) -> list[Fact]:
+    """How the figures of a run were measured."""
+    return [
+        ("engine", _ENGINES.get(run.engine, f"{run.engine}: one process per device")),
+        ("steps", run.steps_text),
+        ("times", "means over these steps" if run.versions else "medians over these steps"),
+        *([("other work on the host", run.host_load.text)] if run.host_load is not None else []),
+        ("median of all steps after the warm-up", seconds_text(median(run.step_s[run.num_warmup_steps :]))),
+        *([("loss, first to last step", f"{run.losses[0]:.4g} to {run.losses[-1]:.4g}")] if run.losses else []),
+        ("gradients compared with the plain model", check_text(run.check) if run.check else "not checked"),
+        ("date", run.created),
+        ("profiled on", device_text(run.plan.device)),
+        ("link, as profiled", link_text(run.plan.link)),
+        ("versions", ", ".join(f"{name} {version}" for name, version in run.versions) or "–"),
+    ]
+
+
+def plan_facts(plan: Plan) -> list[Fact]:
+    """What was planned, for which machine, and the plan's bound and gap."""
+    capacity = capacity_bytes(plan)
+    settings = ", ".join(f"{name}={value}" for name, value in plan.model.settings)
+    gap = "0: proven optimal" if plan.proof.is_proven else percent_text(plan.proof.gap)
+    gap += ", as it was made" if stale_prediction_notes(plan) else ""
+    return [
+        ("model", f"{plan.model.name} ({settings})" if settings else plan.model.name),
+        ("schedule", schedule_info(plan.schedule).title),
+        ("micro-batches", f"{plan.num_microbatches} of {counted(plan.microbatch_size, 'sample')}"),
+        ("recompute", plan.recompute),
+        ("replicas", sharding_text(plan) or str(plan.num_replicas)),
+        ("objective", plan.minimize),
+        ("solver", f"{plan.proof.solver}, {seconds_text(plan.proof.solve_s)}"),
+        ("value of the objective", seconds_text(plan.proof.objective_s)),
+        ("lower bound", seconds_text(plan.proof.lower_bound_s)),
+        ("gap", gap),
+        ("bubble with equal stages and free transfers", percent_text(plan.prediction.ideal_bubble)),
+        (capacity_name(plan), bytes_text(capacity) if capacity is not None else "unknown"),
+        ("device", device_text(plan.device)),
+        ("link", link_text(plan.link)),
+    ]
+
+
+def _headline(name: str, row: ComparisonRow) -> Headline:
+    predicted, measured = (quantity_text(x, row.unit) for x in (row.predicted, row.measured))
+    error = error_text(row.error, row.unit)
+    return Headline(name=name, predicted=predicted, measured=measured, error=error)

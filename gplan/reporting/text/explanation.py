@@ -1,4 +1,4 @@
-"""An explanation of a plan as text: a summary, where the step goes, what would help, and the plans of simpler rules."""
+"""An explanation of a plan as text: a summary, where the step goes, and what would help."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.text import Text
 from gplan.core.units import bytes_text, counted, percent_text, quantity_text, seconds_text, some_names
 from gplan.evaluate.bottleneck import Bottleneck
 from gplan.evaluate.explain import Explanation
-from gplan.evaluate.options import FASTER_LINK, MORE_MEMORY_BYTES, Option, OptionKind
+from gplan.evaluate.options import Option, OptionKind
 from gplan.evaluate.replanning import PlanSettings
-from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, note_lines
+from gplan.reporting.text.fitted_table import FittedTable, Line, note_lines
 from gplan.reporting.text.plan import setting_text
-from gplan.schedules.registry import make_schedule, schedule_info
+from gplan.schedules.registry import make_schedule
 
 _OPTION_GROUPS: dict[str, tuple[OptionKind, ...]] = {
     "on the same devices": ("same", "no constraints", "smaller microbatches", "schedule", "recompute"),
@@ -29,40 +29,6 @@ _LEAST_GAIN = 0.001  # of the rate, to be named as what would help
 def headline(explanation: Explanation) -> tuple[str, ...]:
     """The summary in sentences: which stage sets the pace, what limits the step, and what would help most."""
     return (*_pace(explanation), _binding(explanation), _help(explanation))
-
-
-def option_text(option: Option, *, plan: PlanSettings) -> str:
-    """What an option changes of the plan's setting, in words."""
-    setting = option.setting
-    batch = f"{counted(setting.num_microbatches, 'micro-batch')} of {setting.microbatch_size}"
-    memory = (
-        f"{bytes_text(setting.memory_bytes)} a device ({bytes_text(MORE_MEMORY_BYTES)} more)"
-        if setting.memory_bytes
-        else "more memory"
-    )
-    devices = counted(setting.num_devices, "device")
-    devices += " a replica" if setting.num_replicas > 1 else ""
-    alone = f", schedule {schedule_info(setting.schedule).title}" if setting.schedule != plan.schedule else ""
-    keeping = ", no recompute" if setting.recompute != plan.recompute else ""
-    texts: dict[OptionKind, str] = {
-        "same": "as it is, balanced again",
-        "no constraints": "without the constraints",
-        "more memory": memory + keeping,
-        "no memory limit": f"no memory limit{keeping}",
-        "more devices": f"{devices} (one more)" if setting.num_devices > plan.num_devices else "one device more",
-        "fewer devices": f"{devices} (one fewer){alone}"
-        if setting.num_devices < plan.num_devices
-        else "one device fewer",
-        "smaller microbatches": f"{batch} (the same batch)"
-        if setting.num_microbatches * setting.microbatch_size == plan.num_microbatches * plan.microbatch_size
-        else "micro-batches of half the size",
-        "more microbatches": f"{batch} (twice the batch)",
-        "schedule": f"schedule {schedule_info(setting.schedule).title}",
-        "recompute": f"recompute {setting.recompute}",
-        "faster link": f"a link {FASTER_LINK:g} times as fast",
-        "free link": "free transfers and sums of gradients",
-    }
-    return texts[option.kind]
 
 
 def holder_text(found: Bottleneck, setting: PlanSettings) -> str:
@@ -179,7 +145,7 @@ def _help(explanation: Explanation) -> str:
         option = _best(explanation, kinds)
         if option is not None and option.outcome is not None:
             gain = percent_text(option.outcome.samples_per_s / explanation.samples_per_s - 1, signed=True)
-            parts.append(f"{where}, {option_text(option, plan=explanation.setting)}: {gain} samples/s")
+            parts.append(f"{where}, {option.label}: {gain} samples/s")
     if not parts:
         return "None of the options below trains more samples per second."
     return f"What would help most: {'; '.join(parts)}."
@@ -204,7 +170,6 @@ def explanation_view(explanation: Explanation) -> RenderableType:
         step_table(explanation),
         *_cut_views(explanation),
         *_option_views(explanation),
-        *_rule_views(explanation),
         Text(),
         *note_lines((*explanation.notes, *explanation.doubts)),
     )
@@ -213,12 +178,15 @@ def explanation_view(explanation: Explanation) -> RenderableType:
 def step_table(explanation: Explanation) -> FittedTable:
     """The time of the device that sets the pace, part by part."""
     found, step_s = explanation.bottleneck, explanation.step_s
+    holder = holder_text(found, explanation.setting)
     lines = tuple(
-        Line(cells=(name, seconds_text(x), percent_text(x / step_s)), shorter=(name.partition(",")[0],))
+        Line(
+            cells={holder: name, "time per step": seconds_text(x), "of the step": percent_text(x / step_s)},
+            shorter=(name.partition(",")[0],),
+        )
         for name, x in step_parts(found).items()
     )
-    heads = columns(holder_text(found, explanation.setting), "time per step", "of the step")
-    return FittedTable(title="Where the step goes", columns=heads, lines=lines)
+    return FittedTable(title="Where the step goes", lines=lines)
 
 
 def _cut_views(explanation: Explanation) -> Iterator[RenderableType]:
@@ -230,23 +198,19 @@ def _cut_views(explanation: Explanation) -> Iterator[RenderableType]:
     yield Text()
     yield FittedTable(
         title="Transfers in both directions; exposed: how much shorter the step would be without them",
-        columns=(
-            *columns("cut after", "stages"),
-            *(Column(key=name, group="per step") for name in ("transfers", "exposed")),
-            Column(key="of the step"),
-        ),
         lines=tuple(
             Line(
-                cells=(
-                    cut.layer,
-                    f"{cut.stage} to {cut.stage + 1}",
-                    seconds_text(explanation.setting.num_microbatches * cut.transfer_s),
-                    seconds_text(cut.exposed_s),
-                    percent_text(cut.exposed_s / explanation.step_s),
-                )
+                cells={
+                    "cut after": cut.layer,
+                    "stages": f"{cut.stage} to {cut.stage + 1}",
+                    "transfers": seconds_text(explanation.setting.num_microbatches * cut.transfer_s),
+                    "exposed": seconds_text(cut.exposed_s),
+                    "of the step": percent_text(cut.exposed_s / explanation.step_s),
+                }
             )
             for cut in cuts[:_MOST_CUTS]
         ),
+        groups={"per step": ("transfers", "exposed")},
         spare=("stages",),
         below=f"{counted(left_out, 'more cut')} with less exposed transfers" if left_out > 0 else "",
     )
@@ -259,21 +223,19 @@ def options_table(explanation: Explanation) -> FittedTable | None:
         return None
     lines = []
     for option, outcome in tried:
-        text = option_text(option, plan=explanation.setting)
         marks = (" (interpolated)" if option.is_interpolated else "") + ("" if outcome.is_proven else " *")
-        cells = (
-            text + marks,
-            seconds_text(outcome.step_s),
-            change_text(outcome.step_s, explanation.step_s),
-            rate_text(outcome.samples_per_s),
-            change_text(outcome.samples_per_s, explanation.samples_per_s),
-            bytes_text(outcome.peak_bytes),
-        )
-        lines.append(Line(cells=cells, shorter=(text.partition(" (")[0], text.partition(",")[0])))
+        cells = {
+            "option": option.label + marks,
+            "step": seconds_text(outcome.step_s),
+            "step change": change_text(outcome.step_s, explanation.step_s),
+            "samples/s": rate_text(outcome.samples_per_s),
+            "rate change": change_text(outcome.samples_per_s, explanation.samples_per_s),
+            "peak memory": bytes_text(outcome.peak_bytes),
+        }
+        lines.append(Line(cells=cells, shorter=(option.label.partition(" (")[0], option.label.partition(",")[0])))
     is_proven = all(outcome.is_proven for _, outcome in tried)
     return FittedTable(
         title=f"What would help (each balanced again for {explanation.setting.minimize})",
-        columns=columns("option", "step", "step change", "samples/s", "rate change", "peak memory"),
         lines=tuple(lines),
         spare=("step change", "peak memory", "samples/s"),
         below="" if is_proven else "*: the search ended before the plan was proven best",
@@ -286,47 +248,7 @@ def _option_views(explanation: Explanation) -> Iterator[RenderableType]:
         yield found
     for option in explanation.options:
         if option.outcome is None:
-            text = option_text(option, plan=explanation.setting)
-            yield Text(f"left out: {text}: {option.reason}", style="dim")
-
-
-def rules_table(explanation: Explanation) -> FittedTable | None:
-    """The plans of simpler rules; None if there are none."""
-    if not explanation.rules or explanation.setting.num_stages == 1:
-        return None
-    lines = []
-    for rule in explanation.rules:
-        if rule.cuts is not None:
-            step_s, first_s = rule.step_s or 0.0, explanation.rules[0].step_s or 0.0
-            limit = "" if rule.fits else f" > {bytes_text(explanation.setting.memory_bytes or 0)}"
-            cells = (
-                rule.rule,
-                seconds_text(step_s),
-                "" if rule is explanation.rules[0] else change_text(step_s, first_s),
-                seconds_text(rule.largest_s or 0.0),
-                bytes_text(rule.peak_bytes or 0) + limit,
-            )
-            lines.append(Line(cells=cells, shorter=(rule.rule.partition(",")[0],), style="" if rule.fits else "red"))
-    ignoring = ", which ignore the constraints" if explanation.setting.constraints else ""
-    largest = f"slowest {'device' if devices_differ_from_stages(explanation.setting) else 'stage'}, per micro-batch"
-    return FittedTable(
-        title=f"The same layers, partitioned by simpler rules{ignoring}",
-        columns=columns("rule", "step", "change", largest, "peak memory"),
-        lines=tuple(lines),
-        spare=(largest, "peak memory"),
-    )
-
-
-def _rule_views(explanation: Explanation) -> Iterator[RenderableType]:
-    found = rules_table(explanation)
-    if found is None:
-        return
-    yield Text()
-    yield found
-    for rule in explanation.rules:
-        if rule.reason:
-            what = "left out" if rule.cuts is None else "does not fit"
-            yield Text(f"{what}: {rule.rule}: {rule.reason}", style="dim")
+            yield Text(f"left out: {option.label}: {option.reason}", style="dim")
 
 
 def rate_text(samples_per_s: float) -> str:

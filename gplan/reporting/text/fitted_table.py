@@ -7,8 +7,8 @@ own. Long tables keep their first rows, or their first and last.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from rich.cells import cell_len, set_cell_size
@@ -22,125 +22,100 @@ _LEAST_NAME_WIDTH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """One column; columns with the same `key` are dropped together, and the key names them below the table."""
-
-    key: str
-    title: str | None = None  # None: the key
-    group: str = ""  # a head above neighbouring columns of the same group
-    is_left: bool = False
-    is_flexible: bool = False
-
-    @property
-    def heading(self) -> str:
-        """The column's head."""
-        return self.key if self.title is None else self.title
-
-
-def columns(names: str, *numbers: str, group: str = "") -> tuple[Column, ...]:
-    """The flexible column of names, and columns of numbers with a common head."""
-    return (Column(key=names, is_left=True, is_flexible=True), *(Column(key=x, group=group) for x in numbers))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One row: a cell for every column, and shorter forms of the flexible cell, the longest first."""
+    """One row: a text for every column, and shorter forms of the flexible one, the longest first."""
 
-    cells: tuple[str, ...]
+    cells: Mapping[str, str]
     shorter: tuple[str, ...] = ()
     style: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedTable:
-    """A table that rich prints in any width; `spare` lists the keys that may be dropped, in this order.
+    """A table that rich prints in any width; its columns are those of the first line.
 
-    One column is flexible; `below` is printed under the table.
+    Each column has a key, which is its head unless `heads` has another one.
     """
 
     title: str
-    columns: tuple[Column, ...]
     lines: tuple[Line, ...]
-    spare: tuple[str, ...] = ()
-    below: str = ""
+    flexible: str = ""  # the column of names; "": the first one
+    left: Sequence[str] = ()  # further columns whose text begins at the left
+    heads: Mapping[str, str] = field(default_factory=dict)
+    groups: Mapping[str, Sequence[str]] = field(default_factory=dict)  # a common head above neighbouring columns
+    spare: Sequence[str] = ()  # columns that may be dropped, in this order
+    below: str = ""  # printed under the table
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The columns."""
+        return tuple(self.lines[0].cells) if self.lines else ()
+
+    def head(self, key: str) -> str:
+        """The head of a column."""
+        return self.heads.get(key, key)
+
+    def group(self, key: str) -> str:
+        """The common head of a column and its neighbours; "" if it has none."""
+        return next((name for name, keys in self.groups.items() if key in keys), "")
+
+    def is_left(self, key: str) -> bool:
+        """Whether a column's text begins at the left."""
+        return key == self._names or key in self.left
+
+    @property
+    def _names(self) -> str:
+        return self.flexible or self.keys[0]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The title, the columns that fit, and which were left out."""
-        widths = self._widths()
-        kept = self._kept(widths, options.max_width)
-        self._fit_names(widths, room=max(_LEAST_NAME_WIDTH, self._room(kept, widths, options.max_width)))
         yield Text(self.title, style="bold")
-        if any(column.group for column in self.columns):
-            yield Text(self._group_heads(kept, widths), style="dim", no_wrap=True, overflow="ellipsis")
-        header = Line(cells=tuple(x.heading for x in self.columns), style="dim")
-        for line in (header, *self.lines):
-            yield Text(self._text(line, kept, widths), style=line.style, no_wrap=True, overflow="ellipsis")
-        left_out = dict.fromkeys(column.key for i, column in enumerate(self.columns) if i not in kept)
+        if self.lines:
+            yield from self._body(options.max_width)
+
+    def _body(self, width: int) -> RenderResult:
+        names, kept = self._names, list(self.keys)
+        widths = {x: max(cell_len(self.head(x)), *(cell_len(y.cells[x]) for y in self.lines)) for x in kept}
+        for group, run in groupby(list(kept), key=self.group):
+            *_, last = keys = list(run)
+            widths[last] += max(0, len(group) - _span(keys, widths))
+
+        def room() -> int:
+            """Cells that the other columns leave for the names."""
+            return width - _span(kept, widths) + widths[names]
+
+        wanted = min(widths[names], max(_LEAST_NAME_WIDTH, int(_NAMES_SHARE * width)))
+        for key in self.spare:
+            if room() < wanted and key in kept:
+                kept.remove(key)
+        most = max(_LEAST_NAME_WIDTH, room())
+        shown = [fitted((line.cells[names], *line.shorter), most) for line in self.lines]
+        widths[names] = max(cell_len(self.head(names)), *map(cell_len, shown))
+        if any(self.groups):
+            heads = [_group_head(group, _span(list(run), widths)) for group, run in groupby(kept, key=self.group)]
+            yield Text(_GAP.join(heads).rstrip(), style="dim", no_wrap=True, overflow="ellipsis")
+        rows = [({x: self.head(x) for x in kept}, "dim")]
+        rows += [({**x.cells, names: name}, x.style) for x, name in zip(self.lines, shown, strict=True)]
+        for cells, style in rows:
+            texts = []
+            for key in kept:
+                padding = " " * (widths[key] - cell_len(cells[key]))
+                texts.append(cells[key] + padding if self.is_left(key) else padding + cells[key])
+            yield Text(_GAP.join(texts).rstrip(), style=style, no_wrap=True, overflow="ellipsis")
         if self.below:
             yield Text(self.below, style="dim")
-        if left_out:
-            width = options.max_width
-            text = f"left out in {width} columns: {', '.join(left_out)} (set COLUMNS={2 * width} to show more)"
-            yield Text(text, style="dim")
-
-    def _widths(self) -> list[int]:
-        """The widths of all columns, wide enough for the heads of their groups."""
-        widths = [
-            max([cell_len(x.heading), *(cell_len(y.cells[i]) for y in self.lines)]) for i, x in enumerate(self.columns)
-        ]
-        for group, places in self._groups(range(len(widths))):
-            widths[places[-1]] += max(0, len(group) - _span(places, widths)) if group else 0
-        return widths
-
-    def _groups(self, places: Iterable[int]) -> Iterator[tuple[str, list[int]]]:
-        """Runs of columns with the same group."""
-        for group, run in groupby(places, key=lambda i: self.columns[i].group):
-            yield group, list(run)
-
-    def _group_heads(self, kept: Sequence[int], widths: Sequence[int]) -> str:
-        heads = []
-        for group, places in self._groups(kept):
-            width = _span(places, widths)
-            head = f" {group} ".center(width, "─") if group and len(group) + 4 <= width else group[:width].center(width)
-            heads.append(head)
-        return _GAP.join(heads).rstrip()
-
-    def _kept(self, widths: Sequence[int], width: int) -> list[int]:
-        """All columns but the spare ones that have to be dropped to make room for the names."""
-        kept = list(range(len(self.columns)))
-        longest = max(x for x, column in zip(widths, self.columns, strict=True) if column.is_flexible)
-        wanted = min(longest, max(_LEAST_NAME_WIDTH, int(_NAMES_SHARE * width)))
-        for key in self.spare:
-            if self._room(kept, widths, width) >= wanted:
-                break
-            kept = [i for i in kept if self.columns[i].key != key]
-        return kept
-
-    def _fit_names(self, widths: list[int], *, room: int) -> None:
-        """Set the width of the flexible column to that of its forms that fit into `room`."""
-        for i, column in enumerate(self.columns):
-            if column.is_flexible:
-                names = (fitted((line.cells[i], *line.shorter), room) for line in self.lines)
-                widths[i] = max([cell_len(column.heading), *map(cell_len, names)])
-
-    def _room(self, kept: Sequence[int], widths: Sequence[int], width: int) -> int:
-        """Cells that the other columns leave for the flexible one."""
-        return width - sum(widths[i] for i in kept if not self.columns[i].is_flexible) - len(_GAP) * (len(kept) - 1)
-
-    def _text(self, line: Line, kept: Sequence[int], widths: Sequence[int]) -> str:
-        return _GAP.join(self._cell(line, i, widths[i]) for i in kept).rstrip()
-
-    def _cell(self, line: Line, index: int, width: int) -> str:
-        column, text = self.columns[index], line.cells[index]
-        if column.is_flexible:
-            text = fitted((text, *line.shorter), width)
-        padding = " " * (width - cell_len(text))
-        return text + padding if column.is_left else padding + text
+        if left_out := [key for key in self.keys if key not in kept]:
+            more = f"set COLUMNS={2 * width} to show more"
+            yield Text(f"left out in {width} columns: {', '.join(left_out)} ({more})", style="dim")
 
 
-def _span(places: Sequence[int], widths: Sequence[int]) -> int:
+def _span(keys: Sequence[str], widths: Mapping[str, int]) -> int:
     """The cells of neighbouring columns and the gaps between them."""
-    return sum(widths[i] for i in places) + len(_GAP) * (len(places) - 1)
+    return sum(widths[x] for x in keys) + len(_GAP) * (len(keys) - 1)
+
+
+def _group_head(group: str, width: int) -> str:
+    return f" {group} ".center(width, "─") if group and len(group) + 4 <= width else group[:width].center(width)
 
 
 def fitted(forms: Sequence[str], width: int) -> str:
@@ -176,7 +151,7 @@ def limited(table: FittedTable, *, num_last: int, remedy: str) -> FittedTable:
     if num_left_out <= 1:
         return table
     num_first = MOST_LINES - 1 - num_last
-    gap = Line(cells=("…",) + ("",) * (len(table.columns) - 1), style="dim")
+    gap = Line(cells={x: "…" if x == table.keys[0] else "" for x in table.keys}, style="dim")
     lines = (*table.lines[:num_first], gap, *table.lines[len(table.lines) - num_last :])
     return replace(table, lines=lines, below=f"{num_left_out} more rows: {remedy}")
 

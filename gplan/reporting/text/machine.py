@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
+from typing import SupportsFloat
 
 from rich.console import Group, RenderableType
 
 from gplan.core import Device, Link, Machine
 from gplan.core.units import bytes_text, counted, seconds_text
-from gplan.reporting.text.fitted_table import Column, FittedTable, Line, note_lines
+from gplan.reporting.text.fitted_table import FittedTable, Line, note_lines
 
 _SIZES = (2**10, 2**16, 2**20, 2**26)
-_DEVICES = (
-    Column(key="host", is_left=True, is_flexible=True),
-    Column(key="devices", is_left=True),
-    Column(key="memory"),
-    Column(key="hardware", is_left=True),
-)
-_LINKS = (
-    Column(key="between", is_left=True, is_flexible=True),
-    Column(key="latency"),
-    Column(key="rate"),
-    *(Column(key=bytes_text(x)) for x in _SIZES),
-)
 
 
 def machine_view(machine: Machine) -> RenderableType:
@@ -36,9 +26,11 @@ def machine_view(machine: Machine) -> RenderableType:
         is_each = len(sizes) == 1 and len(known) == len(devices)
         memory_text = f"{sizes[0]} each" if is_each else " to ".join(sizes)
         hardware = ", ".join(dict.fromkeys(x.hardware for x in devices))
-        lines.append(Line(cells=(host, counted(len(devices), "device"), memory_text, hardware)))
-    hosts = FittedTable(title="devices", columns=_DEVICES, lines=tuple(lines))
-    links = FittedTable(title="seconds by bytes", columns=_LINKS, lines=tuple(_link_lines(machine)))
+        num_devices = counted(len(devices), "device")
+        cells = {"host": host, "devices": num_devices, "memory": memory_text, "hardware": hardware}
+        lines.append(Line(cells=cells))
+    hosts = FittedTable(title="devices", lines=tuple(lines), left=("devices", "hardware"))
+    links = FittedTable(title="seconds by bytes", lines=tuple(_link_lines(machine)))
     return Group(hosts, links, *note_lines(machine.notes))
 
 
@@ -47,18 +39,20 @@ def _link_lines(machine: Machine) -> Iterator[Line]:
     if len({x.host for x in machine.devices}) > 1:
         links.append(("hosts", machine.between))
     for name, link in links:
-        yield _line(name, link)
+        yield _line(name, link, link.transfer_s)
         for x in link.collectives:
-            seconds = (float(link.collectives_s(x.kind, size, x.num_devices)) for size in _SIZES)
-            kind = x.kind.replace("_", "-")
-            yield Line(cells=(f"  {kind} of {x.num_devices}", "", "", *map(seconds_text, seconds)), style="dim")
+            seconds = partial(link.collectives_s, x.kind, num_devices=x.num_devices)
+            yield _line(f"  {x.kind.replace('_', '-')} of {x.num_devices}", None, seconds)
     for special in machine.links:
-        yield _line(" and ".join(dict.fromkeys(special.hosts)), special.link)
+        yield _line(" and ".join(dict.fromkeys(special.hosts)), special.link, special.link.transfer_s)
 
 
-def _line(name: str, link: Link) -> Line:
-    rate = f"{bytes_text(link.bytes_per_s)}/s"
-    return Line(cells=(name, seconds_text(link.latency_s), rate, *(seconds_text(link.transfer_s(x)) for x in _SIZES)))
+def _line(name: str, link: Link | None, seconds: Callable[[int], SupportsFloat]) -> Line:
+    """A link, or without one a collective, with the seconds by bytes."""
+    latency, rate = (seconds_text(link.latency_s), f"{bytes_text(link.bytes_per_s)}/s") if link else ("", "")
+    times = {bytes_text(x): seconds_text(float(seconds(x))) for x in _SIZES}
+    cells = {"between": name, "latency": latency, "rate": rate, **times}
+    return Line(cells=cells, style="" if link else "dim")
 
 
 def device_text(device: Device) -> str:

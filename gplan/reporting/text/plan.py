@@ -23,7 +23,7 @@ from gplan.evaluate.compare import samples_per_s, stale_prediction_notes
 from gplan.evaluate.replanning import PlanSettings
 from gplan.evaluate.rivals import THIS_PLAN
 from gplan.partition.balance import alternative_of
-from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, note_lines
+from gplan.reporting.text.fitted_table import FittedTable, Line, limited, note_lines
 from gplan.schedules.registry import num_devices_of, schedule_info
 from gplan.simulation.schedule_trial import Law, law_of
 from gplan.simulation.simulator import simulate
@@ -104,31 +104,21 @@ def sharding_text(plan: Plan) -> str:
     )
 
 
-_PASSES = "forward and backward per micro-batch"
-
-
 def stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
     """One row per stage, by device; `timeline` is the simulated step."""
-    columns = [Column(key="device", is_left=True)] if plan.has_chunks else []
-    columns += [Column(key="stage"), Column(key="layers", is_left=True, is_flexible=True)]
-    if plan.is_for_machine and not plan.has_chunks:
-        columns.append(Column(key="device", is_left=True))
-    if plan.recompute == "selected":
-        columns.append(Column(key="recomputed"))
-    columns += [Column(key=_PASSES, title=name, group=MICROBATCH) for name in ("forward", "backward")]
-    columns += [Column(key=name, group=STEP) for name in ("compute", "transfers", "idle")]
-    columns.append(Column(key="peak memory"))
     idle_s = list(map(timeline.idle_s, range(plan.num_devices)))
     return FittedTable(
         title=f"{plan.model.name}: {setting_text(plan)}{precision_suffix(plan.precision)}",
-        columns=tuple(columns),
         lines=tuple(
             _stage_line(plan, stage, timeline, idle_s[device] if stage is stages[0] else None)
             for device in range(plan.num_devices)
             for stages in [plan.stages_of(device)]
             for stage in stages
         ),
-        spare=(_PASSES, "transfers", "idle"),
+        flexible="layers",
+        left=("device",),
+        groups={MICROBATCH: ("forward", "backward"), STEP: ("compute", "transfers", "idle")},
+        spare=("forward", "backward", "transfers", "idle"),
     )
 
 
@@ -137,23 +127,28 @@ def _stage_line(plan: Plan, stage: Stage, timeline: Timeline, idle_s: float | No
     stays = plan.devices[stage.index] in plan.devices[stage.index + 1 : stage.index + 2]
     hop_s = 0.0 if stays else stage.cost.activation_s + stage.cost.gradient_s
     place = stage.machine_device.name if stage.machine_device else str(plan.devices[stage.index])
-    device = [place if idle_s is not None else ""]
+    device = {"device": place if idle_s is not None else ""}
+    passes = {"forward": [ActionKind.FORWARD], "backward": BACKWARD_KINDS}
     peak, capacity = bytes_text(plan.device_peak_bytes[plan.devices[stage.index]]), plan.limit_of(stage)
     peak += f" of {bytes_text(capacity)}" if capacity else ""
-    cells = [
-        *(device if plan.has_chunks else []),
-        str(stage.index),
-        stage.layers_text,
-        *(device if plan.is_for_machine and not plan.has_chunks else []),
-        *([f"{len(stage.recompute_layers)} of {stage.num_layers}"] if plan.recompute == "selected" else []),
-        *(seconds_text(timeline.mean_s(*kinds, stage=stage.index)) for kinds in ([ActionKind.FORWARD], BACKWARD_KINDS)),
-        seconds_text(timeline.total_s(ActionKind.FORWARD, *BACKWARD_KINDS, stage=stage.index)),
-        seconds_text(plan.num_microbatches * hop_s),
-        seconds_text(idle_s) if idle_s is not None else "",
-        peak if idle_s is not None else "",
-    ]
+    cells = {
+        **(device if plan.has_chunks else {}),
+        "stage": str(stage.index),
+        "layers": stage.layers_text,
+        **(device if plan.is_for_machine and not plan.has_chunks else {}),
+        **(
+            {"recomputed": f"{len(stage.recompute_layers)} of {stage.num_layers}"}
+            if plan.recompute == "selected"
+            else {}
+        ),
+        **{name: seconds_text(timeline.mean_s(*kinds, stage=stage.index)) for name, kinds in passes.items()},
+        "compute": seconds_text(timeline.total_s(ActionKind.FORWARD, *BACKWARD_KINDS, stage=stage.index)),
+        "transfers": seconds_text(plan.num_microbatches * hop_s),
+        "idle": seconds_text(idle_s) if idle_s is not None else "",
+        "peak memory": peak if idle_s is not None else "",
+    }
     short = f"{stage.num_layers} from {stage.layer_names[0]}"
-    return Line(cells=tuple(cells), shorter=(short,) if stage.num_layers > 1 else ())
+    return Line(cells=cells, shorter=(short,) if stage.num_layers > 1 else ())
 
 
 def _comparisons(plan: Plan) -> Iterator[RenderableType]:
@@ -161,42 +156,42 @@ def _comparisons(plan: Plan) -> Iterator[RenderableType]:
     if plan.rivals:
         yield Text("")
         rows = (alternative_of(plan, label=THIS_PLAN), *plan.rivals)
-        lines = [Line(cells=(x.label, *_cells(plan, x), " ".join(map(str, x.cuts)) or "none")) for x in rows]
-        yield _comparison("compared with", ("plan", *_COMPARED, "cuts"), lines, flexible="cuts")
+        lines = [
+            Line(cells={"plan": x.label, **_cells(plan, x), "cuts": " ".join(map(str, x.cuts)) or "none"}) for x in rows
+        ]
+        yield _comparison("compared with", lines, flexible="cuts")
     if len(plan.frontier) > 1:
         yield Text("")
         settings = [alternative_text(x) for x in plan.frontier]
         differences = _differences(plan.frontier, settings)
-        names = ("setting", *(["difference"] if any(differences) else []), *_COMPARED)
         lines = [
             Line(
-                cells=(
-                    setting,
-                    *([difference] if any(differences) else []),
-                    *_cells(plan, x),
-                ),
+                cells={
+                    "setting": setting,
+                    **({"difference": difference} if any(differences) else {}),
+                    **_cells(plan, x),
+                },
                 style="bold" if (x.step_s, x.peak_bytes) == this else "",
             )
             for x, setting, difference in zip(plan.frontier, settings, differences, strict=True)
         ]
-        yield _comparison("less memory, longer steps", names, lines, flexible="setting")
+        yield _comparison("less memory, longer steps", lines, flexible="setting")
 
 
-_COMPARED = ("step", "change", "bubble", "peak memory")
-
-
-def _comparison(title: str, names: Sequence[str], lines: Sequence[Line], *, flexible: str) -> FittedTable:
-    columns = (
-        Column(key=x, is_left=x in ("plan", "setting", "difference", "cuts"), is_flexible=x == flexible) for x in names
-    )
-    table = FittedTable(title=title, columns=tuple(columns), lines=tuple(lines), spare=("bubble", "change"))
+def _comparison(title: str, lines: Sequence[Line], *, flexible: str) -> FittedTable:
+    left, spare = ("plan", "difference"), ("bubble", "change")
+    table = FittedTable(title=title, lines=tuple(lines), flexible=flexible, left=left, spare=spare)
     return limited(table, num_last=1, remedy="they are in the file")
 
 
-def _cells(plan: Plan, x: Alternative) -> tuple[str, ...]:
+def _cells(plan: Plan, x: Alternative) -> dict[str, str]:
     this_s = plan.prediction.step_s
-    change = percent_text(x.step_s / this_s - 1, signed=True) if x.step_s != this_s else ""
-    return seconds_text(x.step_s), change, percent_text(x.bubble), bytes_text(x.peak_bytes)
+    return {
+        "step": seconds_text(x.step_s),
+        "change": percent_text(x.step_s / this_s - 1, signed=True) if x.step_s != this_s else "",
+        "bubble": percent_text(x.bubble),
+        "peak memory": bytes_text(x.peak_bytes),
+    }
 
 
 def alternative_text(x: Alternative) -> str:

@@ -6,15 +6,14 @@ which may alternate with others; their row is at the place of the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, TypeAlias
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core import LayerCost, Origin, Profile, SharedWeight, StepCost
+from gplan.core import LayerCost, Profile, SharedWeight, StepCost
 from gplan.core.host_load import interruption_text
 from gplan.core.precision import AS_MADE
 from gplan.core.profile import group_equal
@@ -28,7 +27,7 @@ from gplan.core.units import (
 )
 from gplan.evaluate.compare import prediction_error
 from gplan.evaluate.profile_difference import LOSS
-from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, names_of_equal, note_lines, shortened
+from gplan.reporting.text.fitted_table import FittedTable, Line, limited, names_of_equal, note_lines, shortened
 from gplan.reporting.text.machine import device_text, link_text
 
 Sort: TypeAlias = Literal["cost", "order", "memory"]
@@ -38,12 +37,13 @@ _BAR_CELLS = 8
 _LAST_IN_ORDER = 20  # rows at the end that a cut table keeps: the head and the loss
 _PASSES = ("forward", "backward")  # their quartiles are shown
 _HALVES = ("first backward", "input gradient", "weight gradient")
+_SPREADS = tuple(f"spread of {x}" for x in _PASSES)
 _SPARE = (
-    "kind", *_HALVES, "pending", "gradient", "bar", "output", "workspace", "intensity", "spread", "contention", "rate",
+    "kind", *_HALVES, "pending", "gradient", "bar", "output", "workspace", "intensity", *_SPREADS, "contention", "rate",
     "stash", "weights", "share",
 )  # fmt: skip
 _SPARE_BY_MEMORY = (
-    "kind", "spread", *_HALVES, "intensity", "contention", "rate", "bar", "gradient", "pending", "output", "backward",
+    "kind", *_SPREADS, *_HALVES, "intensity", "contention", "rate", "bar", "gradient", "pending", "output", "backward",
     "forward", "workspace", "share",
 )  # fmt: skip
 
@@ -81,103 +81,58 @@ class LayerRow:
         return sum(x.num_bytes for x in (*self.cost.forward_work, *self.cost.backward_work))
 
 
-_Shown: TypeAlias = tuple[Column, Callable[[LayerRow], str]]
-"""A column and its text for a row."""
-
-
 def layer_table(title: str, rows: Sequence[LayerRow], profile: Profile, *, sort: Sort, is_limited: bool) -> FittedTable:
     """One line per row, sorted; a limited table says how many rows it leaves out.
 
     A share and a bar are of all layers of the row, the other figures of one. A time whose origin is not the profile's
-    is marked with the first letter of its origin.
+    is marked with the first letter of its origin. Halves of the backward, contention and counted operations have columns
+    where the profile has them.
     """
 
     def amount(row: LayerRow) -> float:
         return row.held_bytes if sort == "memory" else row.time_s
 
-    shown: list[_Shown] = [
-        (Column(key="layer", is_left=True, is_flexible=True), lambda row: row.names[0]),
-        (Column(key="kind", is_left=True), lambda row: shortened(row.kind, 20)),
-        *_time_columns(rows, profile),
-        *_share_columns(rows, amount),
-        *_byte_columns(rows),
-    ]
+    total, largest = sum(map(amount, rows)), max(map(amount, rows))
+    keys = [x for x in (*_PASSES, *_HALVES) if any(x in row.cost.timings for row in rows)]
+    with_spread = [x for x in _PASSES if any(row.cost.timings[x].num_samples for row in rows)]
+    has_work, has_pending = any(row.num_flops for row in rows), any(row.cost.pending_bytes for row in rows)
+
+    def cells(row: LayerRow) -> dict[str, str]:
+        found = {"layer": row.names[0], "kind": shortened(row.kind, 20)}
+        for key in keys:
+            timing = row.cost.timings.get(key)
+            mark = "" if timing is None or timing.origin == profile.origin else f"{timing.origin[0]} "
+            found[key] = "–" if timing is None else mark + seconds_text(timing.median_s)
+            if key in with_spread and timing is not None:
+                spread = (timing.high_s - timing.low_s) / 2 / (timing.median_s or 1.0)
+                found[f"spread of {key}"] = percent_text(spread) if timing.median_s else "–"
+        if profile.num_neighbours:
+            found["contention"] = f"× {row.cost.contention:.2f}"
+        if has_work:
+            time_s, flops, num_bytes = row.time_s / row.num_layers, row.num_flops, row.work_bytes
+            found["rate"] = f"{flops_text(flops / time_s)}/s" if flops and time_s else "–"
+            found["intensity"] = intensity_text(flops / num_bytes) if flops and num_bytes else "–"
+        found["share"] = percent_text(amount(row) / total) if total else "–"
+        found["bar"] = "█" * max(1, round(_BAR_CELLS * amount(row) / largest)) if amount(row) else ""
+        found["weights"] = "shared" if row.is_sharing and not row.weight_bytes else bytes_text(row.weight_bytes)
+        found["stash"] = bytes_text(row.cost.stash_bytes)
+        if has_pending:
+            found["pending"] = bytes_text(row.cost.pending_bytes)
+        found["workspace"] = bytes_text(row.cost.workspace_bytes)
+        found["output"] = bytes_text(row.cost.output_bytes)
+        found["gradient"] = bytes_text(row.cost.output_gradient_bytes)
+        return found
+
     ranked = rows if sort == "order" else sorted(rows, key=amount, reverse=True)
     table = FittedTable(
         title=title,
-        columns=tuple(column for column, _ in shown),
-        lines=tuple(Line(cells=tuple(text(row) for _, text in shown), shorter=row.names[1:]) for row in ranked),
+        lines=tuple(Line(cells=cells(row), shorter=row.names[1:]) for row in ranked),
+        left=("kind", "bar"),
+        heads={"bar": "", **dict.fromkeys(_SPREADS, "±")},
         spare=_SPARE_BY_MEMORY if sort == "memory" else _SPARE,
     )
     num_last = _LAST_IN_ORDER if sort == "order" else 0
     return limited(table, num_last=num_last, remedy="gplan show --all") if is_limited else table
-
-
-def marked_origins(rows: Sequence[LayerRow], profile: Profile) -> tuple[Origin, ...]:
-    """The origins that times in the table are marked with."""
-    timings = [timing for row in rows for timing in row.cost.timings.values()]
-    return tuple(dict.fromkeys(x.origin for x in timings if x.origin != profile.origin))
-
-
-def _time_columns(rows: Sequence[LayerRow], profile: Profile) -> Iterator[_Shown]:
-    """Times with their spread; if the profile has them, halves of the backward, contention and counted operations."""
-    for key in (*_PASSES, *_HALVES):
-        if any(key in row.cost.timings for row in rows):
-            yield Column(key=key), partial(_time_text, key=key, usual=profile.origin)
-        if key in _PASSES and any(row.cost.timings[key].num_samples for row in rows):
-            yield Column(key="spread", title="±"), partial(_spread_text, key=key)
-    if profile.num_neighbours:
-        yield Column(key="contention"), lambda row: f"× {row.cost.contention:.2f}"
-    if any(row.num_flops for row in rows):
-        yield Column(key="rate"), _rate_text
-        yield Column(key="intensity"), _intensity_text
-
-
-def _share_columns(rows: Sequence[LayerRow], amount: Callable[[LayerRow], float]) -> Iterator[_Shown]:
-    """The share of the model as a number, and that of the largest row as a bar."""
-    total, largest = sum(map(amount, rows)), max(map(amount, rows))
-    yield Column(key="share"), lambda row: percent_text(amount(row) / total) if total else "–"
-    yield (
-        Column(key="bar", title="", is_left=True),
-        lambda row: "█" * max(1, round(_BAR_CELLS * amount(row) / largest)) if amount(row) else "",
-    )
-
-
-def _byte_columns(rows: Sequence[LayerRow]) -> Iterator[_Shown]:
-    yield (
-        Column(key="weights"),
-        lambda row: "shared" if row.is_sharing and not row.weight_bytes else bytes_text(row.weight_bytes),
-    )
-    yield Column(key="stash"), lambda row: bytes_text(row.cost.stash_bytes)
-    if any(row.cost.pending_bytes for row in rows):
-        yield Column(key="pending"), lambda row: bytes_text(row.cost.pending_bytes)
-    yield Column(key="workspace"), lambda row: bytes_text(row.cost.workspace_bytes)
-    yield Column(key="output"), lambda row: bytes_text(row.cost.output_bytes)
-    yield Column(key="gradient"), lambda row: bytes_text(row.cost.output_gradient_bytes)
-
-
-def _time_text(row: LayerRow, *, key: str, usual: Origin) -> str:
-    timing = row.cost.timings.get(key)
-    if timing is None:
-        return "–"
-    text = seconds_text(timing.median_s)
-    return text if timing.origin == usual else f"{timing.origin[0]} {text}"
-
-
-def _spread_text(row: LayerRow, *, key: str) -> str:
-    """Half the distance between the quartiles, as a share of the median."""
-    timing = row.cost.timings[key]
-    return percent_text((timing.high_s - timing.low_s) / 2 / timing.median_s) if timing.median_s else "–"
-
-
-def _rate_text(row: LayerRow) -> str:
-    """Counted operations over the time of one layer."""
-    time_s = row.time_s / row.num_layers
-    return f"{flops_text(row.num_flops / time_s)}/s" if row.num_flops and time_s else "–"
-
-
-def _intensity_text(row: LayerRow) -> str:
-    return intensity_text(row.num_flops / row.work_bytes) if row.num_flops and row.work_bytes else "–"
 
 
 def profile_view(
@@ -196,7 +151,14 @@ def profile_view(
             title = f"{profile.model.name}, micro-batch size {size}: times and bytes per micro-batch"
             views.append(layer_table(title, rows, profile, sort=sort, is_limited=is_folded))
             views.extend(Text(line) for line in (*_origin_lines(profile, rows), _whole_line(profile, index)))
-    views.extend(Text(_size_line(profile, index)) for index, size in enumerate(sizes) if size not in shown)
+    for index, size in enumerate(sizes):
+        if size not in shown:
+            seconds = profile.one_stage_s(index)
+            times = f"forward {seconds_text(seconds[0])}, backward {seconds_text(seconds[1])}"
+            per_sample = f"{seconds_text(sum(seconds) / size)} per sample"
+            views.append(
+                Text(f"micro-batch size {size}: {times}, {per_sample}; --microbatch-size {size} shows its layers")
+            )
     views.extend(Text(line) for line in _model_lines(profile))
     return Group(*views, *note_lines(profile.all_notes))
 
@@ -254,7 +216,8 @@ def _names(profile: Profile, members: tuple[int, ...]) -> tuple[str, ...]:
 
 def _origin_lines(profile: Profile, rows: Sequence[LayerRow]) -> Iterator[str]:
     """Where the figures of the table come from."""
-    marks = "".join(f"; {x[0]}: {x}" for x in marked_origins(rows, profile))
+    origins = dict.fromkeys(timing.origin for row in rows for timing in row.cost.timings.values())
+    marks = "".join(f"; {x[0]}: {x}" for x in origins if x != profile.origin)
     work = "; operations counted" if any(row.num_flops for row in rows) else ""
     yield f"times and bytes {profile.origin}{marks}{work}"
     if profile.num_neighbours:
@@ -287,15 +250,6 @@ def _whole_line(profile: Profile, index: int) -> str:
     return f"{text} against the whole model: {', '.join(parts)}"
 
 
-def _size_line(profile: Profile, index: int) -> str:
-    """The costs of a micro-batch size without a table."""
-    size, (forward_s, backward_s) = profile.microbatch_sizes[index], profile.one_stage_s(index)
-    return (
-        f"micro-batch size {size}: forward {seconds_text(forward_s)}, backward {seconds_text(backward_s)}, "
-        f"{seconds_text((forward_s + backward_s) / size)} per sample; --microbatch-size {size} shows its layers"
-    )
-
-
 def _optimizer_text(step: StepCost) -> str:
     if step == StepCost.none(origin=step.optimizer.origin):
         return "no optimizer, or nothing to train"
@@ -320,9 +274,11 @@ def _model_lines(profile: Profile) -> Iterator[str]:
         names = weights[0].name if len(weights) == 1 else f"{len(weights)} weights, {weights[0].name} …"
         size = bytes_text(sum(x.weight_bytes for x in weights))
         yield f"shared by {users}: {names}, {size}, not in their weights above"
+    num_refused = profile.num_refused
+    left_out = f"{num_refused} left out as {interruption_text(profile.host_load)}" if num_refused else "none left out"
     yield (
         f"{profile.num_parameters:,} parameters in {len(profile.layers):,} layers; "
-        + (f"{profile.num_samples} samples, {_left_out_text(profile)}; " if profile.num_samples else "")
+        + (f"{profile.num_samples} samples, {left_out}; " if profile.num_samples else "")
         + device_text(profile.device)
     )
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions)
@@ -337,12 +293,6 @@ def _precision_text(profile: Profile) -> str:
         f"precision {found.name}: parameters in {found.parameters}, computed in {found.compute}, gradients accumulated in "
         f"{found.gradients}" + (f", master weights in float32{in_state}" if found.master_weights else "")
     )
-
-
-def _left_out_text(profile: Profile) -> str:
-    if not profile.num_refused:
-        return "none left out"
-    return f"{profile.num_refused} left out as {interruption_text(profile.host_load)}"
 
 
 def _engine_text(profile: Profile) -> str:

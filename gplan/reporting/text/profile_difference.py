@@ -14,14 +14,9 @@ from rich.text import Text
 from gplan.core.units import error_text, percent_text, quantity_text, seconds_text, some_names
 from gplan.evaluate.compare import prediction_error
 from gplan.evaluate.profile_difference import Change, Difference, SizeDifference
-from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, names_of_equal, note_lines
+from gplan.reporting.text.fitted_table import FittedTable, Line, limited, names_of_equal, note_lines
 from gplan.reporting.text.machine import link_text
 
-_COLUMNS = (
-    Column(key="layer", is_left=True, is_flexible=True),
-    Column(key="quantity", is_left=True),
-    *(Column(key=name) for name in ("old", "new", "change", "noise", "verdict", "in total")),
-)
 _SPARE = ("in total", "noise", "old")
 _STYLES = {"slower": "red", "more": "red", "faster": "green", "less": "green", "same": ""}
 _COMMON_CHANGE = 0.02  # a median change that suggests another cause than the model
@@ -37,7 +32,7 @@ def difference_view(difference: Difference, *, only_changed: bool = True) -> Ren
     for size in difference.sizes:
         title = f"{difference.new_model}, micro-batch size {size.microbatch_size}, per micro-batch: new against old"
         lines = tuple(_lines(size, only_changed=only_changed))
-        table = FittedTable(title=title, columns=_COLUMNS, lines=lines, spare=_SPARE)
+        table = FittedTable(title=title, lines=lines, left=("quantity",), spare=_SPARE)
         views.append(limited(table, num_last=0, remedy="gplan diff --all") if only_changed else table)
         views.append(Text(_summary(size)))
     views.append(Text(f"link: {link_text(difference.old_link)} → {link_text(difference.new_link)}"))
@@ -63,16 +58,16 @@ def _line(names: tuple[str, ...], change: Change, *, count: int) -> Line:
     """Old, new, change, noise, verdict, and the change of all `count` identical layers together."""
     old, new, unit = change.old, change.new, change.unit
     noise = f"± {percent_text(change.noise / old)}" if old else f"± {seconds_text(change.noise)}"
-    cells = (
-        names[0],
-        change.quantity,
-        quantity_text(old, unit),
-        quantity_text(new, unit),
-        error_text(prediction_error(new, old, unit), unit),
-        "exact" if unit == "bytes" else noise,
-        change.verdict,
-        ("+" if change.change > 0 else "") + quantity_text(count * change.change, unit),
-    )
+    cells = {
+        "layer": names[0],
+        "quantity": change.quantity,
+        "old": quantity_text(old, unit),
+        "new": quantity_text(new, unit),
+        "change": error_text(prediction_error(new, old, unit), unit),
+        "noise": "exact" if unit == "bytes" else noise,
+        "verdict": change.verdict,
+        "in total": ("+" if change.change > 0 else "") + quantity_text(count * change.change, unit),
+    }
     return Line(cells=cells, shorter=names[1:], style=_STYLES[change.verdict])
 
 

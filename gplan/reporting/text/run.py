@@ -15,13 +15,12 @@ from gplan.evaluate.compare import (
     FORWARD,
     INPUT_GRADIENT,
     OPTIMIZER,
-    STEP_TIME,
     WEIGHT_GRADIENT,
     ComparisonRow,
     compare,
     order_difference,
 )
-from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, note_lines
+from gplan.reporting.text.fitted_table import FittedTable, Line, note_lines
 from gplan.simulation.simulator import simulate
 
 _COARSE_TOLERANCE = 0.05
@@ -50,7 +49,6 @@ def run_view(run: Run) -> RenderableType:
         comparison_table(run),
         Text(attribution_text(run)),
         *(Text(x) for x in reserved_lines(run)),
-        *(Text(x) for x in equal_speed_lines(run)),
         Text(f"{losses}measured over {run.steps_text}"),
         *([Text(f"gradients {check_text(check)}", style=_CHECK_STYLES[check.passed])] if (check := run.check) else []),
         *note_lines(run.all_notes),
@@ -60,12 +58,9 @@ def run_view(run: Run) -> RenderableType:
 def comparison_table(run: Run) -> FittedTable:
     """A row for the step, the bubble and its causes, every stage's times and each device's memory."""
     virtual = " (virtual: one process computes all stages, the devices are simulated)"
-    has_chunks = run.plan.has_chunks
-    rows, names = compare(run).rows, ["quantity", *(["device"] if has_chunks else []), "stage", "predicted", "measured"]
     return FittedTable(
         title=f"predicted versus measured, engine {run.engine}{virtual if run.engine == 'virtual' else ''}",
-        columns=columns(*names, "error"),
-        lines=tuple(_line(row, has_chunks) for row in rows),
+        lines=tuple(_line(row, run.plan.has_chunks) for row in compare(run).rows),
         below="idle time is of all devices together",
     )
 
@@ -73,26 +68,23 @@ def comparison_table(run: Run) -> FittedTable:
 def devices_table(run: Run) -> FittedTable:
     """Compute and idle time of each device in the micro-batch loop, predicted and measured."""
     sides = {"predicted": simulate(run.plan), "measured": run.timeline}
-    busy_s = {side: [x.busy_s(device) for device in range(x.num_devices)] for side, x in sides.items()}
     loop_s = {side: x.loop_end_s - x.loop_start_s for side, x in sides.items()}
     return FittedTable(
         title="each device, from the first forward to the last backward "
         f"({', '.join(f'{side} {seconds_text(x)}' for side, x in loop_s.items())})",
-        columns=(
-            *columns("device", "stages"),
-            *(Column(key=side, group=what) for what in ("compute", "idle") for side in sides),
-        ),
         lines=tuple(
             Line(
-                cells=(
-                    str(device),
-                    " ".join(str(x.index) for x in run.plan.stages_of(device)),
-                    *(seconds_text(busy_s[side][device]) for side in sides),
-                    *(seconds_text(loop_s[side] - busy_s[side][device]) for side in sides),
-                )
+                cells={
+                    "device": str(device),
+                    "stages": " ".join(str(x.index) for x in run.plan.stages_of(device)),
+                    **{f"compute {side}": seconds_text(x.busy_s(device)) for side, x in sides.items()},
+                    **{f"idle {side}": seconds_text(loop_s[side] - x.busy_s(device)) for side, x in sides.items()},
+                }
             )
             for device in range(run.plan.num_devices)
         ),
+        heads={f"{what} {side}": side for what in ("compute", "idle") for side in sides},
+        groups={what: [f"{what} {side}" for side in sides] for what in ("compute", "idle")},
     )
 
 
@@ -104,30 +96,15 @@ def reserved_lines(run: Run) -> Iterator[str]:
         yield f"memory that the allocator reserved for the measured peak: {', '.join(texts)}"
 
 
-def equal_speed_lines(run: Run) -> Iterator[str]:
-    """How fast the host was beside the profile, and the step's error at that speed; nothing where that is not known."""
-    if (speed := run.equal_speed) is None:
-        return
-    row, known = (
-        compare(run).row(STEP_TIME),
-        f"{speed.ratio:.3f} ± {speed.uncertainty:.3f} times as long as in the profile",
-    )
-    error, equal = (error_text(x, row.unit) for x in (row.error, row.equal_speed_error))
-    if speed.is_certain:
-        yield f"fixed work (a yardstick) took {known}: the step's error is {error}, and {equal} at equal host speed"
-    else:
-        yield f"fixed work (a yardstick) took {known}, which is no certain difference: the step's error of {error} stays as it is"
-
-
 def _line(row: ComparisonRow, has_chunks: bool) -> Line:
-    numbers = (quantity_text(row.predicted, row.unit), quantity_text(row.measured, row.unit))
-    places = ["" if place is None else str(place) for place in (row.device, row.stage)]
-    cells = (
-        quantity_name(row.quantity),
-        *(places if has_chunks else places[1:]),
-        *numbers,
-        error_text(row.error, row.unit),
-    )
+    places = {"device": row.device, "stage": row.stage} if has_chunks else {"stage": row.stage}
+    cells = {
+        "quantity": quantity_name(row.quantity),
+        **{name: "" if place is None else str(place) for name, place in places.items()},
+        "predicted": quantity_text(row.predicted, row.unit),
+        "measured": quantity_text(row.measured, row.unit),
+        "error": error_text(row.error, row.unit),
+    }
     return Line(cells=cells, shorter=(row.quantity, row.quantity.removeprefix("idle: ")))
 
 
@@ -172,6 +149,13 @@ def attribution_table(run: Run) -> FittedTable | None:
         return None
     attribution = attribute_error(run)
     measured_s = attribution.measured_s
+
+    def line(text: str, seconds: float, *, is_sum: bool = False) -> Line:
+        sign = "" if is_sum or seconds < 0 else "+"
+        share = percent_text(seconds / measured_s, signed=not is_sum)
+        cells = {"part": text, "seconds per step": sign + seconds_text(seconds), "of measured": share}
+        return Line(cells=cells, style="bold" if is_sum else "")
+
     parts = [x for x in attribution.parts if abs(x.seconds) >= _LEAST_IN_TABLE * measured_s]
     rows = [(_part_text(x), x.seconds) for x in parts]
     remainder_s = _remainder_s(attribution, parts)
@@ -179,14 +163,10 @@ def attribution_table(run: Run) -> FittedTable | None:
         rows.append((_SMALLER_PARTS, remainder_s))
     return FittedTable(
         title="from the predicted step to the measured one",
-        columns=columns("part", "seconds per step", "of measured"),
         lines=(
-            _sum_line("predicted step", attribution.predicted_s, measured_s),
-            *(
-                Line(cells=(text, _signed_text(seconds), percent_text(seconds / measured_s, signed=True)))
-                for text, seconds in rows
-            ),
-            _sum_line("measured step", measured_s, measured_s),
+            line("predicted step", attribution.predicted_s, is_sum=True),
+            *(line(text, seconds) for text, seconds in rows),
+            line("measured step", measured_s, is_sum=True),
         ),
     )
 
@@ -194,10 +174,6 @@ def attribution_table(run: Run) -> FittedTable | None:
 def _remainder_s(attribution: Attribution, parts: Sequence[ErrorPart]) -> float:
     """Seconds of the error that are in none of `parts`."""
     return attribution.error_s - sum(x.seconds for x in parts)
-
-
-def _sum_line(text: str, seconds: float, measured_s: float) -> Line:
-    return Line(cells=(text, seconds_text(seconds), percent_text(seconds / measured_s)), style="bold")
 
 
 def _part_text(part: ErrorPart) -> str:

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from gplan.core import ActionKind, IdleCause, StageCost, Timeline
 from gplan.core.units import bytes_text, counted, percent_text, seconds_text
-from gplan.interop.traces.measured_run import Traced, ideal_timeline
-from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, limited, note_lines
+from gplan.interop.traces.measured_run import Traced
+from gplan.reporting.text.fitted_table import FittedTable, Line, limited, note_lines
 from gplan.reporting.text.plan import MICROBATCH, STEP, equal_stages_text
 from gplan.schedules.registry import schedule_info
 from gplan.simulation.bubble import idle_by_device
@@ -62,27 +62,21 @@ def trials_view(
     table = FittedTable(
         title=f"{counted(first.num_devices, 'device')}, {counted(first.num_microbatches, 'micro-batch')}, recompute "
         f"{first.recompute}, sorted by step time",
-        columns=(
-            Column(key="schedule", is_left=True, is_flexible=True),
-            *(
-                Column(key=x, group="idle per step" if x in waits else "")
-                for x in ("step", "longer", "bubble", "equal stages", *waits, "in flight")
-            ),
-        ),
         lines=tuple(
             Line(
-                cells=(
-                    x.schedule,
-                    time_text(x.step_s),
-                    percent_text(x.step_s / first.step_s - 1, signed=True) if x.step_s > first.step_s else "",
-                    percent_text(x.bubble),
-                    percent_text(x.equal_bubble),
-                    *(time_text(x.idle_s(cause)) for cause in causes),
-                    plain_text(x.most_in_flight),
-                )
+                cells={
+                    "schedule": x.schedule,
+                    "step": time_text(x.step_s),
+                    "longer": percent_text(x.step_s / first.step_s - 1, signed=True) if x.step_s > first.step_s else "",
+                    "bubble": percent_text(x.bubble),
+                    "equal stages": percent_text(x.equal_bubble),
+                    **{cause.value: time_text(x.idle_s(cause)) for cause in causes},
+                    "in flight": plain_text(x.most_in_flight),
+                }
             )
             for x in trials
         ),
+        groups={"idle per step": waits},
         spare=("longer", *reversed(waits), "equal stages"),
     )
     return Group(
@@ -121,26 +115,24 @@ def _costs_text(costs: Sequence[StageCost], time_text: TimeText) -> str:
 
 def _devices_table(trial: Trial, time_text: TimeText) -> FittedTable:
     causes = [cause for cause in IdleCause if trial.idle_s(cause)]
-    has_chunks, has_memory = trial.num_stages > trial.num_devices, trial.devices[0].peak_bytes is not None
-    times = ["compute", *(x.value for x in causes)]
-    names = [*times, "in flight", *(["peak memory"] if has_memory else [])]
-    columns = [Column(key="device", is_flexible=True), *([Column(key="stages", is_left=True)] if has_chunks else [])]
+    has_chunks = trial.num_stages > trial.num_devices
     table = FittedTable(
         title="each device: compute, and idle time by cause" if causes else "no device waits",
-        columns=(*columns, *(Column(key=x, group=STEP if x in times else "") for x in names)),
         lines=tuple(
             Line(
-                cells=(
-                    str(x.device),
-                    *([" ".join(map(str, x.stages))] if has_chunks else []),
-                    time_text(x.busy_s),
-                    *(time_text(x.idle_s[cause]) for cause in causes),
-                    plain_text(x.most_in_flight),
-                    *([bytes_text(x.peak_bytes)] if x.peak_bytes is not None else []),
-                )
+                cells={
+                    "device": str(x.device),
+                    **({"stages": " ".join(map(str, x.stages))} if has_chunks else {}),
+                    "compute": time_text(x.busy_s),
+                    **{cause.value: time_text(x.idle_s[cause]) for cause in causes},
+                    "in flight": plain_text(x.most_in_flight),
+                    **({"peak memory": bytes_text(x.peak_bytes)} if x.peak_bytes is not None else {}),
+                }
             )
             for x in trial.devices
         ),
+        left=("stages",),
+        groups={STEP: ["compute", *(x.value for x in causes)]},
         spare=("stages", "compute"),
     )
     return limited(table, num_last=1, remedy="--json has them")
@@ -170,8 +162,8 @@ def _verdict(trial: Trial) -> str:
     return f"{'All' if share > _ALL else percent_text(share) + ' of'} idle time {reasons[largest]}."
 
 
-def traced_view(traced: Traced, *, schedule: str | None = None) -> RenderableType:
-    """The step of median times; with a schedule also how long the same stages would take with it."""
+def traced_view(traced: Traced) -> RenderableType:
+    """The step of median times."""
     timeline = traced.timeline
     order = f"in the order of {schedule_info(traced.schedule).title}" if traced.schedule else "in a custom order"
     sizes = (timeline.num_stages, "stage"), (timeline.num_devices, "device"), (timeline.num_microbatches, "micro-batch")
@@ -179,16 +171,11 @@ def traced_view(traced: Traced, *, schedule: str | None = None) -> RenderableTyp
     period = f", {seconds_text(traced.period_s)} from one start to the next" if traced.period_s is not None else ""
     steps = f"medians of {counted(traced.num_counted, 'step')}"
     steps += f", the first {traced.num_warmup_steps} left out" if traced.num_warmup_steps else ""
-    ideal = []
-    for name in dict.fromkeys((None, schedule)):
-        step, words = ideal_timeline(traced, name), schedule_info(name).title if name else "this order"
-        ideal.append(f"{words} would take {seconds_text(step.step_s)}, bubble {percent_text(step.bubble)}")
     return Group(
         Text(f"traced step: {stages} on {devices}, {microbatches}, {order}", style="bold"),
         Text(f"step {seconds_text(timeline.step_s)}{period}; bubble {percent_text(timeline.bubble)}; {steps}"),
         Text(""),
         *_traced_tables(timeline),
-        *(Text(f"if every action took its stage's median and transfers were free, {x}") for x in ideal),
         *note_lines((f"the times are those of {traced.basis}", f"clocks: {traced.clock}", *traced.notes)),
     )
 
@@ -197,31 +184,39 @@ def _traced_tables(timeline: Timeline) -> Iterator[FittedTable]:
     """Of each stage the median of each kind of action, of each device what it computes and why it waits."""
     used = [kind for kind in ActionKind if any(x.action.kind is kind for x in timeline.spans)]
     pairs = sorted((stage, device) for device, stages in enumerate(timeline.stages_by_device) for stage in stages)
-    medians_s = {(kind, stage): timeline.median_s(kind, stage=stage) for kind in used for stage, _ in pairs}
     yield FittedTable(
         title="each stage: medians over the micro-batches and steps",
-        columns=(
-            *columns("stage", "device"),
-            *(Column(key=x.words, group=STEP if x is ActionKind.OPTIMIZER else MICROBATCH) for x in used),
-        ),
         lines=tuple(
             Line(
-                cells=(
-                    str(stage),
-                    str(device),
-                    *("" if (x := medians_s[kind, stage]) is None else seconds_text(x) for kind in used),
-                )
+                cells={
+                    "stage": str(stage),
+                    "device": str(device),
+                    **{
+                        kind.words: "" if (x := timeline.median_s(kind, stage=stage)) is None else seconds_text(x)
+                        for kind in used
+                    },
+                }
             )
             for stage, device in pairs
         ),
+        groups={
+            MICROBATCH: [x.words for x in used if x is not ActionKind.OPTIMIZER],
+            STEP: [ActionKind.OPTIMIZER.words],
+        },
     )
     idle = idle_by_device(timeline)
     causes = [cause for cause in IdleCause if any(x[cause] for x in idle)]
     yield FittedTable(
         title="each device: compute, and idle time by cause",
-        columns=columns("device", "compute", *causes, group=STEP),
         lines=tuple(
-            Line(cells=(str(i), seconds_text(timeline.busy_s(i)), *(seconds_text(waits[cause]) for cause in causes)))
+            Line(
+                cells={
+                    "device": str(i),
+                    "compute": seconds_text(timeline.busy_s(i)),
+                    **{cause.value: seconds_text(waits[cause]) for cause in causes},
+                }
+            )
             for i, waits in enumerate(idle)
         ),
+        groups={STEP: ["compute", *(x.value for x in causes)]},
     )

@@ -12,8 +12,8 @@ from gplan.core.units import counted, error_text, percent_text, seconds_text
 from gplan.evaluate.compare import samples_per_s
 from gplan.evaluate.verify import Ranking, ranking_of
 from gplan.reporting.text.explanation import rate_text
-from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, note_lines
-from gplan.reporting.text.run import OTHER_ORDER, attribution_table, comparison_table, equal_speed_lines
+from gplan.reporting.text.fitted_table import FittedTable, Line, note_lines
+from gplan.reporting.text.run import OTHER_ORDER, attribution_table, comparison_table
 
 _CLOSEST_RUN = "this is the run closest to the mean of its rounds; the mean is in the table of rivals"
 
@@ -23,7 +23,6 @@ def verification_view(verification: Verification) -> RenderableType:
     chosen = verification.chosen
     return Group(
         comparison_table(chosen.run),
-        *(Text(x) for x in equal_speed_lines(chosen.run)),
         *([Text(_CLOSEST_RUN, style="dim")] if verification.num_rounds > 1 else []),
         Text(),
         attribution_table(chosen.run) or Text(OTHER_ORDER),
@@ -46,10 +45,6 @@ def _rivals_table(verification: Verification) -> FittedTable:
     return FittedTable(
         title="the plan and its rivals, step time: "
         + (f"geometric mean of {counted(verification.num_rounds, 'round')}, in turns" if has_rounds else "one round"),
-        columns=(
-            *columns("plan", "predicted", "measured", "error"),
-            *(Column(key=x) for x in ("to this plan", "samples/s", *(["rounds"] if has_rounds else []))),
-        ),
         lines=tuple(_rival_line(x, verification) for x in verification.contenders),
         spare=("rounds", "samples/s", "to this plan"),
         below="; ".join(below),
@@ -68,16 +63,16 @@ def _rival_line(contender: Contender, verification: Verification) -> Line:
     relative = verification.beside(contender) * chosen.plan.batch_size / plan.batch_size - 1.0
     rate = rate_text(samples_per_s(plan, measured_s))
     batch = "" if plan.batch_size == chosen.plan.batch_size else f" (batch {plan.batch_size})"
-    rounds = f"{seconds_text(min(contender.steps_s))} .. {seconds_text(max(contender.steps_s))}"
-    cells = (
-        contender.label + batch,
-        seconds_text(contender.predicted_s),
-        seconds_text(measured_s),
-        error_text(contender.error, "seconds"),
-        "" if contender is chosen else percent_text(relative, signed=True),
-        rate,
-        *([rounds] if verification.num_rounds > 1 else []),
-    )
+    cells = {
+        "plan": contender.label + batch,
+        "predicted": seconds_text(contender.predicted_s),
+        "measured": seconds_text(measured_s),
+        "error": error_text(contender.error, "seconds"),
+        "to this plan": "" if contender is chosen else percent_text(relative, signed=True),
+        "samples/s": rate,
+    }
+    if verification.num_rounds > 1:
+        cells["rounds"] = f"{seconds_text(min(contender.steps_s))} .. {seconds_text(max(contender.steps_s))}"
     return Line(cells=cells, shorter=(contender.label,), style="bold" if contender is chosen else "")
 
 

@@ -11,7 +11,6 @@ from gplan.core.errors import NoPlanError
 from gplan.evaluate import options
 from gplan.evaluate.options import MORE_MEMORY_BYTES, OUT_OF_TIME, Option, memory_gain_s
 from gplan.evaluate.replanning import TIME_LIMIT_S, PlanSettings
-from gplan.reporting.text.explanation import option_text
 from tests.evaluate.explain.settings import (
     CHUNKED,
     ONE_GB_PER_S,
@@ -79,7 +78,7 @@ def test_a_half_that_cannot_be_has_its_reason(size: int, sizes: tuple[int, ...],
     assert found["smaller microbatches"][0].outcome is None
     smaller = found["smaller microbatches"][0]
     assert smaller.reason.startswith(reason)
-    text = option_text(smaller, plan=setting(microbatch_size=size))
+    text = smaller.label
     assert text == ("micro-batches of half the size" if size == 3 else "8 micro-batches of 2 (the same batch)")
 
 

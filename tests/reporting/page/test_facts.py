@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from gplan.core import GradientCheck, Proof
 from gplan.core.units import bytes_text, seconds_text
-from gplan.reporting.page.document import table
-from gplan.reporting.page.facts import headlines, plan_facts, run_facts
-from gplan.reporting.text.fitted_table import FittedTable, Line, columns
+from gplan.reporting.page.document import headlines, plan_facts, run_facts, table
+from gplan.reporting.text.fitted_table import FittedTable, Line
 from gplan.reporting.text.run import devices_table
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan
 
@@ -35,17 +34,17 @@ def test_the_headline_of_a_plan_has_nothing_measured() -> None:
 def test_each_device_has_its_stages_and_what_it_computes_and_waits() -> None:
     run = make_run(make_scheduled_plan("interleaved-1f1b:2"))
     first, second = devices_table(run).lines
-    assert (first.cells[:2], second.cells[:2]) == (("0", "0 2"), ("1", "1 3"))
-    assert first.cells[3] == seconds_text(run.timeline.busy_s(0))
+    assert (tuple(first.cells.values())[:2], tuple(second.cells.values())[:2]) == (("0", "0 2"), ("1", "1 3"))
+    assert tuple(first.cells.values())[3] == seconds_text(run.timeline.busy_s(0))
     loop_s = run.timeline.loop_end_s - run.timeline.loop_start_s
-    assert second.cells[5] == seconds_text(loop_s - run.timeline.busy_s(1))
+    assert tuple(second.cells.values())[5] == seconds_text(loop_s - run.timeline.busy_s(1))
 
 
 def test_a_table_is_html_with_escaped_cells_groups_in_heads_and_bars() -> None:
     shown = FittedTable(
         title="t",
-        columns=columns("<a>", "b", "c", group="per step"),
-        lines=(Line(cells=("<x>", "1", "50.0 %")),),
+        lines=(Line(cells={"<a>": "<x>", "b": "1", "c": "50.0 %"}),),
+        groups={"per step": ("b", "c")},
         below="z",
     )
     html = table(shown, shares=[0.5])

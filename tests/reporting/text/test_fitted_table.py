@@ -7,17 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from gplan.reporting.text.fitted_table import MOST_LINES, Column, FittedTable, Line, limited, shortened
+from gplan.reporting.text.fitted_table import MOST_LINES, FittedTable, Line, limited, shortened
 from tests.reporting.text.printed import printed
-
-NAME = Column(key="layer", is_left=True, is_flexible=True)
 
 
 def table(name: str, *, shorter: tuple[str, ...] = (), title: str = "t") -> FittedTable:
     """A name beside two numbers of 9 cells, of which `most spare` goes first."""
-    columns = (NAME, Column(key="spare"), Column(key="most spare"))
-    lines = (Line(cells=(name, "1.23 ms", "12.3 MiB"), shorter=shorter),)
-    return FittedTable(title=title, columns=columns, lines=lines, spare=("most spare", "spare"))
+    lines = (Line(cells={"layer": name, "spare": "1.23 ms", "most spare": "12.3 MiB"}, shorter=shorter),)
+    return FittedTable(title=title, lines=lines, spare=("most spare", "spare"))
 
 
 def test_where_all_fits_all_is_shown() -> None:
@@ -40,19 +37,14 @@ def test_the_most_spare_column_goes_first_and_is_named_below() -> None:
     ]
 
 
-def test_columns_of_one_key_go_together() -> None:
-    columns = (NAME, Column(key="spread", title="±"), Column(key="kept"), Column(key="spread", title="±"))
-    wide = FittedTable(title="t", columns=columns, lines=(Line(cells=("a", "1 %", "2 ms", "3 %")),), spare=("spread",))
-    assert printed(wide, width=12) == [
+def test_columns_with_a_common_head_or_another_one() -> None:
+    lines = (Line(cells={"layer": "a", "forward": "1 ms", "backward": "2 ms", "noise": "3 %"}),)
+    table = FittedTable(title="t", lines=lines, heads={"noise": "±"}, groups={"per step": ("forward", "backward")})
+    assert printed(table) == [
         "t",
-        "layer  kept",
-        "a      2 ms",
-        "left out in",
-        "12 columns:",
-        "spread (set",
-        "COLUMNS=24",
-        "to show",
-        "more)",
+        "       ──── per step ───",
+        "layer  forward  backward    ±",
+        "a         1 ms      2 ms  3 %",
     ]
 
 
@@ -81,8 +73,7 @@ def test_a_wide_character_counts_as_the_two_cells_it_takes() -> None:
 
 
 def long_table(count: int) -> FittedTable:
-    lines = tuple(Line(cells=(str(i), "x")) for i in range(count))
-    return FittedTable(title="t", columns=(NAME, Column(key="x")), lines=lines)
+    return FittedTable(title="t", lines=tuple(Line(cells={"layer": str(i), "x": "x"}) for i in range(count)))
 
 
 def test_a_table_of_the_most_lines_is_not_cut() -> None:
@@ -96,8 +87,8 @@ def test_a_longer_one_shows_where_lines_are_missing_and_says_how_many(count: int
     found = limited(long_table(count), num_last=num_last, remedy="--all")
     assert len(found.lines) == MOST_LINES
     gap = MOST_LINES - 1 - num_last
-    assert found.lines[gap].cells == ("…", "")
-    kept = [int(line.cells[0]) for i, line in enumerate(found.lines) if i != gap]
+    assert found.lines[gap].cells == {"layer": "…", "x": ""}
+    kept = [int(line.cells["layer"]) for i, line in enumerate(found.lines) if i != gap]
     assert kept == [*range(gap), *range(count - num_last, count)]
     assert printed(found)[-1] == f"{count - len(kept)} more rows: --all"
 
