@@ -458,7 +458,6 @@ def profile_calls(which: int, draw: random.Random) -> list[list[str]]:
     more: list[tuple[float, list[str]]] = [
         (0.02, ["balance", "changed.json", "--devices", "2", "--batch-size", "4", *options]),
         (0.05, ["explain", "plan0.json", "--profile", "changed.json"]),
-        (0.10, ["diff", f"profile{which}.json", "changed.json"]),
         (0.05, ["export", "plan0.json", "--to", "torchtitan", "--profile", "changed.json"]),
     ]
     return calls + [words for share, words in more if draw.random() < share]

@@ -26,10 +26,21 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the re
 def print_result(
     result: object, view: Callable[[], RenderableType], *, as_json: bool, written: Path | None = None
 ) -> None:
-    """Print a result as JSON, or as the text or tables of `view` with a line about the file that was `written`."""
+    """Print a result as JSON, or as the text or tables of `view` with a line about the file that was `written`.
+
+    A profile, plan, run or verification is printed as in its file, anything else as plain JSON.
+    """
+    import msgspec
+
+    from gplan.files.json_files import FORMATS, to_json
+
     with closed_pipe_ignored():
         if as_json:
-            click.echo(_json_text(result), nl=False)
+            if type(result) in FORMATS:
+                click.echo(to_json(result), nl=False)  # type: ignore[arg-type]
+            else:
+                content = msgspec.to_builtins(result, str_keys=True)
+                click.echo(msgspec.json.format(msgspec.json.encode(content), indent=1))
             return
         shown = view()
         if isinstance(shown, str):
@@ -39,18 +50,6 @@ def print_result(
         console.print(shown)
         if written is not None:
             console.print(f"wrote {written}", style="dim", markup=False)
-
-
-def _json_text(result: object) -> str:
-    """A profile, plan, run or verification as in its file; anything else as plain JSON."""
-    import msgspec
-
-    from gplan.files.json_files import FORMATS, to_json
-
-    if type(result) in FORMATS:
-        return to_json(result).decode()  # type: ignore[arg-type]
-    content = msgspec.to_builtins(result, str_keys=True)
-    return msgspec.json.format(msgspec.json.encode(content), indent=1).decode() + "\n"
 
 
 def _console() -> Console:

@@ -62,6 +62,7 @@ def simulate(
     with an order has one line per device, such as 0F0 0F1 0B0 0B1: stage, forward (F) or backward (B, or its halves I and
     W), micro-batch.
     """
+    from gplan.core.errors import UsageError
     from gplan.core.units import seconds_text
     from gplan.reporting.text.steps import plain_text, trial_view, trials_view
     from gplan.schedules.registry import schedule_info
@@ -70,7 +71,9 @@ def simulate(
     name = schedule if schedule in (None, _ALL) else schedule_named(schedule)
     given = {option: text for option, text in costs.items() if text is not None}
     if num_devices is None and not given and (name in (None, _ALL) or schedule_info(name).num_devices is None):
-        plan = _default_plan() if plan is None else plan
+        plan = plan or Path(PLAN_FILE)
+        if plan == Path(PLAN_FILE) and not plan.exists():
+            raise UsageError(f"how many devices? give --k 4, or a plan; there is no {PLAN_FILE} here")
     time_text: Callable[[float], str] = plain_text if plan is None else seconds_text
     loaded = None if plan is None else _load_plan(plan, num_devices, given)
 
@@ -89,14 +92,6 @@ def simulate(
     else:
         trial = trial_of(name)
         print_result(trial, lambda: trial_view(trial, time_text=time_text), as_json=as_json)
-
-
-def _default_plan() -> Path:
-    from gplan.core.errors import UsageError
-
-    if not Path(PLAN_FILE).exists():
-        raise UsageError(f"how many devices? give --k 4, or a plan; there is no {PLAN_FILE} here")
-    return Path(PLAN_FILE)
 
 
 def _load_plan(path: Path, num_devices: int | None, given: Mapping[str, str]) -> Plan:

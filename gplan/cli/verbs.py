@@ -25,7 +25,6 @@ VERBS = {
     "simulate": ("--k N", "simulate a schedule and explain its idle time"),
     "cluster": ("", "measure hosts and their links -> cluster.toml"),
     "show": ("FILE", "print any of these files as tables"),
-    "diff": ("OLD NEW", "what became slower or faster between two profiles"),
     "export": ("--to FORMAT", "write the plan in the format of another trainer"),
     "layout": ("CONFIG --pp N", "from a published model's sizes to a trainer's layout"),
     "import-plan": ("LAYOUT", "price another trainer's layout beside the best one"),
@@ -34,7 +33,7 @@ VERBS = {
 """Each verb's usual arguments, and in a few words what it does and which file it writes."""
 
 _MODULES = {
-    **dict.fromkeys(("show", "diff", "explain", "report"), "results"),
+    **dict.fromkeys(("show", "explain", "report"), "results"),
     **dict.fromkeys(("export", "layout", "import-plan", "import-trace"), "exchange"),
 }
 """Where verbs are that have no module of their own."""
@@ -125,24 +124,16 @@ _PROFILE_OPTIONS = {"--set", "--granularity"}  # a plan takes them over from its
 
 
 def _usage_error_text(error: click.ClickException) -> str:
-    """One line for an error in the arguments, in the style of gplan's own errors."""
-    if isinstance(error, click.NoSuchOption):
-        return _no_such_option_text(error)
-    text = " ".join(error.format_message().split()).rstrip(".")
+    """One line for an error in the arguments, in the style of gplan's own errors; of an unknown option those spelt alike."""
     context = error.ctx if isinstance(error, click.UsageError) else None
-    return f"{text[:1].lower()}{text[1:]}; see {context.command_path if context else 'gplan'} --help"
-
-
-def _no_such_option_text(error: click.NoSuchOption) -> str:
-    """One line: the option that was given, and those of the verb that are spelt alike."""
-    context, found = error.ctx, error.option_name
-    if context is None:
-        return f"there is no option {found}; see gplan --help"
-    verb = context.command_path
-    if found in _PROFILE_OPTIONS:
+    verb = context.command_path if context else "gplan"
+    if not isinstance(error, click.NoSuchOption):
+        text = " ".join(error.format_message().split()).rstrip(".")
+        return f"{text[:1].lower()}{text[1:]}; see {verb} --help"
+    if error.option_name in _PROFILE_OPTIONS:
         return (
-            f"{verb} has no option {found}: it belongs to the profile; run `gplan profile MODEL {found} ...` and balance "
-            "again, and the plan has it"
+            f"{verb} has no option {error.option_name}: it belongs to the profile; run `gplan profile MODEL "
+            f"{error.option_name} ...` and balance again, and the plan has it"
         )
     hint = f"did you mean {' or '.join(error.possibilities)}? " if error.possibilities else ""
-    return f"{verb} has no option {found}; {hint}see {verb} --help"
+    return f"{verb} has no option {error.option_name}; {hint}see {verb} --help"

@@ -72,7 +72,7 @@ def verify(
 def _summary(result: Verification) -> dict[str, Any]:
     """The numbers of the tables; the file that is written holds the runs themselves."""
     from gplan.evaluate.attribution import attribute_error
-    from gplan.evaluate.compare import compare, order_difference
+    from gplan.evaluate.compare import compare
     from gplan.evaluate.verify import ranking_of
 
     chosen = result.chosen
@@ -80,7 +80,7 @@ def _summary(result: Verification) -> dict[str, Any]:
         "engine": result.engine,
         "standing": ranking_of(result),
         "comparison": compare(chosen.run).rows,
-        "attribution": None if order_difference(chosen.run.plan, chosen.run.timeline) else attribute_error(chosen.run),
+        "attribution": attribute_error(chosen.run),
         "plans": [
             {
                 "label": x.label,

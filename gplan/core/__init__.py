@@ -30,7 +30,7 @@ from gplan.core.plan import (
     StageMemory,
     WholeBatch,
 )
-from gplan.core.precision import PRECISION_NAMES, FloatType, Precision, PrecisionName
+from gplan.core.precision import Precision, PrecisionName
 from gplan.core.profile import Layer, ModelId, Profile, SharedWeight, Value, ValueCost
 from gplan.core.schedule import (
     BACKWARD_KINDS,

@@ -146,7 +146,7 @@ def bounds_of(field: str, *, is_integer: bool) -> Bounds:
         return INTEGER
     if field.endswith("bytes"):
         return BYTES
-    if field in ("contention", "speed"):
+    if field == "speed":
         return FACTOR
     if field in ("num_flops", "num_operations"):
         return OPERATIONS

@@ -85,20 +85,19 @@ def largest_load(loads: Sequence[HostLoad]) -> HostLoad | None:
     if not loads:
         return None
     read = [x.yardstick for x in loads if x.yardstick is not None]
+    yardstick = None
+    if read:
+        yardstick = Timing(
+            median_s=fmean(x.median_s for x in read),
+            low_s=fmean(x.low_s for x in read),
+            high_s=fmean(x.high_s for x in read),
+            num_samples=sum(x.num_samples for x in read),
+            num_refused=sum(x.num_refused for x in read),
+        )
     return HostLoad(
         steal_share=max(x.steal_share for x in loads),
         wait_share=max(x.wait_share for x in loads),
-        yardstick=_joint(read) if read else None,
-    )
-
-
-def _joint(timings: Sequence[Timing]) -> Timing:
-    return Timing(
-        median_s=fmean(x.median_s for x in timings),
-        low_s=fmean(x.low_s for x in timings),
-        high_s=fmean(x.high_s for x in timings),
-        num_samples=sum(x.num_samples for x in timings),
-        num_refused=sum(x.num_refused for x in timings),
+        yardstick=yardstick,
     )
 
 

@@ -131,7 +131,8 @@ class LayerCost:
     backward_work: tuple[Work, ...] = ()
 
     def __post_init__(self) -> None:
-        check_positive(self, "microbatch_size", "contention")
+        check_positive(self, "microbatch_size")
+        check_factor(self, "contention")
         check_amounts(self, signed="pending_bytes")
         if self.pending_bytes < -self.stash_bytes:
             raise ValueError(

@@ -50,10 +50,8 @@ def bytes_text(num_bytes: float) -> str:
     >>> bytes_text(512), bytes_text(3 * 2**20), bytes_text(17.25 * 2**30)
     ('512 B', '3.00 MiB', '17.2 GiB')
     """
-    size, unit = float(num_bytes), 0
-    while abs(size) >= 999.5 and unit < len(_BINARY) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{size:.0f} B" if unit == 0 else f"{_three_digits(size)} {_BINARY[unit]}"
+    size, unit = _scaled(num_bytes, 1024, _BINARY)
+    return f"{size:.0f} B" if unit == "B" else f"{_three_digits(size)} {unit}"
 
 
 def memory_size_text(num_bytes: int) -> str:
@@ -92,28 +90,14 @@ def percent_text(share: float, *, signed: bool = False) -> str:
     return f"{100 * share:+z.1f} %" if signed else f"{100 * share:z.1f} %"
 
 
-def count_text(count: float) -> str:
-    """A count with a decimal prefix.
-
-    >>> count_text(940), count_text(1_230_000), count_text(999_700)
-    ('940', '1.23 M', '1.00 M')
-    """
-    for scale, prefix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(count) >= 0.9995 * scale:
-            return f"{_three_digits(count / scale)} {prefix}"
-    return f"{count:g}"
-
-
 def flops_text(num_flops: float) -> str:
     """Floating-point operations with a decimal prefix; divided by seconds, a rate.
 
     >>> flops_text(940), flops_text(2.34e10) + "/s"
     ('940 FLOP', '23.4 GFLOP/s')
     """
-    size, prefix = float(num_flops), 0
-    while abs(size) >= 999.5 and prefix < len(_DECIMAL) - 1:
-        size, prefix = size / 1000, prefix + 1
-    return f"{size:.0f} FLOP" if prefix == 0 else f"{_three_digits(size)} {_DECIMAL[prefix]}FLOP"
+    size, prefix = _scaled(num_flops, 1000, _DECIMAL)
+    return f"{_three_digits(size)} {prefix}FLOP" if prefix else f"{size:.0f} FLOP"
 
 
 def intensity_text(flops_per_byte: float) -> str:
@@ -135,7 +119,10 @@ def quantity_text(value: float, unit: UnitKind) -> str:
         return seconds_text(value)
     if unit == "bytes":
         return bytes_text(value)
-    return percent_text(value) if unit == "share" else f"{_rate_digits(value)} samples/s"
+    if unit == "share":
+        return percent_text(value)
+    rate, prefix = _scaled(value, 1000, _DECIMAL)
+    return f"{_three_digits(rate)} {prefix} samples/s" if prefix else f"{_three_digits(rate)} samples/s"
 
 
 def error_text(error: float | None, unit: UnitKind) -> str:
@@ -243,8 +230,12 @@ def _parse(text: str, units: Mapping[str, str | int], *, what: str, example: str
     return value
 
 
-def _rate_digits(value: float) -> str:
-    return count_text(value) if value >= 1000 else _three_digits(value)
+def _scaled(value: float, base: int, prefixes: Sequence[str]) -> tuple[float, str]:
+    """A value divided by a power of the base so that it has at most three digits, and the prefix of that power."""
+    size, power = float(value), 0
+    while abs(size) >= 999.5 and power < len(prefixes) - 1:
+        size, power = size / base, power + 1
+    return size, prefixes[power]
 
 
 def _three_digits(value: float) -> str:

@@ -24,7 +24,7 @@ class Contender:
 
     @property
     def plan(self) -> Plan:
-        """The executed plan; for the virtual engine, without contention."""
+        """The executed plan, priced for its engine."""
         return self.run.plan
 
     @property
@@ -41,11 +41,6 @@ class Contender:
     def error(self) -> float:
         """Relative error of the prediction; positive if it was too high."""
         return self.predicted_s / self.measured_s - 1.0
-
-    @property
-    def predicted_sample_s(self) -> float:
-        """Predicted seconds per sample."""
-        return self.predicted_s / self.plan.batch_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

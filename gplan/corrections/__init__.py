@@ -13,7 +13,7 @@ them, at one micro-batch size. Nothing later multiplies a factor in or divides o
 from __future__ import annotations
 
 from gplan.core import Profile, Sharding
-from gplan.corrections.contention import beside_each_other
+from gplan.corrections.contention import beside_each_other, without_contention
 from gplan.corrections.microbatch_size import at_microbatch_size
 from gplan.corrections.sharding import sharded
 
@@ -33,3 +33,8 @@ def planned(
     size = profile.microbatch_sizes[-1] if microbatch_size is None else microbatch_size
     replica = sharded(profile, num_replicas=num_replicas, sharding=sharding)
     return beside_each_other(at_microbatch_size(replica, size), num_devices=num_devices)
+
+
+def as_run_by(profile: Profile, engine: str) -> Profile:
+    """The profile with the times that an engine's devices take: the virtual engine is one process that computes alone."""
+    return without_contention(profile) if engine == "virtual" else profile

@@ -18,12 +18,12 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
 from typing import TypeAlias
 
 from gplan.core import Action, ActionKind, Plan, Run, Span, Timeline
+from gplan.evaluate.compare import order_difference
 from gplan.simulation.kernel import ActionProgram, TiedDevices, action_times, when_updates_begin, whole_program
 from gplan.simulation.simulator import gap_s, planned_s, schedule_of, simulate, tied_devices_of, transfer_s
 
@@ -81,61 +81,33 @@ def layout_step_s(program: ActionProgram, times: StepTimes) -> float:
     return max(times.start_s + begin_s + tail_s for begin_s, tail_s in zip(begins, times.tails, strict=True))
 
 
-@dataclass(frozen=True)
-class MeasuredTimes:
-    """The means of a measured timeline, by stage and kind of action; the order of its actions is the plan's."""
+def measured_waits(program: ActionProgram, predicted: StepTimes, spans: Mapping[Action, Span]) -> tuple[ByKind, ByKind]:
+    """The mean gap and the mean transfer, by stage and kind of action, where a timeline shows them.
 
-    plan: Plan
-    timeline: Timeline
-
-    @cached_property
-    def program(self) -> ActionProgram:
-        """The plan's."""
-        return whole_program(schedule_of(self.plan), self.plan.recompute)
-
-    @cached_property
-    def predicted(self) -> StepTimes:
-        """The same times, predicted."""
-        return predicted_times(self.plan)
-
-    @cached_property
-    def spans(self) -> dict[Action, Span]:
-        """The span of each forward and backward."""
-        return {span.action: span for span in self.timeline.loop_spans}
-
-    @cached_property
-    def gaps(self) -> dict[StageKind, float]:
-        """The mean time between an action and the next one of its device, if that had its input before the action."""
-        samples: dict[StageKind, list[float]] = {}
-        for before, span, sender in self._neighbours():
-            if before is not None and (sender is None or sender.end_s <= before.start_s):
-                samples.setdefault(_stage_kind(before), []).append(span.start_s - before.end_s)
-        return {kind: fmean(seconds) for kind, seconds in samples.items()}
-
-    @cached_property
-    def transfers(self) -> dict[StageKind, float]:
-        """The mean time from the sender's end and gap, or from the arrival before over the same link, until the waiting
-        receiver begins."""
-        samples: dict[StageKind, list[float]] = {}
-        arrived: dict[tuple[int, int], float] = {}
-        gaps = {**self.predicted.gaps, **self.gaps}
-        for before, span, sender in self._neighbours():
-            free_s = 0.0 if before is None else before.end_s + gaps[_stage_kind(before)]
-            if sender is not None and sender.end_s >= free_s:
-                kind = _stage_kind(sender)
-                sent_s, link = sender.end_s + gaps[kind], (sender.device, span.device)
-                samples.setdefault(kind, []).append(span.start_s - max(sent_s, arrived.get(link, sent_s)))
-                arrived[link] = span.start_s
-        return {kind: fmean(seconds) for kind, seconds in samples.items()}
-
-    def _neighbours(self) -> Iterator[tuple[Span | None, Span, Span | None]]:
-        """For every action: the span before it on its device, its own, and that of the other device that sends to it."""
-        actions = self.program.actions
-        latest: dict[int, Span] = {}
-        for action, (device, dependency, *_) in zip(actions, self.program.entries, strict=True):
-            span = self.spans[action]
-            yield latest.get(device), span, self.spans[actions[dependency]] if dependency >= 0 else None
-            latest[device] = span
+    A gap is the time between an action and the next one of its device, if that had its input before the action. A
+    transfer lasts from the sender's end and gap, or from the arrival before over the same link, until the waiting
+    receiver begins.
+    """
+    latest: dict[int, Span] = {}
+    neighbours = []  # of every action: the span before it on its device, its own, and that of the device that sends to it
+    for action, (device, dependency, *_) in zip(program.actions, program.entries, strict=True):
+        sender = spans[program.actions[dependency]] if dependency >= 0 else None
+        neighbours.append((latest.get(device), spans[action], sender))
+        latest[device] = spans[action]
+    found: dict[StageKind, list[float]] = {}
+    for before, span, sender in neighbours:
+        if before is not None and (sender is None or sender.end_s <= before.start_s):
+            found.setdefault(_stage_kind(before), []).append(span.start_s - before.end_s)
+    gaps = {kind: fmean(seconds) for kind, seconds in found.items()}
+    usual, found, arrived = {**predicted.gaps, **gaps}, {}, dict[tuple[int, int], float]()
+    for before, span, sender in neighbours:
+        free_s = 0.0 if before is None else before.end_s + usual[_stage_kind(before)]
+        if sender is not None and sender.end_s >= free_s:
+            kind = _stage_kind(sender)
+            sent_s, link = sender.end_s + usual[kind], (sender.device, span.device)
+            found.setdefault(kind, []).append(span.start_s - max(sent_s, arrived.get(link, sent_s)))
+            arrived[link] = span.start_s
+    return gaps, {kind: fmean(seconds) for kind, seconds in found.items()}
 
 
 def _stage_kind(span: Span) -> StageKind:
@@ -176,6 +148,11 @@ class Attribution:
         """Measured minus predicted; the sum of the parts."""
         return self.measured_s - self.predicted_s
 
+    def parts_from(self, least: float) -> tuple[list[ErrorPart], float]:
+        """The parts of at least this share of the measured step, and the seconds of all others together."""
+        parts = [x for x in self.parts if abs(x.seconds) >= least * self.measured_s]
+        return parts, self.error_s - sum(x.seconds for x in parts)
+
 
 def _slowed(times: StepTimes, ratio: float, *, engine: str) -> StepTimes:
     """The predicted times where all work takes `ratio` times as long.
@@ -192,16 +169,18 @@ def _slowed(times: StepTimes, ratio: float, *, engine: str) -> StepTimes:
     )
 
 
-def attribute_error(run: Run) -> Attribution:
+def attribute_error(run: Run) -> Attribution | None:
     """The parts of the error of a run's step, for every schedule and both engines; O(K^2 M).
 
-    Only for a run without an `order_difference`: another order is not a longer step of the predicted one. A stage's part
+    None for a run with an `order_difference`: another order is not a longer step of the predicted one. A stage's part
     depends on the order in which stages are changed, so it is the mean over both orders.
     """
-    plan, timeline = run.plan, run.timeline
-    measured = MeasuredTimes(plan, timeline)
-    predicted, host_parts = measured.predicted, list[ErrorPart]()
-    speed = run.equal_speed
+    plan, timeline, speed = run.plan, run.timeline, run.equal_speed
+    if order_difference(plan, timeline):
+        return None
+    program, spans = whole_program(schedule_of(plan), plan.recompute), {x.action: x for x in timeline.loop_spans}
+    predicted, host_parts = predicted_times(plan), list[ErrorPart]()
+    gaps, transfers = measured_waits(program, predicted, spans)
     if speed is not None and speed.is_certain:
         drift_s = speed.step_s - simulate(plan).step_s
         host_parts.append(ErrorPart(cause=ErrorCause.HOST_SPEED, stage=None, seconds=drift_s))
@@ -209,15 +188,15 @@ def attribute_error(run: Run) -> Attribution:
     means = timeline.mean_durations(plan.recompute)
     changes: dict[ErrorCause, dict[str, object]] = {
         ErrorCause.COMPUTE: {"durations": means},
-        ErrorCause.ENGINE: {"gaps": {**predicted.gaps, **measured.gaps}},
-        ErrorCause.COMMUNICATION: {"transfers": {**predicted.transfers, **measured.transfers}},
-        ErrorCause.SINGLE_ACTIONS: {"durations": {action: span.duration_s for action, span in measured.spans.items()}},
+        ErrorCause.ENGINE: {"gaps": {**predicted.gaps, **gaps}},
+        ErrorCause.COMMUNICATION: {"transfers": {**predicted.transfers, **transfers}},
+        ErrorCause.SINGLE_ACTIONS: {"durations": {action: span.duration_s for action, span in spans.items()}},
         ErrorCause.STEP_EXTRAS: {"tails": _tails(timeline, predicted.tied), "start_s": timeline.loop_start_s},
     }
-    _, *seconds = _increments_s(measured.program, predicted, list(changes.values()))
+    _, *seconds = _increments_s(program, predicted, list(changes.values()))
     parts = [
         *host_parts,
-        *_compute_parts(measured.program, predicted, means),
+        *_compute_parts(program, predicted, means),
         *(ErrorPart(cause=x, stage=None, seconds=y) for x, y in zip(list(changes)[1:], seconds, strict=True)),
     ]
     measured_s, predicted_s = timeline.step_s, simulate(plan).step_s

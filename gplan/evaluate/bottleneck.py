@@ -15,16 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-import numpy as np
-
-from gplan.core import ActionKind, Floats, IdleCause, Plan, Stage
-from gplan.cost.action_seconds import occupied
+from gplan.core import IdleCause, Plan, Stage
 from gplan.simulation.bubble import idle_by_device
-from gplan.simulation.kernel import action_times, whole_program
-from gplan.simulation.simulator import schedule_of, simulate, update_times
+from gplan.simulation.simulator import simulate
 
 MEMORY_SHARE = 0.01
 CUT_SHARE = 0.05
@@ -32,6 +28,7 @@ FILLING_SHARE = OPTIMIZER_SHARE = 0.5
 _TOLERANCE = 0.01
 _HALF = 0.5
 _MOST_LAYERS = 5
+_MOST_CUTS = 8
 
 
 Binding: TypeAlias = Literal["compute", "memory", "cut", "filling", "optimizer"]
@@ -73,7 +70,7 @@ class Bottleneck:
     communication_s: float  # idle during a transfer
     engine_s: float  # idle during the engine's own work
     tail_s: float  # after the last backward of the pipeline
-    cuts: tuple[CutCost, ...]
+    cuts: tuple[CutCost, ...]  # of many, those with the longest transfers
     exposed_s: float  # by how much the step is shorter where all transfers take no time
     memory_gain_s: float | None  # of the step without a memory limit; None: not known
     binds: Binding
@@ -116,46 +113,30 @@ def find_bottleneck(plan: Plan, *, memory_gain_s: float | None) -> Bottleneck:
 
 
 def exposed_cuts(plan: Plan) -> tuple[tuple[CutCost, ...], float]:
-    """The step time added by each cut's transfers, and by all of them together, which may be more than the sum.
+    """The step time added by the transfers of each cut, and of all cuts together, which may be more than the sum.
 
-    Cuts within a device, which have no transfers, are left out.
+    Of many cuts between devices only the eight with the longest transfers, as each is a simulation.
     """
-    num_cuts = plan.num_stages - 1
-    charged = np.ones((num_cuts + 2, num_cuts))  # row n: without cut n; then with all cuts; then without any
-    np.fill_diagonal(charged, 0.0)
-    charged[num_cuts + 1] = 0.0
-    steps_s = _steps_s(plan, charged)
-    gains = np.maximum(steps_s[num_cuts] - steps_s, 0.0).tolist()
+    between = [x for x in plan.stages[:-1] if plan.devices[x.index] != plan.devices[x.index + 1]]
+    longest = sorted(between, key=lambda x: x.cost.activation_s + x.cost.gradient_s, reverse=True)[:_MOST_CUTS]
+    step_s = simulate(plan).step_s
+
+    def gain_s(free: Sequence[Stage]) -> float:
+        """How much shorter the step is where the transfers after these stages take no time."""
+        costs = {x.index: replace(x.cost, activation_s=0.0, gradient_s=0.0) for x in free}
+        stages = tuple(replace(x, cost=costs.get(x.index, x.cost)) for x in plan.stages)
+        return max(0.0, step_s - simulate(replace(plan, stages=stages)).step_s)
+
     cuts = tuple(
         CutCost(
-            stage=stage.index,
-            layer=stage.layer_names[-1],
-            transfer_s=stage.cost.activation_s + stage.cost.gradient_s,
-            exposed_s=gain,
+            stage=x.index,
+            layer=x.layer_names[-1],
+            transfer_s=x.cost.activation_s + x.cost.gradient_s,
+            exposed_s=gain_s([x]),
         )
-        for stage, gain in zip(plan.stages[:-1], gains[:num_cuts], strict=True)
-        if plan.devices[stage.index] != plan.devices[stage.index + 1]
+        for x in sorted(longest, key=lambda x: x.index)
     )
-    return cuts, gains[num_cuts + 1]
-
-
-def _steps_s(plan: Plan, charged: Floats) -> Floats:
-    """[steps]: the lengths of several steps; `charged[n, cut]` is the share that step n pays of a cut's transfers."""
-    schedule, costs, zero = schedule_of(plan), plan.stage_costs, np.zeros(len(charged))
-    program, times = whole_program(schedule, plan.recompute), [occupied(x) for x in costs]
-    hops_s = [zero] * len(program.hops)
-    for i, (key, hop_s) in enumerate(zip(program.hops, program.hops_s(times), strict=True)):
-        cut = key.stage if key.kind is ActionKind.FORWARD else key.stage - 1
-        if cut < charged.shape[1]:  # the last stage's forward is not sent
-            hops_s[i] = charged[:, cut] * hop_s
-    free = [zero] * plan.num_devices
-    durations_s = [zero + x for x in program.durations_s(times)]
-    rows = action_times(program, durations_s, hops_s, zero=zero)
-    for entry, (_, free_s, _) in zip(program.entries, rows, strict=True):
-        free[entry.device] = free_s
-    updates = update_times(schedule, costs, free, lambda update: zero + costs[update.stage].optimizer_s)
-    found: Floats = np.maximum.reduce([end_s for _, _, _, end_s in updates])
-    return found
+    return cuts, gain_s(between)
 
 
 def _slowest_layers(stages: Sequence[Stage]) -> Iterator[LayerShare]:

@@ -13,7 +13,7 @@ from gplan.core import Constraints, Objective, Plan, Profile, RecomputeMode, Sha
 from gplan.core.errors import FileError, NoPlanError
 from gplan.core.machine import FREE_LINK
 from gplan.core.units import bytes_text, seconds_text
-from gplan.corrections.contention import without_contention
+from gplan.corrections import as_run_by
 from gplan.partition import balance
 from gplan.partition.balance import best_plan
 from gplan.partition.plan_evaluation import price
@@ -85,9 +85,9 @@ def plan_with_cuts(profile: Profile, setting: PlanSettings, cuts: Sequence[int])
 
 
 def reprice(plan: Plan, profile: Profile, *, engine: str) -> Plan:
-    """The plan's stages and setting with costs from a profile; for the virtual engine of devices that run alone."""
-    known = without_contention(profile) if engine == "virtual" else profile
-    return plan_with_cuts(profile_in_plan_order(plan, known), setting_of(plan), plan.cuts)
+    """The plan's stages and setting with costs from a profile, as an engine runs them."""
+    ordered = profile_in_plan_order(plan, as_run_by(profile, engine))
+    return plan_with_cuts(ordered, setting_of(plan), plan.cuts)
 
 
 def for_one_process(plan: Plan, profile: Profile | None) -> Plan:

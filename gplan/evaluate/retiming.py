@@ -60,26 +60,17 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
         f"times scaled stage by stage (forward, backward) to what {run.num_counted} steps of a run measured with "
         f"micro-batches of {plan.microbatch_size}: {factors_text}; within a stage the layers' proportions are as profiled"
     )
-    scaled = replace(
+    return replace(
         profile,
         layers=layers,
         loss=tuple(map(factors[-1].scaled, profile.loss)),
         step=profile.step.corrected(measured_s / predicted_s) if has_update else profile.step,
         overhead_s=overhead_s,
+        whole_model=(),  # it was not measured in one piece at these times
         created=now_text(),
         notes=(*profile.notes, note),
         host_load=run.host_load,
     )
-    whole_model = []  # scaled as the sum of its layers was, so that the two remain comparable
-    for i, whole in enumerate(profile.whole_model):
-        forward, backward = (
-            after / before if before else 1.0
-            for before, after in zip(profile.one_stage_s(i), scaled.one_stage_s(i), strict=True)
-        )
-        whole_model.append(
-            replace(whole, forward=whole.forward.corrected(forward), backward=whole.backward.corrected(backward))
-        )
-    return replace(scaled, whole_model=tuple(whole_model))
 
 
 def _factors_of_stages(profile: Profile, predicted: Plan, run: Run) -> tuple[list[Factors], float]:

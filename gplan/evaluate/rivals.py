@@ -8,7 +8,7 @@ limit, or equals the plan or another rival, is left out. All rivals have costs f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -36,18 +36,10 @@ _DEFAULT_OTHER = "1f1b"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rival:
-    """A plan to run beside the chosen one."""
-
-    label: str
-    plan: Plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Rivals:
-    """The plans to run, the chosen one first, and those left out with the reason."""
+    """The plans to run by their labels, the chosen one first, and those left out with the reason."""
 
-    rivals: tuple[Rival, ...]
+    plans: Mapping[str, Plan]
     left_out: tuple[LeftOut, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -61,11 +53,11 @@ def rivals_of(plan: Plan, profile: Profile, *, num_rivals: int | None = None) ->
 
     Raises FileError where plan and profile do not belong together.
     """
-    ordered, chosen = profile_in_plan_order(plan, profile), Rival(label=THIS_PLAN, plan=plan)
+    ordered = profile_in_plan_order(plan, profile)
     if reason := why_not_replannable(plan):
-        return Rivals(rivals=(chosen,), left_out=(LeftOut(label="all rivals", reason=reason),))
+        return Rivals(plans={THIS_PLAN: plan}, left_out=(LeftOut(label="all rivals", reason=reason),))
     notes = other_times_notes(plan, ordered)
-    found, left_out, labels = [chosen], list[LeftOut](), {_identity(plan): THIS_PLAN}
+    found, left_out, labels = {THIS_PLAN: plan}, list[LeftOut](), {_identity(plan): THIS_PLAN}
     for label, make in _proposals(plan, profile, ordered, has_other_times=bool(notes)):
         if num_rivals is not None and len(found) > num_rivals:
             break
@@ -76,10 +68,10 @@ def rivals_of(plan: Plan, profile: Profile, *, num_rivals: int | None = None) ->
             continue
         same = labels.setdefault(_identity(rival), label)
         if same == label:
-            found.append(Rival(label=label, plan=rival))
+            found[label if label not in found else f"{label}, {len(found)}"] = rival  # runners-up may have no names
         else:
             left_out.append(LeftOut(label=label, reason=f"the same as {same}"))
-    return Rivals(rivals=tuple(found), left_out=tuple(left_out), notes=notes)
+    return Rivals(plans=found, left_out=tuple(left_out), notes=notes)
 
 
 def _identity(plan: Plan) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ complete rounds so far. The caller provides the function that runs a plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import TypeAlias
@@ -21,7 +21,7 @@ from gplan.core.errors import GplanError, UsageError
 from gplan.core.host_load import interruption_text, largest_load
 from gplan.core.progress import Progress, no_progress
 from gplan.core.units import counted, now_text
-from gplan.evaluate.rivals import Rival, rivals_of
+from gplan.evaluate.rivals import rivals_of
 
 NUM_ROUNDS = 4
 NUM_STEPS = 8
@@ -53,7 +53,7 @@ def verify(
     """
     check_counts(num_rounds, num_steps, num_rivals)
     rivals = rivals_of(plan, profile, num_rivals=num_rivals)
-    rounds = run_rounds(rivals.rivals, runner, num_rounds=num_rounds, progress=progress)
+    rounds = run_rounds(rivals.plans, runner, num_rounds=num_rounds, progress=progress)
     notes, chosen = list(rivals.notes), rounds.contenders[0]
     extent = "the whole rounds so far" if len(chosen.steps_s) > 1 else "the first round"
     if rounds.is_interrupted:
@@ -100,29 +100,29 @@ class RoundResults:
     disturbed: tuple[Run, ...] = ()  # runs whose processes lost their cores in more than half of the settled steps
 
 
-def run_rounds(rivals: Sequence[Rival], runner: Runner, *, num_rounds: int, progress: Progress) -> RoundResults:
+def run_rounds(plans: Mapping[str, Plan], runner: Runner, *, num_rounds: int, progress: Progress) -> RoundResults:
     """Run every plan `num_rounds` times, in turns.
 
     Every plan gets its complete rounds, at least the first; a failed one the rounds that it has. Raises the runner's
     error where the first plan fails before a round is complete, and KeyboardInterrupt where even that plan has no run.
     """
-    runs: list[list[Run]] = [[] for _ in rivals]
+    runs: list[list[Run]] = [[] for _ in plans]
     failed, left_out, is_interrupted, failure = set[int](), list[LeftOut](), False, ""
-    forth = range(len(rivals))
+    labels, forth = list(plans), range(len(plans))
     try:
         for number, i in ((n, i) for n in range(num_rounds) for i in (forth[::-1] if n % 2 else forth)):
             if i in failed:
                 continue
-            share = sum(map(len, runs)) / ((len(rivals) - len(failed)) * num_rounds)
-            progress(f"round {number + 1} of {num_rounds}: {rivals[i].label}", min(1.0, share))
+            share = sum(map(len, runs)) / ((len(plans) - len(failed)) * num_rounds)
+            progress(f"round {number + 1} of {num_rounds}: {labels[i]}", min(1.0, share))
             try:
-                runs[i].append(runner(rivals[i].plan))
+                runs[i].append(runner(plans[labels[i]]))
             except GplanError as error:
                 if i == 0:
                     raise
                 failed.add(i)
                 where = f"failed in round {number + 1}, what came before counts: " if runs[i] else ""
-                left_out.append(LeftOut(label=rivals[i].label, reason=f"{where}{error}"))
+                left_out.append(LeftOut(label=labels[i], reason=f"{where}{error}"))
     except KeyboardInterrupt:
         if not runs[0]:
             raise KeyboardInterrupt("no plan had been run to its end, so there is no verification") from None
@@ -133,23 +133,20 @@ def run_rounds(rivals: Sequence[Rival], runner: Runner, *, num_rounds: int, prog
         failure = str(error)
     num_complete = max(1, min(len(own) for i, own in enumerate(runs) if i not in failed))
     runs = [own[:num_complete] for own in runs]
-    never = (x.label for i, x in enumerate(rivals) if not runs[i] and i not in failed)
+    never = (label for i, label in enumerate(labels) if not runs[i] and i not in failed)
     left_out += [LeftOut(label=label, reason="interrupted before its first run") for label in never]
+    contenders = []
+    for label, own in zip(labels, runs, strict=True):
+        steps_s = tuple(run.timeline.step_s for run in own)
+        if own:
+            typical = min(own, key=lambda run: abs(run.timeline.step_s - geometric_mean(steps_s)))
+            contenders.append(Contender(label=label, run=typical, steps_s=steps_s))
     return RoundResults(
-        contenders=tuple(_contender(x.label, own) for x, own in zip(rivals, runs, strict=True) if own),
+        contenders=tuple(contenders),
         left_out=tuple(left_out),
         is_interrupted=is_interrupted,
         failure=failure,
         disturbed=tuple(x for own in runs for x in own if x.num_disturbed > _MOST_DISTURBED * x.num_settled),
-    )
-
-
-def _contender(label: str, runs: Sequence[Run]) -> Contender:
-    steps_s = tuple(run.timeline.step_s for run in runs)
-    return Contender(
-        label=label,
-        run=min(runs, key=lambda run: abs(run.timeline.step_s - geometric_mean(steps_s))),
-        steps_s=steps_s,
     )
 
 
@@ -188,8 +185,9 @@ def ranking_of(verification: Verification) -> Ranking:
         regret=1.0 / verification.beside(best) - 1.0,
         predicted_lead=chosen.predicted_s / best.predicted_s - 1.0,
         uncertainty=None if noise is None else _NUM_ERRORS * noise * math.sqrt(2 / len(best.steps_s)),
-        rank_correlation=rank_correlation(
-            [x.predicted_sample_s for x in contenders], [verification.beside(x) / x.plan.batch_size for x in contenders]
+        rank_correlation=rank_correlation(  # of seconds per sample
+            [x.predicted_s / x.plan.batch_size for x in contenders],
+            [verification.beside(x) / x.plan.batch_size for x in contenders],
         ),
         num_same_batch=len(same_batch),
         median_error=float(np.median(errors)),

@@ -7,11 +7,8 @@ that do not fit their schedule are rejected; messages name the path inside the f
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import secrets
-from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
@@ -40,7 +37,6 @@ _MADE_BY = {
     Run: "gplan run",
     Verification: "gplan verify",
 }
-_NOT_FINITE = object()
 _ANY = "gplan profile, plan, run or verification"
 _ANY_REMEDY = "name another file, or make it with the verb that writes it (`gplan --help` lists the verbs)"
 
@@ -179,37 +175,10 @@ def _decoded(text: bytes, *, name: str, remedy: str) -> dict[str, Any]:
             raise FileError(
                 f"{name} is a model file, not what was made of it; run `gplan profile {name}` first"
             ) from error
-        if path := _non_finite_path(text):
-            raise FileError(f"{name} has a NaN or an infinity at {path}; expected a number; {remedy}") from error
         raise FileError(f"{name} is cut off or is not JSON ({error}); {remedy}") from error
     if not isinstance(content, dict):
         raise FileError(f"{name} holds a JSON {type(content).__name__}, not an object; {remedy}")
     return content
-
-
-def _non_finite_path(text: bytes) -> str:
-    """The path of the first NaN, infinity or number too large for a float; "" if there is none."""
-    try:
-        content = json.loads(text, parse_constant=lambda _: _NOT_FINITE, parse_float=_finite, parse_int=_finite)
-        return _path_of(_NOT_FINITE, content, path="$") or ""
-    except (ValueError, RecursionError):
-        return ""
-
-
-def _finite(text: str) -> object:
-    return float(text) if math.isfinite(float(text)) else _NOT_FINITE
-
-
-def _path_of(wanted: object, content: object, *, path: str) -> str | None:
-    """The path of an object in decoded JSON, by identity."""
-    if content is wanted:
-        return path
-    pieces: Iterable[tuple[str, object]] = ()
-    if isinstance(content, dict):
-        pieces = ((f"{path}.{key}", x) for key, x in content.items())
-    elif isinstance(content, list):
-        pieces = ((f"{path}[{i}]", x) for i, x in enumerate(content))
-    return next((hit for where, x in pieces if (hit := _path_of(wanted, x, path=where))), None)
 
 
 def _out_of_bounds(content: object, *, field: str) -> str:

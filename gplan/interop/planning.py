@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gplan.core import Alternative, Constraints, Plan, Profile
+from gplan.core import Constraints, Plan, Profile
 from gplan.core.errors import UsageError
 from gplan.core.units import percent_text
-from gplan.interop.layouts import Layout, read_layout
+from gplan.interop.layouts import read_layout
 from gplan.interop.receivers import constraints_for, indivisible, receiver_named, settings_problem
 from gplan.partition.balance import alternative_of, best_plan, problem_of
 from gplan.partition.constraints import combined
@@ -86,13 +85,13 @@ def best_for_receiver(
     """
     rules = ForReceiver.of(receiver, profile)
     schedule = rules.default_schedule if num_chunks == 1 else f"interleaved-1f1b:{num_chunks}"
-    common: dict[str, Any] = {"num_devices": num_devices, "num_microbatches": num_microbatches, **options}
     rules.check(
         schedule,
         num_devices=num_devices,
         num_microbatches=num_microbatches,
         recompute=options.get("recompute", "never"),
     )
+    common: dict[str, Any] = {"num_devices": num_devices, "num_microbatches": num_microbatches, **options}
     return balance(profile, schedule=schedule, constraints=rules.constraints, **common)
 
 
@@ -121,7 +120,13 @@ def import_plan(
             raise UsageError(f"asked for {count} {what}; expected at least 1")
     num_devices = num_devices or found.num_devices or found.num_stages
     num_microbatches = num_microbatches or default_num_microbatches(num_devices)
-    schedule = schedule or _schedule(found, num_devices)
+    if schedule is None:
+        chunks, rest = divmod(found.num_stages, num_devices)
+        if rest:
+            raise UsageError(
+                f"the layout has {found.num_stages} stages, which {num_devices} devices cannot share equally; give --k"
+            )
+        schedule = rules.default_schedule if chunks == 1 else f"interleaved-1f1b:{chunks}"
     if (num_stages := num_stages_of(schedule, num_devices)) != found.num_stages:
         raise UsageError(
             f"the layout has {found.num_stages} stages; {schedule} on {num_devices} devices has {num_stages}; give another --k or "
@@ -131,7 +136,12 @@ def import_plan(
     rules.check(schedule, recompute=options.get("recompute", "never"), **counts)
     common = {**counts, "schedule": schedule, **options}
     names = [layer.name for layer in profile.layers]
-    _check_rules(rules, names, found.cuts)
+    for first, last in rules.constraints.keep_together:
+        for cut in found.cuts:
+            if names.index(first) < cut <= names.index(last):
+                raise UsageError(
+                    f"the layout cuts before {names[cut]}; {receiver} keeps {first} to {last} on one stage"
+                )
     given = Constraints(
         cut_after=tuple(names[x - 1] for x in found.cuts), profile_order=rules.constraints.profile_order
     )
@@ -139,15 +149,11 @@ def import_plan(
     fixed.pop("time_limit_s", None)  # nothing is searched
     plan = best_plan(problem_of(profile, PlanRequest(constraints=given, **fixed)))
     best = min(balance(profile, constraints=rules.constraints, **common), plan, key=lambda x: x.prediction.step_s)
-    rivals = (alternative_of(best, label=f"best for {receiver_named(receiver).title}"), *_free(best))
+    free = [x for x in best.rivals if x.step_s < best.prediction.step_s * (1 - 1e-9)]  # where the rules cost something
+    rivals = (alternative_of(best, label=f"best for {receiver_named(receiver).title}"), *free)
     bound_s = min(best.proof.lower_bound_s, plan.proof.objective_s)
     proof = replace(plan.proof, solver="the layout given", lower_bound_s=bound_s)
     return replace(plan, rivals=rivals, proof=proof, notes=(*plan.notes, comparison_text(plan, best)))
-
-
-def _free(best: Plan) -> Sequence[Alternative]:
-    """The best plan without the receiver's rules, where they cost something."""
-    return [x for x in best.rivals if x.step_s < best.prediction.step_s * (1 - 1e-9)]
 
 
 def comparison_text(plan: Plan, best: Plan) -> str:
@@ -158,21 +164,3 @@ def comparison_text(plan: Plan, best: Plan) -> str:
         return "the layout is as good as the best one"
     sign = "+" if peak >= 0 else "-"
     return f"the layout takes {percent_text(ratio)} longer than the best one; its largest peak is {sign}{percent_text(abs(peak))}"
-
-
-def _schedule(layout: Layout, num_devices: int) -> str:
-    chunks, rest = divmod(layout.num_stages, num_devices)
-    if rest:
-        raise UsageError(
-            f"the layout has {layout.num_stages} stages, which {num_devices} devices cannot share equally; give --k"
-        )
-    return receiver_named(layout.receiver).default_schedule if chunks == 1 else f"interleaved-1f1b:{chunks}"
-
-
-def _check_rules(rules: ForReceiver, names: Sequence[str], cuts: Sequence[int]) -> None:
-    for first, last in rules.constraints.keep_together:
-        for cut in cuts:
-            if names.index(first) < cut <= names.index(last):
-                raise UsageError(
-                    f"the layout cuts before {names[cut]}; {rules.name} keeps {first} to {last} on one stage"
-                )

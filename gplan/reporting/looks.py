@@ -98,16 +98,12 @@ def of_chunk(look: Look, chunk: int, *, num_chunks: int) -> Look:
     first, last = ([int(shade[i : i + 2], 16) for i in (1, 3, 5)] for shade in _SHADES[look.name])
     share = chunk / (num_chunks - 1)
     mixed = [round((1 - share) * x + share * y) for x, y in zip(first, last, strict=True)]
-    return replace(look, colour="#" + "".join(f"{x:02x}" for x in mixed), text=_text_on(mixed))
+    # WCAG 2's relative luminance, without its gamma's straight part
+    luminance = sum(part * (x / 255) ** 2.2 for part, x in zip((0.2126, 0.7152, 0.0722), mixed, strict=True))
+    text = "#14202e" if luminance >= _LIGHT_ENOUGH else "#fffffe"
+    return replace(look, colour="#" + "".join(f"{x:02x}" for x in mixed), text=text)
 
 
 def shades_of(look: Look, num_chunks: int) -> list[Look]:
     """The looks for all of a device's chunks."""
     return [of_chunk(look, chunk, num_chunks=num_chunks) for chunk in range(num_chunks)]
-
-
-def _text_on(channels: list[int]) -> str:
-    """Light or dark text, whichever is easier to read (WCAG 2's relative luminance, without its gamma's straight
-    part)."""
-    luminance = sum(share * (x / 255) ** 2.2 for share, x in zip((0.2126, 0.7152, 0.0722), channels, strict=True))
-    return "#14202e" if luminance >= _LIGHT_ENOUGH else "#fffffe"

@@ -1,12 +1,12 @@
-"""`gplan show` and `gplan diff` as a person uses them."""
+"""`gplan show` as a person uses it."""
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,33 +67,12 @@ def test_show_as_json_is_the_file_itself(here: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.encode() == Path(name).read_bytes()
 
 
-def test_diff_ends_well_whatever_its_verdict(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gplan_exits("diff", "gplan.profile.json", "new.json", "--microbatch-size", "2") == 0
-    out = capsys.readouterr().out
-    assert "micro-batch size 2, per micro-batch: new against old" in out
-    assert "micro-batch size 1" not in out
-    assert "slower" in out
-
-
-def test_diff_as_json_holds_every_layer_and_verdict(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gplan_exits("diff", "gplan.profile.json", "new.json", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [x["microbatch_size"] for x in found["sizes"]] == [1, 2]
-    verdicts = {x["names"][0]: x["changes"][0]["verdict"] for x in found["sizes"][0]["layers"]}
-    assert verdicts == {"a": "same", "b": "slower"}
-
-
 MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
     (("show", "absent.json"), 3, "absent.json is not there; expected a gplan profile, plan, run or verification"),
     (("show", "--microbatch-size", "8"), 2, "no micro-batch size 8; expected --microbatch-size 1 or 2"),
     (("show", "plan.json", "--all"), 2, "plan.json is a plan; --sort, --microbatch-size and --all are for profiles"),
     (("show", "run.json", "--sort", "cost"), 2, "run.json is a run; --sort"),
     (("show", "--sort", "name"), 2, "'cost', 'order', 'memory'"),
-    (("diff", "gplan.profile.json"), 2, "NEW"),
-    (("diff", "gplan.profile.json", "absent.json"), 3, "absent.json is not there"),
-    (("diff", "plan.json", "plan.json"), 3, "plan.json"),
-    (("diff", "gplan.profile.json", "run.json"), 3, "run.json"),
-    (("diff", "gplan.profile.json", "new.json", "--microbatch-size", "4"), 2, "expected micro-batch size 4 in both"),
 ]
 
 
@@ -109,10 +88,7 @@ def test_a_mistake_is_one_message_with_its_exit_code(
     assert captured.out == ""
 
 
-DIFF = ("diff", "gplan.profile.json", "new.json")
-
-
-@pytest.mark.parametrize("verb", [("show",), (*DIFF, "--json")])
+@pytest.mark.parametrize("verb", [("show",), ("show", "--json")])
 def test_a_reader_that_leaves_early_is_no_failure(here: Path, verb: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "gplan", *verb]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -142,8 +118,10 @@ def _read(descriptor: int) -> bytes:
         return b""
 
 
-def test_slower_is_red_in_a_terminal_and_no_color_is_heeded(here: Path) -> None:
-    assert "\x1b[31m" in in_a_terminal(*DIFF)
-    plain = in_a_terminal(*DIFF, NO_COLOR="1")
-    assert "slower" in plain
-    assert "\x1b[31m" not in plain
+def test_notes_are_yellow_in_a_terminal_and_no_color_is_heeded(here: Path) -> None:
+    profile = gplan.load("gplan.profile.json")
+    gplan.save(replace(profile, notes=("half measured",)), "gplan.profile.json")  # type: ignore[type-var]
+    assert "\x1b[33m" in in_a_terminal("show")
+    plain = in_a_terminal("show", NO_COLOR="1")
+    assert "half measured" in plain
+    assert "\x1b[33m" not in plain

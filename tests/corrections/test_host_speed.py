@@ -83,11 +83,14 @@ def test_no_correction_within_the_uncertainty() -> None:
     step = compare(run).row(STEP_TIME)
     assert step.equal_speed_error == step.error == pytest.approx(1 / 1.05 - 1)
     assert "which is no certain difference: the step's error of -4.8 % stays as it is" in printed(run_view(run))
-    assert not [x for x in attribute_error(run).parts if x.cause is ErrorCause.HOST_SPEED]
+    attribution = attribute_error(run)
+    assert attribution is not None
+    assert not [x for x in attribution.parts if x.cause is ErrorCause.HOST_SPEED]
 
 
 def test_the_host_is_a_part_of_the_error() -> None:
     found = attribute_error(slow_run(profiled(), 1.25))
+    assert found is not None
     parts = {x.cause for x in found.parts if abs(x.seconds) > 1e-9 * found.measured_s}
     assert parts == {ErrorCause.HOST_SPEED}
     assert sum(x.seconds for x in found.parts) == pytest.approx(found.error_s)

@@ -22,7 +22,7 @@ Parts = dict[tuple[ErrorCause, int | None], float]
 def parts_of(plan: Plan, timeline: Timeline) -> Parts:
     """The parts that are of any size; their sum is the error."""
     found = attribute_error(measured_run(plan, timeline))
-    assert found.error_s == pytest.approx(timeline.step_s - simulate(plan).step_s, abs=1e-15)
+    assert found is not None and found.error_s == pytest.approx(timeline.step_s - simulate(plan).step_s, abs=1e-15)
     assert math.fsum(x.seconds for x in found.parts) == pytest.approx(found.error_s, rel=1e-12, abs=1e-15)
     return {(x.cause, x.stage): x.seconds for x in found.parts if abs(x.seconds) > 1e-12 * found.measured_s}
 

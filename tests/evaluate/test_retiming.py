@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 import gplan
-from gplan.core import ActionKind, Layer, MachineDevice, Plan, Profile, Run, Timing, WholeModel
+from gplan.core import ActionKind, Layer, MachineDevice, Plan, Profile, Run
 from gplan.core.errors import FileError
 from gplan.evaluate.retiming import retime_profile
 from gplan.simulation.simulator import simulate
@@ -160,16 +160,6 @@ def test_stages_quicker_than_the_overhead_lower_it() -> None:
     assert newer.overhead_s == pytest.approx(0.02)
     again = planned(newer, constraints=gplan.core.Constraints(cut_after=(plan.stages[0].layer_names[-1],)))
     assert [x.cost.forward_s for x in again.stages] == pytest.approx([0.04, 0.04])
-
-
-def test_whole_model_is_scaled_with_its_layers() -> None:
-    profile = profiled()
-    whole = WholeModel(microbatch_size=1, forward=Timing.exactly(10.1), backward=Timing.exactly(20.1))
-    profile = replace(profile, whole_model=(whole,))
-    plan = planned(profile)
-    newer = retime_profile(profile, run=run_of(plan, slower(plan)))
-    assert newer.doubts == profile.doubts == ()
-    assert newer.whole_model[0].forward.median_s == pytest.approx(newer.one_stage_s(0)[0])
 
 
 def test_equal_layers_on_two_stages_differ() -> None:

@@ -17,7 +17,7 @@ from tests.made import make_profile
 
 
 def rivals(plan: Plan, profile: Profile | None = None) -> dict[str, Plan]:
-    return {x.label: x.plan for x in rivals_of(plan, profile or usual_profile()).rivals}
+    return dict(rivals_of(plan, profile or usual_profile()).plans)
 
 
 def left_out(plan: Plan, profile: Profile) -> dict[str, str]:
@@ -111,15 +111,15 @@ def test_rivals_keep_the_order_of_layers() -> None:
 
 def test_num_rivals() -> None:
     plan, profile = usual_plan(), usual_profile()
-    assert len(rivals_of(plan, profile, num_rivals=2).rivals) == 3
-    assert [x.label for x in rivals_of(plan, profile, num_rivals=0).rivals] == [THIS_PLAN]
+    assert len(rivals_of(plan, profile, num_rivals=2).plans) == 3
+    assert list(rivals_of(plan, profile, num_rivals=0).plans) == [THIS_PLAN]
 
 
 def test_machine_plan_has_no_rivals() -> None:
     plan = usual_plan()
     stages = tuple(replace(x, machine_device=MachineDevice(name=str(x.index), host="here")) for x in plan.stages)
     field = rivals_of(replace(plan, stages=stages), usual_profile())
-    assert [x.label for x in field.rivals] == [THIS_PLAN]
+    assert list(field.plans) == [THIS_PLAN]
     assert "links" in field.left_out[0].reason
 
 

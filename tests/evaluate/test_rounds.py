@@ -7,13 +7,13 @@ import pytest
 from gplan.core import Plan, Run
 from gplan.core.errors import RunError
 from gplan.core.progress import no_progress
-from gplan.evaluate.rivals import Rival, rivals_of
+from gplan.evaluate.rivals import rivals_of
 from gplan.evaluate.verify import RoundResults, run_rounds
 from tests.evaluate.hosts import MadeHost, run_of, usual_plan, usual_profile
 
 
-def three() -> tuple[Rival, ...]:
-    return rivals_of(usual_plan(), usual_profile(), num_rivals=2).rivals
+def three() -> dict[str, Plan]:
+    return dict(rivals_of(usual_plan(), usual_profile(), num_rivals=2).plans)
 
 
 def measured_on(host: MadeHost, *, num_rounds: int = 3) -> RoundResults:
@@ -22,7 +22,9 @@ def measured_on(host: MadeHost, *, num_rounds: int = 3) -> RoundResults:
 
 def letters(plans: list[Plan]) -> str:
     """Which plan each call ran."""
-    names: dict[tuple[int, ...], str] = {rival.plan.cuts: letter for rival, letter in zip(three(), "abc", strict=True)}
+    names: dict[tuple[int, ...], str] = {
+        plan.cuts: letter for plan, letter in zip(three().values(), "abc", strict=True)
+    }
     return "".join(names[plan.cuts] for plan in plans)
 
 
@@ -81,7 +83,7 @@ def test_interrupt_before_the_first_run_is_raised() -> None:
 
 
 def test_failed_rival_is_left_out() -> None:
-    failing = three()[1].plan.cuts
+    failing = list(three().values())[1].cuts
     host = MadeHost(fails=lambda plan: plan.cuts == failing)
     found = measured_on(host)
     assert letters(host.calls) == "abccaac"
@@ -94,7 +96,7 @@ def test_rival_failing_later_keeps_its_rounds() -> None:
     found = measured_on(host, num_rounds=4)
     assert letters(host.calls) == "abccbaabcca"
     assert [(x.label, len(x.steps_s)) for x in found.contenders] == [
-        (x.label, n) for x, n in zip(three(), (4, 2, 4), strict=True)
+        (label, n) for label, n in zip(three(), (4, 2, 4), strict=True)
     ]
     assert [x.reason for x in found.left_out] == ["failed in round 3, what came before counts: a process was stopped"]
 

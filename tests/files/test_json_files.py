@@ -181,7 +181,7 @@ def damage_empty(content: dict[str, Any]) -> None:
             r"stash_bytes is -5; expected a finite number of 0 or more - at `\$\.layers\[1\]\.costs\[0\]`",
         ),
         (damage_type, r"Expected `int`, got `str` - at `\$\.layers\[1\]\.costs\[0\]\.stash_bytes`"),
-        (damage_nan, r"has a NaN or an infinity at \$\.layers\[1\]\.costs\[0\]\.forward_s; expected a number"),
+        (damage_nan, "is cut off or is not JSON"),
         (damage_leftovers, r"has bytes left over by a layer after the last of 3"),
         (damage_order, r"micro-batch sizes are \(1, 1\); expected rising sizes"),
         (damage_version, r"format 'gplan.profile/99'; expected 'gplan.profile/7'"),
@@ -212,9 +212,9 @@ TOO_LARGE: list[tuple[str, str, str]] = [
     ('"stash_bytes"', "1" * 400, r"stash_bytes is about 2\^1325; expected at most 2\^50 bytes"),
     ('"median_s"', "1e308", r"\$\.layers\[0\]\.costs\[0\]\.forward\.median_s is 1e\+308; expected seconds, 0 or from"),
     ('"median_s"', "1e-320", r"\.forward\.median_s is 1e-320; expected seconds, 0 or from 1e-30"),
-    ('"median_s"', "1e400", r"has a NaN or an infinity at \$\.layers\[0\]\.costs\[0\]\.forward\.median_s"),
+    ('"median_s"', "1e400", "is cut off or is not JSON"),
     ('"num_samples"', "18446744073709551616", r"num_samples is 18446744073709551616; expected a count of at most"),
-    ('"contention"', "1e-12", r"\$\.layers\[0\]\.costs\[0\]\.contention is 1e-12; expected a factor from 1e-6"),
+    ('"contention"', "1e-12", r"contention is 1e-12; expected a factor from 1e-6.*layers\[0\]\.costs\[0\]"),
     ('"name"', "[" * 100_000 + "]" * 100_000, "is nested too deeply to be read"),
 ]
 

@@ -99,7 +99,7 @@ MISTAKES = [
     (
         [*sample("zero-bubble"), "--plan", "looped.plan.json"],
         3,
-        "a backward that is 0I0 0W0 in the traces is 0B0 in the plan's looped-bfs:2",
+        "the traces have a backward 0I0 0W0; the plan has 0B0",
     ),
     ([sample("interleaved")[0]], 3, "stage 1 is missing"),
     ([*sample("1f1b"), "--profile", "gplan.profile.json", "--output", "x"], 2, "give --plan gplan.plan.json"),

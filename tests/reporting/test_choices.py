@@ -8,9 +8,8 @@ import pytest
 
 from gplan.core import Alternative, Plan
 from gplan.evaluate.explain import explain
-from gplan.reporting.analysis import PlanAnalysis, analysis_of, choices_of, planned_choices
+from gplan.reporting.analysis import PlanAnalysis, analysis_of, planned_choices
 from gplan.reporting.charts.choices_chart import choices_chart, frontier_chart, pareto_front, points_of
-from gplan.simulation.simulator import simulate
 from gplan.strategy_search.planner import balance
 from tests.made import make_profile
 from tests.reporting.subjects import make_plan
@@ -23,21 +22,6 @@ def alternative(plan: Plan, *, step_s: float, peak_bytes: int, num_microbatches:
         num_stages=plan.num_stages, num_replicas=1, num_microbatches=num_microbatches, microbatch_size=1,
         schedule="gpipe", recompute="never", cuts=(), step_s=step_s, peak_bytes=peak_bytes, bubble=0.1,
     )  # fmt: skip
-
-
-def test_a_plan_alone_gives_its_own_stages_with_other_micro_batches() -> None:
-    plan = make_plan(num_microbatches=8, schedule="gpipe")
-    found = choices_of(plan)
-    assert [(x.num_devices, x.num_microbatches, x.is_plan) for x in found] == [
-        (4, 2, False), (4, 4, False), (4, 8, True), (4, 16, False), (4, 32, False),
-    ]  # fmt: skip
-    assert found[3].step_s == simulate(replace(plan, num_microbatches=16)).step_s
-    assert found[2].sample_s == pytest.approx(plan.prediction.step_s / 8)
-
-
-def test_a_custom_order_has_no_choice() -> None:
-    plan = replace(make_plan(2, num_stages=2, num_microbatches=1), schedule="custom:0F0 0B0 / 1F0 1B0")
-    assert [x.num_microbatches for x in choices_of(plan)] == [1]
 
 
 def test_with_a_profile_each_choice_is_the_best_plan_of_its_own() -> None:

@@ -16,7 +16,7 @@ from tests.reporting.subjects import make_plan, make_run
 NAMES = [
     "index.html", "partition.png", "partition.svg", "pipeline.png", "pipeline.svg", "memory.png", "memory.svg",
     "memory-timeline.png", "memory-timeline.svg", "accuracy.png", "accuracy.svg", "errors.png", "errors.svg",
-    "choices.png", "choices.svg", "stages.csv", "actions.csv", "trace.json",
+    "stages.csv", "actions.csv", "trace.json",
 ]  # fmt: skip
 OF_RUNS = {"accuracy.png", "accuracy.svg", "errors.png", "errors.svg"}
 

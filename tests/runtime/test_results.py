@@ -9,12 +9,13 @@ import pytest
 
 from gplan.core import Action, ActionKind, HostLoad, IdleCause, MachineDevice, Plan, Run
 from gplan.evaluate.compare import PEAK_MEMORY, compare
-from gplan.reporting.text.run import reserved_lines
+from gplan.reporting.text.run import run_view
 from gplan.runtime.recorder import ActionTiming
 from gplan.runtime.run.results import _shifted, on_one_clock, torch_run, virtual_run
 from gplan.runtime.run.run_options import RunOptions, StepRecord
 from gplan.simulation.bubble import idle_by_cause
 from gplan.simulation.simulator import dependency_order, planned_s, schedule_of, timeline_of
+from tests.reporting.text.printed import printed
 from tests.scheduled import scheduled_plan
 
 ACTION_S = 0.1
@@ -164,7 +165,7 @@ def test_reserved_memory_is_that_of_the_largest_replica_where_it_is_known(
     assert (run.peak_bytes, run.reserved_bytes) == ((2, 2), expected)
     row = compare(run).row(PEAK_MEMORY, device=1)
     assert row.reserved == (expected[1] if expected else None)
-    assert any("reserved" in x for x in reserved_lines(run)) == bool(expected)
+    assert any("reserved" in x for x in printed(run_view(run))) == bool(expected)
 
 
 def test_ranks_of_other_hosts_are_brought_to_one_clock() -> None:

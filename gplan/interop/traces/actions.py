@@ -57,33 +57,26 @@ def ranges_of(trace: RankTrace, *, place: int, num_ranks: int) -> tuple[Ranged, 
         found = [Ranged(action, mark) for action, mark in pairs if action is not None]
         _check_neighbours(trace, found, place=place, num_ranks=num_ranks)
         found = found or _of_functions(trace, place, num_ranks)
-    if not found and _is_communicating(trace):
+    is_communicating = bool(np.isin(trace.operations.role, BETWEEN).any())
+    if not found and is_communicating:
         found = [x for step in _steps_of(trace) for x in _unmarked(trace, step, stage=place, num_stages=num_ranks)]
+    if not found and is_communicating:
+        raise FileError(
+            f"{trace.name} names no actions, and the operations between its sends and receives are not in Schedule1F1B's "
+            f"order on stage {place} of {num_ranks}; expected a trace of every rank with whole steps in it, or one "
+            "with_stack=True"
+        )
     if not found:
-        raise FileError(f"{trace.name} {_reason(trace, place, num_ranks)}")
+        raise FileError(
+            f"{trace.name} has no actions of a pipeline: neither ranges such as 'PP:0F1' or 'Forward 1', nor sends and "
+            "receives; expected a trace of a torch.distributed.pipelining schedule with whole steps in it"
+        )
     return tuple(found)
 
 
 def missing_stages(trace: RankTrace, known: set[int]) -> set[int]:
     """Stages that a rank sends to or receives from and that are in no trace."""
     return {x for x in (neighbour_of(mark.name) for mark in trace.marks) if x is not None} - known
-
-
-def _reason(trace: RankTrace, place: int, num_ranks: int) -> str:
-    """Why no actions were found, and what to record instead."""
-    if _is_communicating(trace):
-        return (
-            "names no actions, and the operations between its sends and receives are not in Schedule1F1B's order on stage "
-            f"{place} of {num_ranks}; expected a trace of every rank with whole steps in it, or one with_stack=True"
-        )
-    return (
-        "has no actions of a pipeline: neither ranges such as 'PP:0F1' or 'Forward 1', nor sends and receives; expected a "
-        "trace of a torch.distributed.pipelining schedule with whole steps in it"
-    )
-
-
-def _is_communicating(trace: RankTrace) -> bool:
-    return bool(np.isin(trace.operations.role, BETWEEN).any())
 
 
 def _check_neighbours(trace: RankTrace, found: Sequence[Ranged], *, place: int, num_ranks: int) -> None:

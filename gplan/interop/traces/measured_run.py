@@ -296,37 +296,27 @@ def traced_run(traced: Traced, plan: Plan) -> Run:
 
 def _check_plan(traced: Traced, plan: Plan) -> None:
     """Raise FileError unless the traced devices have the plan's stages, micro-batches and actions."""
-    found = sorted(traced.timeline.stages_by_device)
-    expected = sorted(tuple(x.index for x in plan.stages_of(i)) for i in range(plan.num_devices))
-    if found != expected:
-        raise FileError(
-            f"the traces have {_places_text(found)}; the plan has {_places_text(expected)}; give the plan that was run, "
-            "or none"
-        )
-    if traced.timeline.num_microbatches != plan.num_microbatches:
-        raise FileError(
-            f"the traces have {traced.timeline.num_microbatches} micro-batches a step; the plan has "
-            f"{plan.num_microbatches}; give the plan that was run, or none"
-        )
-    ran = {x.action for x in traced.timeline.loop_spans}
+    measured = traced.timeline
+    places = [sorted(x) for x in (measured.stages_by_device, (_stages(plan, i) for i in range(plan.num_devices)))]
+    ran = {x.action for x in measured.loop_spans}
     planned = {x for order in schedule_of(plan).orders for x in order}
-    if ran != planned:  # backwards are split in one of them and whole in the other
+    if places[0] != places[1]:
+        found, expected = (f"{len(x)} devices ({' and '.join('/'.join(map(str, y)) for y in x)})" for x in places)
+        found, expected = f"{measured.num_stages} stages on {found}", f"{plan.num_stages} stages on {expected}"
+    elif measured.num_microbatches != plan.num_microbatches:
+        found, expected = f"{measured.num_microbatches} micro-batches a step", str(plan.num_microbatches)
+    elif ran != planned:  # backwards are split in one of them and whole in the other
         strange = min(ran ^ planned)
-        raise FileError(
-            f"a backward that is {_backward_text(ran, strange)} in the traces is {_backward_text(planned, strange)} in the "
-            f"plan's {schedule_info(plan.schedule).title}; give the plan that was run, or none"
-        )
+        parts = [Action(strange.stage, kind, strange.microbatch) for kind in BACKWARD_KINDS]
+        found, expected = (" ".join(str(x) for x in parts if x in actions) for actions in (ran, planned))
+        found = f"a backward {found}"
+    else:
+        return
+    raise FileError(f"the traces have {found}; the plan has {expected}; give the plan that was run, or none")
 
 
-def _backward_text(actions: set[Action], like: Action) -> str:
-    """The backward actions of the same stage and micro-batch, as text."""
-    parts = (Action(like.stage, kind, like.microbatch) for kind in BACKWARD_KINDS)
-    return " ".join(str(x) for x in parts if x in actions)
-
-
-def _places_text(places: list[tuple[int, ...]]) -> str:
-    stages = " and ".join("/".join(map(str, x)) for x in places)
-    return f"{sum(map(len, places))} stages on {len(places)} devices ({stages})"
+def _stages(plan: Plan, device: int) -> tuple[int, ...]:
+    return tuple(x.index for x in plan.stages_of(device))
 
 
 def _notes(traced: Traced, timeline: Timeline, plan: Plan) -> Iterator[str]:

@@ -151,7 +151,7 @@ def _contents(sections: Sequence[Section]) -> str:
 def _sections(subject: Subject, drawings: Sequence[Drawing], analysis: PlanAnalysis) -> Iterator[Section]:
     """The sections below the headlines; those without content have empty HTML."""
     plan = plan_of(subject)
-    charts = charts_of(drawings, plan, analysis)
+    charts = charts_of(drawings, plan)
     caption = f'<p class="caption">{_STRIP_CAPTION}</p>'
     yield "partition", "Partition", f'<div class="panel">{strip(plan)}{caption}</div>{charts("partition")}'
     yield "pipeline", "Pipeline", pipeline_figure(subject, drawings)

@@ -16,7 +16,6 @@ from statistics import median
 
 from gplan.core import ActionKind, Idle, IdleCause, Plan, Span, Stage, Timeline, Transfer
 from gplan.core.units import bytes_text, counted, percent_text, seconds_text
-from gplan.reporting.analysis import PlanAnalysis
 from gplan.reporting.charts.canvas import Drawing, end_of_name
 from gplan.reporting.charts.pipeline_chart import shown_looks
 from gplan.reporting.looks import ACTIONS, COMMUNICATION, IDLE, NEUTRALS, shades_of
@@ -42,14 +41,12 @@ _CAPTIONS = {
         "band, they differ by less than 10 %."
     ),
     "errors": "The error of every compared quantity, one mark for each stage or device.",
+    "choices": "The best plan for each number of devices K and micro-batches M, at this plan's micro-batch size.",
     "frontier": (
         "Plans for the same batch. The grey line joins those that no other plan beats in both memory and step time."
     ),
 }
 _AFTER_A_SEARCH = " A search finds more of them: `gplan balance --k {} --schedule auto --recompute auto`."
-_PLANNED = "The best plan for each number of devices K and micro-batches M, at this plan's micro-batch size."
-_SIMULATED = "This plan's stages with other numbers of micro-batches, simulated."
-_GIVE_PROFILE = " To compare other numbers of devices, give the profile: `gplan report --profile gplan.profile.json`."
 _HALVES = ("memory-timeline", "memory", "accuracy", "errors", "choices", "frontier")
 _TOOLS = (("out", "−", "zoom out"), ("in", "+", "zoom in"), ("all", "whole step", "show the whole step"))
 _HINT = "Drag to pan, Ctrl and wheel or + and − to zoom, arrow keys to move from box to box."
@@ -70,12 +67,11 @@ MEANINGS = {
 _HATCH_ANGLES = {"/": (135,), "\\": (45,), "x": (45, 135), "-": (0,), "|": (90,)}
 
 
-def charts_of(drawings: Sequence[Drawing], plan: Plan, analysis: PlanAnalysis) -> Callable[..., str]:
+def charts_of(drawings: Sequence[Drawing], plan: Plan) -> Callable[..., str]:
     """A function from names of charts to the HTML of those that were drawn; small ones are side by side."""
     by_name = {drawing.name: drawing for drawing in drawings}
-    hint = _GIVE_PROFILE if analysis.explanation is None else ""
-    captions = {**_CAPTIONS, "choices": _PLANNED if analysis.has_plans else _SIMULATED + hint}
-    captions["frontier"] += "" if plan.frontier else _AFTER_A_SEARCH.format(plan.num_devices)
+    more = "" if plan.frontier else _AFTER_A_SEARCH.format(plan.num_devices)
+    captions = {**_CAPTIONS, "frontier": _CAPTIONS["frontier"] + more}
 
     def charts(*names: str) -> str:
         found = [by_name[name] for name in names if name in by_name]

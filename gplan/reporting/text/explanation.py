@@ -158,9 +158,6 @@ def _best(explanation: Explanation, kinds: tuple[OptionKind, ...]) -> Option | N
     return max(better, key=lambda x: x.outcome.samples_per_s if x.outcome else 0.0, default=None)
 
 
-_MOST_CUTS = 8
-
-
 def explanation_view(explanation: Explanation) -> RenderableType:
     """The summary first, then a table for each part of the explanation."""
     return Group(
@@ -194,7 +191,6 @@ def _cut_views(explanation: Explanation) -> Iterator[RenderableType]:
     if not explanation.bottleneck.cuts:
         return
     cuts = sorted(explanation.bottleneck.cuts, key=lambda cut: cut.exposed_s, reverse=True)
-    left_out = len(cuts) - _MOST_CUTS
     yield Text()
     yield FittedTable(
         title="Transfers in both directions; exposed: how much shorter the step would be without them",
@@ -208,11 +204,10 @@ def _cut_views(explanation: Explanation) -> Iterator[RenderableType]:
                     "of the step": percent_text(cut.exposed_s / explanation.step_s),
                 }
             )
-            for cut in cuts[:_MOST_CUTS]
+            for cut in cuts
         ),
         groups={"per step": ("transfers", "exposed")},
         spare=("stages",),
-        below=f"{counted(left_out, 'more cut')} with less exposed transfers" if left_out > 0 else "",
     )
 
 

@@ -127,11 +127,6 @@ def fitted(forms: Sequence[str], width: int) -> str:
     return next((form for form in forms if cell_len(form) <= width), None) or shortened(forms[-1], width)
 
 
-def names_of_equal(first: str, count: int) -> tuple[str, ...]:
-    """The name of a row for `count` equal layers by the first of them: the full text, then a shorter form."""
-    return f"{first} and {count - 1} like it", f"{first} × {count}"
-
-
 def shortened(name: str, width: int) -> str:
     """A name of at most `width` cells of a terminal, without its middle if it is longer.
 

@@ -26,8 +26,7 @@ from gplan.core.units import (
     seconds_text,
 )
 from gplan.evaluate.compare import prediction_error
-from gplan.evaluate.profile_difference import LOSS
-from gplan.reporting.text.fitted_table import FittedTable, Line, limited, names_of_equal, note_lines, shortened
+from gplan.reporting.text.fitted_table import FittedTable, Line, limited, note_lines, shortened
 from gplan.reporting.text.machine import device_text, link_text
 
 Sort: TypeAlias = Literal["cost", "order", "memory"]
@@ -172,7 +171,7 @@ def _rows(profile: Profile, index: int, *, sort: Sort, is_folded: bool) -> list[
     rows = [_row(profile, members, index) for members in group_equal(keys)]
     if profile.loss:
         loss = profile.loss[index]
-        rows.append(LayerRow(names=(LOSS,), kind="", num_layers=1, weight_bytes=0, gradient_bytes=0, cost=loss))
+        rows.append(LayerRow(names=("(loss)",), kind="", num_layers=1, weight_bytes=0, gradient_bytes=0, cost=loss))
     return rows
 
 
@@ -210,7 +209,7 @@ def _names(profile: Profile, members: tuple[int, ...]) -> tuple[str, ...]:
         return (f"{first.name}, like {source}", first.name) if source else (first.name,)
     if source:
         return f"{ends}, {count} layers like {source}", f"{count} layers like {source}", f"{count} like {source}"
-    shorter = names_of_equal(first.name, count)
+    shorter = f"{first.name} and {count - 1} like it", f"{first.name} × {count}"
     return (f"{ends}, {count} layers alike", *shorter) if members[-1] - members[0] == count - 1 else shorter
 
 
@@ -250,22 +249,29 @@ def _whole_line(profile: Profile, index: int) -> str:
     return f"{text} against the whole model: {', '.join(parts)}"
 
 
-def _optimizer_text(step: StepCost) -> str:
-    if step == StepCost.none(origin=step.optimizer.origin):
-        return "no optimizer, or nothing to train"
-    return (
+def _model_lines(profile: Profile) -> Iterator[str]:
+    step, found, engine = profile.step, profile.precision, ""
+    optimizer = (
         f"optimizer {step.optimizer_name}: {seconds_text(step.optimizer.median_s)} per step, zero_grad "
         f"{seconds_text(step.zero_grad.median_s)} ({step.optimizer.origin}), state {bytes_text(step.state_bytes)}"
     )
-
-
-def _model_lines(profile: Profile) -> Iterator[str]:
+    if step == StepCost.none(origin=step.optimizer.origin):
+        optimizer = "no optimizer, or nothing to train"
+    if profile.engine is not None:
+        of_sending = seconds_text(profile.engine.sending.transfer_s(2**20))
+        around = f", {seconds_text(profile.engine.step_s)} around a step" if profile.engine.step_s else ""
+        after = seconds_text(profile.engine.action_s)
+        engine = f"engine: {after} after an action, {of_sending} more to send 1 MiB{around}; "
     yield (
-        f"{_optimizer_text(profile.step)}; link: {link_text(profile.link)}; {_engine_text(profile)}"
+        f"{optimizer}; link: {link_text(profile.link)}; {engine}"
         + (f"the loss is a {profile.loss_reduction} over the samples" if profile.loss else "no loss was measured")
     )
-    if profile.precision != AS_MADE:
-        yield _precision_text(profile)
+    if found != AS_MADE:
+        in_state = f", {bytes_text(step.master_bytes)} of them in the optimizer's state" if step.master_bytes else ""
+        yield (
+            f"precision {found.name}: parameters in {found.parameters}, computed in {found.compute}, gradients accumulated "
+            f"in {found.gradients}" + (f", master weights in float32{in_state}" if found.master_weights else "")
+        )
     by_users: dict[tuple[int, ...], list[SharedWeight]] = {}
     for weight in profile.shared_weights:
         by_users.setdefault(weight.layers, []).append(weight)
@@ -283,22 +289,3 @@ def _model_lines(profile: Profile) -> Iterator[str]:
     )
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions)
     yield f"made {profile.created}" + (f" with {versions}" if versions else "")
-
-
-def _precision_text(profile: Profile) -> str:
-    """What is stored and computed in what; the bytes of master weights."""
-    found, masters = profile.precision, profile.step.master_bytes
-    in_state = f", {bytes_text(masters)} of them in the optimizer's state" if masters else ""
-    return (
-        f"precision {found.name}: parameters in {found.parameters}, computed in {found.compute}, gradients accumulated in "
-        f"{found.gradients}" + (f", master weights in float32{in_state}" if found.master_weights else "")
-    )
-
-
-def _engine_text(profile: Profile) -> str:
-    """The overhead of the engine, if it was measured."""
-    if profile.engine is None:
-        return ""
-    of_sending = seconds_text(profile.engine.sending.transfer_s(2**20))
-    around = f", {seconds_text(profile.engine.step_s)} around a step" if profile.engine.step_s else ""
-    return f"engine: {seconds_text(profile.engine.action_s)} after an action, {of_sending} more to send 1 MiB{around}; "

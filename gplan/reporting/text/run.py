@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -18,14 +16,12 @@ from gplan.evaluate.compare import (
     WEIGHT_GRADIENT,
     ComparisonRow,
     compare,
-    order_difference,
 )
 from gplan.reporting.text.fitted_table import FittedTable, Line, note_lines
 from gplan.simulation.simulator import simulate
 
 _COARSE_TOLERANCE = 0.05
 _LEAST_PERCENT = 1e-3  # relative differences below are not percentages
-_CHECK_STYLES = {True: "green", False: "bold red"}
 _MICROBATCH_QUANTITIES = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 
 _LEAST_IN_TABLE, _LEAST_IN_SENTENCE, _ROUNDING = 5e-4, 5e-3, 1e-6  # of the measured step
@@ -44,13 +40,19 @@ _CAUSES = {
 
 def run_view(run: Run) -> RenderableType:
     """Predicted beside measured; below, where the error comes from, the loss, the gradient check, and the notes of plan and run."""
+    check, pairs = run.check, enumerate(zip(run.reserved_bytes, run.peak_bytes, strict=False))
+    reserved = [f"device {i} {bytes_text(x)} for {bytes_text(y)}" for i, (x, y) in pairs]  # none where it is not known
     losses = f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps; " if run.losses else ""
     return Group(
         comparison_table(run),
-        Text(attribution_text(run)),
-        *(Text(x) for x in reserved_lines(run)),
+        Text(attribution_text(attribute_error(run))),
+        *(
+            [Text(f"memory that the allocator reserved for the measured peak: {', '.join(reserved)}")]
+            if reserved
+            else []
+        ),
         Text(f"{losses}measured over {run.steps_text}"),
-        *([Text(f"gradients {check_text(check)}", style=_CHECK_STYLES[check.passed])] if (check := run.check) else []),
+        *([Text(f"gradients {check_text(check)}", style="green" if check.passed else "bold red")] if check else []),
         *note_lines(run.all_notes),
     )
 
@@ -86,14 +88,6 @@ def devices_table(run: Run) -> FittedTable:
         heads={f"{what} {side}": side for what in ("compute", "idle") for side in sides},
         groups={what: [f"{what} {side}" for side in sides] for what in ("compute", "idle")},
     )
-
-
-def reserved_lines(run: Run) -> Iterator[str]:
-    """What the allocators of GPUs reserved beside what they handed out; nothing where that is not known."""
-    if run.reserved_bytes:
-        pairs = zip(run.reserved_bytes, run.peak_bytes, strict=True)
-        texts = (f"device {i} {bytes_text(x)} for {bytes_text(y)}" for i, (x, y) in enumerate(pairs))
-        yield f"memory that the allocator reserved for the measured peak: {', '.join(texts)}"
 
 
 def _line(row: ComparisonRow, has_chunks: bool) -> Line:
@@ -145,9 +139,9 @@ def attribution_table(run: Run) -> FittedTable | None:
 
     None where the devices ran the actions in another order than the plan's (`OTHER_ORDER`).
     """
-    if order_difference(run.plan, run.timeline):
-        return None
     attribution = attribute_error(run)
+    if attribution is None:
+        return None
     measured_s = attribution.measured_s
 
     def line(text: str, seconds: float, *, is_sum: bool = False) -> Line:
@@ -156,9 +150,8 @@ def attribution_table(run: Run) -> FittedTable | None:
         cells = {"part": text, "seconds per step": sign + seconds_text(seconds), "of measured": share}
         return Line(cells=cells, style="bold" if is_sum else "")
 
-    parts = [x for x in attribution.parts if abs(x.seconds) >= _LEAST_IN_TABLE * measured_s]
+    parts, remainder_s = attribution.parts_from(_LEAST_IN_TABLE)
     rows = [(_part_text(x), x.seconds) for x in parts]
-    remainder_s = _remainder_s(attribution, parts)
     if abs(remainder_s) > _ROUNDING * measured_s:
         rows.append((_SMALLER_PARTS, remainder_s))
     return FittedTable(
@@ -171,11 +164,6 @@ def attribution_table(run: Run) -> FittedTable | None:
     )
 
 
-def _remainder_s(attribution: Attribution, parts: Sequence[ErrorPart]) -> float:
-    """Seconds of the error that are in none of `parts`."""
-    return attribution.error_s - sum(x.seconds for x in parts)
-
-
 def _part_text(part: ErrorPart) -> str:
     return f"compute of stage {part.stage}" if part.cause is ErrorCause.COMPUTE else _CAUSES[part.cause]
 
@@ -184,19 +172,16 @@ def _signed_text(seconds: float) -> str:
     return f"{'+' if seconds >= 0 else ''}{seconds_text(seconds)}"
 
 
-def attribution_text(run: Run) -> str:
-    """The largest parts in a sentence; `OTHER_ORDER` where the error has none."""
-    return OTHER_ORDER if order_difference(run.plan, run.timeline) else largest_parts_text(attribute_error(run))
-
-
-def largest_parts_text(attribution: Attribution) -> str:
-    """At most four parts of at least 0.5 % of the measured step, then the sum of the others if that is at least 0.5 % too."""
-    least_s = _LEAST_IN_SENTENCE * attribution.measured_s
-    parts = sorted(attribution.parts, key=lambda part: -abs(part.seconds))
-    parts = [x for x in parts if abs(x.seconds) >= least_s][:_MOST_IN_SENTENCE]
-    texts = [f"{_part_text(x)} {_signed_text(x.seconds)}" for x in parts]
-    remainder_s = _remainder_s(attribution, parts)
-    if texts and abs(remainder_s) >= least_s:
+def attribution_text(attribution: Attribution | None) -> str:
+    """The largest parts in a sentence, at most four of at least 0.5 % of the measured step, then the sum of the others if
+    that is at least 0.5 % too; `OTHER_ORDER` where the error has no parts."""
+    if attribution is None:
+        return OTHER_ORDER
+    parts, remainder_s = attribution.parts_from(_LEAST_IN_SENTENCE)
+    parts.sort(key=lambda part: -abs(part.seconds))
+    remainder_s += sum(x.seconds for x in parts[_MOST_IN_SENTENCE:])
+    texts = [f"{_part_text(x)} {_signed_text(x.seconds)}" for x in parts[:_MOST_IN_SENTENCE]]
+    if texts and abs(remainder_s) >= _LEAST_IN_SENTENCE * attribution.measured_s:
         texts.append(f"{_SMALLER_PARTS} {_signed_text(remainder_s)}")
     step = f"the step took {seconds_text(abs(attribution.error_s))} {'more' if attribution.error_s > 0 else 'less'}"
     return f"{step} than predicted" + (f": {', '.join(texts)}" if texts else "")

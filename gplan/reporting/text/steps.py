@@ -140,25 +140,22 @@ def _devices_table(trial: Trial, time_text: TimeText) -> FittedTable:
 
 def _verdict(trial: Trial) -> str:
     """One sentence about the largest part of the idle time."""
-    waits = {
-        "filling": trial.idle_s(IdleCause.WARM_UP, IdleCause.DRAIN),
-        "imbalance": trial.idle_s(IdleCause.IMBALANCE),
-        "communication": trial.idle_s(IdleCause.COMMUNICATION),
-        "engine": trial.idle_s(IdleCause.ENGINE),
-        "optimizer": trial.idle_s(IdleCause.OPTIMIZER),
-    }
-    total_s, largest = sum(waits.values()), max(waits, key=lambda cause: waits[cause])
-    if not waits[largest]:
-        return "No device waits."
     busiest = max(trial.devices, key=lambda x: x.busy_s)
     reasons = {
-        "filling": "is for filling and draining the pipeline; more micro-batches reduce its share",
-        "imbalance": f"is for slower stages; device {busiest.device} computes longest",
-        "communication": "is for exposed transfers",
-        "engine": "is overhead of the engine between actions; fewer and longer actions reduce its share",
-        "optimizer": "is for the gradient sync and the optimizer of other devices",
+        (
+            IdleCause.WARM_UP,
+            IdleCause.DRAIN,
+        ): "is for filling and draining the pipeline; more micro-batches reduce its share",
+        (IdleCause.IMBALANCE,): f"is for slower stages; device {busiest.device} computes longest",
+        (IdleCause.COMMUNICATION,): "is for exposed transfers",
+        (IdleCause.ENGINE,): "is overhead of the engine between actions; fewer and longer actions reduce its share",
+        (IdleCause.OPTIMIZER,): "is for the gradient sync and the optimizer of other devices",
     }
-    share = waits[largest] / total_s
+    waits = {causes: trial.idle_s(*causes) for causes in reasons}
+    largest = max(waits, key=lambda causes: waits[causes])
+    if not waits[largest]:
+        return "No device waits."
+    share = waits[largest] / sum(waits.values())
     return f"{'All' if share > _ALL else percent_text(share) + ' of'} idle time {reasons[largest]}."
 
 

@@ -20,7 +20,11 @@ _CLOSEST_RUN = "this is the run closest to the mean of its rounds; the mean is i
 
 def verification_view(verification: Verification) -> RenderableType:
     """Predicted beside measured, the error in parts, the rivals, and a few lines about the errors and the regret."""
-    chosen = verification.chosen
+    chosen, shown = verification.chosen, {x.label for x in verification.contenders}
+    left_out = (
+        f"{'not run in all rounds' if x.label in shown else 'left out'}: {x.label}: {x.reason}"
+        for x in verification.left_out
+    )
     return Group(
         comparison_table(chosen.run),
         *([Text(_CLOSEST_RUN, style="dim")] if verification.num_rounds > 1 else []),
@@ -29,7 +33,7 @@ def verification_view(verification: Verification) -> RenderableType:
         Text(),
         _rivals_table(verification),
         *_standing_lines(verification),
-        *_left_out_lines(verification),
+        *(Text(x, style="dim") for x in left_out),
         *note_lines(verification.notes),
     )
 
@@ -49,13 +53,6 @@ def _rivals_table(verification: Verification) -> FittedTable:
         spare=("rounds", "samples/s", "to this plan"),
         below="; ".join(below),
     )
-
-
-def _left_out_lines(verification: Verification) -> Iterator[Text]:
-    """The rivals that were not run, or not in all rounds."""
-    shown = {x.label for x in verification.contenders}
-    for x in verification.left_out:
-        yield Text(f"{'not run in all rounds' if x.label in shown else 'left out'}: {x.label}: {x.reason}", style="dim")
 
 
 def _rival_line(contender: Contender, verification: Verification) -> Line:

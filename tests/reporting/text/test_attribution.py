@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from gplan.evaluate.attribution import Attribution, ErrorCause, ErrorPart
-from gplan.reporting.text.run import largest_parts_text
+from gplan.reporting.text.run import attribution_text
 
 
 def text_of(*parts: tuple[ErrorCause, int | None, float]) -> str:
     made = tuple(ErrorPart(cause=cause, stage=stage, seconds=seconds) for cause, stage, seconds in parts)
-    return largest_parts_text(Attribution(predicted_s=1.0, measured_s=1.0 + sum(x.seconds for x in made), parts=made))
+    return attribution_text(Attribution(predicted_s=1.0, measured_s=1.0 + sum(x.seconds for x in made), parts=made))
 
 
 @pytest.mark.parametrize(
