@@ -6,12 +6,16 @@ names, to be compared with the plan's. Nothing here needs a GPU or more than one
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -30,6 +34,7 @@ PACKAGES = {
     "deepspeed": "deepspeed",
     "torchgpipe": "torchgpipe",
     "pytorch": "torch",
+    "sglang": "sglang",
 }
 
 
@@ -224,7 +229,7 @@ def _hugging_face_like(names: tuple[str, ...]) -> Any:
     return model
 
 
-# DeepSpeed, torchgpipe
+# DeepSpeed, torchgpipe, SGLang
 
 
 def deepspeed(plan: Plan) -> Stages:
@@ -268,6 +273,32 @@ def torchgpipe(plan: Plan) -> Stages:
     return [[next(names) for _ in partition] for partition in made.partitions]
 
 
+def sglang(plan: Plan) -> Stages:
+    """get_pp_indices reads the variable on every rank."""
+    name, _, value = export(plan, to="sglang").text.strip().removeprefix("export ").partition("=")
+    blocks = [i for i, layer in enumerate(plan.layer_names) if _ENTRY.fullmatch(layer)]
+    stages = []
+    with patch.dict("os.environ", {name: value}):
+        for rank in range(plan.num_stages):
+            first, end = _sglang_indices()(len(blocks), rank, plan.num_stages)
+            bounds = [0 if rank == 0 else blocks[first], len(plan.layer_names) if end == len(blocks) else blocks[end]]
+            stages.append(list(plan.layer_names[slice(*bounds)]))
+    return stages
+
+
+@cache
+def _sglang_indices() -> Callable[[int, int, int], tuple[int, int]]:
+    """The one function of the installed file: importing the package needs a GPU's libraries."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.submodule_search_locations, "sglang is installed"
+    text = Path(spec.submodule_search_locations[0], "srt", "distributed", "utils.py").read_text()
+    own = [x for x in ast.parse(text).body if isinstance(x, ast.FunctionDef) and x.name == "get_pp_indices"]
+    names: dict[str, Any] = {"os": os, "Tuple": tuple}
+    exec(compile(ast.Module(body=list(own), type_ignores=[]), "sglang", "exec"), names)
+    found: Callable[[int, int, int], tuple[int, int]] = names["get_pp_indices"]
+    return found
+
+
 READERS: dict[str, Callable[[Plan], Stages]] = {
     "torchtitan": torchtitan,
     "megatron": megatron,
@@ -275,6 +306,7 @@ READERS: dict[str, Callable[[Plan], Stages]] = {
     "automodel": automodel,
     "deepspeed": deepspeed,
     "torchgpipe": torchgpipe,
+    "sglang": sglang,
 }
 
 

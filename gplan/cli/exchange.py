@@ -168,7 +168,7 @@ def import_plan(
 
     \b
     LAYOUT is what the trainer reads, or a file that holds it: Megatron's string, torchtitan's or Automodel's lists of modules,
-    DeepSpeed's boundaries, the counts of torchgpipe, torch's split points.
+    DeepSpeed's boundaries, the counts of vLLM, SGLang or torchgpipe, torch's split points.
     \b
     Examples:
       gplan import-plan 'Ettt|tt|tt|tL' --from megatron

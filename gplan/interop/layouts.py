@@ -1,7 +1,7 @@
 """Layouts of other trainers read back: the text that a receiver takes, to the cuts of a profile.
 
 A layout is what the receiver itself reads (Megatron's string, torchtitan's and Automodel's lists, DeepSpeed's boundaries,
-the counts of torchgpipe, split points of torch), alone or within the file that holds it: an export of
+the counts of vLLM, SGLang and torchgpipe, split points of torch), alone or within the file that holds it: an export of
 gplan, a shell script with the arguments, a Python module with the literal.
 """
 
@@ -155,7 +155,7 @@ def _module_lists(receiver: str, rename: Callable[[str], str]) -> Callable[[str,
     return reader
 
 
-# Numbers: DeepSpeed and torchgpipe
+# Numbers: DeepSpeed, torchgpipe, vLLM and SGLang
 
 
 def _deepspeed(text: str, names: Sequence[str]) -> tuple[int, ...]:
@@ -172,6 +172,21 @@ def _torchgpipe(text: str, names: Sequence[str]) -> tuple[int, ...]:
     if sum(counts) != len(names):
         raise UsageError(f"the counts add up to {sum(counts)}; the profile has {len(names)} layers")
     return tuple(accumulate(counts))
+
+
+def _inference(text: str, names: Sequence[str]) -> tuple[int, ...]:
+    found = re.search(r"_PP_LAYER_PARTITION[\"'\]]*\s*=\s*[\"']?(\d+(?:\s*,\s*\d+)*)", text)
+    return _block_ends(_numbers(found[1] if found else text, ()), names, "the receiver")
+
+
+def _block_ends(counts: Sequence[int], names: Sequence[str], title: str) -> tuple[int, ...]:
+    """The ends of stages with so many blocks; the embeddings are on the first, the head on the last."""
+    decoder = decoder_of(names, title)
+    num_blocks = len(decoder.blocks)
+    if sum(counts) != num_blocks:
+        raise UsageError(f"the counts add up to {sum(counts)}; the profile has {num_blocks} blocks")
+    ends = [decoder.blocks.start + x for x in accumulate(counts)]
+    return (*ends[:-1], len(names))
 
 
 def _pytorch(text: str, names: Sequence[str]) -> tuple[int, ...]:
@@ -238,4 +253,6 @@ _READERS: dict[str, Callable[[str, Sequence[str]], tuple[int, ...]]] = {
     "deepspeed": _deepspeed,
     "torchgpipe": _torchgpipe,
     "pytorch": _pytorch,
+    "vllm": _inference,
+    "sglang": _inference,
 }

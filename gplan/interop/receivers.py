@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from gplan.core import Constraints, Plan, Profile, RecomputeMode, Value
+from gplan.core import RECOMPUTE_MODES, Constraints, Plan, Profile, RecomputeMode, Value
 from gplan.core.errors import UsageError
 from gplan.evaluate.replanning import setting_of
 from gplan.graph.layer_graph import LayerGraph
@@ -24,10 +24,10 @@ from gplan.schedules.request import PipelineSetting
 
 MODEL_INPUT = "the model's input"
 
-Cuts = Literal["calls", "items", "children", "names", "decoder"]
+Cuts = Literal["calls", "items", "children", "names", "decoder", "blocks"]
 """Where a receiver cuts: before calls of modules; between the items of a sequence of modules; between children of the model
 and entries of a child that is a list; between modules of a language model by their names; between its embeddings, blocks,
-multi-token prediction and head."""
+multi-token prediction and head; between its blocks only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +58,19 @@ _MEGATRON = Receiver(
     schedules={"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B"},
     recompute={"never": "", "always": "full"},
 )
+
+
+def _inference(title: str, checked_with: str, how: str) -> Receiver:
+    """One stage on each device; what the schedule and recompute of training are does not matter."""
+    return Receiver(
+        title=title,
+        checked_with=checked_with,
+        how=how,
+        cuts="blocks",
+        schedules=None,
+        recompute=dict.fromkeys(RECOMPUTE_MODES, ""),
+        max_chunks=1,
+    )
 
 
 RECEIVERS: dict[str, Receiver] = {
@@ -117,6 +130,12 @@ RECEIVERS: dict[str, Receiver] = {
         replicas=False,
         tied="one stage",
     ),
+    "vllm": _inference(
+        "vLLM",
+        "sglang 0.5.23",
+        "parsed by SGLang's get_pp_indices, which comes from vLLM; vLLM itself was not installed",
+    ),
+    "sglang": _inference("SGLang", "sglang 0.5.23", "parsed by get_pp_indices"),
 }
 
 
@@ -297,14 +316,14 @@ def indivisible(name: str, names: Sequence[str], profile: Profile | None) -> tup
 
 def _indivisible(receiver: Receiver, names: Sequence[str], profile: Profile | None) -> Iterator[Indivisible]:
     title = receiver.title
-    decoder = decoder_of(names, title) if receiver.cuts in ("names", "decoder") else None
+    decoder = decoder_of(names, title) if receiver.cuts in ("names", "decoder", "blocks") else None
     if decoder is not None and receiver.cuts != "names":
         _check_blocks(decoder, profile, title)
-        first, last = decoder.blocks.start, decoder.prediction.stop
-        yield Indivisible(first=0, last=first - 1, why=f"within the embeddings; {title} cannot cut them")
-        yield Indivisible(first=last, last=len(names) - 1, why=f"within the head; {title} cannot cut it")
+        near, first, last = int(receiver.cuts == "blocks"), decoder.blocks.start, decoder.prediction.stop
+        yield Indivisible(first=0, last=first - 1 + near, why=f"within the embeddings; {title} cannot cut them")
+        yield Indivisible(first=last - near, last=len(names) - 1, why=f"within the head; {title} cannot cut it")
         if decoder.prediction:
-            first, last = decoder.prediction.start, decoder.prediction.stop - 1
+            first, last = decoder.prediction.start - near, decoder.prediction.stop - 1
             yield Indivisible(
                 first=first, last=last, why=f"within multi-token prediction; {title} holds its layers on one stage"
             )

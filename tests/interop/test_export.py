@@ -97,7 +97,7 @@ def test_a_format_that_is_not_known_names_those_that_are() -> None:
 # Real models: what each format makes of the names that capture gives
 
 FIT = {
-    "transformer_lm": {"torchtitan", "megatron", "verl", "deepspeed", "torchgpipe", "pytorch"},
+    "transformer_lm": {"torchtitan", "megatron", "verl", "deepspeed", "torchgpipe", "pytorch", "vllm", "sglang"},
     "resnet": {"torchtitan", "deepspeed", "torchgpipe", "pytorch"},
     "unet": {"torchtitan", "deepspeed", "torchgpipe", "pytorch"},
 }
@@ -180,7 +180,7 @@ def test_several_stages_on_a_device_go_where_they_can_be_run(schedule: str) -> N
     assert found == CHUNKED[schedule]
 
 
-@pytest.mark.parametrize("to", ["deepspeed", "torchgpipe"])
+@pytest.mark.parametrize("to", ["deepspeed", "torchgpipe", "vllm", "sglang"])
 def test_a_receiver_with_one_stage_on_a_device_says_so(to: str) -> None:
     plan = cut(transformer(5), [2, 3, 5], schedule="interleaved-1f1b:2")
     with pytest.raises(

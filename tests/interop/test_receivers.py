@@ -192,6 +192,11 @@ READ = [
     ("deepspeed", "[0, 3, 4, 7]"),
     ("deepspeed", "PARTS = [0, 3, 4, 7]\n"),
     ("torchgpipe", "3,1,3"),
+    ("vllm", "2,1,1"),
+    ("sglang", "export SGLANG_PP_LAYER_PARTITION=2,1,1\n"),
+    ("vllm", "export VLLM_PP_LAYER_PARTITION='2,1,1'\nvllm serve m --tensor-parallel-size=2 --port 8000\n"),
+    ("vllm", 'os.environ["VLLM_PP_LAYER_PARTITION"] = "2,1,1"\n'),
+    ("vllm", "VLLM_PP_LAYER_PARTITION=2,1,1 2>log vllm serve m"),
     ("megatron", "# layout tuned by hand\ntorchrun pretrain.py --pipeline-model-parallel-layout 'Ett|t|tL'"),
 ]  # fmt: skip
 
@@ -224,6 +229,7 @@ WRONG = [
     ("deepspeed", "[0, 4, 3, 7]", "stage 1 of the layout is empty"),
     ("torchgpipe", "3,3", "the counts add up to 6; the profile has 7 layers"),
     ("torchgpipe", "two", "'two' holds no layout; expected a literal, alone or named balance"),
+    ("vllm", "2,1", "the counts add up to 3; the profile has 4 blocks"),
     ("deepspeed", "['a']", "expected whole numbers"),
     ("pytorch", '{"nothing": SplitPoint.BEGINNING}', "split point nothing is no layer"),
 ]

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from gplan.core import Plan, Profile
 from gplan.core.errors import UsageError
-from gplan.interop.export.layer_counts import to_deepspeed, to_torchgpipe
+from gplan.interop.export.layer_counts import to_deepspeed, to_inference, to_torchgpipe
 from gplan.interop.export.megatron import to_megatron, to_verl
 from gplan.interop.export.module_lists import to_automodel, to_torchtitan
 from gplan.interop.export.requirements import Export
@@ -58,6 +58,8 @@ FORMATS: dict[str, Callable[[Plan, Profile | None], Export]] = {
     "deepspeed": to_deepspeed,
     "torchgpipe": to_torchgpipe,
     "pytorch": to_pytorch,
+    "vllm": to_inference("vllm"),
+    "sglang": to_inference("sglang"),
     "csv": to_csv,
     "json": to_json,
 }

@@ -1,4 +1,4 @@
-"""To trainers that count layers along a sequence: DeepSpeed and torchgpipe.
+"""To trainers that count layers along a sequence: DeepSpeed, torchgpipe, and for inference vLLM and SGLang.
 
 DeepSpeed: a PipelineModule with the plan's parts, its arguments and the batch sizes of its configuration. Relies on deepspeedai/DeepSpeed: deepspeed/runtime/pipe/module.py (`PipelineModule._partition_layers` sets `self.parts`,
 K+1 boundaries, and calls `_set_bounds`; none of its methods accepts parts, so the export has a subclass;
@@ -11,13 +11,19 @@ torchgpipe: the call of GPipe with `balance`, `chunks` and `checkpoint`. Relies 
 the nn.Sequential in each partition, `chunks` the number of micro-batches, `checkpoint` one of always, except_last and
 never; `verify_module`: no child twice, no parameter in two children). torchgpipe runs GPipe's schedule only, one
 partition on a device.
+
+vLLM and SGLang: the number of blocks of every stage, as the environment variable that each reads. Relies on vllm/distributed/utils.py and sglang/srt/distributed/utils.py (`get_pp_indices`: integers with commas between
+them, one for each rank, whose sum is the number of blocks; the embedding is on the first rank, norm and head on the
+last).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from gplan.core import Plan, Profile
 from gplan.interop.export.requirements import Export, skipping_values, split_weights, stage_comments
-from gplan.interop.receivers import RECEIVERS, check_plan
+from gplan.interop.receivers import RECEIVERS, check_plan, decoder_of
 
 
 def to_deepspeed(plan: Plan, profile: Profile | None) -> Export:
@@ -89,3 +95,24 @@ model = GPipe(model, balance={[x.num_layers for x in plan.stages]}, chunks={plan
             "torchgpipe.skip"
         )
     return Export(format="torchgpipe", text=text, notes=tuple(notes))
+
+
+_VARIABLES = {"vllm": "VLLM_PP_LAYER_PARTITION", "sglang": "SGLANG_PP_LAYER_PARTITION"}
+
+
+def to_inference(name: str) -> Callable[[Plan, Profile | None], Export]:
+    """The exporter for "vllm" or "sglang"."""
+
+    def exporter(plan: Plan, profile: Profile | None) -> Export:
+        """One line for a shell; raises UsageError unless every stage has whole blocks."""
+        check_plan(name, plan, profile)
+        decoder = decoder_of(plan.layer_names, RECEIVERS[name].title)
+        counts = [decoder.counts(stage.first_layer, stage.end_layer)[0] for stage in plan.stages]
+        notes = (
+            f"start with --pipeline-parallel-size {plan.num_devices}; the model has {len(decoder.blocks)} blocks",
+            "the plan balances training: inference has no backward, and its memory is weights and a KV cache that is as small "
+            "on every rank as on the fullest",
+        )
+        return Export(format=name, text=f"export {_VARIABLES[name]}={','.join(map(str, counts))}\n", notes=notes)
+
+    return exporter
