@@ -23,7 +23,7 @@ from gplan.partition.minimax import smallest_largest
 from gplan.partition.plan_evaluation import goal_s, in_stage_order, objective_s, stages_of
 from gplan.partition.problem import Problem, nothing_recomputed, peak_moments_of, recomputed_share, without_memory
 from gplan.partition.recompute import RecomputeSelector
-from gplan.partition.step_time import smallest_step
+from gplan.partition.search import smallest
 from tests.made import make_profile
 from tests.partition.graphs import every_partition, graph_problems
 from tests.partition.problems import all_cuts, make_problem, problems
@@ -204,7 +204,7 @@ def test_the_smallest_largest_stage_equals_brute_force(problem: Problem) -> None
 @settings(max_examples=70, deadline=None)
 @given(selecting(minimize=["step-time"]))
 def test_the_smallest_step_equals_brute_force_and_is_proven(problem: Problem) -> None:
-    best_s, solution = brute_force_s(problem), smallest_step(problem)
+    best_s, solution = brute_force_s(problem), smallest(problem)
     assert (best_s is None) == (solution is None)
     if solution is not None and best_s is not None:
         stages = stages_of(problem, solution.cuts)
