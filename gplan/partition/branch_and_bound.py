@@ -28,6 +28,7 @@ from functools import cached_property
 
 import numpy as np
 
+from gplan.cost.pareto import undominated
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.batch_simulation import num_at_once
 from gplan.partition.candidates import (
@@ -43,7 +44,6 @@ from gplan.partition.goals import Goal
 from gplan.partition.lagrangian import WeightedBounds, WeightUpdates, first_weighted_bounds
 from gplan.partition.local_search import polish
 from gplan.partition.memory_feasibility import DeviceMemoryLimits
-from gplan.partition.pareto import undominated
 from gplan.partition.problem import ROUNDING, Problem, compute_sums_s, without_memory
 
 _FEW_CANDIDATES = 1_000_000  # that are searched without further ado

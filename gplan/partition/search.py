@@ -21,11 +21,10 @@ from gplan.core.units import bytes_text, seconds_text
 from gplan.graph.down_sets import Ints
 from gplan.partition.branch_and_bound import Incumbent, Search
 from gplan.partition.candidates import TooManyCandidates
-from gplan.partition.device_memory import device_peaks
 from gplan.partition.goals import LoadGoal, PeakGoal, StepGoal
 from gplan.partition.minimax import ends_of_stages, smallest_largest, stages_between
 from gplan.partition.plan_evaluation import fits_memory, goal_s
-from gplan.partition.problem import Problem, Solution, with_valid_bound, without_memory
+from gplan.partition.problem import Problem, Solution, device_peaks, with_valid_bound, without_memory
 
 TIME_LIMIT_S = 10.0
 

@@ -15,7 +15,7 @@ from msgspec import structs
 import gplan
 from gplan.core import Constraints, LayerCost, Profile, Stage, Value, ValueCost
 from gplan.core.errors import NoPlanError, UsageError
-from gplan.cost.memory_moments import moment_bytes
+from gplan.cost.part_table import rows_of
 from gplan.cost.stage_table import StageTable
 from gplan.partition import recompute, solve
 from gplan.partition.diagnosis import feasibility_by_num_devices, is_feasible, no_plan_error, tightest_device
@@ -130,7 +130,7 @@ def _peak_with(problem: Problem, stage: Stage, chosen: set[int], *, forward: int
         recomputing_workspace=backward,
         backward_workspace=backward,
     )
-    return max(moment_bytes(moment, parts) for moment in peak_moments_of(problem, stage.index).selecting)
+    return int(peak_moments_of(problem, stage.index).selecting.peak([rows_of(parts, (1,))])[0])
 
 
 def _running_bytes(cost: LayerCost) -> int:
