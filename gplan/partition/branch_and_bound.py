@@ -67,6 +67,7 @@ _NUM_CHECKED = 256  # partitions whose memory is looked at together
 _NUM_BLENDED = 17  # plans, to begin a search for a peak that is small enough with
 _BURST = 25  # rounds of play, after which a partition is tried
 _NUM_BURSTS = 16
+_FEW_BURSTS = 4  # after these it ends where nothing gets better
 _SHARE_OF_PLAY = 0.5  # of the time that is left
 _WORTH_A_BURST = 1e-4  # share of the bound by which it must rise for another
 
@@ -272,15 +273,15 @@ class SearchSpace:
         until_s = now_s + _SHARE_OF_PLAY * (deadline_s - now_s)
         path = path_of(self.candidates, incumbent.ends)
         updates = WeightUpdates.begun(self.bounds, self.bounds.best_path() if path is None else path)
-        for _ in range(_NUM_BURSTS):
-            before = incumbent
+        for burst in range(_NUM_BURSTS):
+            before, bound = incumbent, updates.weighted.whole_s
             updates.go_on(_BURST, deadline_s=until_s)
             incumbent = incumbent.bounded(updates.weighted.whole_s)
             for start in self._plans([updates.middle_path()], incumbent):
                 found = self.polished(start, deadline_s=until_s)
                 incumbent = found if found.value < incumbent.value else incumbent
-            rise = incumbent.lower_bound - before.lower_bound
-            is_stuck = rise < _WORTH_A_BURST * incumbent.lower_bound and incumbent.value == before.value
+            rise = updates.weighted.whole_s - bound
+            is_stuck = burst >= _FEW_BURSTS and rise < _WORTH_A_BURST * bound and incumbent.value == before.value
             if self.search.is_settled(incumbent) or is_stuck or time.perf_counter() > until_s:
                 break
         return replace(self, bounds=updates.weighted), incumbent
