@@ -15,273 +15,218 @@ The peak is the largest moment. Without recompute, and with nothing sent, this e
     W + O + max(n a + tmp, n_G a + tmp + G)
 with n the most micro-batches in flight and n_G the most at any backward after the first. A device with several stages
 holds most at a moment of one of them, the others resting; all are updated at once.
+
+Bytes are linear in the parts: a moment is a count of each part of each stage, which the schedule alone decides. Of the
+moments at which a peak may be, those are left out that can never be the largest: those that hold nothing more than
+another does, and those halfway between two others.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gplan.core import Action, ActionKind, RecomputeMode, Schedule, StageMemory, is_recomputed
-from gplan.core.plan import Bytes, StageBytes
+from gplan.core.plan import StageBytes
+from gplan.cost.pareto import undominated
+from gplan.cost.part_table import PARTS, rows_of
+from gplan.graph.down_sets import Bools, Ints
 from gplan.schedules.registry import make_schedule
 
 OPTIMIZER_MOMENT = "optimizer"
 
+_NUM_STEPS = 16  # from one moment to another that are looked at
+_HELD = ("stash", "checkpoint", "pending", "sent", "recomputed_stash")
+"""The parts of which a stage holds some, one for each micro-batch."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """One point of a stage's order at which its memory may peak."""
+_ACTIVATIONS = [PARTS.index(name) for name in _HELD]
+_WORKSPACES = [i for i, name in enumerate(PARTS) if name.endswith("_workspace")]
+_LAST_VARY = [
+    *_WORKSPACES,
+    *(i for i in range(len(PARTS)) if i not in [*_WORKSPACES, PARTS.index("sent")]),
+    PARTS.index("sent"),
+]
+"""The parts in an order in which moments of the same kind are neighbours, once sorted."""
 
-    action: str
-    num_stashes: int
-    num_checkpoints: int
-    num_recomputing: int  # 1 in a backward that recomputes
-    num_pending: int  # of the stashes those between the halves of a backward
-    num_done: int  # micro-batches whose backward is behind
-    workspace: str  # the field of StageBytes that is in use, or "" for none
-    has_gradients: bool
+_ALWAYS = [PARTS.index(name) for name in ("weight", "optimizer", "buffer")]
 
 
-RESTING = Moment(
-    action="",
-    num_stashes=0,
-    num_checkpoints=0,
-    num_recomputing=0,
-    num_pending=0,
-    num_done=0,
-    workspace="",
-    has_gradients=False,
-)
-"""Before the first action and after the optimizers."""
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Moments of some stages of one device: how many of each part it holds of each stage, and what it does then."""
 
-_UPDATE = replace(RESTING, action=OPTIMIZER_MOMENT, workspace="optimizer_workspace", has_gradients=True)
+    actions: tuple[str, ...]
+    counts: Ints  # [moments, stages, parts]
+
+    def held(self, parts: Sequence[Ints]) -> Ints:
+        """[moments, N]: bytes held at each moment, given the parts of each stage, [parts, N] each."""
+        return np.stack([_held(counts, parts) for counts in self.counts])
+
+    def peak(self, parts: Sequence[Ints]) -> Ints:
+        """[N]: the most that is held at any of the moments."""
+        peaks = _held(self.counts[0], parts)
+        for counts in self.counts[1:]:
+            peaks = np.maximum(peaks, _held(counts, parts))
+        return peaks
+
+    def of(self, name: str) -> Ints:
+        """[moments]: how many of one part the first stage holds."""
+        return self.counts[:, 0, PARTS.index(name)]
+
+    @cached_property
+    def key(self) -> bytes:
+        """Equal for moments that differ in nothing but what they are named after."""
+        return self.counts.tobytes()
+
+
+def _held(counts: Ints, parts: Sequence[Ints]) -> Ints:
+    found: Ints = sum((own @ some for own, some in zip(counts, parts, strict=True)), start=np.zeros(1, dtype=np.int64))
+    return found
 
 
 @lru_cache(maxsize=4096)
-def stage_moments(
-    schedule: str, *, num_devices: int, num_microbatches: int, stage: int, recompute: RecomputeMode
-) -> tuple[Moment, ...]:
-    """The moments of one stage that no other moment dominates; the device's other stages are left out."""
+def peak_moments(
+    schedule: str, *, num_devices: int, num_microbatches: int, stages: tuple[int, ...], recompute: RecomputeMode
+) -> Moments:
+    """The moments at which a device may hold most of some of its stages; what it holds of its others is left out."""
     made = make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
-    order = [x for x in made.orders[made.devices[stage]] if x.stage == stage]
-    ways: dict[tuple[ActionKind, str, bool], list[Moment]] = {}
-    for action, moments in replay(order, num_microbatches, recompute):
-        for x in moments:
-            ways.setdefault((action.kind, x.workspace, x.has_gradients), []).append(x)
-    return _undominated([*(corner for way in ways.values() for corner in _corners(_latest(way))), _UPDATE])
+    order = [x for x in made.orders[made.devices[stages[0]]] if x.stage in stages]
+    every = _moments(order, stages, num_microbatches, recompute)
+    rows = every.counts[:, :, _LAST_VARY].swapaxes(1, 2).reshape(len(every.counts), -1)
+    varying = np.flatnonzero(rows.max(axis=0) > rows.min(axis=0))
+    _, different = np.unique(rows[:, varying], axis=0, return_index=True)
+    kept = different[_line_ends(rows[different][:, varying])]
+    counts = every.counts[kept]
+    apart = counts.copy()  # pending bytes may be negative, but not those of a pending micro-batch with its stash
+    apart[:, :, PARTS.index("stash")] -= counts[:, :, PARTS.index("pending")]
+    flat = apart.reshape(len(kept), -1)
+    left = np.sort(kept[undominated(-flat[:, flat.max(axis=0) > flat.min(axis=0)])])
+    return Moments(tuple(every.actions[i] for i in left), every.counts[left])
 
 
-def moment_bytes(moment: Moment, parts: StageBytes[Bytes]) -> Bytes:
-    """Bytes held at a moment, all categories together."""
-    held = parts.weight + parts.optimizer + parts.buffer
-    held = held + _activation_bytes(moment, parts)
-    if moment.workspace:
-        held = held + getattr(parts, moment.workspace)
-    return held + parts.gradient if moment.has_gradients else held
-
-
-def peak_of(moments: Sequence[Moment], parts: StageBytes[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """The most that stages hold at any of the moments."""
-    peak = moment_bytes(moments[0], parts)
-    for moment in moments[1:]:
-        peak = np.maximum(peak, moment_bytes(moment, parts))
-    return peak
-
-
-def stage_memory(moments: Sequence[Moment], parts: StageBytes[int]) -> StageMemory:
-    """The peak of one stage, by category, and the action at which it occurs."""
-    peak = max(moments, key=lambda moment: moment_bytes(moment, parts))
-    return memory_at(peak, parts, action=peak.action)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceMoment:
-    """One point of a device's order: what each of its stages holds then, and in all."""
-
-    action: str
-    moments: Mapping[int, Moment]  # by stage
-    num_bytes: int
-
-
-def device_moments(
-    schedule: Schedule, device: int, parts: Mapping[int, StageBytes[int]], *, recompute: RecomputeMode
-) -> Iterator[DeviceMoment]:
-    """All moments of a device's step in order, its stages with these parts: during and after every action."""
-    resting = dict.fromkeys(schedule.stages_of(device), RESTING)
-    held = {stage: moment_bytes(RESTING, parts[stage]) for stage in resting}
-    num_bytes = sum(held.values())
-    for action, moments in replay(schedule.orders[device], schedule.num_microbatches, recompute):
-        stage = action.stage
-        for moment in moments:
-            now = moment_bytes(moment, parts[stage])
-            num_bytes, held[stage] = num_bytes + now - held[stage], now
-            resting = {**resting, stage: moment}
-            yield DeviceMoment(action=moment.action, moments=resting, num_bytes=num_bytes)
-    updates = dict.fromkeys(resting, _UPDATE)
-    num_bytes = sum(moment_bytes(_UPDATE, parts[stage]) for stage in updates)
-    yield DeviceMoment(action=OPTIMIZER_MOMENT, moments=updates, num_bytes=num_bytes)
+def device_moments(schedule: Schedule, device: int, *, recompute: RecomputeMode) -> Moments:
+    """All moments of a device's step in order, of all its stages: during and after every action, and the update."""
+    return _moments(schedule.orders[device], schedule.stages_of(device), schedule.num_microbatches, recompute)
 
 
 def device_memory(
     schedule: Schedule, device: int, parts: Mapping[int, StageBytes[int]], *, recompute: RecomputeMode
 ) -> dict[int, StageMemory]:
     """What each stage of a device holds, by category, when the device holds most."""
-    peak = max(device_moments(schedule, device, parts, recompute=recompute), key=lambda moment: moment.num_bytes)
-    return {stage: memory_at(moment, parts[stage], action=peak.action) for stage, moment in peak.moments.items()}
+    moments = device_moments(schedule, device, recompute=recompute)
+    own = [parts[stage] for stage in schedule.stages_of(device)]
+    peak = int(moments.held([rows_of(x, (1,)) for x in own])[:, 0].argmax())
+    held = zip(schedule.stages_of(device), moments.counts[peak], own, strict=True)
+    return {stage: memory_at(counts, one, action=moments.actions[peak]) for stage, counts, one in held}
 
 
-def memory_at(peak: Moment, parts: StageBytes[int], *, action: str) -> StageMemory:
-    """What a stage holds at a moment, by category; `action` is what its device does then."""
-    workspace = getattr(parts, peak.workspace) if peak.workspace else 0
+def stage_memory(moments: Moments, parts: StageBytes[int]) -> StageMemory:
+    """The peak of one stage, by category, and the action at which it occurs."""
+    peak = int(moments.held([rows_of(parts, (1,))])[:, 0].argmax())
+    return memory_at(moments.counts[peak, 0], parts, action=moments.actions[peak])
+
+
+def memory_at(counts: Ints, parts: StageBytes[int], *, action: str) -> StageMemory:
+    """What a stage holds at a moment, [parts], by category; `action` is what its device does then."""
+    held = dict(zip(PARTS, (counts * rows_of(parts, ())).tolist(), strict=True))
+    workspace = sum(held[PARTS[i]] for i in _WORKSPACES)
     return StageMemory(
-        weight_bytes=parts.weight + min(0, workspace),  # sharded replicas have freed what they gathered at the update
-        gradient_bytes=parts.gradient if peak.has_gradients else 0,
-        optimizer_bytes=parts.optimizer,
-        activation_bytes=_activation_bytes(peak, parts),
+        weight_bytes=held["weight"] + min(0, workspace),  # sharded replicas have freed what they gathered at the update
+        gradient_bytes=held["gradient"],
+        optimizer_bytes=held["optimizer"],
+        activation_bytes=sum(held[name] for name in _HELD),
         workspace_bytes=max(0, workspace),
-        buffer_bytes=parts.buffer,
+        buffer_bytes=held["buffer"],
         moment=action,
     )
 
 
-def _activation_bytes(moment: Moment, parts: StageBytes[Bytes]) -> Bytes:
-    kept = (
-        moment.num_stashes * parts.stash
-        + moment.num_checkpoints * parts.checkpoint
-        + moment.num_recomputing * parts.recomputed_stash
-    )
-    return kept + moment.num_pending * parts.pending + moment.num_done * parts.sent
+def resting(num_stages: int) -> Ints:
+    """[stages, parts]: what is held before the first action and after the optimizers."""
+    return _counts(np.zeros((num_stages, len(_HELD)), dtype=np.int64))
 
 
-class _Held(NamedTuple):
-    """Micro-batches of which a stage holds something, by what it is; `done` are those whose backward is behind."""
-
-    stashes: int = 0
-    checkpoints: int = 0
-    pending: int = 0
-    done: int = 0
-    recomputing: int = 0
-
-
-def replay(
-    order: Sequence[Action], num_microbatches: int, recompute: RecomputeMode
-) -> Iterator[tuple[Action, list[Moment]]]:
-    """For each action of an order the moments of its stage during and after it."""
-    held: dict[int, _Held] = {}
-    for action in order:
-        again = is_recomputed(action.microbatch, num_microbatches=num_microbatches, recompute=recompute)
-        at_work, workspaces, after = _held_during(action, held.get(action.stage, _Held()), again)
-        held[action.stage], name = after, str(action)
-        yield action, [*(_moment(name, at_work, x) for x in workspaces), _moment(name, after)]
-
-
-class Change(NamedTuple):
-    """What an action changes of what its stage holds, [stashes, checkpoints, pending, done, recomputing] each."""
+class _Change(NamedTuple):
+    """What an action changes of what its stage holds, a count for each of `_HELD`."""
 
     at_work: tuple[int, ...]  # while it runs
-    workspaces: tuple[str, ...]  # the fields of `StageBytes` in which it works, one after the other
+    workspaces: tuple[str, ...]  # in which it works, one after the other
     after: tuple[int, ...]  # from its end on
 
 
-@lru_cache(maxsize=256)
-def change_of(kind: ActionKind, *, is_first: bool, again: bool) -> Change:
+def _change_of(kind: ActionKind, *, is_first: bool, again: bool) -> _Change:
     """The change by an action of the first stage or of another one, whose micro-batch is recomputed or not."""
-    at_work, workspaces, after = _held_during(Action(0 if is_first else 1, kind, 0), _Held(), again)
-    return Change(at_work, workspaces, after)
-
-
-def _held_during(action: Action, now: _Held, again: bool) -> tuple[_Held, tuple[str, ...], _Held]:
-    """What is held during an action, in which workspaces it works, what is held after it.
-
-    `now` is held when it begins; `again` where the micro-batch is recomputed.
-    """
-    stashes, checkpoints, pending, done, _ = now
-    kind, is_first = action.kind, action.stage == 0
+    stash, checkpoint = int(not again), int(again)
     if kind is ActionKind.FORWARD:
-        kept = _Held(stashes + (not again), checkpoints + again, pending, done)
-        return kept, ("recompute_workspace" if again else "forward_workspace",), kept
+        kept = (stash, checkpoint, 0, 0, 0)
+        return _Change(kept, ("recompute_workspace" if again else "forward_workspace",), kept)
     if kind is ActionKind.INPUT_GRADIENT and is_first:
-        return now, (), now
+        return _Change((0, 0, 0, 0, 0), (), (0, 0, 0, 0, 0))
     if kind is ActionKind.WEIGHT_GRADIENT and not is_first:
-        return now, ("weight_workspace",), _Held(stashes - 1, checkpoints, pending - 1, done + 1)
+        return _Change((0, 0, 0, 0, 0), ("weight_workspace",), (-1, 0, -1, 1, 0))
     if kind is ActionKind.INPUT_GRADIENT:  # while it runs it frees nothing, not even what the loss kept
         workspaces = ("input_workspace", "forward_workspace") if again else ("input_workspace",)
-        at_work = _Held(stashes + again, checkpoints, pending, done)
-        return at_work, workspaces, _Held(stashes + again, checkpoints - again, pending + 1, done)
-    at_work = _Held(stashes, checkpoints - again, pending, done, int(again))
-    workspaces = ("recomputing_workspace" if again else "backward_workspace",)
-    return at_work, workspaces, _Held(stashes + again - 1, checkpoints - again, pending, done + 1)
+        return _Change((checkpoint, 0, 0, 0, 0), workspaces, (checkpoint, -checkpoint, 1, 0, 0))
+    workspace = "recomputing_workspace" if again else "backward_workspace"
+    return _Change((0, -checkpoint, 0, 0, checkpoint), (workspace,), (-stash, -checkpoint, 0, 1, 0))
 
 
-def _moment(action: str, held: _Held, workspace: str = "") -> Moment:
-    return Moment(
-        action=action,
-        num_stashes=held.stashes,
-        num_checkpoints=held.checkpoints,
-        num_recomputing=held.recomputing,
-        num_pending=held.pending,
-        num_done=held.done,
-        workspace=workspace,
-        has_gradients=held.done > 0,
-    )
-
-
-def _latest(way: Iterable[Moment]) -> list[Moment]:
-    """Of the moments that differ only in how many micro-batches are done, the latest, which holds most; in their order."""
-    latest: dict[tuple[int, ...], Moment] = {}
-    for x in way:
-        kept = x.num_stashes, x.num_checkpoints, x.num_recomputing, x.num_pending
-        latest.pop(kept, None)
-        latest[kept] = x
-    return list(latest.values())
-
-
-def _corners(way: Iterable[Moment]) -> list[Moment]:
-    """Where a way through the counts begins, turns and ends.
-
-    Bytes are linear in the counts: while micro-batches pass from one count to another at a steady rate, as in a
-    warm-up, the peak is at one end.
-    """
-    corners: list[Moment] = []
-    for x in way:
-        while len(corners) > 1 and _direction(corners[-2], corners[-1]) == _direction(corners[-1], x):
-            corners.pop()
-        corners.append(x)
-    return corners
-
-
-def _direction(one: Moment, other: Moment) -> tuple[int, ...]:
-    """The way from one moment's counts to those of another, which differ, in the smallest whole steps."""
-    steps = [
-        other.num_stashes - one.num_stashes,
-        other.num_checkpoints - one.num_checkpoints,
-        other.num_recomputing - one.num_recomputing,
-        other.num_pending - one.num_pending,
-        other.num_done - one.num_done,
+def _moments(
+    order: Sequence[Action], stages: Sequence[int], num_microbatches: int, recompute: RecomputeMode
+) -> Moments:
+    """The moments during and after each action of an order of these stages, and when all are updated."""
+    keys = [
+        (x.kind, x.stage == 0, is_recomputed(x.microbatch, num_microbatches=num_microbatches, recompute=recompute))
+        for x in order
     ]
-    return tuple(step // math.gcd(*steps) for step in steps)
+    changes = {key: _change_of(key[0], is_first=key[1], again=key[2]) for key in dict.fromkeys(keys)}
+    rows = {
+        key: [*((x.at_work, PARTS.index(name)) for name in x.workspaces), (x.after, -1)] for key, x in changes.items()
+    }
+    own = np.searchsorted(stages, [x.stage for x in order])
+    before = np.zeros((len(order) + 1, len(stages), len(_HELD)), dtype=np.int64)
+    before[np.arange(len(order)) + 1, own] = [changes[key].after for key in keys]
+    number = np.repeat(np.arange(len(order)), [len(rows[key]) for key in keys])
+    every = np.arange(len(number))
+    held = np.cumsum(before, axis=0)[number]
+    held[every, own[number]] += np.array([change for key in keys for change, _ in rows[key]])
+    counts = _counts(held)
+    workspace = np.array([index for key in keys for _, index in rows[key]])
+    working = workspace >= 0
+    counts[every[working], own[number][working], workspace[working]] = 1
+    update = resting(len(stages))[None]
+    update[..., [PARTS.index("gradient"), PARTS.index("optimizer_workspace")]] = 1
+    names = [str(x) for x in order]
+    return Moments((*(names[i] for i in number), OPTIMIZER_MOMENT), np.concatenate([counts, update]))
 
 
-def _undominated(moments: Sequence[Moment]) -> tuple[Moment, ...]:
-    """Without those that hold no more of anything than another one; of equal ones the last is left."""
-    some = {replace(x, action=""): x for x in moments}.values()
-    return tuple(x for x in some if not any(_dominates(other, x) for other in some if other is not x))
+def _counts(held: Ints) -> Ints:
+    """[..., parts], given how many of `_HELD` stages hold."""
+    found = np.zeros((*held.shape[:-1], len(PARTS)), dtype=np.int64)
+    found[..., _ALWAYS] = 1
+    found[..., _ACTIVATIONS] = held
+    found[..., PARTS.index("gradient")] = held[..., _HELD.index("sent")] > 0
+    return found
 
 
-def _dominates(one: Moment, other: Moment) -> bool:
-    return (
-        one.num_stashes - one.num_pending >= other.num_stashes - other.num_pending  # pending bytes may be negative
-        and one.num_checkpoints >= other.num_checkpoints
-        and one.num_recomputing >= other.num_recomputing
-        and one.num_pending >= other.num_pending
-        and one.num_done >= other.num_done
-        and other.workspace in ("", one.workspace)
-        and one.has_gradients >= other.has_gradients
-    )
+def _line_ends(rows: Ints) -> Ints:
+    """Which of the rows, each there once and sorted, are not halfway between two others that are common steps away."""
+    steps, counts = np.unique(np.diff(rows, axis=0), axis=0, return_counts=True)
+    factors = np.random.default_rng(0).integers(1, 2**31, rows.shape[1])  # they tell rows apart, but for coincidences
+    keys = rows @ factors
+    order = np.argsort(keys)
+    ordered, is_between = keys[order], np.zeros(len(rows), dtype=np.bool_)
+
+    def are_among(offset: Ints) -> Bools:
+        """Whether each row is one of the others after such a step."""
+        places = np.searchsorted(ordered, keys + offset @ factors).clip(max=len(rows) - 1)
+        among: Bools = (rows[order[places]] == rows + offset).all(axis=1)
+        return among
+
+    for step in steps[np.argsort(-counts, kind="stable")[:_NUM_STEPS]]:
+        is_between |= are_among(step) & are_among(-step)
+    return np.flatnonzero(~is_between)

@@ -21,7 +21,7 @@ def first_of(parts: StageBytes[Ints]) -> StageBytes[int]:
     return StageBytes(**{name: int(getattr(parts, name)[0]) for name in StageBytes.__struct_fields__})
 
 
-def rows_of(parts: StageBytes[Ints], shape: tuple[int, ...]) -> Ints:
+def rows_of(parts: StageBytes[Ints] | StageBytes[int], shape: tuple[int, ...]) -> Ints:
     """[parts, *shape], from parts that may be the same for all stages."""
     return np.stack([np.broadcast_to(getattr(parts, name), shape) for name in PARTS]).astype(np.int64)
 
@@ -45,8 +45,8 @@ class PartTable:
         None  # [parts, P, layers]: by where stages end and their layers, from 1; 0 where there is no stage
     )
 
-    def parts(self, first: Ints, end: Ints) -> StageBytes[Ints]:
-        """The parts of stages with at least one layer each, of the shape of `first` and `end`."""
+    def rows(self, first: Ints, end: Ints) -> Ints:
+        """[parts, ...]: the parts of stages with at least one layer each, of the shape of `first` and `end`."""
         num_layers = end - first
         assert num_layers.min(initial=1) > 0 <= first.min(initial=0), "every stage has a layer"
         most = int(num_layers.max(initial=1))
@@ -56,9 +56,10 @@ class PartTable:
             )  # a power of 2, so that few tables are made
             if size * self.num_positions > _MOST_FOR_ONE * max(1, first.size):
                 rows = rows_of(self.compute(first.ravel(), end.ravel()), (first.size,))
-                return parts_of(rows.reshape(-1, *first.shape))
+                return rows.reshape(-1, *first.shape)
             self.table = self._table(size)
-        return parts_of(self.table[:, end, num_layers - 1])
+        found: Ints = self.table[:, end, num_layers - 1]
+        return found
 
     def _table(self, size: int) -> Ints:
         end, less_one = np.indices((self.num_positions, size))

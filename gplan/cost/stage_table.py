@@ -22,7 +22,7 @@ from gplan.core.profile import BUCKET_BYTES
 from gplan.corrections.sharding import EXCHANGED
 from gplan.cost.layer_sums import LayerSums, SecondsOf
 from gplan.cost.microbatch_bytes import MEGATRON, MicrobatchTerms, TransferMemory, microbatch_bytes, transfer_memory
-from gplan.cost.part_table import PartTable, first_of
+from gplan.cost.part_table import PartTable, first_of, parts_of, rows_of
 from gplan.cost.workspaces import Workspaces
 from gplan.graph.boundary import Crossing, PassThrough, crossing_of, saved_outputs, unsaved_outputs
 from gplan.graph.down_sets import Bools, DownSets, Floats, Ints, Output, Prefixes, Waiting
@@ -287,13 +287,17 @@ class StageTable:
         return [x for x in found.items() if x[1]]
 
     def parts(self, first: Ints, end: Ints, boundaries: DeviceBoundaries = ALL_BOUNDARIES) -> StageBytes[Ints]:
-        """The parts of the memory of stages, each [E]; every stage must have a layer. Of a short chain looked up."""
+        """The parts of the memory of stages, each [E]."""
+        return parts_of(self.part_rows(first, end, boundaries))
+
+    def part_rows(self, first: Ints, end: Ints, boundaries: DeviceBoundaries = ALL_BOUNDARIES) -> Ints:
+        """[parts, E]: the parts of the memory of stages; every stage must have a layer. Of a short chain looked up."""
         if self.given_downsets is not None or self.num_positions > _MOST_POSITIONS:
-            return self._computed_bytes(first, end, boundaries)
+            return rows_of(self._computed_bytes(first, end, boundaries), first.shape)
         if boundaries not in self._part_tables:
             compute = partial(self._computed_bytes, boundaries=boundaries)
             self._part_tables[boundaries] = PartTable(self.num_positions, compute)
-        return self._part_tables[boundaries].parts(first, end)
+        return self._part_tables[boundaries].rows(first, end)
 
     def row_parts(self, first: int, end: int, boundaries: DeviceBoundaries = ALL_BOUNDARIES) -> StageBytes[int]:
         """The parts of the memory of one stage."""

@@ -3,37 +3,59 @@
 A node is a prefix, the first s stages. A sweep grows all nodes by one stage at a time, drops those whose bound cannot
 beat the best plan known, and keeps at most `width` of the others, the most promising. If none was left out, the best
 plan is proven optimal; otherwise the smallest bound left out says how much better a plan could be, and the next sweep
-is wider, until the time is up. What a prefix is bounded by, and which prefixes make others pointless, is the matter
-of a `Relaxation`: labels for GPipe, a simulation of the prefix for other schedules with one stage on each device,
-Lagrangian weights where devices hold several.
+is wider, until the time is up. Prefixes are bounded by their goal (`goals.py`: a simulation, the loads or the memory so
+far) and by weights (`lagrangian.py`); some make others pointless by their labels.
 
-Where stages and micro-batches are many and partitions few, all are bounded instead (`all_bounded`): the step of a partition is
-at least its longest path, and any path is a sum over its stages, so the longest path of one partition bounds all others at
-the cost of a sum. The partition with the smallest bound is simulated next, until none is below the best one.
+A plan whose value is within a limit is made of candidates that are within bounds which follow from the limit. Mostly the
+candidates within the value of a good plan are few, and one search settles it. Where they are too many, the limit starts
+just above the least possible value and rises: a limit without a plan raises the bound; the best plan of the first limit
+that has one within it is the optimum.
 
-Exact up to rounding: plans within 1e-12 of each other count as equal. The worst case is exponential in K.
+Where stages and micro-batches are many and partitions few, all are bounded instead (`_all_bounded`): the step of a partition
+is at least its longest path, and any path is a sum over its stages, so the longest path of one partition bounds all others
+at the cost of a sum. The partition with the smallest bound is simulated next, until none is below the best one.
+
+Exact up to rounding: plans within 1e-12 of each other count as equal; ties are settled by moving single cuts only. The
+worst case is exponential in K.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from functools import cached_property
 
 import numpy as np
 
-from gplan.core.units import seconds_text
+from gplan.cost.pareto import undominated
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.batch_simulation import num_at_once
-from gplan.partition.candidates import Candidates
+from gplan.partition.candidates import (
+    CandidateLimit,
+    Candidates,
+    TooManyCandidates,
+    candidates_within,
+    fitting,
+    on_paths,
+)
 from gplan.partition.dp import rows_from
-from gplan.partition.lagrangian import Goal
+from gplan.partition.goals import Goal
+from gplan.partition.lagrangian import WeightedBounds, WeightUpdates, first_weighted_bounds
 from gplan.partition.local_search import polish
-from gplan.partition.minimax import stages_between
-from gplan.partition.partial_plans import CandidateBounds, PartialPlans, Relaxation
-from gplan.partition.problem import ROUNDING, Problem, Solution
+from gplan.partition.memory_feasibility import DeviceMemoryLimits
+from gplan.partition.problem import ROUNDING, Problem, compute_sums_s, without_memory
 
+_FEW_CANDIDATES = 1_000_000  # that are searched without further ado
+_MANY_CANDIDATES = 4_000_000  # of one rising limit
+_RISES = (
+    2e-4, 5e-4, 1e-3, 2e-3, 4e-3, 7e-3, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.35, 0.6, 1.0, 2.0, 5.0,
+    float("inf"),
+)  # fmt: skip
+_NARROW = 1.5  # times the longest stage of the best plan known: the stages that are looked at where all are too many
+_SLACK = 1e-9  # share by which a bound may be off
+_SUMS_SLACK = 1e-12  # share by which sums may be off
+_LABEL_SLACK = 1e-13  # share of the value by which a label may be worse and still be dominant
 _FIRST_WIDTH = 64
 _WIDER = 8  # times, from sweep to sweep
 _NUM_LEAVES = 256  # complete prefixes that are simulated to choose among
@@ -42,6 +64,12 @@ _MANY_ACTIONS = 2048  # stages times micro-batches, from which few partitions ar
 _FEW_PARTITIONS = 20_000
 _FEW_S = 1.0  # that these may take at least: mostly they are settled by then, and preparing them takes longer
 _NUM_CHECKED = 256  # partitions whose memory is looked at together
+_NUM_BLENDED = 17  # plans, to begin a search for a peak that is small enough with
+_BURST = 25  # rounds of play, after which a partition is tried
+_NUM_BURSTS = 16
+_FEW_BURSTS = 4  # after these it ends where nothing gets better
+_SHARE_OF_PLAY = 0.5  # of the time that is left
+_WORTH_A_BURST = 1e-4  # share of the bound by which it must rise for another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,80 +94,318 @@ class Incumbent:
         """Only plans below this are better by more than rounding, and within the limit."""
         return min(self.value * (1.0 - ROUNDING), self.limit)
 
+    def bounded(self, lower_bound: float) -> Incumbent:
+        """The same with a bound that may be higher."""
+        return replace(self, lower_bound=max(self.lower_bound, min(lower_bound, self.worth)))
 
-class SearchSpace(Protocol):
-    """The partitions among which `branch_and_bound` looks for a better one: bounds, dominance and local search."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """A search for the partition of a problem with the smallest value of a goal."""
+
+    problem: Problem
+    goal: type[Goal]
+    enough: float | None = None  # a value that is as good as the smallest; None: none is
+    num_even_plans: int = 1  # plans with even stages that are looked at to begin with
 
     @property
-    def bounds(self) -> CandidateBounds:
-        """The candidates of each stage, with bounds of the plans that take them."""
-        ...
-
-    @property
-    def relaxation(self) -> Relaxation:
-        """How prefixes are bounded, and which of them make others pointless."""
-        ...
+    def least(self) -> float:
+        """A lower bound of all values."""
+        return self.goal.least_of(self.problem)
 
     def is_settled(self, incumbent: Incumbent) -> bool:
-        """Whether no better value is looked for."""
-        ...
+        """Whether no better value is looked for: none is there, or it is settled whether one is good enough."""
+        if self.enough is None:
+            return incumbent.proven
+        return incumbent.proven or incumbent.value <= self.enough or incumbent.lower_bound > self.enough
 
-    def begun(self, incumbent: Incumbent, *, deadline_s: float) -> tuple[Self | None, Incumbent]:
-        """The space narrowed after a local search for the first incumbent; None where nothing better is in it."""
-        ...
+    def run(self, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
+        """What is known after a search that begins with a plan."""
+        least, asked = self.least, incumbent.limit
+        known = incumbent.bounded(least)
+        if self.enough is not None and self.is_settled(known):
+            return known
+        try:
+            limit = min(known.value * (1.0 + ROUNDING), asked)
+            return self._within(known, limit, most=_FEW_CANDIDATES, deadline_s=deadline_s)
+        except TooManyCandidates:
+            pass
+        for rise in _RISES:
+            limit = min(least * (1.0 + rise), known.value * (1.0 + ROUNDING), asked)
+            try:
+                found = self._within(known, limit, most=_MANY_CANDIDATES, deadline_s=deadline_s)
+            except TooManyCandidates:
+                return self._among_narrow(known, deadline_s=deadline_s)
+            is_last = found.value <= limit or limit >= min(known.value, asked)
+            known = replace(found, limit=asked)
+            if not found.proven or is_last or self.is_settled(known):
+                break
+        return known
 
-    def narrowed(self, incumbent: Incumbent) -> Self | None:
-        """The space without candidates that no better plan takes; None where none is left."""
-        ...
+    def moved(self, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
+        """What is known after moves from that plan alone."""
+        cap = self.goal.cap(self.problem, incumbent.value * (1 + _SLACK))
+        try:
+            candidates = candidates_within(self.problem, cap, most=_MANY_CANDIDATES)
+        except TooManyCandidates:
+            candidates = self._narrow(incumbent)
+        if candidates is None:
+            return incumbent
+        return self.polished(self.goal(self.problem, candidates), incumbent, deadline_s)
 
-    def strengthened(self, incumbent: Incumbent, *, deadline_s: float) -> tuple[Self, Incumbent]:
-        """The space with better bounds, and what was found on the way; called once, after the first sweep."""
-        ...
+    def polished(self, goal: Goal, incumbent: Incumbent, deadline_s: float) -> Incumbent:
+        """The incumbent after moves of single cuts; as it is where it is not made of the goal's candidates."""
+        path = path_of(goal.candidates, incumbent.ends)
+        if path is None:
+            return incumbent
+        may_be = self.limits(goal.candidates).fits if self.checks_devices else None
+        path = polish(self.problem, goal.candidates, path, values=goal.values, may_be=may_be, deadline_s=deadline_s)
+        value = float(goal.values(path[None])[0])
+        return replace(incumbent, ends=ends_of(goal.candidates, path), value=value)
 
-    def polished(self, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
-        """The incumbent after a local search."""
-        ...
+    @property
+    def checks_devices(self) -> bool:
+        """Whether candidates that fit by themselves may be too large together."""
+        return self.problem.has_chunks and self.problem.has_memory_limit
+
+    def limits(self, candidates: Sequence[Candidates]) -> DeviceMemoryLimits:
+        """The limits of devices on partitions of some candidates."""
+        return DeviceMemoryLimits(self.problem, candidates)
+
+    def fitting(self, candidates: Sequence[Candidates]) -> list[Candidates] | None:
+        """The candidates that may fit, beside the other stages of their device; None where that leaves no path."""
+        size = self.problem.costs.num_positions
+        left = on_paths([fitting(self.problem, stage, x) for stage, x in enumerate(candidates)], size)
+        if left is None or not self.checks_devices:
+            return left
+        limits = self.limits(left)
+        return on_paths([some.take(limits.fitting(stage)) for stage, some in enumerate(left)], size)
+
+    def _within(self, known: Incumbent, limit: float, *, most: int, deadline_s: float) -> Incumbent:
+        """What is known after looking for plans within the limit; a plan above it may be found beside."""
+        free = without_memory(self.problem)
+        limited = replace(known, limit=limit)
+        candidates = candidates_within(free, self.goal.cap(free, limit), most=most)
+        left = None if candidates is None else self.goal.filtered(free, candidates, limit)
+        if left is None:
+            return limited.bounded(float("inf"))
+        return self._searched(left, limited, deadline_s=deadline_s)
+
+    def _searched(self, candidates: list[Candidates], incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
+        bounds = first_weighted_bounds(self.goal(self.problem, candidates))
+        return branch_and_bound(SearchSpace(search=self, bounds=bounds), incumbent, deadline_s=deadline_s)
+
+    def _among_narrow(self, known: Incumbent, *, deadline_s: float) -> Incumbent:
+        """What is known after a search of short stages alone, which proves nothing of the others."""
+        candidates = self._narrow(known)
+        if candidates is None:
+            return known
+        found = self._searched(candidates, known, deadline_s=deadline_s)
+        return replace(found, lower_bound=known.lower_bound)
+
+    def _narrow(self, incumbent: Incumbent) -> list[Candidates] | None:
+        """Stages not much longer than those of the incumbent."""
+        sums = compute_sums_s(self.problem)
+        longest_s = float(np.diff(sums[incumbent.ends], prepend=0.0).max()) + 2 * self.problem.costs.overhead_s
+        cap = CandidateLimit(by_load=False, most_s=[_NARROW * longest_s] * self.problem.num_stages)
+        try:
+            return candidates_within(self.problem, cap, most=_MANY_CANDIDATES)
+        except TooManyCandidates:
+            return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """The partitions of some candidates, with bounds of those that take a candidate or begin with a prefix."""
+
+    search: Search
+    bounds: WeightedBounds
 
     @property
     def goal(self) -> Goal:
-        """What is to be small, as the largest of sums over the stages."""
-        ...
+        """What is to be small."""
+        return self.bounds.goal
+
+    @property
+    def candidates(self) -> Sequence[Candidates]:
+        """The candidates of each stage."""
+        return self.bounds.candidates
+
+    @cached_property
+    def through(self) -> list[Floats]:
+        """[E] for each stage: the least value of every partition that takes this candidate."""
+        known = self.goal.through()
+        if known is None:
+            return self.bounds.through_s
+        return [np.maximum(one, other) for one, other in zip(known, self.bounds.through_s, strict=True)]
+
+    @property
+    def whole(self) -> float:
+        """The least value of every partition."""
+        return float(self.through[0].min(initial=np.inf))
 
     def fits(self, paths: Ints) -> Bools:
         """[N]: whether partitions, [N, S], fit the memory."""
-        ...
+        if not self.search.checks_devices:
+            return np.ones(len(paths), dtype=np.bool_)
+        return self._limits.fits(paths)
+
+    def narrowed(self, incumbent: Incumbent) -> SearchSpace | None:
+        """The space of the candidates that a plan worth having could take; None where there is none."""
+        worth = incumbent.worth * (1.0 + _SLACK)
+        kept = [some.take(x <= worth) for some, x in zip(self.candidates, self.through, strict=True)]
+        return self._among(on_paths(kept, self.search.problem.costs.num_positions))
+
+    def begun(self, incumbent: Incumbent, *, deadline_s: float) -> tuple[SearchSpace | None, Incumbent]:
+        """The space of what fits the memory, narrowed before and after moves from the incumbent and from some plans with
+        even stages, with the bound of all its paths; None where nothing better is in it."""
+        space = self.narrowed(incumbent)
+        if space is not None:
+            space = space._among(self.search.fitting(space.candidates))
+        if space is None:
+            return None, incumbent
+        incumbent = space._started(incumbent.bounded(space.whole), deadline_s)
+        return (space if self.search.is_settled(incumbent) else space.narrowed(incumbent)), incumbent
+
+    def strengthened(self, incumbent: Incumbent, *, deadline_s: float) -> tuple[SearchSpace, Incumbent]:
+        """The space with better weights (fictitious play), and the best of the partitions found on the way."""
+        now_s = time.perf_counter()
+        until_s = now_s + _SHARE_OF_PLAY * (deadline_s - now_s)
+        path = path_of(self.candidates, incumbent.ends)
+        updates = WeightUpdates.begun(self.bounds, self.bounds.best_path() if path is None else path)
+        for burst in range(_NUM_BURSTS):
+            before, bound = incumbent, updates.weighted.whole_s
+            updates.go_on(_BURST, deadline_s=until_s)
+            incumbent = incumbent.bounded(updates.weighted.whole_s)
+            for start in self._plans([updates.middle_path()], incumbent):
+                found = self.polished(start, deadline_s=until_s)
+                incumbent = found if found.value < incumbent.value else incumbent
+            rise = updates.weighted.whole_s - bound
+            is_stuck = burst >= _FEW_BURSTS and rise < _WORTH_A_BURST * bound and incumbent.value == before.value
+            if self.search.is_settled(incumbent) or is_stuck or time.perf_counter() > until_s:
+                break
+        return replace(self, bounds=updates.weighted), incumbent
+
+    def polished(self, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
+        """The incumbent after moves of single cuts."""
+        return self.search.polished(self.goal, incumbent, deadline_s)
+
+    def root(self) -> Prefixes:
+        """The empty prefix."""
+        none: Ints = np.zeros((1, 0), dtype=np.int64)
+        return Prefixes(paths=none, last_end=none.sum(axis=1), added=np.zeros(1), bounds=np.array([self.whole]))
+
+    def grow(self, parents: Prefixes, children: Ints) -> Prefixes:
+        """Each parent with one more stage, bounded; those that do not fit by infinity."""
+        weighted, stage, paths = self.bounds, parents.stage, np.column_stack([parents.paths, children])
+        end = self.candidates[stage].end[children]
+        added = parents.added + weighted.values[stage][children]
+        bounds = np.maximum(parents.bounds, (added + weighted.rest_s[stage + 1][end]) * (1 - _SUMS_SLACK))
+        bounds = np.maximum(bounds, self.through[stage][children])
+        there = np.flatnonzero(self._limits.may_fit(paths)) if self.search.checks_devices else np.arange(len(paths))
+        least = np.full(len(paths), np.inf)
+        least[there] = self.goal.least(paths[there])
+        return Prefixes(paths=paths, last_end=end, added=added, bounds=np.maximum(bounds, least))
+
+    def undominated(self, nodes: Prefixes) -> Prefixes:
+        """The nodes whose labels no other one with the same end matches or beats in every number; all without labels."""
+        labels = None if self.search.checks_devices else self.goal.labels(nodes.paths)
+        if labels is None:
+            return nodes
+        slack = _LABEL_SLACK * float(nodes.bounds.max(initial=0.0))
+        kept = []
+        for end in np.unique(nodes.last_end):
+            there = np.flatnonzero(nodes.last_end == end)
+            kept.append(there[undominated(labels[there], slack=slack)])
+        return nodes.take(np.concatenate(kept))
+
+    @cached_property
+    def _limits(self) -> DeviceMemoryLimits:
+        return self.search.limits(self.candidates)
+
+    def _among(self, candidates: list[Candidates] | None) -> SearchSpace | None:
+        return None if candidates is None else replace(self, bounds=self.bounds.among(candidates))
+
+    def _started(self, incumbent: Incumbent, deadline_s: float) -> Incumbent:
+        """The best of moves from the incumbent and from some plans with even stages; the most even one comes last.
+
+        Where a value is good enough, the plan with the most even loads that has it is taken.
+        """
+        if self.search.enough is not None:
+            blended = self._plans(self.bounds.blended_paths(_NUM_BLENDED), incumbent)
+            enough = next((x for x in blended if x.value <= self.search.enough), None)
+            if enough is not None:
+                return enough
+        num_even_plans = self.search.num_even_plans
+        even_plans = self._plans(self.bounds.even_paths(num_even_plans), incumbent)
+        start = min([incumbent, *even_plans], key=lambda x: x.value)
+        found = self.polished(start, deadline_s=deadline_s)
+        if num_even_plans == 1 or not even_plans or even_plans[0] is start or self.search.is_settled(found):
+            return found
+        return min(found, self.polished(even_plans[0], deadline_s=deadline_s), key=lambda x: x.value)
+
+    def _plans(self, paths: Sequence[Ints], incumbent: Incumbent) -> list[Incumbent]:
+        """Those of some partitions that fit, with all else that is known."""
+        every = np.array(paths)
+        every = every[self.fits(every)]
+        pairs = zip(every, self.goal.values(every).tolist(), strict=True)
+        return [replace(incumbent, ends=ends_of(self.candidates, path), value=value) for path, value in pairs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefixes:
+    """N prefixes of s stages each, with a lower bound of every plan that begins with them."""
+
+    paths: Ints  # [N, s]: the candidate that each stage takes
+    last_end: Ints  # [N]: the position at which the next stage begins
+    added: Floats  # [N]: what the stages add to the weighted mean
+    bounds: Floats  # [N]
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    @property
+    def stage(self) -> int:
+        """The index of the stage that comes next."""
+        return int(self.paths.shape[1])
+
+    def take(self, index: Ints) -> Prefixes:
+        """Some of the nodes."""
+        return Prefixes(
+            paths=self.paths[index], last_end=self.last_end[index], added=self.added[index], bounds=self.bounds[index]
+        )
+
+    @classmethod
+    def joined(cls, parts: list[Prefixes]) -> Prefixes:
+        """All nodes of all parts."""
+        return cls(
+            paths=np.concatenate([x.paths for x in parts]),
+            last_end=np.concatenate([x.last_end for x in parts]),
+            added=np.concatenate([x.added for x in parts]),
+            bounds=np.concatenate([x.bounds for x in parts]),
+        )
 
 
 def branch_and_bound(space: SearchSpace, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
     """What is known after a search of the space: sweeps over prefixes, each wider than the one before."""
+    search = space.search
     left, incumbent = space.begun(incumbent, deadline_s=deadline_s)
-    if left is not None and not left.is_settled(incumbent):
-        problem = left.bounds.problem
-        is_large = problem.num_stages * problem.num_microbatches >= _MANY_ACTIONS
-        every = all_paths(left.bounds.candidates, most=_FEW_PARTITIONS) if is_large else None
+    if left is not None and not search.is_settled(incumbent):
+        is_large = search.problem.num_stages * search.problem.num_microbatches >= _MANY_ACTIONS
+        every = all_paths(left.candidates, most=_FEW_PARTITIONS) if is_large else None
         if every is not None:
-            incumbent = all_bounded(left, every, incumbent, deadline_s=max(deadline_s, time.perf_counter() + _FEW_S))
+            incumbent = _all_bounded(left, every, incumbent, deadline_s=max(deadline_s, time.perf_counter() + _FEW_S))
     width = _FIRST_WIDTH
-    while left is not None and not left.is_settled(incumbent) and time.perf_counter() < deadline_s:
-        incumbent = sweep(left.bounds, left.relaxation, incumbent, width=width, deadline_s=deadline_s)
-        if width == _FIRST_WIDTH and not left.is_settled(incumbent):
+    while left is not None and not search.is_settled(incumbent) and time.perf_counter() < deadline_s:
+        incumbent = sweep(left, incumbent, width=width, deadline_s=deadline_s)
+        if width == _FIRST_WIDTH and not search.is_settled(incumbent):
             left, incumbent = left.strengthened(incumbent, deadline_s=deadline_s)
-        if not left.is_settled(incumbent):
+        if not search.is_settled(incumbent):
             left = left.narrowed(incumbent)
         width *= _WIDER
     if left is None:
         return replace(incumbent, lower_bound=incumbent.worth)
     return left.polished(incumbent, deadline_s=deadline_s)
-
-
-def solution_of(problem: Problem, known: Incumbent, *, solver: str, wanted: str, time_limit_s: float) -> Solution:
-    """The best partition of a search for what was `wanted`, with a note if the time limit stopped it."""
-    return Solution(
-        stages=stages_between(problem, known.ends.tolist()),
-        lower_bound_s=known.value if known.proven else known.lower_bound,
-        solver=solver,
-        notes=() if known.proven else (f"the search for {wanted} was stopped after {seconds_text(time_limit_s)}",),
-    )
 
 
 def all_paths(candidates: Sequence[Candidates], *, most: int) -> Ints | None:
@@ -157,9 +423,9 @@ def all_paths(candidates: Sequence[Candidates], *, most: int) -> Ints | None:
     return paths
 
 
-def all_bounded(space: SearchSpace, paths: Ints, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
+def _all_bounded(space: SearchSpace, paths: Ints, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
     """What is known after the most promising of all partitions, [N, S], were looked at, until the time is up."""
-    goal, candidates = space.goal, space.bounds.candidates
+    goal, candidates = space.goal, space.candidates
     figures, stages = [goal.figures(stage) for stage in range(len(candidates))], range(len(candidates))
     least, is_checked = np.zeros(len(paths)), np.zeros(len(paths), dtype=np.bool_)
     while time.perf_counter() < deadline_s and least.min() * (1 + ROUNDING) < incumbent.worth:
@@ -179,25 +445,7 @@ def all_bounded(space: SearchSpace, paths: Ints, incumbent: Incumbent, *, deadli
         least[index] = max(least[index], value)
         if value < incumbent.value:
             incumbent = replace(incumbent, ends=ends_of(candidates, paths[index]), value=value)
-    least_value = min(float(least.min()) * (1 + ROUNDING), incumbent.worth)
-    return replace(incumbent, lower_bound=max(incumbent.lower_bound, least_value))
-
-
-def locally_improved(
-    problem: Problem,
-    candidates: Sequence[Candidates],
-    incumbent: Incumbent,
-    *,
-    values: Callable[[Ints], Floats],
-    may_be: Callable[[Ints], Bools] | None = None,
-    deadline_s: float,
-) -> Incumbent:
-    """The incumbent after moves of single cuts; as it is where it is not made of these candidates."""
-    path = path_of(candidates, incumbent.ends)
-    if path is None:
-        return incumbent
-    path = polish(problem, candidates, path, values=values, may_be=may_be, deadline_s=deadline_s)
-    return replace(incumbent, ends=ends_of(candidates, path), value=float(values(path[None])[0]))
+    return incumbent.bounded(float(least.min()) * (1 + ROUNDING))
 
 
 def ends_of(candidates: Sequence[Candidates], path: Ints) -> Ints:
@@ -218,40 +466,39 @@ def path_of(candidates: Sequence[Candidates], ends: Sequence[int] | Ints) -> Int
     return np.array(path, dtype=np.int64)
 
 
-def sweep(
-    bounds: CandidateBounds, relaxation: Relaxation, incumbent: Incumbent, *, width: int, deadline_s: float
-) -> Incumbent:
+def sweep(space: SearchSpace, incumbent: Incumbent, *, width: int, deadline_s: float) -> Incumbent:
     """What is known after growing prefixes to partitions, at most `width` of them at a time."""
-    nodes, left_out_s = relaxation.root(), float("inf")
-    for _ in range(bounds.problem.num_stages):
-        parts = list(_children(bounds, relaxation, nodes, incumbent, deadline_s))
+    nodes, left_out = space.root(), float("inf")
+    for _ in range(space.search.problem.num_stages):
+        parts = list(_children(space, nodes, incumbent, deadline_s))
         if time.perf_counter() > deadline_s:
             return incumbent
         if not parts:
-            nodes = nodes.take(np.arange(0))
-            break
-        nodes = relaxation.undominated(PartialPlans.joined(parts))
-        order = np.argsort(nodes.bounds_s, kind="stable")
-        left_out_s = min(left_out_s, float(nodes.bounds_s[order[width:]].min(initial=np.inf)))
+            return incumbent.bounded(left_out)
+        nodes = space.undominated(Prefixes.joined(parts))
+        order = np.argsort(nodes.bounds, kind="stable")
+        left_out = min(left_out, float(nodes.bounds[order[width:]].min(initial=np.inf)))
         nodes = nodes.take(order[:width])
-    return _with_leaves(bounds, relaxation, incumbent, nodes, left_out_s)
+    leaves = nodes.paths[np.argsort(nodes.bounds, kind="stable")[:_NUM_LEAVES]]
+    values = space.goal.values(leaves)
+    index = int(values.argmin())
+    if values[index] < incumbent.value:
+        incumbent = replace(incumbent, ends=ends_of(space.candidates, leaves[index]), value=float(values[index]))
+    return incumbent.bounded(left_out)
 
 
-def _children(
-    bounds: CandidateBounds, relaxation: Relaxation, nodes: PartialPlans, incumbent: Incumbent, deadline_s: float
-) -> Iterator[PartialPlans]:
+def _children(space: SearchSpace, nodes: Prefixes, incumbent: Incumbent, deadline_s: float) -> Iterator[Prefixes]:
     """The nodes with one more stage that can still lead to a better plan, in chunks; fewer if the time is up."""
-    some, through_s = bounds.candidates[nodes.stage], bounds.through_s[nodes.stage]
+    some, through = space.candidates[nodes.stage], space.through[nodes.stage]
     parents, children = _pairs(some, nodes.last_end)
-    worthy = through_s[children] < incumbent.worth
+    worthy = through[children] < incumbent.worth
     parents, children = parents[worthy], children[worthy]
-    chunk = min(_MOST_AT_ONCE, num_at_once(bounds.problem))
+    chunk = min(_MOST_AT_ONCE, num_at_once(space.search.problem))
     for start in range(0, len(parents), chunk):
         if time.perf_counter() > deadline_s:
             return
-        chosen = children[start : start + chunk]
-        grown = relaxation.grow(nodes.take(parents[start : start + chunk]), chosen)
-        promising = np.flatnonzero(np.maximum(grown.bounds_s, through_s[chosen]) < incumbent.worth)
+        grown = space.grow(nodes.take(parents[start : start + chunk]), children[start : start + chunk])
+        promising = np.flatnonzero(grown.bounds < incumbent.worth)
         if len(promising):
             yield grown.take(promising)
 
@@ -262,18 +509,3 @@ def _pairs(candidates: Candidates, starts: Ints) -> tuple[Ints, Ints]:
     counts = np.searchsorted(candidates.first, starts, side="right") - begin
     offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(np.arange(len(starts)), counts), np.repeat(begin, counts) + offsets
-
-
-def _with_leaves(
-    bounds: CandidateBounds, relaxation: Relaxation, incumbent: Incumbent, leaves: PartialPlans, left_out: float
-) -> Incumbent:
-    """What is known with these partitions, and no bound below `left_out` left out."""
-    best = incumbent
-    if len(leaves):
-        most_promising = leaves.paths[np.argsort(leaves.bounds_s, kind="stable")[:_NUM_LEAVES]]
-        values = relaxation.values(most_promising)
-        index = int(values.argmin())
-        if values[index] < incumbent.value:
-            ends = ends_of(bounds.candidates, most_promising[index])
-            best = replace(incumbent, ends=ends, value=float(values[index]))
-    return replace(best, lower_bound=max(incumbent.lower_bound, min(left_out, best.worth)))

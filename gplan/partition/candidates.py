@@ -20,9 +20,8 @@ from gplan.core import StageSeconds
 from gplan.cost.action_seconds import occupied
 from gplan.graph.down_sets import Bools, DownSets, Floats, Ints
 from gplan.partition.constraints import ConstraintCheck
-from gplan.partition.device_memory import counts_of, part_bytes, peaks_of
 from gplan.partition.plan_evaluation import load_s, passes_s
-from gplan.partition.problem import Problem, compute_sums_s, peak_moments_of
+from gplan.partition.problem import Problem, compute_sums_s, device_moments_of, peak_moments_of
 
 MOST_CANDIDATES = 12_000_000
 """More than these are not held at once; other methods serve then."""
@@ -129,8 +128,10 @@ def _own_peaks(problem: Problem, stage: int, candidates: Candidates) -> Ints:
     """[E]: the most that a device with several stages holds of one of them."""
     device = problem.devices[stage]
     own = problem.stages_by_device[device].index(stage)
-    parts = part_bytes(problem.costs, candidates.first, candidates.end, problem.boundaries(stage))
-    return peaks_of(counts_of(problem, device)[:, [own]], [parts])
+    parts = problem.costs.part_rows(candidates.first, candidates.end, problem.boundaries(stage))
+    counts = device_moments_of(problem, device).counts[:, own]
+    peaks: Ints = (counts @ parts).max(axis=0)
+    return peaks
 
 
 def _selecting(problem: Problem, stage: int, candidates: Candidates, limit_bytes: int) -> Candidates:

@@ -33,7 +33,7 @@ from gplan.partition.minimax import stages_between
 from gplan.partition.placement import fits_machine
 from gplan.partition.plan_evaluation import in_stage_order, stages_of
 from gplan.partition.problem import Problem, without_memory
-from gplan.partition.shared_device_search import smallest_peak
+from gplan.partition.search import smallest_peak
 from gplan.schedules.custom import is_custom_order
 from gplan.simulation.simulator import step_and_bubble
 

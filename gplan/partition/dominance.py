@@ -1,4 +1,4 @@
-"""GPipe prefixes as labels: a few numbers say all that the rest of a partition needs to know of one.
+"""GPipe prefixes as labels: a few numbers that are all that the rest of a partition depends on.
 
 All forwards run, then all backwards, so a step is two flow shops, one after the other, each with its closed form:
     T = sum (f + a) + (M-1) max (f, a) + first_{K-1}
@@ -22,127 +22,55 @@ to the last backward of the first one (0 if there is none).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from gplan.core import StageSeconds, is_recomputed
-from gplan.graph.down_sets import Floats, Ints
-from gplan.partition.dp import suffix_tables
-from gplan.partition.partial_plans import PartialPlans, SimulatedPrefixes, best_by_end, empty_prefix
+from gplan.graph.down_sets import Floats
+from gplan.partition.problem import Problem
 
-_NO_TIED = (0.0,) * 5  # labels of a prefix without tied weights
+_Paths = tuple[Floats, Floats, Floats]  # last, second, first
 
 
-@dataclass(frozen=True)
-class GPipeLabels(SimulatedPrefixes):
-    """Prefixes of GPipe pipelines; with all K stages their bounds are the step, up to rounding."""
-
-    def root(self) -> PartialPlans:
-        """The empty prefix: nothing was sent, and no backward follows the first stage's."""
-        tied = _NO_TIED if self._may_be_tied else ()
-        return empty_prefix(self.bounds, [0.0, 0.0, -np.inf, -np.inf, -np.inf, *tied])
-
-    def grow(self, parents: PartialPlans, candidates: Ints) -> PartialPlans:
-        """Each parent with one more stage; O(1) array operations."""
-        some = self.bounds.candidates[parents.stage]
-        times, gradient_s = some.times.take(candidates), self._gradient_before_s(parents)
-        max_f, passed_s, *before = parents.labels.T[:5]
+def gpipe_labels(problem: Problem, window: Sequence[StageSeconds[Floats]]) -> Floats:
+    """[N, labels] of N prefixes, given the times of their stages, [N] each."""
+    none = np.full(window[0].forward_s.shape, -np.inf)
+    zero = np.zeros_like(none)
+    max_f, passed_s, gradient_s = zero, zero, zero
+    paths: _Paths = none, none, none
+    tied_paths, has_tied, tied_update_s = paths, zero > 0, zero
+    for times in window:
         max_f = np.maximum(max_f, np.maximum(times.forward_s, times.activation_s))
         passed_s = passed_s + times.forward_s + times.activation_s
-        columns = [max_f, passed_s, *self._paths_s(before, gradient_s, times, times.optimizer_s)]
-        if self._may_be_tied:
-            columns += self._tied_labels(parents.labels.T[5:], gradient_s, times)
-        labels = np.column_stack(columns)
-        children = PartialPlans(
-            paths=np.column_stack([parents.paths, candidates]),
-            last_end=some.end[candidates],
-            labels=labels,
-            bounds_s=parents.bounds_s,
-        )
-        longest_s = np.maximum(self._bounds_s(children, times.gradient_s), parents.bounds_s)
-        return PartialPlans(paths=children.paths, last_end=children.last_end, labels=labels, bounds_s=longest_s)
+        paths = _with_stage(problem, paths, gradient_s, times, times.optimizer_s)
+        if times.is_tied is not None:
+            is_tied, had_tied = np.asarray(times.is_tied) > 0, has_tied
+            has_tied = had_tied | is_tied
+            end_s = np.where(has_tied & ~had_tied, 0.0, -np.inf)
+            tied_paths = _with_stage(problem, tied_paths, gradient_s, times, end_s)
+            tied_update_s = np.maximum(tied_update_s, np.where(is_tied, times.optimizer_s, 0.0))
+        gradient_s = times.gradient_s
+    labels = [max_f, passed_s, *paths]
+    if window[0].is_tied is not None:
+        labels += [has_tied.astype(np.float64), tied_update_s, *(np.where(has_tied, x, 0.0) for x in tied_paths)]
+    return np.column_stack(labels)
 
-    def _paths_s(
-        self, before: Sequence[Floats], gradient_s: Floats, times: StageSeconds[Floats], end_s: Floats
-    ) -> list[Floats]:
-        """`last`, `second` and `first` with one more stage; `end_s` is what follows its last backward."""
-        last, second, first = before
-        first_b, b = self._backwards_s(times)
-        num_microbatches = self.bounds.problem.num_microbatches
-        num_between = num_microbatches - 2
-        last = gradient_s + last
-        second = np.maximum(num_between * gradient_s + last, gradient_s + second)
-        first = gradient_s + (np.maximum(second, first) if num_microbatches > 1 else first)
-        last = b + np.maximum(end_s, last)
-        second = np.maximum(num_between * b + last, b + second)
-        after_first = second if num_microbatches > 1 else end_s
-        return [last, second, first_b + np.maximum(after_first, first)]
 
-    def _tied_labels(self, before: Floats, gradient_s: Floats, times: StageSeconds[Floats]) -> list[Floats]:
-        """Whether any stage has tied weights, the longest update of one, and the paths to the first one's last backward."""
-        had_tied, update_s, paths = before[0] > 0, before[1], before[2:]
-        is_tied = np.asarray(times.is_tied) > 0
-        has_tied = is_tied | had_tied
-        end_s = np.where(has_tied & ~had_tied, 0.0, -np.inf)
-        found = self._paths_s(list(np.where(had_tied, paths, -np.inf)), gradient_s, times, end_s)
-        update_s = np.maximum(update_s, np.where(is_tied, times.optimizer_s, 0.0))
-        return [has_tied.astype(np.float64), update_s, *(np.where(has_tied, x, 0.0) for x in found)]
-
-    @property
-    def _may_be_tied(self) -> bool:
-        return self.bounds.candidates[0].times.is_tied is not None
-
-    def undominated(self, nodes: PartialPlans) -> PartialPlans:
-        """One of the best nodes for each trade-off, for every layer at which the next stage may begin."""
-        return best_by_end(nodes, nodes.labels)
-
-    def _gradient_before_s(self, nodes: PartialPlans) -> Floats:
-        """[N]: seconds in which the next stage's gradients reach the last stage of each prefix;
-        nothing before stage 0."""
-        if not nodes.stage:
-            return np.zeros(len(nodes))
-        return self.bounds.candidates[nodes.stage - 1].times.gradient_s[nodes.paths[:, -1]]
-
-    def _bounds_s(self, nodes: PartialPlans, gradient_s: Floats) -> Floats:
-        """Of prefixes: the path through `first`, or one that is slowest further on."""
-        bounds, stage, end = self.bounds, nodes.stage, nodes.last_end
-        around_s = bounds.around_after_again_s if self._recomputes[0] else bounds.around_after_s
-        later_f, later_b, later_both = (table[stage][end] for table in self._largest_after)
-        max_f, passed_s, last, _, first = nodes.labels.T[:5]
-        if self._may_be_tied:
-            _, update_s, tied_last, _, tied_first = nodes.labels.T[5:]
-            last, first = np.maximum(last, tied_last + update_s), np.maximum(first, tied_first + update_s)
-        passing_s = passed_s + around_s[stage][end] + gradient_s
-        num_more = bounds.problem.num_microbatches - 1
-        max_f = np.maximum(max_f, later_f)
-        here_s = passing_s + num_more * max_f + first
-        further_s = passing_s + num_more * np.maximum(max_f + later_b, later_both) + last
-        bounds_s: Floats = np.maximum(here_s, further_s)
-        return bounds_s
-
-    @cached_property
-    def _largest_after(self) -> tuple[Floats, Floats, Floats]:
-        """[K+1, P] each: the least that max f, max b and max (f + b) of the stages from s on can be."""
-        candidates, size = self.bounds.candidates, self.bounds.problem.costs.num_positions
-        f = [some.times.forward_s for some in candidates]
-        b = [self._backwards_s(some.times)[1] for some in candidates]
-        both = [x + y for x, y in zip(f, b, strict=True)]
-        f_table, b_table, both_table = (
-            suffix_tables(candidates, values, np.maximum, num_positions=size)[:, 0] for values in (f, b, both)
-        )
-        return f_table, b_table, both_table
-
-    def _backwards_s(self, times: StageSeconds[Floats]) -> tuple[Floats, Floats]:
-        """Seconds of the backward of the micro-batch that comes back first, and of each other one, if there is any."""
-        again = times.backward_s + times.recompute_s
-        first, other = (again if recomputes else times.backward_s for recomputes in self._recomputes)
-        return first, other
-
-    @property
-    def _recomputes(self) -> tuple[bool, bool]:
-        """Whether the micro-batch that comes back first, the last one, is recomputed, and whether each other one is."""
-        problem, num = self.bounds.problem, self.bounds.problem.num_microbatches
-        first, other = (is_recomputed(m, num_microbatches=num, recompute=problem.recompute) for m in (num - 1, 0))
-        return first, other
+def _with_stage(
+    problem: Problem, before: _Paths, gradient_s: Floats, times: StageSeconds[Floats], end_s: Floats
+) -> _Paths:
+    """`last`, `second` and `first` with one more stage; `end_s` is what follows its last backward."""
+    num_microbatches = problem.num_microbatches
+    first_b, b = (
+        times.backward_s
+        + is_recomputed(m, num_microbatches=num_microbatches, recompute=problem.recompute) * times.recompute_s
+        for m in (num_microbatches - 1, 0)
+    )
+    last, second, first = before
+    last = gradient_s + last
+    second = np.maximum((num_microbatches - 2) * gradient_s + last, gradient_s + second)
+    first = gradient_s + (np.maximum(second, first) if num_microbatches > 1 else first)
+    last = b + np.maximum(end_s, last)
+    second = np.maximum((num_microbatches - 2) * b + last, b + second)
+    after_first = second if num_microbatches > 1 else end_s
+    return last, second, first_b + np.maximum(after_first, first)

@@ -11,62 +11,21 @@ partitions.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
 
 import numpy as np
 
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.candidates import Candidates
 from gplan.partition.dp import best_path, prefix_tables, suffix_tables
+from gplan.partition.goals import Goal
 from gplan.partition.problem import Problem, compute_sums_s
 
 _ROUNDING = 1e-12  # share by which sums may be off
 _TINY = 1e-300  # so that nothing is divided by 0
 _HEAD_START = 20  # rounds that the first weights count for
-
-
-@dataclass(frozen=True)
-class Goal(ABC):
-    """What is to be small: the largest of sums over the stages, or at least that."""
-
-    problem: Problem
-    candidates: Sequence[Candidates]
-
-    def among(self, candidates: Sequence[Candidates]) -> Self:
-        """The same among other candidates."""
-        return replace(self, candidates=candidates)
-
-    @abstractmethod
-    def figures(self, stage: int) -> Floats:
-        """[figures, E]: what the sums are made of, of each candidate of a stage."""
-
-    @abstractmethod
-    def first_weights(self) -> list[Floats]:
-        """[S, figures] each: means of some sums, to begin with."""
-
-    @abstractmethod
-    def heaviest(self, figures: Floats) -> Floats:
-        """[S, figures]: the sum that is the largest with these figures of the stages, [S, figures]."""
-
-    @abstractmethod
-    def values(self, paths: Ints) -> Floats:
-        """[N]: the largest sums of N partitions, [N, S]."""
-
-    @abstractmethod
-    def least(self, paths: Ints) -> Floats:
-        """[N]: what they are at least of every partition that begins with these stages, [N, s];
-        of all stages, exactly."""
-
-    def labels(self, paths: Ints) -> Floats | None:
-        """[N, D]: numbers such that a prefix with none of them larger is as good as another with the same end.
-
-        None where they would be too many, such as the times of all micro-batches or what is held at every moment.
-        """
-        return None
 
 
 @dataclass(frozen=True, eq=False)

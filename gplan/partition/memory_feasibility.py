@@ -15,14 +15,13 @@ from functools import cached_property
 
 import numpy as np
 
-from gplan.cost.memory_moments import Moment, peak_of
+from gplan.cost.memory_moments import Moments
 from gplan.cost.stage_table import DeviceBoundaries, StageTable
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.candidates import Candidates, TooManyCandidates, pairs_within
 from gplan.partition.constraints import ConstraintCheck
-from gplan.partition.device_memory import counts_of, part_bytes, peaks_of
 from gplan.partition.dp import INFINITY, best_path, suffix_tables
-from gplan.partition.problem import Problem, peak_moments_of
+from gplan.partition.problem import Problem, device_moments_of, peak_moments_of
 from gplan.partition.recompute import PeakMoments
 from gplan.schedules.in_flight import NUM_WARMUP
 
@@ -59,8 +58,8 @@ def least_peak(problem: Problem) -> tuple[int, list[int]]:
 
     Raises TooManyCandidates as above, ValueError where the constraints leave no partition.
     """
-    demands = [_demand(problem, stage) for stage in range(problem.num_stages)]
-    even = min(float(_least_held(problem, x)[-1]) for x in set(demands)) / problem.num_stages
+    demands = {x.key: x for x in (_demand(problem, stage) for stage in range(problem.num_stages))}
+    even = min(float(_least_held(problem, x)[-1]) for x in demands.values()) / problem.num_stages
     for times in _RISES:
         found = _least_within(problem, [max(1.0, even) * times] * problem.num_stages)
         if found is not None:
@@ -147,14 +146,15 @@ class _Within:
 
     def __init__(self, problem: Problem, most_bytes: float) -> None:
         self._problem, self._most_bytes = problem, most_bytes
-        self._known: dict[tuple[PeakMoments, DeviceBoundaries], FittingStages] = {}
+        self._known: dict[tuple[object, DeviceBoundaries], FittingStages] = {}
 
     def candidates(self, requested: Problem, stage: int) -> FittingStages:
         """Those of a stage of the same problem, with any number of stages."""
-        demand = _demand(requested, stage), requested.boundaries(stage)
-        if demand not in self._known:
-            self._known[demand] = self._made(*demand)
-        return self._known[demand]
+        demand, boundaries = _demand(requested, stage), requested.boundaries(stage)
+        key = demand.key, boundaries
+        if key not in self._known:
+            self._known[key] = self._made(demand, boundaries)
+        return self._known[key]
 
     def _made(self, peak_moments: PeakMoments, boundaries: DeviceBoundaries) -> FittingStages:
         costs, parts = self._problem.costs, list[FittingStages]()
@@ -177,21 +177,16 @@ class _Within:
         if problem.recompute == "selected":
             peaks = problem.selector.least_peak_bytes(first, end, peak_moments)
         else:
-            peaks = peak_of(peak_moments.keeping, problem.costs.parts(first, end, boundaries))
+            peaks = peak_moments.keeping.peak([problem.costs.part_rows(first, end, boundaries)])
         found = FittingStages(first=first, end=end, peak_bytes=peaks.astype(np.float64))
         return found.take(found.peak_bytes <= self._most_bytes)
 
 
 def _demand(problem: Problem, stage: int) -> PeakMoments:
-    """The moments of a stage, without the actions that they are named after."""
+    """The moments of a stage, or of another one that holds the same."""
     if problem.schedule in ALIKE_FROM_THE_END:
         problem, stage = replace(problem, num_stages=min(problem.num_stages - stage, problem.num_microbatches)), 0
-    found = peak_moments_of(problem, stage)
-    return PeakMoments(keeping=_unnamed(found.keeping), selecting=_unnamed(found.selecting))
-
-
-def _unnamed(moments: Sequence[Moment]) -> tuple[Moment, ...]:
-    return tuple(replace(x, action="") for x in moments)
+    return peak_moments_of(problem, stage)
 
 
 def _least_held(problem: Problem, peak_moments: PeakMoments) -> Floats:
@@ -200,12 +195,10 @@ def _least_held(problem: Problem, peak_moments: PeakMoments) -> Floats:
     layers = bytes_before(problem.costs)
     always = layers["weight"] + layers["optimizer"]
     may_stash = problem.recompute != "selected"  # else a layer's stash may be given up
-    held = [
-        always
-        + may_stash * (x.num_stashes - x.num_pending + x.num_recomputing) * layers["stash"]
-        + x.has_gradients * layers["gradient"]
-        for x in peak_moments.selecting
-    ]
+    moments = peak_moments.selecting
+    num_stashes = may_stash * (moments.of("stash") - moments.of("pending") + moments.of("recomputed_stash"))
+    pairs = zip(num_stashes, moments.of("gradient"), strict=True)
+    held = [always + stashes * layers["stash"] + gradients * layers["gradient"] for stashes, gradients in pairs]
     return max(held, key=lambda sums: float(sums[-1]))
 
 
@@ -240,7 +233,7 @@ class DeviceMemoryLimits:
             return np.ones(len(self.candidates[stage]), dtype=np.bool_)
         stages = self.problem.stages_by_device[device]
         parts = [self.all_parts(k) if k == stage else self._least_parts[k] for k in stages]
-        return np.asarray(peaks_of(counts_of(self.problem, device), parts) <= limit)
+        return np.asarray(self._moments(device).peak(parts) <= limit)
 
     def least_bytes(self, device: int, paths: Ints) -> Ints:
         """[N]: the peak of a device, with the least of each of its stages that is to come."""
@@ -248,11 +241,11 @@ class DeviceMemoryLimits:
             self.parts(k, paths[:, k]) if k < paths.shape[1] else self._least_parts[k]
             for k in self.problem.stages_by_device[device]
         ]
-        return np.broadcast_to(peaks_of(counts_of(self.problem, device), parts), len(paths))
+        return np.broadcast_to(self._moments(device).peak(parts), len(paths))
 
     def fullest(self, device: int, parts: Floats) -> Floats:
         """[S, parts]: what of each part a device holds when it holds most, given those of all stages, [S, parts]."""
-        counts, stages = counts_of(self.problem, device), list(self.problem.stages_by_device[device])
+        counts, stages = self._moments(device).counts, list(self.problem.stages_by_device[device])
         held = (counts * parts[stages]).sum(axis=(1, 2))
         weights = np.zeros(parts.shape)
         weights[stages] = counts[int(held.argmax())]
@@ -261,11 +254,14 @@ class DeviceMemoryLimits:
     def parts(self, stage: int, index: Ints) -> Ints:
         """[parts, N]: what the memory of some candidates is made of."""
         some = self.candidates[stage]
-        return part_bytes(self.problem.costs, some.first[index], some.end[index], self.problem.boundaries(stage))
+        return self.problem.costs.part_rows(some.first[index], some.end[index], self.problem.boundaries(stage))
 
     def all_parts(self, stage: int) -> Ints:
         """[parts, E] of all candidates of a stage."""
         return self.parts(stage, np.arange(len(self.candidates[stage])))
+
+    def _moments(self, device: int) -> Moments:
+        return device_moments_of(self.problem, device)
 
     @cached_property
     def _least_parts(self) -> list[Ints]:

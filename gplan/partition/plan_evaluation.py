@@ -28,8 +28,15 @@ from gplan.core.errors import UsageError
 from gplan.cost.action_seconds import occupied
 from gplan.cost.memory_moments import device_memory, stage_memory
 from gplan.cost.part_table import first_of
-from gplan.partition.device_memory import device_peaks
-from gplan.partition.problem import Problem, Solution, device_sums, moments_of, peak_moments_of, recomputed_share
+from gplan.partition.problem import (
+    Problem,
+    Solution,
+    device_peaks,
+    device_sums,
+    moments_of,
+    peak_moments_of,
+    recomputed_share,
+)
 from gplan.partition.recompute import RecomputeChoice
 from gplan.simulation.simulator import equal_bubble, step_and_bubble
 

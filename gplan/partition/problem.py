@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
+
 from gplan.core import ActionKind, Constraints, Link, MachineDevice, Objective, RecomputeMode, Schedule
 from gplan.core.units import percent_text
 from gplan.cost.layer_sums import SecondsOf
-from gplan.cost.memory_moments import Moment, peak_of, stage_moments
+from gplan.cost.memory_moments import Moments, peak_moments
 from gplan.cost.stage_table import DeviceBoundaries, StagePlace, StageTable
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.recompute import PeakMoments, RecomputeSelector
@@ -177,7 +179,7 @@ class Problem:
         """[E]: the most memory that stages hold at least, without what their device holds for its other stages."""
         if self.recompute == "selected":
             return self.selector.least_peak_bytes(first, end, peak_moments_of(self, stage))
-        return peak_of(moments_of(self, stage), self.costs.parts(first, end, self.boundaries(stage)))
+        return moments_of(self, stage).peak([self.costs.part_rows(first, end, self.boundaries(stage))])
 
     @cached_property
     def selector(self) -> RecomputeSelector:
@@ -237,13 +239,31 @@ def peak_moments_of(problem: Problem, stage: int) -> PeakMoments:
     return PeakMoments(keeping=moments_of(nothing_recomputed(problem), stage), selecting=moments_of(problem, stage))
 
 
-def moments_of(problem: Problem, stage: int) -> tuple[Moment, ...]:
+def device_peaks(problem: Problem, first: Ints, end: Ints) -> Ints:
+    """[K, N]: the peaks of the devices of N partitions, to the byte, given where their stages begin and end, [S, N]."""
+    peaks = []
+    for device, stages in enumerate(problem.stages_by_device):
+        parts = [problem.costs.part_rows(first[k], end[k], problem.boundaries(k)) for k in stages]
+        peaks.append(device_moments_of(problem, device).peak(parts))
+    return np.array(peaks)
+
+
+def device_moments_of(problem: Problem, device: int) -> Moments:
+    """The moments at which the memory of a device may peak, all its stages together."""
+    return _moments_of(problem, problem.stages_by_device[device])
+
+
+def moments_of(problem: Problem, stage: int) -> Moments:
     """The moments at which the memory of a stage by itself may peak."""
-    return stage_moments(
+    return _moments_of(problem, (stage,))
+
+
+def _moments_of(problem: Problem, stages: tuple[int, ...]) -> Moments:
+    return peak_moments(
         problem.schedule,
         num_devices=problem.num_devices,
         num_microbatches=problem.num_microbatches,
-        stage=stage,
+        stages=stages,
         recompute=problem.recompute,
     )
 

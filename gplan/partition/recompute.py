@@ -24,7 +24,8 @@ import numpy as np
 from msgspec import structs
 
 from gplan.core.plan import StageBytes
-from gplan.cost.memory_moments import Moment, moment_bytes, peak_of
+from gplan.cost.memory_moments import Moments
+from gplan.cost.part_table import rows_of
 from gplan.cost.stage_table import StageTable
 from gplan.cost.workspaces import DIRECTIONS
 from gplan.graph.boundary import values_of
@@ -101,8 +102,13 @@ _IMPOSSIBLE = np.iinfo(np.int64).max // 4
 class PeakMoments:
     """The moments at which the memory of a stage can peak: without recompute, and with selected layers."""
 
-    keeping: tuple[Moment, ...]
-    selecting: tuple[Moment, ...]
+    keeping: Moments
+    selecting: Moments
+
+    @property
+    def key(self) -> tuple[bytes, bytes]:
+        """Equal for stages that hold the same at their moments."""
+        return self.keeping.key, self.selecting.key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +117,7 @@ class RecomputeChoice:
 
     layers: tuple[int, ...]
     recompute_s: float
-    moments: tuple[Moment, ...]
+    moments: Moments
     parts: StageBytes[Ints]  # of one stage, [1]
 
 
@@ -124,7 +130,7 @@ class RecomputeSelector:
     def seconds(self, first: Ints, end: Ints, peak_moments: PeakMoments, *, limit_bytes: int) -> Floats:
         """[E]: the least seconds of recompute with which each stage fits; infinite if it cannot."""
         parts = self.costs.parts(first, end)
-        found = np.where(peak_of(peak_moments.keeping, parts) <= limit_bytes, 0.0, np.inf)
+        found = np.where(_peak_of(peak_moments.keeping, parts) <= limit_bytes, 0.0, np.inf)
         left = np.flatnonzero(found > 0)
         if not len(left) or not len(self._levels):
             return found
@@ -142,7 +148,7 @@ class RecomputeSelector:
         one, other = np.array([first]), np.array([end])
         parts = self.costs.parts(one, other)
         kept = RecomputeChoice(layers=(), recompute_s=0.0, moments=peak_moments.keeping, parts=parts)
-        if limit_bytes is None or peak_of(peak_moments.keeping, parts)[0] <= limit_bytes or not len(self._levels):
+        if limit_bytes is None or _peak_of(peak_moments.keeping, parts)[0] <= limit_bytes or not len(self._levels):
             return kept
         base = self._base(one, other, parts)
         needs = self._needs(base, parts.stash, peak_moments, limit_bytes)
@@ -291,11 +297,11 @@ class RecomputeSelector:
 
     def _least_peaks(self, first: Ints, end: Ints, parts: StageBytes[Ints], peak_moments: PeakMoments) -> list[Ints]:
         """The peaks, [E] each: without recompute, and with all layers of each level recomputed."""
-        peaks, base = [peak_of(peak_moments.keeping, parts)], self._base(first, end, parts)
+        peaks, base = [_peak_of(peak_moments.keeping, parts)], self._base(first, end, parts)
         pairs = list(zip(first.tolist(), end.tolist(), strict=True))
         for level, level_bytes in enumerate(self._levels):
             saved = np.array([self._front(i, j, level).saved_bytes[-1] for i, j in pairs], dtype=np.int64)
-            peaks.append(peak_of(peak_moments.selecting, _at_level(base, level_bytes, kept_bytes=parts.stash - saved)))
+            peaks.append(_peak_of(peak_moments.selecting, _at_level(base, level_bytes, kept_bytes=parts.stash - saved)))
         return peaks
 
     def _base(self, first: Ints, end: Ints, parts: StageBytes[Ints]) -> _Base:
@@ -311,12 +317,16 @@ class RecomputeSelector:
             self._inflations.append(whole_s / (whole_s - error_s) if error_s < whole_s else math.inf)
 
 
+def _peak_of(moments: Moments, parts: StageBytes[Ints]) -> Ints:
+    return moments.peak([rows_of(parts, parts.stash.shape)])
+
+
 def _saved_bytes(emptied: StageBytes[Ints], stash: Ints, peak_moments: PeakMoments, limit_bytes: int) -> Ints:
     """[E]: the bytes of their stash that stages must save so that they fit, given their parts with nothing kept."""
-    need = np.zeros_like(stash)
-    for moment in peak_moments.selecting:
-        available = limit_bytes - moment_bytes(moment, emptied)
-        num_kept = moment.num_checkpoints + moment.num_recomputing
+    need, moments = np.zeros_like(stash), peak_moments.selecting
+    kept = moments.of("checkpoint") + moments.of("recomputed_stash")
+    for num_kept, held in zip(kept.tolist(), moments.held([rows_of(emptied, stash.shape)]), strict=True):
+        available = limit_bytes - held
         if num_kept:
             need = np.maximum(need, stash - available // num_kept)
         need = np.where(available < 0, _IMPOSSIBLE, need)

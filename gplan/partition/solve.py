@@ -18,10 +18,8 @@ from gplan.graph.down_sets import DownSets, Prefixes, down_sets
 from gplan.graph.layer_graph import LayerGraph
 from gplan.partition.candidates import TooManyCandidates
 from gplan.partition.minimax import smallest_largest
-from gplan.partition.plan_evaluation import fits_memory, goal_s
 from gplan.partition.problem import Problem, Solution
-from gplan.partition.shared_device_search import smallest_shared
-from gplan.partition.step_time import TIME_LIMIT_S, smallest_step
+from gplan.partition.search import TIME_LIMIT_S, smallest
 
 SOLVERS = ("auto", "dp", "milp", "cbc")
 MOST_DOWN_SETS = 200_000
@@ -77,16 +75,9 @@ def with_down_sets(problem: Problem) -> Problem:
 
 
 def _by_programs(problem: Problem, time_limit_s: float | None, start: Solution | None = None) -> Solution | None:
-    limit_s = TIME_LIMIT_S if time_limit_s is None else time_limit_s
-    if problem.has_chunks:
-        return smallest_shared(problem, start=start, time_limit_s=limit_s)
-    if problem.minimize != "step-time":
+    if problem.minimize != "step-time" and not problem.has_chunks:
         return smallest_largest(problem)
-    if start is not None and fits_memory(problem, start.stages):
-        known = [x for x in (start, smallest_largest(problem)) if x is not None]
-        start = min(known, key=lambda x: goal_s(problem, x.stages))
-        return smallest_step(problem, start=start, time_limit_s=limit_s)
-    return smallest_step(problem, time_limit_s=limit_s)
+    return smallest(problem, start=start, time_limit_s=TIME_LIMIT_S if time_limit_s is None else time_limit_s)
 
 
 def _without_candidates(problem: Problem, solver: str, time_limit_s: float | None) -> Solution | None:
@@ -96,7 +87,7 @@ def _without_candidates(problem: Problem, solver: str, time_limit_s: float | Non
     start = _on_prefixes(problem)
     if problem.minimize == "step-time" and start is not None and not problem.has_chunks:
         try:
-            return smallest_step(problem, start=start, time_limit_s=limit_s)
+            return smallest(problem, start=start, time_limit_s=limit_s)
         except TooManyCandidates:
             pass
     return _by_milp(problem, solver, max(0.1 * limit_s, deadline_s - time.perf_counter()), start=start)

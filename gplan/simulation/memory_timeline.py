@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from gplan.core import ActionKind, Plan, RecomputeMode, Schedule, StageBytes, StageMemory, Timeline
-from gplan.cost.memory_moments import OPTIMIZER_MOMENT, RESTING, DeviceMoment, Moment, device_moments, memory_at
+from gplan.cost.memory_moments import OPTIMIZER_MOMENT, Moments, device_moments, memory_at, resting
+from gplan.cost.part_table import rows_of
+from gplan.graph.down_sets import Ints
 from gplan.simulation.simulator import schedule_of, simulate
 
 
@@ -61,7 +63,7 @@ def device_holdings(
     `timeline` is a step of the schedule with every action and update.
     """
     own = {stage: parts[stage] for stage in schedule.stages_of(device)}
-    moments = device_moments(schedule, device, own, recompute=recompute)
+    moments = device_moments(schedule, device, recompute=recompute)
     return tuple(_holdings(timeline, device, own, moments))
 
 
@@ -77,23 +79,26 @@ def _recompute_of(plan: Plan, device: int) -> RecomputeMode:
 
 
 def _holdings(
-    timeline: Timeline, device: int, parts: Mapping[int, StageBytes[int]], moments: Iterator[DeviceMoment]
+    timeline: Timeline, device: int, parts: Mapping[int, StageBytes[int]], moments: Moments
 ) -> Iterator[Holding]:
     """One before the first action, then two for each action: while it runs and until the next one starts."""
 
-    def held(at: Mapping[int, Moment], action: str, start_s: float, end_s: float) -> Holding:
-        stages = tuple(memory_at(at[stage], own, action=action) for stage, own in parts.items())
+    def held(counts: Ints, action: str, start_s: float, end_s: float) -> Holding:
+        pairs = zip(counts, parts.values(), strict=True)
+        stages = tuple(memory_at(one, own, action=action) for one, own in pairs)
         return Holding(device=device, action=action, start_s=start_s, end_s=end_s, stages=stages)
 
-    resting, times = dict.fromkeys(parts, RESTING), _times(timeline, device)
-    steps = [(action, list(group)) for action, group in groupby(moments, key=lambda moment: moment.action)]
-    yield held(resting, "", 0.0, times[steps[0][0]][0])
+    nothing, times = resting(len(parts)), _times(timeline, device)
+    num_bytes = moments.held([rows_of(own, (1,)) for own in parts.values()])[:, 0]
+    every = range(len(moments.actions))
+    steps = [(action, list(group)) for action, group in groupby(every, key=moments.actions.__getitem__)]
+    yield held(nothing, "", 0.0, times[steps[0][0]][0])
     starts = [*(times[action][0] for action, _ in steps[1:]), timeline.step_s]
     for (action, step), next_s in zip(steps, starts, strict=True):
         start_s, end_s = times[action]
-        most = max(step, key=lambda moment: moment.num_bytes)
-        yield held(most.moments, action, start_s, end_s)
-        after, name = (resting, "") if action == OPTIMIZER_MOMENT else (step[-1].moments, action)
+        most = max(step, key=num_bytes.__getitem__)
+        yield held(moments.counts[most], action, start_s, end_s)
+        after, name = (nothing, "") if action == OPTIMIZER_MOMENT else (moments.counts[step[-1]], action)
         yield held(after, name, end_s, max(end_s, next_s))
 
 

@@ -16,7 +16,7 @@ from gplan.core.machine import Collective
 from gplan.core.precision import Precision
 from gplan.core.profile import ParameterSize, Profile
 from gplan.corrections.sharding import division_gains, sharded
-from gplan.cost.memory_moments import RESTING, memory_at, moment_bytes, stage_memory, stage_moments
+from gplan.cost.memory_moments import memory_at, peak_moments, stage_memory
 from gplan.cost.stage_table import StageTable
 from tests.made import make_profile
 from tests.partition.problems import profiles
@@ -41,7 +41,7 @@ def costs_of(sharding: str, num_replicas: int = 4, *, kind: str = "cpu") -> Stag
 
 
 def peak(costs: StageTable, first: int = 0, end: int = 2) -> int:
-    moments = stage_moments("gpipe", num_devices=1, num_microbatches=2, stage=0, recompute="never")
+    moments = peak_moments("gpipe", num_devices=1, num_microbatches=2, stages=(0,), recompute="never")
     return stage_memory(moments, costs.row_parts(first, end)).peak_bytes
 
 
@@ -212,7 +212,7 @@ def test_what_is_freed_before_the_update_is_no_negative_workspace() -> None:
     costs = StageTable(sharded(profile, num_replicas=2, sharding="optimizer"), 2, num_replicas=2, sharding="optimizer")
     parts = costs.row_parts(0, 2)
     assert parts.optimizer_workspace < 0
-    update = replace(RESTING, workspace="optimizer_workspace", has_gradients=True)
-    held = memory_at(update, parts, action="update")
+    moments = peak_moments("gpipe", num_devices=1, num_microbatches=2, stages=(0,), recompute="never")
+    held = memory_at(moments.counts[moments.actions.index("optimizer"), 0], parts, action="update")
     assert held.workspace_bytes == 0
-    assert held.peak_bytes == moment_bytes(update, parts)
+    assert held.weight_bytes == parts.weight + parts.optimizer_workspace

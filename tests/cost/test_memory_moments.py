@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,11 +16,10 @@ from gplan.cost.memory_moments import (
     device_memory,
     device_moments,
     memory_at,
-    moment_bytes,
-    peak_of,
+    peak_moments,
     stage_memory,
-    stage_moments,
 )
+from gplan.cost.part_table import rows_of
 from gplan.schedules.registry import make_schedule, schedule_info
 from tests.schedules.made import FORWARD, INPUT, NAMES, WEIGHT, most_in_flight
 
@@ -87,10 +85,11 @@ def test_a_device_holds_what_a_replay_of_its_blocks_holds(
     for device in range(k):
         parts = {stage: some_parts(rng) for stage in schedule.stages_of(device)}
         story = list(told(schedule, device, parts, mode))
-        moments = list(device_moments(schedule, device, parts, recompute=mode))
-        assert max(x.num_bytes for x in moments) == max(num_bytes for _, num_bytes in story)
+        moments = device_moments(schedule, device, recompute=mode)
+        held = moments.held([rows_of(x, (1,)) for x in parts.values()])[:, 0].tolist()
+        assert max(held) == max(num_bytes for _, num_bytes in story)
         for action in {name for name, _ in story}:
-            found = [x.num_bytes for x in moments if x.action == action]
+            found = [x for x, name in zip(held, moments.actions, strict=True) if name == action]
             expected = [num_bytes for name, num_bytes in story if name == action]
             assert (max(found), found[-1]) == (max(expected), expected[-1])
 
@@ -103,12 +102,13 @@ def test_the_stages_of_a_device_together_hold_its_peak_at_one_action(
     schedule, rng = make_schedule(name, num_devices=k, num_microbatches=m), random.Random(seed)
     parts = {stage: some_parts(rng) for stage in schedule.stages_of(0)}
     found = device_memory(schedule, 0, parts, recompute=mode)
-    moments = list(device_moments(schedule, 0, parts, recompute=mode))
-    assert sum(x.peak_bytes for x in found.values()) == max(x.num_bytes for x in moments)
-    assert {x.moment for x in found.values()} == {max(moments, key=lambda x: x.num_bytes).action}
-    for moment in moments:
-        together = sum(memory_at(x, parts[s], action="").peak_bytes for s, x in moment.moments.items())
-        assert together == moment.num_bytes
+    moments = device_moments(schedule, 0, recompute=mode)
+    held = moments.held([rows_of(x, (1,)) for x in parts.values()])[:, 0]
+    assert sum(x.peak_bytes for x in found.values()) == held.max()
+    assert {x.moment for x in found.values()} == {moments.actions[int(held.argmax())]}
+    for counts, num_bytes in zip(moments.counts, held, strict=True):
+        pairs = zip(counts, parts.values(), strict=True)
+        assert sum(memory_at(one, own, action="").peak_bytes for one, own in pairs) == num_bytes
 
 
 @given(st.sampled_from([*NAMES, OWN]), devices, microbatches, modes, seeds)
@@ -122,11 +122,10 @@ def test_no_moment_that_was_left_out_is_ever_the_peak_of_a_stage(
     held = some_parts(rng)
     order = tuple(x for x in schedule.orders[schedule.devices[stage]] if x.stage == stage)
     alone = Schedule(name="", num_stages=schedule.num_stages, num_microbatches=m, orders=(order,))
-    moments = stage_moments(name, num_devices=k, num_microbatches=m, stage=stage, recompute=mode)
+    moments = peak_moments(name, num_devices=k, num_microbatches=m, stages=(stage,), recompute=mode)
     expected = max(num_bytes for _, num_bytes in told(alone, 0, {stage: held}, mode))
     assert stage_memory(moments, held).peak_bytes == expected
-    arrays = StageBytes(**{x: np.array([getattr(held, x)]) for x in StageBytes.__struct_fields__})
-    assert peak_of(moments, arrays).tolist() == [expected]
+    assert moments.peak([rows_of(held, (1,))]).tolist() == [expected]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -134,8 +133,8 @@ def test_no_moment_that_was_left_out_is_ever_the_peak_of_a_stage(
 def test_a_few_moments_are_left_however_many_devices_there_are(name: str, mode: RecomputeMode) -> None:
     """Every candidate stage of a plan is priced at each of them."""
     for stage in (0, 5, 15):
-        moments = stage_moments(name, num_devices=16, num_microbatches=48, stage=stage, recompute=mode)
-        assert len(moments) <= 25
+        moments = peak_moments(name, num_devices=16, num_microbatches=48, stages=(stage,), recompute=mode)
+        assert len(moments.actions) <= 30
 
 
 @given(names, devices, microbatches)
@@ -180,7 +179,7 @@ def test_without_recompute_the_peak_is_the_formula(
     n = {"gpipe": m, "1f1b": min(m, k - stage), "eager-1f1b": min(m, 2 * (k - stage) - 1)}[name]
     later = n if m > n else m - 1
     formula = 7 + 14 + max(n * stash + workspace, later * stash + workspace + gradient)
-    moments = stage_moments(name, num_devices=k, num_microbatches=m, stage=stage, recompute="never")
+    moments = peak_moments(name, num_devices=k, num_microbatches=m, stages=(stage,), recompute="never")
     assert stage_memory(moments, held).peak_bytes == formula
 
 
@@ -208,17 +207,17 @@ def test_what_was_recomputed_stays_until_the_second_half() -> None:
 
 @given(names, devices, microbatches, modes, seeds)
 def test_the_categories_add_up_to_the_peak(name: str, k: int, m: int, mode: RecomputeMode, seed: int) -> None:
-    moments = stage_moments(name, num_devices=k, num_microbatches=m, stage=0, recompute=mode)
+    moments = peak_moments(name, num_devices=k, num_microbatches=m, stages=(0,), recompute=mode)
     held = some_parts(random.Random(seed))
     memory = stage_memory(moments, held)
     categories = [getattr(memory, x) for x in memory.__slots__ if x.endswith("_bytes")]
-    assert sum(categories) == memory.peak_bytes == max(moment_bytes(x, held) for x in moments)
+    assert sum(categories) == memory.peak_bytes == moments.peak([rows_of(held, (1,))])[0]
     assert memory.peak_bytes >= held.weight + held.optimizer + held.buffer
 
 
 def test_the_moment_of_the_peak_is_named() -> None:
     held = replace(NONE, weight=1, stash=10, checkpoint=1, forward_workspace=5)
-    moments = stage_moments("gpipe", num_devices=2, num_microbatches=4, stage=1, recompute="never")
+    moments = peak_moments("gpipe", num_devices=2, num_microbatches=4, stages=(1,), recompute="never")
     assert stage_memory(moments, held).moment == "1F3"
     assert stage_memory(moments, held).peak_bytes == pytest.approx(1 + 40 + 5)
 
@@ -229,7 +228,9 @@ def test_the_peak_of_a_device_may_lie_where_no_stage_has_its_own() -> None:
     schedule = make_schedule(name, num_devices=2, num_microbatches=4)
     parts = dict.fromkeys(schedule.stages_of(0), replace(NONE, stash=10))
     alone = [
-        stage_memory(stage_moments(name, num_devices=2, num_microbatches=4, stage=s, recompute="never"), p).peak_bytes
+        stage_memory(
+            peak_moments(name, num_devices=2, num_microbatches=4, stages=(s,), recompute="never"), p
+        ).peak_bytes
         for s, p in parts.items()
     ]
     together = sum(x.peak_bytes for x in device_memory(schedule, 0, parts, recompute="never").values())

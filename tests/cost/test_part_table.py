@@ -50,9 +50,9 @@ def test_one_long_stage_needs_no_table_and_short_ones_are_computed_once() -> Non
         return parts_of(np.broadcast_to(end - first, (len(PARTS), len(first))))
 
     table = PartTable(201, compute)
-    assert table.parts(np.array([0]), np.array([200])).weight.tolist() == [200]
+    assert table.rows(np.array([0]), np.array([200]))[0].tolist() == [200]
     for first in range(20):
-        assert table.parts(np.array([first]), np.array([first + 2])).weight.tolist() == [2]
+        assert table.rows(np.array([first]), np.array([first + 2]))[0].tolist() == [2]
     assert numbers == [1, 200 + 199]
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gplan.core import Layer, LayerCost, Leftover, Link, Profile, SharedWeight, Stage, Timing
 from gplan.core.checks import SHARDINGS
 from gplan.corrections import planned
-from gplan.cost.memory_moments import device_moments
+from gplan.cost.memory_moments import device_memory
 from gplan.cost.stage_table import StageTable
 from gplan.graph.down_sets import Ints
 from gplan.partition.branch_and_bound import path_of
@@ -110,7 +110,8 @@ def peak_bytes(problem: Problem, stages: Sequence[Stage]) -> int:
     peaks = []
     for device in range(schedule.num_devices):
         own = {stage: parts[stage] for stage in schedule.stages_of(device)}
-        peaks += [x.num_bytes for x in device_moments(schedule, device, own, recompute=problem.recompute)]
+        held = device_memory(schedule, device, own, recompute=problem.recompute)
+        peaks.append(sum(x.peak_bytes for x in held.values()))
     return max(peaks)
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 from hypothesis import given, settings
 
 from gplan.partition.bounds import StepBounds, busy_within, filtered
 from gplan.partition.candidates import candidates_within
-from gplan.partition.dominance import GPipeLabels
-from gplan.partition.partial_plans import SimulatedPrefixes
 from gplan.partition.plan_evaluation import objective_s
 from gplan.partition.problem import Problem
 from tests.partition.problems import EVERY, best_objective_s, every_candidate, make_problem, paths, plans, problems
@@ -28,23 +25,6 @@ def test_no_plan_takes_less_than_the_bound_of_any_of_its_stages(problem: Problem
         for stage, taken in zip(stages, paths(problem, bounds.candidates, [cuts])[0], strict=True):
             assert bounds.through_s[stage.index][taken] <= step_s
             assert bounds.rest_s[stage.index, stage.first_layer] <= step_s
-
-
-@settings(max_examples=150, deadline=None)
-@given(problems(minimize=["step-time"], max_layers=6, schedules=EVERY))
-def test_no_plan_takes_less_than_the_bound_of_any_prefix_and_all_stages_are_no_bound_but_the_step(
-    problem: Problem,
-) -> None:
-    bounds = StepBounds(problem, every_candidate(problem))
-    relaxations = [SimulatedPrefixes(bounds)] + [GPipeLabels(bounds)] * (problem.schedule == "gpipe")
-    for cuts, stages in plans(problem):
-        step_s = objective_s(problem, stages)
-        for relaxation in relaxations:
-            nodes = relaxation.root()
-            for taken in paths(problem, bounds.candidates, [cuts])[0]:
-                nodes = relaxation.grow(nodes, np.array([taken]))
-                assert nodes.bounds_s.item() <= step_s * ROUNDING
-            assert nodes.bounds_s.item() * ROUNDING >= step_s
 
 
 @settings(max_examples=100, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,16 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from gplan.core import SharedWeight
 from gplan.partition import branch_and_bound
 from gplan.partition.batch_simulation import steps_s
-from gplan.partition.bounds import StepBounds
-from gplan.partition.branch_and_bound import Incumbent, sweep
+from gplan.partition.branch_and_bound import Incumbent, Search, SearchSpace, sweep
 from gplan.partition.candidates import CandidateLimit, candidates_within
-from gplan.partition.dominance import GPipeLabels
+from gplan.partition.goals import StepGoal
+from gplan.partition.lagrangian import first_weighted_bounds
 from gplan.partition.minimax import smallest_largest
-from gplan.partition.partial_plans import Relaxation, SimulatedPrefixes
 from gplan.partition.plan_evaluation import fits_memory, goal_s, objective_s, stages_of
 from gplan.partition.problem import Problem
+from gplan.partition.search import smallest
 from gplan.partition.solve import solve
-from gplan.partition.step_time import smallest_step
 from tests.partition.problems import (
     EVERY,
     all_cuts,
@@ -37,7 +37,7 @@ from tests.partition.problems import (
 @settings(max_examples=250, deadline=None)
 @given(problems(minimize=["step-time"]))
 def test_equals_brute_force_and_is_proven(problem: Problem) -> None:
-    best_s, solution = best_objective_s(problem), smallest_step(problem)
+    best_s, solution = best_objective_s(problem), smallest(problem)
     if best_s is None:
         assert solution is None
         return
@@ -89,7 +89,7 @@ def test_equals_brute_force_on_chains_with_thousands_of_partitions(schedule: str
     )
     candidates = every_candidate(problem)
     every = steps_s(problem, candidates, paths(problem, candidates, all_cuts(problem)))
-    solution = smallest_step(problem)
+    solution = smallest(problem)
     assert solution is not None
     assert objective_s(problem, stages_of(problem, solution.cuts)) == solution.lower_bound_s == every.min()
 
@@ -102,27 +102,41 @@ def test_a_search_that_leaves_prefixes_out_never_claims_too_much(problem: Proble
     worst = max(plans(problem), key=lambda plan: objective_s(problem, plan[1]), default=None)
     if best_s is None or worst is None:
         return
+    space = space_of(problem)
+    ends = np.array([*worst[0], problem.num_layers])
+    known = Incumbent(ends=ends, value=objective_s(problem, worst[1]), lower_bound=space.whole)
+    found = sweep(space, known, width=width, deadline_s=time.perf_counter() + 60)
+    assert found.lower_bound <= best_s * (1 + 1e-9)
+    assert best_s <= found.value <= known.value
+    path = paths(problem, space.candidates, [tuple(found.ends[:-1])])
+    assert found.value == steps_s(problem, space.candidates, path).item()
+
+
+def space_of(problem: Problem) -> SearchSpace:
+    """All partitions that fit."""
     candidates = candidates_within(problem, CandidateLimit.of_load(float("inf"), num_stages=problem.num_stages))
     assert candidates is not None
-    bounds = StepBounds(problem, candidates)
-    ends = np.array([*worst[0], problem.num_layers])
-    known = Incumbent(ends=ends, value=objective_s(problem, worst[1]), lower_bound=bounds.whole_s)
-    for relaxation in relaxations(bounds):
-        found = sweep(bounds, relaxation, known, width=width, deadline_s=time.perf_counter() + 60)
-        assert found.lower_bound <= best_s * (1 + 1e-9)
-        assert best_s <= found.value <= known.value
-        assert found.value == steps_s(problem, candidates, paths(problem, candidates, [tuple(found.ends[:-1])])).item()
+    return SearchSpace(
+        search=Search(problem=problem, goal=StepGoal), bounds=first_weighted_bounds(StepGoal(problem, candidates))
+    )
 
 
-def relaxations(bounds: StepBounds) -> list[Relaxation]:
-    """Labels serve GPipe only."""
-    return [SimulatedPrefixes(bounds)] + [GPipeLabels(bounds)] * (bounds.problem.schedule == "gpipe")
+@settings(max_examples=150, deadline=None)
+@given(problems(minimize=["step-time"], max_layers=6, schedules=EVERY))
+def test_no_plan_takes_less_than_the_bound_of_any_prefix(problem: Problem) -> None:
+    problem = replace(problem, memory_bytes=None)
+    space = space_of(problem)
+    for cuts, stages in plans(problem):
+        step_s, nodes = objective_s(problem, stages), space.root()
+        for taken in paths(problem, space.candidates, [cuts])[0]:
+            nodes = space.grow(nodes, np.array([taken]))
+            assert nodes.bounds.item() <= step_s * (1 + 1e-9)
 
 
 def test_without_time_the_best_known_plan_comes_with_its_gap_and_a_note() -> None:
     forward_s = np.random.default_rng(0).integers(1, 30, 40).tolist()
     problem = make_problem(forward_s, num_stages=8, schedule="1f1b", minimize="step-time")
-    hasty, patient = smallest_step(problem, time_limit_s=0.0), smallest_step(problem)
+    hasty, patient = smallest(problem, time_limit_s=0.0), smallest(problem)
     assert hasty is not None
     assert patient is not None
     assert hasty.lower_bound_s <= patient.lower_bound_s < objective_s(problem, stages_of(problem, hasty.cuts))
@@ -132,14 +146,14 @@ def test_without_time_the_best_known_plan_comes_with_its_gap_and_a_note() -> Non
 
 def test_under_1f1b_the_slow_stage_comes_first_where_it_may() -> None:
     problem = make_problem([1] * 9, num_stages=4, num_microbatches=8, schedule="1f1b", minimize="step-time")
-    solution = smallest_step(problem)
+    solution = smallest(problem)
     assert solution is not None
     assert solution.cuts == (3, 5, 7)
 
 
 def test_a_step_decides_before_the_largest_stage_does() -> None:
     problem = make_problem([3, 2, 2, 3], [4, 1, 1, 1], num_stages=2, num_microbatches=8, minimize="step-time")
-    by_load, by_step = smallest_largest(problem), smallest_step(problem)
+    by_load, by_step = smallest_largest(problem), smallest(problem)
     assert by_load is not None
     assert by_step is not None
     assert (by_load.cuts, by_step.cuts) == ((1,), (2,))  # loads 7 and 10 against 10 and 7; 7 max f + 7 max b decide
@@ -149,7 +163,7 @@ def test_a_step_decides_before_the_largest_stage_does() -> None:
 
 def test_equal_steps_are_told_apart_by_the_largest_load() -> None:
     problem = make_problem([1, 1, 1, 1], num_stages=2, num_microbatches=1, minimize="step-time")
-    solution = smallest_step(problem)  # with one micro-batch every partition takes 12 s
+    solution = smallest(problem)  # with one micro-batch every partition takes 12 s
     assert solution is not None
     assert solution.cuts == (2,)
 
@@ -160,7 +174,7 @@ def test_hundred_layers_are_proven_optimal() -> None:
         problem = make_problem(
             forward_s, backward_s, num_stages=8, num_microbatches=16, schedule=schedule, minimize="step-time"
         )
-        solution = smallest_step(problem)
+        solution = smallest(problem)
         assert solution is not None
         assert solution.lower_bound_s == pytest.approx(
             objective_s(problem, stages_of(problem, solution.cuts)), rel=1e-12

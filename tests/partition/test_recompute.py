@@ -15,7 +15,7 @@ from msgspec import structs
 import gplan
 from gplan.core import Constraints, LayerCost, Profile, Stage, Value, ValueCost
 from gplan.core.errors import NoPlanError, UsageError
-from gplan.cost.memory_moments import moment_bytes
+from gplan.cost.part_table import rows_of
 from gplan.cost.stage_table import StageTable
 from gplan.partition import recompute, solve
 from gplan.partition.diagnosis import feasibility_by_num_devices, is_feasible, no_plan_error, tightest_device
@@ -23,7 +23,7 @@ from gplan.partition.minimax import smallest_largest
 from gplan.partition.plan_evaluation import goal_s, in_stage_order, objective_s, stages_of
 from gplan.partition.problem import Problem, nothing_recomputed, peak_moments_of, recomputed_share, without_memory
 from gplan.partition.recompute import RecomputeSelector
-from gplan.partition.step_time import smallest_step
+from gplan.partition.search import smallest
 from tests.made import make_profile
 from tests.partition.graphs import every_partition, graph_problems
 from tests.partition.problems import all_cuts, make_problem, problems
@@ -130,7 +130,7 @@ def _peak_with(problem: Problem, stage: Stage, chosen: set[int], *, forward: int
         recomputing_workspace=backward,
         backward_workspace=backward,
     )
-    return max(moment_bytes(moment, parts) for moment in peak_moments_of(problem, stage.index).selecting)
+    return int(peak_moments_of(problem, stage.index).selecting.peak([rows_of(parts, (1,))])[0])
 
 
 def _running_bytes(cost: LayerCost) -> int:
@@ -204,7 +204,7 @@ def test_the_smallest_largest_stage_equals_brute_force(problem: Problem) -> None
 @settings(max_examples=70, deadline=None)
 @given(selecting(minimize=["step-time"]))
 def test_the_smallest_step_equals_brute_force_and_is_proven(problem: Problem) -> None:
-    best_s, solution = brute_force_s(problem), smallest_step(problem)
+    best_s, solution = brute_force_s(problem), smallest(problem)
     assert (best_s is None) == (solution is None)
     if solution is not None and best_s is not None:
         stages = stages_of(problem, solution.cuts)

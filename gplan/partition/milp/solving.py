@@ -31,12 +31,11 @@ from gplan.graph.boundary import values_of
 from gplan.graph.layer_graph import LayerGraph
 from gplan.partition.batch_simulation import window_program
 from gplan.partition.candidates import CandidateLimit, Candidates, TooManyCandidates, candidates_within
-from gplan.partition.device_memory import counts_of, part_bytes
 from gplan.partition.milp import program as linear
 from gplan.partition.milp.program import Expression, LinearProgram, SolverName, Start, total, weighted
 from gplan.partition.minimax import least_load_s
 from gplan.partition.plan_evaluation import fits_memory, goal_s, load_s
-from gplan.partition.problem import Problem, Solution
+from gplan.partition.problem import Problem, Solution, device_moments_of
 
 Stages = tuple[tuple[int, ...], ...]
 
@@ -191,8 +190,8 @@ class _StagePath(_Formulation):
         for device, stages in enumerate(problem.stages_by_device if problem.has_chunks else ()):
             if limit := problem.memory_of(stages[0]):
                 own = [(candidates[k], problem.boundaries(k)) for k in stages]
-                parts = [part_bytes(problem.costs, x.first, x.end, boundaries) / limit for x, boundaries in own]
-                for moment in counts_of(problem, device):
+                parts = [problem.costs.part_rows(x.first, x.end, boundaries) / limit for x, boundaries in own]
+                for moment in device_moments_of(problem, device).counts:
                     held = (self.sum(k, counts @ size) for k, counts, size in zip(stages, moment, parts, strict=True))
                     self.program.require(_SLACK, at_least=total(held))
 
@@ -219,7 +218,7 @@ class _LinearPart(_Formulation):
         for device, stages in enumerate(problem.stages_by_device):
             if limit := problem.memory_of(stages[0]):
                 parts = [(i, PARTS.index(x), size) for i, k in enumerate(stages) for x, size in self.parts(k).items()]
-                for moment in counts_of(problem, device):
+                for moment in device_moments_of(problem, device).counts:
                     held = weighted((moment[i, j] / limit, size) for i, j, size in parts if moment[i, j])
                     require(1 + 1 / limit, at_least=held)  # a byte for rounding
 

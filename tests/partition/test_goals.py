@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from gplan.core import Stage
 from gplan.partition.candidates import Candidates
-from gplan.partition.lagrangian import Goal, WeightUpdates, first_weighted_bounds
-from gplan.partition.objectives import LoadGoal, PeakGoal, StepGoal
+from gplan.partition.goals import Goal, LoadGoal, PeakGoal, StepGoal
+from gplan.partition.lagrangian import WeightUpdates, first_weighted_bounds
 from gplan.partition.plan_evaluation import device_loads_s, stages_of, step_s
 from gplan.partition.problem import Problem
 from tests.partition.problems import EVERY, all_cuts, every_candidate, paths, peak_bytes, problems
@@ -82,7 +82,7 @@ def test_no_partition_is_below_the_bound_of_any_weights(problem: Problem, pair: 
 
 
 def test_play_closes_in_on_the_best_mean() -> None:
-    from tests.partition.test_shared_device_search import chain
+    from tests.partition.test_search import chain
 
     problem = chain("interleaved-1f1b:2", 40, 8)
     weighted = first_weighted_bounds(StepGoal(problem, every_candidate(problem)))

@@ -1,26 +1,107 @@
-"""What is to be small where devices hold several stages: the step, the largest load of a device, or the largest peak.
+"""What is to be small: the step, the largest load of a device, or the largest peak of its memory.
 
-Each is a `Goal`: at least the largest of many sums over the stages.
+Each is a `Goal`: the largest of many sums over the stages, or at least that. It also knows which stages a partition with
+a value up to some limit can have.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import simulate_window, steps_s, window_times
-from gplan.partition.bounds import StepBounds
+from gplan.partition.bounds import StepBounds, busy_within, filtered, least_step_s
+from gplan.partition.candidates import CandidateLimit, Candidates
 from gplan.partition.critical_path import TIMES, Paths
-from gplan.partition.lagrangian import Goal
-from gplan.partition.memory_feasibility import DeviceMemoryLimits
+from gplan.partition.dominance import gpipe_labels
+from gplan.partition.memory_feasibility import DeviceMemoryLimits, lasting_bytes
+from gplan.partition.minimax import least_load_s
+from gplan.partition.problem import Problem
+
+
+@dataclass(frozen=True)
+class Goal(ABC):
+    """What is to be small: the largest of sums over the stages, or at least that."""
+
+    problem: Problem
+    candidates: Sequence[Candidates]
+
+    @classmethod
+    @abstractmethod
+    def least_of(cls, problem: Problem) -> float:
+        """A lower bound of all values."""
+
+    @classmethod
+    @abstractmethod
+    def cap(cls, problem: Problem, limit: float) -> CandidateLimit:
+        """Which stages a partition with a value up to this can have."""
+
+    @classmethod
+    def filtered(cls, problem: Problem, candidates: list[Candidates], limit: float) -> list[Candidates] | None:
+        """Those of the candidates within the cap that are not ruled out together; None where that leaves no path."""
+        return candidates
+
+    def among(self, candidates: Sequence[Candidates]) -> Self:
+        """The same among other candidates."""
+        return replace(self, candidates=candidates)
+
+    @abstractmethod
+    def figures(self, stage: int) -> Floats:
+        """[figures, E]: what the sums are made of, of each candidate of a stage."""
+
+    @abstractmethod
+    def first_weights(self) -> list[Floats]:
+        """[S, figures] each: means of some sums, to begin with."""
+
+    @abstractmethod
+    def heaviest(self, figures: Floats) -> Floats:
+        """[S, figures]: the sum that is the largest with these figures of the stages, [S, figures]."""
+
+    @abstractmethod
+    def values(self, paths: Ints) -> Floats:
+        """[N]: the largest sums of N partitions, [N, S]."""
+
+    @abstractmethod
+    def least(self, paths: Ints) -> Floats:
+        """[N]: what they are at least of every partition that begins with these stages, [N, s];
+        of all stages, exactly."""
+
+    def through(self) -> list[Floats] | None:
+        """[E] for each stage: the least value of every partition that takes this candidate; None where that is not known."""
+        return None
+
+    def labels(self, paths: Ints) -> Floats | None:
+        """[N, D]: numbers such that a prefix with none of them larger is as good as another with the same end.
+
+        None where they would be too many, such as the times of all micro-batches or what is held at every moment.
+        """
+        return None
 
 
 @dataclass(frozen=True)
 class StepGoal(Goal):
     """The simulated step: at least the longest path. A prefix is simulated with the stages after it as a pure delay."""
+
+    @classmethod
+    def least_of(cls, problem: Problem) -> float:
+        """Of closed forms."""
+        return least_step_s(problem)
+
+    @classmethod
+    def cap(cls, problem: Problem, limit: float) -> CandidateLimit:
+        """Stages that compute all micro-batches in that time."""
+        return busy_within(problem, limit)
+
+    @classmethod
+    def filtered(cls, problem: Problem, candidates: list[Candidates], limit: float) -> list[Candidates] | None:
+        """Those that closed forms do not rule out."""
+        return filtered(problem, candidates, limit)
 
     def figures(self, stage: int) -> Floats:
         """[times, E]: those of `critical_path.TIMES` that the step has."""
@@ -49,6 +130,16 @@ class StepGoal(Goal):
         delay = self._bounds.delay_after(paths.shape[1] - 1, paths[:, -1])
         return simulate_window(self.problem, times, first_stage=0, delay=delay).optimizer_s
 
+    def through(self) -> list[Floats]:
+        """[E] for each stage: what its own order takes with pure delays around it, or that of others does at least."""
+        return self._bounds.through_s
+
+    def labels(self, paths: Ints) -> Floats | None:
+        """[N, D] under GPipe with one stage on each device."""
+        if self.problem.schedule != "gpipe":
+            return None
+        return gpipe_labels(self.problem, window_times(self.candidates, paths))
+
     @cached_property
     def _paths(self) -> Paths:
         return Paths(self.problem)
@@ -66,6 +157,16 @@ class StepGoal(Goal):
 @dataclass(frozen=True)
 class LoadGoal(Goal):
     """The largest load of a device, the sum over its stages."""
+
+    @classmethod
+    def least_of(cls, problem: Problem) -> float:
+        """An even share of the work, or the longest layer."""
+        return least_load_s(problem)
+
+    @classmethod
+    def cap(cls, problem: Problem, limit: float) -> CandidateLimit:
+        """Stages with a load up to the limit."""
+        return CandidateLimit.of_load(limit, num_stages=problem.num_stages)
 
     def figures(self, stage: int) -> Floats:
         """[1, E]: the loads."""
@@ -106,6 +207,16 @@ class LoadGoal(Goal):
 @dataclass(frozen=True)
 class PeakGoal(Goal):
     """The largest peak of a device, in bytes: a sum over its stages at one of its moments."""
+
+    @classmethod
+    def least_of(cls, problem: Problem) -> float:
+        """An even share of what lasts."""
+        return lasting_bytes(problem) / problem.num_devices
+
+    @classmethod
+    def cap(cls, problem: Problem, limit: float) -> CandidateLimit:
+        """Every stage."""
+        return CandidateLimit.of_load(float("inf"), num_stages=problem.num_stages)
 
     def figures(self, stage: int) -> Floats:
         """[parts, E]: what the memory of each candidate is made of."""
