@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from partition_rules import RULES
 from planning_cases import (
     UNITS_S,
     chain_profile,
@@ -47,7 +48,6 @@ from gplan.core.errors import GplanError
 from gplan.core.machine import FREE_LINK
 from gplan.graph.down_sets import down_sets
 from gplan.graph.layer_graph import LayerGraph
-from gplan.partition.baselines import RULES
 
 PEERS = DATA / "peers"
 SOLVERS: tuple[Solver, ...] = ("dp", "milp")

@@ -25,7 +25,6 @@ from gplan.evaluate.replanning import (
     setting_of,
     why_not_replannable,
 )
-from gplan.partition.baselines import equal_counts
 from gplan.schedules.custom import is_custom_order
 
 THIS_PLAN = "this plan"
@@ -33,6 +32,18 @@ THIS_PLAN = "this plan"
 _NUM_MOVED = 2  # rivals with a moved cut: the best by prediction
 _OTHER = {"1f1b": "gpipe", "looped-bfs": "interleaved-1f1b", "interleaved-1f1b": "looped-bfs"}
 _DEFAULT_OTHER = "1f1b"
+
+
+def equal_counts(num_layers: int, *, num_stages: int) -> tuple[int, ...]:
+    """Cuts with equal numbers of layers; the first stages have one more if the division has a remainder.
+
+    DeepSpeed's `partition_method="uniform"` (deepspeed/runtime/utils.py, partition_uniform).
+
+    >>> equal_counts(7, num_stages=3)
+    (3, 5)
+    """
+    quotient, rest = divmod(num_layers, num_stages)
+    return tuple(k * quotient + min(k, rest) for k in range(1, num_stages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.partition_rules import RULES, block_partition, cumulative_share, least_spread
 from gplan.core.errors import NoPlanError
-from gplan.partition.baselines import RULES, block_partition, cumulative_share, equal_counts, least_spread
+from gplan.evaluate.rivals import equal_counts
 
 CHAINS = st.lists(st.integers(min_value=0, max_value=50), min_size=1, max_size=12)
 

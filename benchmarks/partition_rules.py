@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from gplan.core.errors import NoPlanError
+from gplan.evaluate.rivals import equal_counts
 
 Cuts: TypeAlias = tuple[int, ...]
 
@@ -23,20 +24,6 @@ class PartitionRule(Protocol):
     def __call__(self, costs: Sequence[float], *, num_parameters: Sequence[int], num_stages: int) -> Cuts:
         """The cuts; raises NoPlanError if the rule leaves a stage empty."""
         ...
-
-
-def equal_counts(num_layers: int, *, num_stages: int) -> Cuts:
-    """Equal numbers of layers; the first stages have one more if the division has a remainder.
-
-    DeepSpeed's `partition_method="uniform"` (deepspeed/runtime/utils.py, partition_uniform).
-
-    >>> equal_counts(7, num_stages=3)
-    (3, 5)
-    """
-    quotient, rest = divmod(num_layers, num_stages)
-    return _without_empty(
-        [k * quotient + min(k, rest) for k in range(1, num_stages)], num_layers, rule="equal layer counts"
-    )
 
 
 def least_spread(weights: Sequence[float], *, num_stages: int) -> Cuts:
@@ -52,7 +39,7 @@ def least_spread(weights: Sequence[float], *, num_stages: int) -> Cuts:
     """
     num_layers = len(weights)
     if num_layers <= num_stages:
-        return equal_counts(num_layers, num_stages=num_stages)
+        return _equal(num_layers, num_stages=num_stages)
     if not any(weights):
         raise NoPlanError("all weights are 0, so every stage looks empty to DeepSpeed's balance")
     before = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])
@@ -126,7 +113,7 @@ def cumulative_share(costs: Sequence[float], *, num_stages: int) -> Cuts:
 
 
 RULES: dict[str, PartitionRule] = {
-    "equal layer counts": lambda costs, *, num_parameters, num_stages: equal_counts(len(costs), num_stages=num_stages),
+    "equal layer counts": lambda costs, *, num_parameters, num_stages: _equal(len(costs), num_stages=num_stages),
     "DeepSpeed, by parameters": lambda costs, *, num_parameters, num_stages: least_spread(
         num_parameters, num_stages=num_stages
     ),
@@ -135,6 +122,10 @@ RULES: dict[str, PartitionRule] = {
         costs, num_stages=num_stages
     ),
 }
+
+
+def _equal(num_layers: int, *, num_stages: int) -> Cuts:
+    return _without_empty(equal_counts(num_layers, num_stages=num_stages), num_layers, rule="equal layer counts")
 
 
 def _last_largest(weights: Sequence[float]) -> int:
