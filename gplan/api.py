@@ -141,6 +141,7 @@ def pipeline(
     device: str | None = None,
     precision: PrecisionName | None = None,
     timeout_s: float = 120.0,
+    broadcast_batches: bool = False,
 ) -> Pipeline:
     """The stages of `plan` that this process holds, ready to train: `loss = pipe.step(inputs, targets)`.
 
@@ -153,7 +154,8 @@ def pipeline(
     say. `device` is by default this process's GPU if the plan was made for one, else the CPU. A process that waits
     longer than `timeout_s` for another gives up. `seed` is also that of random numbers in training, such as dropout's.
     `precision` must equal the plan's, if given. With "mixed" the pipeline's parameters are the float32 master weights,
-    and stages compute with bfloat16 copies that each step begins with.
+    and stages compute with bfloat16 copies that each step begins with. With `broadcast_batches` rank 0 sends its batches
+    to the ranks that use them; what other ranks pass does not count. Without it every rank draws the same ones itself.
 
     Raises FileError where the plan was made for another model, UsageError for what cannot be run so, ModelError for a
     model that cannot be built or captured.
@@ -173,6 +175,7 @@ def pipeline(
         weights=weights,
         device=device,
         timeout_s=timeout_s,
+        broadcast_batches=broadcast_batches,
     )
 
 

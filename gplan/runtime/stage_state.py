@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from gplan.core.errors import FileError, UsageError
 from gplan.core.units import counted, some_names
+from gplan.runtime.agreement import Agreement
 from gplan.runtime.capture_cache import CapturedModel, named_tensors
 from gplan.runtime.checkpoint.loading import LoadedCheckpoint, checkpoint_exists, load_checkpoint
 from gplan.runtime.checkpoint.saving import save_checkpoint
@@ -124,9 +125,10 @@ class StageState:
         ranks: RankLayout | None,
         random_streams: RandomStreams,
         heartbeat: Heartbeat,
+        agreement: Agreement,
     ) -> None:
         """`tensors` are those of this process by first name, `digest` is the model's, `batch_size` the plan's."""
-        self.ranks, self.heartbeat = ranks, heartbeat
+        self.ranks, self.heartbeat, self._agreement = ranks, heartbeat, agreement
         self.num_steps = 0
         self._names, self._tensors = names, tensors
         self._digest, self._batch_size, self._random_streams = digest, batch_size, random_streams
@@ -149,8 +151,9 @@ class StageState:
     def clip_grad_norm_(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all stages so that their total norm is at most `max_norm`; return the norm before.
 
-        A tied parameter counts once, as in the plain model.
+        A tied parameter counts once, as in the plain model. Collective.
         """
+        self._agreement.begin("clip_grad_norm_")
         group = None if self.ranks is None else self.ranks.pipeline
         replicas = None if self.ranks is None else self.ranks.replicas
         norm = gradient_norm(self._counted, norm_type, device=self.device, group=group, replicas=replicas)
@@ -165,7 +168,8 @@ class StageState:
         return {key: self._tensors[name].detach() for key, name in self._names.saved.items() if name in self._tensors}
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the model's whole state dict, on the CPU of global rank 0; empty on other ranks."""
+        """Return the model's whole state dict, on the CPU of global rank 0; empty on other ranks. Collective."""
+        self._agreement.begin("full_state_dict")
         if self.ranks is None:
             return {key: x.to("cpu", copy=True) for key, x in self.state_dict().items()}
         own = {key: full_tensor(x).cpu() for key, x in self.state_dict().items()}
@@ -212,6 +216,7 @@ class StageState:
         Raises RunError on every rank if it cannot be written; earlier checkpoints stay as they are.
         """
         self.heartbeat.enter_action("saving")
+        self._agreement.begin("save")
         known = {
             "gplan.steps": self.num_steps,
             "gplan.seed": self._random_streams.run_seed,
@@ -260,6 +265,7 @@ class StageState:
     ) -> LoadedCheckpoint | None:
         """Like `load`, but return warnings with the checkpoint."""
         self.heartbeat.enter_action("restoring")
+        self._agreement.begin("load")
         group = dist.group.WORLD if self.ranks is not None else None
         if not must_exist and not checkpoint_exists(Path(path), group=group):
             return None

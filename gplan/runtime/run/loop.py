@@ -277,11 +277,12 @@ class _TrainingLoop:
 
     def _timed_step(self, inputs: Any, target: Any) -> StepRecord:
         pipe = self._pipe
+        inputs, target = pipe.agreed("step", inputs, target)
         if pipe.ranks is not None:
             with self._heartbeat.waiting("ranks"):
                 dist.barrier()
         num_faults, start_s = page_faults(), time.perf_counter()
-        loss = pipe.step(inputs, target)
+        loss = pipe.train(inputs, target)
         if pipe.num_steps == 1 and self._reference is not None:
             found = {
                 name: full_tensor(as_dense(x.grad)).cpu() for name, x in pipe.named_parameters() if x.grad is not None
