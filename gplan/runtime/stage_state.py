@@ -7,13 +7,14 @@ are those of the model; a tied tensor is saved under all its names.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -24,6 +25,7 @@ from gplan.runtime.capture_cache import CapturedModel, named_tensors
 from gplan.runtime.checkpoint.loading import LoadedCheckpoint, checkpoint_exists, load_checkpoint
 from gplan.runtime.checkpoint.saving import save_checkpoint
 from gplan.runtime.checkpoint.state import PlainValue, RankState, Scheduler
+from gplan.runtime.gradient_clipping import clip_over_all_ranks
 from gplan.runtime.gradient_sync import gradient_norm
 from gplan.runtime.process_group import RankLayout
 from gplan.runtime.random_streams import RandomStreams
@@ -132,9 +134,11 @@ class StageState:
         self.num_steps = 0
         self._names, self._tensors = names, tensors
         self._digest, self._batch_size, self._random_streams = digest, batch_size, random_streams
-        self._counted = [  # in the gradient norm: a tied parameter counts on the first rank that has it
-            x for name, x in self.named_parameters() if ranks is None or names.first_stage(name) in ranks.stages
+        self._copies = [  # of tied parameters, which count in the gradient norm on the first rank that has them
+            x for name, x in self.named_parameters() if ranks and names.first_stage(name) not in ranks.stages
         ]
+        if ranks is not None:
+            clip_over_all_ranks(self)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the parameters on this process by name; a tied one once."""
@@ -151,14 +155,27 @@ class StageState:
     def clip_grad_norm_(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all stages so that their total norm is at most `max_norm`; return the norm before.
 
-        A tied parameter counts once, as in the plain model. Collective.
+        A tied parameter counts once, as in the plain model. Collective. torch.nn.utils.clip_grad_norm_(pipe.parameters(),
+        max_norm) does the same.
         """
+        own = [x for _, x in self.named_parameters() if x.grad is not None]
+        norm = self.gradient_norm([x.grad for x in own if x.grad is not None], norm_type)
+        clip_grads_with_norm_(list(local_gradients(own)), max_norm, norm)
+        return norm
+
+    def has_gradients(self, gradients: Collection[Tensor]) -> bool:
+        """Whether some of `gradients` belong to this process's parameters; also if neither has any."""
+        own = {id(x.grad) for _, x in self.named_parameters() if x.grad is not None}
+        return any(id(x) in own for x in gradients) if own else not gradients
+
+    def gradient_norm(self, gradients: Iterable[Tensor], norm_type: float) -> Tensor:
+        """Return the norm of the gradients that all ranks give, those of a tied parameter once. Collective."""
         self._agreement.begin("clip_grad_norm_")
         group = None if self.ranks is None else self.ranks.pipeline
         replicas = None if self.ranks is None else self.ranks.replicas
-        norm = gradient_norm(self._counted, norm_type, device=self.device, group=group, replicas=replicas)
-        nn.utils.clip_grads_with_norm_(list(local_gradients(x for _, x in self.named_parameters())), max_norm, norm)
-        return norm
+        copies = {id(x.grad) for x in self._copies}
+        counted = [x for x in gradients if id(x) not in copies]
+        return gradient_norm(counted, norm_type, device=self.device, group=group, replicas=replicas)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this process's part of the model's state dict, under the model's keys; all of it if alone.

@@ -81,8 +81,10 @@ def test_different_batches(
 def test_batches_that_differ_later() -> None:
     """A loader that goes out of step after the first ten is noticed at the next power of two."""
 
+    plan = planned(2, 1)
+
     def script(rank: int) -> None:
-        pipe = pipeline(planned(2, 1))
+        pipe = pipeline(plan)
         for number in range(1, 20):
             x, y = ROW.batch(8, seed=number + (rank if number > 10 else 0))
             pipe.step(x, None if rank == 0 else y)
@@ -92,8 +94,10 @@ def test_batches_that_differ_later() -> None:
 
 
 def test_other_numbers_of_samples() -> None:
+    plan = planned(3, 1)
+
     def script(rank: int) -> None:
-        pipe = pipeline(planned(3, 1))
+        pipe = pipeline(plan)
         x, y = ROW.batch(6)
         pipe.step(*((None, None) if rank == 1 else (x, y)))
 
@@ -102,15 +106,17 @@ def test_other_numbers_of_samples() -> None:
 
 
 def test_none_where_data_are_not_used() -> None:
+    plan = planned(3, 1)
+
     def job(rank: int) -> list[float]:
-        pipe = pipeline(planned(3, 1))
+        pipe = pipeline(plan)
         return [
             float(call(x if rank == 0 else None, y if rank == 2 else None))
             for call in (pipe.step, pipe.eval_step)
             for x, y in [ROW.batch(8)]
         ]
 
-    alone = pipeline(planned(3, 1))
+    alone = pipeline(plan)
     expected = [float(call(*ROW.batch(8))) for call in (alone.step, alone.eval_step)]
     assert on_ranks(3, job) == [pytest.approx(expected, rel=1e-6)] * 3
 
@@ -181,8 +187,10 @@ CALLS: dict[str, Callable[[Pipeline, Path], object]] = {
 def test_call_on_one_rank_only(name: str, goes_on: bool, tmp_path: Path) -> None:
     """The other rank takes its next step, or ends; the timeout would be 60 s."""
 
+    plan = planned(2, 1)
+
     def job(rank: int) -> str:
-        pipe = gplan.pipeline(row, plan_of(ROW, 2), loss=ROW.loss)
+        pipe = gplan.pipeline(row, plan, loss=ROW.loss)
         for number in range(12):
             pipe.step(*ROW.batch(8, seed=number))
         if rank == 1 and not goes_on:
