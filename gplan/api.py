@@ -148,7 +148,7 @@ def pipeline(
     Under torchrun each process holds the stages of one device of one replica; a process alone computes all of them (the
     virtual engine). `model` is an nn.Module, a reference such as "model.py:NAME", or, where no process should hold it
     whole, the function that builds it: each process then holds only its own stages, with the values that
-    `torch.manual_seed(seed); model()` would give, or those of `weights` (a safetensors or torch file, or a folder of
+    `torch.manual_seed(seed); model()` would give (Python's `random` and numpy are seeded too), or those of `weights` (a safetensors or torch file, or a folder of
     them). `loss(output, target)` is for a micro-batch, a mean or a sum over its samples as the plan says; a model
     file's own by default. `inputs` of any number of samples show what the model is called with, where the plan does not
     say. `device` is by default this process's GPU if the plan was made for one, else the CPU. A process that waits

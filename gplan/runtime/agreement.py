@@ -74,7 +74,7 @@ class Agreement:
         self._counts[call] += 1
         number = self._counts[call]
         is_due = number <= _NUM_CHECKED or number & (number - 1) == 0
-        digests = [0 if x is None or not is_due else _digest(x) for x in batch or (None, None)]
+        digests = [0 if x is None or not is_due else digest(x) for x in batch or (None, None)]
         own = torch.tensor([_CALLS.index(call), num_rows, *digests])
         rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         work = dist.all_gather(rows, own, group=self._all, async_op=True)
@@ -152,8 +152,8 @@ def _each_tensor(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     return pytree.tree_map_only(Tensor, change, value)
 
 
-def _digest(value: Any) -> int:
-    """64 bits of the values of a structure of tensors; never 0."""
+def digest(value: Any) -> int:
+    """Return 64 bits of the values of a structure of tensors; never 0."""
     leaves, structure = pytree.tree_flatten(value)
     found = hashlib.blake2b(str(structure).encode(), digest_size=8)
     for x in leaves:

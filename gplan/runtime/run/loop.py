@@ -125,6 +125,8 @@ class _TrainingLoop:
             timeout_s=options.timeout_s,
             heartbeat=heartbeat,
         )
+        if self._reference is not None:
+            self._reference.check_weights(dict(self._pipe.named_parameters()), file.name)
         num_copies = 1 if self._pipe.ranks is None else plan.num_replicas
         if 2 * host_bytes(plan, num_copies=num_copies) > available_bytes():  # stages may take more than predicted
             return_large_blocks()
