@@ -15,6 +15,8 @@ micro-batch.
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -157,7 +159,7 @@ class Pipeline(StageState):
         self.plan = plan
         ranks = join_process_group(plan, device, timeout_s=timeout_s)
         random_streams = RandomStreams(source.seed, device)
-        self._loss, self._is_loss_new = loss, True
+        self._loss, self._is_loss_new, self._has_warned = loss, True, False
         self._usual_inputs = resize_inputs(inputs, plan.microbatch_size)
         source, captures, usual = _captured(source, plan, self._usual_inputs, device)
         self._loss = self._loss or _own_loss(usual.chain)
@@ -238,10 +240,16 @@ class Pipeline(StageState):
         without the last one None as targets. With `broadcast_batches` only those of rank 0 count. `scale`
         multiplies the gradients but not the loss, such as 1/n for the mean over n accumulated steps.
 
-        Raises UsageError for data that do not fit the plan or differ between ranks (compared in the first ten steps
+        Warns once of a loss that is not finite. Raises UsageError for data that do not fit the plan or differ between ranks (compared in the first ten steps
         and then in those that are powers of two), RunError with stage and layer where the model fails.
         """
-        return self.train(*self.agreed("step", inputs, targets), scale=scale)
+        inputs, targets = self.agreed("step", inputs, targets)
+        loss = self.train(inputs, targets, scale=scale)
+        if not self._has_warned and not math.isfinite(loss):
+            self._has_warned, text = True, self.explain_not_finite(inputs, loss)
+            if self.rank == 0:
+                warnings.warn(text, stacklevel=2)
+        return loss
 
     def agreed(self, call: str, inputs: Any, targets: Any = None) -> tuple[Any, Any]:
         """Return the batch that every rank uses in a call: all have the same one, or take the first rank's. Collective."""
@@ -287,6 +295,38 @@ class Pipeline(StageState):
             runner.finish()
         self.num_steps += 1
         return total
+
+    def explain_not_finite(self, inputs: Any, loss: Tensor) -> str:
+        """Name the first layer whose output is not finite in the last step, before its update. Collective."""
+        inputs, num_rows = self._checked(inputs, None)
+        step = self.num_steps - 1
+
+        def search() -> tuple[int, str] | None:
+            with torch.inference_mode(False), torch.no_grad(), self._random_streams.preserved():
+                self._masters.round()
+                parts = self._passes(num_rows)
+                found = [self.runner.first_not_finite(x, inputs, num_rows, step=step) for x in parts]
+                layer = min((x for x in found if x is not None), default=None)
+            self.runner.rest()
+            if layer is None:
+                return None
+            number, name = layer
+            stage = next(x.index for x in self.plan.stages if name in x.layer_names)
+            weights = (
+                "" if self.runner.has_finite_weights(name) else "; the weights of this stage are not finite either"
+            )
+            return number, f"the output of layer {name} on stage {stage} is the first that is not{weights}"
+
+        if self.ranks is None:
+            everywhere = [search()]
+        else:
+            everywhere = [None] * dist.get_world_size()
+            dist.all_gather_object(everywhere, search())
+        _, where = min(
+            (x for x in everywhere if x is not None),
+            default=(0, "the output of every layer is; see the loss function and the targets"),
+        )
+        return f"the loss is {float(loss):g} in step {step + 1}, not finite: {where}; lower the learning rate or look at the data"
 
     def round_master_weights(self, parameters: Iterable[nn.Parameter]) -> None:
         """Round master weights into those that the stages compute with, right after their update.

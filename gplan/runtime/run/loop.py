@@ -172,8 +172,6 @@ class _TrainingLoop:
             step = (self._measured_step if is_measured else self._timed_step)(inputs, target)
             if self._scheduler is not None:
                 self._scheduler.step()
-        if not math.isfinite(step.loss):
-            raise RunError(f"the loss is {step.loss} at step {index + 1}; lower the learning rate or look at the data")
         report(index, step.loss)
         if self._options.save_every is not None and (index + 1) % self._options.save_every == 0:
             self._pipe.save(
@@ -285,6 +283,8 @@ class _TrainingLoop:
                 dist.barrier()
         num_faults, start_s = page_faults(), time.perf_counter()
         loss = pipe.train(inputs, target)
+        if not math.isfinite(loss):
+            raise RunError(pipe.explain_not_finite(inputs, loss))
         if pipe.num_steps == 1 and self._reference is not None:
             found = {
                 name: full_tensor(as_dense(x.grad)).cpu() for name, x in pipe.named_parameters() if x.grad is not None

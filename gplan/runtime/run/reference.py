@@ -25,7 +25,7 @@ from gplan.runtime.agreement import digest
 from gplan.runtime.microbatches import take_rows
 from gplan.runtime.sharded_tensors import full_tensor
 from profiler.capture.chain import model_state_restored
-from profiler.model.data import CoarsestNumbers
+from profiler.model.data import CoarsestNumbers, first_not_finite
 from profiler.model.error_location import describe
 from profiler.model.lazy_build import random_state_kept, seed_everything
 from profiler.model.load import ModelFile
@@ -82,11 +82,13 @@ class _PlainRun:
 def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Reference:
     """Run the plain model on the mini-batch; the model is not changed.
 
-    Raises UsageError for a model that draws random numbers, as no other run can match its gradients.
+    Raises UsageError for a model that draws random numbers, as no other run can match its gradients, and ModelError for
+    a loss or gradients that are not finite.
     """
     num_parts = plan.num_replicas * plan.num_microbatches
     weights = {name: _weight_digest(x, x.dtype) for name, x in file.model.named_parameters()}
     divided = _plain_run(file, plan, inputs, target, num_parts=num_parts, seed=1)
+    _check_finite(divided, file, inputs)
     try:
         whole = _plain_run(file, plan, inputs, target, num_parts=1, seed=2)
     except GplanError:
@@ -122,6 +124,24 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
         tolerance=divided.tolerance(num_parts),
         weights=weights,
     )
+
+
+def _check_finite(run: _PlainRun, file: ModelFile, inputs: Any) -> None:
+    if not math.isfinite(run.loss):
+        with random_state_kept(), model_state_restored(file.model), torch.no_grad():
+            seed_everything(1)
+            module = first_not_finite(file.model, lambda: file.forward(inputs))
+        where = "the loss function, as every output is finite" if module is None else f"the output of {module}"
+        raise ModelError(
+            f"--check cannot compare: the plain model's loss is {run.loss:g} in the first step, not finite, beginning with "
+            f"{where}; look at its weights and data"
+        )
+    odd = [name for name, x in run.gradients.items() if not bool(x.isfinite().all())]
+    if odd:
+        raise ModelError(
+            f"--check cannot compare: the plain model's gradients of {some_names(odd)} are not finite in the first step, its "
+            f"loss is {run.loss:g}; look for a derivative that is infinite, such as that of sqrt(0)"
+        )
 
 
 def _why_by_microbatch(
