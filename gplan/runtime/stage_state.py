@@ -259,7 +259,8 @@ class StageState:
         """Resume from a checkpoint, or from the newest complete one in a folder, saved with this or another plan.
 
         Parameters, buffers, optimizer and scheduler are set in place, and random numbers continue. Returns the saved
-        `progress`. Warns if newer checkpoints are damaged, or if the mini-batch size was different. Raises FileError
+        `progress`. Warns if newer checkpoints are damaged, if the optimizer's learning rate or other values were different,
+        which the checkpoint replaces, or if the mini-batch size was. Raises FileError
         if there is no complete checkpoint of this model; with `must_exist=False`, if there is none at all, nothing
         changes and the result is empty.
         """
@@ -268,10 +269,13 @@ class StageState:
             return {}
         was, now = loaded.batch_size, self._batch_size
         notes = [loaded.note] if loaded.note else []
-        if was not in (None, now):
+        if was is not None and was != now:
+            num_steps = self.num_steps
+            samples = counted(num_steps * abs(now - was), "sample")
+            what = f"{samples} are skipped" if now > was else f"{samples} come again"
             notes.append(
-                f"{loaded.path} was saved with mini-batches of {was} samples, the plan has {now}: data that are counted in "
-                "steps go on elsewhere"
+                f"{loaded.path} was saved with mini-batches of {was} samples, the plan has {now}: after {num_steps} steps it has "
+                f"used {num_steps * was} samples; data that are counted in steps go on after {num_steps * now}, so that {what}"
             )
         if notes and (self.ranks is None or dist.get_rank() == 0):
             warnings.warn("; ".join(notes), stacklevel=2)
