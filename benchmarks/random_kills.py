@@ -38,7 +38,7 @@ import gplan
 from gplan.core import Link, Plan, Run
 from gplan.core.errors import FileError
 from gplan.core.units import seconds_text
-from gplan.runtime.checkpoint.folder import byte_ranges, newest_intact, read_index, verify_checksums
+from gplan.runtime.checkpoint.folder import newest_intact, verify_checksums
 from profiler.host.host_info import processor, software_versions
 
 MODEL = ROOT / "benchmarks" / "failing_model.py"
@@ -284,7 +284,7 @@ def newest(checkpoints: Path, fault: Fault) -> tuple[str, str]:
     if path is None:
         return "", "no checkpoint is whole"
     try:
-        verify_checksums(path, byte_ranges(read_index(path)))
+        verify_checksums(path)
     except FileError as error:
         return "", str(error)
     return path.name, "" if path.name in (due, following) else f"the newest checkpoint is {path.name}, {due} was due"

@@ -141,19 +141,21 @@ def pipeline(
     device: str | None = None,
     precision: PrecisionName | None = None,
     timeout_s: float = 120.0,
+    broadcast_batches: bool = False,
 ) -> Pipeline:
     """The stages of `plan` that this process holds, ready to train: `loss = pipe.step(inputs, targets)`.
 
     Under torchrun each process holds the stages of one device of one replica; a process alone computes all of them (the
     virtual engine). `model` is an nn.Module, a reference such as "model.py:NAME", or, where no process should hold it
     whole, the function that builds it: each process then holds only its own stages, with the values that
-    `torch.manual_seed(seed); model()` would give, or those of `weights` (a safetensors or torch file, or a folder of
+    `torch.manual_seed(seed); model()` would give (Python's `random` and numpy are seeded too), or those of `weights` (a safetensors or torch file, or a folder of
     them). `loss(output, target)` is for a micro-batch, a mean or a sum over its samples as the plan says; a model
     file's own by default. `inputs` of any number of samples show what the model is called with, where the plan does not
     say. `device` is by default this process's GPU if the plan was made for one, else the CPU. A process that waits
     longer than `timeout_s` for another gives up. `seed` is also that of random numbers in training, such as dropout's.
     `precision` must equal the plan's, if given. With "mixed" the pipeline's parameters are the float32 master weights,
-    and stages compute with bfloat16 copies that each step begins with.
+    and stages compute with bfloat16 copies that each step begins with. With `broadcast_batches` rank 0 sends its batches
+    to the ranks that use them; what other ranks pass does not count. Without it every rank draws the same ones itself.
 
     Raises FileError where the plan was made for another model, UsageError for what cannot be run so, ModelError for a
     model that cannot be built or captured.
@@ -173,6 +175,7 @@ def pipeline(
         weights=weights,
         device=device,
         timeout_s=timeout_s,
+        broadcast_batches=broadcast_batches,
     )
 
 

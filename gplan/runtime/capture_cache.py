@@ -57,7 +57,7 @@ class CaptureCache:
         self.model, self.plan, self._name, self._device = model, plan, name, device
         self.usual_inputs = ""  # description of the inputs that were captured first
         self._captures: dict[Hashable, CapturedModel] = {}
-        self._segments: dict[tuple[CapturedModel, int, RecomputeMode], tuple[nn.Module, ...]] = {}
+        self._segments: dict[tuple[CapturedModel, int, RecomputeMode, bool], tuple[nn.Module, ...]] = {}
         self._norms: dict[tuple[CapturedModel, int], tuple[RunningNorm, ...]] = {}
         self._real: dict[int, Tensor] = {}
         self._groups: Mapping[int, ParameterGroup] = {}
@@ -125,16 +125,18 @@ class CaptureCache:
             self._norms[key] = tuple(x.backed_by(self._real) for x in captured.chain.norms(layers.start, layers.stop))
         return self._norms[key]
 
-    def segments(self, captured: CapturedModel, module: StageModule, recompute: RecomputeMode) -> tuple[nn.Module, ...]:
-        """Return the modules that a stage runs. Raises ModelError for a tensor without memory among them."""
-        key = captured, module.index, recompute
+    def segments(
+        self, captured: CapturedModel, module: StageModule, recompute: RecomputeMode, *, by_layer: bool = False
+    ) -> tuple[nn.Module, ...]:
+        """Return the modules that a stage runs, or one for each layer; raises ModelError for a tensor without memory."""
+        key = captured, module.index, recompute, by_layer
         if key not in self._segments:
             stage = self.plan.stages[module.index]
             segments = make_segments(
                 captured.chain,
                 captured.layers(module.index),
-                recompute=recompute,
-                selected=stage.recompute_layers,
+                recompute="selected" if by_layer else recompute,
+                selected=captured.chain.names if by_layer else stage.recompute_layers,
                 make_layers=lambda first, end: self._layers(captured.chain, first, end, module.enter_layer),
             )
             for segment in segments:

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.fx import GraphModule
+from torch.nn.utils import get_total_norm
 
 from gplan.core.errors import UsageError
 from gplan.core.profile import BUCKET_BYTES, LARGE_GRADIENT_BYTES
 from gplan.runtime.process_group import RankLayout
-from gplan.runtime.sharded_tensors import is_divided, local_gradients, local_tensor
+from gplan.runtime.sharded_tensors import is_divided, local_tensor
 
 
 class _GradientForm(IntEnum):
@@ -203,26 +204,26 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
 
 
 def gradient_norm(
-    parameters: Sequence[nn.Parameter],
+    gradients: Iterable[Tensor],
     norm_type: float,
     *,
     device: torch.device,
     group: dist.ProcessGroup | None,
     replicas: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Return the norm of the gradients of `parameters` on all ranks of `group`, on every rank.
+    """Return the norm of the gradients that all ranks of `group` give, on every rank.
 
     `replicas` hold the parts of those that are divided. Raises UsageError for a norm type that is neither positive nor
     infinite.
     """
     if not norm_type > 0:
         raise UsageError(f"norm_type is {norm_type}; expected a positive number, or float('inf')")
-    divided = [x for x in parameters if is_divided([x])]
-    gradients = [x.grad for x in parameters if x.grad is not None and not is_divided([x])]
-    if divided and replicas is not None:
-        own = nn.utils.get_total_norm([x.grad for x in local_gradients(divided) if x.grad is not None], norm_type)
-        gradients.append(_reduced_norm(own.to(device), norm_type, replicas))
-    norm = nn.utils.get_total_norm(gradients, norm_type).to(device)
+    whole, parts = list[Tensor](), list[Tensor]()
+    for gradient in gradients:
+        (parts if is_divided([gradient]) else whole).append(local_tensor(gradient))
+    if parts and replicas is not None:
+        whole.append(_reduced_norm(get_total_norm(parts, norm_type).to(device), norm_type, replicas))
+    norm = get_total_norm(whole, norm_type).to(device)
     return norm if group is None else _reduced_norm(norm, norm_type, group)
 
 

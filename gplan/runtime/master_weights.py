@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from profiler.model.materialise import parameter_as
 from profiler.model.precision import MASTER_DTYPE, round_into
 
 
@@ -28,8 +29,9 @@ class MasterWeights:
         for name, master in masters.items():
             self.computing[name] = master
             if isinstance(master, nn.Parameter) and master.dtype != like[name].dtype:
-                weight = nn.Parameter(master.detach().to(like[name].dtype))
-                weight.grad_dtype = like[name].grad_dtype
+                model_weight = like[name]
+                assert isinstance(model_weight, nn.Parameter)
+                weight = parameter_as(master.detach().to(model_weight.dtype), model_weight)
                 self.computing[name] = self._weights[master] = weight
 
     def round(self, masters: Iterable[nn.Parameter] | None = None) -> None:

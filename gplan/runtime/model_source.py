@@ -28,7 +28,7 @@ from profiler.capture.sequence import as_sequential
 from profiler.host.host_info import large_blocks_returned
 from profiler.model.lazy_build import random_state_kept
 from profiler.model.load import ModelFile, ModelTooLargeError, OpenedFile, model_in_memory, open_model_file
-from profiler.model.materialise import is_meta_or_fake, on_meta
+from profiler.model.materialise import is_meta_or_fake, on_meta, with_attributes
 from profiler.model.model_reference import SettingValue
 from profiler.model.precision import MASTER_DTYPE, in_precision
 from profiler.model.weight_files import read_weights
@@ -246,5 +246,4 @@ def _as_in_model(expected: Tensor, value: Tensor, device: torch.device, name: st
     if isinstance(value, nn.Parameter) and value.device == device and value.dtype == dtype:
         return value
     made = nn.Parameter(value.detach().to(device=device, dtype=dtype), requires_grad=expected.requires_grad)
-    vars(made).update(vars(expected))
-    return made
+    return with_attributes(made, expected)

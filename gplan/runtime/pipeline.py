@@ -15,6 +15,8 @@ micro-batch.
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,6 +30,7 @@ from gplan.core import Plan
 from gplan.core.errors import ModelError, UsageError
 from gplan.core.units import counted
 from gplan.runtime import stage_state, validation
+from gplan.runtime.agreement import Agreement
 from gplan.runtime.buffers import SharedBuffers, check_norms, strict_norm
 from gplan.runtime.capture_cache import CaptureCache, CapturedModel, named_tensors
 from gplan.runtime.gradient_sync import TiedGradients, broadcast_first_replica
@@ -63,6 +66,7 @@ def open_pipeline(
     weights: str | Path | None,
     device: str | None,
     timeout_s: float,
+    broadcast_batches: bool,
 ) -> Pipeline:
     """Build the pipeline of a module, a function that builds one, or a model file; see `gplan.pipeline`."""
     with random_state_kept():
@@ -83,7 +87,15 @@ def open_pipeline(
         place = own_device(plan, device)
         if place.type == "cpu":
             keep_freed_memory()  # as in profiling, so that steps take as long as predicted
-        return Pipeline(source, plan, loss=loss, inputs=inputs, device=place, timeout_s=timeout_s)
+        return Pipeline(
+            source,
+            plan,
+            loss=loss,
+            inputs=inputs,
+            device=place,
+            timeout_s=timeout_s,
+            broadcast_batches=broadcast_batches,
+        )
 
 
 def example_inputs(source: ModelSource, plan: Plan) -> Any:
@@ -139,6 +151,7 @@ class Pipeline(StageState):
         device: torch.device,
         timeout_s: float,
         heartbeat: Heartbeat | None = None,
+        broadcast_batches: bool = False,
     ) -> None:
         """`inputs`, of any number of samples, show the structure, shapes and dtypes of the model's arguments."""
         notes = Heartbeat() if heartbeat is None else heartbeat
@@ -146,7 +159,7 @@ class Pipeline(StageState):
         self.plan = plan
         ranks = join_process_group(plan, device, timeout_s=timeout_s)
         random_streams = RandomStreams(source.seed, device)
-        self._loss, self._is_loss_new = loss, True
+        self._loss, self._is_loss_new, self._has_warned = loss, True, False
         self._usual_inputs = resize_inputs(inputs, plan.microbatch_size)
         source, captures, usual = _captured(source, plan, self._usual_inputs, device)
         self._loss = self._loss or _own_loss(usual.chain)
@@ -193,6 +206,7 @@ class Pipeline(StageState):
             ranks=ranks,
             random_streams=random_streams,
             heartbeat=notes,
+            agreement=Agreement(ranks, notes, broadcasts=broadcast_batches),
         )
         self.runner = StageRunner(
             captures,
@@ -222,11 +236,33 @@ class Pipeline(StageState):
 
         Gradients are added to those of `parameters()`. `inputs` (a tensor, tuple or dict) and `targets` have samples
         in dimension 0: any number up to the plan's batch size (see gplan/runtime/microbatches.py). Pass the same
-        data on every rank; ranks without the first or last stage may pass None for a full mini-batch. `scale`
+        data on every rank; for a full mini-batch, ranks without the first stage may pass None as inputs, and those
+        without the last one None as targets. With `broadcast_batches` only those of rank 0 count. `scale`
         multiplies the gradients but not the loss, such as 1/n for the mean over n accumulated steps.
 
-        Raises UsageError for data that do not fit the plan, RunError with stage and layer where the model fails.
+        Warns once of a loss that is not finite. Raises UsageError for data that do not fit the plan or differ between ranks (compared in the first ten steps
+        and then in those that are powers of two), RunError with stage and layer where the model fails.
         """
+        inputs, targets = self.agreed("step", inputs, targets)
+        loss = self.train(inputs, targets, scale=scale)
+        if not self._has_warned and not math.isfinite(loss):
+            self._has_warned, text = True, self.explain_not_finite(inputs, loss)
+            if self.rank == 0:
+                warnings.warn(text, stacklevel=2)
+        return loss
+
+    def agreed(self, call: str, inputs: Any, targets: Any = None) -> tuple[Any, Any]:
+        """Return the batch that every rank uses in a call: all have the same one, or take the first rank's. Collective."""
+        if self._agreement.broadcasts:
+            self._agreement.begin(call, is_full=False)
+            return self._agreement.broadcast(inputs, targets)
+        given = inputs, targets
+        inputs, num_rows = self._checked(inputs, targets)
+        self._agreement.begin(call, batch=given, num_rows=num_rows, is_full=num_rows == self.plan.batch_size)
+        return inputs, targets
+
+    def train(self, inputs: Any, targets: Any, *, scale: float = 1.0) -> Tensor:
+        """Run a step with a batch that `agreed` returned."""
         runner = self.runner
         runner.begin()
         inputs, num_rows = self._checked(inputs, targets)
@@ -260,6 +296,38 @@ class Pipeline(StageState):
         self.num_steps += 1
         return total
 
+    def explain_not_finite(self, inputs: Any, loss: Tensor) -> str:
+        """Name the first layer whose output is not finite in the last step, before its update. Collective."""
+        inputs, num_rows = self._checked(inputs, None)
+        step = self.num_steps - 1
+
+        def search() -> tuple[int, str] | None:
+            with torch.inference_mode(False), torch.no_grad(), self._random_streams.preserved():
+                self._masters.round()
+                parts = self._passes(num_rows)
+                found = [self.runner.first_not_finite(x, inputs, num_rows, step=step) for x in parts]
+                layer = min((x for x in found if x is not None), default=None)
+            self.runner.rest()
+            if layer is None:
+                return None
+            number, name = layer
+            stage = next(x.index for x in self.plan.stages if name in x.layer_names)
+            weights = (
+                "" if self.runner.has_finite_weights(name) else "; the weights of this stage are not finite either"
+            )
+            return number, f"the output of layer {name} on stage {stage} is the first that is not{weights}"
+
+        if self.ranks is None:
+            everywhere = [search()]
+        else:
+            everywhere = [None] * dist.get_world_size()
+            dist.all_gather_object(everywhere, search())
+        _, where = min(
+            (x for x in everywhere if x is not None),
+            default=(0, "the output of every layer is; see the loss function and the targets"),
+        )
+        return f"the loss is {float(loss):g} in step {step + 1}, not finite: {where}; lower the learning rate or look at the data"
+
     def round_master_weights(self, parameters: Iterable[nn.Parameter]) -> None:
         """Round master weights into those that the stages compute with, right after their update.
 
@@ -270,6 +338,7 @@ class Pipeline(StageState):
     def eval_step(self, inputs: Any, targets: Any = None) -> Tensor:
         """Return the loss of any number of samples in evaluation mode, without gradients; the same on every rank."""
         self.runner.begin()
+        inputs, targets = self.agreed("eval_step", inputs, targets)
         inputs, num_rows = self._checked(inputs, targets)
         if self._gathers_layers:
             self._check_alike(num_rows)
@@ -284,7 +353,7 @@ class Pipeline(StageState):
     def predict(self, inputs: Any) -> Any:
         """Return the output for any number of samples in evaluation mode; None on ranks without the last stage."""
         self.runner.begin()
-        inputs, num_rows = self._checked(inputs, None)
+        inputs, num_rows = self._checked(self.agreed("predict", inputs)[0], None)
         size, most = self.plan.microbatch_size, self.plan.num_microbatches
         found: list[tuple[Any, int]] = []
         for part in split_into_passes(num_rows, microbatch_size=size, most_microbatches=most):

@@ -31,10 +31,12 @@ from torch.optim import Optimizer
 from gplan.core import Plan
 from gplan.core.checks import Sharding
 from gplan.core.errors import UsageError
+from gplan.core.units import some_names
 from gplan.runtime.capture_cache import CapturedModel
 from gplan.runtime.process_group import RankLayout
 from gplan.runtime.stage_module import ParameterGroup, StageModule
 from gplan.runtime.stage_state import StateNames
+from profiler.model.materialise import with_attributes
 
 
 class ShardedStage:
@@ -54,6 +56,12 @@ class ShardedStage:
 
         Master weights are gathered in the dtype of `like`; gradients are accumulated in that of the gradients of `like`.
         """
+        hooked = [name for name, x in parameters.items() if x._backward_hooks or x._post_accumulate_grad_hooks]
+        if hooked:
+            raise UsageError(
+                f"{some_names(hooked)} {'has' if len(hooked) == 1 else 'have'} gradient hooks, which do not run where replicas "
+                "divide the parameters; take the hooks off, or balance again with --shard none"
+            )
         device = next(iter(parameters.values())).device
         mesh = DeviceMesh.from_group(replicas, device.type)
         groups = [ParameterGroup([parameters[name] for name in names]) for names in layers]
@@ -87,7 +95,11 @@ class ShardedStage:
         self._set_prefetches(groups, overlaps=device.type != "cpu")
         holders: list[tuple[StageModule | ParameterGroup, Sequence[str]]] = [(stage, rest)]
         holders += zip(groups, layers, strict=True)
-        self.parts = {name: x for holder, names in holders for name, x in zip(names, holder.held, strict=False)}
+        self.parts = {
+            name: with_attributes(x, parameters[name])
+            for holder, names in holders
+            for name, x in zip(names, holder.held, strict=False)
+        }
         self.gathered: dict[str, nn.Parameter] = {}  # as forwards use them; freed afterwards
         for holder, names in holders:
             assert isinstance(holder, FSDPModule)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 
@@ -44,7 +44,7 @@ def with_part(part: Tensor, like: Tensor) -> Tensor:
     )
 
 
-def local_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
+def local_gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
     """Return parameters with gradients as plain tensors: this replica's parts, with the same memory."""
     for parameter in parameters:
         if parameter.grad is not None:

@@ -56,6 +56,7 @@ class StagePass:
     recompute: RecomputeMode
     written: frozenset[int] = frozenset()  # `storage_key` of the buffers that later micro-batches may write to
     around: Callable[[], AbstractContextManager[None]] = nullcontext  # wraps each forward, but not its recompute
+    observe: Callable[[int, Tensors], None] | None = None  # called with each segment's number and outputs
 
 
 class StageModule(nn.Module):
@@ -88,12 +89,14 @@ class StageModule(nn.Module):
         assert work is not None
         again = is_recomputed(self.microbatch, num_microbatches=work.num_microbatches, recompute=work.recompute)
         with work.around():
-            for segment in work.segments:
+            for number, segment in enumerate(work.segments):
                 tensors = (
                     segment.recomputed(*tensors)
                     if again and isinstance(segment, RecomputeSegment)
                     else segment(*tensors)
                 )
+                if work.observe is not None:
+                    work.observe(number, tensors)
         vars(self)["layer"] = None
         if work.written:  # later stages and the backward need the present values
             tensors = tuple(x.clone() if storage_key(x) in work.written else x for x in tensors)

@@ -27,7 +27,7 @@ from gplan.runtime.stage_state import StateNames
 from gplan.runtime.torch_engine import EnginePass, TorchEngine
 from gplan.runtime.virtual_engine import VirtualEngine
 from gplan.schedules.registry import make_schedule
-from profiler.capture.chain import flat_tensors
+from profiler.capture.chain import Tensors, flat_tensors
 from profiler.capture.moving_averages import MovingAverages
 from profiler.host.failure import failure_text, is_lost_connection
 from profiler.host.heartbeat import Heartbeat, at_layer, on_stage
@@ -36,6 +36,9 @@ from profiler.model.model_reference import describe_inputs
 
 OutputFn = Callable[[Any, int], Tensor]
 """(the model's output, micro-batch) -> scalar."""
+
+Observe = Callable[[CapturedModel, int, Tensors], None]
+"""(capture, number of a layer in it, the layer's outputs)."""
 
 
 class StageRunner:
@@ -135,14 +138,17 @@ class StageRunner:
         output_fn: OutputFn,
         trains: bool,
         loss_weight: float = 1.0,
+        observe: Observe | None = None,
     ) -> list[Tensor]:
         """Run one pass; return the values of `output_fn` by micro-batch if the last stage is on this process.
 
-        Gradients are those of their sum times `loss_weight`.
+        Gradients are those of their sum times `loss_weight`. With `observe` the forwards are those of training, even
+        where the pass does not train, layer by layer.
         """
+        as_trained = trains or observe is not None
         first = take_rows(inputs, part.microbatch_rows(0), num_rows)
         try:
-            captured = self._captures.for_inputs(first, training=trains)
+            captured = self._captures.for_inputs(first, training=as_trained)
         except ModelError as error:
             usual, found = self._captures.usual_inputs, describe_inputs(first)
             raise ModelError(
@@ -152,7 +158,10 @@ class StageRunner:
         self.engine.forget(old)
         self._written = {key: x for key, x in self._written.items() if key[0] not in old}
         for stage in self.stages:
-            stage.begin(self._stage_work(captured, stage, part, trains))
+            stage_work = self._stage_work(captured, stage, part, as_trained)
+            if observe is not None:
+                stage_work = self._observed(stage_work, captured, stage, observe)
+            stage.begin(stage_work)
             if stage.shards is not None:
                 with self.engine.recorder.heartbeat.waiting("ranks"):
                     stage.shards.begin()
@@ -167,7 +176,7 @@ class StageRunner:
         )
         try:
             # torch's operator for a captured no_grad() does not restore the gradient mode when it raises
-            with self._captures.training_mode(training=trains), torch.set_grad_enabled(torch.is_grad_enabled()):
+            with self._captures.training_mode(training=as_trained), torch.set_grad_enabled(torch.is_grad_enabled()):
                 return self.engine.run(work)
         except GplanError:
             raise
@@ -193,6 +202,44 @@ class StageRunner:
             recompute=self._plan.recompute if trains else "never",
             around=(lambda: averages.microbatch(norms)) if norms else nullcontext,
         )
+
+    def _observed(self, work: StagePass, captured: CapturedModel, stage: StageModule, observe: Observe) -> StagePass:
+        first = captured.layers(stage.index).start
+        return replace(
+            work,
+            segments=self._captures.segments(captured, stage, "never", by_layer=True),
+            recompute="never",
+            observe=lambda number, outputs: observe(captured, first + number, outputs),
+        )
+
+    def first_not_finite(self, part: Pass, inputs: Any, num_rows: int, *, step: int) -> tuple[int, str] | None:
+        """Return number and name of this process's first layer with an output that is not finite, in a step's pass again.
+
+        Infinities count in outputs that have a gradient, as attention masks hold them too. Buffers stay as they are.
+        """
+        found: set[tuple[int, str]] = set()
+
+        def observe(captured: CapturedModel, layer: int, outputs: Tensors) -> None:
+            for spec, x in zip(captured.chain.specs(layer + 1), outputs, strict=True):
+                if x.is_floating_point() and not bool((x.isfinite() if spec.requires_grad else ~x.isnan()).all()):
+                    found.add((layer, captured.chain.names[layer]))
+
+        buffers = [(x, x.clone()) for x in self._tensors.values() if not isinstance(x, nn.Parameter)]
+
+        def no_loss(_output: Any, _microbatch: int) -> Tensor:
+            return torch.zeros(())
+
+        self.run(part, inputs, num_rows, step=step, output_fn=no_loss, trains=False, observe=observe)
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        for averages in self._averages.values():
+            averages.discard()
+        return min(found, default=None)
+
+    def has_finite_weights(self, layer: str) -> bool:
+        """Whether the parameters of a stage with this layer are finite."""
+        stage = next(x for x in self.stages if layer in self._plan.stages[x.index].layer_names)
+        return all(bool(local_tensor(x).isfinite().all()) for x in self.parameters_of([stage]))
 
     def _schedule(self, num_microbatches: int, trains: bool) -> Schedule:
         plan = self._plan

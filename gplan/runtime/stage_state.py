@@ -7,22 +7,25 @@ are those of the model; a tied tensor is saved under all its names.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from gplan.core.errors import FileError, UsageError
 from gplan.core.units import counted, some_names
+from gplan.runtime.agreement import Agreement
 from gplan.runtime.capture_cache import CapturedModel, named_tensors
 from gplan.runtime.checkpoint.loading import LoadedCheckpoint, checkpoint_exists, load_checkpoint
 from gplan.runtime.checkpoint.saving import save_checkpoint
 from gplan.runtime.checkpoint.state import PlainValue, RankState, Scheduler
+from gplan.runtime.gradient_clipping import clip_over_all_ranks
 from gplan.runtime.gradient_sync import gradient_norm
 from gplan.runtime.process_group import RankLayout
 from gplan.runtime.random_streams import RandomStreams
@@ -124,15 +127,18 @@ class StageState:
         ranks: RankLayout | None,
         random_streams: RandomStreams,
         heartbeat: Heartbeat,
+        agreement: Agreement,
     ) -> None:
         """`tensors` are those of this process by first name, `digest` is the model's, `batch_size` the plan's."""
-        self.ranks, self.heartbeat = ranks, heartbeat
+        self.ranks, self.heartbeat, self._agreement = ranks, heartbeat, agreement
         self.num_steps = 0
         self._names, self._tensors = names, tensors
         self._digest, self._batch_size, self._random_streams = digest, batch_size, random_streams
-        self._counted = [  # in the gradient norm: a tied parameter counts on the first rank that has it
-            x for name, x in self.named_parameters() if ranks is None or names.first_stage(name) in ranks.stages
+        self._copies = [  # of tied parameters, which count in the gradient norm on the first rank that has them
+            x for name, x in self.named_parameters() if ranks and names.first_stage(name) not in ranks.stages
         ]
+        if ranks is not None:
+            clip_over_all_ranks(self)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the parameters on this process by name; a tied one once."""
@@ -149,13 +155,27 @@ class StageState:
     def clip_grad_norm_(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all stages so that their total norm is at most `max_norm`; return the norm before.
 
-        A tied parameter counts once, as in the plain model.
+        A tied parameter counts once, as in the plain model. Collective. torch.nn.utils.clip_grad_norm_(pipe.parameters(),
+        max_norm) does the same.
         """
+        own = [x for _, x in self.named_parameters() if x.grad is not None]
+        norm = self.gradient_norm([x.grad for x in own if x.grad is not None], norm_type)
+        clip_grads_with_norm_(list(local_gradients(own)), max_norm, norm)
+        return norm
+
+    def has_gradients(self, gradients: Collection[Tensor]) -> bool:
+        """Whether some of `gradients` belong to this process's parameters; also if neither has any."""
+        own = {id(x.grad) for _, x in self.named_parameters() if x.grad is not None}
+        return any(id(x) in own for x in gradients) if own else not gradients
+
+    def gradient_norm(self, gradients: Iterable[Tensor], norm_type: float) -> Tensor:
+        """Return the norm of the gradients that all ranks give, those of a tied parameter once. Collective."""
+        self._agreement.begin("clip_grad_norm_")
         group = None if self.ranks is None else self.ranks.pipeline
         replicas = None if self.ranks is None else self.ranks.replicas
-        norm = gradient_norm(self._counted, norm_type, device=self.device, group=group, replicas=replicas)
-        nn.utils.clip_grads_with_norm_(list(local_gradients(x for _, x in self.named_parameters())), max_norm, norm)
-        return norm
+        copies = {id(x.grad) for x in self._copies}
+        counted = [x for x in gradients if id(x) not in copies]
+        return gradient_norm(counted, norm_type, device=self.device, group=group, replicas=replicas)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this process's part of the model's state dict, under the model's keys; all of it if alone.
@@ -165,7 +185,8 @@ class StageState:
         return {key: self._tensors[name].detach() for key, name in self._names.saved.items() if name in self._tensors}
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the model's whole state dict, on the CPU of global rank 0; empty on other ranks."""
+        """Return the model's whole state dict, on the CPU of global rank 0; empty on other ranks. Collective."""
+        self._agreement.begin("full_state_dict")
         if self.ranks is None:
             return {key: x.to("cpu", copy=True) for key, x in self.state_dict().items()}
         own = {key: full_tensor(x).cpu() for key, x in self.state_dict().items()}
@@ -212,6 +233,7 @@ class StageState:
         Raises RunError on every rank if it cannot be written; earlier checkpoints stay as they are.
         """
         self.heartbeat.enter_action("saving")
+        self._agreement.begin("save")
         known = {
             "gplan.steps": self.num_steps,
             "gplan.seed": self._random_streams.run_seed,
@@ -237,7 +259,8 @@ class StageState:
         """Resume from a checkpoint, or from the newest complete one in a folder, saved with this or another plan.
 
         Parameters, buffers, optimizer and scheduler are set in place, and random numbers continue. Returns the saved
-        `progress`. Warns if newer checkpoints are damaged, or if the mini-batch size was different. Raises FileError
+        `progress`. Warns if newer checkpoints are damaged, if the optimizer's learning rate or other values were different,
+        which the checkpoint replaces, or if the mini-batch size was. Raises FileError
         if there is no complete checkpoint of this model; with `must_exist=False`, if there is none at all, nothing
         changes and the result is empty.
         """
@@ -246,10 +269,13 @@ class StageState:
             return {}
         was, now = loaded.batch_size, self._batch_size
         notes = [loaded.note] if loaded.note else []
-        if was not in (None, now):
+        if was is not None and was != now:
+            num_steps = self.num_steps
+            samples = counted(num_steps * abs(now - was), "sample")
+            what = f"{samples} are skipped" if now > was else f"{samples} come again"
             notes.append(
-                f"{loaded.path} was saved with mini-batches of {was} samples, the plan has {now}: data that are counted in "
-                "steps go on elsewhere"
+                f"{loaded.path} was saved with mini-batches of {was} samples, the plan has {now}: after {num_steps} steps it has "
+                f"used {num_steps * was} samples; data that are counted in steps go on after {num_steps * now}, so that {what}"
             )
         if notes and (self.ranks is None or dist.get_rank() == 0):
             warnings.warn("; ".join(notes), stacklevel=2)
@@ -260,6 +286,7 @@ class StageState:
     ) -> LoadedCheckpoint | None:
         """Like `load`, but return warnings with the checkpoint."""
         self.heartbeat.enter_action("restoring")
+        self._agreement.begin("load")
         group = dist.group.WORLD if self.ranks is not None else None
         if not must_exist and not checkpoint_exists(Path(path), group=group):
             return None

@@ -1,13 +1,12 @@
 """Compute a profile for hardware that is not present: work and memory by fake tensors, seconds by the roofline.
 
-One layer of each kind is analysed on fake tensors. The optimizer runs on one fake parameter of each shape and dtype,
+One layer of each kind is analysed on fake tensors. The optimizer runs on one fake parameter of each shape, dtype and set of attributes,
 which assumes that it updates each parameter separately; for a GPU it uses "foreach" lists, torch's default there: few
 launches, but the temporary tensors of all parameters at once. Compilers and device-specific kernels are left out.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -37,6 +36,7 @@ from profiler.memory.chain_profile import Crossings, layers_with_weights, values
 from profiler.model.data import check_microbatch_sizes, sample_batch
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
+from profiler.model.materialise import attributes_key, with_attributes
 from profiler.model.precision import MASTER_DTYPE, master_bytes, round_into
 from profiler.timing.bench import bench_of_chain, layers_to_measure
 
@@ -194,8 +194,10 @@ def computed_step(file: ModelFile, hardware: Hardware) -> StepCost:
     if not file.has("optimizer") or not trained:
         return StepCost.none(origin="computed")
     as_list = hardware.kind == "cuda"
-    alike = Counter((tuple(x.shape), x.dtype, gradient_bytes(x)) for x in trained)
-    steps = [(count, _step(file, *kind, as_list=as_list)) for kind, count in alike.items()]
+    alike: dict[object, list[nn.Parameter]] = {}
+    for x in trained:
+        alike.setdefault((x.shape, x.dtype, gradient_bytes(x), attributes_key(x)), []).append(x)
+    steps = [(len(some), _step(file, some[0], as_list=as_list)) for some in alike.values()]
     largest = max((step for _, step in steps), key=lambda step: step.gradient_bytes)
     masters = master_bytes(trained, file.precision)
     return StepCost(
@@ -222,12 +224,11 @@ class _Step:
     zero_grad_work: tuple[Work, ...]
 
 
-def _step(
-    file: ModelFile, shape: tuple[int, ...], dtype: torch.dtype, num_gradient_bytes: int, *, as_list: bool
-) -> _Step:
+def _step(file: ModelFile, like: nn.Parameter, *, as_list: bool) -> _Step:
     with FakeTensorMode():
-        rounded = [torch.empty(shape, dtype=dtype)] if file.precision.master_weights else []
-        parameter = nn.Parameter(torch.empty(shape, dtype=MASTER_DTYPE if rounded else dtype))
+        rounded = [torch.empty(like.shape, dtype=like.dtype)] if file.precision.master_weights else []
+        made = nn.Parameter(torch.empty(like.shape, dtype=MASTER_DTYPE if rounded else like.dtype))
+        parameter = with_attributes(made, like)
         optimizer = file.optimizer([parameter])
         for group in optimizer.param_groups:
             if as_list and "foreach" in group and group["foreach"] is None and not group.get("fused"):
@@ -246,7 +247,7 @@ def _step(
             ) from error
         return _Step(
             name=type(optimizer).__name__,
-            gradient_bytes=num_gradient_bytes,
+            gradient_bytes=gradient_bytes(like),
             state_bytes=optimizer_state_bytes(optimizer),
             workspace_bytes=recorder.trace().peak_bytes(0, end),
             work=total_work(counter.between(0, end)),

@@ -89,7 +89,8 @@ def _no_other_autocast(precision: Precision) -> AbstractContextManager[None]:
 
 
 def _captured(model: nn.Module, inputs: object, *, granularity: Granularity, traced: str | None) -> Chain:
-    is_sequence = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+    own = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
+    is_sequence = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and not any(own)
     if is_sequence and granularity == "layer":
         return SequentialChain(model, inputs)  # type: ignore[arg-type]
     try:

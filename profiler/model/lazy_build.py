@@ -168,7 +168,8 @@ def to_fake_tensors(model: nn.Module) -> tuple[str, ...]:
                         if tensor not in fakes:
                             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
                             fakes[tensor] = parameter_as(fake, tensor) if isinstance(tensor, nn.Parameter) else fake
-                            vars(fakes[tensor]).update(vars(tensor))
+                            if not isinstance(tensor, nn.Parameter):
+                                vars(fakes[tensor]).update(vars(tensor))
                         cast(dict[str, Tensor | None], registry)[name] = fakes[tensor]
     return tuple(lost)
 

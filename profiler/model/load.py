@@ -30,6 +30,7 @@ from profiler.model.lazy_build import (
     fake_mode_of,
     lost_values_note,
     random_state_kept,
+    seed_everything,
     to_fake_tensors,
 )
 from profiler.model.model_reference import (
@@ -247,15 +248,17 @@ class OpenedFile:
     misspelled: Mapping[str, str] = field(default_factory=dict)  # as in `ModelFile`
 
     def load(self, *, seed: int, lazy: bool = False) -> ModelFile:
-        """Build the model with weights drawn from `seed`; if `lazy`, without weights, leaving the random state unchanged.
+        """Build the model with weights drawn from `seed`; if `lazy`, without weights. The random state stays as it is.
 
+        Seeded are the generators of torch, Python's `random` and numpy (and so scipy's).
         Raises ModelError for a model that cannot be built, ModelTooLargeError if there is not enough memory.
         """
 
         def build() -> tuple[nn.Module, Any]:
-            torch.manual_seed(seed)
-            model, inputs = _built(self.target, self.settings, self.name)
-            return model, inputs if self.input_shapes is None else parse_input_shapes(self.input_shapes)
+            with random_state_kept():
+                seed_everything(seed)
+                model, inputs = _built(self.target, self.settings, self.name)
+                return model, inputs if self.input_shapes is None else parse_input_shapes(self.input_shapes)
 
         model, inputs = build_without_weights(build, what=self.name) if lazy else build()
         lost = to_fake_tensors(model)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 
 from profiler.capture.chain import Tensors, TensorSpec
@@ -82,9 +84,8 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 
 def parameter_as(tensor: Tensor, like: nn.Parameter) -> nn.Parameter:
-    """A parameter of a tensor, with the attributes of another parameter."""
-    made = nn.Parameter(tensor, requires_grad=like.requires_grad)
-    vars(made).update(vars(like))
+    """A parameter of a tensor, with the attributes and hooks of another parameter."""
+    made = with_attributes(nn.Parameter(tensor, requires_grad=like.requires_grad), like)
     if like.grad_dtype != like.dtype:
         made.grad_dtype = like.grad_dtype
     return made
@@ -149,7 +150,37 @@ def _zeros_like(tensor: Tensor, device: str) -> Tensor:
         return zeros
     made = nn.Parameter(zeros, requires_grad=tensor.requires_grad)
     made.grad_dtype = tensor.grad_dtype
+    return with_attributes(made, tensor)
+
+
+def with_attributes(made: nn.Parameter, like: Tensor) -> nn.Parameter:
+    """Give a parameter what the author put on another one: attributes, by which optimizers choose, and gradient hooks."""
+    vars(made).update(attributes(like))
+    for hook in (like._backward_hooks or {}).values():
+        made.register_hook(hook)  # type: ignore[no-untyped-call]
+    for hook in (like._post_accumulate_grad_hooks or {}).values():
+        made.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return made
+
+
+def attributes(parameter: Tensor) -> dict[str, Any]:
+    """The attributes that an author gave a parameter, without those that torch sets."""
+    return {name: x for name, x in vars(parameter).items() if name not in _attributes_of_torch()}
+
+
+@cache
+def _attributes_of_torch() -> frozenset[str]:
+    return frozenset({"_fsdp_orig_uid", *vars(nn.Parameter(FakeTensorMode().from_tensor(torch.empty(1))))})
+
+
+def attributes_key(parameter: Tensor) -> str:
+    """The attributes of a parameter as text, equal for parameters that the author marked alike."""
+    return str(
+        [
+            (x, y if isinstance(y, bool | int | float | str | None) else type(y))
+            for x, y in sorted(attributes(parameter).items())
+        ]
+    )
 
 
 @contextmanager

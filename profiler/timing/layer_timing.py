@@ -35,7 +35,7 @@ from profiler.memory.allocations import traced_allocations
 from profiler.memory.chain_profile import Crossings
 from profiler.memory.layer_memory import HalvesBytes, LayerBytes, allocate_gradients, measure_bytes, measure_halves
 from profiler.model.data import call_model, find_reduction_of_outputs, sample_batch, sample_batches
-from profiler.model.lazy_build import random_state_kept
+from profiler.model.lazy_build import random_state_kept, seed_everything
 from profiler.model.load import ModelFile
 from profiler.model.materialise import materialised, real_like
 from profiler.timing.bench import (
@@ -107,7 +107,7 @@ def _check_loss(file: ModelFile, chain: Chain, inputs: Any, target: Any) -> None
 
     def loss_of(output_of: Callable[[], Any], seed: int) -> float:
         with model_state_restored(file.model), random_state_kept(), torch.no_grad():
-            torch.manual_seed(seed)
+            seed_everything(seed)
             return float(file.loss(output_of(), target))
 
     def output_of_layers() -> Any:

@@ -28,6 +28,7 @@ from gplan.core.errors import ModelError
 from profiler.memory.allocations import gradient_bytes, now_ns, optimizer_state_bytes, traced_allocations
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
+from profiler.model.materialise import attributes_key, with_attributes
 from profiler.model.precision import MASTER_DTYPE, input_dtype, master_bytes, round_into
 from profiler.timing.clock import Clock, Samples, cold_caches
 from profiler.timing.neighbours import NEIGHBOUR_FAILED, Neighbours, neighbours
@@ -224,7 +225,7 @@ class StepSampler:
         found = dict[object, list[nn.Parameter]]()
         for x in self._trained:
             rows = int(self._unused[x].sum()) if x in self._unused else 0
-            found.setdefault((x.shape, x.dtype, gradient_bytes(x), rows), []).append(x)
+            found.setdefault((x.shape, x.dtype, gradient_bytes(x), rows, attributes_key(x)), []).append(x)
         by_shape, left = list(found.values()), MOST_COPIED_BYTES
         for parameter in (x for of_turn in zip_longest(*by_shape) for x in of_turn if x is not None):
             if parameter.nbytes <= left or not self._some:
@@ -235,7 +236,8 @@ class StepSampler:
             self._shapes.append(_Alike(all=alike, some=some))
         for number in (1, _NUM_TINY):
             shape = [1] * by_shape[0][0].dim()
-            tiny = [nn.Parameter(torch.zeros(shape, device=self._device)) for _ in range(number)]
+            made = [nn.Parameter(torch.zeros(shape, device=self._device)) for _ in range(number)]
+            tiny = [with_attributes(x, by_shape[0][0]) for x in made]
             self._tiny.append(_Alike(all=tiny, some=tiny))
 
     def _steps(self, parameters: Sequence[nn.Parameter]) -> _Steps:
@@ -245,7 +247,7 @@ class StepSampler:
             dtype = MASTER_DTYPE if file.precision.master_weights else x.dtype
             made = torch.empty(x.shape, dtype=dtype, device=self._device)
             with torch.no_grad():
-                copies.append(nn.Parameter(made.normal_(0.0, 0.02)))
+                copies.append(with_attributes(nn.Parameter(made.normal_(0.0, 0.02)), x))
         optimizer = file.optimizer(copies)
         if file.precision.master_weights:
             weights = [x.detach().to(input_dtype(file.precision)) for x in copies]

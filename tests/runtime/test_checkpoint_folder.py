@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
+import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from gplan.core.errors import FileError, RunError
+from gplan.core.errors import FileError, RunError, UsageError
 from gplan.runtime.checkpoint import folder
-from gplan.runtime.checkpoint.folder import newest_intact
+from gplan.runtime.checkpoint.collective import RankGroup
+from gplan.runtime.checkpoint.folder import DamagedError, newest_intact, partial_path
 from gplan.runtime.checkpoint.loading import load_checkpoint
 from gplan.runtime.checkpoint.saving import save_checkpoint
 from gplan.runtime.checkpoint.state import RankState
+from gplan.runtime.checkpoint.storage import CheckpointReader, write_checkpoint
+from tests.runtime.ranks import on_ranks
 
 
 def state(value: float = 0.0) -> RankState:
@@ -121,7 +129,7 @@ def test_damaged_checkpoints_skipped(tmp_path: Path) -> None:
     told = f"{fourth} is incomplete: __0_0.distcp is missing"
     assert loaded_from(tmp_path) == (3.0, third, f"{told}; going on from {third}")
     flip(third)  # which nobody sees before it is read
-    told += f"; {third} is damaged: the bytes of model.x in __0_0.distcp changed"
+    told += f"; {third} is damaged: the bytes of __0_0.distcp changed"
     assert loaded_from(tmp_path) == (2.0, second, f"{told}; going on from {second}")
     (second / ".metadata").write_bytes(b"")
     (first / ".metadata").unlink()
@@ -167,14 +175,123 @@ def test_a_damaged_index_is_told(tmp_path: Path, content: bytes | None) -> None:
         value_in(index.parent)
 
 
-def test_checksums_always_written(tmp_path: Path) -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
-        path = save(tmp_path, 1, 5.0)
-        assert not torch.serialization.get_crc32_options()
-    finally:
-        torch.serialization.set_crc32_options(True)
+def sign(path: Path) -> None:
+    """Write the checksums of a folder anew, as a stranger can."""
+    found = {x.name: hashlib.blake2b(x.read_bytes()).hexdigest() for x in path.iterdir() if x.name != "checksums"}
+    text = "".join(f"{digest}  {name}\n" for name, digest in found.items())
+    (path / "checksums").write_text(f"{text}{hashlib.blake2b(text.encode()).hexdigest()}  checksums\n")
+
+
+def test_signed_again_is_read(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, 5.0)
+    sign(path)
     assert value_in(path) == 5.0
+
+
+def test_no_flipped_byte_goes_unnoticed(tmp_path: Path) -> None:
+    path, draw = save(tmp_path, 1, 5.0), random.Random(0)
+    files = sorted(path.iterdir())
+    assert [x.name for x in files] == [".metadata", "__0_0.distcp", "checksums"]
+    for file in files:
+        whole = file.read_bytes()
+        for place in sorted({0, len(whole) - 1, *draw.sample(range(len(whole)), 200)}):
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
+            with pytest.raises(DamagedError):
+                value_in(path)
+            assert file.name == "__0_0.distcp" or newest_intact(tmp_path) is None
+        file.write_bytes(whole)
+    assert value_in(path) == 5.0
+
+
+def test_every_rank_learns_of_damage(tmp_path: Path) -> None:
+    """Each of two ranks checks one of the files."""
+
+    def job(rank: int) -> str:
+        own = RankState(model={f"x{rank}": torch.ones(5)}, parameters={})
+        path = save_checkpoint(tmp_path, own, step=1, progress={}, digest="d", group=dist.group.WORLD)
+        load_checkpoint(path, own, digest="d", group=dist.group.WORLD)
+        texts = []
+        for file in ("__0_0.distcp", "__1_0.distcp"):
+            whole = (path / file).read_bytes()
+            if rank == 0:
+                (path / file).write_bytes(b"x" + whole[1:])
+            dist.barrier()
+            with pytest.raises(DamagedError) as caught:
+                load_checkpoint(path, own, digest="d", group=dist.group.WORLD)
+            texts.append(str(caught.value).partition(" changed")[0].rpartition(" ")[2])
+            dist.barrier()
+            if rank == 0:
+                (path / file).write_bytes(whole)
+            dist.barrier()
+        return " ".join(texts)
+
+    assert on_ranks(2, job) == ["__0_0.distcp __1_0.distcp"] * 2
+
+
+class Hostile:
+    """Writes a file where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.write_text, (self.file, "here")
+
+
+@pytest.mark.parametrize("place", ["the index", "within the index", "a value"])
+def test_a_strangers_folder_runs_no_code(place: str, tmp_path: Path) -> None:
+    path, file = save(tmp_path, 1, 5.0), tmp_path / "written"
+    index = path / ".metadata"
+    if place == "the index":
+        index.write_bytes(pickle.dumps(Hostile(file)))
+    elif place == "within the index":
+        content = pickle.loads(index.read_bytes())
+        content.planner_data["more"] = Hostile(file)
+        index.write_bytes(pickle.dumps(content))
+    else:
+        content = {("gplan",): {}, ("progress",): Hostile(file), ("ranks",): []}
+        shutil.rmtree(path)
+        write_checkpoint(content, partial_path(path, "a"), path, ranks=RankGroup(group=None))
+        with pytest.raises(
+            FileError, match="progress holds more than tensors and plain values, and to load it could run"
+        ):
+            CheckpointReader(path).read({("progress",): None})
+        return
+    sign(path)
+    with pytest.raises(
+        FileError, match=r"names pathlib\S*.Path.write_text, which no index needs and which could run code"
+    ):
+        value_in(tmp_path)
+    assert newest_intact(tmp_path) is None
+    assert not file.exists()
+
+
+def test_index_of_another_folder(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    path = save(tmp_path, 1, 5.0)
+    secret.write_bytes((path / "__0_0.distcp").read_bytes())
+    index = pickle.loads((path / ".metadata").read_bytes())
+    for info in index.storage_data.values():
+        info.relative_path = "../secret"
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    sign(path)
+    with pytest.raises(FileError, match="it names files without a checksum: ../secret"):
+        value_in(path)
+
+
+def test_state_that_cannot_be_kept(tmp_path: Path) -> None:
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"where": tmp_path}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            pass
+
+    own = RankState(model={"x": torch.zeros(2)}, parameters={}, schedulers=[Odd()])
+    with pytest.raises(
+        UsageError, match="the scheduler holds values that a checkpoint cannot keep .*Path.*; expected numbers"
+    ):
+        save_checkpoint(tmp_path, own, step=1, progress={}, digest="d", group=None)
 
 
 def test_a_parameter_stays_the_one_it_is(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +87,9 @@ def test_untrained_parameter_refused(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_foreign_checkpoint_refused(tmp_path: Path) -> None:
     state_dict_saver.save({"model": {"x": torch.zeros(2)}}, checkpoint_id=tmp_path / "step-000001", no_dist=True)
-    with pytest.raises(FileError, match="has no format line; expected 'gplan.checkpoint/1'"):
+    with pytest.raises(
+        FileError, match="has no file checksums that can be read .*, as each checkpoint that gplan saves has"
+    ):
         training(sgd).load(tmp_path / "step-000001")
 
 
@@ -97,7 +100,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     place = content.index(torch.full((3,), 2.5).numpy().tobytes())  # the frozen parameter
     content[place] ^= 1
     file.write_bytes(content)
-    with pytest.raises(FileError, match=r"the bytes of model\.frozen in __0_0\.distcp changed"):
+    with pytest.raises(FileError, match=r"the bytes of __0_0\.distcp changed"):
         training(adam).load(path)
 
 
@@ -121,7 +124,7 @@ def test_damage_on_one_rank_stops_all(tmp_path: Path) -> None:
     damage(path, "model.1.kernel")
     told = in_fresh_processes(2, load_what_is_damaged, tmp_path, path)
     assert told[0] == told[1]
-    assert told[0].startswith(f"rank 1 (stage 1): {path} is damaged: the bytes of model.1.kernel")
+    assert told[0].startswith(f"rank 1 (stage 1): {path} is damaged: the bytes of __0_0.distcp changed")
 
 
 def test_a_copy_elsewhere_is_as_good(tmp_path: Path) -> None:
@@ -144,6 +147,29 @@ def test_ranks_fall_back_together(tmp_path: Path) -> None:
     first, second = own.save(tmp_path / "saved", 1), own.save(tmp_path / "saved", 2)
     damage(second, "model.1.kernel")
     told, values = zip(*in_fresh_processes(2, load_an_older_one, tmp_path, tmp_path / "saved"), strict=True)
-    expected = f"rank 1 (stage 1): {second} is damaged: the bytes of model.1.kernel in __0_0.distcp changed"
+    expected = f"rank 1 (stage 1): {second} is damaged: the bytes of __0_0.distcp changed"
     assert told == (f"{expected}; going on from {first}",) * 2
     assert values == (own.state.model["embed"][0, 0].item(), own.state.model["0.bias"][0].item())
+
+
+@pytest.mark.parametrize(
+    ("make", "note"),
+    [
+        (lambda x: Adam(x.values(), lr=0.5), "lr 0.01, not 0.5"),
+        (lambda x: Adam(x.values(), lr=0.01, amsgrad=True), "amsgrad False, not True"),
+        (
+            lambda x: Adam(x.values(), lr=0.01, betas=(0.8, 0.99), weight_decay=0.1),
+            "betas (0.9, 0.999), not (0.8, 0.99); weight_decay 0, not 0.1",
+        ),
+        (lambda x: Adam(x.values(), lr=0.01, foreach=False), ""),
+    ],
+)
+def test_other_hyperparameters_are_told(make: Any, note: str, tmp_path: Path) -> None:
+    path = saved(tmp_path, training(lambda x: Adam(x.values(), lr=0.01)))
+    loaded = load_checkpoint(path, training(make).state, digest=DIGEST, group=None)
+    assert loaded.note == (f"{path} sets the optimizer's own values again: {note}" if note else "")
+
+
+def test_scheduled_learning_rate_is_not_told(tmp_path: Path) -> None:
+    path = saved(tmp_path, training(adam, cosine))
+    assert load_checkpoint(path, training(adam, cosine).state, digest=DIGEST, group=None).note == ""

@@ -73,10 +73,17 @@ def test_damaged_checkpoint_refused(tmp_path: Path) -> None:
 
 def test_different_batch_size_warns(tmp_path: Path) -> None:
     first = opened()
+    for _ in range(3):
+        first.step(*ROW.batch(8))
     first.save(tmp_path, progress={"epoch": 3})
-    other = gplan.pipeline(ROW.build, plan_of(ROW, 2, num_microbatches=8), loss=ROW.loss)
-    with pytest.warns(UserWarning, match=r"step-000000 was saved with mini-batches of 8 samples, the plan has 16"):
-        assert other.load(tmp_path) == {"epoch": 3}
+    told = "step-000003 was saved with mini-batches of 8 samples, the plan has {}: after 3 steps it has used 24 samples; .* go on after {}"
+    for number, size, found in (
+        (8, 16, "48, so that 24 samples are skipped"),
+        (2, 4, "12, so that 12 samples come again"),
+    ):
+        other = gplan.pipeline(ROW.build, plan_of(ROW, 2, num_microbatches=number), loss=ROW.loss)
+        with pytest.warns(UserWarning, match=told.format(size, found)):
+            assert other.load(tmp_path) == {"epoch": 3}
 
 
 def losses(inputs: Tensor) -> float:

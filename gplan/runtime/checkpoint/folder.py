@@ -3,32 +3,49 @@
     .step-000120.part-1a2b   being written, or left by a killed run; removed at the next save
     .step-000120.old         set aside while another checkpoint of the same step replaces it
 
-A checkpoint is complete if DCP's index, written last, exists and every file is as long as the index says. The index
-is a pickle: open only checkpoints that you trust. One run at a time may save to a folder: it holds an
-operating-system lock on a file in it, which ends with the process; file systems without locks are not protected.
+A checkpoint is complete if its checksums, written last, exist and every file is as long as DCP's index says. Nothing is
+used before its file has the checksum that it was saved with; `b2sum` prints the same ones. The index is a pickle, of which
+only the classes of an index are read, so that a folder from a stranger cannot run code. One run at a time may save to a
+folder: it holds an operating-system lock on a file in it, which ends with the process; file systems without locks are not
+protected.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
-from zipfile import ZipFile
+from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from gplan.core.errors import FileError
 from gplan.core.units import bytes_text, counted
 
+_METADATA_CLASSES = (
+    "Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata",
+    "TensorProperties", "_MEM_FORMAT_ENCODING",
+)  # fmt: skip
 _LOCK = ".lock"
 _INDEX = ".metadata"
+_CHECKSUMS = "checksums"
+_CHECKSUM = re.compile(r"([0-9a-f]{128})  ([\w.]+)\n")
+_OF_AN_INDEX = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13
+}
 _COMPLETE = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.old")
 _PART = re.compile(r"\.step-\d{6,}\.part-\w+")
 _ADVICE = "; use another checkpoint"
@@ -108,7 +125,16 @@ def publish(part: Path, final: Path) -> None:
 
     Raises FileError if files are missing, as when a rank wrote to a disk that is not shared.
     """
-    read_index(part)
+    content = (part / _INDEX).read_bytes()
+    files = dict.fromkeys(span.file for span in _complete_ranges(part, _unpickled(content)))
+    found = [(_digest(content), _INDEX), *((_noted(part, name).read_text(), name) for name in files)]
+    text = "".join(f"{digest}  {name}\n" for digest, name in found)
+    with open(part / _CHECKSUMS, "w", encoding="ascii") as file:
+        file.write(f"{text}{_digest(text.encode())}  {_CHECKSUMS}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    for name in files:
+        _noted(part, name).unlink()
     aside = final.with_name(f".{final.name}.old")
     if final.exists():
         shutil.rmtree(aside, ignore_errors=True)
@@ -170,37 +196,93 @@ def newest_intact(directory: Path) -> Path | None:
 
 
 def read_index(path: Path) -> Metadata:
-    """Return a checkpoint's index; raises FileError if it cannot be read or a file is missing or too short."""
+    """Return a checkpoint's index; raises FileError if it changed, or a file is missing or too short."""
     if not (path / _INDEX).is_file():
         raise DamagedError(f"{path} is not a checkpoint: it has no {_INDEX}; expected a folder such as step-000120")
+    checksums = _checksums(path)
     try:
-        index = FileSystemReader(path).read_metadata()
-        lack = _lack(path, byte_ranges(index))
+        content = (path / _INDEX).read_bytes()
+        if _digest(content) != checksums.get(_INDEX):
+            raise ValueError("its bytes changed")
+        index = _unpickled(content)
+        if odd := {span.file for span in byte_ranges(index)} - checksums.keys():
+            raise ValueError(f"it names files without a checksum: {', '.join(sorted(odd))}")
     except Exception as error:  # a damaged pickle can raise anything
         raise DamagedError(f"{path} is damaged: its {_INDEX} cannot be read ({error}){_ADVICE}") from error
+    _complete_ranges(path, index)
+    return index
+
+
+def note_checksum(file: Path) -> None:
+    """Write the checksum of a file of a checkpoint that is being written beside it, for `publish`."""
+    with open(file, "rb") as content:
+        digest = hashlib.file_digest(content, "blake2b").hexdigest()
+    _noted(file.parent, file.name).write_text(digest, encoding="ascii")
+
+
+def verify_checksums(path: Path, *, rank: int = 0, num_ranks: int = 1) -> None:
+    """Check this rank's share of a checkpoint's files; raises FileError for the first that changed."""
+    read_index(path)
+    checksums = _checksums(path)
+    for name in sorted(checksums)[rank::num_ranks]:
+        with open(path / name, "rb") as file:
+            if hashlib.file_digest(file, "blake2b").hexdigest() != checksums[name]:
+                raise DamagedError(f"{path} is damaged: the bytes of {name} changed{_ADVICE}")
+
+
+def _checksums(path: Path) -> dict[str, str]:
+    """The checksum of each file but this list, whose last line is its own."""
+    try:
+        content = (path / _CHECKSUMS).read_bytes()
+    except OSError as error:
+        raise DamagedError(
+            f"{path} has no file {_CHECKSUMS} that can be read ({error.strerror}), as each checkpoint that gplan saves has"
+            f"{_ADVICE}"
+        ) from error
+    lines = [_CHECKSUM.fullmatch(x) for x in content.decode("ascii", "replace").splitlines(keepends=True)]
+    found = {x[2]: x[1] for x in lines if x is not None}
+    own = found.pop(_CHECKSUMS, "")
+    if None in lines or len(found) + 1 != len(lines) or own != _digest(content[: content.rfind(b"\n", 0, -1) + 1]):
+        raise DamagedError(f"{path} is damaged: the bytes of {_CHECKSUMS} changed{_ADVICE}")
+    return found
+
+
+def _noted(folder: Path, name: str) -> Path:
+    return folder / f".{name}.checksum"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content).hexdigest()
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Reads DCP's index and nothing else: a pickle can name any function to call."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _OF_AN_INDEX or (module == "torch" and isinstance(vars(torch).get(name), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs and which could run code")
+
+
+def _unpickled(content: bytes) -> Metadata:
+    index = _IndexUnpickler(BytesIO(content)).load()
+    if not isinstance(index, Metadata):
+        raise pickle.UnpicklingError(f"it is a {type(index).__name__}")
+    return index
+
+
+def _complete_ranges(path: Path, index: Metadata) -> list[ByteRange]:
+    found = byte_ranges(index)
+    lack = _lack(path, found)
     if lack is not None:
         raise DamagedError(f"{path} is incomplete: {lack}{_ADVICE}")
-    return index
+    return found
 
 
 def byte_ranges(index: Metadata) -> list[ByteRange]:
     """Return the location of every value, by file and offset."""
     found = [ByteRange(key.fqn, x.relative_path, x.offset, x.length) for key, x in index.storage_data.items()]
     return sorted(found, key=lambda span: (span.file, span.offset))
-
-
-def verify_checksums(path: Path, wanted: Iterable[ByteRange]) -> None:
-    """Check the CRC of some values; raises FileError for the first that is wrong. torch.load does not check them."""
-    for span in wanted:
-        with open(path / span.file, "rb") as file:
-            file.seek(span.offset)
-            content = file.read(span.num_bytes)
-        try:
-            is_intact = ZipFile(BytesIO(content)).testzip() is None
-        except Exception:  # a damaged archive can raise anything
-            is_intact = False
-        if not is_intact:
-            raise DamagedError(f"{path} is damaged: the bytes of {span.key} in {span.file} changed{_ADVICE}")
 
 
 def _lack(path: Path, found: Iterable[ByteRange]) -> str | None:

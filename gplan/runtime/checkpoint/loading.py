@@ -21,6 +21,7 @@ from gplan.runtime.checkpoint.folder import (
     fallback_note,
     has_checkpoint,
     list_checkpoints,
+    verify_checksums,
 )
 from gplan.runtime.checkpoint.state import (
     FORMAT,
@@ -54,7 +55,7 @@ class LoadedCheckpoint:
 
     progress: dict[str, PlainValue]  # as it was saved
     path: Path  # of the checkpoint
-    note: str = ""  # why it is not the newest one
+    note: str = ""  # why it is not the newest one, and which of the run's own values it replaces
     batch_size: int | None = None  # of the plan that saved it; None if unknown
 
 
@@ -77,13 +78,15 @@ def load_checkpoint(path: Path, state: RankState, *, digest: str, group: dist.Pr
     damages: list[str] = []
     for candidate in ranks.run_on_all(lambda: list_checkpoints(path))[0]:
         try:
-            progress = ranks.run_on_all(partial(restored, candidate))[0]
+            ranks.run_on_all(partial(verify_checksums, candidate, rank=ranks.rank, num_ranks=len(everyone)))
+            found = ranks.run_on_all(partial(restored, candidate))
         except DamagedError as error:
             damages.append(str(error))
             continue
-        return LoadedCheckpoint(
-            progress=progress, path=candidate, note=fallback_note(damages, candidate) if damages else ""
-        )
+        notes = [fallback_note(damages, candidate)] if damages else []
+        if replaced := list(dict.fromkeys(x for _, own in found for x in own)):
+            notes.append(f"{candidate} sets the optimizer's own values again: {'; '.join(replaced)}")
+        return LoadedCheckpoint(progress=found[0][0], path=candidate, note="; ".join(notes))
     raise all_damaged_error(damages)
 
 
@@ -95,7 +98,8 @@ def _names(state: RankState) -> _Names:
 
 def _restored(
     path: Path, *, state: RankState, everyone: Sequence[_Names], digest: str, rank: int
-) -> dict[str, PlainValue]:
+) -> tuple[dict[str, PlainValue], list[str]]:
+    """Restore this rank; return the progress and the hyperparameters that the checkpoint replaced."""
     saved = CheckpointReader(path)
     _check_origin(saved, state, digest=digest)
     facts = saved.read({("ranks",): None, ("progress",): None})
@@ -107,13 +111,14 @@ def _restored(
             found = "no tensor" if was is None else _form(was)
             raise FileError(f"{saved.path} has {found} for {name}; the model has {_form(tensor)}")
     saved.read({("model", name): tensor.detach() for name, tensor in state.model.items()})
+    replaced: list[str] = []
     for index in range(len(state.optimizers)):
-        _restore_optimizer(saved, state, index, everyone[rank].trained(index), records)
+        replaced += _restore_optimizer(saved, state, index, everyone[rank].trained(index), records)
     states = _scheduler_states(saved, records, everyone[rank])
     for scheduler, values in zip(state.schedulers, states, strict=True):
         scheduler.load_state_dict(values)
     torch.random.set_rng_state(records[rank if len(records) == len(everyone) else 0]["random"])
-    return cast("dict[str, PlainValue]", facts["progress",])
+    return cast("dict[str, PlainValue]", facts["progress",]), replaced
 
 
 def _check_origin(saved: CheckpointReader, state: RankState, *, digest: str) -> None:
@@ -156,7 +161,7 @@ def _check_same_names(was: Collection[str], now: Collection[str], *, of: Checkpo
 
 def _restore_optimizer(
     saved: CheckpointReader, state: RankState, index: int, names: Collection[str], records: Sequence[RankRecord]
-) -> None:
+) -> list[str]:
     wanted: dict[Key, Tensor | None] = {}
     for key in saved.keys:
         if key[:3] != ("optimizers", index, "state") or key[3] not in names:
@@ -170,7 +175,7 @@ def _restore_optimizer(
     for key, value in saved.read(wanted).items():
         entries.setdefault(str(key[3]), {})[str(key[4])] = value
     groups = [record["groups"][index] for record in records]
-    load_optimizer_state(state.optimizers[index], state.parameters, entries, groups)
+    return load_optimizer_state(state.optimizers[index], state.parameters, entries, groups)
 
 
 def _scheduler_states(saved: CheckpointReader, records: Sequence[RankRecord], own: _Names) -> list[dict[str, Any]]:

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -25,7 +27,7 @@ from gplan.runtime.checkpoint.state import (
     class_names,
     optimizer_state,
 )
-from gplan.runtime.checkpoint.storage import Key, write_checkpoint
+from gplan.runtime.checkpoint.storage import Key, check_plain, write_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +64,15 @@ def save_checkpoint(
             clean_directory(directory)
         states.extend(optimizer_state(optimizer, state.parameters) for optimizer in state.optimizers)
         record = RankRecord(
-            groups=[list(named.groups) for named in states],
-            schedulers=[scheduler.state_dict() for scheduler in state.schedulers],
+            groups=[[_without_numpy(group) for group in named.groups] for named in states],
+            schedulers=[_without_numpy(scheduler.state_dict()) for scheduler in state.schedulers],
             random=torch.random.get_rng_state(),
         )
+        check_plain(record["groups"], what="the optimizer")
+        check_plain(record["schedulers"], what="the scheduler")
+        for named in states:
+            entries = ((x, y) for values in named.state.values() for x, y in values.items())
+            check_plain({x: y for x, y in entries if not isinstance(y, torch.Tensor)}, what="the optimizer")
         return _Prepared(
             record=record,
             token=uuid.uuid4().hex,
@@ -102,6 +109,11 @@ def save_checkpoint(
             f"the checkpoint of step {step} was not saved: {error}; {left}"
         ) from None  # torch's own error repeats it in forty lines
     return final
+
+
+def _without_numpy(value: dict[str, Any]) -> dict[str, Any]:
+    """The values with numpy's numbers, such as a learning rate, as plain ones."""
+    return {name: x.item() if isinstance(x, np.generic) else x for name, x in value.items()}
 
 
 def _check_alike(prepared: Sequence[_Prepared]) -> None:

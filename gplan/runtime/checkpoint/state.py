@@ -14,7 +14,7 @@ belong to each of its parameters. Unnamed parameters without elements stand for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypedDict
 
@@ -77,6 +77,7 @@ Group: TypeAlias = dict[str, Any]
 """A param group as in `Optimizer.state_dict()`, with parameter names under "params"."""
 
 _PARAMETER_KEYS = frozenset({"params", "param_names"})  # differ between stages; all other keys are hyperparameters
+_SPEED_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})  # the result is the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +112,8 @@ def load_optimizer_state(
     parameters: Mapping[str, nn.Parameter],
     state: Mapping[str, Mapping[str, object]],
     ranks: Sequence[Sequence[Group]],
-) -> None:
-    """Set an optimizer's state and the hyperparameters of its groups, saved under any plan.
+) -> list[str]:
+    """Set an optimizer's state and the hyperparameters of its groups, saved under any plan; return what they replace.
 
     `ranks` are the groups of every rank that saved. Every tensor keeps its dtype, also where torch would convert it
     to its parameter's. Raises FileError if the saved groups do not fit.
@@ -121,18 +122,28 @@ def load_optimizer_state(
     groups = optimizer.state_dict()["param_groups"]
     by_name = {name: group for saved in ranks for group in saved for name in group["params"]}
     by_number = _numbered(groups, names)
-    optimizer.load_state_dict({
-        "state": {number: dict(state[name]) for number, name in by_number.items() if state.get(name)},
-        "param_groups": [
-            {**group, **_saved_values(index, row, by_name, ranks)}
-            for index, (group, row) in enumerate(zip(groups, names, strict=True))
-        ],
-    })  # fmt: skip
+    saved_values = [_saved_values(index, row, by_name, ranks) for index, row in enumerate(names)]
+    replaced = [x for group, saved in zip(groups, saved_values, strict=True) for x in _replaced(group, saved)]
+    optimizer.load_state_dict(
+        {
+            "state": {number: dict(state[name]) for number, name in by_number.items() if state.get(name)},
+            "param_groups": [{**group, **saved} for group, saved in zip(groups, saved_values, strict=True)],
+        }
+    )
     for name in by_number.values():
         for key, value in state.get(name, {}).items():
             loaded = optimizer.state[parameters[name]]
             if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device)
+    return replaced
+
+
+def _replaced(now: Group, saved: Group) -> Iterator[str]:
+    """The hyperparameters that are other ones in a checkpoint; of a schedule's learning rate, where it began."""
+    scheduled = {"lr"} if "initial_lr" in saved else set()
+    for key in sorted(now.keys() & saved.keys() - _PARAMETER_KEYS - _SPEED_KEYS - scheduled):
+        if not equal_values(now[key], saved[key]):
+            yield f"{key} {saved[key]!r}, not {now[key]!r}"
 
 
 def group_names(

@@ -7,9 +7,11 @@ containers; here each value that is not a tensor is one object.
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,14 +21,13 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 
-from gplan.core.errors import FileError, GplanError, RunError
+from gplan.core.errors import FileError, GplanError, RunError, UsageError
 from gplan.core.units import bytes_text
 from gplan.runtime.checkpoint.collective import RankGroup, lost_peer
-from gplan.runtime.checkpoint.folder import DamagedError, byte_ranges, publish, read_index, verify_checksums
+from gplan.runtime.checkpoint.folder import DamagedError, note_checksum, publish, read_index
 from profiler.model.error_location import describe
 
 Key: TypeAlias = tuple[str | int, ...]
@@ -38,7 +39,7 @@ def write_checkpoint(content: Mapping[Key, object], part: Path, final: Path, *, 
     Of a key on several ranks the lowest rank's value is written. Raises RunError on every rank if it failed on one;
     `part` may then be left.
     """
-    with _without_warnings(), _with_checksums():
+    with _without_warnings():
         try:
             state_dict_saver.save(
                 {_dotted(key): value for key, value in content.items()},
@@ -71,19 +72,56 @@ class CheckpointReader:
     def read(self, wanted: Mapping[Key, Tensor | None]) -> dict[Key, Any]:
         """Return the values of some keys; tensors are filled in place.
 
-        Reads only these; raises FileError if their bytes changed since they were written.
+        Reads only these. Raises FileError for values other than tensors and plain ones, as to load them could run code.
         """
         values: dict[str, Any] = {_dotted(key): value for key, value in wanted.items()}
-        verify_checksums(self.path, (span for span in byte_ranges(self._index) if span.key in values))
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = _PlainPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _without_warnings():
             try:
                 state_dict_loader.load(
-                    values, storage_reader=FileSystemReader(self.path), planner=planner, no_dist=True
+                    values, storage_reader=_Reader(self.path, self._index), planner=planner, no_dist=True
                 )
             except CheckpointException as error:
                 raise DamagedError(f"{self.path} cannot be read: {_first_failure(error)}") from error
         return {key: values[_dotted(key)] for key in wanted}
+
+
+class _Reader(FileSystemReader):
+    """Reads with an index that was checked; torch would unpickle it again, whatever it holds."""
+
+    def __init__(self, path: Path, index: Metadata) -> None:
+        super().__init__(path)
+        self._index = index
+
+    def read_metadata(self, *_arguments: Any, **_options: Any) -> Metadata:
+        return self._index
+
+
+class _PlainPlanner(DefaultLoadPlanner):
+    """Loads tensors and plain values only."""
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            self.state_dict[name] = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise FileError(
+                f"{name} holds more than tensors and plain values, and to load it could run code"
+            ) from error
+
+
+def check_plain(value: object, *, what: str) -> None:
+    """Raise UsageError for a value that `CheckpointReader.read` would not load."""
+    content = BytesIO()
+    try:
+        torch.save(value, content)
+        content.seek(0)
+        torch.load(content, weights_only=True)
+    except Exception as error:
+        first = str(error).split("Unsupported")[-1].splitlines()[0].strip(" :")
+        raise UsageError(
+            f"{what} holds values that a checkpoint cannot keep ({first}); expected numbers, text, tensors, lists and dicts"
+        ) from error
 
 
 class _Planner(DefaultSavePlanner):
@@ -109,7 +147,10 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         num_bytes = sum(item.tensor_storage_size() or 0 for item in plan.items)
         try:
-            return super().write_data(plan, planner)
+            written = super().write_data(plan, planner)
+            for name in {x.storage_data.relative_path for x in written.wait()}:
+                note_checksum(Path(self.path) / name)
+            return written
         except Exception as error:
             what = f"{self._place} could not write its {bytes_text(num_bytes)} to {self._final.parent}"
             raise RunError(f"{what}: {_reason(error)}; mend that or save elsewhere") from error
@@ -148,16 +189,6 @@ def _without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
-
-
-@contextmanager
-def _with_checksums() -> Iterator[None]:
-    before = get_crc32_options()
-    set_crc32_options(True)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
 
 
 def _dotted(key: Key) -> str:

@@ -125,6 +125,8 @@ class _TrainingLoop:
             timeout_s=options.timeout_s,
             heartbeat=heartbeat,
         )
+        if self._reference is not None:
+            self._reference.check_weights(dict(self._pipe.named_parameters()), file.name)
         num_copies = 1 if self._pipe.ranks is None else plan.num_replicas
         if 2 * host_bytes(plan, num_copies=num_copies) > available_bytes():  # stages may take more than predicted
             return_large_blocks()
@@ -170,8 +172,6 @@ class _TrainingLoop:
             step = (self._measured_step if is_measured else self._timed_step)(inputs, target)
             if self._scheduler is not None:
                 self._scheduler.step()
-        if not math.isfinite(step.loss):
-            raise RunError(f"the loss is {step.loss} at step {index + 1}; lower the learning rate or look at the data")
         report(index, step.loss)
         if self._options.save_every is not None and (index + 1) % self._options.save_every == 0:
             self._pipe.save(
@@ -277,11 +277,14 @@ class _TrainingLoop:
 
     def _timed_step(self, inputs: Any, target: Any) -> StepRecord:
         pipe = self._pipe
+        inputs, target = pipe.agreed("step", inputs, target)
         if pipe.ranks is not None:
             with self._heartbeat.waiting("ranks"):
                 dist.barrier()
         num_faults, start_s = page_faults(), time.perf_counter()
-        loss = pipe.step(inputs, target)
+        loss = pipe.train(inputs, target)
+        if not math.isfinite(loss):
+            raise RunError(pipe.explain_not_finite(inputs, loss))
         if pipe.num_steps == 1 and self._reference is not None:
             found = {
                 name: full_tensor(as_dense(x.grad)).cpu() for name, x in pipe.named_parameters() if x.grad is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,12 +19,15 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gplan.core import GradientCheck, Plan, WholeBatch
-from gplan.core.errors import GplanError, UsageError
-from gplan.core.units import counted
+from gplan.core.errors import GplanError, ModelError, UsageError
+from gplan.core.units import counted, some_names
+from gplan.runtime.agreement import digest
 from gplan.runtime.microbatches import take_rows
+from gplan.runtime.sharded_tensors import full_tensor
 from profiler.capture.chain import model_state_restored
-from profiler.model.data import CoarsestNumbers
+from profiler.model.data import CoarsestNumbers, first_not_finite
 from profiler.model.error_location import describe
+from profiler.model.lazy_build import random_state_kept, seed_everything
 from profiler.model.load import ModelFile
 
 TOLERANCE = 1e-5  # of float32 numbers
@@ -42,6 +45,23 @@ class Reference:
     gradients: Mapping[str, Tensor]
     whole_batch: WholeBatch | None  # see GradientCheck
     tolerance: float
+    weights: Mapping[str, tuple[torch.dtype, int]] = field(default_factory=dict)  # dtype and digest of each parameter
+
+    def check_weights(self, parameters: Mapping[str, Tensor], model: str) -> None:
+        """Raise ModelError if the parameters of a pipeline differ before the first step: its model was built again."""
+        common = [x for x in self.weights if x in parameters]
+        odd = [x for x in common if self.weights[x] != _weight_digest(parameters[x], self.weights[x][0])]
+        if odd:
+            raise ModelError(
+                f"two builds of {model} from one seed have different weights ({some_names(odd)}), so --check cannot compare "
+                "them; gplan seeds torch, random and numpy.random before each build: draw them "
+                "from these, or from a generator with a fixed seed that is made within the function that builds the model, "
+                "such as numpy.random.default_rng(0)"
+            )
+
+
+def _weight_digest(tensor: Tensor, dtype: torch.dtype) -> tuple[torch.dtype, int]:
+    return dtype, digest(full_tensor(tensor.detach()).to(dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +82,13 @@ class _PlainRun:
 def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Reference:
     """Run the plain model on the mini-batch; the model is not changed.
 
-    Raises UsageError for a model that draws random numbers, as no other run can match its gradients.
+    Raises UsageError for a model that draws random numbers, as no other run can match its gradients, and ModelError for
+    a loss or gradients that are not finite.
     """
     num_parts = plan.num_replicas * plan.num_microbatches
+    weights = {name: _weight_digest(x, x.dtype) for name, x in file.model.named_parameters()}
     divided = _plain_run(file, plan, inputs, target, num_parts=num_parts, seed=1)
+    _check_finite(divided, file, inputs)
     try:
         whole = _plain_run(file, plan, inputs, target, num_parts=1, seed=2)
     except GplanError:
@@ -79,7 +102,11 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
     reason = _why_by_microbatch(file, divided, whole, num_parts, apart)
     if reason is None:
         return Reference(
-            loss=whole.loss, gradients=whole.gradients, whole_batch=None, tolerance=whole.tolerance(num_parts)
+            loss=whole.loss,
+            gradients=whole.gradients,
+            whole_batch=None,
+            tolerance=whole.tolerance(num_parts),
+            weights=weights,
         )
     in_one_piece = WholeBatch(loss=whole.loss, max_relative_error=apart, worst_parameter=worst, reason=reason)
     del whole  # its gradients
@@ -95,7 +122,26 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
         gradients=divided.gradients,
         whole_batch=in_one_piece,
         tolerance=divided.tolerance(num_parts),
+        weights=weights,
     )
+
+
+def _check_finite(run: _PlainRun, file: ModelFile, inputs: Any) -> None:
+    if not math.isfinite(run.loss):
+        with random_state_kept(), model_state_restored(file.model), torch.no_grad():
+            seed_everything(1)
+            module = first_not_finite(file.model, lambda: file.forward(inputs))
+        where = "the loss function, as every output is finite" if module is None else f"the output of {module}"
+        raise ModelError(
+            f"--check cannot compare: the plain model's loss is {run.loss:g} in the first step, not finite, beginning with "
+            f"{where}; look at its weights and data"
+        )
+    odd = [name for name, x in run.gradients.items() if not bool(x.isfinite().all())]
+    if odd:
+        raise ModelError(
+            f"--check cannot compare: the plain model's gradients of {some_names(odd)} are not finite in the first step, its "
+            f"loss is {run.loss:g}; look for a derivative that is infinite, such as that of sqrt(0)"
+        )
 
 
 def _why_by_microbatch(
@@ -184,8 +230,8 @@ def gradient_check(reference: Reference, errors: Mapping[str, float], loss: floa
 
 
 def _plain_run(file: ModelFile, plan: Plan, inputs: Any, target: Any, *, num_parts: int, seed: int) -> _PlainRun:
-    with model_state_restored(file.model), CoarsestNumbers() as numbers:
-        torch.manual_seed(seed)
+    with random_state_kept(), model_state_restored(file.model), CoarsestNumbers() as numbers:
+        seed_everything(seed)
         loss = accumulate_gradients(file, plan, inputs, target, range(num_parts))
         gradients = {n: as_dense(p.grad).clone() for n, p in file.model.named_parameters() if p.grad is not None}
     return _PlainRun(loss, gradients, numbers.epsilon)

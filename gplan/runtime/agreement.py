@@ -1,0 +1,166 @@
+"""What all ranks of a run must do together: call the same method of the pipeline, with the same mini-batch.
+
+Each call is announced to all ranks by an all-gather of four numbers on the CPU: the method, the number of samples, and
+digests of inputs and targets. Only a rank that finds a difference can explain the hang that would follow, so every call
+but a step waits for the others' numbers. A step goes on meanwhile and reads them when the next call begins. Digests read
+every byte, so they are made in the first ten steps and in those that are powers of two; such a step waits too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from gplan.core.errors import RunError, UsageError
+from gplan.runtime.process_group import RankLayout
+from profiler.host.failure import failure_text
+from profiler.host.heartbeat import Heartbeat
+
+_CALLS = ("step", "eval_step", "predict", "clip_grad_norm_", "full_state_dict", "save", "load")
+_NUM_CHECKED = 10  # steps in a row whose batches are compared
+_SAME_BATCH = (
+    "expected the same mini-batch on every rank: draw it with the same seed on each (DataLoader: "
+    "generator=torch.Generator().manual_seed(0), no DistributedSampler), or let rank 0 send its own to the others "
+    "(gplan.pipeline(..., broadcast_batches=True))"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Announced:
+    """A call whose numbers are under way."""
+
+    call: str
+    number: int  # of this call, from 1
+    work: dist.Work
+    rows: Sequence[Tensor]  # by rank
+
+
+class Agreement:
+    """Compares the calls and the mini-batches of all ranks, or sends the first rank's mini-batch to the others."""
+
+    def __init__(self, ranks: RankLayout | None, heartbeat: Heartbeat, *, broadcasts: bool = False) -> None:
+        """`broadcasts`: the first rank's mini-batches count. Collective."""
+        self._heartbeat, self._is_alone = heartbeat, ranks is None
+        self.broadcasts = broadcasts and ranks is not None
+        self._counts = Counter[str]()
+        self._announced: _Announced | None = None
+        if ranks is None:
+            return
+        size, num_devices, timeout = dist.get_world_size(), ranks.num_devices, ranks.timeout
+        self._all = dist.new_group(backend="gloo", timeout=timeout)
+        self._users: list[tuple[bool, dist.ProcessGroup]] = []  # of inputs and of targets: (is one, the group)
+        for stage in (0, -1) if self.broadcasts else ():
+            users = sorted({0, *range(ranks.devices[stage], size, num_devices)})
+            self._users.append((dist.get_rank() in users, dist.new_group(users, backend="gloo", timeout=timeout)))
+
+    def begin(
+        self, call: str, *, batch: tuple[Any, Any] | None = None, num_rows: int = 0, is_full: bool = True
+    ) -> None:
+        """Announce a call; raise UsageError on every rank that waits where ranks do not do the same.
+
+        `batch`: inputs and targets to compare, of `num_rows` samples; None stands for either where it is not known.
+        """
+        if self._is_alone:
+            return
+        self._settle()
+        self._counts[call] += 1
+        number = self._counts[call]
+        is_due = number <= _NUM_CHECKED or number & (number - 1) == 0
+        digests = [0 if x is None or not is_due else digest(x) for x in batch or (None, None)]
+        own = torch.tensor([_CALLS.index(call), num_rows, *digests])
+        rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        work = dist.all_gather(rows, own, group=self._all, async_op=True)
+        assert work is not None
+        self._announced = _Announced(call=call, number=number, work=work, rows=rows)
+        if call != "step" or is_due or not is_full:
+            with self._heartbeat.waiting("ranks"):
+                self._settle()
+
+    def broadcast(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return the first rank's batch where it is used; elsewhere zeros of its shapes. Collective."""
+        is_source = dist.get_rank() == 0
+        with self._heartbeat.waiting("ranks"):
+            header = [_each_tensor(lambda x: torch.empty_like(x, device="meta"), (inputs, targets))]
+            dist.broadcast_object_list(header, src=0, group=self._all)
+            made = [_each_tensor(lambda x: torch.zeros(x.shape, dtype=x.dtype), value) for value in header[0]]
+            for given, value, (is_user, group) in zip((inputs, targets), made, self._users, strict=True):
+                for tensor in _tensors(given if is_source else value) if is_user else ():
+                    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                    dist.broadcast(values, src=0, group=group)  # into `value`, whose tensors are contiguous
+        return (inputs, targets) if is_source else (made[0], made[1])
+
+    def _settle(self) -> None:
+        """Read the numbers of the last call."""
+        if self._announced is None:
+            return
+        announced, self._announced = self._announced, None
+        call = f"pipe.{announced.call}"
+        try:
+            announced.work.wait()
+        except RuntimeError as lost:
+            raise RunError(
+                f"{call} needs every rank: {failure_text(lost)}; if no rank reports another error, call {call} on every "
+                "rank, not within `if pipe.rank == 0`"
+            ) from None
+        calls, sizes, *digests = zip(*(x.tolist() for x in announced.rows), strict=True)
+        if len(set(calls)) > 1:
+            found = "; ".join(f"pipe.{_CALLS[x]} by {_ranks_of(calls, x)}" for x in dict.fromkeys(calls))
+            raise UsageError(
+                f"ranks call different methods at the same time: {found}; expected the same calls in the same order: call each "
+                "on every rank, not within `if pipe.rank == 0`, and give every rank as many batches"
+            )
+        if len(set(sizes)) > 1:
+            found = "; ".join(f"{x} by {_ranks_of(sizes, x)}" for x in dict.fromkeys(sizes))
+            raise UsageError(f"{call} number {announced.number} got other numbers of samples: {found}; {_SAME_BATCH}")
+        odd: dict[str, list[str]] = {}
+        for what, column in zip(("inputs", "targets"), digests, strict=True):
+            odd.setdefault(_odd_ones(column), []).append(what)
+        odd.pop("", None)
+        if odd:
+            found = "; ".join(f"{' and '.join(what)} of {x}" for x, what in odd.items())
+            raise UsageError(f"ranks got different batches in {call} number {announced.number}: {found}; {_SAME_BATCH}")
+
+
+def _odd_ones(digests: Sequence[int]) -> str:
+    """The ranks whose digest differs from that of the first rank that has one; "" if none does."""
+    first = next((rank for rank, x in enumerate(digests) if x), 0)
+    odd = [rank for rank, x in enumerate(digests) if x and x != digests[first]]
+    return f"{_ranks(odd)} differ from those of rank {first}" if odd else ""
+
+
+def _ranks_of(values: Sequence[int], value: int) -> str:
+    return _ranks([rank for rank, x in enumerate(values) if x == value])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    return (x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and x.numel())
+
+
+def _each_tensor(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    return pytree.tree_map_only(Tensor, change, value)
+
+
+def digest(value: Any) -> int:
+    """Return 64 bits of the values of a structure of tensors; never 0."""
+    leaves, structure = pytree.tree_flatten(value)
+    found = hashlib.blake2b(str(structure).encode(), digest_size=8)
+    for x in leaves:
+        if isinstance(x, Tensor):
+            found.update(f"{x.dtype}{tuple(x.shape)}".encode())
+            if x.numel() and x.layout == torch.strided:
+                found.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        else:
+            found.update(repr(x).encode())
+    return int.from_bytes(found.digest(), signed=True) or 1
