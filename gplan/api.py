@@ -71,7 +71,6 @@ def profile(
     precision: PrecisionName = "model",
     budget_s: float = SAMPLING_BUDGET_S,
     seed: int = 0,
-    journal: Path | None = None,
     progress: Progress = no_progress,
 ) -> Profile:
     """Measure every layer of a model on this host, or compute it for hardware that is not here.
@@ -94,9 +93,8 @@ def profile(
     (bfloat16 parameters and activations, float32 master weights, optimizer states and gradients), "mixed-bf16-gradients"
     (the same with gradients accumulated in bfloat16) or "autocast" (torch.autocast in bfloat16).
 
-    `journal` keeps what was measured until the profile is whole, and a second call goes on from there. `progress` is
-    called with a text and the share done. The model's parameters, gradients, buffers and the random state are left as
-    they were.
+    `progress` is called with a text and the share done. The model's parameters, gradients, buffers and the random state
+    are left as they were.
 
     Raises ModelError for a model that cannot be loaded, captured or run, UsageError for options that cannot be used.
     """
@@ -125,7 +123,6 @@ def profile(
         link=link,
         granularity=granularity,
         budget_s=budget_s,
-        journal=journal,
     )
     return _measured(given, options, progress)
 

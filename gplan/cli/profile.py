@@ -86,7 +86,6 @@ def profile(
             precision=precision,
             budget_s=budget,
             seed=seed,
-            journal=output.with_name(f"{output.name}.journal"),
             progress=progress,
         )
     json_files.save(result, output)

@@ -7,6 +7,7 @@ a time: its weights are created, measured and freed; memory is followed on fake 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,7 +49,6 @@ from profiler.timing.bench import (
     split_backward_obstacle,
 )
 from profiler.timing.clock import Clock, Samples
-from profiler.timing.journal import Journal
 from profiler.timing.neighbours import BESIDE_OTHERS, NEIGHBOUR_FAILED, contention, neighbours
 from profiler.timing.rounds import NO_CORRECTIONS, Corrections, TimingRounds, corrections_of, net
 
@@ -62,10 +62,9 @@ _TIMES_IN_A_ROW = 3  # how often a layer measured alone follows itself, where it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The clock, journal, device and limits of a measurement."""
+    """The clock, device and limits of a measurement."""
 
     clock: Clock
-    journal: Journal
     device: str  # as torch names it
     budget_s: float
     granularity: Granularity
@@ -149,18 +148,13 @@ class _Subject:
         """The inputs, flat."""
         return flat_tensors(self.inputs, what="the inputs")
 
-    def samples(self, journal: Journal, bench: str) -> Callable[[str], Samples]:
-        """The samples of one bench by their names, to be added to."""
-        return lambda name: journal.samples(f"{self.microbatch_size}/{bench}/{name}")
-
 
 def _measure_together(subject: _Subject, setup: Setup, progress: Progress) -> MeasuredSize:
     others = _other_batches(subject, device=setup.device)
     bench = bench_of_chain(subject.file, subject.chain, subject.keys, subject.inputs, subject.target, others)
     allocate_gradients(subject.file.model)
-    notes = _sampled(bench, subject, setup, progress)
+    samples, notes = _sampled(bench, subject, setup, progress)
     memories = measure_bytes(bench.layers, bench.inputs, bench.loss, device=setup.device)
-    samples = subject.samples(setup.journal, bench.name)
     if any(samples(f"{key}/input gradient").timing().num_samples for key in bench.keys):
         halves = measure_halves(bench.layers, bench.inputs, bench.loss, device=setup.device)
         memories = tuple(replace(x, halves=y) for x, y in zip(memories, halves, strict=True))
@@ -228,8 +222,8 @@ def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> Measu
     outputs = real_like(chain.specs(len(chain)), seed=0, device=setup.device)
     loss_bench = bench_of_loss(subject.file, chain, outputs, subject.target)
     analyses = analyse(list(stages.values()), subject.tensors, loss_bench.loss)
-    notes = _sampled(loss_bench, subject, setup, part(progress, 0, 1 + len(stages)))
-    benches, shares = dict[str, Bench](), {"loss": 1.0}
+    of_loss, notes = _sampled(loss_bench, subject, setup, part(progress, 0, 1 + len(stages)))
+    samples, benches, shares = {"loss": of_loss}, dict[str, Bench](), {"loss": 1.0}
     for place, (layer, stage) in enumerate(stages.items(), start=1):
         if subject.keys[layer] not in benches:
             # several times in a row where its output can be its input
@@ -237,7 +231,8 @@ def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> Measu
             entering = real_like(chain.specs(layer), seed=0, device=setup.device) if layer else subject.tensors
             bench = bench_of_layer(chain.names[layer], subject.keys[layer], stage, entering, times=times)
             with materialised(stage, model=subject.file.model, seed=0, device=setup.device):
-                notes += _sampled(bench, subject, setup, part(progress, place, 1 + len(stages)))
+                samples[bench.name], more = _sampled(bench, subject, setup, part(progress, place, 1 + len(stages)))
+                notes += more
                 shares |= _shares_run_again(bench, setup.device)
             benches[bench.name] = bench
             stage.zero_grad()
@@ -246,34 +241,22 @@ def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> Measu
     except ModelError:  # the backward cannot be split, which a note reports
         halves = [HalvesBytes()] * (1 + len(stages))
     memories = [replace(x.memory, halves=y) for x, y in zip(analyses, halves, strict=True)]
-
-    def samples(key: str) -> Callable[[str], Samples]:
-        return subject.samples(setup.journal, key)
-
-    corrections = {key: corrections_of(bench, samples(key), shares[key]) for key, bench in benches.items()}
-    found = _measured_size(subject, samples, corrections, memories, analyses, shares, notes)
+    corrections = {key: corrections_of(bench, samples[key], shares[key]) for key, bench in benches.items()}
+    found = _measured_size(subject, samples.__getitem__, corrections, memories, analyses, shares, notes)
     reduction = find_reduction_of_outputs(subject.file, chain.model_output(outputs), subject.target, size)
     return replace(found, loss_reduction=reduction)
 
 
-def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) -> tuple[str, ...]:
-    """Measure a bench unless the journal already has it; returns notes."""
-    done = f"{subject.microbatch_size}/{bench.name}"
-    kept = setup.journal.value(done)
-    if kept is not None:
-        return tuple(kept)
+def _sampled(
+    bench: Bench, subject: _Subject, setup: Setup, progress: Progress
+) -> tuple[Callable[[str], Samples], tuple[str, ...]]:
+    """Measure a bench; returns its samples by their names, and notes."""
     notes, obstacle = rehearse(bench), split_backward_obstacle(bench)
     if obstacle:
         notes += (f"the backward cannot be split, so schedules that split it cannot be used: {obstacle}",)
     setup.before_timing()
-    samples = subject.samples(setup.journal, bench.name)
+    samples = defaultdict[str, Samples](Samples).__getitem__
     what = f"micro-batch size {subject.microbatch_size}: {_layers_text(bench, subject)}"
-
-    def report(index: int, share: float) -> None:
-        setup.journal.keep(f"{done}/rounds", index)
-        setup.journal.save_now_and_then()
-        progress(f"{what}, round {index}", share)
-
     unsampled = TimingRounds(bench, setup.clock, lambda _: Samples())
     work = partial(unsampled.layer_round, lambda _: Samples())
     with garbage_collector_frozen(), neighbours(setup.shares, work, bench.parameters) as others:
@@ -287,16 +270,13 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
             between=setup.between_samples,
         )
         before = read_load()
-        rounds.sample(setup.budget_s, report, num_done=setup.journal.value(f"{done}/rounds") or 0)
+        rounds.sample(setup.budget_s, lambda index, share: progress(f"{what}, round {index}", share))
         load = load_between(before, read_load())
         if not _adds_up(bench, subject, samples):
             rounds.sample_pairs()
         if beside is not None and not beside.are_alive:
             notes += (NEIGHBOUR_FAILED,)
-    notes = (*notes, *_notes_on_samples(bench, samples, load))
-    setup.journal.keep(done, notes)
-    setup.journal.save()
-    return notes
+    return samples, (*notes, *_notes_on_samples(bench, samples, load))
 
 
 def _notes_on_samples(bench: Bench, samples: Callable[[str], Samples], load: HostLoad) -> Iterator[str]:

@@ -206,14 +206,11 @@ class TimingRounds:
         self._around_layers = [keeping_averages(x) for x in self._norms]
         self._around_stage = keeping_averages(norm for some in self._norms for norm in some)
 
-    def sample(self, budget_s: float, report: Callable[[int, float], None], *, num_done: int = 0) -> None:
-        """Run rounds until the medians settle or `budget_s` is spent; `report` gets the round and the share done.
-
-        The samples of `num_done` earlier rounds exist already.
-        """
+    def sample(self, budget_s: float, report: Callable[[int, float], None]) -> None:
+        """Run rounds until the medians settle or `budget_s` is spent; `report` gets the round and the share done."""
         self._warm_up()
         start_s = time.monotonic()
-        for index in range(num_done, _MOST_ROUNDS):
+        for index in range(_MOST_ROUNDS):
             if index >= _LEAST_ROUNDS and (self._is_settled or time.monotonic() - start_s > budget_s):
                 return
             self._bench = self._benches[index // 2 % len(self._benches)]  # a pair of rounds measures everything

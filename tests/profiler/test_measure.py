@@ -6,7 +6,6 @@ import copy
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from gplan.core import HostLoad, Link, Profile
 from gplan.core.errors import ModelError, UsageError
 from gplan.files import json_files
-from profiler.measure import ProfileOptions, _journal_key, measure_profile
+from profiler.measure import ProfileOptions, measure_profile
 from profiler.model.load import ModelFile, model_in_memory
 from profiler.timing import layer_timing
 from profiler.timing.clock import Samples
@@ -217,60 +216,6 @@ def test_too_large_single_size_is_an_error() -> None:
         measure_profile(narrow(), replace(OPTIONS, microbatch_sizes=(4,)))
 
 
-def test_interrupted_profile_continues(tmp_path: Path) -> None:
-    options = replace(OPTIONS, microbatch_sizes=(1, 2), journal=tmp_path / "journal")
-    rounds: list[str] = []
-
-    def count(text: str, _share: float) -> None:
-        rounds.append(text)
-
-    def stop(text: str, _share: float) -> None:
-        if "size 2" in text and "round" in text:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        measure_profile(mlp(), options, progress=stop)
-    assert (tmp_path / "journal").exists()
-    found = measure_profile(mlp(), options, progress=count)
-    assert not any("size 1" in text and "round" in text for text in rounds)
-    assert found.layers[0].costs[0].forward.num_samples >= 5
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_profile_interrupted_after_its_layers_samples_updates_twice_when_it_continues(tmp_path: Path) -> None:
-    options, texts = replace(OPTIONS, journal=tmp_path / "journal"), list[str]()
-
-    def stop(text: str, _share: float) -> None:
-        if text.endswith("step again"):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        measure_profile(mlp(), options, progress=stop)
-    measure_profile(mlp(), options, progress=lambda text, _: texts.append(text))
-    assert [x for x in texts if "optimizer's step" in x] == [
-        "measuring the optimizer's step",
-        "measuring the optimizer's step again",
-    ]
-
-
-def test_error_names_the_journal(tmp_path: Path) -> None:
-    progress = list[str]()
-
-    class Breaks(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            if any("step again" in text for text in progress):  # after the layers
-                raise ValueError("no")
-            return super().step(closure)
-
-    file = replace(mlp(), functions={**mlp().functions, "optimizer": lambda p: Breaks(p, lr=0.1)})
-    with pytest.raises(ModelError, match="the measurements so far are kept in"):
-        measure_profile(
-            file,
-            replace(OPTIONS, journal=tmp_path / "journal"),
-            progress=lambda text, _: progress.append(text),
-        )
-
-
 def test_alike_layers_are_measured_once() -> None:
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(12)]
     file = in_memory(nn.Sequential(*blocks, nn.Linear(16, 4)), lambda n: torch.randn(n, 16), classes)
@@ -451,11 +396,6 @@ def test_measured_operations_of_repeated_blocks() -> None:
     alike = [x.same_as for x in found.layers if x.same_as is not None]
     assert alike and all(found.layers[x].kind == y.kind for x, y in zip(alike, found.layers[8:], strict=False))
     assert found.whole_model and found.whole_model[0].forward.num_samples > 0
-
-
-def test_layers_and_operations_have_journals_of_their_own() -> None:
-    keys = {_journal_key(mlp(), replace(OPTIONS, granularity=x)) for x in ("layer", "op")}
-    assert len(keys) == 2
 
 
 def test_layers_that_do_not_add_up_are_timed_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
