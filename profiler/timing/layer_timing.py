@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 from statistics import fmean, median
 from typing import Any
 
@@ -22,9 +22,7 @@ from torch.utils import _pytree as pytree
 from gplan.core import Granularity, LayerCost, LossReduction, Timing, WholeModel
 from gplan.core.errors import ModelError
 from gplan.core.host_load import HostLoad, interruption_text
-from gplan.core.profile import adds_up
 from gplan.core.progress import Progress, part
-from gplan.core.units import seconds_text
 from profiler.analytic.layer_work import LayerAnalysis, analyse, analyse_halves
 from profiler.analytic.roofline import total_work
 from profiler.backward.rematerialize import share_run_again
@@ -52,7 +50,6 @@ from profiler.timing.clock import Clock, Samples
 from profiler.timing.neighbours import BESIDE_OTHERS, NEIGHBOUR_FAILED, contention, neighbours
 from profiler.timing.rounds import NO_CORRECTIONS, Corrections, TimingRounds, corrections_of, net
 
-_NUM_PAIRS_NAMED = 3
 _SAME_LOSS = 1e-3  # share by which a loss may differ by the order of operations
 _BATCHES_OF_LOSS_CHECK = 16  # a batch may have none of the tensors whose size depends on data
 _SHARE_RUNS = 3  # whose median is the share of a forward that is run again
@@ -139,11 +136,6 @@ class _Subject:
     keys: dict[int, str]  # of the layers to be measured
 
     @property
-    def layer_keys(self) -> tuple[str, ...]:
-        """For every layer of the model the key of its samples."""
-        return tuple(self.keys[x] for x in self.sources)
-
-    @property
     def tensors(self) -> Tensors:
         """The inputs, flat."""
         return flat_tensors(self.inputs, what="the inputs")
@@ -164,7 +156,6 @@ def _measure_together(subject: _Subject, setup: Setup, progress: Progress) -> Me
     except ModelError:  # fake tensors have no values
         analyses = [None] * (1 + len(bench.layers))
         notes += ("operations are not counted, as control flow depends on the values of tensors",)
-    notes = (*notes, *_notes_on_pairs(bench, subject, samples))
     corrections = dict.fromkeys(bench.keys, corrections_of(bench, samples, shares[bench.keys[-1]]))
     found = _measured_size(subject, lambda _: samples, corrections, memories, analyses, shares, notes)
     if bench.whole is None:
@@ -272,8 +263,6 @@ def _sampled(
         before = read_load()
         rounds.sample(setup.budget_s, lambda index, share: progress(f"{what}, round {index}", share))
         load = load_between(before, read_load())
-        if not _adds_up(bench, subject, samples):
-            rounds.sample_pairs()
         if beside is not None and not beside.are_alive:
             notes += (NEIGHBOUR_FAILED,)
     return samples, (*notes, *_notes_on_samples(bench, samples, load))
@@ -291,48 +280,6 @@ def _notes_on_samples(bench: Bench, samples: Callable[[str], Samples], load: Hos
         yield (
             f"nearly all samples of {', '.join(disturbed)} were {interruption_text(load)}: the shorter half of all was taken"
             + ("" if load.is_evidence else "; such a layer may wait by itself, as for a lock or for memory")
-        )
-
-
-def _adds_up(bench: Bench, subject: _Subject, samples: Callable[[str], Samples]) -> bool:
-    """Whether all layers, corrected as parts of a stage, and the loss take as long as the model; True if not measured."""
-    if bench.whole is None:
-        return True
-    corrections = corrections_of(bench, samples)
-
-    def is_near(name: str, cut_s: float, tail: float) -> bool:
-        layers_s = sum(net(samples(f"{key}/{name}").timing(), cut_s).median_s * tail for key in subject.layer_keys)
-        total_s = corrections.overhead_s + layers_s + samples(f"loss/{name}").timing().median_s
-        return adds_up(total_s, samples(f"whole/{name}").mean_timing().median_s)
-
-    return is_near("forward", corrections.forward_cut_s, corrections.forward_tail) and is_near(
-        "backward", corrections.backward_cut_s, corrections.backward_tail
-    )
-
-
-def _notes_on_pairs(bench: Bench, subject: _Subject, samples: Callable[[str], Samples]) -> Iterator[str]:
-    """A note on the pairs of layers whose times alone differ most from their time together, if layers do not add up.
-
-    Equal layers are measured once, so a pair need not be neighbours in the model.
-    """
-    if _adds_up(bench, subject, samples):
-        return
-
-    def seconds(*keys: str) -> float:
-        return sum(samples(f"{key}/{x}").timing().median_s for key in keys for x in ("forward", "backward"))
-
-    found = dict[str, tuple[float, float, str]]()  # by key, since pairs of equal layers have the same samples
-    for one, other in pairwise(zip(bench.keys, bench.names, strict=True)):
-        if together_s := seconds(key := f"{one[0]}+{other[0]}"):
-            found.setdefault(key, (seconds(one[0], other[0]), together_s, f"{one[1]} and {other[1]}"))
-    worst = sorted(found.values(), key=lambda pair: -abs(pair[0] - pair[1]))[:_NUM_PAIRS_NAMED]
-    if worst:
-        pairs = ", ".join(
-            f"{names} ({seconds_text(x)} one by one, {seconds_text(y)} together)" for x, y, names in worst
-        )
-        yield (
-            "pairs of layers that take longer or shorter together than one by one, at micro-batch size "
-            f"{subject.microbatch_size}: {pairs}"
         )
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -149,7 +148,6 @@ def net(timing: Timing, cut_off_s: float) -> Timing:
 _LEAST_ROUNDS = 10
 _MOST_ROUNDS = 60
 _LEAST_SUMS = 5  # rounds with a sum of all layers, for its error to count
-_PAIR_ROUNDS = 5
 _SETTLED = 0.025  # standard error of a median, over the median
 _SETTLED_OF_ALL = 0.004  # or over the time of all layers: small ones need not settle
 _SETTLED_SUM = 0.01  # the same of the sum of several layers, as drift that they have in common hardly shows in each
@@ -229,22 +227,6 @@ class TimingRounds:
             self._add_excesses(added)
             spent = (time.monotonic() - start_s) / budget_s
             report(index + 1, min(1.0, max(spent, (index + 1) / _MOST_ROUNDS)))
-
-    def sample_pairs(self) -> None:
-        """Time each layer with the next one as one stage, as `0+1/forward`, to find where layers do not add up."""
-        bench = self._bench
-        arounds = [keeping_averages((*one, *other)) for one, other in pairwise(self._norms)]
-        composed = map(Composed, pairwise(bench.layers))
-        pairs = [_within(around, pair) for around, pair in zip(arounds, composed, strict=True)]
-        for _ in range(_PAIR_ROUNDS):
-            passed, _ = bench.forward(lambda place, leaves: bench.layers[place](*leaves))
-            for place, (one, other) in enumerate(pairwise(bench.keys)):
-                pair, name = pairs[place], f"{one}+{other}"
-                outputs = self._clock.time(self._samples(f"{name}/forward"), pair, *detached(passed[place][0]))
-                if roots := [x for x in outputs if x.requires_grad]:
-                    work = partial(torch.autograd.backward, roots, [torch.ones_like(x) for x in roots])
-                    self._clock.time(self._samples(f"{name}/backward"), work)
-            self._clock.flush()
 
     def _warm_up(self) -> None:
         """Rounds without samples, as many and for as long as the clock requires."""

@@ -19,9 +19,6 @@ from gplan.core.errors import ModelError, UsageError
 from gplan.files import json_files
 from profiler.measure import ProfileOptions, measure_profile
 from profiler.model.load import ModelFile, model_in_memory
-from profiler.timing import layer_timing
-from profiler.timing.clock import Samples
-from profiler.timing.rounds import NO_CORRECTIONS
 from tests.profiler.models import ConvNet, Tied
 
 LINK = Link(latency_s=0.0, bytes_per_s=1e9)
@@ -396,33 +393,6 @@ def test_measured_operations_of_repeated_blocks() -> None:
     alike = [x.same_as for x in found.layers if x.same_as is not None]
     assert alike and all(found.layers[x].kind == y.kind for x, y in zip(alike, found.layers[8:], strict=False))
     assert found.whole_model and found.whole_model[0].forward.num_samples > 0
-
-
-def test_layers_that_do_not_add_up_are_timed_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gplan.core.profile.MOST_DISAGREEMENT", -1.0)
-    (note,) = _notes_on_pairs(measure_profile(mlp(), OPTIONS))
-    assert "0 and 1 (" in note and "1 and 2 (" in note
-
-
-def test_equal_layers_add_up_with_all_their_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    adds_up, subjects = layer_timing._adds_up, list[Any]()
-    monkeypatch.setattr(layer_timing, "_adds_up", lambda *x: subjects.append(x[:2]) or True)
-    monkeypatch.setattr(layer_timing, "corrections_of", lambda *_: NO_CORRECTIONS)
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)), nn.Linear(8, 4))
-    measure_profile(in_memory(model, lambda n: torch.randn(n, 8), classes), OPTIONS)
-
-    def add_up_to(whole_s: float) -> bool:
-        def samples(name: str) -> Samples:
-            return Samples(clean_s=[whole_s if name.startswith("whole/") else 1.0] * 3)
-
-        return adds_up(*subjects[0], samples)
-
-    assert add_up_to(10.0)  # nine layers and the loss
-    assert not add_up_to(5.0)
-
-
-def _notes_on_pairs(profile: Profile) -> list[str]:
-    return [x for x in profile.notes if x.startswith("pairs of layers that take longer or shorter together")]
 
 
 def test_a_profile_on_a_busy_host_is_doubted(profile: Profile) -> None:
