@@ -37,7 +37,6 @@ from profiler.memory.chain_profile import layers_with_weights, values_of
 from profiler.model.data import LossFacts, call_model, check_microbatch_sizes, find_loss_reduction, sample_batches
 from profiler.model.error_location import is_out_of_memory
 from profiler.model.load import ModelFile
-from profiler.timing.averages_step import time_averages
 from profiler.timing.bench import run_naming_errors
 from profiler.timing.clock import Clock, CpuClock, CudaClock
 from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, MeasuredSize, Setup, measure_size
@@ -150,8 +149,6 @@ def measure_profile(
         )
         progress("measuring the optimizer's step again", _SHARE_OF_LAYERS)
         steps.sample()
-        chain = measured[0].chain
-        fixed_s, averages_s = time_averages(chain, clock, device=options.device)
         load = host.load()
     progress("measuring the link between two processes", 0.9)
     link = options.link or measure_link(device_kind=options.device_kind)
@@ -160,10 +157,9 @@ def measure_profile(
         progress("measuring the engine between two processes", 0.95)
         engine = measure_engine()
     first, values = measured[0], values_of([x.crossings for x in measured])
+    chain = first.chain
     step, updates_s = steps.update()
-    layers, shared = layers_with_weights(
-        chain, first.sources, [x.layers for x in measured], updates_s=updates_s, averages_s=averages_s
-    )
+    layers, shared = layers_with_weights(chain, first.sources, [x.layers for x in measured], updates_s=updates_s)
     if file.is_lazy:
         how_routed = "it was measured with random values"
     elif file.has("batches"):
@@ -177,7 +173,7 @@ def measure_profile(
         shared_weights=shared,
         loss=tuple(x.loss for x in measured) if file.has_loss else (),
         loss_reduction=first.loss_reduction or loss.reduction,
-        step=step.plus(fixed_s=fixed_s, spread_s=sum(averages_s)),
+        step=step,
         link=link,
         engine=engine,
         overhead_s=sum(x.overhead_s for x in measured) / len(measured),

@@ -175,7 +175,7 @@ class Layer(Sharable):
     largest_trained_bytes: int = 0  # of the largest trained parameter tensor
     parameters: tuple[ParameterSize, ...] = ()  # its own; none: not known
     share: ReplicaShare | None = None  # of one of several replicas; None: all of it
-    update_s: float | None = None  # of an update: zero_grad, optimizer and moving averages; None: not known
+    update_s: float | None = None  # of an update: zero_grad and optimizer; None: not known
 
     def __post_init__(self) -> None:
         check_amounts(self)

@@ -31,13 +31,11 @@ def layers_with_weights(
     costs: Sequence[Sequence[LayerCost]],
     *,
     updates_s: Mapping[nn.Parameter, float] | None = None,
-    averages_s: Sequence[float] | None = None,
 ) -> tuple[tuple[Layer, ...], tuple[SharedWeight, ...]]:
     """The layers of a chain with their weights and costs, and the weights used by several layers.
 
     `sources[i]` is the layer measured for layer i; `costs[s][i]` is the cost of layer i at size s.
-    `updates_s`: of the optimizer, for each trained parameter; None: not known. `averages_s`: of the moving averages of each
-    layer's norms.
+    `updates_s`: of the optimizer, for each trained parameter; None: not known.
     """
     states = [chain.state(layer) for layer in range(len(chain))]
     users, places = dict[nn.Parameter, list[int]](), ChainPositions(sources)
@@ -55,8 +53,8 @@ def layers_with_weights(
         num_rows = parameter.shape[0] if is_divisible else 0
         return ParameterSize(num_rows=num_rows, num_bytes=parameter.nbytes, is_trained=parameter.requires_grad)
 
-    def update_s(parameters: Iterable[nn.Parameter], other_s: float = 0.0) -> float | None:
-        return None if updates_s is None else other_s + math.fsum(updates_s.get(x, 0.0) for x in parameters)
+    def update_s(parameters: Iterable[nn.Parameter]) -> float | None:
+        return None if updates_s is None else math.fsum(updates_s.get(x, 0.0) for x in parameters)
 
     def in_whole_chain(layer: int, num_later: int) -> int:  # leftovers are counted among measured layers
         return places.after(layer, num_later) - layer
@@ -76,7 +74,7 @@ def layers_with_weights(
                 same_as=None if sources[index] == index else sources[index],
                 largest_trained_bytes=max(map(gradient_bytes, own), default=0),
                 parameters=tuple(map(size_of, own)),
-                update_s=update_s(own, averages_s[index] if averages_s else 0.0),
+                update_s=update_s(own),
             )
         )
     names = {parameter: name for name, parameter in chain.model.named_parameters()}

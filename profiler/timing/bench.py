@@ -27,7 +27,6 @@ from profiler.capture.chain import (
     wants_gradient,
 )
 from profiler.capture.equal_layers import sources
-from profiler.capture.moving_averages import RunningNorm
 from profiler.memory.allocations import tensors_in
 from profiler.model.error_location import describe, is_out_of_memory
 from profiler.model.load import ModelFile
@@ -46,7 +45,6 @@ class Bench:
     stage: nn.Module  # all of them as one module
     inputs: Tensors
     loss: Callable[[Tensors], Tensor]
-    norms: tuple[tuple[RunningNorm, ...], ...] = ()  # with moving averages, by layer; empty: not known
     whole: Callable[[], Tensor] | None = None  # the loss of the author's own model, where it is run
     others: tuple[Bench, ...] = ()  # the same layers with other batches, where their time depends on routing
 
@@ -129,7 +127,6 @@ def bench_of_chain(
         stage=Composed([chain.stage(first, end) for first, end in _segments(kept)]),
         inputs=flat_tensors(inputs, what="the inputs"),
         loss=loss,
-        norms=tuple(chain.norms(layer, layer + 1) for layer in kept),
         whole=whole if len(chain) <= _WHOLE_AT_MOST * len(kept) else None,
         others=tuple(bench_of_chain(file, chain, keys, *batch) for batch in others),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -21,7 +21,6 @@ from gplan.core import Timing
 from profiler.backward.rematerialize import recomputed
 from profiler.backward.split_backward import first_half
 from profiler.capture.chain import Tensors, detached, wants_gradient
-from profiler.timing.averages_step import Around, keeping_averages
 from profiler.timing.bench import Bench, Composed, backward
 from profiler.timing.clock import Clock, Samples, median_s
 from profiler.timing.neighbours import BESIDE_OTHERS, Neighbours
@@ -182,7 +181,7 @@ class TimingRounds:
     """The measurements of one bench; their samples have names such as `0/forward`, by the key of the layer.
 
     Per round, `together/forward` is the sum over the layers and `excess/forward` that sum less the one stage;
-    `recomputed/around` is what recompute adds besides the second run. Forwards keep moving averages as those of a run do.
+    `recomputed/around` is what recompute adds besides the second run.
     """
 
     def __init__(
@@ -200,9 +199,6 @@ class TimingRounds:
         self._benches = (bench, *bench.others)  # of as many batches
         self._between = between
         self._splits_backward, self._others = splits_backward, others
-        self._norms = bench.norms or ((),) * len(bench.layers)
-        self._around_layers = [keeping_averages(x) for x in self._norms]
-        self._around_stage = keeping_averages(norm for some in self._norms for norm in some)
 
     def sample(self, budget_s: float, report: Callable[[int, float], None]) -> None:
         """Run rounds until the medians settle or `budget_s` is spent; `report` gets the round and the share done."""
@@ -291,8 +287,7 @@ class TimingRounds:
 
         def forward(place: int, leaves: Tensors) -> Tensors:
             between()
-            layer = _within(self._around_layers[place], bench.layers[place])
-            outputs: Tensors = clock.time(samples(f"{bench.keys[place]}/forward"), layer, *leaves)
+            outputs: Tensors = clock.time(samples(f"{bench.keys[place]}/forward"), bench.layers[place], *leaves)
             return outputs
 
         def backward_of(place: int, *roots: list[Tensor]) -> None:
@@ -387,7 +382,7 @@ class TimingRounds:
             return
         self._between()
         inputs = detached(self._bench.inputs)
-        outputs = self._clock.time(samples(f"{name}/forward"), _within(self._around_stage, stage), *inputs)
+        outputs = self._clock.time(samples(f"{name}/forward"), stage, *inputs)
         gradients = self._with_gradients(outputs)
         work = partial(self._clock.time, samples(f"{name}/backward"), torch.autograd.backward)
         backward([(inputs, outputs)], gradients, lambda _, *roots: work(*roots))
@@ -407,15 +402,3 @@ class TimingRounds:
         return all(x.settled(_SETTLED_SUM) for x in known) and all(
             x.median_error_s <= max(_SETTLED * s, small_s) for x, s in zip(found, medians, strict=True) if s
         )
-
-
-def _within(around: Around, forward: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """The forward inside `around()`."""
-    if around is nullcontext:
-        return forward
-
-    def within(*inputs: Tensor) -> Tensors:
-        with around():
-            return forward(*inputs)
-
-    return within

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gplan.core import Timing
-from profiler.capture.capture import capture
-from profiler.capture.moving_averages import MovingAverages
 from profiler.memory.layer_memory import allocate_gradients
 from profiler.timing.bench import Bench, Composed, bench_of_layer, sum_of_outputs
 from profiler.timing.clock import CpuClock, Samples
@@ -263,32 +261,6 @@ def test_excess_is_the_cut_cost() -> None:
     around_s = 1.6 - 1.5 + 3.4 - 1.4 - 1.8
     assert corrections.recompute_factor == pytest.approx((1.4 + around_s) / 1.5)
     assert corrections_of(bench, book, 0.25).recompute_factor == pytest.approx((1.4 + around_s) / (1.5 - 0.75 * 1.0))
-
-
-def test_forwards_keep_moving_averages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer those of its own norms, the one stage those of all."""
-    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
-    allocate_gradients(model)
-    chain = capture(model, torch.randn(8, 4))
-    layers = [chain.stage(layer, layer + 1) for layer in range(len(chain))]
-    norms = tuple(chain.norms(layer, layer + 1) for layer in range(len(chain)))
-    bench = replace(
-        bench_of(tuple(chain.names)),
-        layers=tuple(layers),
-        stage=Composed(layers),
-        norms=norms,
-        inputs=(torch.randn(8, 4),),
-    )
-    kept: list[int] = []
-    microbatch = MovingAverages.microbatch
-    monkeypatch.setattr(
-        MovingAverages, "microbatch", lambda self, norms: (kept.append(len(norms)), microbatch(self, norms))[1]
-    )
-    rounds = TimingRounds(bench, CpuClock(), Bookkeeper())
-    rounds.layer_round(lambda _: Samples())
-    assert kept == [len(x) for x in norms if x] == [1, 1]
-    rounds._stage_round(Bookkeeper(), "stage", bench.stage)
-    assert kept[2:] == [2]
 
 
 def test_tail_scales_layers() -> None:
