@@ -113,7 +113,8 @@ def _of_safetensors(file: Path) -> _Stored:
         header = stream.read(header_bytes) if header_bytes <= _MOST_HEADER_BYTES else b""
     mapped = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)[8 + header_bytes :]
 
-    def read(name: str, kind: str, start: int, end: int, shape: Sequence[int]) -> Tensor:
+    def read(name: str, kind: str, place: Sequence[int], shape: Sequence[int]) -> Tensor:
+        start, end = place
         if (dtype := _DTYPES.get(kind)) is None:
             raise FileError(f"{name} of {file} has an unsupported dtype; expected one of {', '.join(_DTYPES)}")
         if end > len(mapped):
@@ -125,7 +126,8 @@ def _of_safetensors(file: Path) -> _Stored:
         entries: dict[str, Any] = json.loads(header)
         entries.pop("__metadata__", None)
         return {
-            name: partial(read, name, x["dtype"], *x["data_offsets"], tuple(x["shape"])) for name, x in entries.items()
+            name: partial(read, name, x["dtype"], tuple(x["data_offsets"]), tuple(x["shape"]))
+            for name, x in entries.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FileError(f"{file} is not a safetensors file; expected a header of names, shapes and offsets") from error
