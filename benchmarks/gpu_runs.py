@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 import pandas as pd
+from simumax import read_system_file
 from suite import DATA as PUBLISHED
 from suite import error_text, markdown, options_of
 
@@ -36,7 +37,7 @@ from gplan.core.units import percent_text
 from profiler.analytic.decoder_config import Decoder, Widths
 from profiler.analytic.decoder_kernels import MEGATRON_KERNELS
 from profiler.analytic.decoder_profile import DecoderProfile
-from profiler.analytic.hardware import FUSED_KERNELS, Hardware, load_hardware
+from profiler.analytic.hardware import FUSED_KERNELS, Hardware, described_hardware
 from profiler.analytic.shapes import AttentionShape, MatmulShape, ShapeTable
 
 DATA = PUBLISHED / "gpu_runs"
@@ -157,11 +158,16 @@ def predict(case: Case, hardware: Hardware) -> Plan:
     )
 
 
+def hardware_of(path: Path) -> Hardware:
+    """The device of a system file."""
+    return described_hardware(read_system_file(path), name=path.stem, place=str(path))
+
+
 def cases(folder: Path) -> Iterator[tuple[dict[str, Any], Case, Hardware]]:
     """Each row of a folder with its case and its device."""
     for path in sorted(folder.glob("*.csv")):
         device = path.stem.split("_")[0]
-        hardware = load_hardware(str(next(iter(folder.glob(f"{device}*_efficiency.json")), folder / "efficiency.json")))
+        hardware = hardware_of(next(iter(folder.glob(f"{device}*_efficiency.json")), folder / "efficiency.json"))
         for row in pd.read_csv(path).to_dict("records"):
             found = {str(key): value for key, value in row.items() if not pd.isna(value)}
             yield found, case_of(found, folder), hardware
@@ -274,7 +280,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.left_out:
         for path in options.data.glob("*_efficiency.json"):
-            print(path.name, *left_out(load_hardware(str(path)).shapes), sep="\n")
+            print(path.name, *left_out(hardware_of(path).shapes), sep="\n")
         return
     rows = [(row, predict(case, hardware)) for row, case, hardware in cases(options.data)]
     if not rows:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option("--device", default="cpu", show_default=True,
               help="cpu, cuda or cuda:1; meta computes the times for --hardware.")  # fmt: skip
 @click.option("--hardware", metavar="NAME|FILE", help="With --device meta: b200, h100, h200, a100, v100, p100, tpu-v2, "
-              "tpu-v3, cpu, a TOML file, or a published efficiency file in JSON.")  # fmt: skip
+              "tpu-v3, cpu, or a TOML or JSON file.")  # fmt: skip
 @click.option("--fused", metavar="KERNELS", help="With --device meta: kernels that training fuses, all, none, or some of "
               "attention,cross-entropy,normalization,activation.  [default: as the hardware's file says, else none]")  # fmt: skip
 @click.option("--reduce-slowdown", type=float, metavar="FACTOR",

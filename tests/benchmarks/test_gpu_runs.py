@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from benchmarks import gpu_runs
-from tests.profiler.test_shapes import SYSTEM
+from tests.benchmarks.test_simumax import SYSTEM
 
 COLUMNS = "case,model,layers,tensor_parallel,pipeline,data_parallel,microbatches,expert_parallel,recompute_layers"
 ROWS = ("tiny_mbs1_cef,tiny,4,1,2,2,4,1,0", "tiny_mbs2,tiny,4,1,1,4,4,1,0", "experts,experts,4,1,2,2,4,2,1")
