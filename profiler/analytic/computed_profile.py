@@ -19,8 +19,7 @@ from gplan.core import Granularity, LayerCost, Link, Profile, StepCost, Timing, 
 from gplan.core.errors import ModelError
 from gplan.core.progress import Progress, no_progress
 from gplan.core.units import now_text, percent_text
-from profiler.analytic.fusion import Fused
-from profiler.analytic.hardware import FusedKernel, Hardware
+from profiler.analytic.hardware import Hardware
 from profiler.analytic.layer_work import HalvesAnalysis, LayerAnalysis, analyse, analyse_halves
 from profiler.analytic.roofline import (
     Operation,
@@ -51,7 +50,6 @@ class ComputeOptions:
     microbatch_sizes: tuple[int, ...] = (4,)
     link: Link | None = None  # None: the hardware's
     granularity: Granularity = "layer"
-    fused: tuple[FusedKernel, ...] = ()  # kernels of which only what they keep and move is counted
 
     def __post_init__(self) -> None:
         check_microbatch_sizes(self.microbatch_sizes)
@@ -70,7 +68,6 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
             sizes.append(_computed_size(file, size, options))
         step = computed_step(file, hardware)
     first, values = sizes[0], values_of([x.crossings for x in sizes])
-    fused = [x for x in options.fused if x not in first.not_fused]
     layers, shared = layers_with_weights(first.chain, first.sources, [x.layers for x in sizes])
     return Profile(
         model=file.identity(first.chain),
@@ -91,8 +88,6 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
             *file.notes,
             *first.chain.notes,
             *_notes(file, hardware),
-            *([f"counted as fused kernels: {', '.join(fused)}"] if fused else []),
-            *([f"to be fused, but found in no layer: {', '.join(first.not_fused)}"] if first.not_fused else []),
         ),
         plan_notes=(*file.notes_on_missing, *routing_notes(first.chain, how="it was computed from the shapes")),
         granularity=options.granularity,
@@ -105,7 +100,6 @@ class _ComputedSize:
     """The costs at one micro-batch size; `sources[i]` is the layer analysed for layer i."""
 
     chain: Chain
-    not_fused: tuple[FusedKernel, ...]  # kernels that were to be fused and are in no layer
     sources: tuple[int, ...]
     layers: tuple[LayerCost, ...]
     loss: LayerCost
@@ -117,11 +111,10 @@ def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> _Comp
     chain = capture(file.model, inputs, granularity=options.granularity, precision=file.precision)
     found, keys = layers_to_measure(chain)
     bench = bench_of_chain(file, chain, keys, inputs, target)
-    fused = Fused(kernels=options.fused)
-    *analyses, loss = analyse(bench.layers, bench.inputs, bench.loss, fused=fused)
+    *analyses, loss = analyse(bench.layers, bench.inputs, bench.loss)
     halves: Sequence[HalvesAnalysis | None]
     try:
-        *halves, of_loss = analyse_halves(bench.layers, bench.inputs, bench.loss, fused=Fused(kernels=options.fused))
+        *halves, of_loss = analyse_halves(bench.layers, bench.inputs, bench.loss)
     except ModelError:  # the backward cannot be split
         halves, of_loss = [None] * len(bench.layers), None
     by_layer = dict(zip(keys, analyses, strict=True))
@@ -131,7 +124,6 @@ def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> _Comp
     }
     return _ComputedSize(
         chain=chain,
-        not_fused=tuple(x for x in options.fused if not fused.found[x]),
         sources=found,
         layers=tuple(costs[x] for x in found),
         loss=_cost(loss, of_loss, size, options.hardware),

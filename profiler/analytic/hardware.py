@@ -3,8 +3,8 @@
 The built-in table, `hardware.toml`, names a source for every group of figures. The efficiencies are assumptions. float32 products run as by torch's defaults: matrix
 products on a GPU without TF32, convolutions with it where available; a TPU multiplies in bfloat16.
 
-A device may also have shares by the shape of a product (`shapes`), rates of named kernels (`kernels`), kernels that
-training fuses (`fused`) and rates of collectives. `load_hardware` reads the table, and TOML or JSON files with the same
+A device may also have shares by the shape of a product (`shapes`), rates of named kernels (`kernels`) and rates of
+collectives. `load_hardware` reads the table, and TOML or JSON files with the same
 keys.
 """
 
@@ -25,12 +25,6 @@ from gplan.core.checks import check_not_negative, check_positive
 from gplan.core.errors import FileError, UsageError
 from gplan.files.machine_file import LinkTable, MessageTable
 from profiler.analytic.shapes import AttentionShape, MatmulShape, Shape, ShapeTable
-
-FusedKernel: TypeAlias = Literal["attention", "cross-entropy", "normalization", "activation"]
-"""Kernels that training may fuse: attention without the square of scores, cross-entropy in place of the logits, norms,
-and gated activations (SwiGLU, GeGLU). They keep their inputs for the backward, and only inputs and results move."""
-
-FUSED_KERNELS: tuple[FusedKernel, ...] = get_args(FusedKernel)
 
 KernelName: TypeAlias = Literal["cross-entropy", "unfused-cross-entropy", "permute-forward", "permute-backward"]
 """Kernels whose rates may differ from those of their kind: cross-entropies, and how tokens go to experts and back."""
@@ -69,7 +63,6 @@ class Hardware:
     sources: tuple[tuple[str, str], ...]  # where the figures come from, by group
     shapes: ShapeTable = field(default_factory=ShapeTable)  # shares by shape, in place of `efficiencies`
     kernels: Mapping[KernelName, Efficiency] = field(default_factory=dict)  # in place of those of their kind
-    fused: tuple[FusedKernel, ...] = ()  # that training on this device fuses, unless stated otherwise
     all_to_all: Link | None = None  # at the rate of ranks that exchange the tokens of experts; None: `link`
 
     def __post_init__(self) -> None:
@@ -148,25 +141,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: float | None = None
     shapes: _ShapeShares = _ShapeShares()
     kernels: dict[KernelName, Efficiency] = {}
-    fused: list[FusedKernel] = []
     all_to_all: MessageTable | None = None
-
-
-def parse_fused(text: str) -> tuple[FusedKernel, ...]:
-    """The fused kernels that a text names; raises UsageError for others.
-
-    >>> parse_fused("attention, activation"), parse_fused("none")
-    (('attention', 'activation'), ())
-    """
-    if text.strip() in ("all", "none"):
-        return FUSED_KERNELS if text.strip() == "all" else ()
-    names = [x.strip() for x in text.split(",")]
-    strange = [x for x in names if x not in FUSED_KERNELS]
-    if strange:
-        raise UsageError(
-            f"no fused kernel is called {strange[0]!r}; expected all, none, or some of {', '.join(FUSED_KERNELS)}"
-        )
-    return tuple(x for x in FUSED_KERNELS if x in names)
 
 
 def hardware_names() -> tuple[str, ...]:
@@ -194,7 +169,7 @@ def load_hardware(name_or_path: str) -> Hardware:
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error.strerror}; expected a {kind} file of a device") from error
     except ValueError as error:  # of both parsers
-        raise FileError(f"{path} is not {kind}: {error}; expected keys such as bytes_per_s, 3.35e12") from error
+        raise FileError(f"{path} cannot be parsed as {kind}: {error}; expected keys such as bytes_per_s") from error
     return described_hardware(content, name=path.stem, place=str(path))
 
 
@@ -228,7 +203,6 @@ def described_hardware(content: dict[str, Any], *, name: str, place: str) -> Har
         sources=tuple(msgspec.structs.asdict(entry.sources).items()),
         shapes=ShapeTable(dict(entry.shapes.rows)),
         kernels=entry.kernels,
-        fused=tuple(entry.fused),
         all_to_all=all_to_all,
     )
 

@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gplan.core.errors import ModelError
-from profiler.analytic.fusion import NOTHING_FUSED, Fused, fusing, with_fused_regions
 from profiler.analytic.roofline import Operation, WorkCounter, product_dtype
 from profiler.backward.rematerialize import noting_saves
 from profiler.capture.chain import Tensors
@@ -125,20 +124,14 @@ class _Pass:
 
 
 def analyse(
-    layers: Sequence[nn.Module],
-    inputs: Tensors,
-    loss: Callable[[Tensors], Tensor],
-    *,
-    fused: Fused = NOTHING_FUSED,
+    layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]
 ) -> tuple[LayerAnalysis, ...]:
     """The analysis of each layer, and last of the loss; parameters may be real or fake and are left unchanged.
-
-    Of fused kernels only what they keep and move is counted.
 
     Raises ModelError for a layer or a loss whose control flow depends on the values of tensors.
     """
     tied = tied_uses(layers)
-    with _on_fake_tensors(layers, inputs, tied, fused=fused) as fake:
+    with _on_fake_tensors(layers, inputs, tied) as fake:
         now, ends = fake.recorder.now, dict[int, int]()  # by layer: when it saved its last tensor
         saved = [set[int]() for _ in (*layers, loss)]
 
@@ -172,14 +165,10 @@ def analyse(
 
 
 def analyse_halves(
-    layers: Sequence[nn.Module],
-    inputs: Tensors,
-    loss: Callable[[Tensors], Tensor],
-    *,
-    fused: Fused = NOTHING_FUSED,
+    layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]
 ) -> tuple[HalvesAnalysis, ...]:
     """As `analyse`, with a backward in two halves; raises ModelError also for a backward that cannot be split."""
-    with _on_fake_tensors(layers, inputs, fused=fused) as fake:
+    with _on_fake_tensors(layers, inputs) as fake:
         passage = pass_in_halves(fake.calls, fake.parameters, fake.inputs, loss, now=fake.recorder.now)
     memories, between = halves_bytes(fake.recorder.trace(), passage), fake.counter.between
     work: list[list[Operation]] = [[] for _ in memories]
@@ -196,14 +185,11 @@ def analyse_halves(
 
 
 @contextmanager
-def _on_fake_tensors(
-    layers: Sequence[nn.Module], inputs: Tensors, tied: Sequence[TiedUse] = (), *, fused: Fused = NOTHING_FUSED
-) -> Iterator[_Pass]:
+def _on_fake_tensors(layers: Sequence[nn.Module], inputs: Tensors, tied: Sequence[TiedUse] = ()) -> Iterator[_Pass]:
     """Inside, the layers run on fake tensors; raises ModelError where that fails.
 
     The layers of `tied` have parameters of their own.
     """
-    layers = [with_fused_regions(layer, fused.kernels) for layer in layers]
     mode = next(filter(None, map(fake_mode_of, layers)), None) or FakeTensorMode(allow_non_fake_inputs=True)
     stand_ins = StandIns(mode)
     try:
@@ -211,12 +197,7 @@ def _on_fake_tensors(
             calls = [stand_ins.call(*x) for x in zip(layers, tied_by_layer(layers, tied), strict=True)]
             parameters = [tuple(map(stand_ins.of, layer.parameters())) for layer in layers]
             entering = tuple(stand_ins.of(x) for x in inputs)
-            with (
-                StorageRecorder() as recorder,
-                WorkCounter(recorder.now) as counter,
-                StandInMode(mode),
-                fusing(fused, counter.note),
-            ):
+            with StorageRecorder() as recorder, WorkCounter(recorder.now) as counter, StandInMode(mode):
                 yield _Pass(calls, parameters, entering, recorder, counter)
     except Exception as error:
         raise ModelError(

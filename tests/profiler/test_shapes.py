@@ -43,13 +43,12 @@ def test_flops_of_shapes_are_those_of_the_products() -> None:
 def test_a_file_of_ones_own_has_shapes_kernels_and_links(tmp_path: Path) -> None:
     text = MINE.replace(
         "[efficiency]",
-        'fused = ["attention", "cross-entropy"]\nall_to_all = { latency_s = 2e-5, bytes_per_s = 5e9 }\n'
+        "all_to_all = { latency_s = 2e-5, bytes_per_s = 5e9 }\n"
         "[shapes]\nmatmul = [{ m = 64, k = 32, n = 16, flops = 0.25 }]\n"
         "attention = [{ batch = 1, sequence = 64, heads = 8, qk_dim = 16, v_dim = 16, flops = 1.25 }]\n"
         "[kernels]\ncross-entropy = { flops = 1.0, bandwidth = 0.2, latency_s = 1e-5 }\n[efficiency]",
     )
     hardware = load_hardware(written(tmp_path, text))
-    assert hardware.fused == ("attention", "cross-entropy")
     assert hardware.all_to_all is not None
     assert hardware.all_to_all.bytes_per_s == 5e9
     shape = MatmulShape(m=64, k=32, n=16)
