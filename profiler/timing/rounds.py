@@ -81,7 +81,9 @@ def corrections_of(bench: Bench, samples: Callable[[str], Samples], share_run_ag
         cuts[name] = even_cut_s([samples(f"{key}/{name}").timing().low_s / 2 for key in keys], excesses[name])
     forward_s, weights_s = seconds("stage/forward"), seconds("stage/weight gradient")
     rerun_s = forward_s - (1 - share_run_again) * seconds(f"{bench.keys[-1]}/forward") if bench.keys else 0.0
-    again_s = seconds("recomputed/again") + _certain_s(samples("recomputed/around"))
+    around = samples("recomputed/around")
+    around_s = median_s(around.clean_s) if around.clean_s else 0.0
+    again_s = seconds("recomputed/again") + (around_s if around_s > _CERTAIN * around.median_error_s else 0.0)
     return Corrections(
         recompute_factor=_ratio(again_s, rerun_s) if rerun_s > _LEAST_RERUN * forward_s else 1.0,
         forward_cut_s=cuts["forward"],
@@ -97,12 +99,6 @@ def corrections_of(bench: Bench, samples: Callable[[str], Samples], share_run_ag
 def _ratio(piece_s: float, sum_s: float) -> float:
     """The ratio, or 1 where either was not measured."""
     return piece_s / sum_s if piece_s and sum_s else 1.0
-
-
-def _certain_s(excess: Samples) -> float:
-    """The median, or 0 where that is not above three of its standard errors."""
-    found_s = median_s(excess.clean_s) if excess.clean_s else 0.0
-    return found_s if found_s > _CERTAIN * excess.median_error_s else 0.0
 
 
 def lower_bound_s(excess: Samples) -> float:
@@ -202,7 +198,11 @@ class TimingRounds:
 
     def sample(self, budget_s: float, report: Callable[[int, float], None]) -> None:
         """Run rounds until the medians settle or `budget_s` is spent; `report` gets the round and the share done."""
-        self._warm_up()
+        start_s, rounds = time.monotonic(), 0
+        while rounds < self._clock.warmup_rounds or time.monotonic() - start_s < self._clock.warmup_s:
+            self.layer_round(lambda _name: Samples())
+            self._clock.flush()
+            rounds += 1
         start_s = time.monotonic()
         for index in range(_MOST_ROUNDS):
             if index >= _LEAST_ROUNDS and (self._is_settled or time.monotonic() - start_s > budget_s):
@@ -211,50 +211,36 @@ class TimingRounds:
             added = RoundSamples(self._samples)
             self.layer_round(added, between=self._between)
             self._stage_round(added, "stage", self._bench.stage)
-            self._whole_model_round()
+            if self._bench.whole is not None:
+                self._between()
+                loss = self._clock.time(self._samples("whole/forward"), self._bench.whole)
+                if loss.requires_grad:
+                    self._clock.time(self._samples("whole/backward"), loss.backward)
             if index % 2 == 0:
-                self._recomputed_round(added)
+                self._stage_round(added, "recomputed", partial(self._recomputed, added("recomputed/again")))
             else:
                 self._first_round()
                 if self._splits_backward:
                     self._split_round(added)
-            self._round_beside_others(added)
+            if self._others is not None:
+                with self._others.running():
+                    self.layer_round(lambda name, added=added: added(f"{name}{BESIDE_OTHERS}"))  # type: ignore[misc]
+                    self._clock.flush()
             self._clock.flush()
             self._add_excesses(added)
             spent = (time.monotonic() - start_s) / budget_s
             report(index + 1, min(1.0, max(spent, (index + 1) / _MOST_ROUNDS)))
 
-    def _warm_up(self) -> None:
-        """Rounds without samples, as many and for as long as the clock requires."""
-        start_s, rounds = time.monotonic(), 0
-        while rounds < self._clock.warmup_rounds or time.monotonic() - start_s < self._clock.warmup_s:
-            self.layer_round(lambda _name: Samples())
-            self._clock.flush()
-            rounds += 1
+    def _recomputed(self, samples: Samples, *inputs: Tensor) -> Tensors:
+        """The one stage with recompute; the second run is timed."""
 
-    def _whole_model_round(self) -> None:
-        """Forward and backward of the user's model."""
-        if self._bench.whole is not None:
-            self._between()
-            loss = self._clock.time(self._samples("whole/forward"), self._bench.whole)
-            if loss.requires_grad:
-                self._clock.time(self._samples("whole/backward"), loss.backward)
+        @contextmanager
+        def again() -> Iterator[None]:
+            end = self._clock.begin()
+            yield
+            end(samples)
 
-    def _recomputed_round(self, samples: Callable[[str], Samples]) -> None:
-        """Forward and backward of all layers as one stage that recomputes."""
-        again = partial(self._timed_again, samples("recomputed/again"))
-        self._stage_round(
-            samples,
-            "recomputed",
-            lambda *tensors: recomputed(self._bench.stage, tensors, again=again, written=self._written),
-        )
-
-    @contextmanager
-    def _timed_again(self, samples: Samples) -> Iterator[None]:
-        """Inside, the second run is timed."""
-        end = self._clock.begin()
-        yield
-        end(samples)
+        return recomputed(self._bench.stage, inputs, again=again, written=self._written)
 
     @cached_property
     def _written(self) -> list[Tensor]:
@@ -300,12 +286,6 @@ class TimingRounds:
         if loss.requires_grad:
             clock.time(samples("loss/backward"), loss.backward)
             backward(passed, leaves, backward_of)
-
-    def _round_beside_others(self, samples: Callable[[str], Samples]) -> None:
-        if self._others is not None:
-            with self._others.running():
-                self.layer_round(lambda name: samples(f"{name}{BESIDE_OTHERS}"))
-                self._clock.flush()
 
     def _first_round(self) -> None:
         """A round whose backward creates the gradients instead of accumulating into them."""
