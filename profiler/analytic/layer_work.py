@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gplan.core.errors import ModelError
 from profiler.analytic.roofline import Operation, WorkCounter, product_dtype
-from profiler.backward.rematerialize import noting_saves
 from profiler.capture.chain import Tensors
 from profiler.memory.allocations import StorageRecorder, storage_key
 from profiler.memory.layer_memory import (
@@ -132,30 +130,17 @@ def analyse(
     """
     tied = tied_uses(layers)
     with _on_fake_tensors(layers, inputs, tied) as fake:
-        now, ends = fake.recorder.now, dict[int, int]()  # by layer: when it saved its last tensor
-        saved = [set[int]() for _ in (*layers, loss)]
-
-        def note(layer: int, tensor: Tensor) -> None:
-            ends[layer] = now()
-            saved[layer].add(storage_key(tensor))
-
-        calls = [noting_saves(call, partial(note, i)) for i, call in enumerate(fake.calls)]
-        noting_loss = noting_saves(lambda *outputs: (loss(outputs),), partial(note, len(layers)))
-        passage = pass_through(
-            calls, fake.inputs, lambda x: noting_loss(*x)[0], now=fake.recorder.now, address_of=storage_key
-        )
+        passage = pass_through(fake.calls, fake.inputs, loss, now=fake.recorder.now, address_of=storage_key)
     found = []
-    outputs = (*passage.crossings, passage.crossings[-1])
-    saved_by_maker = [[x.address in own for x in some] for some, own in zip(outputs, saved, strict=True)]
-    memories = with_sums(layer_bytes(fake.recorder.trace(), passage, saved_by_maker), tied)
-    for layer, (forward, backward, memory) in enumerate(
-        zip(passage.forwards, passage.backwards, memories, strict=True)
+    memories = with_sums(layer_bytes(fake.recorder.trace(), passage), tied)
+    for forward, backward, last_save, memory in zip(
+        passage.forwards, passage.backwards, passage.last_saves, memories, strict=True
     ):
         before, after = fake.counter.between(*forward), fake.counter.between(*backward)
         found.append(
             LayerAnalysis(
                 forward=before,
-                last_recompute=fake.counter.between(forward[0], ends.get(layer, forward[0])),
+                last_recompute=fake.counter.between(forward[0], last_save),
                 backward=after,
                 memory=memory,
                 dtype=product_dtype((*before, *after)),
