@@ -38,7 +38,7 @@ class LaterLayers:
 
     def __init__(self, trace: AllocationTrace, forwards: Sequence[Window], backwards: Sequence[Window]) -> None:
         self._trace, self._backwards, num = trace, backwards, len(backwards)
-        given_ns, freed_ns, num_bytes = trace.blocks()
+        given_ns, freed_ns, num_bytes = trace.blocks
         forward, made = _place_of(given_ns, forwards), num - 1 - _place_of(given_ns, backwards[::-1])
         freed = num - 1 - _place_of(freed_ns, backwards[::-1])
         freed[freed_ns >= backwards[0][1]] = -1  # after all of them

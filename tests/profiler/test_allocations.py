@@ -117,7 +117,7 @@ def test_a_peak_can_leave_out_what_was_given_before() -> None:
     assert trace.peak_bytes(3, 7) == 22
     assert trace.peak_bytes(3, 7, without=(2, 3)) == 19
     assert trace.peak_bytes(3, 7, without=(1, 3)) == 9
-    given_ns, freed_ns, num_bytes = trace.blocks()
+    given_ns, freed_ns, num_bytes = trace.blocks
     assert (given_ns.tolist(), freed_ns[:2].tolist(), num_bytes.tolist()) == ([1, 2, 3, 5], [6, 4], [10, 5, 7, 2])
 
 
