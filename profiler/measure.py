@@ -156,10 +156,10 @@ def measure_profile(
     if measure_engine is not None:
         progress("measuring the engine between two processes", 0.95)
         engine = measure_engine()
-    first, values = measured[0], values_of([x.crossings for x in measured])
+    first, values = measured[0], values_of(measured)
     chain = first.chain
     step, updates_s = steps.update()
-    layers, shared = layers_with_weights(chain, first.sources, [x.layers for x in measured], updates_s=updates_s)
+    layers, shared = layers_with_weights(measured, updates_s=updates_s)
     if file.is_lazy:
         how_routed = "it was measured with random values"
     elif file.has("batches"):

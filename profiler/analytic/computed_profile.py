@@ -29,10 +29,10 @@ from profiler.analytic.roofline import (
     total_work,
 )
 from profiler.capture.capture import capture
-from profiler.capture.chain import Chain, model_state_restored, routing_notes
+from profiler.capture.chain import model_state_restored, routing_notes
 from profiler.host.host_info import software_versions
 from profiler.memory.allocations import StorageRecorder, gradient_bytes, optimizer_state_bytes
-from profiler.memory.chain_profile import Crossings, layers_with_weights, values_of
+from profiler.memory.chain_profile import SizeCosts, layers_with_weights, values_of
 from profiler.model.data import check_microbatch_sizes, sample_batch
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
@@ -67,8 +67,8 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
             progress(f"micro-batch size {size}: capturing and counting", index / len(options.microbatch_sizes))
             sizes.append(_computed_size(file, size, options))
         step = computed_step(file, hardware)
-    first, values = sizes[0], values_of([x.crossings for x in sizes])
-    layers, shared = layers_with_weights(first.chain, first.sources, [x.layers for x in sizes])
+    first, values = sizes[0], values_of(sizes)
+    layers, shared = layers_with_weights(sizes)
     return Profile(
         model=file.identity(first.chain),
         device=hardware.device(),
@@ -84,29 +84,14 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
         versions=software_versions(),
         origin="computed",
         precision=file.precision,
-        notes=(
-            *file.notes,
-            *first.chain.notes,
-            *_notes(file, hardware),
-        ),
+        notes=(*file.notes, *first.chain.notes, *_notes(file, hardware)),
         plan_notes=(*file.notes_on_missing, *routing_notes(first.chain, how="it was computed from the shapes")),
         granularity=options.granularity,
         values=values,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ComputedSize:
-    """The costs at one micro-batch size; `sources[i]` is the layer analysed for layer i."""
-
-    chain: Chain
-    sources: tuple[int, ...]
-    layers: tuple[LayerCost, ...]
-    loss: LayerCost
-    crossings: Crossings
-
-
-def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> _ComputedSize:
+def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> SizeCosts:
     inputs, target = sample_batch(file, size)
     chain = capture(file.model, inputs, granularity=options.granularity, precision=file.precision)
     found, keys = layers_to_measure(chain)
@@ -122,17 +107,13 @@ def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> _Comp
         layer: _cost(analysis, half, size, options.hardware)
         for (layer, analysis), half in zip(by_layer.items(), halves, strict=True)
     }
-    return _ComputedSize(
+    return SizeCosts(
+        microbatch_size=size,
         chain=chain,
         sources=found,
         layers=tuple(costs[x] for x in found),
         loss=_cost(loss, of_loss, size, options.hardware),
-        crossings=Crossings(
-            microbatch_size=size,
-            chain=chain,
-            after=tuple(by_layer[x].memory.crossing for x in found),
-            views=tuple(by_layer[x].memory.views for x in found),
-        ),
+        memories=tuple(by_layer[x].memory for x in found),
     )
 
 

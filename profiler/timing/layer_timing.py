@@ -31,7 +31,7 @@ from profiler.capture.chain import Chain, Tensors, TensorSpec, flat_tensors, mod
 from profiler.host.host_info import garbage_collector_frozen
 from profiler.host.host_load import load_between, read_load
 from profiler.memory.allocations import traced_allocations
-from profiler.memory.chain_profile import Crossings
+from profiler.memory.chain_profile import SizeCosts
 from profiler.memory.layer_memory import HalvesBytes, LayerBytes, allocate_gradients, measure_bytes, measure_halves
 from profiler.model.data import call_model, find_reduction_of_outputs, sample_batch, sample_batches
 from profiler.model.lazy_build import random_state_kept
@@ -71,14 +71,9 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredSize:
-    """The costs of every layer and of the loss at one micro-batch size."""
+class MeasuredSize(SizeCosts):
+    """The measured costs at one micro-batch size."""
 
-    chain: Chain
-    sources: tuple[int, ...]  # for each layer the one that was measured for it
-    layers: tuple[LayerCost, ...]
-    loss: LayerCost
-    crossings: Crossings
     whole: WholeModel | None
     overhead_s: float
     loss_reduction: LossReduction | None  # found from the outputs of a model that cannot be run
@@ -350,16 +345,12 @@ def _measured_size(
     by_layer = dict(zip(subject.keys, costs[:-1], strict=True))
     of_layer = dict(zip(subject.keys, memories, strict=False))
     return MeasuredSize(
+        microbatch_size=size,
         chain=subject.chain,
         sources=subject.sources,
         layers=tuple(by_layer[source] for source in subject.sources),
         loss=costs[-1],
-        crossings=Crossings(
-            microbatch_size=size,
-            chain=subject.chain,
-            after=tuple(of_layer[source].crossing for source in subject.sources),
-            views=tuple(of_layer[source].views for source in subject.sources),
-        ),
+        memories=tuple(of_layer[source] for source in subject.sources),
         whole=None,
         overhead_s=fmean(x.overhead_s for x in corrections.values()),
         loss_reduction=None,
