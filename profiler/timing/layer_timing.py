@@ -216,7 +216,7 @@ def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> Measu
             times = _TIMES_IN_A_ROW if layer and chain.specs(layer) == chain.specs(layer + 1) else 1
             entering = real_like(chain.specs(layer), seed=0, device=setup.device) if layer else subject.tensors
             bench = bench_of_layer(chain.names[layer], subject.keys[layer], stage, entering, times=times)
-            with materialised(stage, model=subject.file.model, seed=0, device=setup.device):
+            with materialised(stage, seed=0, device=setup.device):
                 samples[bench.name], more = _sampled(bench, subject, setup, part(progress, place, 1 + len(stages)))
                 notes += more
                 shares |= _shares_run_again(bench, setup.device)
