@@ -97,7 +97,14 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
                     raise
                 return LossFacts(reduction=found, notes=notes)  # it takes batches of this size only
             if not all(map(math.isfinite, (whole, *parts))):
-                notes = (*notes, _not_finite_note(file, inputs, whole, parts)) if found is None else notes
+                if found is None:
+                    where = first_not_finite(file.model, lambda: call_model(file, inputs)) or "the loss"
+                    values = ", ".join(f"{x:.6g}" for x in (whole, *parts))
+                    notes += (
+                        f"the loss before any training is not finite ({values} for a batch and its two halves), first in "
+                        f"{where}: check its weights, its inputs and its dtype; times and bytes are measured anyway, and the "
+                        "loss is assumed to be a mean",
+                    )
                 return LossFacts(reduction=found or "mean", notes=notes)
             found = found or _reduction(whole, parts, batch_size, tolerance=loss_tolerance(loss))
             if found is None:
@@ -188,15 +195,6 @@ def _not_reducible(file: ModelFile, inputs: Any, target: Any, whole: float, part
         "class weights, ignored or padding tokens, a contrastive loss or a router's auxiliary loss, state "
         'loss_reduction = "mean" (or "sum") in the model file: each micro-batch is then trained with its own loss. '
         "Otherwise weight every sample equally, so that micro-batches add up to the batch"
-    )
-
-
-def _not_finite_note(file: ModelFile, inputs: Any, whole: float, parts: list[float]) -> str:
-    where = first_not_finite(file.model, lambda: call_model(file, inputs)) or "the loss"
-    values = ", ".join(f"{x:.6g}" for x in (whole, *parts))
-    return (
-        f"the loss before any training is not finite ({values} for a batch and its two halves), first in {where}: check "
-        "its weights, its inputs and its dtype; times and bytes are measured anyway, and the loss is assumed to be a mean"
     )
 
 

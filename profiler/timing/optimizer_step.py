@@ -78,19 +78,15 @@ class _Steps:
             own = Samples()
             self.clock.flush()  # a GPU that still reads would hide how long the launches of a step take
             self.once(own, zeroing)
-            beside = [self.among(x) for x in others]
+            beside = [Samples() for _ in others]
+            for samples, neighbours_ in zip(beside, others, strict=True):
+                with neighbours_.running():
+                    self.once(samples, Samples())
             self.clock.flush()
             own_s = own.timing().median_s
             alone.extend(own)
             for ratios, x in zip(found, beside, strict=True):
                 ratios.append(x.timing().median_s / own_s if own_s else 1.0)
-        return found
-
-    def among(self, others: Neighbours) -> Samples:
-        """A step while the neighbours compute."""
-        found = Samples()
-        with others.running():
-            self.once(found, Samples())
         return found
 
     def make_gradients(self) -> None:
