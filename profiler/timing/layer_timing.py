@@ -140,19 +140,18 @@ def _measure_together(subject: _Subject, setup: Setup, progress: Progress) -> Me
     others = _other_batches(subject, device=setup.device)
     bench = bench_of_chain(subject.file, subject.chain, subject.keys, subject.inputs, subject.target, others)
     allocate_gradients(subject.file.model)
-    samples, notes = _sampled(bench, subject, setup, progress)
+    sampled, notes = _sampled(bench, subject, setup, progress)
+    samples = sampled.samples
     memories = measure_bytes(bench.layers, bench.inputs, bench.loss, device=setup.device)
     if any(samples(f"{key}/input gradient").timing().num_samples for key in bench.keys):
         halves = measure_halves(bench.layers, bench.inputs, bench.loss, device=setup.device)
         memories = tuple(replace(x, halves=y) for x, y in zip(memories, halves, strict=True))
-    shares = _shares_run_again(bench, setup.device)
     try:
         analyses: Sequence[LayerAnalysis | None] = analyse(bench.layers, bench.inputs, bench.loss)
     except ModelError:  # fake tensors have no values
         analyses = [None] * (1 + len(bench.layers))
         notes += ("operations are not counted, as control flow depends on the values of tensors",)
-    corrections = dict.fromkeys(bench.keys, corrections_of(bench, samples, shares[bench.keys[-1]]))
-    found = _measured_size(subject, lambda _: samples, corrections, memories, analyses, shares, notes)
+    found = _measured_size(subject, dict.fromkeys((*bench.keys, "loss"), sampled), memories, analyses, notes)
     if bench.whole is None:
         return found
     if setup.device != "cpu":
@@ -182,26 +181,6 @@ def _other_batches(subject: _Subject, *, device: str) -> list[tuple[Any, Any]]:
     return [x for x in moved if TensorSpec.of_all(flat_tensors(x[0], what="the inputs")) == specs]
 
 
-def _shares_run_again(bench: Bench, device: str) -> dict[str, float]:
-    """By key: the share of a layer's forward that a recompute runs again where it ends with the layer."""
-
-    def now() -> float:
-        if device != "cpu":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    found: dict[str, list[float]] = {key: [] for key in bench.keys}
-
-    def run(place: int, leaves: Tensors) -> Tensors:
-        share, outputs = share_run_again(bench.layers[place], leaves, now=now)
-        found[bench.keys[place]].append(share)
-        return outputs
-
-    for _ in range(_SHARE_RUNS):
-        bench.forward(run)
-    return {key: median(shares) for key, shares in found.items()}
-
-
 def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> MeasuredSize:
     chain, size = subject.chain, subject.microbatch_size
     stages = {layer: chain.stage(layer, layer + 1) for layer in subject.keys}
@@ -209,40 +188,47 @@ def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> Measu
     loss_bench = bench_of_loss(subject.file, chain, outputs, subject.target)
     analyses = analyse(list(stages.values()), subject.tensors, loss_bench.loss)
     of_loss, notes = _sampled(loss_bench, subject, setup, part(progress, 0, 1 + len(stages)))
-    samples, benches, shares = {"loss": of_loss}, dict[str, Bench](), {"loss": 1.0}
+    sampled = {"loss": of_loss}
     for place, (layer, stage) in enumerate(stages.items(), start=1):
-        if subject.keys[layer] not in benches:
+        if (key := subject.keys[layer]) not in sampled:
             # several times in a row where its output can be its input
             times = _TIMES_IN_A_ROW if layer and chain.specs(layer) == chain.specs(layer + 1) else 1
             entering = real_like(chain.specs(layer), seed=0, device=setup.device) if layer else subject.tensors
-            bench = bench_of_layer(chain.names[layer], subject.keys[layer], stage, entering, times=times)
+            bench = bench_of_layer(chain.names[layer], key, stage, entering, times=times)
             with materialised(stage, seed=0, device=setup.device):
-                samples[bench.name], more = _sampled(bench, subject, setup, part(progress, place, 1 + len(stages)))
+                sampled[key], more = _sampled(bench, subject, setup, part(progress, place, 1 + len(stages)))
                 notes += more
-                shares |= _shares_run_again(bench, setup.device)
-            benches[bench.name] = bench
             stage.zero_grad()
     try:
         halves = [x.memory for x in analyse_halves(list(stages.values()), subject.tensors, loss_bench.loss)]
     except ModelError:  # the backward cannot be split, which a note reports
         halves = [HalvesBytes()] * (1 + len(stages))
     memories = [replace(x.memory, halves=y) for x, y in zip(analyses, halves, strict=True)]
-    corrections = {key: corrections_of(bench, samples[key], shares[key]) for key, bench in benches.items()}
-    found = _measured_size(subject, samples.__getitem__, corrections, memories, analyses, shares, notes)
+    found = _measured_size(subject, sampled, memories, analyses, notes)
     reduction = find_reduction_of_outputs(subject.file, chain.model_output(outputs), subject.target, size)
     return replace(found, loss_reduction=reduction)
 
 
-def _sampled(
-    bench: Bench, subject: _Subject, setup: Setup, progress: Progress
-) -> tuple[Callable[[str], Samples], tuple[str, ...]]:
-    """Measure a bench; returns its samples by their names, and notes."""
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """What was sampled on a bench."""
+
+    samples: Callable[[str], Samples]  # by name
+    shares_run_again: Mapping[str, float]  # by key: of a layer's forward, by a recompute that ends with the layer
+    corrections: Corrections
+
+
+def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) -> tuple[_Sampled, tuple[str, ...]]:
+    """Measure a bench; also returns notes."""
     notes, obstacle = rehearse(bench), split_backward_obstacle(bench)
     if obstacle:
         notes += (f"the backward cannot be split, so schedules that split it cannot be used: {obstacle}",)
     setup.before_timing()
     samples = defaultdict[str, Samples](Samples).__getitem__
-    what = f"micro-batch size {subject.microbatch_size}: {_layers_text(bench, subject)}"
+    what = f"{len(bench.layers)} of {len(subject.chain)} layers" if bench.layers else "the loss"
+    if len(set(bench.keys)) == 1:
+        what = bench.names[0]
+    what = f"micro-batch size {subject.microbatch_size}: {what}"
     unsampled = TimingRounds(bench, setup.clock, lambda _: Samples())
     work = partial(unsampled.layer_round, lambda _: Samples())
     with garbage_collector_frozen(), neighbours(setup.shares, work, bench.parameters) as others:
@@ -260,7 +246,24 @@ def _sampled(
         load = load_between(before, read_load())
         if beside is not None and not beside.are_alive:
             notes += (NEIGHBOUR_FAILED,)
-    return samples, (*notes, *_notes_on_samples(bench, samples, load))
+
+    def now() -> float:
+        if setup.device != "cpu":
+            torch.cuda.synchronize(setup.device)
+        return time.perf_counter()
+
+    shares: dict[str, list[float]] = {key: [] for key in bench.keys}
+
+    def run(place: int, leaves: Tensors) -> Tensors:
+        share, outputs = share_run_again(bench.layers[place], leaves, now=now)
+        shares[bench.keys[place]].append(share)
+        return outputs
+
+    for _ in range(_SHARE_RUNS):
+        bench.forward(run)
+    medians = {key: median(x) for key, x in shares.items()}
+    corrections = corrections_of(bench, samples, medians[bench.keys[-1]]) if bench.keys else NO_CORRECTIONS
+    return _Sampled(samples, medians, corrections), (*notes, *_notes_on_samples(bench, samples, load))
 
 
 def _notes_on_samples(bench: Bench, samples: Callable[[str], Samples], load: HostLoad) -> Iterator[str]:
@@ -278,23 +281,11 @@ def _notes_on_samples(bench: Bench, samples: Callable[[str], Samples], load: Hos
         )
 
 
-def _layers_text(bench: Bench, subject: _Subject) -> str:
-    if len(set(bench.keys)) == 1:
-        return bench.names[0]
-    num_layers = len(subject.chain)
-    return f"{len(bench.layers)} of {num_layers} layers" if bench.layers else "the loss"
-
-
 def _layer_cost(
-    samples: Callable[[str], Samples],
-    key: str,
-    microbatch_size: int,
-    corrections: Corrections,
-    memory: LayerBytes,
-    analysis: LayerAnalysis | None,
-    share_run_again: float,
+    sampled: _Sampled, key: str, microbatch_size: int, memory: LayerBytes, analysis: LayerAnalysis | None
 ) -> LayerCost:
-    """The costs of one layer, by its samples and the corrections."""
+    """The costs of one layer, by its samples and their corrections; of the loss without, as it is no part of a stage."""
+    samples, corrections = sampled.samples, NO_CORRECTIONS if key == "loss" else sampled.corrections
 
     def backward(name: str, even_cut_s: float) -> Timing | None:
         timing = samples(f"{key}/{name}").timing()
@@ -312,7 +303,7 @@ def _layer_cost(
         forward=forward,
         backward=backward("backward", corrections.backward_cut_s) or Timing.exactly(0.0, origin="measured"),
         recompute=None if factor is None else forward.times(factor),
-        last_recompute=None if factor is None else forward.times(factor * share_run_again),
+        last_recompute=None if factor is None else forward.times(factor * sampled.shares_run_again.get(key, 1.0)),
         first_backward=backward("first backward", corrections.backward_cut_s),
         input_gradient=first_half,
         weight_gradient=second_half,
@@ -325,23 +316,17 @@ def _layer_cost(
 
 def _measured_size(
     subject: _Subject,
-    samples_of: Callable[[str], Callable[[str], Samples]],
-    corrections: Mapping[str, Corrections],
+    sampled: Mapping[str, _Sampled],
     memories: Sequence[LayerBytes],
     analyses: Sequence[LayerAnalysis | None],
-    shares: Mapping[str, float],
     notes: tuple[str, ...],
 ) -> MeasuredSize:
-    """The costs by samples and corrections, those of measured layers for the layers like them.
+    """The costs by what was sampled, by key; those of measured layers for the layers like them.
 
-    `samples_of`, `corrections` and `shares` (of a forward that is run again) are by key; the last of `memories` and
-    `analyses` is the loss's.
+    The last of `memories` and `analyses` is the loss's.
     """
     size, keys = subject.microbatch_size, (*subject.keys.values(), "loss")
-    costs = [
-        _layer_cost(samples_of(key), key, size, corrections.get(key, NO_CORRECTIONS), x, y, shares.get(key, 1.0))
-        for key, x, y in zip(keys, memories, analyses, strict=True)
-    ]
+    costs = [_layer_cost(sampled[key], key, size, x, y) for key, x, y in zip(keys, memories, analyses, strict=True)]
     by_layer = dict(zip(subject.keys, costs[:-1], strict=True))
     of_layer = dict(zip(subject.keys, memories, strict=False))
     return MeasuredSize(
@@ -352,7 +337,7 @@ def _measured_size(
         loss=costs[-1],
         memories=tuple(of_layer[source] for source in subject.sources),
         whole=None,
-        overhead_s=fmean(x.overhead_s for x in corrections.values()),
+        overhead_s=fmean(sampled[key].corrections.overhead_s for key in {*subject.keys.values()}),
         loss_reduction=None,
         notes=tuple(dict.fromkeys((*subject.chain.notes, *notes))),
     )

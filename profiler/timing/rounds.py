@@ -80,7 +80,7 @@ def corrections_of(bench: Bench, samples: Callable[[str], Samples], share_run_ag
         excesses[name] = lower_bound_s(samples(f"excess/{name}"))
         cuts[name] = even_cut_s([samples(f"{key}/{name}").timing().low_s / 2 for key in keys], excesses[name])
     forward_s, weights_s = seconds("stage/forward"), seconds("stage/weight gradient")
-    rerun_s = forward_s - (1 - share_run_again) * seconds(f"{bench.keys[-1]}/forward") if bench.keys else 0.0
+    rerun_s = forward_s - (1 - share_run_again) * seconds(f"{bench.keys[-1]}/forward")
     around = samples("recomputed/around")
     around_s = median_s(around.clean_s) if around.clean_s else 0.0
     again_s = seconds("recomputed/again") + (around_s if around_s > _CERTAIN * around.median_error_s else 0.0)
@@ -90,7 +90,7 @@ def corrections_of(bench: Bench, samples: Callable[[str], Samples], share_run_ag
         backward_cut_s=cuts["backward"],
         input_gradient_cut_s=cuts["input gradient"],
         weight_gradient_factor=_ratio(weights_s, seconds(*(f"{key}/weight gradient" for key in halved))),
-        overhead_s=(excesses["forward"] + excesses["backward"]) / 2 / max(1, len(bench.keys)),
+        overhead_s=(excesses["forward"] + excesses["backward"]) / 2 / len(bench.keys),
         forward_tail=_ratio(together_s("forward"), seconds(*(f"{key}/forward" for key in bench.keys))),
         backward_tail=_ratio(together_s("backward"), seconds(*(f"{key}/backward" for key in bench.keys))),
     )
