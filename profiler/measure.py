@@ -122,7 +122,7 @@ def measure_profile(
     shares = tuple(core_shares(1 + options.num_neighbours, num_threads=options.num_threads)[1:])
     with device_share(options.num_threads), _on_device(file, options.device), model_state_restored(file.model):
         if file.is_lazy:  # it cannot be run here
-            loss = LossFacts(reduction=file.loss_reduction or "mean", notes=())
+            loss = LossFacts(reduction=file.loss_reduction or "mean")
         else:
             loss = find_loss_reduction(file, options.microbatch_sizes[0], device=options.device)
         host = HostMeter(device=options.device)

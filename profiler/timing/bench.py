@@ -1,8 +1,7 @@
 """A bench: a chain of layers to be measured, with data to run them on, and its first untimed run.
 
 A bench holds the layers of a captured model that must be measured (profiler/capture/equal_layers.py), all in memory.
-For a model larger than memory it holds one layer, several times in a row where its output can be its input. The
-untimed run finds layers that fail and names them.
+For a model larger than memory it holds one layer. The untimed run finds layers that fail and names them.
 """
 
 from __future__ import annotations
@@ -132,17 +131,9 @@ def bench_of_chain(
     )
 
 
-def bench_of_layer(name: str, key: str, layer: nn.Module, inputs: Tensors, *, times: int) -> Bench:
-    """One layer, `times` in a row, with the sum of its outputs as the loss."""
-    return Bench(
-        name=key,
-        names=(name,) * times,
-        keys=(key,) * times,
-        layers=(layer,) * times,
-        stage=Composed([layer] * times),
-        inputs=inputs,
-        loss=sum_of_outputs,
-    )
+def bench_of_layer(name: str, key: str, layer: nn.Module, inputs: Tensors) -> Bench:
+    """One layer, with the sum of its outputs as the loss."""
+    return Bench(name=key, names=(name,), keys=(key,), layers=(layer,), stage=layer, inputs=inputs, loss=sum_of_outputs)
 
 
 def bench_of_loss(file: ModelFile, chain: Chain, outputs: Tensors, target: Any) -> Bench:

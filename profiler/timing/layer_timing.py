@@ -54,7 +54,6 @@ _SAME_LOSS = 1e-3  # share by which a loss may differ by the order of operations
 _BATCHES_OF_LOSS_CHECK = 16  # a batch may have none of the tensors whose size depends on data
 _SHARE_RUNS = 3  # whose median is the share of a forward that is run again
 NUM_ROUTED_BATCHES = 4  # on which the layers of a model with routed ones are measured
-_TIMES_IN_A_ROW = 3  # how often a layer measured alone follows itself, where it can
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,10 +190,8 @@ def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> Measu
     sampled = {"loss": of_loss}
     for place, (layer, stage) in enumerate(stages.items(), start=1):
         if (key := subject.keys[layer]) not in sampled:
-            # several times in a row where its output can be its input
-            times = _TIMES_IN_A_ROW if layer and chain.specs(layer) == chain.specs(layer + 1) else 1
             entering = real_like(chain.specs(layer), seed=0, device=setup.device) if layer else subject.tensors
-            bench = bench_of_layer(chain.names[layer], key, stage, entering, times=times)
+            bench = bench_of_layer(chain.names[layer], key, stage, entering)
             with materialised(stage, seed=0, device=setup.device):
                 sampled[key], more = _sampled(bench, subject, setup, part(progress, place, 1 + len(stages)))
                 notes += more

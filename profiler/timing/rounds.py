@@ -111,7 +111,7 @@ def lower_bound_s(excess: Samples) -> float:
 
 
 def shares_weights(layers: Sequence[nn.Module]) -> bool:
-    """Whether several of them have a trained weight in common, also as one layer several times.
+    """Whether several of them have a trained weight in common.
 
     On one stage, the second half of a split backward then runs through all that lies between the uses again, which
     layers on different stages do not.
@@ -292,14 +292,10 @@ class TimingRounds:
         kept = {parameter: parameter.grad for parameter in self._bench.parameters}
         for parameter in kept:
             parameter.grad = None
-        seen: set[str] = set()
 
         def samples(name: str) -> Samples:
-            """A layer that occurs several times with the same weights creates their gradients once."""
-            if not name.endswith("backward") or name == "loss/backward" or name in seen:
+            if not name.endswith("backward") or name == "loss/backward":
                 return Samples()
-            if self._has_repeats:
-                seen.add(name)
             return self._samples(name.replace("/backward", "/first backward"))
 
         self.layer_round(samples, between=self._between)
@@ -317,7 +313,7 @@ class TimingRounds:
         )
         self._clock.flush()
         first = next((place for place, (inputs, _) in enumerate(passed) if wants_gradient(inputs)), None)
-        if first is not None and not self._has_repeats:
+        if first is not None:
             is_usual = not shares_weights(self._bench.layers[first:])
             inputs = detached(passed[first][0])
             outputs = Composed(self._bench.layers[first:])(*inputs)
@@ -366,11 +362,6 @@ class TimingRounds:
         gradients = self._with_gradients(outputs)
         work = partial(self._clock.time, samples(f"{name}/backward"), torch.autograd.backward)
         backward([(inputs, outputs)], gradients, lambda _, *roots: work(*roots))
-
-    @property
-    def _has_repeats(self) -> bool:
-        """Whether a layer occurs several times in the bench with the same weights."""
-        return len(self._bench.layers) != len(set(self._bench.layers))
 
     @property
     def _is_settled(self) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gplan.core import Timing
 from profiler.memory.layer_memory import allocate_gradients
-from profiler.timing.bench import Bench, Composed, bench_of_layer, sum_of_outputs
+from profiler.timing.bench import Bench, Composed, sum_of_outputs
 from profiler.timing.clock import CpuClock, Samples
 from profiler.timing.rounds import (
     RoundSamples,
@@ -130,13 +130,6 @@ def test_no_halves_if_backward_cannot_be_split() -> None:
     assert not any("gradient" in name for name in sampled(bench_of(("a", "b")), Bookkeeper(), splits_backward=False))
 
 
-def test_repeated_layer_has_no_stage_halves() -> None:
-    book, layer = Bookkeeper(), Layer()
-    allocate_gradients(layer)
-    names = sampled(bench_of_layer("a", "a", layer, (torch.ones(2, 4, requires_grad=True),), times=3), book)
-    assert "a/input gradient" in names and "stage/input gradient" not in names
-
-
 def test_second_half_of_a_stage_that_uses_a_weight_twice_is_not_timed() -> None:
     """It runs through all that lies between the uses again: layers on different stages take less than half of that."""
     bench, book = bench_of(("a", "b", "c")), Bookkeeper()
@@ -167,15 +160,6 @@ def test_first_backward_restores_gradients() -> None:
     before = [x.grad for x in bench.parameters]
     TimingRounds(bench, book, book)._first_round()
     assert [x.grad is y for x, y in zip(bench.parameters, before, strict=True)] == [True, True]
-    assert len(book.samples["a/first backward"].clean_s) == 1
-
-
-def test_a_layer_in_a_row_with_itself_makes_its_gradients_once() -> None:
-    book = Bookkeeper()
-    layer = Layer()
-    allocate_gradients(layer)
-    bench = bench_of_layer("a", "a", layer, (torch.ones(2, 4, requires_grad=True),), times=3)
-    TimingRounds(bench, book, book)._first_round()
     assert len(book.samples["a/first backward"].clean_s) == 1
 
 
