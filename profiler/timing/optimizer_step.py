@@ -136,7 +136,7 @@ class StepSampler:
         found = {
             NEIGHBOUR_FAILED: self._has_failed,
             f"the fixed time of an update counts as 0, as the optimizer rejects tensors of {tiny}": tiny,
-            f"the optimizer rejects some tensors without the others, so their times are by bytes: {shape}": shape,
+            f"the optimizer rejects some tensors without the others, so all times are by bytes: {shape}": shape,
         }
         return tuple(note for note, holds in found.items() if holds)
 
@@ -184,17 +184,11 @@ class StepSampler:
             update_contention=slow_downs[-1],
             fixed_s=fixed_s,
         )
-        each_s = {
-            parameter: max(0.0, seconds - fixed_s) / len(alike.some)
-            for alike in self._shapes
-            if (seconds := alike.seconds) is not None
-            for parameter in alike.all
-        }
-        # those that are missing share, by bytes, what the others leave of an update
-        missing = [x for x in self._some if x not in each_s]
-        left_s = max(0.0, cost.spread_s - sum(each_s.get(x, 0.0) for x in self._some)) if missing else cost.spread_s
-        s_per_byte = left_s / (sum(map(gradient_bytes, missing or self._some)) or 1)
-        each_s = {x: each_s.get(x, s_per_byte * gradient_bytes(x)) for x in self._trained}
+        if any(alike.rejected for alike in self._shapes):  # by bytes; the unit is that of the sum
+            each_s = {x: float(gradient_bytes(x)) for x in self._trained}
+        else:
+            of_one = [(max(0.0, (x.seconds or 0.0) - fixed_s) / len(x.some), x.all) for x in self._shapes]
+            each_s = {parameter: seconds for seconds, alike in of_one for parameter in alike}
         some_s = sum(each_s[x] for x in self._some)
         factor = cost.spread_s / some_s if some_s else 0.0
         each_s = {x: factor * seconds for x, seconds in each_s.items()}

@@ -178,7 +178,7 @@ def test_a_byte_of_a_large_tensor_has_a_time_of_its_own(monkeypatch: pytest.Monk
 
 
 def test_tensors_that_the_optimizer_rejects_alone_count_by_bytes() -> None:
-    """The bias is rejected: its time is what the weight leaves of an update of both."""
+    """The bias is rejected: the times of both are by bytes."""
 
     class NeedsAMatrix(OneSecond):
         def __init__(self, parameters: Any) -> None:
@@ -192,13 +192,13 @@ def test_tensors_that_the_optimizer_rejects_alone_count_by_bytes() -> None:
     model = nn.Linear(5, 4)
     sampler = sampled(model_in_memory(model, optimizer=lambda p: NeedsAMatrix(p)), StatedClock())
     step, updates_s = sampler.update()
-    assert (step.fixed_s, updates_s[model.weight], updates_s[model.bias]) == pytest.approx((0.0, 20.0, 10.0))
+    assert (step.fixed_s, updates_s[model.weight], updates_s[model.bias]) == pytest.approx((0.0, 25.0, 5.0))
     fixed, note = sampler.notes
     assert fixed.startswith(
         "the fixed time of an update counts as 0, as the optimizer rejects tensors of shape 1 x 1: Value"
     )
     assert note.startswith(
-        "the optimizer rejects some tensors without the others, so their times are by bytes: shape 4: ValueError: nothing to do"
+        "the optimizer rejects some tensors without the others, so all times are by bytes: shape 4: ValueError: nothing to do"
     )
 
 
