@@ -1,19 +1,20 @@
-"""Read some weights from a checkpoint of a whole model: the file is mapped into memory, and only their bytes are read.
+"""Read some weights from a checkpoint of a whole model: only their bytes are read, and nothing is memory-mapped.
 
 Formats: safetensors (https://huggingface.co/docs/safetensors: 8 bytes with the length of a JSON header, the header, the
 data), files of torch.save (a state_dict, or one under "state_dict" or "model"), and folders of Hugging Face transformers
-with either, in one file or in several with an index.
+with either, in one file or in several with an index. Offsets come from the header, or from the pickle without tensors.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import zipfile
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -34,8 +35,21 @@ _DTYPES = {
 }  # fmt: skip
 
 
-_Stored: TypeAlias = Mapping[str, Callable[[], Tensor]]
-"""What reads each tensor of a file, by its name."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Location:
+    """The position of a tensor in a file, and its layout; strides in elements."""
+
+    offset_bytes: int
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """The number of elements from the tensor's first to its last, including those in between of other tensors."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
 def read_weights(path: Path, names: Collection[str], *, what: str) -> dict[str, Tensor]:
@@ -48,11 +62,10 @@ def read_weights(path: Path, names: Collection[str], *, what: str) -> dict[str, 
     stored = _stored_names(files.keys(), list(names), path=path, what=what)
     found: dict[str, Tensor] = {}
     for file in dict.fromkeys(files[key] for key in stored.values()):
-        tensors = _tensors(file)
-        for name, key in ((name, key) for name, key in stored.items() if files[key] == file):
-            if key not in tensors:
-                raise FileError(f"there is no {key} of {file}, which its index lists; the checkpoint is damaged")
-            found[name] = tensors[key]()
+        locations = _locations(file)
+        keys = {name: key for name, key in stored.items() if files[key] == file}
+        with file.open("rb") as stream:
+            found |= {name: _read(stream, locations.get(key), f"{key} of {file}") for name, key in keys.items()}
     return {name: found[name] for name in names}
 
 
@@ -68,7 +81,7 @@ def _files(path: Path) -> dict[str, Path]:
             f"{path} is not there; expected a .safetensors file, a torch checkpoint or a folder with either"
         )
     if not path.name.endswith(_INDEX):
-        return dict.fromkeys(_tensors(path), path)
+        return dict.fromkeys(_locations(path), path)
     try:
         index = json.loads(path.read_text())["weight_map"]
         return {name: path.parent / file for name, file in index.items()}
@@ -99,47 +112,40 @@ def _stored_names(stored: Collection[str], names: Sequence[str], *, path: Path, 
     )
 
 
-def _tensors(file: Path) -> _Stored:
-    """The tensors in one file, which is mapped into memory."""
+def _locations(file: Path) -> Mapping[str, _Location]:
+    """The locations of the tensors in one file."""
     try:
-        return _of_safetensors(file) if file.suffix == ".safetensors" else _of_torch_file(file)
+        return _locations_in_safetensors(file) if file.suffix == ".safetensors" else _locations_in_torch_file(file)
     except OSError as error:
         raise FileError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
-def _of_safetensors(file: Path) -> _Stored:
+def _locations_in_safetensors(file: Path) -> dict[str, _Location]:
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
         header = stream.read(header_bytes) if header_bytes <= _MOST_HEADER_BYTES else b""
-    mapped = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)[8 + header_bytes :]
-
-    def read(name: str, kind: str, place: Sequence[int], shape: Sequence[int]) -> Tensor:
-        start, end = place
-        if (dtype := _DTYPES.get(kind)) is None:
-            raise FileError(f"{name} of {file} has an unsupported dtype; expected one of {', '.join(_DTYPES)}")
-        if end > len(mapped):
-            found = max(0, len(mapped) - start)
-            raise FileError(f"{name} of {file} ends after {found} of {end - start} bytes; the file is incomplete")
-        return mapped[start:end].clone().view(dtype).view(shape)
-
     try:
         entries: dict[str, Any] = json.loads(header)
         entries.pop("__metadata__", None)
-        return {
-            name: partial(read, name, x["dtype"], tuple(x["data_offsets"]), tuple(x["shape"]))
-            for name, x in entries.items()
-        }
+        return {name: _described_location(entry, start=8 + header_bytes) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FileError(f"{file} is not a safetensors file; expected a header of names, shapes and offsets") from error
 
 
-def _of_torch_file(file: Path) -> _Stored:
+def _described_location(entry: Mapping[str, Any], *, start: int) -> _Location:
+    shape = tuple(entry["shape"])
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    dtype = _DTYPES.get(entry["dtype"])
+    return _Location(offset_bytes=start + entry["data_offsets"][0], dtype=dtype, shape=shape, strides=strides)
+
+
+def _locations_in_torch_file(file: Path) -> dict[str, _Location]:
     with file.open("rb") as stream:  # raises where is_zipfile of a path would say no
         is_zip = zipfile.is_zipfile(stream)
     if not is_zip:
         raise FileError(f"{file} is neither a checkpoint of torch 1.6 or later nor a .safetensors file; {_SAVE_AGAIN}")
     try:
-        saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        saved = torch.load(file, map_location="meta", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
         raise FileError(f"{file} contains objects other than weights, or is damaged; {_SAVE_AGAIN}") from error
     for key in _STATE_KEYS:
@@ -148,4 +154,30 @@ def _of_torch_file(file: Path) -> _Stored:
     tensors = {name: x for name, x in saved.items() if isinstance(x, Tensor)} if isinstance(saved, dict) else {}
     if not tensors:
         raise FileError(f"{file} has a {type(saved).__name__} without weights by name; {_SAVE_AGAIN}")
-    return {name: x.detach().clone for name, x in tensors.items()}
+    return {name: _location_of(tensor) for name, tensor in tensors.items()}
+
+
+def _location_of(tensor: Tensor) -> _Location:
+    """The location that torch.load stores in a tensor on the meta device."""
+    storage_bytes = tensor.untyped_storage()._checkpoint_offset
+    assert storage_bytes is not None, "torch.load notes offsets for every zip file"
+    return _Location(
+        offset_bytes=storage_bytes + int(tensor.storage_offset()) * tensor.itemsize,
+        dtype=tensor.dtype,
+        shape=tuple(tensor.shape),
+        strides=tensor.stride(),
+    )
+
+
+def _read(stream: BinaryIO, location: _Location | None, what: str) -> Tensor:
+    if location is None:
+        raise FileError(f"there is no {what}, which its index lists; the checkpoint is damaged")
+    if location.dtype is None:
+        raise FileError(f"{what} has an unsupported dtype; expected one of {', '.join(_DTYPES)}")
+    elements = torch.empty(location.num_elements, dtype=location.dtype)
+    if elements.nbytes:
+        stream.seek(location.offset_bytes)
+        num_read = stream.readinto(memoryview(elements.view(torch.uint8).numpy()))  # type: ignore[arg-type, attr-defined]
+        if num_read != elements.nbytes:
+            raise FileError(f"{what} ends after {num_read} of {elements.nbytes} bytes; the file is incomplete")
+    return elements.as_strided(location.shape, location.strides)

@@ -80,8 +80,7 @@ def test_strided_tensors_of_a_torch_file(tmp_path: Path) -> None:
     views = {"turned": whole.t(), "rows": whole[2:4], "column": whole[:, 1], "whole": nn.Parameter(whole)}
     torch.save(views, tmp_path / "x.pt")
     found = read_weights(tmp_path / "x.pt", ["column", "turned", "whole", "rows"], what="tiny")
-    assert all(torch.equal(found[name], views[name]) for name in views)
-    assert found["turned"].stride() == views["turned"].stride()
+    assert all(torch.equal(found[name], views[name]) and found[name].stride() == views[name].stride() for name in views)
     assert not any(tensor.requires_grad for tensor in found.values())
 
 
@@ -97,7 +96,7 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path, name: str) -> None:
     (safetensors.save_file if name.endswith("safetensors") else torch.save)(large, tmp_path / name)
     before = bytes_read()
     found = read_weights(tmp_path / name, ["layers.5.weight"], what="tiny")
-    assert bytes_read() - before < 2**18  # the rest is mapped
+    assert 2**22 <= bytes_read() - before < 2**22 + 2**18
     assert torch.equal(found["layers.5.weight"], large["layers.5.weight"])
 
 
