@@ -18,25 +18,27 @@ with the replicas' sharding, as for `gplan layout` and `gplan balance`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import msgspec
 import pandas as pd
+from simumax import read_system_file
 from suite import DATA as PUBLISHED
 from suite import error_text, markdown, options_of
 
 import gplan
-from gplan.core import Constraints, Plan
+from gplan.core import Constraints, Plan, Profile, SharedWeight
 from gplan.core.errors import FileError
 from gplan.core.units import percent_text
 from profiler.analytic.decoder_config import Decoder, Widths
-from profiler.analytic.decoder_kernels import MEGATRON_KERNELS
+from profiler.analytic.decoder_kernels import ELEMENT, Part
 from profiler.analytic.decoder_profile import DecoderProfile
-from profiler.analytic.hardware import FUSED_KERNELS, Hardware, load_hardware
+from profiler.analytic.hardware import Hardware, described_hardware
 from profiler.analytic.shapes import AttentionShape, MatmulShape, ShapeTable
 
 DATA = PUBLISHED / "gpu_runs"
@@ -132,18 +134,18 @@ def predict(case: Case, hardware: Hardware) -> Plan:
     """The plan that the run is, with its predicted step and memory."""
     ends = [1 + sum(case.blocks[: i + 1]) for i in range(case.num_stages)]
     starts = [1, *ends[:-1]]
-    profile = DecoderProfile(
+    made = DecoderProfile(
         name=case.name,
         decoder=case.decoder,
         widths=Widths(
             tensor=case.tensor, expert=case.expert, data=case.num_replicas, sequence_length=case.sequence_length
         ),
         hardware=hardware,
-        fused=FUSED_KERNELS if case.fuses_cross_entropy else MEGATRON_KERNELS,
+        fuses_cross_entropy=case.fuses_cross_entropy,
         divides_state=case.num_replicas == 1,
-        placeholders=True,
         recomputed=frozenset(start - 1 + i for start in starts for i in range(case.recomputed)),
-    ).profile((case.microbatch_size,))
+    )
+    profile = with_empty_gradients(made.profile((case.microbatch_size,)), made.parts())
     return gplan.balance(
         profile,
         num_devices=case.num_devices,
@@ -157,11 +159,39 @@ def predict(case: Case, hardware: Hardware) -> Plan:
     )
 
 
+def with_empty_gradients(profile: Profile, parts: Sequence[Part]) -> Profile:
+    """With empty gradients as weights that several layers share: a stage holds one of each shape of a product's weight.
+
+    Where products add to the gradients themselves, autograd gets such a bfloat16 tensor of Transformer Engine in their
+    place (`get_dummy_wgrad`).
+    """
+    last, users_of = len(parts) - 1, dict[tuple[int, int], tuple[int, ...]]()
+    for layer, part in enumerate(parts):
+        for shape in dict.fromkeys(part.weights):
+            users_of[shape] = (*users_of.get(shape, ()), layer)
+    empty = [
+        SharedWeight(
+            name=f"empty gradient of {shape[0]} x {shape[1]}",
+            layers=users if len(users) > 1 else (users[0], last),
+            num_parameters=0,
+            weight_bytes=ELEMENT * prod(shape),
+            gradient_bytes=0,
+        )
+        for shape, users in users_of.items()
+    ]
+    return replace(profile, shared_weights=(*profile.shared_weights, *empty))
+
+
+def hardware_of(path: Path) -> Hardware:
+    """The device of a system file."""
+    return described_hardware(read_system_file(path), name=path.stem, place=str(path))
+
+
 def cases(folder: Path) -> Iterator[tuple[dict[str, Any], Case, Hardware]]:
     """Each row of a folder with its case and its device."""
     for path in sorted(folder.glob("*.csv")):
         device = path.stem.split("_")[0]
-        hardware = load_hardware(str(next(iter(folder.glob(f"{device}*_efficiency.json")), folder / "efficiency.json")))
+        hardware = hardware_of(next(iter(folder.glob(f"{device}*_efficiency.json")), folder / "efficiency.json"))
         for row in pd.read_csv(path).to_dict("records"):
             found = {str(key): value for key, value in row.items() if not pd.isna(value)}
             yield found, case_of(found, folder), hardware
@@ -274,7 +304,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.left_out:
         for path in options.data.glob("*_efficiency.json"):
-            print(path.name, *left_out(load_hardware(str(path)).shapes), sep="\n")
+            print(path.name, *left_out(hardware_of(path).shapes), sep="\n")
         return
     rows = [(row, predict(case, hardware)) for row, case, hardware in cases(options.data)]
     if not rows:

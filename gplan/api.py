@@ -62,7 +62,6 @@ def profile(
     loss_reduction: LossReduction | None = None,
     device: str = "cpu",
     hardware: str | Path | None = None,
-    fused: str | None = None,
     reduce_slowdown: float | None = None,
     num_threads: int = 1,
     contention: int | None = None,
@@ -71,7 +70,6 @@ def profile(
     precision: PrecisionName = "model",
     budget_s: float = SAMPLING_BUDGET_S,
     seed: int = 0,
-    journal: Path | None = None,
     progress: Progress = no_progress,
 ) -> Profile:
     """Measure every layer of a model on this host, or compute it for hardware that is not here.
@@ -82,7 +80,7 @@ def profile(
     device, is measured layer by layer.
 
     `device` is "cpu", "cuda", "cuda:1", or "meta": then seconds are computed for `hardware` (a name such as "h100", or
-    a TOML file), and bytes come from a run on fake tensors; `fused` names kernels that training fuses, "all", or some such as "attention,normalization".
+    a TOML file), and bytes come from a run on fake tensors.
     `reduce_slowdown` is the factor on backwards beside which replicas reduce gradients.
 
     `contention` processes do the same work beside (by default as many as the remaining cores of a CPU allow, at most 7).
@@ -94,9 +92,8 @@ def profile(
     (bfloat16 parameters and activations, float32 master weights, optimizer states and gradients), "mixed-bf16-gradients"
     (the same with gradients accumulated in bfloat16) or "autocast" (torch.autocast in bfloat16).
 
-    `journal` keeps what was measured until the profile is whole, and a second call goes on from there. `progress` is
-    called with a text and the share done. The model's parameters, gradients, buffers and the random state are left as
-    they were.
+    `progress` is called with a text and the share done. The model's parameters, gradients, buffers and the random state
+    are left as they were.
 
     Raises ModelError for a model that cannot be loaded, captured or run, UsageError for options that cannot be used.
     """
@@ -114,9 +111,9 @@ def profile(
         precision=Precision.named(precision),
     )
     if device == "meta":
-        computed = _computed(given, tuple(microbatch_sizes), hardware, fused, link, granularity, progress)
+        computed = _computed(given, tuple(microbatch_sizes), hardware, link, granularity, progress)
         return computed if reduce_slowdown is None else beside_reduction(computed, reduce_slowdown)
-    _check_nothing_to_compute(device, {"--hardware": hardware, "--fused": fused, "--reduce-slowdown": reduce_slowdown})
+    _check_nothing_to_compute(device, {"--hardware": hardware, "--reduce-slowdown": reduce_slowdown})
     options = ProfileOptions(
         microbatch_sizes=tuple(microbatch_sizes),
         device=device,
@@ -125,7 +122,6 @@ def profile(
         link=link,
         granularity=granularity,
         budget_s=budget_s,
-        journal=journal,
     )
     return _measured(given, options, progress)
 
@@ -396,26 +392,23 @@ def _computed(
     model: GivenModel,
     microbatch_sizes: tuple[int, ...],
     hardware: str | Path | None,
-    fused: str | None,
     link: Link | None,
     granularity: Granularity,
     progress: Progress,
 ) -> Profile:
     """The profile for hardware that is not here."""
     from profiler.analytic.computed_profile import ComputeOptions, computed_profile
-    from profiler.analytic.hardware import hardware_names, load_hardware, parse_fused
+    from profiler.analytic.hardware import hardware_names, load_hardware
 
     if hardware is None:
         raise UsageError(
             f"device 'meta' computes for hardware that is not here; name it: {', '.join(hardware_names())} or a TOML file "
             "(--hardware h100)"
         )
-    found = load_hardware(str(hardware))
     options = ComputeOptions(
-        hardware=found,
+        hardware=load_hardware(str(hardware)),
         microbatch_sizes=microbatch_sizes,
         link=link,
         granularity=granularity,
-        fused=found.fused if fused is None else parse_fused(fused),
     )
     return computed_profile(model.load(), options, progress=progress)

@@ -1,21 +1,17 @@
 """Measure a model file: time and memory of every layer at each micro-batch size, the optimizer's step and the link.
 
 Gradients accumulate into existing buffers, as for all micro-batches of a step but the first, which is measured
-separately. Parameters, gradients, buffers and the random state are left unchanged. A journal keeps the measurements
-until the profile is complete.
+separately. Parameters, gradients, buffers and the random state are left unchanged.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -41,10 +37,8 @@ from profiler.memory.chain_profile import layers_with_weights, values_of
 from profiler.model.data import LossFacts, call_model, check_microbatch_sizes, find_loss_reduction, sample_batches
 from profiler.model.error_location import is_out_of_memory
 from profiler.model.load import ModelFile
-from profiler.timing.averages_step import time_averages
 from profiler.timing.bench import run_naming_errors
 from profiler.timing.clock import Clock, CpuClock, CudaClock
-from profiler.timing.journal import Journal
 from profiler.timing.layer_timing import NUM_ROUTED_BATCHES, MeasuredSize, Setup, measure_size
 from profiler.timing.optimizer_step import MICROBATCHES, StepSampler
 
@@ -62,7 +56,6 @@ class ProfileOptions:
     link: Link | None = None  # None: measured
     granularity: Granularity = "layer"
     budget_s: float = SAMPLING_BUDGET_S  # longest sampling per micro-batch size
-    journal: Path | None = None  # None: an interrupted measurement is lost
 
     def __post_init__(self) -> None:
         check_microbatch_sizes(self.microbatch_sizes)
@@ -123,66 +116,50 @@ def measure_profile(
 ) -> Profile:
     """Measure every layer of the model on this host, and last the engine.
 
-    Raises ModelError for a model that cannot be captured, run or trained as the file describes it; the journal then
-    keeps the measurements so far.
+    Raises ModelError for a model that cannot be captured, run or trained as the file describes it.
     """
-    journal = Journal(options.journal, key=_journal_key(file, options))
     clock: Clock = CpuClock() if options.device == "cpu" else CudaClock()
-    setup = Setup(
-        clock=clock,
-        journal=journal,
-        device=options.device,
-        budget_s=options.budget_s,
-        granularity=options.granularity,
-        shares=tuple(core_shares(1 + options.num_neighbours, num_threads=options.num_threads)[1:]),
-    )
-
-    with journal.saved_on_failure():
-        found = _measured(file, options, setup, progress)
-        if measure_engine is not None:
-            progress("measuring the engine between two processes", 0.95)
-            found = replace(found, engine=measure_engine())
-    journal.close()
-    return found
-
-
-def _measured(file: ModelFile, options: ProfileOptions, setup: Setup, progress: Progress) -> Profile:
+    shares = tuple(core_shares(1 + options.num_neighbours, num_threads=options.num_threads)[1:])
     with device_share(options.num_threads), _on_device(file, options.device), model_state_restored(file.model):
         if file.is_lazy:  # it cannot be run here
-            loss = LossFacts(reduction=file.loss_reduction or "mean", notes=())
+            loss = LossFacts(reduction=file.loss_reduction or "mean")
         else:
             loss = find_loss_reduction(file, options.microbatch_sizes[0], device=options.device)
-        host = HostMeter(setup.journal.samples("host"), device=options.device)
+        host = HostMeter(device=options.device)
         steps = StepSampler(
-            file,
-            setup.clock,
-            device=options.device,
-            shares=setup.shares,
-            work_beside=_training_pass(file, options),
+            file, clock, device=options.device, shares=shares, work_beside=_training_pass(file, options)
         )
 
-        @cache
+        @cache  # once, although each bench calls it
         def sample_updates_first() -> None:
             progress("measuring the optimizer's step", 0.0)
             steps.sample()
 
-        setup = replace(setup, before_timing=sample_updates_first, between_samples=host.read_if_due)
+        setup = Setup(
+            clock=clock,
+            device=options.device,
+            budget_s=options.budget_s,
+            granularity=options.granularity,
+            shares=shares,
+            before_timing=sample_updates_first,
+            between_samples=host.read_if_due,
+        )
         measured, too_large = _measure_sizes(
             file, options, setup, lambda text, share: progress(text, _SHARE_OF_LAYERS * share)
         )
-        sample_updates_first()  # not yet called where the journal has every layer
         progress("measuring the optimizer's step again", _SHARE_OF_LAYERS)
         steps.sample()
-        chain = measured[0].chain
-        fixed_s, averages_s = time_averages(chain, setup.clock, device=options.device)
         load = host.load()
     progress("measuring the link between two processes", 0.9)
     link = options.link or measure_link(device_kind=options.device_kind)
-    first, values = measured[0], values_of([x.crossings for x in measured])
+    engine = None
+    if measure_engine is not None:
+        progress("measuring the engine between two processes", 0.95)
+        engine = measure_engine()
+    first, values = measured[0], values_of(measured)
+    chain = first.chain
     step, updates_s = steps.update()
-    layers, shared = layers_with_weights(
-        chain, first.sources, [x.layers for x in measured], updates_s=updates_s, averages_s=averages_s
-    )
+    layers, shared = layers_with_weights(measured, updates_s=updates_s)
     if file.is_lazy:
         how_routed = "it was measured with random values"
     elif file.has("batches"):
@@ -196,8 +173,9 @@ def _measured(file: ModelFile, options: ProfileOptions, setup: Setup, progress: 
         shared_weights=shared,
         loss=tuple(x.loss for x in measured) if file.has_loss else (),
         loss_reduction=first.loss_reduction or loss.reduction,
-        step=step.plus(fixed_s=fixed_s, spread_s=sum(averages_s)),
+        step=step,
         link=link,
+        engine=engine,
         overhead_s=sum(x.overhead_s for x in measured) / len(measured),
         whole_model=tuple(x.whole for x in measured if x.whole is not None),
         created=now_text(),
@@ -208,7 +186,6 @@ def _measured(file: ModelFile, options: ProfileOptions, setup: Setup, progress: 
                 (
                     *file.notes,
                     *options.notes,
-                    *setup.journal.notes,
                     *loss.notes,
                     *(x for y in measured for x in y.notes),
                     *steps.notes,
@@ -289,15 +266,3 @@ def _device(options: ProfileOptions) -> Device:
         return Device(name=processor(), kind="cpu", num_threads=options.num_threads)
     found = torch.cuda.get_device_properties(options.device)
     return Device(name=found.name, kind="cuda", num_threads=options.num_threads, memory_bytes=found.total_memory)
-
-
-def _journal_key(file: ModelFile, options: ProfileOptions) -> str:
-    """A hash of what must be equal to continue a measurement: the model's code and settings, device, options."""
-    path = Path(file.name.partition(":")[0])
-    modules = {sys.modules.get(type(x).__module__) for x in file.model.modules()}
-    paths = {Path(found) for x in modules if (found := getattr(x, "__file__", None))}
-    sources = [(str(x), x.read_bytes()) for x in sorted(paths | {path}) if x.suffix == ".py" and x.is_file()]
-    shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in file.model.named_parameters()]
-    way = (options.device, options.num_threads, options.num_neighbours, options.granularity, file.precision.name)
-    content = (file.name, file.settings, sources, shapes, way, processor(), software_versions())
-    return hashlib.sha256(repr(content).encode()).hexdigest()

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 @click.option("--device", default="cpu", show_default=True,
               help="cpu, cuda or cuda:1; meta computes the times for --hardware.")  # fmt: skip
 @click.option("--hardware", metavar="NAME|FILE", help="With --device meta: b200, h100, h200, a100, v100, p100, tpu-v2, "
-              "tpu-v3, cpu, a TOML file, or a published efficiency file in JSON.")  # fmt: skip
-@click.option("--fused", metavar="KERNELS", help="With --device meta: kernels that training fuses, all, none, or some of "
-              "attention,cross-entropy,normalization,activation.  [default: as the hardware's file says, else none]")  # fmt: skip
+              "tpu-v3, cpu, or a TOML or JSON file.")  # fmt: skip
 @click.option("--reduce-slowdown", type=float, metavar="FACTOR",
               help="With --device meta: how many times as long backwards take, as replicas reduce gradients beside them, such as "
                    "1.15.")  # fmt: skip
@@ -49,7 +47,7 @@ if TYPE_CHECKING:
 @json_option
 def profile(
     model: str, settings: tuple[str, ...], microbatch_size: str, input_shape: str | None, device: str,
-    hardware: str | None, fused: str | None, reduce_slowdown: float | None, threads: int, contention: int | None,
+    hardware: str | None, reduce_slowdown: float | None, threads: int, contention: int | None,
     link: str | None, granularity: Granularity, precision: PrecisionName, budget: float, seed: int, output: Path,
     as_json: bool,
 ) -> None:  # fmt: skip
@@ -62,7 +60,7 @@ def profile(
       gplan profile package.module:Net --input-shape 8,3,224,224 --link 25GB/s,5us
       gplan profile examples/unet.py --granularity op
       gplan profile model.py --device cuda --precision mixed
-      gplan profile big.py --device meta --hardware h100 --fused all
+      gplan profile big.py --device meta --hardware h100
     """
     from gplan import api
     from gplan.files import json_files
@@ -77,7 +75,6 @@ def profile(
             input_shapes=input_shape,
             device=device,
             hardware=hardware,
-            fused=fused,
             reduce_slowdown=reduce_slowdown,
             num_threads=threads,
             contention=contention,
@@ -86,7 +83,6 @@ def profile(
             precision=precision,
             budget_s=budget,
             seed=seed,
-            journal=output.with_name(f"{output.name}.journal"),
             progress=progress,
         )
     json_files.save(result, output)

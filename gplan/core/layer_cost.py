@@ -221,7 +221,7 @@ class LayerCost:
 class StepCost:
     """Costs of a step outside the micro-batch loop, for the whole model on one device."""
 
-    optimizer: Timing  # with the update of norms' moving averages
+    optimizer: Timing
     zero_grad: Timing
     optimizer_name: str
     state_bytes: int
@@ -262,10 +262,6 @@ class StepCost:
     def spread_s(self) -> float:
         """The rest of `update_s`, of which layers and shared weights have their shares (`Costs.update_share`)."""
         return self.update_s - self.fixed_part_s
-
-    def plus(self, *, fixed_s: float, spread_s: float) -> StepCost:
-        """The costs of a step that takes `fixed_s` longer on every stage and `spread_s` longer over all layers."""
-        return replace(self, optimizer=self.optimizer.plus(fixed_s + spread_s), fixed_s=self.fixed_part_s + fixed_s)
 
     def grown(self, by_bytes: float, *, by_update: float) -> StepCost:
         """The costs with all bytes times `by_bytes`, and `spread_s` times `by_update`."""

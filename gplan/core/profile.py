@@ -76,12 +76,7 @@ class Value:
 
 
 MOST_DISAGREEMENT = 0.2
-"""Relative error of the layers' sum beside the whole model above which pairs of layers are timed and a warning is given."""
-
-
-def adds_up(layers_s: float, whole_s: float) -> bool:
-    """Whether the layers' sum is near the seconds of the whole model; True if the whole model takes no time."""
-    return not whole_s or abs(layers_s / whole_s - 1.0) <= MOST_DISAGREEMENT
+"""Relative error of the layers' sum beside the whole model above which a warning is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +175,7 @@ class Layer(Sharable):
     largest_trained_bytes: int = 0  # of the largest trained parameter tensor
     parameters: tuple[ParameterSize, ...] = ()  # its own; none: not known
     share: ReplicaShare | None = None  # of one of several replicas; None: all of it
-    update_s: float | None = None  # of an update: zero_grad, optimizer and moving averages; None: not known
+    update_s: float | None = None  # of an update: zero_grad and optimizer; None: not known
 
     def __post_init__(self) -> None:
         check_amounts(self)
@@ -334,8 +329,8 @@ class Profile:
             for name, total_s, timing in zip(
                 ("forward", "backward"), self.one_stage_s(index), (whole.forward, whole.backward), strict=True
             ):
-                if not adds_up(total_s, timing.median_s):
-                    relative = total_s / timing.median_s
+                relative = total_s / timing.median_s if timing.median_s else 1.0
+                if abs(relative - 1.0) > MOST_DISAGREEMENT:
                     ratio = max(ratio, relative, 1.0 / relative if relative else math.inf)
                     error = percent_text(relative - 1.0, signed=True)
                     found.append(f"{name} {error} at micro-batch size {whole.microbatch_size}")
@@ -363,10 +358,7 @@ class Profile:
         host = f"there is no sign of other work on this host ({load.text})"
         if load.is_evidence:
             host = f"this host was not quiet meanwhile ({load.text}), but its load does not explain a factor of {ratio:.2f}"
-        return (
-            f"{host}, so this model's layers do not add up when measured one by one; "
-            "if pairs of layers were timed, a note names those that disagree most"
-        )
+        return f"{host}, so this model's layers do not add up when measured one by one"
 
     @property
     def precedence(self) -> tuple[tuple[int, int], ...]:

@@ -18,8 +18,7 @@ from gplan.core import Granularity, LayerCost, Link, Profile, StepCost, Timing, 
 from gplan.core.errors import ModelError
 from gplan.core.progress import Progress, no_progress
 from gplan.core.units import now_text, percent_text
-from profiler.analytic.fusion import Fused
-from profiler.analytic.hardware import FusedKernel, Hardware
+from profiler.analytic.hardware import Hardware
 from profiler.analytic.layer_work import HalvesAnalysis, LayerAnalysis, analyse, analyse_halves
 from profiler.analytic.roofline import (
     Operation,
@@ -29,10 +28,10 @@ from profiler.analytic.roofline import (
     total_work,
 )
 from profiler.capture.capture import capture
-from profiler.capture.chain import Chain, model_state_restored, routing_notes
+from profiler.capture.chain import model_state_restored, routing_notes
 from profiler.host.host_info import software_versions
 from profiler.memory.allocations import StorageRecorder, gradient_bytes, optimizer_state_bytes
-from profiler.memory.chain_profile import Crossings, layers_with_weights, values_of
+from profiler.memory.chain_profile import SizeCosts, layers_with_weights, values_of
 from profiler.model.data import check_microbatch_sizes, sample_batch
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
@@ -51,7 +50,6 @@ class ComputeOptions:
     microbatch_sizes: tuple[int, ...] = (4,)
     link: Link | None = None  # None: the hardware's
     granularity: Granularity = "layer"
-    fused: tuple[FusedKernel, ...] = ()  # kernels of which only what they keep and move is counted
 
     def __post_init__(self) -> None:
         check_microbatch_sizes(self.microbatch_sizes)
@@ -69,9 +67,8 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
             progress(f"micro-batch size {size}: capturing and counting", index / len(options.microbatch_sizes))
             sizes.append(_computed_size(file, size, options))
         step = computed_step(file, hardware)
-    first, values = sizes[0], values_of([x.crossings for x in sizes])
-    fused = [x for x in options.fused if x not in first.not_fused]
-    layers, shared = layers_with_weights(first.chain, first.sources, [x.layers for x in sizes])
+    first, values = sizes[0], values_of(sizes)
+    layers, shared = layers_with_weights(sizes)
     return Profile(
         model=file.identity(first.chain),
         device=hardware.device(),
@@ -87,41 +84,22 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
         versions=software_versions(),
         origin="computed",
         precision=file.precision,
-        notes=(
-            *file.notes,
-            *first.chain.notes,
-            *_notes(file, hardware),
-            *([f"counted as fused kernels: {', '.join(fused)}"] if fused else []),
-            *([f"to be fused, but found in no layer: {', '.join(first.not_fused)}"] if first.not_fused else []),
-        ),
+        notes=(*file.notes, *first.chain.notes, *_notes(file, hardware)),
         plan_notes=(*file.notes_on_missing, *routing_notes(first.chain, how="it was computed from the shapes")),
         granularity=options.granularity,
         values=values,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ComputedSize:
-    """The costs at one micro-batch size; `sources[i]` is the layer analysed for layer i."""
-
-    chain: Chain
-    not_fused: tuple[FusedKernel, ...]  # kernels that were to be fused and are in no layer
-    sources: tuple[int, ...]
-    layers: tuple[LayerCost, ...]
-    loss: LayerCost
-    crossings: Crossings
-
-
-def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> _ComputedSize:
+def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> SizeCosts:
     inputs, target = sample_batch(file, size)
     chain = capture(file.model, inputs, granularity=options.granularity, precision=file.precision)
     found, keys = layers_to_measure(chain)
     bench = bench_of_chain(file, chain, keys, inputs, target)
-    fused = Fused(kernels=options.fused)
-    *analyses, loss = analyse(bench.layers, bench.inputs, bench.loss, fused=fused)
+    *analyses, loss = analyse(bench.layers, bench.inputs, bench.loss)
     halves: Sequence[HalvesAnalysis | None]
     try:
-        *halves, of_loss = analyse_halves(bench.layers, bench.inputs, bench.loss, fused=Fused(kernels=options.fused))
+        *halves, of_loss = analyse_halves(bench.layers, bench.inputs, bench.loss)
     except ModelError:  # the backward cannot be split
         halves, of_loss = [None] * len(bench.layers), None
     by_layer = dict(zip(keys, analyses, strict=True))
@@ -129,18 +107,13 @@ def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> _Comp
         layer: _cost(analysis, half, size, options.hardware)
         for (layer, analysis), half in zip(by_layer.items(), halves, strict=True)
     }
-    return _ComputedSize(
+    return SizeCosts(
+        microbatch_size=size,
         chain=chain,
-        not_fused=tuple(x for x in options.fused if not fused.found[x]),
         sources=found,
         layers=tuple(costs[x] for x in found),
         loss=_cost(loss, of_loss, size, options.hardware),
-        crossings=Crossings(
-            microbatch_size=size,
-            chain=chain,
-            after=tuple(by_layer[x].memory.crossing for x in found),
-            views=tuple(by_layer[x].memory.views for x in found),
-        ),
+        memories=tuple(by_layer[x].memory for x in found),
     )
 
 

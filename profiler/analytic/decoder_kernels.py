@@ -19,12 +19,9 @@ from math import prod
 
 from gplan.core import OperationKind, Work
 from profiler.analytic.decoder_config import Decoder, Widths
-from profiler.analytic.hardware import FusedKernel, Hardware, KernelName
+from profiler.analytic.hardware import Hardware, KernelName
 from profiler.analytic.roofline import Operation, operations_seconds, total_work
 from profiler.analytic.shapes import AttentionShape, Layout, MatmulShape
-
-MEGATRON_KERNELS: tuple[FusedKernel, ...] = ("attention", "normalization", "activation")
-"""What Megatron-LM with Transformer Engine fuses unless told otherwise."""
 
 DTYPE = "bfloat16"
 ELEMENT = 2  # bytes of a weight or activation
@@ -130,12 +127,15 @@ def _product(m: int, k: int, n: int, *, groups: int = 1, layout: Layout = "TN", 
 
 @dataclass(frozen=True, slots=True)
 class LayerKernels:
-    """The layers of a decoder for one micro-batch, a tensor-parallel rank's share."""
+    """The layers of a decoder for one micro-batch, a tensor-parallel rank's share.
+
+    Attention, norms and gated activations are fused kernels, as in Megatron-LM unless told otherwise.
+    """
 
     decoder: Decoder
     widths: Widths
-    fused: tuple[FusedKernel, ...]
     microbatch_size: int
+    fuses_cross_entropy: bool
 
     @property
     def tokens(self) -> int:
@@ -224,7 +224,7 @@ class LayerKernels:
         passes, table = 1 + model.num_nextn_predict_layers, prod(output)
         logits = self.tokens * output[1]
         layer = self._linear(*output, keeps=self.hidden_bytes, beside=ELEMENT * table, is_split=True)
-        if "cross-entropy" in self.fused:  # counted as the published share of it is: read and written both ways
+        if self.fuses_cross_entropy:  # counted as the published share of it is: read and written both ways
             moved = _moved("reduction", 2 * ELEMENT * logits, kernel="cross-entropy")
             loss = Kernel(
                 forward=moved, backward=moved, keeps=ELEMENT * logits, input_gradient=ELEMENT * logits, in_place=True
@@ -252,12 +252,10 @@ class LayerKernels:
     def _norm(self, width: int, *, keeps: int = 0) -> Kernel:
         """Keeps its input, which is counted as the layer's before where `keeps` is 0."""
         size = self._bytes(width)
-        fused = "normalization" in self.fused
-        copies = 1 if fused else 4  # unfused: squares, mean, scaled and weighted, each a tensor
         return Kernel(
-            forward=_moved("normalization", *[2 * size] * copies),
-            backward=_moved("normalization", *[3 * size] * copies),
-            keeps=keeps + (0 if fused else 2 * size),
+            forward=_moved("normalization", 2 * size),
+            backward=_moved("normalization", 3 * size),
+            keeps=keeps,
             makes=size,
             input_gradient=size,
         )
@@ -358,11 +356,10 @@ class LayerKernels:
             for shape, size in zip(shapes, (kept, 2 * kept), strict=True)
         ]
         forward, backward = (Operation(work=work, shape=shape) for work, shape in zip(works, shapes, strict=True))
-        scores = 0 if "attention" in self.fused else 2 * ELEMENT * self.tokens * sequence * heads
         return Kernel(
-            forward=(forward, *_moved("normalization", *[2 * scores] * bool(scores))),
-            backward=(backward, *_moved("normalization", *[2 * scores] * bool(scores))),
-            keeps=kept + sums + scores,
+            forward=(forward,),
+            backward=(backward,),
+            keeps=kept + sums,
             makes=value,
             input_gradient=query + keys + values,
         )
@@ -376,12 +373,11 @@ class LayerKernels:
         )
 
     def _activation(self, size: int) -> Kernel:
-        """The gate's activation times the other half; keeps both halves, unfused the activated gate too."""
-        is_fused = "activation" in self.fused
+        """The gate's activation times the other half; keeps both halves."""
         return Kernel(
-            forward=_moved("pointwise", *((3 * size,) if is_fused else (2 * size, 3 * size))),
-            backward=_moved("pointwise", *((5 * size,) if is_fused else (5 * size, 3 * size))),
-            keeps=(2 if is_fused else 3) * size,
+            forward=_moved("pointwise", 3 * size),
+            backward=_moved("pointwise", 5 * size),
+            keeps=2 * size,
             makes=size,
             input_gradient=2 * size,
         )

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -27,11 +26,10 @@ from profiler.analytic.decoder_config import Decoder, Widths, load_decoder
 from profiler.analytic.decoder_kernels import (
     ELEMENT,
     GRADIENT,
-    MEGATRON_KERNELS,
     LayerKernels,
     Part,
 )
-from profiler.analytic.hardware import FusedKernel, Hardware
+from profiler.analytic.hardware import Hardware
 
 _STATE = 12  # bytes of the optimizer's state: master weights and two moments
 _GRADIENT_PASSES = 4  # over the gradients once a step: cleared, scaled (read and written), checked for NaN
@@ -46,15 +44,14 @@ class DecoderProfile:
     decoder: Decoder
     widths: Widths
     hardware: Hardware
-    fused: tuple[FusedKernel, ...] = MEGATRON_KERNELS
+    fuses_cross_entropy: bool = False
     divides_state: bool = True  # over the data-parallel ranks; else that is left to the sharding of a plan
-    placeholders: bool = False  # whether Transformer Engine's empty gradients are held, one for each shape of a weight
     recomputed: frozenset[int] = frozenset()  # blocks that run again in the backward, one by one
 
     def parts(self, microbatch_size: int = 1) -> tuple[Part, ...]:
         """Embedding, blocks, multi-token prediction, and the head with norm and loss."""
         model = self.decoder
-        kernels = LayerKernels(model, self.widths, self.fused, microbatch_size)
+        kernels = LayerKernels(model, self.widths, microbatch_size, self.fuses_cross_entropy)
         sequence = self.widths.sequence_length
         looks = [(model.is_sparse(i), model.attended(i, sequence)) for i in range(model.num_hidden_layers)]
         made = {x: kernels.block("", is_sparse=x[0], attended=x[1]) for x in set(looks)}
@@ -105,7 +102,7 @@ class DecoderProfile:
             )
             for i, part in enumerate(parts)
         )
-        shared = (*self._tied(len(parts) - 1), *(self._placeholders(parts) if self.placeholders else ()))
+        shared = self._tied(len(parts) - 1)
         tied = sum(x.num_parameters for x in shared)
         return Profile(
             model=ModelId(
@@ -148,27 +145,6 @@ class DecoderProfile:
                 weight_bytes=ELEMENT * table,
                 gradient_bytes=GRADIENT * table,
             ),
-        )
-
-    def _placeholders(self, parts: tuple[Part, ...]) -> tuple[SharedWeight, ...]:
-        """Empty gradients as weights that several layers share: a stage holds one of each shape of a product's weight.
-
-        Where products add to the gradients themselves, autograd gets such a bfloat16 tensor of Transformer Engine in their
-        place (`get_dummy_wgrad`).
-        """
-        last, users_of = len(parts) - 1, dict[tuple[int, int], tuple[int, ...]]()
-        for layer, part in enumerate(parts):
-            for shape in dict.fromkeys(part.weights):
-                users_of[shape] = (*users_of.get(shape, ()), layer)
-        return tuple(
-            SharedWeight(
-                name=f"empty gradient of {shape[0]} x {shape[1]}",
-                layers=users if len(users) > 1 else (users[0], last),
-                num_parameters=0,
-                weight_bytes=ELEMENT * prod(shape),
-                gradient_bytes=0,
-            )
-            for shape, users in users_of.items()
         )
 
     def _step(self, parts: tuple[Part, ...], tied: int) -> StepCost:

@@ -3,13 +3,14 @@
 The built-in table, `hardware.toml`, names a source for every group of figures. The efficiencies are assumptions. float32 products run as by torch's defaults: matrix
 products on a GPU without TF32, convolutions with it where available; a TPU multiplies in bfloat16.
 
-A device may also have shares by the shape of a product (`shapes`), rates of named kernels (`kernels`), kernels that
-training fuses (`fused`) and rates of collectives. `load_hardware` reads the table, TOML files with the same keys, and
-published efficiency files (profiler/analytic/efficiency_file.py).
+A device may also have shares by the shape of a product (`shapes`), rates of named kernels (`kernels`) and rates of
+collectives. `load_hardware` reads the table, and TOML or JSON files with the same
+keys.
 """
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,14 +24,7 @@ from gplan.core import Device, Link, OperationKind
 from gplan.core.checks import check_not_negative, check_positive
 from gplan.core.errors import FileError, UsageError
 from gplan.files.machine_file import LinkTable, MessageTable
-from profiler.analytic.efficiency_file import read_efficiency_file
 from profiler.analytic.shapes import AttentionShape, MatmulShape, Shape, ShapeTable
-
-FusedKernel: TypeAlias = Literal["attention", "cross-entropy", "normalization", "activation"]
-"""Kernels that training may fuse: attention without the square of scores, cross-entropy in place of the logits, norms,
-and gated activations (SwiGLU, GeGLU). They keep their inputs for the backward, and only inputs and results move."""
-
-FUSED_KERNELS: tuple[FusedKernel, ...] = get_args(FusedKernel)
 
 KernelName: TypeAlias = Literal["cross-entropy", "unfused-cross-entropy", "permute-forward", "permute-backward"]
 """Kernels whose rates may differ from those of their kind: cross-entropies, and how tokens go to experts and back."""
@@ -69,7 +63,6 @@ class Hardware:
     sources: tuple[tuple[str, str], ...]  # where the figures come from, by group
     shapes: ShapeTable = field(default_factory=ShapeTable)  # shares by shape, in place of `efficiencies`
     kernels: Mapping[KernelName, Efficiency] = field(default_factory=dict)  # in place of those of their kind
-    fused: tuple[FusedKernel, ...] = ()  # that training on this device fuses, unless stated otherwise
     all_to_all: Link | None = None  # at the rate of ranks that exchange the tokens of experts; None: `link`
 
     def __post_init__(self) -> None:
@@ -148,62 +141,45 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: float | None = None
     shapes: _ShapeShares = _ShapeShares()
     kernels: dict[KernelName, Efficiency] = {}
-    fused: list[FusedKernel] = []
     all_to_all: MessageTable | None = None
-
-
-def parse_fused(text: str) -> tuple[FusedKernel, ...]:
-    """The fused kernels that a text names; raises UsageError for others.
-
-    >>> parse_fused("attention, activation"), parse_fused("none")
-    (('attention', 'activation'), ())
-    """
-    if text.strip() in ("all", "none"):
-        return FUSED_KERNELS if text.strip() == "all" else ()
-    names = [x.strip() for x in text.split(",")]
-    strange = [x for x in names if x not in FUSED_KERNELS]
-    if strange:
-        raise UsageError(
-            f"no fused kernel is called {strange[0]!r}; expected all, none, or some of {', '.join(FUSED_KERNELS)}"
-        )
-    return tuple(x for x in FUSED_KERNELS if x in names)
 
 
 def hardware_names() -> tuple[str, ...]:
     """The names of the devices in the built-in table."""
-    return tuple(_built_in())
+    return tuple(hardware_table())
 
 
 def load_hardware(name_or_path: str) -> Hardware:
-    """A device of the built-in table by its name, of a TOML file with the same keys, or of a published efficiency file.
+    """A device of the built-in table by its name, or of a TOML or JSON file with the same keys.
 
     Raises UsageError for a name that is not in the table, FileError for a file that does not describe a device.
     """
-    table = _built_in()
+    table = hardware_table()
     if name_or_path.lower() in table:
-        return _hardware(table[name_or_path.lower()], name=name_or_path.lower(), place="the built-in table")
+        return described_hardware(table[name_or_path.lower()], name=name_or_path.lower(), place="the built-in table")
     path = Path(name_or_path)
-    if path.suffix == ".json":
-        return _hardware(read_efficiency_file(path, table), name=path.stem, place=str(path))
-    if path.suffix != ".toml":
+    if path.suffix not in (".toml", ".json"):
         raise UsageError(
-            f"no hardware is called {name_or_path}; expected {', '.join(table)}, a TOML file such as mine.toml, or a "
-            "published efficiency file in JSON"
+            f"no hardware is called {name_or_path}; expected {', '.join(table)}, or a file such as mine.toml or mine.json"
         )
+    kind = path.suffix[1:].upper()
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content = tomllib.loads(text) if kind == "TOML" else json.loads(text)
     except OSError as error:
-        raise FileError(f"{path} cannot be read: {error.strerror}; expected a TOML file of a device") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise FileError(f"{path} is not TOML: {error}; expected lines such as bytes_per_s = 3.35e12") from error
-    return _hardware(content, name=path.stem, place=str(path))
+        raise FileError(f"{path} cannot be read: {error.strerror}; expected a {kind} file of a device") from error
+    except ValueError as error:  # of both parsers
+        raise FileError(f"{path} cannot be parsed as {kind}: {error}; expected keys such as bytes_per_s") from error
+    return described_hardware(content, name=path.stem, place=str(path))
 
 
-def _built_in() -> dict[str, Any]:
+def hardware_table() -> dict[str, Any]:
+    """The built-in table, hardware.toml."""
     return tomllib.loads(resources.files("profiler.analytic").joinpath("hardware.toml").read_text(encoding="utf-8"))
 
 
-def _hardware(content: dict[str, Any], *, name: str, place: str) -> Hardware:
+def described_hardware(content: dict[str, Any], *, name: str, place: str) -> Hardware:
+    """The device that an entry of the table describes; `place` names its file in errors."""
     try:
         entry = msgspec.convert(content, _Entry)
     except msgspec.ValidationError as error:
@@ -227,7 +203,6 @@ def _hardware(content: dict[str, Any], *, name: str, place: str) -> Hardware:
         sources=tuple(msgspec.structs.asdict(entry.sources).items()),
         shapes=ShapeTable(dict(entry.shapes.rows)),
         kernels=entry.kernels,
-        fused=tuple(entry.fused),
         all_to_all=all_to_all,
     )
 

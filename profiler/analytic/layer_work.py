@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gplan.core.errors import ModelError
-from profiler.analytic.fusion import NOTHING_FUSED, Fused, fusing, with_fused_regions
 from profiler.analytic.roofline import Operation, WorkCounter, product_dtype
-from profiler.backward.rematerialize import noting_saves
 from profiler.capture.chain import Tensors
 from profiler.memory.allocations import StorageRecorder, storage_key
 from profiler.memory.layer_memory import (
@@ -125,44 +122,25 @@ class _Pass:
 
 
 def analyse(
-    layers: Sequence[nn.Module],
-    inputs: Tensors,
-    loss: Callable[[Tensors], Tensor],
-    *,
-    fused: Fused = NOTHING_FUSED,
+    layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]
 ) -> tuple[LayerAnalysis, ...]:
     """The analysis of each layer, and last of the loss; parameters may be real or fake and are left unchanged.
-
-    Of fused kernels only what they keep and move is counted.
 
     Raises ModelError for a layer or a loss whose control flow depends on the values of tensors.
     """
     tied = tied_uses(layers)
-    with _on_fake_tensors(layers, inputs, tied, fused=fused) as fake:
-        now, ends = fake.recorder.now, dict[int, int]()  # by layer: when it saved its last tensor
-        saved = [set[int]() for _ in (*layers, loss)]
-
-        def note(layer: int, tensor: Tensor) -> None:
-            ends[layer] = now()
-            saved[layer].add(storage_key(tensor))
-
-        calls = [noting_saves(call, partial(note, i)) for i, call in enumerate(fake.calls)]
-        noting_loss = noting_saves(lambda *outputs: (loss(outputs),), partial(note, len(layers)))
-        passage = pass_through(
-            calls, fake.inputs, lambda x: noting_loss(*x)[0], now=fake.recorder.now, address_of=storage_key
-        )
+    with _on_fake_tensors(layers, inputs, tied) as fake:
+        passage = pass_through(fake.calls, fake.inputs, loss, now=fake.recorder.now, address_of=storage_key)
     found = []
-    outputs = (*passage.crossings, passage.crossings[-1])
-    saved_by_maker = [[x.address in own for x in some] for some, own in zip(outputs, saved, strict=True)]
-    memories = with_sums(layer_bytes(fake.recorder.trace(), passage, saved_by_maker), tied)
-    for layer, (forward, backward, memory) in enumerate(
-        zip(passage.forwards, passage.backwards, memories, strict=True)
+    memories = with_sums(layer_bytes(fake.recorder.trace(), passage), tied)
+    for forward, backward, last_save, memory in zip(
+        passage.forwards, passage.backwards, passage.last_saves, memories, strict=True
     ):
         before, after = fake.counter.between(*forward), fake.counter.between(*backward)
         found.append(
             LayerAnalysis(
                 forward=before,
-                last_recompute=fake.counter.between(forward[0], ends.get(layer, forward[0])),
+                last_recompute=fake.counter.between(forward[0], last_save),
                 backward=after,
                 memory=memory,
                 dtype=product_dtype((*before, *after)),
@@ -172,14 +150,10 @@ def analyse(
 
 
 def analyse_halves(
-    layers: Sequence[nn.Module],
-    inputs: Tensors,
-    loss: Callable[[Tensors], Tensor],
-    *,
-    fused: Fused = NOTHING_FUSED,
+    layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]
 ) -> tuple[HalvesAnalysis, ...]:
     """As `analyse`, with a backward in two halves; raises ModelError also for a backward that cannot be split."""
-    with _on_fake_tensors(layers, inputs, fused=fused) as fake:
+    with _on_fake_tensors(layers, inputs) as fake:
         passage = pass_in_halves(fake.calls, fake.parameters, fake.inputs, loss, now=fake.recorder.now)
     memories, between = halves_bytes(fake.recorder.trace(), passage), fake.counter.between
     work: list[list[Operation]] = [[] for _ in memories]
@@ -196,14 +170,11 @@ def analyse_halves(
 
 
 @contextmanager
-def _on_fake_tensors(
-    layers: Sequence[nn.Module], inputs: Tensors, tied: Sequence[TiedUse] = (), *, fused: Fused = NOTHING_FUSED
-) -> Iterator[_Pass]:
+def _on_fake_tensors(layers: Sequence[nn.Module], inputs: Tensors, tied: Sequence[TiedUse] = ()) -> Iterator[_Pass]:
     """Inside, the layers run on fake tensors; raises ModelError where that fails.
 
     The layers of `tied` have parameters of their own.
     """
-    layers = [with_fused_regions(layer, fused.kernels) for layer in layers]
     mode = next(filter(None, map(fake_mode_of, layers)), None) or FakeTensorMode(allow_non_fake_inputs=True)
     stand_ins = StandIns(mode)
     try:
@@ -211,12 +182,7 @@ def _on_fake_tensors(
             calls = [stand_ins.call(*x) for x in zip(layers, tied_by_layer(layers, tied), strict=True)]
             parameters = [tuple(map(stand_ins.of, layer.parameters())) for layer in layers]
             entering = tuple(stand_ins.of(x) for x in inputs)
-            with (
-                StorageRecorder() as recorder,
-                WorkCounter(recorder.now) as counter,
-                StandInMode(mode),
-                fusing(fused, counter.note),
-            ):
+            with StorageRecorder() as recorder, WorkCounter(recorder.now) as counter, StandInMode(mode):
                 yield _Pass(calls, parameters, entering, recorder, counter)
     except Exception as error:
         raise ModelError(

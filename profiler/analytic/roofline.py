@@ -16,7 +16,7 @@ operations that leave a device idle.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -127,10 +127,6 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def between(self, start: int, end: int) -> tuple[Operation, ...]:
         """The operations of a window, in their order."""
         return tuple(x for x in self._operations if start <= x.time < end)
-
-    def note(self, operation: Operation) -> None:
-        """Count an operation that did not run as one of torch's, now."""
-        self._operations.append(replace(operation, time=self._now()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and count it."""

@@ -65,8 +65,21 @@ def capture(
         )
     if model.training != training:
         model.train(training)
+    own = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
+    is_sequence = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and not any(own)
     with autocast(precision), _no_other_autocast(precision):
-        chain = _captured(model, inputs, granularity=granularity, traced=traced)
+        if is_sequence and granularity == "layer":
+            chain: Chain = SequentialChain(model, inputs)  # type: ignore[arg-type]
+        else:
+            try:
+                chain = exported(model, inputs, granularity=granularity, traced=traced)
+            except ModelError as error:
+                if not is_sequence:
+                    raise
+                raise ModelError(
+                    f"{error}. Granularity op needs an exported model: without --granularity op this nn.Sequential is cut "
+                    "between its children without export"
+                ) from error
     chain.precision = precision
     return chain
 
@@ -86,22 +99,6 @@ def _no_other_autocast(precision: Precision) -> AbstractContextManager[None]:
         return enter(self)
 
     return replaced(torch.autocast, __enter__=refusing)
-
-
-def _captured(model: nn.Module, inputs: object, *, granularity: Granularity, traced: str | None) -> Chain:
-    own = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
-    is_sequence = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and not any(own)
-    if is_sequence and granularity == "layer":
-        return SequentialChain(model, inputs)  # type: ignore[arg-type]
-    try:
-        return exported(model, inputs, granularity=granularity, traced=traced)
-    except ModelError as error:
-        if not is_sequence:
-            raise
-        raise ModelError(
-            f"{error}. Granularity op needs an exported model: without --granularity op this nn.Sequential is cut "
-            "between its children without export"
-        ) from error
 
 
 def check_order(names: Sequence[str], order: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:

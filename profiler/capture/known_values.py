@@ -88,20 +88,13 @@ class _ConstantCall:
             return self.function(*self.args, **self.kwargs)
 
 
-@dataclass(slots=True)
-class Answers:
-    """Counts the reads of constant values during a trace."""
-
-    num_given: int = 0
-
-
 @contextmanager
-def known_constants(answers: Answers) -> Iterator[None]:
+def known_constants() -> Iterator[None]:
     """Inside, constants made by the model's code keep their values; entered around its forward.
 
     `is_fake_tensor` of transformers, if it is imported, is False for them: its code calls this before it reads values.
     """
-    constants = _Constants(answers)
+    constants = _Constants()
     module: Any = sys.modules.get("transformers.utils.import_utils")
     plain = getattr(module, "is_fake_tensor", None)
     known: AbstractContextManager[None] = nullcontext()
@@ -118,9 +111,8 @@ class _Inconstant(Exception):
 class _Constants(TorchFunctionMode):
     """Repeats every call that depends on constants alone on real tensors."""
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._answers = answers
         self._values: MutableMapping[Tensor, _Value] = WeakIdKeyDictionary()
 
     def __torch_function__(
@@ -129,7 +121,6 @@ class _Constants(TorchFunctionMode):
         kwargs = kwargs or {}
         call = self._constant_call(function, args, kwargs)
         if call is not None and function in _QUESTIONS:
-            self._answers.num_given += 1
             return call.result()
         if function is Tensor.__bool__ and (passes := passed_check(args[0])) is not None:
             return passes
@@ -147,10 +138,8 @@ class _Constants(TorchFunctionMode):
         return output
 
     def has_value(self, tensor: object) -> bool:
-        """Whether the value of a tensor is known; counts as a read, because the model may depend on it."""
+        """Whether the value of a tensor is known."""
         value = self._value(tensor) if isinstance(tensor, Tensor) else None
-        if value is not None:
-            self._answers.num_given += 1
         return value is not None or getattr(tensor, "real_tensor", None) is not None
 
     def _constant_call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> _ConstantCall | None:

@@ -88,7 +88,7 @@ def custom_functions(found: list[CustomFunction]) -> AbstractContextManager[None
             with torch.set_grad_enabled(any(isinstance(x, Tensor) and x.requires_grad for x in args)):
                 return args[0](*args[2:])
         before = [x._version for x in tensors]
-        with _untraced(), _Reads(tensors) as reads:
+        with _untraced(), _Reads(tensors, lambda x: isinstance(x, FakeTensor)) as reads:
             output = plain(*args, **kwargs)
         if reads.has_others:
             raise ModelError(
@@ -149,15 +149,15 @@ def _untraced() -> Iterator[None]:
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Detects operations that read tensors of the trace other than the given ones and their own results."""
+    """Detects operations that read tensors for which `is_foreign` is true, and are no results of operations inside."""
 
-    def __init__(self, given: tuple[Tensor, ...]) -> None:
+    def __init__(self, given: Sequence[Tensor], is_foreign: Callable[[Tensor], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.has_others = False
+        self.has_others, self._is_foreign = False, is_foreign
         self._known = {storage_key(x): x for x in given}  # kept, so that no other storage gets the same key
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        read = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+        read = (x for x in tensors_in((args, kwargs)) if self._is_foreign(x))
         self.has_others |= any(storage_key(x) not in self._known for x in read)
         output = function(*args, **(kwargs or {}))
         self._known.update({storage_key(x): x for x in tensors_in(output)})
@@ -253,9 +253,9 @@ def _recorded(
     _, tensors = _flat(state, args, kwargs)
     before, writes_before = _plain_tensors(module), [x._version for x in tensors]
     others = {storage_key(x) for x in (*model.parameters(), *model.buffers())} - {*map(storage_key, state.values())}
-    with _ParameterReads(others) as reads:
+    with _Reads((), lambda x: storage_key(x) in others) as reads:
         output = run(module, *args, **kwargs)
-    if reads.has_foreign or any(named_state(module).get(name) is not x for name, x in state.items()):
+    if reads.has_others or any(named_state(module).get(name) is not x for name, x in state.items()):
         raise ModelError(f"{who} reads parameters of other modules, or assigns a new tensor to one of its own")
     after = _plain_tensors(module)
     attributes = tuple(key for key, tensor in after.items() if before.get(key) is not tensor)
@@ -280,18 +280,6 @@ def _plain_tensors(module: nn.Module) -> dict[tuple[str, str], Tensor]:
 def _flat(state: Mapping[str, Tensor], args: Any, kwargs: Any) -> tuple[Form, tuple[Tensor, ...]]:
     """The form and the tensors of a call's arguments: those of ModuleCall, which has none by name."""
     return Form.of_leaves(*pytree.tree_flatten((([*state.values()], args, kwargs), {})))
-
-
-class _ParameterReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Detects operations that read one of some storages."""
-
-    def __init__(self, storages: Collection[object]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.has_foreign, self._storages = False, storages
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.has_foreign |= any(storage_key(x) in self._storages for x in tensors_in((args, kwargs)))
-        return function(*args, **(kwargs or {}))
 
 
 def opaque_modules(

@@ -1,6 +1,6 @@
 """Trace a model into one graph of operations, by torch.export(strict=False) in training mode.
 
-Constants may keep their values during the trace (profiler/capture/known_values.py), and modules may be single operations of
+Constants keep their values during the trace (profiler/capture/known_values.py), and modules may be single operations of
 it (profiler/capture/opaque_calls.py); profiler/capture/tracing_ways.py chooses. Errors name the user's line.
 """
 
@@ -27,7 +27,7 @@ from gplan.core.errors import ModelError
 from profiler.capture.authored_layers import attributes_restored, caches_empty, named_state, replaced
 from profiler.capture.chain import call_arguments, model_state_restored
 from profiler.capture.inplace import writers
-from profiler.capture.known_values import Answers, known_constants, state_of_batch
+from profiler.capture.known_values import known_constants, state_of_batch
 from profiler.capture.opaque_calls import (
     CustomFunction,
     ModuleRecords,
@@ -78,22 +78,20 @@ class Way:
     """A way to trace a model."""
 
     as_run: bool = True  # libraries take the path of a plain run, not that for torch.export
-    knows_constants: bool = True
     recorded: ModuleRecords = field(default_factory=dict)  # of modules whose calls are single operations
     follows_batch: bool = False  # control flow that depends on values is that of the batch at hand
 
     def __str__(self) -> str:
         """The end of "the model was traced ..."."""
         words = ["as it is run" if self.as_run else "as libraries run it for torch.export"]
-        words += [] if self.knows_constants else ["without the values of constants"]
         kinds = sorted({call.call.__name__ for calls in self.recorded.values() for call in calls})
         words += [f"with every {', '.join(kinds)} called as it is"] if kinds else []
         words += ["along the path of one batch"] if self.follows_batch else []
         return ", ".join(words)
 
 
-def trace(model: nn.Module, inputs: object, way: Way, answers: Answers) -> Trace:
-    """Trace a model called with `inputs`; `answers` counts the reads of constants.
+def trace(model: nn.Module, inputs: object, way: Way) -> Trace:
+    """Trace a model called with `inputs`.
 
     Raises ModelError, with the author's line, for a model that cannot be traced or that writes into parameters.
     """
@@ -101,7 +99,7 @@ def trace(model: nn.Module, inputs: object, way: Way, answers: Answers) -> Trace
     run = _ModelRun(model)
     try:
         with caches_empty(model):
-            found = _traced(run, args, kwargs, way, answers)
+            found = _traced(run, args, kwargs, way)
     except Exception as error:
         raise _untraceable(model, args, kwargs, error) from error
     if run.reassigned:
@@ -155,13 +153,10 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
 
 
-def _traced(run: _ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], way: Way, answers: Answers) -> Trace:
+def _traced(run: _ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], way: Way) -> Trace:
     model = run.model
     own = named_state(model)
-    inside = [
-        *([state_of_batch(model, own)] if way.follows_batch else []),
-        *([known_constants(answers)] if way.knows_constants else []),
-    ]
+    inside = [*([state_of_batch(model, own)] if way.follows_batch else []), known_constants()]
     with ExitStack() as stack:
         if way.follows_batch:
             stack.enter_context(_real_values_kept())

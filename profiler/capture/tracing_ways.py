@@ -2,11 +2,10 @@
 
 1. As it is run: libraries take the path of a plain run, and constants keep their values.
 2. As libraries run it for torch.export.
-3. Both again without the values of constants, where the code read some.
-4. With the modules whose control flow depends on values called as they are (profiler/capture/opaque_calls.py), where
+3. With the modules whose control flow depends on values called as they are (profiler/capture/opaque_calls.py), where
    these are layers or parts of one.
-5. Along the path of the batch at hand, which is checked in training (profiler/capture/known_values.py), also as 4.
-6. As 4, with modules that hold several layers too.
+4. Along the path of the batch at hand, which is checked in training (profiler/capture/known_values.py), also as 3.
+5. As 3, with modules that hold several layers too.
 
 Every way is proven: outputs, gradients and buffers after one pass of the layers, each a stage of its own, equal those of
 the model. Three cases are not. A run takes the way of its profile, which proved it. A model without weights has no values
@@ -19,7 +18,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from math import prod
@@ -33,7 +32,6 @@ from torch.utils import _pytree as pytree
 from gplan.core.errors import ModelError
 from profiler.capture.authored_layers import attributes_restored, unit_paths
 from profiler.capture.chain import Chain, Tensors, call_arguments, flat_tensors, model_state_restored
-from profiler.capture.known_values import Answers
 from profiler.capture.opaque_calls import recorded_calls
 from profiler.capture.trace import Trace, UntraceableError, Way, trace, uncompiled
 from profiler.capture.value_forms import DATA_DEPENDENT
@@ -62,7 +60,7 @@ def captured_in_steps(
         way, is_first = attempt.way, attempt.way == Way()
         before = _host_random_state()
         try:
-            found = trace(model, inputs, way, attempt.answers)
+            found = trace(model, inputs, way)
             chain = cut(found)
         except UntraceableError as error:
             attempt.error = error
@@ -120,7 +118,6 @@ class _Attempt:
     """A way to be tried, and the error of a try that failed."""
 
     way: Way
-    answers: Answers = field(default_factory=Answers)
     error: ModelError | None = None  # also of one whose layers compute something else
 
 
@@ -128,9 +125,6 @@ def _ways(model: nn.Module, inputs: object) -> Iterator[_Attempt]:
     """The ways in their order; what comes next depends on how the ones before failed."""
     known = [_Attempt(Way(as_run=as_run)) for as_run in (True, False)]
     yield from known
-    for attempt in known:
-        if attempt.error is not None and attempt.answers.num_given:
-            yield _Attempt(Way(as_run=attempt.way.as_run, knows_constants=False))
     if fake_mode_of(model) is not None or known[0].error is None:
         return
     units = unit_paths(model)

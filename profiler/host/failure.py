@@ -132,14 +132,11 @@ def hang_error(reports: Sequence[RankReport], *, silence_s: float) -> RunError:
     found = f"no rank moved for {silence_s:g} s"
     stuck = [x for x in reports if x.code is None and (x.status is None or not x.status.is_waiting)]
     if stuck:
-        return RunError(f"{found}; {'; '.join(map(_hanging, stuck))}; if the step is only slow, raise the timeout")
+        lines = [(x, author_line_of_dump(x.last_lines)) for x in stuck]
+        hanging = (f"rank {x.rank} hangs{x.place}" + (f" ({line})" if line else "") for x, line in lines)
+        return RunError(f"{found}; {'; '.join(hanging)}; if the step is only slow, raise the timeout")
     waiting = "; ".join(f"rank {x.rank}{x.place}" if x.code is None else f"rank {x.rank} has ended" for x in reports)
     return RunError(f"{found}: the run hangs, every rank waits for another: {waiting}")
-
-
-def _hanging(report: RankReport) -> str:
-    line = author_line_of_dump(report.last_lines)
-    return f"rank {report.rank} hangs{report.place}" + (f" ({line})" if line else "")
 
 
 def _priority(report: RankReport) -> Priority | None:

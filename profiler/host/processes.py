@@ -172,19 +172,17 @@ class JobSupervisor:
     def end(self) -> str:
         """End all running processes, first by SIGTERM, then by SIGKILL; returns the names of those still running."""
         try:
-            for member in self._members:
-                member.signal_group(signal.SIGTERM, signal.SIGCONT)  # so that stopped processes receive it
-            self._wait_for_end(_END_GRACE_S)
+            self._end_by(signal.SIGTERM, signal.SIGCONT)  # so that stopped processes receive it
         finally:
-            for member in self._members:
-                member.signal_group(signal.SIGKILL)
-            left = self._wait_for_end(_END_GRACE_S)
+            left = self._end_by(signal.SIGKILL)
         self._wait_for_output()
         return ", ".join(map(str, left))
 
-    def _wait_for_end(self, grace_s: float) -> list[Member]:
-        """The processes that still run after `grace_s`."""
-        deadline_s = time.monotonic() + grace_s
+    def _end_by(self, *numbers: signal.Signals) -> list[Member]:
+        """Send signals to all; returns the processes that still run after a grace time."""
+        for member in self._members:
+            member.signal_group(*numbers)
+        deadline_s = time.monotonic() + _END_GRACE_S
         return [member for member in self._members if not member.wait(deadline_s)]
 
     def _wait_for_output(self) -> None:

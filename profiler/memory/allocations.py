@@ -16,7 +16,8 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, count
 from typing import Any
 
@@ -128,13 +129,42 @@ class AllocationEvent:
     num_bytes: int
 
 
-@dataclass(slots=True)
+@dataclass
 class AllocationTrace:
-    """The events of an allocator, filled when tracing ends. Queries take time linear in their window."""
+    """The events of an allocator, filled when tracing ends. Queries, after that, take time linear in their window."""
 
     events: tuple[AllocationEvent, ...] = ()
     peak_reserved_bytes: int = 0  # of a CUDA allocator, older blocks included; 0 on a CPU
-    _index: _Index | None = field(default=None, init=False, repr=False)
+
+    @cached_property
+    def _times_ns(self) -> NDArray[np.int64]:
+        """[E]: the time of every event."""
+        return np.array([event.time_ns for event in self.events], dtype=np.int64)
+
+    @cached_property
+    def _levels(self) -> NDArray[np.int64]:
+        """[E+1]: bytes before the first event, after it, after the second, ..."""
+        return np.cumsum(np.array([0, *(event.num_bytes for event in self.events)], dtype=np.int64))
+
+    @cached_property
+    def _given(self) -> dict[int, list[int]]:
+        """The allocating events by address."""
+        given: dict[int, list[int]] = {}
+        for index, event in enumerate(self.events):
+            if event.num_bytes > 0:
+                given.setdefault(event.address, []).append(index)
+        return given
+
+    @cached_property
+    def _freed_ns(self) -> NDArray[np.int64]:
+        """[E]: when the block allocated by the event was freed, 2**63 - 1 if never; -1 for freeing events."""
+        freed_ns, last = np.full(len(self.events), -1, dtype=np.int64), dict[int, int]()
+        for index, event in enumerate(self.events):
+            if event.num_bytes > 0:
+                freed_ns[index], last[event.address] = _NEVER_NS, index
+            elif event.address in last:
+                freed_ns[last[event.address]] = min(freed_ns[last[event.address]], event.time_ns)
+        return freed_ns
 
     def fill_from_tree(self, roots: Sequence[Any]) -> None:
         """Read the CPU's blocks from the profiler's tree of events, in the time of `now_ns`.
@@ -184,73 +214,33 @@ class AllocationTrace:
 
         Blocks allocated in the earlier window `without` are not counted.
         """
-        index = self._indexed()
-        first, end = np.searchsorted(index.times_ns, [start_ns, end_ns])
-        levels = index.levels[first : end + 1]
+        first, end = np.searchsorted(self._times_ns, [start_ns, end_ns])
+        levels = self._levels[first : end + 1]
         if without is None:
             return int(levels.max())
-        given_ns, freed_ns, num_bytes = self.blocks()
+        given_ns, freed_ns, num_bytes = self.blocks
         some = (without[0] <= given_ns) & (given_ns < without[1])
         order = np.argsort(freed_ns[some], kind="stable")
         gone = np.concatenate([[0], np.cumsum(num_bytes[some][order])])
-        moments_ns = np.concatenate([[start_ns - 1], index.times_ns[first:end]])
+        moments_ns = np.concatenate([[start_ns - 1], self._times_ns[first:end]])
         num_gone = np.searchsorted(freed_ns[some][order], moments_ns, side="right")
         return int((levels - gone[-1] + gone[num_gone]).max())
 
+    @cached_property
     def blocks(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """[B] each: when every block was allocated and when it was freed (2**63 - 1 if never), and its bytes."""
-        return self._indexed().blocks
+        some = np.flatnonzero(self._freed_ns >= 0)
+        return self._times_ns[some], self._freed_ns[some], np.diff(self._levels)[some]
 
     def alive(self, start_ns: int, end_ns: int, at_ns: int) -> dict[int, int]:
         """Address to size of the blocks allocated within a window and still alive at a later moment."""
-        index = self._indexed()
-        first, end = np.searchsorted(index.times_ns, [start_ns, min(end_ns, at_ns)])
-        alive = first + np.flatnonzero(index.freed_ns[first:end] >= at_ns)
+        first, end = np.searchsorted(self._times_ns, [start_ns, min(end_ns, at_ns)])
+        alive = first + np.flatnonzero(self._freed_ns[first:end] >= at_ns)
         return {self.events[x].address: self.events[x].num_bytes for x in alive}
 
     def is_kept(self, address: int, end_ns: int, at_ns: int) -> bool:
         """Whether a block allocated at this address before `end_ns` is still alive at a later moment."""
-        index = self._indexed()
-        given = index.given.get(address, [])
-        return any(index.times_ns[x] < end_ns and index.freed_ns[x] >= at_ns for x in given)
-
-    def _indexed(self) -> _Index:
-        if self._index is None:
-            self._index = _Index.of(self.events)
-        return self._index
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Index:
-    """The events as arrays."""
-
-    times_ns: NDArray[np.int64]  # [E]
-    levels: NDArray[np.int64]  # [E+1]: bytes before the first event, after it, after the second, ...
-    freed_ns: NDArray[np.int64]  # [E]: when the block allocated by the event was freed; -1 for freeing events
-    given: dict[int, list[int]]  # by address
-    blocks: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # as `AllocationTrace.blocks`
-
-    @classmethod
-    def of(cls, events: Sequence[AllocationEvent]) -> _Index:
-        """One walk over the events."""
-        freed_ns = np.full(len(events), -1, dtype=np.int64)
-        given: dict[int, list[int]] = {}
-        for index, event in enumerate(events):
-            if event.num_bytes > 0:
-                freed_ns[index] = _NEVER_NS
-                given.setdefault(event.address, []).append(index)
-            elif event.address in given:
-                last = given[event.address][-1]
-                freed_ns[last] = min(freed_ns[last], event.time_ns)
-        sizes = np.array([0, *(event.num_bytes for event in events)], dtype=np.int64)
-        times_ns, some = np.array([event.time_ns for event in events], dtype=np.int64), np.flatnonzero(freed_ns >= 0)
-        return cls(
-            times_ns=times_ns,
-            levels=np.cumsum(sizes),
-            freed_ns=freed_ns,
-            given=given,
-            blocks=(times_ns[some], freed_ns[some], sizes[1:][some]),
-        )
+        return any(self._times_ns[x] < end_ns and self._freed_ns[x] >= at_ns for x in self._given.get(address, []))
 
 
 @contextmanager

@@ -22,23 +22,29 @@ from gplan.core.profile import ParameterSize
 from profiler.capture.chain import Chain, Route
 from profiler.capture.equal_layers import ChainPositions
 from profiler.memory.allocations import gradient_bytes, storage_bytes
-from profiler.memory.layer_memory import NO_BYTES, TensorBytes
+from profiler.memory.layer_memory import NO_BYTES, LayerBytes, TensorBytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeCosts:
+    """The costs of a chain's layers and of the loss at one micro-batch size."""
+
+    microbatch_size: int
+    chain: Chain
+    sources: tuple[int, ...]  # for each layer the one that was measured, or computed, for it
+    layers: tuple[LayerCost, ...]
+    loss: LayerCost
+    memories: tuple[LayerBytes, ...]  # of each layer
 
 
 def layers_with_weights(
-    chain: Chain,
-    sources: Sequence[int],
-    costs: Sequence[Sequence[LayerCost]],
-    *,
-    updates_s: Mapping[nn.Parameter, float] | None = None,
-    averages_s: Sequence[float] | None = None,
+    sizes: Sequence[SizeCosts], *, updates_s: Mapping[nn.Parameter, float] | None = None
 ) -> tuple[tuple[Layer, ...], tuple[SharedWeight, ...]]:
-    """The layers of a chain with their weights and costs, and the weights used by several layers.
+    """The layers of a chain with their weights and costs at all sizes, and the weights used by several layers.
 
-    `sources[i]` is the layer measured for layer i; `costs[s][i]` is the cost of layer i at size s.
-    `updates_s`: of the optimizer, for each trained parameter; None: not known. `averages_s`: of the moving averages of each
-    layer's norms.
+    `updates_s`: of the optimizer, for each trained parameter; None: not known.
     """
+    chain, sources = sizes[0].chain, sizes[0].sources
     states = [chain.state(layer) for layer in range(len(chain))]
     users, places = dict[nn.Parameter, list[int]](), ChainPositions(sources)
     for index, state in enumerate(states):
@@ -55,8 +61,8 @@ def layers_with_weights(
         num_rows = parameter.shape[0] if is_divisible else 0
         return ParameterSize(num_rows=num_rows, num_bytes=parameter.nbytes, is_trained=parameter.requires_grad)
 
-    def update_s(parameters: Iterable[nn.Parameter], other_s: float = 0.0) -> float | None:
-        return None if updates_s is None else other_s + math.fsum(updates_s.get(x, 0.0) for x in parameters)
+    def update_s(parameters: Iterable[nn.Parameter]) -> float | None:
+        return None if updates_s is None else math.fsum(updates_s.get(x, 0.0) for x in parameters)
 
     def in_whole_chain(layer: int, num_later: int) -> int:  # leftovers are counted among measured layers
         return places.after(layer, num_later) - layer
@@ -72,11 +78,11 @@ def layers_with_weights(
                 num_parameters=sum(x.numel() for x in own),
                 weight_bytes=sum(x.nbytes for x in own) + storage_bytes(buffers),
                 gradient_bytes=sum(map(gradient_bytes, own)),
-                costs=tuple(of_size[index].renumbered(partial(in_whole_chain, index)) for of_size in costs),
+                costs=tuple(x.layers[index].renumbered(partial(in_whole_chain, index)) for x in sizes),
                 same_as=None if sources[index] == index else sources[index],
                 largest_trained_bytes=max(map(gradient_bytes, own), default=0),
                 parameters=tuple(map(size_of, own)),
-                update_s=update_s(own, averages_s[index] if averages_s else 0.0),
+                update_s=update_s(own),
             )
         )
     names = {parameter: name for name, parameter in chain.model.named_parameters()}
@@ -101,17 +107,7 @@ def _parameters(state: Mapping[str, Tensor]) -> list[nn.Parameter]:
     return list(dict.fromkeys(x for x in state.values() if isinstance(x, nn.Parameter)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Crossings:
-    """The bytes that cross the cuts of a chain at one micro-batch size."""
-
-    microbatch_size: int
-    chain: Chain
-    after: tuple[tuple[TensorBytes, ...], ...]  # at the cut after each layer, in the order of the chain's boundary
-    views: tuple[tuple[int | None, ...], ...] = ()  # as `LayerBytes.views`
-
-
-def values_of(sizes: Sequence[Crossings]) -> tuple[Value, ...]:
+def values_of(sizes: Sequence[SizeCosts]) -> tuple[Value, ...]:
     """The values at all micro-batch sizes, by producer and consumers; none for a plain chain.
 
     In a plain chain each layer reads only the output of the layer before it and returns no view of it. A value that does
@@ -167,12 +163,12 @@ def _producer(route: Route) -> int:
     return -1 if route.producer is None else route.producer
 
 
-def _bytes_by_storage_route(crossings: Crossings) -> Mapping[_StorageRoute, TensorBytes]:
-    chain = crossings.chain
+def _bytes_by_storage_route(costs: SizeCosts) -> Mapping[_StorageRoute, TensorBytes]:
+    chain = costs.chain
     tensors = [_numbered(chain.routes(boundary)) for boundary in range(len(chain) + 1)]
     viewed: dict[_Tensor, _Tensor] = {}
-    for layer, views in enumerate(crossings.views):
-        for tensor, index in zip(tensors[layer + 1], views, strict=True):
+    for layer, memory in enumerate(costs.memories):
+        for tensor, index in zip(tensors[layer + 1], memory.views, strict=True):
             if tensor[0].producer == layer and index is not None:
                 source = tensors[layer][index]
                 if source[0].consumers == (layer,) and source not in viewed.values():
@@ -185,7 +181,7 @@ def _bytes_by_storage_route(crossings: Crossings) -> Mapping[_StorageRoute, Tens
         for x in chain.specs(0)
     ]
     sizes: dict[_Tensor, TensorBytes] = {}
-    for found, of_cut in zip((*tensors[1:], tensors[0]), (*crossings.after, inputs), strict=True):
+    for found, of_cut in zip((*tensors[1:], tensors[0]), (*(x.crossing for x in costs.memories), inputs), strict=True):
         sizes = {**dict(zip(found, of_cut, strict=True)), **sizes}
     totals: dict[_StorageRoute, TensorBytes] = {}
     for tensor, num_bytes in sizes.items():

@@ -38,7 +38,7 @@ class LaterLayers:
 
     def __init__(self, trace: AllocationTrace, forwards: Sequence[Window], backwards: Sequence[Window]) -> None:
         self._trace, self._backwards, num = trace, backwards, len(backwards)
-        given_ns, freed_ns, num_bytes = trace.blocks()
+        given_ns, freed_ns, num_bytes = trace.blocks
         forward, made = _place_of(given_ns, forwards), num - 1 - _place_of(given_ns, backwards[::-1])
         freed = num - 1 - _place_of(freed_ns, backwards[::-1])
         freed[freed_ns >= backwards[0][1]] = -1  # after all of them
@@ -228,6 +228,8 @@ class Passage:
     backwards: tuple[Window, ...]
     crossings: tuple[tuple[CrossingTensor, ...], ...]  # one for each layer, none for the loss
     gradients: tuple[LayerGradients, ...]  # one for each layer
+    saved: tuple[frozenset[int], ...]  # addresses of what each layer, and last the loss, saves for its backward
+    last_saves: tuple[int, ...]  # when each saved its last tensor; its start where it saves nothing
 
 
 def measure_bytes(
@@ -236,10 +238,9 @@ def measure_bytes(
     """The memory of each layer, and last of the loss. Gradient buffers must already be allocated."""
     tied = tied_uses(layers)
     calls = layers_apart(layers, tied)
-    saved_by_maker = outputs_saved_by_maker(calls, inputs, loss)
     with traced_allocations(device) as trace:
         passage = pass_through(calls, inputs, loss, now=now_ns, address_of=_address)
-    return with_sums(layer_bytes(trace, passage, saved_by_maker), tied)
+    return with_sums(layer_bytes(trace, passage), tied)
 
 
 def _address(tensor: Tensor) -> int:
@@ -329,28 +330,6 @@ def _with_leftover(layer: LayerBytes, num_later: int, num_bytes: int) -> LayerBy
     )
 
 
-def outputs_saved_by_maker(
-    layers: Sequence[Callable[..., Tensors]], inputs: Tensors, loss: Callable[[Tensors], Tensor]
-) -> list[list[bool]]:
-    """For each layer and each of its outputs, whether the layer itself saves it; last, which of them the loss saves.
-
-    One forward, each layer in a graph of its own.
-    """
-    tensors, found = inputs, list[list[bool]]()
-    for layer in layers:
-        saved: list[int] = []
-        outputs = noting_saves(layer, partial(_note_address, saved))(*detached(tensors))
-        found.append([_address(x) in saved for x in outputs])
-        tensors = detached(outputs)
-    of_loss: list[int] = []
-    noting_saves(lambda *outputs: (loss(outputs),), partial(_note_address, of_loss))(*tensors)
-    return [*found, [_address(x) in of_loss for x in tensors]]
-
-
-def _note_address(addresses: list[int], tensor: Tensor) -> None:
-    addresses.append(_address(tensor))
-
-
 def pass_through(
     layers: Sequence[Callable[..., Tensors]],
     inputs: Tensors,
@@ -364,10 +343,16 @@ def pass_through(
     crossings: list[tuple[CrossingTensor, ...]] = []
     backward_starts: list[list[int]] = [[] for _ in range(len(layers) + 1)]
     gradients = tuple(LayerGradients() for _ in layers)
+    saved, last_saves = [set[int]() for _ in (*layers, loss)], [0] * (len(layers) + 1)
+
+    def note(layer: int, tensor: Tensor) -> None:
+        saved[layer].add(address_of(tensor))
+        last_saves[layer] = now()
+
     tensors, places = inputs, dict[int, Place]()
     for layer, module in enumerate(layers):
         marks.append(now())
-        before, tensors = tensors, module(*tensors)
+        before, tensors = tensors, noting_saves(module, partial(note, layer))(*tensors)
         places = gradients[layer].record(
             layer, before, tensors, places, lambda gradient: GradientArrival(address_of(gradient), now())
         )
@@ -375,7 +360,7 @@ def pass_through(
         crossings.append(tuple(CrossingTensor(address_of(x), x.nbytes, x.requires_grad) for x in tensors))
         record_backward_start(tensors, backward_starts[layer], now)
     marks.append(now())
-    value = loss(tensors)
+    (value,) = noting_saves(lambda *outputs: (loss(outputs),), partial(note, len(layers)))(*tensors)
     marks.append(now())
     del tensors
     backward_starts[-1].append(now())
@@ -386,6 +371,8 @@ def pass_through(
         backwards=backward_windows(backward_starts, now()),
         crossings=tuple(crossings),
         gradients=gradients,
+        saved=tuple(map(frozenset, saved)),
+        last_saves=tuple(map(max, last_saves, marks)),
     )
 
 
@@ -406,13 +393,8 @@ def backward_windows(starts: Sequence[Sequence[int]], end: int) -> tuple[Window,
     return tuple(found)
 
 
-def layer_bytes(
-    trace: AllocationTrace, passage: Passage, saved_by_maker: Sequence[Sequence[bool]]
-) -> tuple[LayerBytes, ...]:
-    """The memory of each layer, and last of the loss, from the trace of a passage.
-
-    `saved_by_maker` is, for each of a layer's outputs, whether the layer itself saves it, and last whether the loss does.
-    """
+def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, ...]:
+    """The memory of each layer, and last of the loss, from the trace of a passage."""
     forward_end = passage.backwards[-1][0]
     below, found = 0, []
     later = LaterLayers(trace, passage.forwards, passage.backwards)
@@ -430,7 +412,7 @@ def layer_bytes(
                     num_bytes=x.num_bytes,
                     gradient_bytes=x.num_bytes if x.wants_gradient else 0,
                     unsaved_bytes=0 if is_kept else x.num_bytes,
-                    saved_later_bytes=x.num_bytes if is_kept and not saved_by_maker[layer][i] else 0,
+                    saved_later_bytes=x.num_bytes if is_kept and x.address not in passage.saved[layer] else 0,
                     viewed_bytes=x.num_bytes if (layer, i) in viewed else 0,
                 )
             )
@@ -446,8 +428,8 @@ def layer_bytes(
         )
     unkept = (
         x.num_bytes
-        for x, is_own in zip(passage.crossings[-1], saved_by_maker[-1], strict=True)
-        if not is_own and trace.is_kept(x.address, passage.forwards[-1][0], forward_end)
+        for x in passage.crossings[-1]
+        if x.address not in passage.saved[-1] and trace.is_kept(x.address, passage.forwards[-1][0], forward_end)
     )
     return (*found[:-1], replace(found[-1], unkept_output_bytes=sum(unkept)))
 

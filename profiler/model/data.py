@@ -17,7 +17,6 @@ from gplan.core.errors import ModelError, UsageError
 from profiler.capture.chain import flat_tensors, modules_that_train
 from profiler.memory.allocations import tensors_in
 from profiler.model.error_location import describe
-from profiler.model.lazy_build import random_state_kept
 from profiler.model.load import ModelFile
 
 _ROUNDINGS = 16.0  # epsilons by which the losses of a batch and of its parts may differ
@@ -66,7 +65,7 @@ class LossFacts:
     """How a loss combines samples."""
 
     reduction: LossReduction
-    notes: tuple[str, ...]  # on the data and the loss
+    notes: tuple[str, ...] = ()
     plan_notes: tuple[str, ...] = ()  # for the plans that are made with it
 
 
@@ -78,7 +77,6 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
     """
     batch_size = max(2, batch_size)
     inputs, target = sample_batch(file, batch_size, device=device)
-    notes = _data_notes(file, batch_size)
     versions = [x._version for x in file.model.parameters()]
     training = modules_that_train(file.model)
     file.model.eval()
@@ -86,7 +84,7 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
         with torch.no_grad(), CoarsestNumbers() as numbers:
             output = call_model(file, inputs)
             if not file.has_loss:
-                return LossFacts(reduction="mean", notes=notes)
+                return LossFacts(reduction="mean")
             loss = file.loss(output, target)
             whole = float(loss)
             found = file.loss_reduction
@@ -95,10 +93,18 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
             except Exception:
                 if found is None:
                     raise
-                return LossFacts(reduction=found, notes=notes)  # it takes batches of this size only
+                return LossFacts(reduction=found)  # it takes batches of this size only
             if not all(map(math.isfinite, (whole, *parts))):
-                notes = (*notes, _not_finite_note(file, inputs, whole, parts)) if found is None else notes
-                return LossFacts(reduction=found or "mean", notes=notes)
+                if found is not None:
+                    return LossFacts(reduction=found)
+                where = first_not_finite(file.model, lambda: call_model(file, inputs)) or "the loss"
+                values = ", ".join(f"{x:.6g}" for x in (whole, *parts))
+                note = (
+                    f"the loss before any training is not finite ({values} for a batch and its two halves), first in {where}: "
+                    "check its weights, its inputs and its dtype; times and bytes are measured anyway, and the loss is "
+                    "assumed to be a mean"
+                )
+                return LossFacts(reduction="mean", notes=(note,))
             found = found or _reduction(whole, parts, batch_size, tolerance=loss_tolerance(loss))
             if found is None:
                 raise _not_reducible(file, inputs, target, whole, parts)
@@ -107,7 +113,6 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
             is_random = not is_same and float(file.loss(call_model(file, inputs), target)) != whole
             return LossFacts(
                 reduction=found,
-                notes=notes,
                 plan_notes=()
                 if is_same or is_random
                 else (
@@ -188,30 +193,6 @@ def _not_reducible(file: ModelFile, inputs: Any, target: Any, whole: float, part
         "class weights, ignored or padding tokens, a contrastive loss or a router's auxiliary loss, state "
         'loss_reduction = "mean" (or "sum") in the model file: each micro-batch is then trained with its own loss. '
         "Otherwise weight every sample equally, so that micro-batches add up to the batch"
-    )
-
-
-def _not_finite_note(file: ModelFile, inputs: Any, whole: float, parts: list[float]) -> str:
-    where = first_not_finite(file.model, lambda: call_model(file, inputs)) or "the loss"
-    values = ", ".join(f"{x:.6g}" for x in (whole, *parts))
-    return (
-        f"the loss before any training is not finite ({values} for a batch and its two halves), first in {where}: check "
-        "its weights, its inputs and its dtype; times and bytes are measured anyway, and the loss is assumed to be a mean"
-    )
-
-
-def _data_notes(file: ModelFile, batch_size: int) -> tuple[str, ...]:
-    """A note on data that differ each time they are read."""
-    if not file.has("batches"):
-        return ()
-    with random_state_kept():
-        first, second = (pytree.tree_leaves(next(file.batches(batch_size))) for _ in range(2))
-    same = all(torch.equal(a, b) for a, b in zip(first, second, strict=False) if isinstance(a, Tensor))
-    if same:
-        return ()
-    return (
-        "batches yields different data each time it starts: costs that depend on the data may differ between profiles; "
-        "draw the data from a seeded generator, torch.Generator().manual_seed(0)",
     )
 
 

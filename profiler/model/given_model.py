@@ -6,7 +6,6 @@ A model file is first built without weights, which takes almost no memory. It is
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from profiler.capture.capture import capture
 from profiler.capture.sequence import as_sequential
 from profiler.model.data import sample_batch
 from profiler.model.lazy_build import random_state_kept
-from profiler.model.load import ModelFile, ModelTooLargeError, OpenedFile, lacks_text, model_in_memory, open_model_file
+from profiler.model.load import ModelFile, ModelTooLargeError, model_in_memory, open_model_file
 from profiler.model.memory_budget import headroom
 from profiler.model.model_reference import SettingValue
 from profiler.model.precision import in_precision
@@ -64,7 +63,8 @@ class GivenModel:
     def load(self) -> ModelFile:
         """The model without weights; a model in memory with its own."""
         if isinstance(self.model, str):
-            return in_precision(self._open(self.model).load(seed=self.seed, lazy=True), self.precision)
+            opened = open_model_file(self.model, settings=self.settings, input_shapes=self.input_shapes)
+            return in_precision(opened.load(seed=self.seed, lazy=True), self.precision)
         model = self.model if isinstance(self.model, nn.Module) else as_sequential(self.model)
         return in_precision(model_in_memory(model, **self.functions), self.precision)
 
@@ -77,7 +77,7 @@ class GivenModel:
         """
         if not isinstance(self.model, str):
             return self.load()
-        opened = self._open(self.model)
+        opened = open_model_file(self.model, settings=self.settings, input_shapes=self.input_shapes)
         with random_state_kept():
             try:
                 lazy = in_precision(opened.load(seed=self.seed, lazy=True), self.precision)
@@ -96,13 +96,6 @@ class GivenModel:
             f"{bytes_text(memory.available_bytes)} are free"
         )
         return replace(lazy, notes=(*lazy.notes, note))
-
-    def _open(self, reference: str) -> OpenedFile:
-        """The imported file; warns of a function that it seems to misspell, before anything is measured."""
-        opened = open_model_file(reference, settings=self.settings, input_shapes=self.input_shapes)
-        for function, similar in opened.misspelled.items():
-            warnings.warn(lacks_text(opened.name, function, similar), stacklevel=2)
-        return opened
 
 
 def num_layers_of(model: str, *, microbatch_size: int) -> int:

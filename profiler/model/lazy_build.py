@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gplan.core.errors import ModelError, UsageError
 from gplan.core.units import some_names
 from profiler.model.error_location import describe
-from profiler.model.materialise import parameter_as, reset_into
+from profiler.model.materialise import parameter_as
 
 Built = TypeVar("Built")
 
@@ -193,9 +193,9 @@ def _recover(module: nn.Module, path: str, made: MutableMapping[Tensor, Tensor])
             if isinstance(tensor, Tensor) and tensor.is_meta and not (isinstance(tensor, nn.Parameter) or is_large):
                 one = int(tensor.is_floating_point() or tensor.is_complex())
                 registry[name] = found[name] = made.setdefault(tensor, torch.full_like(tensor, one, device="cpu"))
-    buffers = {name: tensor for name, tensor in found.items() if name in module._buffers}
-    if buffers:
-        reset_into(module, buffers)
+    if found:
+        with suppress(Exception):  # a module without them, or with a method that needs more
+            module.reset_running_stats()  # type: ignore[operator]
     return [f"{path}.{name}".removeprefix(".") for name, tensor in found.items() if not tensor._version]
 
 

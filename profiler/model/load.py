@@ -41,7 +41,6 @@ from profiler.model.model_reference import (
     materialise_inputs,
     parse_input_shapes,
     resize_inputs,
-    similar_name,
 )
 
 Batch: TypeAlias = tuple[Any, Any]  # inputs as the model is called with, target as the loss wants it
@@ -83,7 +82,6 @@ class ModelFile:
     notes: tuple[str, ...] = ()  # for readers of figures of this model
     precision: Precision = field(default_factory=Precision)  # of the model; see profiler/model/precision.py
     lost: tuple[str, ...] = ()  # buffers and other tensors that have lost the values computed by the code
-    misspelled: Mapping[str, str] = field(default_factory=dict)  # lacking functions, and a similar name that it has
 
     @property
     def is_lazy(self) -> bool:
@@ -98,8 +96,6 @@ class ModelFile:
             return resize_inputs(self.fixed_inputs, batch_size)
         if "batches" in self.functions:
             return next(self.batches(batch_size))[0]
-        if "batches" in self.misspelled and "example_inputs" not in self.misspelled:
-            raise ModelError(self._missing_text("batches"))
         otherwise = ", or describe the inputs with --input-shape 8,3,224,224"
         raise ModelError(self._missing_text("example_inputs", otherwise))
 
@@ -182,7 +178,7 @@ class ModelFile:
     def notes_on_missing(self) -> tuple[str, ...]:
         """What plans leave out because the file does not define it."""
         return tuple(
-            f"{self._lacks(name)}: {what} are in no plan, and a run needs the {name}"
+            f"{self.name} defines no {name}: {what} are in no plan, and a run needs the {name}"
             for name, what in self._missing_parts.items()
         )
 
@@ -223,16 +219,7 @@ class ModelFile:
         return value
 
     def _missing_text(self, function: str, otherwise: str = "") -> str:
-        add = f"otherwise add {function}" if function in self.misspelled else "add it"
-        return f"{self._lacks(function)}; {add}{otherwise}:\n{_REMEDIES[function]}"
-
-    def _lacks(self, function: str) -> str:
-        return lacks_text(self.name, function, self.misspelled.get(function))
-
-
-def lacks_text(file: str, function: str, similar: str | None) -> str:
-    """States that the file lacks the function, and names a function in it that may be a misspelling."""
-    return f"{file} defines no {function}" + (f", but {similar} (rename it, if that is meant)" if similar else "")
+        return f"{self.name} defines no {function}; add it{otherwise}:\n{_REMEDIES[function]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +232,6 @@ class OpenedFile:
     functions: Mapping[str, Callable[..., Any]]
     input_shapes: str | None  # of random inputs instead of the file's
     loss_reduction: LossReduction | None
-    misspelled: Mapping[str, str] = field(default_factory=dict)  # as in `ModelFile`
 
     def load(self, *, seed: int, lazy: bool = False) -> ModelFile:
         """Build the model with weights drawn from `seed`; if `lazy`, without weights. The random state stays as it is.
@@ -271,7 +257,6 @@ class OpenedFile:
             loss_reduction=self.loss_reduction,
             notes=lost_values_note(lost),
             lost=lost,
-            misspelled=self.misspelled,
         )
 
 
@@ -285,13 +270,15 @@ def open_model_file(
     settings = dict(settings or {})
     module, target = locate(reference)
     functions = {x: f for x in _FUNCTIONS if callable(f := getattr(module, x, None))}
-    _check_settings(settings, [(target, 0), *((f, _FUNCTIONS[x]) for x, f in functions.items())], reference)
+    taken = [_taken(f, settings, n) for f, n in ((target, 0), *((f, _FUNCTIONS[x]) for x, f in functions.items()))]
+    if unknown := [key for key in settings if not any(key in some for some, _ in taken)]:
+        choices = ", ".join(sorted({name for _, known in taken for name in known})) or "no settings at all"
+        raise UsageError(f"--set {unknown[0]}: no function in {reference} has this parameter; expected {choices}")
     bound = _with_own_loss({x: _with_settings(f, settings, _FUNCTIONS[x]) for x, f in functions.items()})
     if input_shapes is not None:
         if "batches" in bound:
             raise UsageError(f"--input-shape {input_shapes}: {reference} defines batches, which have inputs; omit it")
         bound.pop("example_inputs", None)
-    needed = [x for x in _FUNCTIONS if x != "example_inputs" or input_shapes is None]
     return OpenedFile(
         name=reference,
         target=target,
@@ -299,7 +286,6 @@ def open_model_file(
         functions=bound,
         input_shapes=input_shapes,
         loss_reduction=_checked_reduction(getattr(module, "loss_reduction", None), reference),
-        misspelled={x: y for x in needed if x not in functions and (y := similar_name(x, module))},
     )
 
 
@@ -414,48 +400,25 @@ def _checked_reduction(value: object, owner: str) -> LossReduction | None:
     return cast(LossReduction | None, value)
 
 
-@dataclass(frozen=True, slots=True)
-class _Parameters:
-    """The parameters of a function of a model file."""
-
-    settings: frozenset[str]
-    passed: frozenset[str]  # by gplan, by their places
-    takes_all: bool  # any keyword
-
-    @classmethod
-    def of(cls, function: Any, num_passed: int) -> _Parameters:
-        """Those of a function whose first arguments gplan passes."""
-        if isinstance(function, nn.Module) or not callable(function):
-            return cls(frozenset(), frozenset(), takes_all=False)
-        try:
-            parameters = list(inspect.signature(function).parameters.values())
-        except ValueError:  # a function in C may have no signature
-            return cls(frozenset(), frozenset(), takes_all=False)
-        by_place = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
-        by_name = [x for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
-        passed = frozenset(x.name for x in by_place[:num_passed])
-        return cls(
-            frozenset(x.name for x in by_name) - passed,
-            passed,
-            takes_all=any(x.kind is x.VAR_KEYWORD for x in parameters),
-        )
-
-    def takes(self, setting: str) -> bool:
-        """Whether the function gets this setting."""
-        return setting in self.settings or (self.takes_all and setting not in self.passed)
+def _taken(
+    function: Any, settings: Mapping[str, SettingValue], num_passed: int
+) -> tuple[dict[str, SettingValue], list[str]]:
+    """The settings that a function takes, and the names that it has for some; gplan passes its first arguments."""
+    if isinstance(function, nn.Module) or not callable(function):
+        return {}, []
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # a function in C may have no signature
+        return {}, []
+    by_place = [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    by_name = [x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
+    passed = set(by_place[:num_passed])
+    known = [name for name in by_name if name not in passed]
+    takes_all = any(x.kind is x.VAR_KEYWORD for x in parameters)
+    return {x: y for x, y in settings.items() if x in known or (takes_all and x not in passed)}, known
 
 
 def _with_settings(
     function: Callable[..., Any], settings: Mapping[str, SettingValue], num_passed: int
 ) -> Callable[..., Any]:
-    parameters = _Parameters.of(function, num_passed)
-    return partial(function, **{key: value for key, value in settings.items() if parameters.takes(key)})
-
-
-def _check_settings(settings: Mapping[str, SettingValue], functions: Sequence[tuple[Any, int]], reference: str) -> None:
-    parameters = [_Parameters.of(*each) for each in functions]
-    known = frozenset().union(*(x.settings for x in parameters))
-    unknown = [key for key in settings if not any(x.takes(key) for x in parameters)]
-    if unknown:
-        choices = ", ".join(sorted(known)) or "no settings at all"
-        raise UsageError(f"--set {unknown[0]}: no function in {reference} has this parameter; expected {choices}")
+    return partial(function, **_taken(function, settings, num_passed)[0])

@@ -48,19 +48,24 @@ def locate(reference: str) -> tuple[ModuleType, Any]:
 
     Raises ModelError for a file that does not exist, is not Python, cannot be imported or has no such name.
     """
-    module, attribute = _module_of(reference)
-    return module, _attribute(module, attribute, reference)
-
-
-def _module_of(reference: str) -> tuple[ModuleType, str]:
     place, _, attribute = reference.partition(":")
-    path = Path(place)
+    path, wanted = Path(place), attribute or "model"
     try:
         if path.suffix == ".py":
-            return _module_from_path(path), attribute
-        if path.exists():
+            check_is_there(path)
+            spec = importlib.util.spec_from_file_location(f"gplan_model_{path.stem}", path.resolve())
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.path.insert(0, str(path.resolve().parent))
+            sys.modules[spec.name] = module
+            try:
+                spec.loader.exec_module(module)
+            finally:
+                sys.path.remove(str(path.resolve().parent))
+        elif path.exists():
             raise ModelError(f"{place} is not a Python file; expected model.py, model.py:NAME or package.module:NAME")
-        return importlib.import_module(place), attribute
+        else:
+            module = importlib.import_module(place)
     except ModelError:
         raise
     except ModuleNotFoundError as error:
@@ -69,6 +74,16 @@ def _module_of(reference: str) -> tuple[ModuleType, str]:
         raise ModelError(f"{place} cannot be imported: {describe(error)}; install it or fix the import") from error
     except (Exception, SystemExit) as error:
         raise ModelError(f"{place} cannot be imported: {describe(error)}") from error
+    found = getattr(module, wanted, None)
+    if found is not None:
+        return module, found
+    defined = {name: x for name, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__}
+    if close := get_close_matches(wanted, [name for name, x in defined.items() if callable(x)], n=1):
+        raise ModelError(f"{reference} has no {wanted}, but {close[0]}: rename it, or write {place}:{close[0]}")
+    classes = {name for name, x in defined.items() if inspect.isclass(x) and issubclass(x, nn.Module)}
+    own = [name for name, x in vars(module).items() if isinstance(x, nn.Module) or name in classes]
+    candidates = f"; it has {', '.join(own)}: write {place}:{own[0]}" if own else ""
+    raise ModelError(f"{reference} has no {wanted}{candidates or '; define a function model()'}")
 
 
 def file_digest(reference: str) -> str:
@@ -86,47 +101,6 @@ def check_is_there(path: Path, *, named_by: str = "") -> None:
             f"{path}{named} is not there{where}{similar_file_text(path)}; name a Python file that defines a model: "
             "gplan VERB PATH/model.py"
         )
-
-
-def _module_from_path(path: Path) -> ModuleType:
-    check_is_there(path)
-    spec = importlib.util.spec_from_file_location(f"gplan_model_{path.stem}", path.resolve())
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.resolve().parent))
-    return module
-
-
-def _attribute(module: ModuleType, attribute: str, reference: str) -> Any:
-    found = getattr(module, attribute or "model", None)
-    if found is not None:
-        return found
-    wanted = attribute or "model"
-    own = [
-        name
-        for name, x in vars(module).items()
-        if isinstance(x, nn.Module) or (inspect.isclass(x) and issubclass(x, nn.Module) and _is_defined_in(x, module))
-    ]
-    if close := similar_name(wanted, module):
-        place = reference.partition(":")[0]
-        raise ModelError(f"{reference} has no {wanted}, but {close}: rename it, or write {place}:{close}")
-    candidates = f"; it has {', '.join(own)}: write {reference.partition(':')[0]}:{own[0]}" if own else ""
-    raise ModelError(f"{reference} has no {wanted}{candidates or '; define a function model()'}")
-
-
-def similar_name(wanted: str, module: ModuleType) -> str | None:
-    """The function or class of the module whose name is most like `wanted`, perhaps a misspelling of it."""
-    defined = [name for name, value in vars(module).items() if callable(value) and _is_defined_in(value, module)]
-    return next(iter(get_close_matches(wanted, defined, n=1)), None)
-
-
-def _is_defined_in(value: object, module: ModuleType) -> bool:
-    return getattr(value, "__module__", None) == module.__name__
 
 
 def parse_input_shapes(text: str) -> Any:

@@ -1,8 +1,7 @@
 """A bench: a chain of layers to be measured, with data to run them on, and its first untimed run.
 
 A bench holds the layers of a captured model that must be measured (profiler/capture/equal_layers.py), all in memory.
-For a model larger than memory it holds one layer, several times in a row where its output can be its input. The
-untimed run finds layers that fail and names them.
+For a model larger than memory it holds one layer. The untimed run finds layers that fail and names them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from profiler.capture.chain import (
     wants_gradient,
 )
 from profiler.capture.equal_layers import sources
-from profiler.capture.moving_averages import RunningNorm
 from profiler.memory.allocations import tensors_in
 from profiler.model.error_location import describe, is_out_of_memory
 from profiler.model.load import ModelFile
@@ -46,7 +44,6 @@ class Bench:
     stage: nn.Module  # all of them as one module
     inputs: Tensors
     loss: Callable[[Tensors], Tensor]
-    norms: tuple[tuple[RunningNorm, ...], ...] = ()  # with moving averages, by layer; empty: not known
     whole: Callable[[], Tensor] | None = None  # the loss of the author's own model, where it is run
     others: tuple[Bench, ...] = ()  # the same layers with other batches, where their time depends on routing
 
@@ -129,23 +126,14 @@ def bench_of_chain(
         stage=Composed([chain.stage(first, end) for first, end in _segments(kept)]),
         inputs=flat_tensors(inputs, what="the inputs"),
         loss=loss,
-        norms=tuple(chain.norms(layer, layer + 1) for layer in kept),
         whole=whole if len(chain) <= _WHOLE_AT_MOST * len(kept) else None,
         others=tuple(bench_of_chain(file, chain, keys, *batch) for batch in others),
     )
 
 
-def bench_of_layer(name: str, key: str, layer: nn.Module, inputs: Tensors, *, times: int) -> Bench:
-    """One layer, `times` in a row, with the sum of its outputs as the loss."""
-    return Bench(
-        name=key,
-        names=(name,) * times,
-        keys=(key,) * times,
-        layers=(layer,) * times,
-        stage=Composed([layer] * times),
-        inputs=inputs,
-        loss=sum_of_outputs,
-    )
+def bench_of_layer(name: str, key: str, layer: nn.Module, inputs: Tensors) -> Bench:
+    """One layer, with the sum of its outputs as the loss."""
+    return Bench(name=key, names=(name,), keys=(key,), layers=(layer,), stage=layer, inputs=inputs, loss=sum_of_outputs)
 
 
 def bench_of_loss(file: ModelFile, chain: Chain, outputs: Tensors, target: Any) -> Bench:

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -144,20 +144,6 @@ class CpuClock(Clock):
         """Nothing is pending."""
 
 
-class DeviceEvent(Protocol):
-    """The used part of torch.cuda.Event."""
-
-    def record(self) -> None:
-        """Put the event on the current stream."""
-
-    def elapsed_time(self, end_event: Any, /) -> float:
-        """Milliseconds to a later event; both are complete."""
-
-
-def _timing_event() -> DeviceEvent:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
 class CudaClock(Clock):
     """Time between two events on the current stream, read at the next flush.
 
@@ -168,18 +154,12 @@ class CudaClock(Clock):
     warmup_s = 0.5  # until the GPU's clocks are up
     warmup_rounds = 10  # until libraries have chosen their kernels and the allocator has its blocks
 
-    def __init__(
-        self,
-        *,
-        make_event: Callable[[], DeviceEvent] = _timing_event,
-        synchronize: Callable[[], object] = torch.cuda.synchronize,
-    ) -> None:
-        self._make_event, self._synchronize = make_event, synchronize
-        self._pending: list[tuple[Samples, DeviceEvent, DeviceEvent, float]] = []
+    def __init__(self) -> None:
+        self._pending: list[tuple[Samples, torch.cuda.Event, torch.cuda.Event, float]] = []
 
     def begin(self) -> Callable[[Samples], None]:
         """Put the first event on the stream; the returned function puts the second there."""
-        first, last = self._make_event(), self._make_event()
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         first.record()
         watch = time.perf_counter()
 
@@ -194,7 +174,7 @@ class CudaClock(Clock):
         """Synchronize once and add all durations since the last flush."""
         if not self._pending:
             return
-        self._synchronize()
+        torch.cuda.synchronize()
         for samples, start, end, launch_s in self._pending:
             samples.clean_s.append(start.elapsed_time(end) / 1e3)
             samples.launch_s.append(launch_s)

@@ -7,10 +7,11 @@ a time: its weights are created, measured and freed; memory is followed on fake 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 from statistics import fmean, median
 from typing import Any
 
@@ -21,9 +22,7 @@ from torch.utils import _pytree as pytree
 from gplan.core import Granularity, LayerCost, LossReduction, Timing, WholeModel
 from gplan.core.errors import ModelError
 from gplan.core.host_load import HostLoad, interruption_text
-from gplan.core.profile import adds_up
 from gplan.core.progress import Progress, part
-from gplan.core.units import seconds_text
 from profiler.analytic.layer_work import LayerAnalysis, analyse, analyse_halves
 from profiler.analytic.roofline import total_work
 from profiler.backward.rematerialize import share_run_again
@@ -32,7 +31,7 @@ from profiler.capture.chain import Chain, Tensors, TensorSpec, flat_tensors, mod
 from profiler.host.host_info import garbage_collector_frozen
 from profiler.host.host_load import load_between, read_load
 from profiler.memory.allocations import traced_allocations
-from profiler.memory.chain_profile import Crossings
+from profiler.memory.chain_profile import SizeCosts
 from profiler.memory.layer_memory import HalvesBytes, LayerBytes, allocate_gradients, measure_bytes, measure_halves
 from profiler.model.data import call_model, find_reduction_of_outputs, sample_batch, sample_batches
 from profiler.model.lazy_build import random_state_kept, seed_everything
@@ -48,24 +47,20 @@ from profiler.timing.bench import (
     split_backward_obstacle,
 )
 from profiler.timing.clock import Clock, Samples
-from profiler.timing.journal import Journal
 from profiler.timing.neighbours import BESIDE_OTHERS, NEIGHBOUR_FAILED, contention, neighbours
 from profiler.timing.rounds import NO_CORRECTIONS, Corrections, TimingRounds, corrections_of, net
 
-_NUM_PAIRS_NAMED = 3
 _SAME_LOSS = 1e-3  # share by which a loss may differ by the order of operations
 _BATCHES_OF_LOSS_CHECK = 16  # a batch may have none of the tensors whose size depends on data
 _SHARE_RUNS = 3  # whose median is the share of a forward that is run again
 NUM_ROUTED_BATCHES = 4  # on which the layers of a model with routed ones are measured
-_TIMES_IN_A_ROW = 3  # how often a layer measured alone follows itself, where it can
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The clock, journal, device and limits of a measurement."""
+    """The clock, device and limits of a measurement."""
 
     clock: Clock
-    journal: Journal
     device: str  # as torch names it
     budget_s: float
     granularity: Granularity
@@ -75,14 +70,9 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredSize:
-    """The costs of every layer and of the loss at one micro-batch size."""
+class MeasuredSize(SizeCosts):
+    """The measured costs at one micro-batch size."""
 
-    chain: Chain
-    sources: tuple[int, ...]  # for each layer the one that was measured for it
-    layers: tuple[LayerCost, ...]
-    loss: LayerCost
-    crossings: Crossings
     whole: WholeModel | None
     overhead_s: float
     loss_reduction: LossReduction | None  # found from the outputs of a model that cannot be run
@@ -140,39 +130,27 @@ class _Subject:
     keys: dict[int, str]  # of the layers to be measured
 
     @property
-    def layer_keys(self) -> tuple[str, ...]:
-        """For every layer of the model the key of its samples."""
-        return tuple(self.keys[x] for x in self.sources)
-
-    @property
     def tensors(self) -> Tensors:
         """The inputs, flat."""
         return flat_tensors(self.inputs, what="the inputs")
-
-    def samples(self, journal: Journal, bench: str) -> Callable[[str], Samples]:
-        """The samples of one bench by their names, to be added to."""
-        return lambda name: journal.samples(f"{self.microbatch_size}/{bench}/{name}")
 
 
 def _measure_together(subject: _Subject, setup: Setup, progress: Progress) -> MeasuredSize:
     others = _other_batches(subject, device=setup.device)
     bench = bench_of_chain(subject.file, subject.chain, subject.keys, subject.inputs, subject.target, others)
     allocate_gradients(subject.file.model)
-    notes = _sampled(bench, subject, setup, progress)
+    sampled, notes = _sampled(bench, subject, setup, progress)
+    samples = sampled.samples
     memories = measure_bytes(bench.layers, bench.inputs, bench.loss, device=setup.device)
-    samples = subject.samples(setup.journal, bench.name)
     if any(samples(f"{key}/input gradient").timing().num_samples for key in bench.keys):
         halves = measure_halves(bench.layers, bench.inputs, bench.loss, device=setup.device)
         memories = tuple(replace(x, halves=y) for x, y in zip(memories, halves, strict=True))
-    shares = _shares_run_again(bench, setup.device)
     try:
         analyses: Sequence[LayerAnalysis | None] = analyse(bench.layers, bench.inputs, bench.loss)
     except ModelError:  # fake tensors have no values
         analyses = [None] * (1 + len(bench.layers))
         notes += ("operations are not counted, as control flow depends on the values of tensors",)
-    notes = (*notes, *_notes_on_pairs(bench, subject, samples))
-    corrections = dict.fromkeys(bench.keys, corrections_of(bench, samples, shares[bench.keys[-1]]))
-    found = _measured_size(subject, lambda _: samples, corrections, memories, analyses, shares, notes)
+    found = _measured_size(subject, dict.fromkeys((*bench.keys, "loss"), sampled), memories, analyses, notes)
     if bench.whole is None:
         return found
     if setup.device != "cpu":
@@ -202,78 +180,52 @@ def _other_batches(subject: _Subject, *, device: str) -> list[tuple[Any, Any]]:
     return [x for x in moved if TensorSpec.of_all(flat_tensors(x[0], what="the inputs")) == specs]
 
 
-def _shares_run_again(bench: Bench, device: str) -> dict[str, float]:
-    """By key: the share of a layer's forward that a recompute runs again where it ends with the layer."""
-
-    def now() -> float:
-        if device != "cpu":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    found: dict[str, list[float]] = {key: [] for key in bench.keys}
-
-    def run(place: int, leaves: Tensors) -> Tensors:
-        share, outputs = share_run_again(bench.layers[place], leaves, now=now)
-        found[bench.keys[place]].append(share)
-        return outputs
-
-    for _ in range(_SHARE_RUNS):
-        bench.forward(run)
-    return {key: median(shares) for key, shares in found.items()}
-
-
 def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> MeasuredSize:
     chain, size = subject.chain, subject.microbatch_size
     stages = {layer: chain.stage(layer, layer + 1) for layer in subject.keys}
     outputs = real_like(chain.specs(len(chain)), seed=0, device=setup.device)
     loss_bench = bench_of_loss(subject.file, chain, outputs, subject.target)
     analyses = analyse(list(stages.values()), subject.tensors, loss_bench.loss)
-    notes = _sampled(loss_bench, subject, setup, part(progress, 0, 1 + len(stages)))
-    benches, shares = dict[str, Bench](), {"loss": 1.0}
+    of_loss, notes = _sampled(loss_bench, subject, setup, part(progress, 0, 1 + len(stages)))
+    sampled = {"loss": of_loss}
     for place, (layer, stage) in enumerate(stages.items(), start=1):
-        if subject.keys[layer] not in benches:
-            # several times in a row where its output can be its input
-            times = _TIMES_IN_A_ROW if layer and chain.specs(layer) == chain.specs(layer + 1) else 1
+        if (key := subject.keys[layer]) not in sampled:
             entering = real_like(chain.specs(layer), seed=0, device=setup.device) if layer else subject.tensors
-            bench = bench_of_layer(chain.names[layer], subject.keys[layer], stage, entering, times=times)
-            with materialised(stage, model=subject.file.model, seed=0, device=setup.device):
-                notes += _sampled(bench, subject, setup, part(progress, place, 1 + len(stages)))
-                shares |= _shares_run_again(bench, setup.device)
-            benches[bench.name] = bench
+            bench = bench_of_layer(chain.names[layer], key, stage, entering)
+            with materialised(stage, seed=0, device=setup.device):
+                sampled[key], more = _sampled(bench, subject, setup, part(progress, place, 1 + len(stages)))
+                notes += more
             stage.zero_grad()
     try:
         halves = [x.memory for x in analyse_halves(list(stages.values()), subject.tensors, loss_bench.loss)]
     except ModelError:  # the backward cannot be split, which a note reports
         halves = [HalvesBytes()] * (1 + len(stages))
     memories = [replace(x.memory, halves=y) for x, y in zip(analyses, halves, strict=True)]
-
-    def samples(key: str) -> Callable[[str], Samples]:
-        return subject.samples(setup.journal, key)
-
-    corrections = {key: corrections_of(bench, samples(key), shares[key]) for key, bench in benches.items()}
-    found = _measured_size(subject, samples, corrections, memories, analyses, shares, notes)
+    found = _measured_size(subject, sampled, memories, analyses, notes)
     reduction = find_reduction_of_outputs(subject.file, chain.model_output(outputs), subject.target, size)
     return replace(found, loss_reduction=reduction)
 
 
-def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) -> tuple[str, ...]:
-    """Measure a bench unless the journal already has it; returns notes."""
-    done = f"{subject.microbatch_size}/{bench.name}"
-    kept = setup.journal.value(done)
-    if kept is not None:
-        return tuple(kept)
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """What was sampled on a bench."""
+
+    samples: Callable[[str], Samples]  # by name
+    shares_run_again: Mapping[str, float]  # by key: of a layer's forward, by a recompute that ends with the layer
+    corrections: Corrections
+
+
+def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) -> tuple[_Sampled, tuple[str, ...]]:
+    """Measure a bench; also returns notes."""
     notes, obstacle = rehearse(bench), split_backward_obstacle(bench)
     if obstacle:
         notes += (f"the backward cannot be split, so schedules that split it cannot be used: {obstacle}",)
     setup.before_timing()
-    samples = subject.samples(setup.journal, bench.name)
-    what = f"micro-batch size {subject.microbatch_size}: {_layers_text(bench, subject)}"
-
-    def report(index: int, share: float) -> None:
-        setup.journal.keep(f"{done}/rounds", index)
-        setup.journal.save_now_and_then()
-        progress(f"{what}, round {index}", share)
-
+    samples = defaultdict[str, Samples](Samples).__getitem__
+    what = f"{len(bench.layers)} of {len(subject.chain)} layers" if bench.layers else "the loss"
+    if len(set(bench.keys)) == 1:
+        what = bench.names[0]
+    what = f"micro-batch size {subject.microbatch_size}: {what}"
     unsampled = TimingRounds(bench, setup.clock, lambda _: Samples())
     work = partial(unsampled.layer_round, lambda _: Samples())
     with garbage_collector_frozen(), neighbours(setup.shares, work, bench.parameters) as others:
@@ -287,16 +239,28 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
             between=setup.between_samples,
         )
         before = read_load()
-        rounds.sample(setup.budget_s, report, num_done=setup.journal.value(f"{done}/rounds") or 0)
+        rounds.sample(setup.budget_s, lambda index, share: progress(f"{what}, round {index}", share))
         load = load_between(before, read_load())
-        if not _adds_up(bench, subject, samples):
-            rounds.sample_pairs()
         if beside is not None and not beside.are_alive:
             notes += (NEIGHBOUR_FAILED,)
-    notes = (*notes, *_notes_on_samples(bench, samples, load))
-    setup.journal.keep(done, notes)
-    setup.journal.save()
-    return notes
+
+    def now() -> float:
+        if setup.device != "cpu":
+            torch.cuda.synchronize(setup.device)
+        return time.perf_counter()
+
+    shares: dict[str, list[float]] = {key: [] for key in bench.keys}
+
+    def run(place: int, leaves: Tensors) -> Tensors:
+        share, outputs = share_run_again(bench.layers[place], leaves, now=now)
+        shares[bench.keys[place]].append(share)
+        return outputs
+
+    for _ in range(_SHARE_RUNS):
+        bench.forward(run)
+    medians = {key: median(x) for key, x in shares.items()}
+    corrections = corrections_of(bench, samples, medians[bench.keys[-1]]) if bench.keys else NO_CORRECTIONS
+    return _Sampled(samples, medians, corrections), (*notes, *_notes_on_samples(bench, samples, load))
 
 
 def _notes_on_samples(bench: Bench, samples: Callable[[str], Samples], load: HostLoad) -> Iterator[str]:
@@ -314,65 +278,11 @@ def _notes_on_samples(bench: Bench, samples: Callable[[str], Samples], load: Hos
         )
 
 
-def _adds_up(bench: Bench, subject: _Subject, samples: Callable[[str], Samples]) -> bool:
-    """Whether all layers, corrected as parts of a stage, and the loss take as long as the model; True if not measured."""
-    if bench.whole is None:
-        return True
-    corrections = corrections_of(bench, samples)
-
-    def is_near(name: str, cut_s: float, tail: float) -> bool:
-        layers_s = sum(net(samples(f"{key}/{name}").timing(), cut_s).median_s * tail for key in subject.layer_keys)
-        total_s = corrections.overhead_s + layers_s + samples(f"loss/{name}").timing().median_s
-        return adds_up(total_s, samples(f"whole/{name}").mean_timing().median_s)
-
-    return is_near("forward", corrections.forward_cut_s, corrections.forward_tail) and is_near(
-        "backward", corrections.backward_cut_s, corrections.backward_tail
-    )
-
-
-def _notes_on_pairs(bench: Bench, subject: _Subject, samples: Callable[[str], Samples]) -> Iterator[str]:
-    """A note on the pairs of layers whose times alone differ most from their time together, if layers do not add up.
-
-    Equal layers are measured once, so a pair need not be neighbours in the model.
-    """
-    if _adds_up(bench, subject, samples):
-        return
-
-    def seconds(*keys: str) -> float:
-        return sum(samples(f"{key}/{x}").timing().median_s for key in keys for x in ("forward", "backward"))
-
-    found = dict[str, tuple[float, float, str]]()  # by key, since pairs of equal layers have the same samples
-    for one, other in pairwise(zip(bench.keys, bench.names, strict=True)):
-        if together_s := seconds(key := f"{one[0]}+{other[0]}"):
-            found.setdefault(key, (seconds(one[0], other[0]), together_s, f"{one[1]} and {other[1]}"))
-    worst = sorted(found.values(), key=lambda pair: -abs(pair[0] - pair[1]))[:_NUM_PAIRS_NAMED]
-    if worst:
-        pairs = ", ".join(
-            f"{names} ({seconds_text(x)} one by one, {seconds_text(y)} together)" for x, y, names in worst
-        )
-        yield (
-            "pairs of layers that take longer or shorter together than one by one, at micro-batch size "
-            f"{subject.microbatch_size}: {pairs}"
-        )
-
-
-def _layers_text(bench: Bench, subject: _Subject) -> str:
-    if len(set(bench.keys)) == 1:
-        return bench.names[0]
-    num_layers = len(subject.chain)
-    return f"{len(bench.layers)} of {num_layers} layers" if bench.layers else "the loss"
-
-
 def _layer_cost(
-    samples: Callable[[str], Samples],
-    key: str,
-    microbatch_size: int,
-    corrections: Corrections,
-    memory: LayerBytes,
-    analysis: LayerAnalysis | None,
-    share_run_again: float,
+    sampled: _Sampled, key: str, microbatch_size: int, memory: LayerBytes, analysis: LayerAnalysis | None
 ) -> LayerCost:
-    """The costs of one layer, by its samples and the corrections."""
+    """The costs of one layer, by its samples and their corrections; of the loss without, as it is no part of a stage."""
+    samples, corrections = sampled.samples, NO_CORRECTIONS if key == "loss" else sampled.corrections
 
     def backward(name: str, even_cut_s: float) -> Timing | None:
         timing = samples(f"{key}/{name}").timing()
@@ -390,7 +300,7 @@ def _layer_cost(
         forward=forward,
         backward=backward("backward", corrections.backward_cut_s) or Timing.exactly(0.0, origin="measured"),
         recompute=None if factor is None else forward.times(factor),
-        last_recompute=None if factor is None else forward.times(factor * share_run_again),
+        last_recompute=None if factor is None else forward.times(factor * sampled.shares_run_again.get(key, 1.0)),
         first_backward=backward("first backward", corrections.backward_cut_s),
         input_gradient=first_half,
         weight_gradient=second_half,
@@ -403,38 +313,28 @@ def _layer_cost(
 
 def _measured_size(
     subject: _Subject,
-    samples_of: Callable[[str], Callable[[str], Samples]],
-    corrections: Mapping[str, Corrections],
+    sampled: Mapping[str, _Sampled],
     memories: Sequence[LayerBytes],
     analyses: Sequence[LayerAnalysis | None],
-    shares: Mapping[str, float],
     notes: tuple[str, ...],
 ) -> MeasuredSize:
-    """The costs by samples and corrections, those of measured layers for the layers like them.
+    """The costs by what was sampled, by key; those of measured layers for the layers like them.
 
-    `samples_of`, `corrections` and `shares` (of a forward that is run again) are by key; the last of `memories` and
-    `analyses` is the loss's.
+    The last of `memories` and `analyses` is the loss's.
     """
     size, keys = subject.microbatch_size, (*subject.keys.values(), "loss")
-    costs = [
-        _layer_cost(samples_of(key), key, size, corrections.get(key, NO_CORRECTIONS), x, y, shares.get(key, 1.0))
-        for key, x, y in zip(keys, memories, analyses, strict=True)
-    ]
+    costs = [_layer_cost(sampled[key], key, size, x, y) for key, x, y in zip(keys, memories, analyses, strict=True)]
     by_layer = dict(zip(subject.keys, costs[:-1], strict=True))
     of_layer = dict(zip(subject.keys, memories, strict=False))
     return MeasuredSize(
+        microbatch_size=size,
         chain=subject.chain,
         sources=subject.sources,
         layers=tuple(by_layer[source] for source in subject.sources),
         loss=costs[-1],
-        crossings=Crossings(
-            microbatch_size=size,
-            chain=subject.chain,
-            after=tuple(of_layer[source].crossing for source in subject.sources),
-            views=tuple(of_layer[source].views for source in subject.sources),
-        ),
+        memories=tuple(of_layer[source] for source in subject.sources),
         whole=None,
-        overhead_s=fmean(x.overhead_s for x in corrections.values()),
+        overhead_s=fmean(sampled[key].corrections.overhead_s for key in {*subject.keys.values()}),
         loss_reduction=None,
         notes=tuple(dict.fromkeys((*subject.chain.notes, *notes))),
     )

@@ -40,7 +40,10 @@ class Neighbours:
     @property
     def are_alive(self) -> bool:
         """Whether none of them failed."""
-        return all(_is_alive(x) for x in self._process_ids)
+        try:  # without reaping: their ids stay reserved, so that no other process receives the signals
+            return not any(os.waitid(os.P_PID, x, os.WEXITED | os.WNOHANG | os.WNOWAIT) for x in self._process_ids)
+        except ChildProcessError:
+            return False
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -48,7 +51,9 @@ class Neighbours:
         self._send(signal.SIGCONT)
         try:
             if self._process_ids:
-                _compute_until(time.monotonic() + _LEAD_S)
+                end_s = time.monotonic() + _LEAD_S
+                while time.monotonic() < end_s:
+                    pass
             yield
         finally:
             self._send(signal.SIGSTOP)
@@ -75,19 +80,9 @@ def neighbours(
             process_ids.append(_fork(work, parameters, cores))
         yield Neighbours(process_ids)
     finally:
-        _end(process_ids)
-
-
-def _end(process_ids: Iterable[int]) -> None:
-    """Kill the processes."""
-    for process_id in process_ids:
-        os.kill(process_id, signal.SIGKILL)
-        os.waitpid(process_id, 0)
-
-
-def _compute_until(end_s: float) -> None:
-    while time.monotonic() < end_s:
-        pass
+        for process_id in process_ids:
+            os.kill(process_id, signal.SIGKILL)
+            os.waitpid(process_id, 0)
 
 
 def _fork(work: Callable[[], object], parameters: Sequence[nn.Parameter], cores: set[int]) -> int:
@@ -100,42 +95,25 @@ def _fork(work: Callable[[], object], parameters: Sequence[nn.Parameter], cores:
         signal_at_parents_end(signal.SIGKILL)
         if os.getppid() == parent:
             os.sched_setaffinity(0, cores)
-            _work_forever(work, parameters)
+            torch.set_num_threads(1)
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.data = parameter.data.clone()
+            work()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            while True:
+                work()
     finally:
         os._exit(1)
-
-
-def _work_forever(work: Callable[[], object], parameters: Sequence[nn.Parameter]) -> None:
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.data = parameter.data.clone()
-    work()
-    os.kill(os.getpid(), signal.SIGSTOP)
-    while True:
-        work()
 
 
 def _wait_until_ready(process_id: int) -> None:
     """Wait until a process has stopped itself, ready to work, or has failed; one that computes no more is killed."""
     ticks, changed_s = -1, time.monotonic()
     while os.waitid(os.P_PID, process_id, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        if (now := _cpu_ticks(process_id)) != ticks:
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+        if (now := int(fields[11]) + int(fields[12])) != ticks:  # utime and stime
             ticks, changed_s = now, time.monotonic()
         elif time.monotonic() - changed_s > _STUCK_S:
             os.kill(process_id, signal.SIGKILL)
         time.sleep(_POLL_S)
-
-
-def _cpu_ticks(process_id: int) -> int:
-    """The time that a process has computed, in ticks of the clock."""
-    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])  # utime and stime
-
-
-def _is_alive(process_id: int) -> bool:
-    """Without reaping it: its process id stays reserved, so that no other process receives the signals."""
-    try:
-        return os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:
-        return False

@@ -6,13 +6,10 @@ alone, because the time per byte depends on the size of a tensor. The times are 
 update of all shapes. If the parameters exceed 256 MiB, only some of each shape are updated together, and the state is
 scaled by bytes. On a CPU other memory is read before each sample, because after a whole backward pass no gradient is in
 a core's own caches.
-
-Rows of a table that the first steps do not use have zero gradients here too (docs/cost-model.md, Optimizer).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -21,7 +18,7 @@ from statistics import fmean
 from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gplan.core import StepCost
 from gplan.core.errors import ModelError
@@ -35,7 +32,6 @@ from profiler.timing.neighbours import NEIGHBOUR_FAILED, Neighbours, neighbours
 
 MICROBATCHES = 8  # of a measured step: a usual number
 _NUM_ROUNDS = 4  # in a series, of a step alone and one beside each kind of neighbours
-_USUAL_STEP = 10  # in the middle of a usual run
 WARMUP = 2
 _STEPS_OF_SHAPE = 3  # in a call of sample()
 _NUM_TINY = 16  # tensors of one element, beside a single one
@@ -54,7 +50,6 @@ class _Steps:
     clock: Clock
     owner: str
     cool: Callable[[], object]  # flushes the caches
-    unused_rows: tuple[Tensor | None, ...]  # of each copy: those without a gradient; None: every row has one
 
     def once(self, step: Samples, zeroing: Samples) -> None:
         """One step: create gradients, flush them from the caches, update, zero_grad."""
@@ -84,7 +79,10 @@ class _Steps:
             own = Samples()
             self.clock.flush()  # a GPU that still reads would hide how long the launches of a step take
             self.once(own, zeroing)
-            beside = [self.among(x) for x in others]
+            beside = [Samples() for _ in others]
+            for samples, neighbours_ in zip(beside, others, strict=True):
+                with neighbours_.running():
+                    self.once(samples, Samples())
             self.clock.flush()
             own_s = own.timing().median_s
             alone.extend(own)
@@ -92,19 +90,10 @@ class _Steps:
                 ratios.append(x.timing().median_s / own_s if own_s else 1.0)
         return found
 
-    def among(self, others: Neighbours) -> Samples:
-        """A step while the neighbours compute."""
-        found = Samples()
-        with others.running():
-            self.once(found, Samples())
-        return found
-
     def make_gradients(self) -> None:
         """A small gradient for every parameter."""
-        for copy, unused in zip(self.copies, self.unused_rows, strict=True):
+        for copy in self.copies:
             copy.grad = torch.full_like(copy, 1e-3)
-            if unused is not None:
-                copy.grad[unused] = 0.0
 
 
 Update: TypeAlias = tuple[StepCost, dict[nn.Parameter, float]]
@@ -121,8 +110,6 @@ class StepSampler:
     The speed of a shared host changes between phases of seconds or minutes. So do the slow-downs: on a virtual machine
     updates slow each other down for some ten seconds and then not, as its cores move on the host. So a profile calls
     `sample` before its layers and after them, and the costs are those of all samples.
-
-    The first call runs `work_beside` for a step, to know which rows have gradients.
     """
 
     def __init__(
@@ -137,7 +124,6 @@ class StepSampler:
         self._file, self._clock, self._device = file, clock, device
         self._shares, self._work_beside = shares, work_beside
         self._trained = [x for x in file.model.parameters() if x.requires_grad] if file.has("optimizer") else []
-        self._unused: dict[nn.Parameter, Tensor] = {}
         self._some, self._shapes, self._tiny = list[nn.Parameter](), list[_Alike](), list[_Alike]()
         self._alone, self._zeroing = Samples(), Samples()
         self._ratios: list[list[list[float]]] = []  # by series and kind of neighbours
@@ -151,7 +137,7 @@ class StepSampler:
         found = {
             NEIGHBOUR_FAILED: self._has_failed,
             f"the fixed time of an update counts as 0, as the optimizer rejects tensors of {tiny}": tiny,
-            f"the optimizer rejects some tensors without the others, so their times are by bytes: {shape}": shape,
+            f"the optimizer rejects some tensors without the others, so all times are by bytes: {shape}": shape,
         }
         return tuple(note for note, holds in found.items() if holds)
 
@@ -199,17 +185,11 @@ class StepSampler:
             update_contention=slow_downs[-1],
             fixed_s=fixed_s,
         )
-        each_s = {
-            parameter: max(0.0, seconds - fixed_s) / len(alike.some)
-            for alike in self._shapes
-            if (seconds := alike.seconds) is not None
-            for parameter in alike.all
-        }
-        # those that are missing share, by bytes, what the others leave of an update
-        missing = [x for x in self._some if x not in each_s]
-        left_s = max(0.0, cost.spread_s - sum(each_s.get(x, 0.0) for x in self._some)) if missing else cost.spread_s
-        s_per_byte = left_s / (sum(map(gradient_bytes, missing or self._some)) or 1)
-        each_s = {x: each_s.get(x, s_per_byte * gradient_bytes(x)) for x in self._trained}
+        if any(alike.rejected for alike in self._shapes):  # by bytes; the unit is that of the sum
+            each_s = {x: float(gradient_bytes(x)) for x in self._trained}
+        else:
+            of_one = [(max(0.0, (x.seconds or 0.0) - fixed_s) / len(x.some), x.all) for x in self._shapes]
+            each_s = {parameter: seconds for seconds, alike in of_one for parameter in alike}
         some_s = sum(each_s[x] for x in self._some)
         factor = cost.spread_s / some_s if some_s else 0.0
         each_s = {x: factor * seconds for x, seconds in each_s.items()}
@@ -219,13 +199,11 @@ class StepSampler:
     def _choose(self) -> None:
         """Choose the parameters whose copies are updated: one of each shape, then a second one of each, and so on.
 
-        At least one, and not above `MOST_COPIED_BYTES`. Those with unused rows have a shape apart.
+        At least one, and not above `MOST_COPIED_BYTES`.
         """
-        self._unused = _unused_rows(self._trained, self._work_beside)
         found = dict[object, list[nn.Parameter]]()
         for x in self._trained:
-            rows = int(self._unused[x].sum()) if x in self._unused else 0
-            found.setdefault((x.shape, x.dtype, gradient_bytes(x), rows, attributes_key(x)), []).append(x)
+            found.setdefault((x.shape, x.dtype, gradient_bytes(x), attributes_key(x)), []).append(x)
         by_shape, left = list(found.values()), MOST_COPIED_BYTES
         for parameter in (x for of_turn in zip_longest(*by_shape) for x in of_turn if x is not None):
             if parameter.nbytes <= left or not self._some:
@@ -252,8 +230,7 @@ class StepSampler:
         if file.precision.master_weights:
             weights = [x.detach().to(input_dtype(file.precision)) for x in copies]
             optimizer.register_step_post_hook(lambda *_: round_into(weights, copies))
-        unused = tuple(self._unused.get(x) for x in parameters)
-        steps = _Steps(optimizer, tuple(copies), self._clock, file.name, cold_caches(self._device), unused)
+        steps = _Steps(optimizer, tuple(copies), self._clock, file.name, cold_caches(self._device))
         for _ in range(WARMUP):
             steps.once(Samples(), Samples())
         return steps
@@ -322,47 +299,6 @@ class _Alike:
         if self.rejected:
             return None
         return sum(x.timing().median_s for x in (self.step, self.zeroing))
-
-
-def _unused_rows(trained: Sequence[nn.Parameter], work: Callable[[], object] | None) -> dict[nn.Parameter, Tensor]:
-    """The rows that the first steps leave without a gradient, of those parameters that have such rows."""
-    if work is None or not trained:
-        return {}
-    without = [x for x in trained if x.grad is None]
-    for parameter in trained:
-        if parameter.grad is not None:
-            parameter.grad.zero_()
-    empty = list[dict[nn.Parameter, Tensor]]()  # after half of a step, and after it
-    for _ in range(2):
-        for _ in range(MICROBATCHES // 2):
-            work()
-        gradients = {x: x.grad for x in trained if x.grad is not None}
-        has_rows = {x: grad for x, grad in gradients.items() if not grad.is_sparse and grad.dim() > 1}
-        empty.append({x: (grad == 0).flatten(1).all(1) for x, grad in has_rows.items()})
-    for parameter in without:
-        parameter.grad = None
-    at_half, at_end = empty
-    found = {
-        x: _empty_after_steps(at_half.get(x, torch.ones_like(rows)), rows)
-        for x, rows in at_end.items()
-        if not rows.all()
-    }
-    return {x: rows for x, rows in found.items() if rows.any()}
-
-
-def _empty_after_steps(at_half: Tensor, at_end: Tensor) -> Tensor:
-    """Which rows still have no gradient after `_USUAL_STEP` steps, by those of half of a step and of all of it.
-
-    While few rows are used, their number grows as a power of the number of tokens (Heaps' law). The power is 1 for random
-    tokens and less for text.
-    """
-    used_at_half, used = (1.0 - float(x.float().mean()) for x in (at_half, at_end))
-    exponent = min(1.0, math.log2(used / used_at_half)) if used_at_half else 1.0
-    num_left = round((1.0 - used) ** (_USUAL_STEP**exponent) * at_end.numel())
-    places = at_end.nonzero().flatten()
-    left = torch.zeros_like(at_end)
-    left[places[torch.linspace(0, len(places) - 1, num_left, device=places.device).round().long()]] = True
-    return left
 
 
 def _middle_mean(values: Sequence[float]) -> float:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,6 @@ from gplan.core import Timing
 from profiler.backward.rematerialize import recomputed
 from profiler.backward.split_backward import first_half
 from profiler.capture.chain import Tensors, detached, wants_gradient
-from profiler.timing.averages_step import Around, keeping_averages
 from profiler.timing.bench import Bench, Composed, backward
 from profiler.timing.clock import Clock, Samples, median_s
 from profiler.timing.neighbours import BESIDE_OTHERS, Neighbours
@@ -82,15 +80,17 @@ def corrections_of(bench: Bench, samples: Callable[[str], Samples], share_run_ag
         excesses[name] = lower_bound_s(samples(f"excess/{name}"))
         cuts[name] = even_cut_s([samples(f"{key}/{name}").timing().low_s / 2 for key in keys], excesses[name])
     forward_s, weights_s = seconds("stage/forward"), seconds("stage/weight gradient")
-    rerun_s = forward_s - (1 - share_run_again) * seconds(f"{bench.keys[-1]}/forward") if bench.keys else 0.0
-    again_s = seconds("recomputed/again") + _certain_s(samples("recomputed/around"))
+    rerun_s = forward_s - (1 - share_run_again) * seconds(f"{bench.keys[-1]}/forward")
+    around = samples("recomputed/around")
+    around_s = median_s(around.clean_s) if around.clean_s else 0.0
+    again_s = seconds("recomputed/again") + (around_s if around_s > _CERTAIN * around.median_error_s else 0.0)
     return Corrections(
         recompute_factor=_ratio(again_s, rerun_s) if rerun_s > _LEAST_RERUN * forward_s else 1.0,
         forward_cut_s=cuts["forward"],
         backward_cut_s=cuts["backward"],
         input_gradient_cut_s=cuts["input gradient"],
         weight_gradient_factor=_ratio(weights_s, seconds(*(f"{key}/weight gradient" for key in halved))),
-        overhead_s=(excesses["forward"] + excesses["backward"]) / 2 / max(1, len(bench.keys)),
+        overhead_s=(excesses["forward"] + excesses["backward"]) / 2 / len(bench.keys),
         forward_tail=_ratio(together_s("forward"), seconds(*(f"{key}/forward" for key in bench.keys))),
         backward_tail=_ratio(together_s("backward"), seconds(*(f"{key}/backward" for key in bench.keys))),
     )
@@ -99,12 +99,6 @@ def corrections_of(bench: Bench, samples: Callable[[str], Samples], share_run_ag
 def _ratio(piece_s: float, sum_s: float) -> float:
     """The ratio, or 1 where either was not measured."""
     return piece_s / sum_s if piece_s and sum_s else 1.0
-
-
-def _certain_s(excess: Samples) -> float:
-    """The median, or 0 where that is not above three of its standard errors."""
-    found_s = median_s(excess.clean_s) if excess.clean_s else 0.0
-    return found_s if found_s > _CERTAIN * excess.median_error_s else 0.0
 
 
 def lower_bound_s(excess: Samples) -> float:
@@ -117,7 +111,7 @@ def lower_bound_s(excess: Samples) -> float:
 
 
 def shares_weights(layers: Sequence[nn.Module]) -> bool:
-    """Whether several of them have a trained weight in common, also as one layer several times.
+    """Whether several of them have a trained weight in common.
 
     On one stage, the second half of a split backward then runs through all that lies between the uses again, which
     layers on different stages do not.
@@ -149,7 +143,6 @@ def net(timing: Timing, cut_off_s: float) -> Timing:
 _LEAST_ROUNDS = 10
 _MOST_ROUNDS = 60
 _LEAST_SUMS = 5  # rounds with a sum of all layers, for its error to count
-_PAIR_ROUNDS = 5
 _SETTLED = 0.025  # standard error of a median, over the median
 _SETTLED_OF_ALL = 0.004  # or over the time of all layers: small ones need not settle
 _SETTLED_SUM = 0.01  # the same of the sum of several layers, as drift that they have in common hardly shows in each
@@ -184,7 +177,7 @@ class TimingRounds:
     """The measurements of one bench; their samples have names such as `0/forward`, by the key of the layer.
 
     Per round, `together/forward` is the sum over the layers and `excess/forward` that sum less the one stage;
-    `recomputed/around` is what recompute adds besides the second run. Forwards keep moving averages as those of a run do.
+    `recomputed/around` is what recompute adds besides the second run.
     """
 
     def __init__(
@@ -202,84 +195,52 @@ class TimingRounds:
         self._benches = (bench, *bench.others)  # of as many batches
         self._between = between
         self._splits_backward, self._others = splits_backward, others
-        self._norms = bench.norms or ((),) * len(bench.layers)
-        self._around_layers = [keeping_averages(x) for x in self._norms]
-        self._around_stage = keeping_averages(norm for some in self._norms for norm in some)
 
-    def sample(self, budget_s: float, report: Callable[[int, float], None], *, num_done: int = 0) -> None:
-        """Run rounds until the medians settle or `budget_s` is spent; `report` gets the round and the share done.
-
-        The samples of `num_done` earlier rounds exist already.
-        """
-        self._warm_up()
+    def sample(self, budget_s: float, report: Callable[[int, float], None]) -> None:
+        """Run rounds until the medians settle or `budget_s` is spent; `report` gets the round and the share done."""
+        start_s, rounds = time.monotonic(), 0
+        while rounds < self._clock.warmup_rounds or time.monotonic() - start_s < self._clock.warmup_s:
+            self.layer_round(lambda _name: Samples())
+            self._clock.flush()
+            rounds += 1
         start_s = time.monotonic()
-        for index in range(num_done, _MOST_ROUNDS):
+        for index in range(_MOST_ROUNDS):
             if index >= _LEAST_ROUNDS and (self._is_settled or time.monotonic() - start_s > budget_s):
                 return
             self._bench = self._benches[index // 2 % len(self._benches)]  # a pair of rounds measures everything
             added = RoundSamples(self._samples)
             self.layer_round(added, between=self._between)
             self._stage_round(added, "stage", self._bench.stage)
-            self._whole_model_round()
+            if self._bench.whole is not None:
+                self._between()
+                loss = self._clock.time(self._samples("whole/forward"), self._bench.whole)
+                if loss.requires_grad:
+                    self._clock.time(self._samples("whole/backward"), loss.backward)
             if index % 2 == 0:
-                self._recomputed_round(added)
+                self._stage_round(added, "recomputed", partial(self._recomputed, added("recomputed/again")))
             else:
                 self._first_round()
                 if self._splits_backward:
                     self._split_round(added)
-            self._round_beside_others(added)
+            if self._others is not None:
+                with self._others.running():
+                    self.layer_round(lambda name, added=added: added(f"{name}{BESIDE_OTHERS}"))  # type: ignore[misc]
+                    self._clock.flush()
             self._clock.flush()
             self._add_excesses(added)
             spent = (time.monotonic() - start_s) / budget_s
             report(index + 1, min(1.0, max(spent, (index + 1) / _MOST_ROUNDS)))
 
-    def sample_pairs(self) -> None:
-        """Time each layer with the next one as one stage, as `0+1/forward`, to find where layers do not add up."""
-        bench = self._bench
-        arounds = [keeping_averages((*one, *other)) for one, other in pairwise(self._norms)]
-        composed = map(Composed, pairwise(bench.layers))
-        pairs = [_within(around, pair) for around, pair in zip(arounds, composed, strict=True)]
-        for _ in range(_PAIR_ROUNDS):
-            passed, _ = bench.forward(lambda place, leaves: bench.layers[place](*leaves))
-            for place, (one, other) in enumerate(pairwise(bench.keys)):
-                pair, name = pairs[place], f"{one}+{other}"
-                outputs = self._clock.time(self._samples(f"{name}/forward"), pair, *detached(passed[place][0]))
-                if roots := [x for x in outputs if x.requires_grad]:
-                    work = partial(torch.autograd.backward, roots, [torch.ones_like(x) for x in roots])
-                    self._clock.time(self._samples(f"{name}/backward"), work)
-            self._clock.flush()
+    def _recomputed(self, samples: Samples, *inputs: Tensor) -> Tensors:
+        """The one stage with recompute; the second run is timed."""
 
-    def _warm_up(self) -> None:
-        """Rounds without samples, as many and for as long as the clock requires."""
-        start_s, rounds = time.monotonic(), 0
-        while rounds < self._clock.warmup_rounds or time.monotonic() - start_s < self._clock.warmup_s:
-            self.layer_round(lambda _name: Samples())
-            self._clock.flush()
-            rounds += 1
+        @contextmanager
+        def again() -> Iterator[None]:
+            end = self._clock.begin()
+            yield
+            end(samples)
 
-    def _whole_model_round(self) -> None:
-        """Forward and backward of the user's model."""
-        if self._bench.whole is not None:
-            self._between()
-            loss = self._clock.time(self._samples("whole/forward"), self._bench.whole)
-            if loss.requires_grad:
-                self._clock.time(self._samples("whole/backward"), loss.backward)
-
-    def _recomputed_round(self, samples: Callable[[str], Samples]) -> None:
-        """Forward and backward of all layers as one stage that recomputes."""
-        again = partial(self._timed_again, samples("recomputed/again"))
-        self._stage_round(
-            samples,
-            "recomputed",
-            lambda *tensors: recomputed(self._bench.stage, tensors, again=again, written=self._written),
-        )
-
-    @contextmanager
-    def _timed_again(self, samples: Samples) -> Iterator[None]:
-        """Inside, the second run is timed."""
-        end = self._clock.begin()
-        yield
-        end(samples)
+        return recomputed(self._bench.stage, inputs, again=again, written=self._written)
 
     @cached_property
     def _written(self) -> list[Tensor]:
@@ -312,8 +273,7 @@ class TimingRounds:
 
         def forward(place: int, leaves: Tensors) -> Tensors:
             between()
-            layer = _within(self._around_layers[place], bench.layers[place])
-            outputs: Tensors = clock.time(samples(f"{bench.keys[place]}/forward"), layer, *leaves)
+            outputs: Tensors = clock.time(samples(f"{bench.keys[place]}/forward"), bench.layers[place], *leaves)
             return outputs
 
         def backward_of(place: int, *roots: list[Tensor]) -> None:
@@ -327,25 +287,15 @@ class TimingRounds:
             clock.time(samples("loss/backward"), loss.backward)
             backward(passed, leaves, backward_of)
 
-    def _round_beside_others(self, samples: Callable[[str], Samples]) -> None:
-        if self._others is not None:
-            with self._others.running():
-                self.layer_round(lambda name: samples(f"{name}{BESIDE_OTHERS}"))
-                self._clock.flush()
-
     def _first_round(self) -> None:
         """A round whose backward creates the gradients instead of accumulating into them."""
         kept = {parameter: parameter.grad for parameter in self._bench.parameters}
         for parameter in kept:
             parameter.grad = None
-        seen: set[str] = set()
 
         def samples(name: str) -> Samples:
-            """A layer that occurs several times with the same weights creates their gradients once."""
-            if not name.endswith("backward") or name == "loss/backward" or name in seen:
+            if not name.endswith("backward") or name == "loss/backward":
                 return Samples()
-            if self._has_repeats:
-                seen.add(name)
             return self._samples(name.replace("/backward", "/first backward"))
 
         self.layer_round(samples, between=self._between)
@@ -363,7 +313,7 @@ class TimingRounds:
         )
         self._clock.flush()
         first = next((place for place, (inputs, _) in enumerate(passed) if wants_gradient(inputs)), None)
-        if first is not None and not self._has_repeats:
+        if first is not None:
             is_usual = not shares_weights(self._bench.layers[first:])
             inputs = detached(passed[first][0])
             outputs = Composed(self._bench.layers[first:])(*inputs)
@@ -408,15 +358,10 @@ class TimingRounds:
             return
         self._between()
         inputs = detached(self._bench.inputs)
-        outputs = self._clock.time(samples(f"{name}/forward"), _within(self._around_stage, stage), *inputs)
+        outputs = self._clock.time(samples(f"{name}/forward"), stage, *inputs)
         gradients = self._with_gradients(outputs)
         work = partial(self._clock.time, samples(f"{name}/backward"), torch.autograd.backward)
         backward([(inputs, outputs)], gradients, lambda _, *roots: work(*roots))
-
-    @property
-    def _has_repeats(self) -> bool:
-        """Whether a layer occurs several times in the bench with the same weights."""
-        return len(self._bench.layers) != len(set(self._bench.layers))
 
     @property
     def _is_settled(self) -> bool:
@@ -428,15 +373,3 @@ class TimingRounds:
         return all(x.settled(_SETTLED_SUM) for x in known) and all(
             x.median_error_s <= max(_SETTLED * s, small_s) for x, s in zip(found, medians, strict=True) if s
         )
-
-
-def _within(around: Around, forward: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """The forward inside `around()`."""
-    if around is nullcontext:
-        return forward
-
-    def within(*inputs: Tensor) -> Tensors:
-        with around():
-            return forward(*inputs)
-
-    return within

@@ -9,7 +9,11 @@ import pandas as pd
 import pytest
 
 from benchmarks import gpu_runs
-from tests.profiler.test_shapes import SYSTEM
+from gplan.cost.stage_table import StageTable
+from profiler.analytic.decoder_config import Widths, load_decoder
+from profiler.analytic.decoder_profile import DecoderProfile
+from profiler.analytic.hardware import load_hardware
+from tests.benchmarks.test_simumax import SYSTEM
 
 COLUMNS = "case,model,layers,tensor_parallel,pipeline,data_parallel,microbatches,expert_parallel,recompute_layers"
 ROWS = ("tiny_mbs1_cef,tiny,4,1,2,2,4,1,0", "tiny_mbs2,tiny,4,1,1,4,4,1,0", "experts,experts,4,1,2,2,4,2,1")
@@ -65,3 +69,13 @@ def test_published_rows() -> None:
         assert abs(errors.pop("step, ms")) <= MOST_STEP
         assert all(abs(x) <= MOST_MEMORY for x in errors.values())
     assert len(pd.read_csv(next(gpu_runs.DATA.glob("*.csv")))) > 0
+
+
+def test_a_stage_holds_one_empty_gradient_of_each_shape() -> None:
+    decoder = load_decoder("llama3-70b", {"num_hidden_layers": 4})
+    alone = DecoderProfile(name="llama", decoder=decoder, widths=Widths(), hardware=load_hardware("h100"))
+    made = gpu_runs.with_empty_gradients(alone.profile((1,)), alone.parts())
+    bytes_of = [StageTable(made, 4).row_parts(*x) for x in ((0, 2), (0, 3), (0, 6))]
+    of_shapes = 2 * (8192 * 10240 + 8192 * 8192 + 8192 * 57344 + 28672 * 8192)
+    for stage, (first, end) in zip(bytes_of, ((0, 2), (0, 3), (0, 6)), strict=True):
+        assert stage.weight == sum(x.weight_bytes for x in made.layers[first:end]) + of_shapes

@@ -35,7 +35,6 @@ from profiler.memory.layer_memory import (
     layer_bytes,
     layers_apart,
     measure_bytes,
-    outputs_saved_by_maker,
     pass_through,
     tied_uses,
     with_sums,
@@ -118,7 +117,7 @@ def test_a_peak_can_leave_out_what_was_given_before() -> None:
     assert trace.peak_bytes(3, 7) == 22
     assert trace.peak_bytes(3, 7, without=(2, 3)) == 19
     assert trace.peak_bytes(3, 7, without=(1, 3)) == 9
-    given_ns, freed_ns, num_bytes = trace.blocks()
+    given_ns, freed_ns, num_bytes = trace.blocks
     assert (given_ns.tolist(), freed_ns[:2].tolist(), num_bytes.tolist()) == ([1, 2, 3, 5], [6, 4], [10, 5, 7, 2])
 
 
@@ -180,10 +179,9 @@ OF_CONVOLUTIONS = {"resnet.py", "unet.py"}
 def recorded(layers: list[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]) -> tuple[LayerBytes, ...]:
     tied = tied_uses(layers)
     calls = layers_apart(layers, tied)
-    saved_by_maker = outputs_saved_by_maker(calls, inputs, loss)
     with StorageRecorder() as recorder:
         passage = pass_through(calls, inputs, loss, now=recorder.now, address_of=storage_key)
-    return with_sums(layer_bytes(recorder.trace(), passage, saved_by_maker), tied)
+    return with_sums(layer_bytes(recorder.trace(), passage), tied)
 
 
 def test_births_and_deaths_are_those_of_the_storages() -> None:

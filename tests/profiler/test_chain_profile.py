@@ -15,8 +15,8 @@ from gplan.core.errors import ModelError
 from gplan.graph.boundary import is_crossing, storages_of
 from gplan.graph.down_sets import Prefixes
 from profiler.capture.capture import capture
-from profiler.memory.chain_profile import Crossings, layers_with_weights, values_of
-from profiler.memory.layer_memory import TensorBytes
+from profiler.memory.chain_profile import SizeCosts, layers_with_weights, values_of
+from profiler.memory.layer_memory import LayerBytes, TensorBytes
 from tests.example_files import EXAMPLES, NEEDS_TRANSFORMERS, RUNNABLE, SMALL
 from tests.made import make_profile
 from tests.profiler.models import Counting, SmallUNet, Tied, TwoTowers
@@ -180,22 +180,38 @@ def test_shared_input_has_no_producer() -> None:
     assert [x.gradient_bytes for x in values[0].costs] == [0, 0]
 
 
-def crossings_of(model: nn.Module, size: int) -> Crossings:
+def costs_of(model: nn.Module, size: int) -> SizeCosts:
+    """Of layers that cost nothing but the tensors that they pass."""
     chain = capture(model, torch.randn(size, 4))
-    after = tuple(
-        tuple(TensorBytes(num_bytes=x.num_bytes, gradient_bytes=0, unsaved_bytes=0) for x in chain.specs(i + 1))
-        for i in range(len(chain))
+    memories = []
+    for i in range(len(chain)):
+        crossing = [TensorBytes(num_bytes=x.num_bytes, gradient_bytes=0, unsaved_bytes=0) for x in chain.specs(i + 1)]
+        memories.append(
+            LayerBytes(
+                stash_bytes=0,
+                forward_workspace_bytes=0,
+                backward_workspace_bytes=0,
+                crossing=tuple(crossing),
+                views=(None,) * len(crossing),
+            )
+        )
+    return SizeCosts(
+        microbatch_size=size,
+        chain=chain,
+        sources=tuple(range(len(chain))),
+        layers=(costs_of_nothing(),) * len(chain),
+        loss=costs_of_nothing(),
+        memories=tuple(memories),
     )
-    return Crossings(microbatch_size=size, chain=chain, after=after)
 
 
 def test_order_by_buffer_is_a_value_without_bytes() -> None:
     order = Value(producer=0, consumers=(1,), costs=(ValueCost(microbatch_size=2, num_bytes=0),))
-    assert order in values_of([crossings_of(Counting(), 2)])
+    assert order in values_of([costs_of(Counting(), 2)])
 
 
 def test_a_model_with_other_layers_at_another_size_is_refused() -> None:
-    sizes = [crossings_of(TwoTowers(depth=2), 2), crossings_of(TwoTowers(depth=3), 4)]
+    sizes = [costs_of(TwoTowers(depth=2), 2), costs_of(TwoTowers(depth=3), 4)]
     with pytest.raises(
         ModelError, match=r"5 layers at micro-batch size 2 and 7 at 4, which differ in left\.2, right\.2"
     ):
@@ -204,7 +220,7 @@ def test_a_model_with_other_layers_at_another_size_is_refused() -> None:
 
 def test_sizes_of_parameters() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 6).requires_grad_(False))
-    layers, _ = layers_with_weights(capture(model, torch.randn(2, 4)), (0, 1, 2), [[costs_of_nothing()] * 3])
+    layers, _ = layers_with_weights([costs_of(model, 2)])
     assert [[(x.num_rows, x.num_bytes, x.is_trained) for x in layer.parameters] for layer in layers] == [
         [(6, 96, True), (6, 24, True)],
         [(6, 24, True), (6, 24, True)],

@@ -46,15 +46,13 @@ class Event:
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     stream = Stream()
     monkeypatch.setattr("profiler.timing.clock.time.perf_counter", lambda: stream.host_s)
+    monkeypatch.setattr("torch.cuda.Event", lambda *, enable_timing: Event(stream))
+    monkeypatch.setattr("torch.cuda.synchronize", stream.synchronize)
     return stream
 
 
-def clock_on(stream: Stream) -> CudaClock:
-    return CudaClock(make_event=lambda: Event(stream), synchronize=stream.synchronize)
-
-
 def test_gpu_sample_is_kernel_time(stream: Stream) -> None:
-    clock, first, second = clock_on(stream), Samples(), Samples()
+    clock, first, second = CudaClock(), Samples(), Samples()
     clock.time(first, lambda: stream.run(launch_s=1e-5, kernel_s=0.25))
     assert clock.time(second, lambda: stream.run(launch_s=0.125, kernel_s=0.5)) == "result"
     clock.flush()
@@ -65,7 +63,7 @@ def test_gpu_sample_is_kernel_time(stream: Stream) -> None:
 
 
 def test_a_round_of_many_samples_waits_for_the_gpu_once(stream: Stream) -> None:
-    clock, samples = clock_on(stream), [Samples() for _ in range(5)]
+    clock, samples = CudaClock(), [Samples() for _ in range(5)]
     for part in samples:
         clock.time(part, lambda: stream.run(launch_s=1e-5, kernel_s=0.1))
     assert (stream.waits, [len(x.clean_s) for x in samples]) == (0, [0] * 5)
@@ -75,7 +73,7 @@ def test_a_round_of_many_samples_waits_for_the_gpu_once(stream: Stream) -> None:
 
 
 def test_launch_bound_layer(stream: Stream) -> None:
-    clock, small = clock_on(stream), Samples()
+    clock, small = CudaClock(), Samples()
     for _ in range(3):
         clock.time(small, lambda: stream.run(launch_s=1e-3, kernel_s=1e-5))
     clock.flush()
@@ -85,7 +83,7 @@ def test_launch_bound_layer(stream: Stream) -> None:
 
 
 def test_work_that_fails_on_a_gpu_leaves_no_sample(stream: Stream) -> None:
-    clock, samples = clock_on(stream), Samples()
+    clock, samples = CudaClock(), Samples()
     with pytest.raises(ZeroDivisionError):
         clock.time(samples, lambda: 1 // 0)
     clock.flush()
@@ -152,7 +150,7 @@ def test_timing_of_clean_and_refused_samples(
 
 
 def test_both_clocks_time_the_same_way(stream: Stream) -> None:
-    clocks: list[Clock] = [CpuClock(), clock_on(stream)]
+    clocks: list[Clock] = [CpuClock(), CudaClock()]
     for clock in clocks:
         samples = Samples()
         assert clock.time(samples, abs, -2) == 2

@@ -89,7 +89,7 @@ def test_a_file_of_ones_own_is_a_device(tmp_path: Path) -> None:
         ("reduction = { flops = 0.5, bandwidth = 0.8 }", "", "no efficiency.reduction"),
         ("bandwidth = 0.4", "bandwidth = 40", "efficiency.indexing is .* shares above 0 and at most 1"),
         ('kind = "cuda"', 'kind = "gpu"', "Invalid enum value 'gpu'"),
-        ("[sources]", "[sources", "is not TOML"),
+        ("[sources]", "[sources", "cannot be parsed as TOML"),
         ("bytes_per_s = 10e9", "bytes_per_s = 10e9, points = [[2048, 2e-5], [1024, 1e-5]]", "points"),
     ],
 )

@@ -282,19 +282,6 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return made
 
 
-@pytest.mark.parametrize("other", [0.0, 1.0])
-def test_trace_falls_back_to_no_constants_where_it_is_right(monkeypatch: pytest.MonkeyPatch, other: float) -> None:
-    module, right = library(monkeypatch), choose(ROWS.sum() > 0)
-
-    def number(model: Decides, x: Tensor) -> float:
-        return right + other if module.is_fake_tensor(torch.ones(2)) else choose(x.sum() > 0)
-
-    model = Decides(number)
-    chain = capture(model, ROWS)
-    assert torch.equal(chain.stage(0, len(chain))(ROWS)[0], model(ROWS))
-    assert ("along the path of one batch" if other else "without the values of constants") in chain.notes[-1]
-
-
 def test_batch_on_another_path_is_refused_with_the_line() -> None:
     def number(model: Decides, x: Tensor) -> float:
         first = choose(torch.ones(2).sum() > 1)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from gplan.core.errors import ModelError, UsageError
-from profiler.model.given_model import GivenModel
 from profiler.model.load import load_model_file, model_in_memory, open_model_file
 from profiler.model.model_reference import parse_input_shapes
 
@@ -163,31 +162,6 @@ def test_all_missing_functions_are_named_at_once(file: Path) -> None:
     with pytest.raises(ModelError, match=told) as caught:
         load_model_file(str(file)).require("batches", "loss", "optimizer")
     assert str(caught.value).count("then profile and balance again") == 1
-
-
-def test_a_misspelled_function_is_named_where_it_is_missing(file: Path) -> None:
-    file.write_text(f"{file.read_text()}\ndef los(output, target):\n    return output.mean()\n")
-    loaded = load_model_file(str(file))
-    assert f"{file} defines no loss, but los (rename it, if that is meant): its time" in " ".join(
-        loaded.notes_on_missing
-    )
-    with pytest.raises(
-        ModelError,
-        match=r"defines no loss, but los \(rename it, if that is meant\); otherwise add loss:\ndef loss",
-    ):
-        loaded.require("loss")
-
-
-def test_misspelled_batches_named_without_inputs(file: Path) -> None:
-    file.write_text(file.read_text().replace("def example_inputs(", "def batchs("))
-    with pytest.raises(ModelError, match=r"defines no batches, but batchs \(rename it"):
-        load_model_file(str(file)).example_inputs(2)
-
-
-def test_misspelled_function_warns_before_measuring(file: Path) -> None:
-    file.write_text(f"{file.read_text()}\ndef optimiser(parameters):\n    return None\n")
-    with pytest.warns(UserWarning, match=r"defines no optimizer, but optimiser \(rename it"):
-        GivenModel(model=str(file)).load_for_measuring()
 
 
 def test_input_shapes_are_read_with_their_dtypes() -> None:

@@ -52,7 +52,7 @@ def test_each_lazy_layer_materialises(build: object, inputs: Tensor) -> None:
     for layer in range(len(chain)):
         stage = chain.stage(layer, layer + 1)
         before = stage.state_dict(keep_vars=True)
-        with materialised(stage, model=model, seed=1):
+        with materialised(stage, seed=1):
             outputs = stage(*tensors)
             wanted = [x for x in outputs if x.requires_grad]
             torch.autograd.backward(wanted, real_like(wanted, seed=2))
@@ -63,21 +63,11 @@ def test_each_lazy_layer_materialises(build: object, inputs: Tensor) -> None:
     assert all(isinstance(x, FakeTensor) and x.grad is None for x in model.parameters())
 
 
-def test_values_are_those_that_the_authors_modules_draw() -> None:
-    torch.manual_seed(0)
-    model, real = lazily(blocks), blocks()
-    with materialised(model, model=model, seed=0):
-        for (name, x), y in zip(model.named_parameters(), real.parameters(), strict=True):
-            largest, expected = x.detach().abs().max(), y.detach().abs().max()
-            if "out_proj.bias" not in name:  # a linear layer's own rule; the attention around it would make it zero
-                assert math.isclose(largest, expected, rel_tol=0.3), name
-
-
 def test_materialise_is_seeded() -> None:
     model = lazily(lambda: nn.Linear(5, 5))
     state, drawn = torch.get_rng_state(), []
     for seed in (1, 1, 2):
-        with materialised(model, model=model, seed=seed):
+        with materialised(model, seed=seed):
             drawn.append(model.weight.detach().clone())
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
     assert torch.equal(torch.get_rng_state(), state)
@@ -86,7 +76,7 @@ def test_materialise_is_seeded() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn])
 def test_default_values(dtype: torch.dtype) -> None:
     model = lazily(lambda: Scale(dtype))
-    with materialised(model, model=model, seed=0):
+    with materialised(model, seed=0):
         assert torch.equal(model.weight, torch.ones(500)) and torch.equal(model.bias, torch.zeros(500))
         assert model.table.dtype == dtype
         values = model.table.detach().to(torch.complex64 if dtype.is_complex else torch.float32)
@@ -95,7 +85,7 @@ def test_default_values(dtype: torch.dtype) -> None:
 
 def test_what_is_real_is_not_touched() -> None:
     model = lazily(Scale)
-    with materialised(model, model=model, seed=0):
+    with materialised(model, seed=0):
         assert model.places is model.kept
     assert torch.equal(model.places, torch.arange(3.0))
 
@@ -108,7 +98,7 @@ def test_ties_strides_and_frozen_weights_are_kept() -> None:
         return model
 
     model, real = lazily(build), build()
-    with materialised(model, model=model, seed=0):
+    with materialised(model, seed=0):
         assert model[0].weight is model[1].weight
         assert model[0].weight.stride() == real[0].weight.stride()
         assert not model[0].bias.requires_grad and model[1].bias.requires_grad
@@ -117,28 +107,13 @@ def test_ties_strides_and_frozen_weights_are_kept() -> None:
 
 def test_a_parametrized_weight_is_finite() -> None:
     model = lazily(lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))))
-    with materialised(model, model=model, seed=0):
+    with materialised(model, seed=0):
         assert model(torch.ones(1, 4)).isfinite().all()
-
-
-def test_failing_reset_method_is_replaced() -> None:
-    class Careless(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(4, 4))
-
-        def reset_parameters(self) -> None:
-            nn.init.constant_(self.weight, torch.nan)
-            raise ValueError("no values")
-
-    model = lazily(lambda: nn.Sequential(Careless()))
-    with materialised(model, model=model, seed=0):
-        assert model[0].weight.isfinite().all() and model[0].weight.std() > 0
 
 
 def test_it_is_fake_again_after_an_error() -> None:
     model = lazily(lambda: nn.Linear(5, 5))
-    with pytest.raises(RuntimeError, match="mid-way"), materialised(model, model=model, seed=0):
+    with pytest.raises(RuntimeError, match="mid-way"), materialised(model, seed=0):
         raise RuntimeError("mid-way")
     assert isinstance(model.weight, FakeTensor)
 

@@ -6,7 +6,6 @@ import copy
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from gplan.core import HostLoad, Link, Profile
 from gplan.core.errors import ModelError, UsageError
 from gplan.files import json_files
-from profiler.measure import ProfileOptions, _journal_key, measure_profile
+from profiler.measure import ProfileOptions, measure_profile
 from profiler.model.load import ModelFile, model_in_memory
-from profiler.timing import layer_timing
-from profiler.timing.clock import Samples
-from profiler.timing.rounds import NO_CORRECTIONS
 from tests.profiler.models import ConvNet, Tied
 
 LINK = Link(latency_s=0.0, bytes_per_s=1e9)
@@ -217,60 +213,6 @@ def test_too_large_single_size_is_an_error() -> None:
         measure_profile(narrow(), replace(OPTIONS, microbatch_sizes=(4,)))
 
 
-def test_interrupted_profile_continues(tmp_path: Path) -> None:
-    options = replace(OPTIONS, microbatch_sizes=(1, 2), journal=tmp_path / "journal")
-    rounds: list[str] = []
-
-    def count(text: str, _share: float) -> None:
-        rounds.append(text)
-
-    def stop(text: str, _share: float) -> None:
-        if "size 2" in text and "round" in text:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        measure_profile(mlp(), options, progress=stop)
-    assert (tmp_path / "journal").exists()
-    found = measure_profile(mlp(), options, progress=count)
-    assert not any("size 1" in text and "round" in text for text in rounds)
-    assert found.layers[0].costs[0].forward.num_samples >= 5
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_profile_interrupted_after_its_layers_samples_updates_twice_when_it_continues(tmp_path: Path) -> None:
-    options, texts = replace(OPTIONS, journal=tmp_path / "journal"), list[str]()
-
-    def stop(text: str, _share: float) -> None:
-        if text.endswith("step again"):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        measure_profile(mlp(), options, progress=stop)
-    measure_profile(mlp(), options, progress=lambda text, _: texts.append(text))
-    assert [x for x in texts if "optimizer's step" in x] == [
-        "measuring the optimizer's step",
-        "measuring the optimizer's step again",
-    ]
-
-
-def test_error_names_the_journal(tmp_path: Path) -> None:
-    progress = list[str]()
-
-    class Breaks(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            if any("step again" in text for text in progress):  # after the layers
-                raise ValueError("no")
-            return super().step(closure)
-
-    file = replace(mlp(), functions={**mlp().functions, "optimizer": lambda p: Breaks(p, lr=0.1)})
-    with pytest.raises(ModelError, match="the measurements so far are kept in"):
-        measure_profile(
-            file,
-            replace(OPTIONS, journal=tmp_path / "journal"),
-            progress=lambda text, _: progress.append(text),
-        )
-
-
 def test_alike_layers_are_measured_once() -> None:
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(12)]
     file = in_memory(nn.Sequential(*blocks, nn.Linear(16, 4)), lambda n: torch.randn(n, 16), classes)
@@ -451,38 +393,6 @@ def test_measured_operations_of_repeated_blocks() -> None:
     alike = [x.same_as for x in found.layers if x.same_as is not None]
     assert alike and all(found.layers[x].kind == y.kind for x, y in zip(alike, found.layers[8:], strict=False))
     assert found.whole_model and found.whole_model[0].forward.num_samples > 0
-
-
-def test_layers_and_operations_have_journals_of_their_own() -> None:
-    keys = {_journal_key(mlp(), replace(OPTIONS, granularity=x)) for x in ("layer", "op")}
-    assert len(keys) == 2
-
-
-def test_layers_that_do_not_add_up_are_timed_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gplan.core.profile.MOST_DISAGREEMENT", -1.0)
-    (note,) = _notes_on_pairs(measure_profile(mlp(), OPTIONS))
-    assert "0 and 1 (" in note and "1 and 2 (" in note
-
-
-def test_equal_layers_add_up_with_all_their_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    adds_up, subjects = layer_timing._adds_up, list[Any]()
-    monkeypatch.setattr(layer_timing, "_adds_up", lambda *x: subjects.append(x[:2]) or True)
-    monkeypatch.setattr(layer_timing, "corrections_of", lambda *_: NO_CORRECTIONS)
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)), nn.Linear(8, 4))
-    measure_profile(in_memory(model, lambda n: torch.randn(n, 8), classes), OPTIONS)
-
-    def add_up_to(whole_s: float) -> bool:
-        def samples(name: str) -> Samples:
-            return Samples(clean_s=[whole_s if name.startswith("whole/") else 1.0] * 3)
-
-        return adds_up(*subjects[0], samples)
-
-    assert add_up_to(10.0)  # nine layers and the loss
-    assert not add_up_to(5.0)
-
-
-def _notes_on_pairs(profile: Profile) -> list[str]:
-    return [x for x in profile.notes if x.startswith("pairs of layers that take longer or shorter together")]
 
 
 def test_a_profile_on_a_busy_host_is_doubted(profile: Profile) -> None:

@@ -1,6 +1,9 @@
-"""Published efficiency files as hardware: the system files of SimuMax (MooreThreads/SimuMax, docs/system.md).
+"""Efficiencies published for SimuMax (MooreThreads/SimuMax, docs/system.md) as a hardware file of gplan.
 
-Such a file holds, for one device, the peak flop rate, shares of it by the shapes of matrix products, grouped products
+    python benchmarks/simumax.py b200_efficiency.json > b200.json
+    gplan profile model.py --device meta --hardware b200.json
+
+Such a system file holds, for one device, the peak flop rate, shares of it by the shapes of matrix products, grouped products
 and fused attention, the memory bandwidth with shares for some kernels, and rates of collectives. Its rates of bytes are
 in GiB per second, and each operation that is bound by memory takes `latency_us` beside its bytes. A grouped product is
 named by the sizes of its forward in all three stages. What the file leaves out (rates of other dtypes, memory) is that
@@ -9,6 +12,8 @@ of the built-in device whose name its `sys_name` begins with; without one, other
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +22,7 @@ import msgspec
 
 from gplan.core.checks import COLLECTIVE_KINDS
 from gplan.core.errors import FileError
+from profiler.analytic.hardware import hardware_table
 
 _GIB = 2**30
 _LAUNCH_S = 4e-6  # as the built-in GPUs
@@ -76,8 +82,9 @@ class _System(msgspec.Struct):
     num_per_node: int = 8
 
 
-def read_efficiency_file(path: Path, built_in: Mapping[str, Any]) -> dict[str, Any]:
+def read_system_file(path: Path) -> dict[str, Any]:
     """The file as an entry of the hardware table; raises FileError for a file that is no such file."""
+    built_in = hardware_table()
     try:
         system = msgspec.json.decode(path.read_bytes(), type=_System)
         ops, bandwidth = system.accelerator.op, system.accelerator.bandwidth
@@ -184,3 +191,14 @@ def _attention(ops: Mapping[str, _Op]) -> list[dict[str, Any]]:
             if x["qkv_contiguous"] == "True" or tuple(row.values()) not in found:
                 found[tuple(row.values())] = {**row, "flops": share}
     return list(found.values())
+
+
+def main() -> None:
+    """Print the hardware file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    print(json.dumps(read_system_file(parser.parse_args().file), indent=1, default=list))
+
+
+if __name__ == "__main__":
+    main()
