@@ -8,7 +8,7 @@ where possible and else in sizes between them, whose costs are interpolated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeAlias, cast
 
@@ -111,6 +111,9 @@ class Space:
 
 def search_space(profile: Profile, request: PlanRequest) -> Space:
     """All strategies that meet the request; raises UsageError where there is none."""
+    machine = request.machine
+    if machine is not None:
+        request = replace(request, total_devices=len(machine.devices) if request.num_devices == "auto" else None)
     check_request(profile, request)
     allows = _rules(request)
     device_counts, notes = _device_counts(profile, request), list[str]()
@@ -136,6 +139,19 @@ def search_space(profile: Profile, request: PlanRequest) -> Space:
     if not every:
         raise UsageError(_no_setting_text(profile, request, device_counts, batch_size))
     strategies = tuple(x for x in every if any(allows(x, mode) for mode in recompute))
+    single = tuple(x for x in strategies if x.num_stages == x.num_devices)
+    if machine is not None:
+        strategies = tuple(x for x in single if x.num_devices <= len(machine.devices))
+        if not strategies:
+            raise UsageError(
+                f"no setting has one stage on each of at most {counted(len(machine.devices), 'device')}; name a schedule with one "
+                "stage per device, such as --schedule 1f1b, or plan without --machine"
+            )
+    elif request.constraints.pins and 0 < len(single) < len(
+        strategies
+    ):  # elsewhere a stage's number is another part of the model
+        strategies = single
+        notes.append("--pin names stages, so schedules with several stages a device were left out")
     if not strategies:
         schedule = "auto" if request.schedule == "auto" else schedule_info(request.schedule).title
         raise UsageError(

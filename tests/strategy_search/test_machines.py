@@ -10,8 +10,9 @@ import pytest
 
 from gplan.core import Constraints, Link, Machine, MachineDevice, Plan
 from gplan.core.errors import UsageError
-from gplan.partition.balance import balance_fixed
-from gplan.strategy_search import machine_search
+from gplan.partition.placement import Placed, best_placement
+from gplan.partition.plan_evaluation import goal_s
+from gplan.strategy_search import setting_search
 from gplan.strategy_search.planner import balance
 from tests.made import make_profile
 from tests.searching import search_machine
@@ -56,17 +57,17 @@ def test_schedules_with_chunks_are_refused() -> None:
 
 
 def test_a_setting_that_was_not_planned_in_time_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(*args: Any, **options: Any) -> Plan:
+    def slow(*args: Any, **options: Any) -> Placed | None:
         time.sleep(0.1)
-        return balance_fixed(*args, **options)
+        return best_placement(*args, **options)
 
-    monkeypatch.setattr(machine_search, "balance_fixed", slow)
+    monkeypatch.setattr(setting_search, "best_placement", slow)
     found = search_machine(
         PROFILE, hosts(1.0), num_devices=2, num_microbatches=4, recompute="never", batch_size=8, time_limit_s=0.05
     )
-    counts = re.search(r"the time was up after .*: (\d+) settings? of (\d+) are open", found.notes[-1])
-    assert counts is not None and int(counts[1]) == int(counts[2]) - 1
-    assert not found.proof.is_proven
+    counts = re.search(r"the time was up: (\d+) of (\d+) settings are still open", found.notes[-1])
+    assert counts is not None and 0 < int(counts[1]) < int(counts[2])
+    assert not found.proof.is_proven and found.proof.lower_bound_s > 0
 
 
 def test_a_pipeline_of_fewer_devices_is_looked_at() -> None:
@@ -87,16 +88,19 @@ def test_a_pipeline_of_fewer_devices_is_looked_at() -> None:
 
 
 def test_an_interrupt_keeps_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = list[Plan]()
+    made = list[Placed | None]()
 
-    def interrupted(*args: Any, **options: Any) -> Plan:
+    def interrupted(*args: Any, **options: Any) -> Placed | None:
         if len(made) == 2:
             raise KeyboardInterrupt
-        made.append(balance_fixed(*args, **options))
+        made.append(best_placement(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(machine_search, "balance_fixed", interrupted)
+    monkeypatch.setattr(setting_search, "best_placement", interrupted)
     found = searched(1.0)
-    assert found.prediction.step_s == min(x.prediction.step_s for x in made)
-    assert re.search(r"the search was interrupted after .*: \d+ settings of \d+ are open", found.notes[-1])
-    assert not found.proof.is_proven
+    steps_s = [goal_s(x.problem, x.solution.stages) for x in made if x is not None]
+    assert found.prediction.step_s == pytest.approx(min(steps_s))
+    assert re.search(
+        r"the search was interrupted: \d+ of \d+ settings are still open, the bound is of all", found.notes[-1]
+    )
+    assert 0 < found.proof.lower_bound_s < found.prediction.step_s
