@@ -1,10 +1,11 @@
 """The loop over the settings of a space: balance one after the other, and drop those whose bound is above the best step.
 
 Every setting begins with its lower bound in closed form (`bounds.py`). The settings are balanced in the order of their
-estimates (`heuristics.py`), until there is a plan the simplest schedules first, each within a share of the time left, and
-raise their bounds. Those that are not proven when all have had their turn are balanced again with more time. The lower bound over all is the smallest bound of any setting.
-On a machine, balancing places the stages too. Bounds hold for less memory as well, so a run with less memory begins with
-what is known.
+estimates (`heuristics.py`), until there is a plan the simplest schedules first, and every second time that with the
+smallest bound, so that the proof grows with the plan. Each gets a share of the time left and raises its bound; those that
+are not proven when all have had their turn are balanced again with more time. The lower bound over all is the smallest
+bound of any setting. On a machine, balancing places the stages too. Bounds hold for less memory as well, so a run with
+less memory begins with what is known.
 """
 
 from __future__ import annotations
@@ -64,9 +65,8 @@ class SettingSearch:
     plans: dict[tuple[_Way, int | None], Plan] = field(default_factory=dict)  # of all runs, by memory limit
     num_solved: int = 0
     is_interrupted: bool = False
-    _free: dict[Strategy, tuple[Placed | None, bool]] = field(
-        default_factory=dict
-    )  # without a memory limit; and whether more time is of no use
+    # the plan without a memory limit, and whether more time is of no use
+    _free: dict[Strategy, tuple[Placed | None, bool]] = field(default_factory=dict)
     _limited: dict[_Way, float] = field(default_factory=dict)  # bounds that were raised by solving
     _last: dict[Strategy, Solution] = field(default_factory=dict)  # where the next search of a setting begins
     _tables: dict[tuple[object, ...], StageTable] = field(default_factory=dict)
@@ -81,20 +81,25 @@ class SettingSearch:
         self.progress(f"bounding {counted(len(self.space.strategies), 'setting')}", share[0])
         for x in self.space.strategies:
             self.bounds.setdefault(x, self._bound(x, self.space.recompute[0]))
-        least_s, unproven = _LEAST_SOLVE_S, list[Strategy]()
         turn = sorted(self.space.strategies, key=lambda x: self._estimate(x, memory_bytes))
+        unproven, least_s, by_bound = list[Strategy](), _LEAST_SOLVE_S, False
         try:
-            while turn and (left_s := deadline_s - time.perf_counter()) > 0:
-                simple = (x for x in turn if x.schedule in SIMPLEST)
-                strategy = next(simple, turn[0]) if self.best is None else turn[0]
-                if self.bounds[strategy] <= self._cutoff:
-                    self._report(strategy, share[1] - (share[1] - share[0]) * left_s / (deadline_s - started_s))
-                    limit_s = min(left_s, max(least_s, _SHARE * left_s / len(turn)))
-                    if not self._balance(strategy, memory_bytes, time_limit_s=limit_s):
-                        unproven.append(strategy)
-                turn.remove(strategy)
+            while (left_s := deadline_s - time.perf_counter()) > 0:
+                turn = [x for x in turn if self.bounds[x] <= self._cutoff]
                 if not turn:
                     turn, unproven, least_s = unproven, [], 2 * least_s
+                    if not turn:
+                        break
+                    continue
+                simple = [x for x in turn if x.schedule in SIMPLEST] if self.best is None else []
+                strategy = min(turn, key=self.bounds.__getitem__) if by_bound else (simple or turn)[0]
+                by_bound = self.best is not None and not by_bound
+                self._report(strategy, share[1] - (share[1] - share[0]) * left_s / (deadline_s - started_s))
+                limit_s = min(left_s, max(least_s, _SHARE * left_s / len(turn)))
+                is_finished = self._balance(strategy, memory_bytes, time_limit_s=limit_s)
+                turn.remove(strategy)
+                if not is_finished:
+                    unproven.append(strategy)
         except KeyboardInterrupt:
             if self.best is None:
                 raise
@@ -206,7 +211,7 @@ class SettingSearch:
 
         It is first balanced without a memory limit: a plan that fits anyway is the best for every way to recompute.
         """
-        allowed = [x for x in self.space.recompute if self.space.allows(strategy, x)]
+        allowed = [x for x in self.space.recompute if self.request.allows(replace(strategy, recompute=x))]
         modes, least, is_finished = self._modes(strategy, allowed, memory_bytes), self.bounds[strategy], True
         if self.request.machine is None and (memory_bytes is None or {"never", "selected"} & {*modes}):
             problem = self.problem(strategy, allowed[0], memory_bytes)
