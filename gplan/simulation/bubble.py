@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import add
 
 from gplan.core import ActionKind, Idle, IdleCause, Schedule, Span, Timeline, Transfer
@@ -116,36 +117,31 @@ def _loop_of(timeline: Timeline) -> _Loop:
 
 
 def _loop_pieces(loop: _Loop) -> Iterator[Idle]:
-    found, filled = _waits(loop), _filled(loop)
+    """What each device waits for within the loop."""
+    found = _waits(loop)
     equal = _equal_waits(loop, found)
+    last_forward, first_backward = dict[int, int](), dict[int, int]()
+    for place, (action, entry) in enumerate(zip(loop.program.actions, loop.program.entries, strict=True)):
+        if action.kind is ActionKind.FORWARD:
+            last_forward[entry.device] = place
+        else:
+            first_backward.setdefault(entry.device, place)
     loop_s = max(x.end_s for x in loop.spans) - min(x.start_s for x in loop.spans)
     for place, wait in found.items():
         device = loop.program.entries[place].device if place >= 0 else -1 - place
+        fills = 0 <= place <= max(last_forward.get(device, -1), first_backward.get(device, -1))
         equal_s = equal[place].rest_s if place in equal else 0.0
         own_s = math.inf if wait.rest_s <= equal_s + _ALIKE * loop_s else equal_s
-        yield from _split_wait(
-            device, wait, IdleCause.WARM_UP if 0 <= place <= filled[device] else IdleCause.DRAIN, own_s
+        turn_s = min(wait.sent_s, wait.start_s + own_s)  # from then on the wait is longer than with equal stages
+        times_s = (wait.start_s, turn_s, wait.sent_s, wait.arrived_s, wait.end_s)
+        causes = (
+            IdleCause.WARM_UP if fills else IdleCause.DRAIN,
+            IdleCause.IMBALANCE,
+            IdleCause.COMMUNICATION,
+            IdleCause.ENGINE,
         )
-
-
-def _filled(loop: _Loop) -> list[int]:
-    """For each device the last place at which it waits for the pipeline to fill: its last forward, or first backward."""
-    last_forward, first_backward = ([-1] * loop.num_devices for _ in range(2))
-    for place, (action, (device, *_)) in enumerate(zip(loop.program.actions, loop.program.entries, strict=True)):
-        if action.kind is ActionKind.FORWARD:
-            last_forward[device] = place
-        elif first_backward[device] < 0:
-            first_backward[device] = place
-    return list(map(max, last_forward, first_backward))
-
-
-def _split_wait(device: int, wait: _Wait, cause: IdleCause, own_s: float) -> Iterator[Idle]:
-    """The pieces of a wait; of what is neither transfer nor engine `own_s` have that cause, the rest is imbalance."""
-    turn_s = min(wait.sent_s, wait.start_s + own_s)
-    yield Idle(device=device, cause=cause, start_s=wait.start_s, end_s=turn_s)
-    yield Idle(device=device, cause=IdleCause.IMBALANCE, start_s=turn_s, end_s=wait.sent_s)
-    yield Idle(device=device, cause=IdleCause.COMMUNICATION, start_s=wait.sent_s, end_s=wait.arrived_s)
-    yield Idle(device=device, cause=IdleCause.ENGINE, start_s=wait.arrived_s, end_s=wait.end_s)
+        for cause, (start_s, end_s) in zip(causes, pairwise(times_s), strict=True):
+            yield Idle(device=device, cause=cause, start_s=start_s, end_s=end_s)
 
 
 def _waits(loop: _Loop) -> dict[int, _Wait]:

@@ -7,12 +7,12 @@ most of all is, to the byte, the peak that plans are made with (`gplan/cost/memo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from gplan.core import ActionKind, Plan, RecomputeMode, Schedule, StageBytes, StageMemory, Timeline
-from gplan.cost.memory_moments import OPTIMIZER_MOMENT, RESTING, DeviceMoment, Moment, device_moments, memory_at
+from gplan.cost.memory_moments import OPTIMIZER_MOMENT, RESTING, Moment, device_moments, memory_at
 from gplan.simulation.simulator import schedule_of, simulate
 
 
@@ -61,8 +61,25 @@ def device_holdings(
     `timeline` is a step of the schedule with every action and update.
     """
     own = {stage: parts[stage] for stage in schedule.stages_of(device)}
-    moments = device_moments(schedule, device, own, recompute=recompute)
-    return tuple(_holdings(timeline, device, own, moments))
+    spans = [x for x in timeline.spans if x.device == device]
+    updates = [x for x in spans if x.action.kind is ActionKind.OPTIMIZER]
+    times = {str(x.action): (x.start_s, x.end_s) for x in spans}
+    times[OPTIMIZER_MOMENT] = (updates[0].start_s, updates[-1].end_s)
+
+    def held(at: Mapping[int, Moment], action: str, start_s: float, end_s: float) -> Holding:
+        stages = tuple(memory_at(at[stage], x, action=action) for stage, x in own.items())
+        return Holding(device=device, action=action, start_s=start_s, end_s=end_s, stages=stages)
+
+    resting, moments = dict.fromkeys(own, RESTING), device_moments(schedule, device, own, recompute=recompute)
+    steps = [(action, list(group)) for action, group in groupby(moments, key=lambda moment: moment.action)]
+    starts = [*(times[action][0] for action, _ in steps), timeline.step_s]
+    found = [held(resting, "", 0.0, starts[0])]
+    for (action, step), next_s in zip(steps, starts[1:], strict=True):  # while it runs, and until the next one starts
+        start_s, end_s = times[action]
+        after, name = (resting, "") if action == OPTIMIZER_MOMENT else (step[-1].moments, action)
+        most = max(step, key=lambda moment: moment.num_bytes)
+        found += [held(most.moments, action, start_s, end_s), held(after, name, end_s, max(end_s, next_s))]
+    return tuple(found)
 
 
 def fullest(holdings: Sequence[Holding]) -> Holding:
@@ -74,32 +91,3 @@ def _recompute_of(plan: Plan, device: int) -> RecomputeMode:
     """With "selected", a stage that recomputes none of its layers keeps them all."""
     keeps_all = plan.recompute == "selected" and not any(stage.recompute_layers for stage in plan.stages_of(device))
     return "never" if keeps_all else plan.recompute
-
-
-def _holdings(
-    timeline: Timeline, device: int, parts: Mapping[int, StageBytes[int]], moments: Iterator[DeviceMoment]
-) -> Iterator[Holding]:
-    """One before the first action, then two for each action: while it runs and until the next one starts."""
-
-    def held(at: Mapping[int, Moment], action: str, start_s: float, end_s: float) -> Holding:
-        stages = tuple(memory_at(at[stage], own, action=action) for stage, own in parts.items())
-        return Holding(device=device, action=action, start_s=start_s, end_s=end_s, stages=stages)
-
-    resting, times = dict.fromkeys(parts, RESTING), _times(timeline, device)
-    steps = [(action, list(group)) for action, group in groupby(moments, key=lambda moment: moment.action)]
-    yield held(resting, "", 0.0, times[steps[0][0]][0])
-    starts = [*(times[action][0] for action, _ in steps[1:]), timeline.step_s]
-    for (action, step), next_s in zip(steps, starts, strict=True):
-        start_s, end_s = times[action]
-        most = max(step, key=lambda moment: moment.num_bytes)
-        yield held(most.moments, action, start_s, end_s)
-        after, name = (resting, "") if action == OPTIMIZER_MOMENT else (step[-1].moments, action)
-        yield held(after, name, end_s, max(end_s, next_s))
-
-
-def _times(timeline: Timeline, device: int) -> dict[str, tuple[float, float]]:
-    """When each action of a device starts and ends; its optimizers are one."""
-    own = [span for span in timeline.spans if span.device == device]
-    updates = [span for span in own if span.action.kind is ActionKind.OPTIMIZER]
-    times = {str(span.action): (span.start_s, span.end_s) for span in own}
-    return {**times, OPTIMIZER_MOMENT: (updates[0].start_s, updates[-1].end_s)}
