@@ -8,7 +8,7 @@ that the end adds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -32,6 +32,9 @@ Way = tuple[int | None, tuple[int, ...]]
 
 Output = tuple[Way, int]
 """A value that a layer makes, and its bytes."""
+
+StageBytesOf: TypeAlias = Callable[[Ints, Ints], Ints]
+"""Bytes of stages, [E], from their first and end positions."""
 
 Waiting = tuple[tuple[int, ...], int]
 """The layers that use a weight, rising, and the bytes of its gradient."""
@@ -152,15 +155,15 @@ class Prefixes:
                 found[made + 1] += size
         return found
 
-    def pass_through(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
-        """A function of stages (first, end) to [E]: the sum of sizes[W] of values made before and read after a stage.
+    def pass_through(self, outputs: Sequence[Output], *, is_unread: bool) -> StageBytesOf:
+        """A function of stages (first, end) to [E]: the bytes of the W outputs made before and read after a stage.
 
-        With `is_unread` only values that no layer of the stage reads. O(W^2), then O(log W) for each stage.
+        With `is_unread` only those that no layer of the stage reads. O(W^2), then O(log W) for each stage.
         """
-        places = [(-1 if made is None else made, *read) for made, read in ways]
+        places = [((-1 if made is None else made, *read), size) for (made, read), size in outputs]
         spans = [
             (start, end, size)
-            for stops, size in zip(places, sizes.tolist(), strict=True)
+            for stops, size in places
             for start, end in (pairwise(stops) if is_unread else [(stops[0], stops[-1])])
         ]
         long = np.array([x for x in spans if x[1] > x[0] + 1] or [(0, 0, 0)], dtype=np.int64)  # a layer lies in between
@@ -239,6 +242,10 @@ def position_of(downsets: DownSets, layers: Sequence[int]) -> int | None:
 _STAGES_AT_ONCE = 1 << 16  # so that the arrays of a chunk stay in the cache
 
 
+def _chunks(num_stages: int) -> Iterator[slice]:
+    return (slice(start, start + _STAGES_AT_ONCE) for start in range(0, num_stages, _STAGES_AT_ONCE))
+
+
 @dataclass(frozen=True, eq=False)
 class GraphDownSets:
     """The positions of a graph, by rising number of layers.
@@ -306,53 +313,41 @@ class GraphDownSets:
         transient: Sequence[Output] = (),
     ) -> Ints:
         """[E]: as of `Prefixes`, a stage's layers running by rising number; O(L) for each stage."""
-        peaks, by_layer = np.empty(len(first), dtype=np.int64), dict[int, list[tuple[int, int]]]()
+        peaks, by_layer = np.empty(len(first), dtype=np.int64), dict[int, list[tuple[Bools, int]]]()
         by_producer = dict[int | None, list[tuple[Bools, int]]]()
         for layer, maker, num_bytes in leftovers:
-            by_layer.setdefault(layer, []).append((maker, num_bytes))
+            by_layer.setdefault(layer, []).append((self._unread((maker,)), num_bytes))
         for (made, read), num_bytes in outputs:
             by_producer.setdefault(made, []).append((self._unread(read), num_bytes))
-        for start in range(0, len(first), _STAGES_AT_ONCE):
-            chunk = slice(start, start + _STAGES_AT_ONCE)
-            peaks[chunk] = self._peaks(
-                first[chunk], end[chunk], kept, own, own_of_last, by_layer, by_producer, waiting, transient
-            )
-        return peaks
 
-    def _peaks(
-        self,
-        first: Ints,
-        end: Ints,
-        kept: Ints,
-        own: Ints,
-        own_of_last: Ints | None,
-        leftovers: Mapping[int, Sequence[tuple[int, int]]],
-        outputs: Mapping[int | None, Sequence[tuple[Bools, int]]],
-        waiting: Sequence[Waiting],
-        transient: Sequence[Output],
-    ) -> Ints:
-        running = np.zeros(len(first), dtype=np.int64)
-        largest = np.full(len(first), np.iinfo(np.int64).min)
-        if own_of_last is not None:
-            last = self.num_layers - 1 - np.argmax((self.members[end] & ~self.members[first])[:, ::-1], axis=1)
-        uses = [sum(self._inside(x, first, end).astype(np.int64) for x in users) for users, _ in waiting]
-        seen = [np.zeros(len(first), dtype=np.int64) for _ in waiting]
-        for layer in range(self.num_layers):
-            inside = self._inside(layer, first, end)
-            running += inside * kept[layer]
-            for unread, num_bytes in outputs.get(layer, ()):
-                running -= inside * unread[end] * num_bytes
-            own_bytes = own[layer] if own_of_last is None else np.where(last == layer, own_of_last[layer], own[layer])
-            needed = own_bytes - sum(x * self._lacks(end, maker) for maker, x in leftovers.get(layer, ()))
-            for (made, read), num_bytes in transient:
-                if made is not None and made < layer <= read[-1]:
-                    needed = needed - num_bytes * ~self._inside(made, first, end)
-            needed = np.maximum(needed, 0)
-            for i, (users, num_bytes) in enumerate(waiting):
-                seen[i] += inside * (layer in users)
-                needed = needed + num_bytes * ((seen[i] > 0) & (seen[i] < uses[i]))
-            np.maximum(largest, running + needed, out=largest, where=inside)
-        return largest - running
+        def peaks_of(first: Ints, end: Ints) -> Ints:
+            running = np.zeros(len(first), dtype=np.int64)
+            largest = np.full(len(first), np.iinfo(np.int64).min)
+            if own_of_last is not None:
+                last = self.num_layers - 1 - np.argmax((self.members[end] & ~self.members[first])[:, ::-1], axis=1)
+            uses = [sum(self._inside(x, first, end).astype(np.int64) for x in users) for users, _ in waiting]
+            seen = [np.zeros(len(first), dtype=np.int64) for _ in waiting]
+            for layer in range(self.num_layers):
+                inside = self._inside(layer, first, end)
+                running += inside * kept[layer]
+                for unread, num_bytes in by_producer.get(layer, ()):
+                    running -= inside * unread[end] * num_bytes
+                needed = own[layer] if own_of_last is None else np.where(last == layer, own_of_last[layer], own[layer])
+                for unread, num_bytes in by_layer.get(layer, ()):
+                    needed = needed - num_bytes * unread[end]
+                for (made, read), num_bytes in transient:
+                    if made is not None and made < layer <= read[-1]:
+                        needed = needed - num_bytes * ~self._inside(made, first, end)
+                needed = np.maximum(needed, 0)
+                for i, (users, num_bytes) in enumerate(waiting):
+                    seen[i] += inside * (layer in users)
+                    needed = needed + num_bytes * ((seen[i] > 0) & (seen[i] < uses[i]))
+                np.maximum(largest, running + needed, out=largest, where=inside)
+            return largest - running
+
+        for chunk in _chunks(len(first)):
+            peaks[chunk] = peaks_of(first[chunk], end[chunk])
+        return peaks
 
     def _inside(self, layer: int, first: Ints, end: Ints) -> Bools:
         """[E]: whether stages have the layer."""
@@ -360,36 +355,26 @@ class GraphDownSets:
         inside: Bools = before[end] & ~before[first]
         return inside
 
-    def _lacks(self, end: Ints, layer: int) -> Bools:
-        """[E]: whether the layer, or the loss after all layers, does not lie before a position."""
-        return self.num_before[end] < self.num_layers if layer == self.num_layers else ~self.members[end, layer]
-
-    def pass_through(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
+    def pass_through(self, outputs: Sequence[Output], *, is_unread: bool) -> StageBytesOf:
         """As of `Prefixes`; O(P W), then O(W) for each stage, or O(R) for all R readers."""
+        everywhere = np.ones(self.size, dtype=np.bool_)
         ends = [
-            (self._made(made), self._unread(read), read, size)
-            for (made, read), size in zip(ways, sizes.tolist(), strict=True)
+            (everywhere if made is None else self.is_before(made), self._unread(read), read, size)
+            for (made, read), size in outputs
         ]
 
-        def of_some(first: Ints, end: Ints) -> Ints:
+        def passing(first: Ints, end: Ints) -> Ints:
             passed = np.zeros(len(first), dtype=np.int64)
-            for made, unread, read, size in ends:
-                passes = made[first] & unread[end]
-                for reader in read if is_unread else ():
-                    if reader < self.num_layers:
-                        passes &= self.members[first, reader] | ~self.members[end, reader]
-                passed += size * passes
+            for chunk in _chunks(len(first)):
+                for made, unread, read, size in ends:
+                    passes = made[first[chunk]] & unread[end[chunk]]
+                    for reader in read if is_unread else ():
+                        if reader < self.num_layers:
+                            passes &= self.members[first[chunk], reader] | ~self.members[end[chunk], reader]
+                    passed[chunk] += size * passes
             return passed
 
-        def of_all(first: Ints, end: Ints) -> Ints:
-            chunks = range(0, len(first), _STAGES_AT_ONCE)
-            parts = [of_some(first[i : i + _STAGES_AT_ONCE], end[i : i + _STAGES_AT_ONCE]) for i in chunks]
-            return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
-
-        return of_all
-
-    def _made(self, layer: int | None) -> Bools:
-        return np.ones(self.size, dtype=np.bool_) if layer is None else self.is_before(layer)
+        return passing
 
     def _unread(self, layers: Sequence[int]) -> Bools:
         """[P]: whether any of the layers does not lie before each position."""
