@@ -1,7 +1,7 @@
 """The loop over the settings of a space: balance one after the other, and drop those whose bound is above the best step.
 
 Every setting begins with its lower bound in closed form (`bounds.py`). The settings are balanced in the order of their
-estimates (`heuristics.py`), until there is a plan the simplest schedules first, and every second time that with the
+estimates, until there is a plan the simplest schedules first, and every second time that with the
 smallest bound, so that the proof grows with the plan. Each gets a share of the time left and raises its bound; those that
 are not proven when all have had their turn are balanced again with more time. The lower bound over all is the smallest
 bound of any setting. On a machine, balancing places the stages too. Bounds hold for less memory as well, so a run with
@@ -33,7 +33,6 @@ from gplan.partition.validation import why_not_selected
 from gplan.schedules.registry import schedule_info
 from gplan.schedules.request import PlanRequest
 from gplan.strategy_search.bounds import StrategyBounds
-from gplan.strategy_search.heuristics import estimated_step_s
 from gplan.strategy_search.space import AUTO_SCHEDULES, SIMPLEST, Space, Strategy
 
 NUM_RIVALS = 5
@@ -78,10 +77,12 @@ class SettingSearch:
         Progress goes from `share[0]` to `share[1]`. An interrupt before the first plan is raised, a later one noted.
         """
         self.best, self.undecided, started_s = self.best_fitting(memory_bytes), set(), time.perf_counter()
+        first = self.space.recompute[0]
         self.progress(f"bounding {counted(len(self.space.strategies), 'setting')}", share[0])
         for x in self.space.strategies:
-            self.bounds.setdefault(x, self._bound(x, self.space.recompute[0]))
-        turn = sorted(self.space.strategies, key=lambda x: self._estimate(x, memory_bytes))
+            self.bounds.setdefault(x, self._bound(x, first))
+        likely = {x: self._weighted(self.closed_bounds(x, first).estimate_s, x) for x in self.space.strategies}
+        turn = sorted(self.space.strategies, key=likely.__getitem__)
         unproven, least_s, by_bound = list[Strategy](), _LEAST_SOLVE_S, False
         try:
             while (left_s := deadline_s - time.perf_counter()) > 0:
@@ -184,10 +185,6 @@ class SettingSearch:
         """The closed-form bound of the cost; a machine's fastest device computes that much faster."""
         speeds = [] if self.request.machine is None else [x.speed for x in self.request.machine.devices]
         return self._weighted(self.closed_bounds(strategy, recompute).step_s / max([1.0, *speeds]), strategy)
-
-    def _estimate(self, strategy: Strategy, memory_bytes: int | None) -> float:
-        bounds = self.closed_bounds(strategy, self.space.recompute[0])
-        return self._weighted(estimated_step_s(bounds, memory_bytes=memory_bytes), strategy)
 
     def _weighted(self, step_s: float, strategy: Strategy) -> float:
         return step_s * self.weight(strategy.total_devices)
