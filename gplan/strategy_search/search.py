@@ -18,7 +18,7 @@ from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.progress import Progress, no_progress
 from gplan.core.units import bytes_text, counted, memory_size_text, seconds_text
 from gplan.graph.down_sets import DownSets, Prefixes
-from gplan.partition.balance import alternative_of
+from gplan.partition.balance import alternative_of, balance_fixed
 from gplan.partition.candidates import TooManyCandidates
 from gplan.partition.constraints import check_constraints
 from gplan.partition.diagnosis import (
@@ -163,7 +163,18 @@ def _pareto_frontier(plan: Plan, found: SettingSearch) -> Iterator[Plan]:
 
 
 def _rivals(plan: Plan, found: SettingSearch) -> Iterator[Alternative]:
-    """The next best settings."""
+    """The plan's setting without constraints, if there are any, then the next best settings."""
+    if found.request.constraints:
+        fixed = replace(
+            found.request,
+            num_devices=plan.num_devices,
+            num_microbatches=plan.num_microbatches,
+            microbatch_size=plan.microbatch_size,
+            schedule=plan.schedule,
+            recompute=plan.recompute,
+            constraints=Constraints(),
+        )
+        yield alternative_of(balance_fixed(found.profile, fixed), label="without constraints")
     others = [x for x in found.plans.values() if x is not plan]
     for x in sorted(others, key=lambda x: (x.prediction.step_s, x.peak_bytes))[:NUM_RIVALS]:
         title = schedule_info(x.schedule).title
