@@ -39,6 +39,7 @@ NUM_RIVALS = 5
 """The settings beside the best one that are kept on a machine."""
 
 _LEAST_SOLVE_S = 1.0  # for a problem, where so much time is left; twice as much in every further turn
+_SHARE_OF_SOLVE = 0.1  # of a short run, in its place
 _SHARE = 0.5  # of the time left, for the problems to come
 _NEARLY = 0.9  # of its time limit: a solver that takes less has finished by itself
 
@@ -82,8 +83,11 @@ class SettingSearch:
         for x in self.space.strategies:
             self.bounds.setdefault(x, self._bound(x, first))
         likely = {x: self._weighted(self.closed_bounds(x, first).estimate_s, x) for x in self.space.strategies}
-        turn = sorted(self.space.strategies, key=likely.__getitem__)
-        unproven, least_s, by_bound = list[Strategy](), _LEAST_SOLVE_S, False
+        turn = sorted(
+            reversed(self.space.strategies), key=likely.__getitem__
+        )  # of ties, 1F1B before GPipe: it keeps less
+        unproven, by_bound = list[Strategy](), False
+        least_s = min(_LEAST_SOLVE_S, _SHARE_OF_SOLVE * (deadline_s - started_s))
         try:
             while (left_s := deadline_s - time.perf_counter()) > 0:
                 turn = [x for x in turn if self.bounds[x] <= self._cutoff]
