@@ -102,8 +102,11 @@ class StrategyBounds:
     @cached_property
     def _again_s(self) -> float:
         """What recomputing all stages adds to every micro-batch; 0 where not every one is recomputed."""
-        if self.problem.recompute != "always":
-            return 0.0
+        return self._whole_again_s if self.problem.recompute == "always" else 0.0
+
+    @cached_property
+    def _whole_again_s(self) -> float:
+        """What recomputing all stages takes for a micro-batch."""
         return float(self.problem.costs.sums.seconds("last_recompute", *self.problem.costs.all_layers)[0])
 
     @cached_property
@@ -152,7 +155,8 @@ class StrategyBounds:
 
     @property
     def _shared_s(self) -> float:
-        again_s = self._num * self._again_s / self.problem.num_devices
+        num_again = {"always": self._num, "except-last": self._num - 1}.get(self.problem.recompute, 0)
+        again_s = num_again * self._whole_again_s / self.problem.num_devices
         return again_s + shared_step_s(self.problem, tail_s=self.tail_s)
 
     @cached_property
