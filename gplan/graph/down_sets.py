@@ -56,12 +56,6 @@ class Prefixes:
         """[P]: 0, 1, ..., L."""
         return np.arange(self.size)
 
-    @cached_property
-    def covers(self) -> tuple[Ints, Ints, Ints]:
-        """All pairs of positions that differ by one layer, as (lower, upper, layer), by rising upper position."""
-        layers = np.arange(self.num_layers)
-        return layers, layers + 1, layers
-
     def is_before(self, layer: int) -> Bools:
         """[P]: whether the layer lies before each position."""
         return self.num_before > layer
@@ -248,13 +242,9 @@ def _chunks(num_stages: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, eq=False)
 class GraphDownSets:
-    """The positions of a graph, by rising number of layers.
-
-    `members[P, L]` is true for the layers before each position; `covers` is as of `Prefixes`.
-    """
+    """The positions of a graph, by rising number of layers; `members[P, L]` is true for the layers before each."""
 
     members: Bools
-    covers: tuple[Ints, Ints, Ints]
 
     @property
     def num_layers(self) -> int:
@@ -400,8 +390,7 @@ def down_sets(graph: LayerGraph, *, most: int) -> GraphDownSets | None:
     """All down-sets of a layer graph: sets that contain, with a layer, all layers that must come before it.
 
     They are built level by level, a level being those of equal size. In a topological order each down-set comes from
-    the one without its latest layer, so none is built twice and the size of a level is known beforehand. Adding an
-    earlier layer v to a set with latest layer u is looked up by adding v before u, without sorting or hashing.
+    the one without its latest layer, so none is built twice and the size of a level is known beforehand.
 
     None if there are more than `most`, which is noticed before they are built. Raises ValueError for a cycle. O(P L)
     steps and P L bytes.
@@ -410,75 +399,20 @@ def down_sets(graph: LayerGraph, *, most: int) -> GraphDownSets | None:
     [[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 1, 0], [1, 1, 1]]
     """
     num_layers = graph.num_layers
-    order = np.array(graph.order, dtype=np.int64)
-    rank = np.argsort(order)
+    rank = np.argsort(np.array(graph.order, dtype=np.int64))  # of each layer in the topological order
     inputs = np.zeros((num_layers, num_layers), dtype=np.int16)  # by ranks; 1 if the column depends on the row
     for before, after in graph.edges:
         inputs[rank[before], rank[after]] = 1
-    levels, size = [_lowest(inputs)], 1
+    members, missing = np.zeros((1, num_layers), dtype=np.bool_), inputs.sum(axis=0, dtype=np.int16)[None]
+    latest, levels, size = np.array([-1]), [members], 1
     for _ in range(num_layers):
-        size += int(np.count_nonzero(levels[-1].makes))
+        makes = (missing == 0) & ~members & (np.arange(num_layers) > latest[:, None])  # after all members
+        size += int(np.count_nonzero(makes))
         if size > most:
             return None
-        levels.append(_next(levels[-1], inputs))
-    members = np.concatenate([level.members for level in levels])[:, rank]
-    return GraphDownSets(members=np.asfortranarray(members), covers=_covers(levels, order))
-
-
-@dataclass(frozen=True, slots=True)
-class _Level:
-    """The n down-sets of equal size; layers are numbered by rank in the topological order."""
-
-    members: Bools  # [n, L]
-    missing: NDArray[np.int16]  # [n, L]: number of inputs of each layer that are not in the set
-    parent: Ints  # [n]: in the level before, without the latest layer
-    latest: Ints  # [n]
-
-    @property
-    def ready(self) -> Bools:
-        """[n, L]: the layers that can be added."""
-        return np.asarray(self.missing == 0) & ~self.members
-
-    @property
-    def makes(self) -> Bools:
-        """[n, L]: the layers whose addition builds a set of the next level: those after all members."""
-        is_latest: Bools = np.arange(self.members.shape[1]) > self.latest[:, None]
-        return self.ready & is_latest
-
-
-def _lowest(inputs: NDArray[np.int16]) -> _Level:
-    nothing = np.zeros((1, len(inputs)), dtype=np.bool_)
-    return _Level(nothing, inputs.sum(axis=0, dtype=np.int16)[None], np.array([0]), np.array([-1]))
-
-
-def _next(level: _Level, inputs: NDArray[np.int16]) -> _Level:
-    parent, latest = np.nonzero(level.makes)
-    members = level.members[parent]
-    members[np.arange(len(parent)), latest] = True
-    return _Level(members, level.missing[parent] - inputs[latest], parent, latest)
-
-
-def _covers(levels: Sequence[_Level], order: Ints) -> tuple[Ints, Ints, Ints]:
-    """Lower position, upper position and layer of all covers."""
-    parts, offset = [np.empty((3, 0), dtype=np.int64)], 0
-    above = np.empty((0, 0), dtype=np.int64)
-    for level in levels[:-1]:
-        above = _above(level, above)
-        lower, added = np.nonzero(above >= 0)
-        upper = above[lower, added]
-        by_upper = np.argsort(upper, kind="stable")
-        covers = np.stack([offset + lower, offset + len(level.members) + upper, order[added]])
-        parts.append(covers[:, by_upper])
-        offset += len(level.members)
-    lower, upper, layer = np.concatenate(parts, axis=1)
-    return lower, upper, layer
-
-
-def _above(level: _Level, last: Ints) -> Ints:
-    """[n, L]: the set of the next level after adding a layer, or -1; `last` is the same for the previous level."""
-    makes, above = level.makes, np.full(level.members.shape, -1, dtype=np.int64)
-    above[makes] = np.arange(np.count_nonzero(makes))
-    known, added = np.nonzero(level.ready & ~makes)
-    beside = last[level.parent[known], added] if len(known) else known
-    above[known, added] = above[beside, level.latest[known]]
-    return above
+        parent, latest = np.nonzero(makes)
+        members = members[parent]
+        members[np.arange(len(parent)), latest] = True
+        missing = missing[parent] - inputs[latest]  # the number of inputs of each layer that are not in the set
+        levels.append(members)
+    return GraphDownSets(np.asfortranarray(np.concatenate(levels)[:, rank]))
