@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from operator import add
 
-from gplan.core import ActionKind, Idle, IdleCause, Schedule, Span, Timeline, Transfer
+from gplan.core import ActionKind, Idle, IdleCause, Schedule, Span, Timeline
 from gplan.simulation.kernel import ActionProgram, action_times, program_of
 
 _HALVES = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
@@ -59,21 +59,8 @@ class _Loop:
 
     program: ActionProgram  # with a duration and a hop for every action by itself
     spans: tuple[Span, ...]
-    transfers: tuple[Transfer | None, ...]  # of what the action puts out
+    inputs: tuple[tuple[float, float], ...]  # when each was sent and had arrived; of the device's own, the beginning
     num_devices: int
-
-    def moments(self, place: int) -> tuple[float, float]:
-        """When the input of an action was sent, and when it had arrived; of what its own device makes, the beginning."""
-        need = self.program.entries[place].need
-        if need < 0:
-            return -math.inf, -math.inf
-        sent = self.transfers[need]
-        return (sent.start_s, sent.end_s) if sent else (self.spans[need].end_s, self.spans[need].end_s)
-
-    def transfer_s(self, place: int) -> float:
-        """For how long the input of an action was under way."""
-        sent_s, arrived_s = self.moments(place)
-        return arrived_s - sent_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +94,16 @@ def _loop_of(timeline: Timeline) -> _Loop:
         orders=tuple(tuple(x.action for x in own) for own in spans),
     )
     program, rows = program_of(schedule, "never").individual.without_queues, [iter(own) for own in spans]
-    sent = {transfer.action: transfer for transfer in timeline.transfers}
-    return _Loop(
-        program=program,
-        spans=tuple(next(rows[entry.device]) for entry in program.entries),
-        transfers=tuple(sent.get(action) for action in program.actions),
-        num_devices=timeline.num_devices,
-    )
+    ordered = tuple(next(rows[entry.device]) for entry in program.entries)
+    sent, inputs = {x.action: x for x in timeline.transfers}, list[tuple[float, float]]()
+    for entry in program.entries:
+        if entry.need < 0:
+            inputs.append((-math.inf, -math.inf))
+        elif transfer := sent.get(program.actions[entry.need]):
+            inputs.append((transfer.start_s, transfer.end_s))
+        else:
+            inputs.append((ordered[entry.need].end_s,) * 2)
+    return _Loop(program=program, spans=ordered, inputs=tuple(inputs), num_devices=timeline.num_devices)
 
 
 def _loop_pieces(loop: _Loop) -> Iterator[Idle]:
@@ -151,7 +141,7 @@ def _waits(loop: _Loop) -> dict[int, _Wait]:
         start_s, end_s = free[span.device], span.start_s
         free[span.device] = span.end_s
         if end_s > start_s:
-            sent_s, arrived_s = (min(max(moment, start_s), end_s) for moment in loop.moments(place))
+            sent_s, arrived_s = (min(max(moment, start_s), end_s) for moment in loop.inputs[place])
             waits[place] = _Wait(start_s, sent_s, arrived_s, end_s)
     return waits | _last_waits(free)
 
@@ -165,7 +155,8 @@ def _equal_waits(loop: _Loop, found: Mapping[int, _Wait]) -> dict[int, _Wait]:
     """What `_waits` gives for the same order with equal stages, each action as early as device and input allow."""
     program, lasting_s = loop.program, _equal_s(loop)
     engine_s = [found[i].engine_s if i in found else 0.0 for i in range(len(lasting_s))]
-    transfers_s = {x.need: loop.transfer_s(i) for i, x in enumerate(program.entries) if x.need >= 0}
+    pairs = zip(program.entries, loop.inputs, strict=True)
+    transfers_s = {x.need: arrived_s - sent_s for x, (sent_s, arrived_s) in pairs if x.need >= 0}
     hops_s = [transfers_s.get(i, 0.0) for i in range(len(lasting_s))]
     rows = action_times(program, list(map(add, engine_s, lasting_s)), hops_s, zero=0.0)
     free, ends, waits = [0.0] * loop.num_devices, list[float](), {}

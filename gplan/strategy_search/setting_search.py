@@ -33,7 +33,7 @@ from gplan.partition.validation import why_not_selected
 from gplan.schedules.registry import schedule_info
 from gplan.schedules.request import PlanRequest
 from gplan.strategy_search.bounds import StrategyBounds
-from gplan.strategy_search.space import AUTO_SCHEDULES, SIMPLEST, Space, Strategy
+from gplan.strategy_search.space import AUTO_RECOMPUTE, AUTO_SCHEDULES, SIMPLEST, Space, Strategy
 
 NUM_RIVALS = 5
 """The settings beside the best one that are kept on a machine."""
@@ -82,10 +82,8 @@ class SettingSearch:
         self.progress(f"bounding {counted(len(self.space.strategies), 'setting')}", share[0])
         for x in self.space.strategies:
             self.bounds.setdefault(x, self._bound(x, first))
-        likely = {x: self._weighted(self.closed_bounds(x, first).estimate_s, x) for x in self.space.strategies}
-        turn = sorted(
-            reversed(self.space.strategies), key=likely.__getitem__
-        )  # of ties, 1F1B before GPipe: it keeps less
+        turn = list(self.space.strategies[::-1])  # of equal estimates 1F1B before GPipe, which keeps more
+        turn.sort(key=lambda x: self._weighted(self.closed_bounds(x, first).estimate_s, x))
         unproven, by_bound = list[Strategy](), False
         least_s = min(_LEAST_SOLVE_S, _SHARE_OF_SOLVE * (deadline_s - started_s))
         try:
@@ -295,4 +293,5 @@ class SettingSearch:
 def _plainness(plan: Plan) -> tuple[object, ...]:
     is_auto = plan.schedule in AUTO_SCHEDULES
     place = AUTO_SCHEDULES.index(plan.schedule) if is_auto else len(AUTO_SCHEDULES)
-    return (plan.num_devices, plan.num_replicas, plan.num_microbatches, plan.sharding, plan.peak_bytes, place)
+    counts = (plan.num_devices, plan.num_replicas, plan.num_microbatches, plan.sharding)
+    return (*counts, plan.peak_bytes, place, AUTO_RECOMPUTE.index(plan.recompute))

@@ -53,11 +53,11 @@ def fake_solver(
     return solver
 
 
-def searched(profile: Profile, *, memory_bytes: int | None = None, recompute: str = "auto") -> Plan:
+def searched(profile: Profile, *, memory_bytes: int | None = None, num_microbatches: int = 4) -> Plan:
     """The best plan of one setting, in 100 s."""
     return search(
-        profile, num_devices=2, num_microbatches=4, schedule="interleaved-1f1b:2", recompute=recompute, batch_size=4,
-        memory_bytes=memory_bytes, time_limit_s=100.0,
+        profile, num_devices=2, num_microbatches=num_microbatches, schedule="interleaved-1f1b:2",
+        batch_size=num_microbatches, memory_bytes=memory_bytes, time_limit_s=100.0,
     )  # fmt: skip
 
 
@@ -92,8 +92,10 @@ def test_partitions_start_the_next_recompute_mode(monkeypatch: pytest.MonkeyPatc
     even = Solution(stages=((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)), lower_bound_s=0.0, solver="even")
     with monkeypatch.context() as patched:
         solver = fake_solver(patched, lambda problem, _: poor(problem) if problem.memory_bytes is None else even)
-        plan = searched(chain, memory_bytes=900)
-    limited = [x for x, problem in zip(solver.starts, solver.problems, strict=True) if problem.memory_bytes == 900]
+        plan = searched(
+            chain, memory_bytes=500, num_microbatches=1
+        )  # then except-last recomputes nothing, and is not ruled out
+    limited = [x for x, problem in zip(solver.starts, solver.problems, strict=True) if problem.memory_bytes == 500]
     assert plan.recompute == "never"
     assert limited[0] is not None and limited[0].solver == "poor"  # which does not fit
     assert limited[1:] and all(start == even for start in limited[1:])
