@@ -39,6 +39,7 @@ NUM_RIVALS = 5
 """The settings beside the best one that are kept on a machine."""
 
 _LEAST_SOLVE_S = 1.0  # for a problem, where so much time is left; twice as much in every further turn
+_SHORTEST_S = 1e-3  # the same when the time is up between two ways to recompute
 _SHARE_OF_SOLVE = 0.1  # of a short run, in its place
 _SHARE = 0.5  # of the time left, for the problems to come
 _NEARLY = 0.9  # of its time limit: a solver that takes less has finished by itself
@@ -69,6 +70,7 @@ class SettingSearch:
     _free: dict[Strategy, tuple[Placed | None, bool]] = field(default_factory=dict)
     _limited: dict[_Way, float] = field(default_factory=dict)  # bounds that were raised by solving
     _last: dict[Strategy, Solution] = field(default_factory=dict)  # where the next search of a setting begins
+    _deadline_s: float = 0.0  # of the last run
     _tables: dict[tuple[object, ...], StageTable] = field(default_factory=dict)
     _closed: dict[_Way, StrategyBounds] = field(default_factory=dict)
 
@@ -78,7 +80,7 @@ class SettingSearch:
         Progress goes from `share[0]` to `share[1]`. An interrupt before the first plan is raised, a later one noted.
         """
         self.best, self.undecided, started_s = self.best_fitting(memory_bytes), set(), time.perf_counter()
-        first = self.space.recompute[0]
+        first, self._deadline_s = self.space.recompute[0], deadline_s
         self.progress(f"bounding {counted(len(self.space.strategies), 'setting')}", share[0])
         for x in self.space.strategies:
             self.bounds.setdefault(x, self._bound(x, first))
@@ -86,6 +88,7 @@ class SettingSearch:
         turn.sort(key=lambda x: self._weighted(self.closed_bounds(x, first).estimate_s, x))
         unproven, by_bound = list[Strategy](), False
         least_s = min(_LEAST_SOLVE_S, _SHARE_OF_SOLVE * (deadline_s - started_s))
+        num_ways = 1 if memory_bytes is None else 1 + len(self.space.recompute)  # that a setting may be balanced in
         try:
             while (left_s := deadline_s - time.perf_counter()) > 0:
                 turn = [x for x in turn if self.bounds[x] <= self._cutoff]
@@ -98,7 +101,7 @@ class SettingSearch:
                 strategy = min(turn, key=self.bounds.__getitem__) if by_bound else (simple or turn)[0]
                 by_bound = self.best is not None and not by_bound
                 self._report(strategy, share[1] - (share[1] - share[0]) * left_s / (deadline_s - started_s))
-                limit_s = min(left_s, max(least_s, _SHARE * left_s / len(turn)))
+                limit_s = max(least_s, _SHARE * left_s / (len(turn) * num_ways))
                 is_finished = self._balance(strategy, memory_bytes, time_limit_s=limit_s)
                 turn.remove(strategy)
                 if not is_finished:
@@ -262,6 +265,7 @@ class SettingSearch:
     def _solved(self, problem: Problem, strategy: Strategy, time_limit_s: float) -> tuple[Placed | None, bool]:
         """The best partition, searched from the last one of the setting, and whether more time is of no use."""
         started_s, machine = time.perf_counter(), self.request.machine
+        time_limit_s = min(time_limit_s, max(_SHORTEST_S, self._deadline_s - started_s))
         self.num_solved += 1
         if machine is not None:
             solve_here = partial(solve, time_limit_s=time_limit_s)
@@ -274,10 +278,12 @@ class SettingSearch:
         return found, time.perf_counter() - started_s < _NEARLY * time_limit_s
 
     def _record(self, strategy: Strategy, memory_bytes: int | None, found: Placed) -> None:
-        plan, key = (
-            price(found.problem, found.solution, solve_s=0.0),
-            ((strategy, found.problem.recompute), memory_bytes),
-        )
+        """Keep the plan; one whose layers are selected, and none is, recomputes never."""
+        plan = price(found.problem, found.solution, solve_s=0.0)
+        is_empty = plan.recompute == "selected" and not any(x.recompute_layers for x in plan.stages)
+        if is_empty and "never" in self.space.recompute:
+            plan = price(nothing_recomputed(found.problem), found.solution, solve_s=0.0)
+        key = ((strategy, plan.recompute), memory_bytes)
         self.plans[key] = self._better(self.plans.get(key), plan)
         self.best = self._better(self.best, plan)
 
