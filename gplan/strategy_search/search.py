@@ -37,7 +37,7 @@ from gplan.strategy_search.setting_search import NUM_RIVALS, SettingSearch
 from gplan.strategy_search.space import base_schedule, search_space
 
 TIME_LIMIT_S = 18.0
-_SHARE_OF_BEST = 0.85  # of the time, for the best plan; the rest is for the frontier
+_SHARE_OF_BEST = 0.9  # of the time, for the best plan; the rest is for the frontier
 _NUM_TRIED = 24  # settings whose smallest memory is computed where nothing fits
 _CLOSEST_S = 4.0  # for that
 _NUM_POINTS = 8  # of the frontier

@@ -73,8 +73,8 @@ def test_single_problem_gets_all_the_time(monkeypatch: pytest.MonkeyPatch, chain
         solver = fake_solver(patched, poor)
         searched(chain)
     without_limit = [x for x, problem in zip(solver.limits_s, solver.problems, strict=True) if not problem.memory_bytes]
-    assert without_limit[:2] == pytest.approx([42.5, 21.25])  # of the 85 s for the best plan
-    assert sum(without_limit) == pytest.approx(85.0, abs=1.0)
+    assert without_limit[:2] == pytest.approx([45.0, 22.5])  # of the 90 s for the best plan
+    assert sum(without_limit) == pytest.approx(90.0, abs=1.0)
 
 
 def test_unproven_settings_are_continued(monkeypatch: pytest.MonkeyPatch, chain: Profile) -> None:
