@@ -5,14 +5,14 @@ Profiles here have one micro-batch size (`gplan/corrections`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from gplan.core import LayerCost, Profile, Value, ValueCost
-from gplan.graph.down_sets import Bools, DownSets, Ints, Output, Way
+from gplan.graph.down_sets import Bools, DownSets, Ints, Output, StageBytesOf, Way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,18 +29,33 @@ class Crossing:
 def crossing_of(
     profile: Profile, layer_costs: Sequence[LayerCost], loss: LayerCost | None, downsets: DownSets
 ) -> Crossing:
-    """What crosses the cut at every position: from the values of a profile, or without any from its layers."""
-    unkept = loss.unkept_output_bytes if loss else 0
-    later = np.zeros(downsets.size, dtype=np.int64)
+    """What crosses the cut at every position: from the values of a profile, or without any from its layers.
+
+    Nothing crosses before the first layer and after the last.
+    """
+    activations, gradients, unsaved, later = (np.zeros(downsets.size, dtype=np.int64) for _ in range(4))
     for way, num_bytes in saved_outputs(profile, layer_costs, only_later=True):
         later += num_bytes * _crosses(way, downsets)
     if profile.values:
-        return _of_values(profile, downsets, later, unkept)
-    outputs, gradients, unsaved = (
-        np.array([0, *(getattr(x, field) for x in layer_costs)], dtype=np.int64)
-        for field in ("output_bytes", "output_gradient_bytes", "output_unsaved_bytes")
+        for value in values_of(profile):
+            cost, crosses = value.costs[0], is_crossing(value, downsets)
+            activations += crosses * cost.num_bytes
+            gradients += crosses * cost.gradient_bytes
+            unsaved += crosses * cost.unsaved_bytes
+    else:
+        activations[1:] = [x.output_bytes for x in layer_costs]
+        gradients[1:] = [x.output_gradient_bytes for x in layer_costs]
+        unsaved[1:] = [x.output_unsaved_bytes for x in layer_costs]
+    unkept = loss.unkept_output_bytes if loss else 0
+    inside = np.ones(downsets.size, dtype=np.int64)
+    inside[[0, -1]] = 0
+    return Crossing(
+        activation_bytes=activations * inside,
+        gradient_bytes=gradients * inside,
+        unsaved_bytes=unsaved * inside,
+        saved_later_bytes=later * inside,
+        kept_bytes=np.concatenate([[0], activations[1:-1], np.maximum(0, activations[-1:] - unsaved[-1:] - unkept)]),
     )
-    return _ended(outputs, gradients, unsaved, later, unkept)
 
 
 def is_crossing(value: Value, downsets: DownSets) -> Bools:
@@ -54,29 +69,6 @@ def _crosses(way: Way, downsets: DownSets) -> Bools:
     readers = [downsets.is_before(x) for x in consumers if x < downsets.num_layers]
     is_last_output = len(readers) < len(consumers)
     return made if is_last_output else made & ~np.logical_and.reduce(readers)
-
-
-def _of_values(profile: Profile, downsets: DownSets, later: Ints, unkept: int) -> Crossing:
-    activations, gradients, unsaved = (np.zeros(downsets.size, dtype=np.int64) for _ in range(3))
-    for value in values_of(profile):
-        cost, crosses = value.costs[0], is_crossing(value, downsets)
-        activations += crosses * cost.num_bytes
-        gradients += crosses * cost.gradient_bytes
-        unsaved += crosses * cost.unsaved_bytes
-    return _ended(activations, gradients, unsaved, later, unkept)
-
-
-def _ended(activations: Ints, gradients: Ints, unsaved: Ints, later: Ints, unkept: int) -> Crossing:
-    """Nothing crosses before the first layer and after the last."""
-    inside = np.ones(len(activations), dtype=np.int64)
-    inside[[0, -1]] = 0
-    return Crossing(
-        activation_bytes=activations * inside,
-        gradient_bytes=gradients * inside,
-        unsaved_bytes=unsaved * inside,
-        saved_later_bytes=later * inside,
-        kept_bytes=np.concatenate([[0], activations[1:-1], np.maximum(0, activations[-1:] - unsaved[-1:] - unkept)]),
-    )
 
 
 def saved_outputs(profile: Profile, layer_costs: Sequence[LayerCost], *, only_later: bool) -> list[Output]:
@@ -110,10 +102,20 @@ def values_of(profile: Profile) -> tuple[Value, ...]:
     """The values of a profile by storage; without any, the outputs that each layer passes to the next."""
     if profile.values:
         return storages_of(profile)
-    return tuple(
-        Value(producer=i, consumers=(i + 1,), costs=tuple(_handed_on(x) for x in layer.costs))
-        for i, layer in enumerate(profile.layers[:-1])
-    )
+    found = []
+    for i, layer in enumerate(profile.layers[:-1]):
+        costs = tuple(
+            ValueCost(
+                microbatch_size=x.microbatch_size,
+                num_bytes=x.output_bytes,
+                gradient_bytes=x.output_gradient_bytes,
+                unsaved_bytes=x.output_unsaved_bytes,
+                saved_later_bytes=x.output_saved_later_bytes,
+            )
+            for x in layer.costs
+        )
+        found.append(Value(producer=i, consumers=(i + 1,), costs=costs))
+    return tuple(found)
 
 
 def storages_of(profile: Profile) -> tuple[Value, ...]:
@@ -130,16 +132,6 @@ def storages_of(profile: Profile) -> tuple[Value, ...]:
         costs = tuple(replace(x, viewed_bytes=y.viewed_bytes) for x, y in zip(viewed.costs, view.costs, strict=True))
         found[place_of_viewed] = replace(viewed, consumers=(*readers, *view.consumers), costs=costs)
     return tuple(found.values())
-
-
-def _handed_on(cost: LayerCost) -> ValueCost:
-    return ValueCost(
-        microbatch_size=cost.microbatch_size,
-        num_bytes=cost.output_bytes,
-        gradient_bytes=cost.output_gradient_bytes,
-        unsaved_bytes=cost.output_unsaved_bytes,
-        saved_later_bytes=cost.output_saved_later_bytes,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,82 +151,60 @@ class PassThrough:
     def activation_bytes(self, first: Ints, end: Ints) -> tuple[Ints, Ints]:
         """[E] each: bytes of a micro-batch's activations that cross both cuts, all of them and those that no layer keeps."""
         every, unsaved = self._activations
-        is_inside = self._is_inside(first, end)
-        return is_inside * every(first, end), is_inside * unsaved(first, end)
+        return every(first, end), unsaved(first, end)
 
     def saved_later_bytes(self, first: Ints, end: Ints) -> Ints:
         """[E]: of the activations that cross both cuts, those that only layers behind the stage keep."""
-        return self._is_inside(first, end) * self._saved_later(first, end)
+        return self._saved_later(first, end)
 
     def gradient_bytes(self, first: Ints, end: Ints) -> Ints:
         """[E]: bytes of the gradients that autograd copies from the receive buffer to send them back."""
-        return self._is_inside(first, end) * self._gradients(first, end)
-
-    @cached_property
-    def _storages(self) -> tuple[Value, ...]:
-        return storages_of(self.profile)
+        return self._gradients(first, end)
 
     def returned_bytes(self, first: Ints, end: Ints) -> Ints:
         """[E]: bytes of the gradients that the first half of a split backward sends back as they were received."""
-        return self._is_inside(first, end) * self._returned(first, end)
+        return self._returned(first, end)
 
     @cached_property
-    def gradient_ways(self) -> tuple[list[Way], Ints]:
-        """Producers and consumers of all values that have gradients, and [W] the bytes of the gradients.
+    def _activations(self) -> tuple[StageBytesOf, StageBytesOf]:
+        every = [((x.producer, x.consumers), x.costs[0].num_bytes) for x in self._storages]
+        unsaved = [((x.producer, x.consumers), x.costs[0].unsaved_bytes) for x in self._storages]
+        return self._passing(every, is_unread=False), self._passing(unsaved, is_unread=False)
 
-        A gradient that is a view passes the consumer that makes the view: it counts as read by the layer after that.
-        """
-        sizes: dict[Way, int] = {}
+    @cached_property
+    def _saved_later(self) -> StageBytesOf:
+        return self._passing(self.saved_later, is_unread=False)
+
+    @cached_property
+    def _gradients(self) -> StageBytesOf:
+        """A gradient that is a view passes the consumer that makes the view: it counts as read by the layer after that."""
+        sizes = dict[Way, int]()
         for value in self._storages:
             cost, consumers = value.costs[0], value.consumers
-            viewed = cost.viewed_bytes if self._is_read_next(consumers) else 0
+            is_read_next = len(consumers) == 1 and any(
+                x.producer == consumers[0] and x.consumers[0] == consumers[0] + 1 for x in self._storages
+            )
+            viewed = cost.viewed_bytes if is_read_next else 0
             for way, size in (
                 ((value.producer, consumers), cost.gradient_bytes - viewed),
                 ((value.producer, (consumers[0] + 1,)), viewed),
             ):
                 sizes[way] = sizes.get(way, 0) + size
-        ways = [way for way, size in sizes.items() if size]
-        return ways, np.array([sizes[way] for way in ways], dtype=np.int64)
+        return self._passing(list(sizes.items()), is_unread=True)
 
-    def _is_read_next(self, consumers: tuple[int, ...]) -> bool:
-        """Whether there is one consumer and the layer after it reads what it makes."""
-        return len(consumers) == 1 and any(
-            x.producer == consumers[0] and x.consumers[0] == consumers[0] + 1 for x in self._storages
+    @cached_property
+    def _returned(self) -> StageBytesOf:
+        sizes = [((x.producer, x.consumers), x.costs[0].gradient_bytes) for x in self._storages]
+        return self._passing(sizes, is_unread=True)
+
+    @cached_property
+    def _storages(self) -> tuple[Value, ...]:
+        return storages_of(self.profile)
+
+    def _passing(self, outputs: Sequence[Output], *, is_unread: bool) -> StageBytesOf:
+        """The bytes of what is made before and read after stages that are neither the first nor the last."""
+        passing, last = (
+            self.downsets.pass_through([x for x in outputs if x[1]], is_unread=is_unread),
+            self.downsets.size - 1,
         )
-
-    @cached_property
-    def _gradients(self) -> Callable[[Ints, Ints], Ints]:
-        return self.downsets.pass_through(*self.gradient_ways, is_unread=True)
-
-    @cached_property
-    def returned_ways(self) -> tuple[list[Way], Ints]:
-        """Producers and consumers of all storages that have gradients, and [W] the bytes of the gradients."""
-        sizes = [x.costs[0].gradient_bytes for x in self._storages]
-        ways = [(x.producer, x.consumers) for x, size in zip(self._storages, sizes, strict=True) if size]
-        return ways, np.array([size for size in sizes if size], dtype=np.int64)
-
-    @cached_property
-    def _returned(self) -> Callable[[Ints, Ints], Ints]:
-        return self.downsets.pass_through(*self.returned_ways, is_unread=True)
-
-    @cached_property
-    def _saved_later(self) -> Callable[[Ints, Ints], Ints]:
-        sizes = np.array([num_bytes for _, num_bytes in self.saved_later], dtype=np.int64)
-        return self.downsets.pass_through([way for way, _ in self.saved_later], sizes, is_unread=False)
-
-    @cached_property
-    def _activations(self) -> tuple[Callable[[Ints, Ints], Ints], Callable[[Ints, Ints], Ints]]:
-        costs = [x.costs[0] for x in self._storages]
-        ways = [(x.producer, x.consumers) for x in self._storages]
-        every, unsaved = (
-            np.array(sizes, dtype=np.int64)
-            for sizes in ([x.num_bytes for x in costs], [x.unsaved_bytes for x in costs])
-        )
-        return (
-            self.downsets.pass_through(ways, every, is_unread=False),
-            self.downsets.pass_through(ways, unsaved, is_unread=False),
-        )
-
-    def _is_inside(self, first: Ints, end: Ints) -> Bools:
-        """[E]: whether a stage is neither the first nor the last."""
-        return (first > 0) & (end < self.downsets.size - 1)
+        return lambda first, end: ((first > 0) & (end < last)) * passing(first, end)

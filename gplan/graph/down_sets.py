@@ -8,7 +8,7 @@ that the end adds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -33,6 +33,9 @@ Way = tuple[int | None, tuple[int, ...]]
 Output = tuple[Way, int]
 """A value that a layer makes, and its bytes."""
 
+StageBytesOf: TypeAlias = Callable[[Ints, Ints], Ints]
+"""Bytes of stages, [E], from their first and end positions."""
+
 Waiting = tuple[tuple[int, ...], int]
 """The layers that use a weight, rising, and the bytes of its gradient."""
 
@@ -52,12 +55,6 @@ class Prefixes:
     def num_before(self) -> Ints:
         """[P]: 0, 1, ..., L."""
         return np.arange(self.size)
-
-    @cached_property
-    def covers(self) -> tuple[Ints, Ints, Ints]:
-        """All pairs of positions that differ by one layer, as (lower, upper, layer), by rising upper position."""
-        layers = np.arange(self.num_layers)
-        return layers, layers + 1, layers
 
     def is_before(self, layer: int) -> Bools:
         """[P]: whether the layer lies before each position."""
@@ -152,15 +149,15 @@ class Prefixes:
                 found[made + 1] += size
         return found
 
-    def pass_through(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
-        """A function of stages (first, end) to [E]: the sum of sizes[W] of values made before and read after a stage.
+    def pass_through(self, outputs: Sequence[Output], *, is_unread: bool) -> StageBytesOf:
+        """A function of stages (first, end) to [E]: the bytes of the W outputs made before and read after a stage.
 
-        With `is_unread` only values that no layer of the stage reads. O(W^2), then O(log W) for each stage.
+        With `is_unread` only those that no layer of the stage reads. O(W^2), then O(log W) for each stage.
         """
-        places = [(-1 if made is None else made, *read) for made, read in ways]
+        places = [((-1 if made is None else made, *read), size) for (made, read), size in outputs]
         spans = [
             (start, end, size)
-            for stops, size in zip(places, sizes.tolist(), strict=True)
+            for stops, size in places
             for start, end in (pairwise(stops) if is_unread else [(stops[0], stops[-1])])
         ]
         long = np.array([x for x in spans if x[1] > x[0] + 1] or [(0, 0, 0)], dtype=np.int64)  # a layer lies in between
@@ -239,15 +236,15 @@ def position_of(downsets: DownSets, layers: Sequence[int]) -> int | None:
 _STAGES_AT_ONCE = 1 << 16  # so that the arrays of a chunk stay in the cache
 
 
+def _chunks(num_stages: int) -> Iterator[slice]:
+    return (slice(start, start + _STAGES_AT_ONCE) for start in range(0, num_stages, _STAGES_AT_ONCE))
+
+
 @dataclass(frozen=True, eq=False)
 class GraphDownSets:
-    """The positions of a graph, by rising number of layers.
-
-    `members[P, L]` is true for the layers before each position; `covers` is as of `Prefixes`.
-    """
+    """The positions of a graph, by rising number of layers; `members[P, L]` is true for the layers before each."""
 
     members: Bools
-    covers: tuple[Ints, Ints, Ints]
 
     @property
     def num_layers(self) -> int:
@@ -306,53 +303,41 @@ class GraphDownSets:
         transient: Sequence[Output] = (),
     ) -> Ints:
         """[E]: as of `Prefixes`, a stage's layers running by rising number; O(L) for each stage."""
-        peaks, by_layer = np.empty(len(first), dtype=np.int64), dict[int, list[tuple[int, int]]]()
+        peaks, by_layer = np.empty(len(first), dtype=np.int64), dict[int, list[tuple[Bools, int]]]()
         by_producer = dict[int | None, list[tuple[Bools, int]]]()
         for layer, maker, num_bytes in leftovers:
-            by_layer.setdefault(layer, []).append((maker, num_bytes))
+            by_layer.setdefault(layer, []).append((self._unread((maker,)), num_bytes))
         for (made, read), num_bytes in outputs:
             by_producer.setdefault(made, []).append((self._unread(read), num_bytes))
-        for start in range(0, len(first), _STAGES_AT_ONCE):
-            chunk = slice(start, start + _STAGES_AT_ONCE)
-            peaks[chunk] = self._peaks(
-                first[chunk], end[chunk], kept, own, own_of_last, by_layer, by_producer, waiting, transient
-            )
-        return peaks
 
-    def _peaks(
-        self,
-        first: Ints,
-        end: Ints,
-        kept: Ints,
-        own: Ints,
-        own_of_last: Ints | None,
-        leftovers: Mapping[int, Sequence[tuple[int, int]]],
-        outputs: Mapping[int | None, Sequence[tuple[Bools, int]]],
-        waiting: Sequence[Waiting],
-        transient: Sequence[Output],
-    ) -> Ints:
-        running = np.zeros(len(first), dtype=np.int64)
-        largest = np.full(len(first), np.iinfo(np.int64).min)
-        if own_of_last is not None:
-            last = self.num_layers - 1 - np.argmax((self.members[end] & ~self.members[first])[:, ::-1], axis=1)
-        uses = [sum(self._inside(x, first, end).astype(np.int64) for x in users) for users, _ in waiting]
-        seen = [np.zeros(len(first), dtype=np.int64) for _ in waiting]
-        for layer in range(self.num_layers):
-            inside = self._inside(layer, first, end)
-            running += inside * kept[layer]
-            for unread, num_bytes in outputs.get(layer, ()):
-                running -= inside * unread[end] * num_bytes
-            own_bytes = own[layer] if own_of_last is None else np.where(last == layer, own_of_last[layer], own[layer])
-            needed = own_bytes - sum(x * self._lacks(end, maker) for maker, x in leftovers.get(layer, ()))
-            for (made, read), num_bytes in transient:
-                if made is not None and made < layer <= read[-1]:
-                    needed = needed - num_bytes * ~self._inside(made, first, end)
-            needed = np.maximum(needed, 0)
-            for i, (users, num_bytes) in enumerate(waiting):
-                seen[i] += inside * (layer in users)
-                needed = needed + num_bytes * ((seen[i] > 0) & (seen[i] < uses[i]))
-            np.maximum(largest, running + needed, out=largest, where=inside)
-        return largest - running
+        def peaks_of(first: Ints, end: Ints) -> Ints:
+            running = np.zeros(len(first), dtype=np.int64)
+            largest = np.full(len(first), np.iinfo(np.int64).min)
+            if own_of_last is not None:
+                last = self.num_layers - 1 - np.argmax((self.members[end] & ~self.members[first])[:, ::-1], axis=1)
+            uses = [sum(self._inside(x, first, end).astype(np.int64) for x in users) for users, _ in waiting]
+            seen = [np.zeros(len(first), dtype=np.int64) for _ in waiting]
+            for layer in range(self.num_layers):
+                inside = self._inside(layer, first, end)
+                running += inside * kept[layer]
+                for unread, num_bytes in by_producer.get(layer, ()):
+                    running -= inside * unread[end] * num_bytes
+                needed = own[layer] if own_of_last is None else np.where(last == layer, own_of_last[layer], own[layer])
+                for unread, num_bytes in by_layer.get(layer, ()):
+                    needed = needed - num_bytes * unread[end]
+                for (made, read), num_bytes in transient:
+                    if made is not None and made < layer <= read[-1]:
+                        needed = needed - num_bytes * ~self._inside(made, first, end)
+                needed = np.maximum(needed, 0)
+                for i, (users, num_bytes) in enumerate(waiting):
+                    seen[i] += inside * (layer in users)
+                    needed = needed + num_bytes * ((seen[i] > 0) & (seen[i] < uses[i]))
+                np.maximum(largest, running + needed, out=largest, where=inside)
+            return largest - running
+
+        for chunk in _chunks(len(first)):
+            peaks[chunk] = peaks_of(first[chunk], end[chunk])
+        return peaks
 
     def _inside(self, layer: int, first: Ints, end: Ints) -> Bools:
         """[E]: whether stages have the layer."""
@@ -360,36 +345,26 @@ class GraphDownSets:
         inside: Bools = before[end] & ~before[first]
         return inside
 
-    def _lacks(self, end: Ints, layer: int) -> Bools:
-        """[E]: whether the layer, or the loss after all layers, does not lie before a position."""
-        return self.num_before[end] < self.num_layers if layer == self.num_layers else ~self.members[end, layer]
-
-    def pass_through(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
+    def pass_through(self, outputs: Sequence[Output], *, is_unread: bool) -> StageBytesOf:
         """As of `Prefixes`; O(P W), then O(W) for each stage, or O(R) for all R readers."""
+        everywhere = np.ones(self.size, dtype=np.bool_)
         ends = [
-            (self._made(made), self._unread(read), read, size)
-            for (made, read), size in zip(ways, sizes.tolist(), strict=True)
+            (everywhere if made is None else self.is_before(made), self._unread(read), read, size)
+            for (made, read), size in outputs
         ]
 
-        def of_some(first: Ints, end: Ints) -> Ints:
+        def passing(first: Ints, end: Ints) -> Ints:
             passed = np.zeros(len(first), dtype=np.int64)
-            for made, unread, read, size in ends:
-                passes = made[first] & unread[end]
-                for reader in read if is_unread else ():
-                    if reader < self.num_layers:
-                        passes &= self.members[first, reader] | ~self.members[end, reader]
-                passed += size * passes
+            for chunk in _chunks(len(first)):
+                for made, unread, read, size in ends:
+                    passes = made[first[chunk]] & unread[end[chunk]]
+                    for reader in read if is_unread else ():
+                        if reader < self.num_layers:
+                            passes &= self.members[first[chunk], reader] | ~self.members[end[chunk], reader]
+                    passed[chunk] += size * passes
             return passed
 
-        def of_all(first: Ints, end: Ints) -> Ints:
-            chunks = range(0, len(first), _STAGES_AT_ONCE)
-            parts = [of_some(first[i : i + _STAGES_AT_ONCE], end[i : i + _STAGES_AT_ONCE]) for i in chunks]
-            return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
-
-        return of_all
-
-    def _made(self, layer: int | None) -> Bools:
-        return np.ones(self.size, dtype=np.bool_) if layer is None else self.is_before(layer)
+        return passing
 
     def _unread(self, layers: Sequence[int]) -> Bools:
         """[P]: whether any of the layers does not lie before each position."""
@@ -415,8 +390,7 @@ def down_sets(graph: LayerGraph, *, most: int) -> GraphDownSets | None:
     """All down-sets of a layer graph: sets that contain, with a layer, all layers that must come before it.
 
     They are built level by level, a level being those of equal size. In a topological order each down-set comes from
-    the one without its latest layer, so none is built twice and the size of a level is known beforehand. Adding an
-    earlier layer v to a set with latest layer u is looked up by adding v before u, without sorting or hashing.
+    the one without its latest layer, so none is built twice and the size of a level is known beforehand.
 
     None if there are more than `most`, which is noticed before they are built. Raises ValueError for a cycle. O(P L)
     steps and P L bytes.
@@ -425,75 +399,20 @@ def down_sets(graph: LayerGraph, *, most: int) -> GraphDownSets | None:
     [[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 1, 0], [1, 1, 1]]
     """
     num_layers = graph.num_layers
-    order = np.array(graph.order, dtype=np.int64)
-    rank = np.argsort(order)
+    rank = np.argsort(np.array(graph.order, dtype=np.int64))  # of each layer in the topological order
     inputs = np.zeros((num_layers, num_layers), dtype=np.int16)  # by ranks; 1 if the column depends on the row
     for before, after in graph.edges:
         inputs[rank[before], rank[after]] = 1
-    levels, size = [_lowest(inputs)], 1
+    members, missing = np.zeros((1, num_layers), dtype=np.bool_), inputs.sum(axis=0, dtype=np.int16)[None]
+    latest, levels, size = np.array([-1]), [members], 1
     for _ in range(num_layers):
-        size += int(np.count_nonzero(levels[-1].makes))
+        makes = (missing == 0) & ~members & (np.arange(num_layers) > latest[:, None])  # after all members
+        size += int(np.count_nonzero(makes))
         if size > most:
             return None
-        levels.append(_next(levels[-1], inputs))
-    members = np.concatenate([level.members for level in levels])[:, rank]
-    return GraphDownSets(members=np.asfortranarray(members), covers=_covers(levels, order))
-
-
-@dataclass(frozen=True, slots=True)
-class _Level:
-    """The n down-sets of equal size; layers are numbered by rank in the topological order."""
-
-    members: Bools  # [n, L]
-    missing: NDArray[np.int16]  # [n, L]: number of inputs of each layer that are not in the set
-    parent: Ints  # [n]: in the level before, without the latest layer
-    latest: Ints  # [n]
-
-    @property
-    def ready(self) -> Bools:
-        """[n, L]: the layers that can be added."""
-        return np.asarray(self.missing == 0) & ~self.members
-
-    @property
-    def makes(self) -> Bools:
-        """[n, L]: the layers whose addition builds a set of the next level: those after all members."""
-        is_latest: Bools = np.arange(self.members.shape[1]) > self.latest[:, None]
-        return self.ready & is_latest
-
-
-def _lowest(inputs: NDArray[np.int16]) -> _Level:
-    nothing = np.zeros((1, len(inputs)), dtype=np.bool_)
-    return _Level(nothing, inputs.sum(axis=0, dtype=np.int16)[None], np.array([0]), np.array([-1]))
-
-
-def _next(level: _Level, inputs: NDArray[np.int16]) -> _Level:
-    parent, latest = np.nonzero(level.makes)
-    members = level.members[parent]
-    members[np.arange(len(parent)), latest] = True
-    return _Level(members, level.missing[parent] - inputs[latest], parent, latest)
-
-
-def _covers(levels: Sequence[_Level], order: Ints) -> tuple[Ints, Ints, Ints]:
-    """Lower position, upper position and layer of all covers."""
-    parts, offset = [np.empty((3, 0), dtype=np.int64)], 0
-    above = np.empty((0, 0), dtype=np.int64)
-    for level in levels[:-1]:
-        above = _above(level, above)
-        lower, added = np.nonzero(above >= 0)
-        upper = above[lower, added]
-        by_upper = np.argsort(upper, kind="stable")
-        covers = np.stack([offset + lower, offset + len(level.members) + upper, order[added]])
-        parts.append(covers[:, by_upper])
-        offset += len(level.members)
-    lower, upper, layer = np.concatenate(parts, axis=1)
-    return lower, upper, layer
-
-
-def _above(level: _Level, last: Ints) -> Ints:
-    """[n, L]: the set of the next level after adding a layer, or -1; `last` is the same for the previous level."""
-    makes, above = level.makes, np.full(level.members.shape, -1, dtype=np.int64)
-    above[makes] = np.arange(np.count_nonzero(makes))
-    known, added = np.nonzero(level.ready & ~makes)
-    beside = last[level.parent[known], added] if len(known) else known
-    above[known, added] = above[beside, level.latest[known]]
-    return above
+        parent, latest = np.nonzero(makes)
+        members = members[parent]
+        members[np.arange(len(parent)), latest] = True
+        missing = missing[parent] - inputs[latest]  # the number of inputs of each layer that are not in the set
+        levels.append(members)
+    return GraphDownSets(np.asfortranarray(np.concatenate(levels)[:, rank]))

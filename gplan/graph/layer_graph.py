@@ -103,19 +103,6 @@ class LayerGraph:
         """[L]: how many layers must come after each."""
         return tuple(self._is_before.sum(axis=1).tolist())
 
-    @property
-    def sinks(self) -> tuple[int, ...]:
-        """The layers that no other must follow."""
-        return tuple(layer for layer, count in enumerate(self.num_after) if count == 0)
-
-    @cached_property
-    def fixed_steps(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (u, v) of layers that follow each other in every order."""
-        num_others = self.num_layers - 1
-        counts = zip(self.num_before, self.num_after, strict=True)
-        place = {before: v for v, (before, after) in enumerate(counts) if before + after == num_others}
-        return tuple((place[n], place[n + 1]) for n in sorted(place) if n + 1 in place)
-
     def last_of(self, layers: Sequence[int]) -> tuple[int, ...]:
         """Those of some layers that no other of them must follow."""
         return tuple(x for x in layers if not any(self.comes_before(x, y) for y in layers))

@@ -23,7 +23,7 @@ from gplan.core import Action, ActionKind, EngineCost, Plan, Timeline
 from gplan.runtime.run.launch import run_local_processes
 from gplan.runtime.run.run_options import RunOptions
 from gplan.schedules.dependencies import dependencies_of
-from gplan.simulation.exposed_communication import sent_bytes
+from gplan.simulation.simulator import sent_bytes
 from gplan.strategy_search.planner import balance
 from profiler.analytic.computed_profile import ComputeOptions, computed_profile
 from profiler.analytic.hardware import load_hardware
@@ -105,7 +105,7 @@ def engine_cost_from_steps(plan: Plan, steps: Sequence[Timeline]) -> EngineCost:
     """
     gaps: dict[int, dict[tuple[int, ActionKind], list[float]]] = {}
     for one, gap_s in chain.from_iterable(_gaps(plan, step) for step in steps):
-        of_size = gaps.setdefault(sent_bytes(plan, one), {})
+        of_size = gaps.setdefault(sent_bytes(one, plan.stage_costs), {})
         of_size.setdefault((one.stage, one.kind), []).append(gap_s)
     means_s = {num_bytes: fmean(map(median, gaps[num_bytes].values())) for num_bytes in sorted(gaps)}
     action_s = means_s.pop(0)
@@ -139,6 +139,6 @@ def _gaps(plan: Plan, timeline: Timeline) -> Iterator[tuple[Action, float]]:
         if (
             awaited is None
             or awaited.device == other.device
-            or (awaited.end_s <= one.start_s and sent_bytes(plan, awaited.action) <= _QUICK_BYTES)
+            or (awaited.end_s <= one.start_s and sent_bytes(awaited.action, plan.stage_costs) <= _QUICK_BYTES)
         ):
             yield one.action, other.start_s - one.end_s

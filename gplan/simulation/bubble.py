@@ -22,9 +22,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import add
 
-from gplan.core import ActionKind, Idle, IdleCause, Schedule, Span, Timeline, Transfer
+from gplan.core import ActionKind, Idle, IdleCause, Schedule, Span, Timeline
 from gplan.simulation.kernel import ActionProgram, action_times, program_of
 
 _HALVES = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
@@ -58,21 +59,8 @@ class _Loop:
 
     program: ActionProgram  # with a duration and a hop for every action by itself
     spans: tuple[Span, ...]
-    transfers: tuple[Transfer | None, ...]  # of what the action puts out
+    inputs: tuple[tuple[float, float], ...]  # when each was sent and had arrived; of the device's own, the beginning
     num_devices: int
-
-    def moments(self, place: int) -> tuple[float, float]:
-        """When the input of an action was sent, and when it had arrived; of what its own device makes, the beginning."""
-        need = self.program.entries[place].need
-        if need < 0:
-            return -math.inf, -math.inf
-        sent = self.transfers[need]
-        return (sent.start_s, sent.end_s) if sent else (self.spans[need].end_s, self.spans[need].end_s)
-
-    def transfer_s(self, place: int) -> float:
-        """For how long the input of an action was under way."""
-        sent_s, arrived_s = self.moments(place)
-        return arrived_s - sent_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,46 +94,44 @@ def _loop_of(timeline: Timeline) -> _Loop:
         orders=tuple(tuple(x.action for x in own) for own in spans),
     )
     program, rows = program_of(schedule, "never").individual.without_queues, [iter(own) for own in spans]
-    sent = {transfer.action: transfer for transfer in timeline.transfers}
-    return _Loop(
-        program=program,
-        spans=tuple(next(rows[entry.device]) for entry in program.entries),
-        transfers=tuple(sent.get(action) for action in program.actions),
-        num_devices=timeline.num_devices,
-    )
+    ordered = tuple(next(rows[entry.device]) for entry in program.entries)
+    sent, inputs = {x.action: x for x in timeline.transfers}, list[tuple[float, float]]()
+    for entry in program.entries:
+        if entry.need < 0:
+            inputs.append((-math.inf, -math.inf))
+        elif transfer := sent.get(program.actions[entry.need]):
+            inputs.append((transfer.start_s, transfer.end_s))
+        else:
+            inputs.append((ordered[entry.need].end_s,) * 2)
+    return _Loop(program=program, spans=ordered, inputs=tuple(inputs), num_devices=timeline.num_devices)
 
 
 def _loop_pieces(loop: _Loop) -> Iterator[Idle]:
-    found, filled = _waits(loop), _filled(loop)
+    """What each device waits for within the loop."""
+    found = _waits(loop)
     equal = _equal_waits(loop, found)
+    last_forward, first_backward = dict[int, int](), dict[int, int]()
+    for place, (action, entry) in enumerate(zip(loop.program.actions, loop.program.entries, strict=True)):
+        if action.kind is ActionKind.FORWARD:
+            last_forward[entry.device] = place
+        else:
+            first_backward.setdefault(entry.device, place)
     loop_s = max(x.end_s for x in loop.spans) - min(x.start_s for x in loop.spans)
     for place, wait in found.items():
         device = loop.program.entries[place].device if place >= 0 else -1 - place
+        fills = 0 <= place <= max(last_forward.get(device, -1), first_backward.get(device, -1))
         equal_s = equal[place].rest_s if place in equal else 0.0
         own_s = math.inf if wait.rest_s <= equal_s + _ALIKE * loop_s else equal_s
-        yield from _split_wait(
-            device, wait, IdleCause.WARM_UP if 0 <= place <= filled[device] else IdleCause.DRAIN, own_s
+        turn_s = min(wait.sent_s, wait.start_s + own_s)  # from then on the wait is longer than with equal stages
+        times_s = (wait.start_s, turn_s, wait.sent_s, wait.arrived_s, wait.end_s)
+        causes = (
+            IdleCause.WARM_UP if fills else IdleCause.DRAIN,
+            IdleCause.IMBALANCE,
+            IdleCause.COMMUNICATION,
+            IdleCause.ENGINE,
         )
-
-
-def _filled(loop: _Loop) -> list[int]:
-    """For each device the last place at which it waits for the pipeline to fill: its last forward, or first backward."""
-    last_forward, first_backward = ([-1] * loop.num_devices for _ in range(2))
-    for place, (action, (device, *_)) in enumerate(zip(loop.program.actions, loop.program.entries, strict=True)):
-        if action.kind is ActionKind.FORWARD:
-            last_forward[device] = place
-        elif first_backward[device] < 0:
-            first_backward[device] = place
-    return list(map(max, last_forward, first_backward))
-
-
-def _split_wait(device: int, wait: _Wait, cause: IdleCause, own_s: float) -> Iterator[Idle]:
-    """The pieces of a wait; of what is neither transfer nor engine `own_s` have that cause, the rest is imbalance."""
-    turn_s = min(wait.sent_s, wait.start_s + own_s)
-    yield Idle(device=device, cause=cause, start_s=wait.start_s, end_s=turn_s)
-    yield Idle(device=device, cause=IdleCause.IMBALANCE, start_s=turn_s, end_s=wait.sent_s)
-    yield Idle(device=device, cause=IdleCause.COMMUNICATION, start_s=wait.sent_s, end_s=wait.arrived_s)
-    yield Idle(device=device, cause=IdleCause.ENGINE, start_s=wait.arrived_s, end_s=wait.end_s)
+        for cause, (start_s, end_s) in zip(causes, pairwise(times_s), strict=True):
+            yield Idle(device=device, cause=cause, start_s=start_s, end_s=end_s)
 
 
 def _waits(loop: _Loop) -> dict[int, _Wait]:
@@ -155,7 +141,7 @@ def _waits(loop: _Loop) -> dict[int, _Wait]:
         start_s, end_s = free[span.device], span.start_s
         free[span.device] = span.end_s
         if end_s > start_s:
-            sent_s, arrived_s = (min(max(moment, start_s), end_s) for moment in loop.moments(place))
+            sent_s, arrived_s = (min(max(moment, start_s), end_s) for moment in loop.inputs[place])
             waits[place] = _Wait(start_s, sent_s, arrived_s, end_s)
     return waits | _last_waits(free)
 
@@ -169,7 +155,8 @@ def _equal_waits(loop: _Loop, found: Mapping[int, _Wait]) -> dict[int, _Wait]:
     """What `_waits` gives for the same order with equal stages, each action as early as device and input allow."""
     program, lasting_s = loop.program, _equal_s(loop)
     engine_s = [found[i].engine_s if i in found else 0.0 for i in range(len(lasting_s))]
-    transfers_s = {x.need: loop.transfer_s(i) for i, x in enumerate(program.entries) if x.need >= 0}
+    pairs = zip(program.entries, loop.inputs, strict=True)
+    transfers_s = {x.need: arrived_s - sent_s for x, (sent_s, arrived_s) in pairs if x.need >= 0}
     hops_s = [transfers_s.get(i, 0.0) for i in range(len(lasting_s))]
     rows = action_times(program, list(map(add, engine_s, lasting_s)), hops_s, zero=0.0)
     free, ends, waits = [0.0] * loop.num_devices, list[float](), {}

@@ -7,12 +7,11 @@ its wait counts from the end of its own action, for at most the rest of the plan
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 
 from gplan.core import Action, ActionKind, Plan, Span, Transfer
 from gplan.schedules.dependencies import dependencies_of
-from gplan.simulation.simulator import gap_s, transfer_s
+from gplan.simulation.simulator import gap_s, sent_bytes, transfer_s
 
 
 def exposed_transfers(
@@ -48,13 +47,6 @@ def exposed_transfers(
     return tuple(found)
 
 
-def sent_bytes(plan: Plan, action: Action) -> int:
-    """Bytes of an action's output that go to another stage: activations, or their gradients; 0 for stage 0's."""
-    if action.kind is ActionKind.FORWARD:
-        return plan.stages[action.stage].cost.activation_bytes
-    return plan.stages[action.receiver].cost.gradient_bytes if action.stage else 0
-
-
 def exposed_in(plan: Plan, spans: Sequence[Span]) -> tuple[Transfer, ...]:
     """The same in a step of the plan, with what crosses its cuts."""
     costs = plan.stage_costs
@@ -62,4 +54,4 @@ def exposed_in(plan: Plan, spans: Sequence[Span]) -> tuple[Transfer, ...]:
     def hop_s(action: Action) -> float:
         return gap_s(action, costs[action.stage]) + transfer_s(action, costs)
 
-    return exposed_transfers(spans, num_bytes=partial(sent_bytes, plan), hop_s=hop_s)
+    return exposed_transfers(spans, num_bytes=lambda action: sent_bytes(action, costs), hop_s=hop_s)

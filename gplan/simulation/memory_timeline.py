@@ -7,12 +7,12 @@ most of all is, to the byte, the peak that plans are made with (`gplan/cost/memo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from gplan.core import ActionKind, Plan, RecomputeMode, Schedule, StageBytes, StageMemory, Timeline
-from gplan.cost.memory_moments import OPTIMIZER_MOMENT, Moments, device_moments, memory_at, resting
+from gplan.cost.memory_moments import OPTIMIZER_MOMENT, device_moments, memory_at, resting
 from gplan.cost.part_table import rows_of
 from gplan.graph.down_sets import Ints
 from gplan.simulation.simulator import schedule_of, simulate
@@ -63,8 +63,28 @@ def device_holdings(
     `timeline` is a step of the schedule with every action and update.
     """
     own = {stage: parts[stage] for stage in schedule.stages_of(device)}
-    moments = device_moments(schedule, device, recompute=recompute)
-    return tuple(_holdings(timeline, device, own, moments))
+    spans = [x for x in timeline.spans if x.device == device]
+    updates = [x for x in spans if x.action.kind is ActionKind.OPTIMIZER]
+    times = {str(x.action): (x.start_s, x.end_s) for x in spans}
+    times[OPTIMIZER_MOMENT] = (updates[0].start_s, updates[-1].end_s)
+
+    def held(counts: Ints, action: str, start_s: float, end_s: float) -> Holding:
+        pairs = zip(counts, own.values(), strict=True)
+        stages = tuple(memory_at(one, x, action=action) for one, x in pairs)
+        return Holding(device=device, action=action, start_s=start_s, end_s=end_s, stages=stages)
+
+    nothing, moments = resting(len(own)), device_moments(schedule, device, recompute=recompute)
+    num_bytes = moments.held([rows_of(x, (1,)) for x in own.values()])[:, 0]
+    every = range(len(moments.actions))
+    steps = [(action, list(group)) for action, group in groupby(every, key=moments.actions.__getitem__)]
+    starts = [*(times[action][0] for action, _ in steps), timeline.step_s]
+    found = [held(nothing, "", 0.0, starts[0])]
+    for (action, step), next_s in zip(steps, starts[1:], strict=True):  # while it runs, and until the next one starts
+        start_s, end_s = times[action]
+        after, name = (nothing, "") if action == OPTIMIZER_MOMENT else (moments.counts[step[-1]], action)
+        most = max(step, key=num_bytes.__getitem__)
+        found += [held(moments.counts[most], action, start_s, end_s), held(after, name, end_s, max(end_s, next_s))]
+    return tuple(found)
 
 
 def fullest(holdings: Sequence[Holding]) -> Holding:
@@ -76,35 +96,3 @@ def _recompute_of(plan: Plan, device: int) -> RecomputeMode:
     """With "selected", a stage that recomputes none of its layers keeps them all."""
     keeps_all = plan.recompute == "selected" and not any(stage.recompute_layers for stage in plan.stages_of(device))
     return "never" if keeps_all else plan.recompute
-
-
-def _holdings(
-    timeline: Timeline, device: int, parts: Mapping[int, StageBytes[int]], moments: Moments
-) -> Iterator[Holding]:
-    """One before the first action, then two for each action: while it runs and until the next one starts."""
-
-    def held(counts: Ints, action: str, start_s: float, end_s: float) -> Holding:
-        pairs = zip(counts, parts.values(), strict=True)
-        stages = tuple(memory_at(one, own, action=action) for one, own in pairs)
-        return Holding(device=device, action=action, start_s=start_s, end_s=end_s, stages=stages)
-
-    nothing, times = resting(len(parts)), _times(timeline, device)
-    num_bytes = moments.held([rows_of(own, (1,)) for own in parts.values()])[:, 0]
-    every = range(len(moments.actions))
-    steps = [(action, list(group)) for action, group in groupby(every, key=moments.actions.__getitem__)]
-    yield held(nothing, "", 0.0, times[steps[0][0]][0])
-    starts = [*(times[action][0] for action, _ in steps[1:]), timeline.step_s]
-    for (action, step), next_s in zip(steps, starts, strict=True):
-        start_s, end_s = times[action]
-        most = max(step, key=num_bytes.__getitem__)
-        yield held(moments.counts[most], action, start_s, end_s)
-        after, name = (nothing, "") if action == OPTIMIZER_MOMENT else (moments.counts[step[-1]], action)
-        yield held(after, name, end_s, max(end_s, next_s))
-
-
-def _times(timeline: Timeline, device: int) -> dict[str, tuple[float, float]]:
-    """When each action of a device starts and ends; its optimizers are one."""
-    own = [span for span in timeline.spans if span.device == device]
-    updates = [span for span in own if span.action.kind is ActionKind.OPTIMIZER]
-    times = {str(span.action): (span.start_s, span.end_s) for span in own}
-    return {**times, OPTIMIZER_MOMENT: (updates[0].start_s, updates[-1].end_s)}

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from gplan.core import Action, ActionKind, IdleCause, Plan, RecomputeMode, Schedule, StageCost, Timeline
+from gplan.core import ActionKind, IdleCause, Plan, RecomputeMode, Schedule, StageCost, Timeline
 from gplan.core.errors import UsageError
 from gplan.schedules.registry import canonical, make_schedule, schedule_info
 from gplan.simulation.bubble import idle_by_device
@@ -90,7 +91,24 @@ def given_trial(
     (33.0, '(K-1)/(M+K-1)', 0.273, 4.0)
     """
     schedule = make_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches)
-    return _trial(name, schedule, _costs(schedule, given), recompute, peaks=None)
+    forward, optimizer = _spread("forward", given.forward, schedule), _spread("optimizer", given.optimizer, schedule)
+    first, second = (_spread("backward", halves, schedule) for halves in zip(*given.backward, strict=True))
+    costs = [
+        StageCost(
+            forward_s=forward_s,
+            backward_s=first_s + second_s,
+            recompute_s=forward_s,
+            optimizer_s=optimizer_s,
+            activation_bytes=0,
+            gradient_bytes=0,
+            activation_s=given.link,
+            gradient_s=given.link,
+            input_gradient_s=first_s,
+            weight_gradient_s=second_s,
+        )
+        for forward_s, first_s, second_s, optimizer_s in zip(forward, first, second, optimizer, strict=True)
+    ]
+    return _trial(name, schedule, costs, recompute, peaks=None)
 
 
 def plan_trial(plan: Plan, *, schedule: str | None = None, num_microbatches: int | None = None) -> Trial:
@@ -141,6 +159,26 @@ def _trial(
         equal = equal_bubble(schedule, costs, recompute=recompute)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    steps, devices = (
+        {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT_GRADIENT: -1},
+        list[DeviceTrial](),
+    )
+    for device, idle in enumerate(idle_by_device(timeline)):
+        stages, in_flight = (
+            schedule.stages_of(device),
+            accumulate(steps.get(x.kind, 0) for x in schedule.orders[device]),
+        )
+        devices.append(
+            DeviceTrial(
+                device=device,
+                stages=stages,
+                busy_s=timeline.busy_s(device),
+                update_s=timeline.update_s(device),
+                idle_s=idle,
+                most_in_flight=max(in_flight) / len(stages),
+                peak_bytes=peaks[device] if peaks is not None else None,
+            )
+        )
     return Trial(
         name=canonical(name),
         schedule=schedule.name,
@@ -153,56 +191,9 @@ def _trial(
         bubble=timeline.bubble,
         equal_bubble=equal,
         law=law_of(name, equal, num_devices=schedule.num_devices, num_microbatches=schedule.num_microbatches),
-        devices=_devices(schedule, timeline, peaks),
+        devices=tuple(devices),
         timeline=timeline,
     )
-
-
-def _devices(schedule: Schedule, timeline: Timeline, peaks: Sequence[int] | None) -> tuple[DeviceTrial, ...]:
-    return tuple(
-        DeviceTrial(
-            device=device,
-            stages=schedule.stages_of(device),
-            busy_s=timeline.busy_s(device),
-            update_s=timeline.update_s(device),
-            idle_s=idle,
-            most_in_flight=_most_in_flight(schedule.orders[device]) / len(schedule.stages_of(device)),
-            peak_bytes=peaks[device] if peaks is not None else None,
-        )
-        for device, idle in enumerate(idle_by_device(timeline))
-    )
-
-
-def _most_in_flight(order: Sequence[Action]) -> int:
-    """The most pairs of micro-batch and stage whose forward is done and whose backward is not."""
-    steps = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT_GRADIENT: -1}
-    count = most = 0
-    for action in order:
-        count += steps.get(action.kind, 0)
-        most = max(most, count)
-    return most
-
-
-def _costs(schedule: Schedule, given: GivenCosts) -> list[StageCost]:
-    forward = _spread("forward", given.forward, schedule)
-    first = _spread("backward", [x for x, _ in given.backward], schedule)
-    second = _spread("backward", [x for _, x in given.backward], schedule)
-    optimizer = _spread("optimizer", given.optimizer, schedule)
-    return [
-        StageCost(
-            forward_s=forward_s,
-            backward_s=first_s + second_s,
-            recompute_s=forward_s,
-            optimizer_s=optimizer_s,
-            activation_bytes=0,
-            gradient_bytes=0,
-            activation_s=given.link,
-            gradient_s=given.link,
-            input_gradient_s=first_s,
-            weight_gradient_s=second_s,
-        )
-        for forward_s, first_s, second_s, optimizer_s in zip(forward, first, second, optimizer, strict=True)
-    ]
 
 
 def _spread(what: str, values: Sequence[float], schedule: Schedule) -> list[float]:

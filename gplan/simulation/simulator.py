@@ -22,8 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
-from typing import NamedTuple
 
 from gplan.core import (
     Action,
@@ -40,9 +38,9 @@ from gplan.core import (
     idle_share,
 )
 from gplan.cost.action_seconds import ActionKey, action_s, gaps, occupied
-from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
 from gplan.schedules.registry import make_schedule
 from gplan.simulation.kernel import (
+    NONE,
     ActionProgram,
     TiedDevices,
     action_times,
@@ -103,21 +101,20 @@ def _timeline(
     origin: Origin,
 ) -> Timeline:
     spans: list[list[Span]] = [[] for _ in schedule.orders]
-    routes, transfers = _routes(schedule, costs), list[Transfer]()
-    free = [0.0] * schedule.num_devices
+    transfers, free = list[Transfer](), [0.0] * schedule.num_devices
     for action, entry, (start_s, free_s, arrival_s) in zip(program.actions, program.entries, rows, strict=True):
         end_s, device = start_s + duration_s(action), entry.device
         spans[device].append(Span(device=device, action=action, start_s=start_s, end_s=end_s))
         free[device] = free_s
-        if route := routes.get((action.stage, action.kind)):
+        if entry.link != NONE:
             transfers.append(
                 Transfer(
                     action=action,
                     source=device,
-                    target=route.target,
+                    target=schedule.devices[action.receiver],
                     start_s=end_s,
                     end_s=max(end_s, arrival_s),
-                    num_bytes=route.num_bytes,
+                    num_bytes=sent_bytes(action, costs),
                 )
             )
     updates = (
@@ -156,8 +153,7 @@ def equal_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute: R
 
     (K-1)/(M+K-1) for GPipe and 1F1B, whatever the costs, if all micro-batches recompute or none does.
     """
-    mean = _mean_cost(costs)
-    return step_and_bubble(schedule, [mean] * len(costs), recompute=recompute)[1]
+    return step_and_bubble(schedule, [_mean_cost(costs)] * len(costs), recompute=recompute)[1]
 
 
 def planned_s(schedule: Schedule, costs: Sequence[StageCost], recompute: RecomputeMode) -> Callable[[Action], float]:
@@ -183,57 +179,42 @@ def transfer_s(action: Action, costs: Sequence[StageCost]) -> float:
     return costs[action.receiver].gradient_s if action.stage else 0.0
 
 
+def sent_bytes(action: Action, costs: Sequence[StageCost]) -> int:
+    """Bytes of an action's output that go to another stage: activations, or their gradients; 0 for stage 0's."""
+    if action.kind is ActionKind.FORWARD:
+        return costs[action.stage].activation_bytes
+    return costs[action.receiver].gradient_bytes if action.stage else 0
+
+
 def dependency_order(schedule: Schedule) -> tuple[Action, ...]:
     """All forwards and backwards in an order in which one device could run them: by time, were all as long."""
     program = whole_program(schedule, "never")
     rows = action_times(program, [1.0] * len(program.durations), [0.0] * len(program.hops), zero=0.0)
-    starts = [start for start, _, _ in rows]
-    return tuple(program.actions[i] for i in sorted(range(len(starts)), key=starts.__getitem__))
+    pairs = sorted(zip(rows, program.actions, strict=True), key=lambda pair: pair[0][0])
+    return tuple(action for _, action in pairs)
 
 
 def _mean_cost(costs: Sequence[StageCost]) -> StageCost:
-    """The mean of the seconds of some stages, without transfers."""
+    """The mean of the seconds of some stages, without transfers.
 
-    def mean(field: str) -> float:
-        return float(sum(getattr(cost, field) for cost in costs) / len(costs))
-
-    whole = {x: mean(x) for x in ("forward_s", "backward_s", "recompute_s", "optimizer_s")}
-    first_s, second_s = _equal_halves_s(costs, whole["backward_s"])
+    Its backward has halves in the proportion of all stages but the first, which has no first half, where these are known.
+    """
+    whole = {
+        x: float(sum(getattr(cost, x) for cost in costs) / len(costs))
+        for x in ("forward_s", "backward_s", "recompute_s", "optimizer_s")
+    }
+    halves = [(x.input_gradient_s, x.weight_gradient_s) for x in costs[1:]]
+    known = [(first_s, second_s) for first_s, second_s in halves if first_s is not None and second_s is not None]
+    first_s = second_s = None
+    if len(known) == len(halves):
+        total_s = sum(map(sum, known))
+        share = sum(first_s for first_s, _ in known) / total_s if total_s else 0.0
+        first_s, second_s = share * whole["backward_s"], (1.0 - share) * whole["backward_s"]
     return replace(
         costs[0], **whole, input_gradient_s=first_s, weight_gradient_s=second_s,
         activation_bytes=0, gradient_bytes=0, activation_s=0.0, gradient_s=0.0,
         gap_s=0.0, forward_sending_s=0.0, backward_sending_s=0.0, around_s=0.0,
     )  # fmt: skip
-
-
-def _equal_halves_s(costs: Sequence[StageCost], backward_s: float) -> tuple[float | None, float | None]:
-    """A backward in the proportion of all stages but the first, which has no first half; None where that is not known."""
-    halves = [(cost.input_gradient_s, cost.weight_gradient_s) for cost in costs[1:]]
-    known = [(first_s, second_s) for first_s, second_s in halves if first_s is not None and second_s is not None]
-    if len(known) < len(halves):
-        return None, None
-    total_s = sum(map(sum, known))
-    share = sum(first_s for first_s, _ in known) / total_s if total_s else 0.0
-    return share * backward_s, (1.0 - share) * backward_s
-
-
-class _Route(NamedTuple):
-    """Where the output of an action goes, if that is another device."""
-
-    target: int
-    num_bytes: int
-
-
-def _routes(schedule: Schedule, costs: Sequence[StageCost]) -> dict[tuple[int, ActionKind], _Route]:
-    """By stage and kind of action; what the next action on the same device needs is there at once."""
-    routes = {}
-    for stage, (device, following) in enumerate(pairwise(schedule.devices)):
-        if device != following:
-            cost = costs[stage]
-            routes[stage, ActionKind.FORWARD] = _Route(following, cost.activation_bytes)
-            for kind in INPUT_GRADIENT_KINDS:
-                routes[stage + 1, kind] = _Route(device, cost.gradient_bytes)
-    return routes
 
 
 def tied_devices_of(schedule: Schedule, costs: Sequence[StageCost]) -> TiedDevices:

@@ -1,4 +1,4 @@
-"""Closed-form lower bounds of the step of any partition; they rule out most strategies of a search.
+"""Closed-form lower bounds of the step of any partition; they rule out most strategies of a search. An estimate orders it.
 
 With t_s the compute of a micro-batch on stage s, W the sum of all, C the least transfers over all cuts:
     any     T >= W + C                                        (of a split backward its first half)
@@ -19,11 +19,10 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from gplan.core import StageBytes
 from gplan.core.machine import num_messages
 from gplan.corrections.sharding import EXCHANGED
 from gplan.cost.microbatch_bytes import MicrobatchTerms, microbatch_bytes
-from gplan.graph.down_sets import Floats, Ints
+from gplan.graph.down_sets import Floats
 from gplan.partition.bounds import least_transfers_s, shared_step_s, through_all_s
 from gplan.partition.problem import Problem, compute_sums_s, largest_layer_s
 from gplan.schedules.in_flight import NUM_WARMUP
@@ -31,6 +30,8 @@ from gplan.schedules.in_flight import NUM_WARMUP
 _MOST_BYTES = np.iinfo(np.int64).max
 _SLACK = 1e-9
 _HALVINGS = 30
+_SHARE_OF_WAITS = {"zb-h1": 1 / 3, "zb-v": 1 / 3}
+"""The bubble of equal stages as a share of (K-1) micro-batches on a device, over its chunks; 1 for other schedules."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,6 @@ class StrategyBounds:
     """Bounds over all partitions of a problem on equal devices, without their memory limit."""
 
     problem: Problem
-
-    @cached_property
-    def whole_parts(self) -> StageBytes[Ints]:
-        """What the memory of a stage with all layers is made of, [1]."""
-        return self.problem.costs.parts(*self.problem.costs.all_layers)
 
     @cached_property
     def step_s(self) -> float:
@@ -57,10 +53,22 @@ class StrategyBounds:
             bounds.append(self._num * self.largest_s)
         return max(bounds) * (1 - _SLACK)
 
+    @property
+    def estimate_s(self) -> float:
+        """An estimate of a good plan's step, which proves nothing: equal stages, in their bubble, and memory enough."""
+        problem = self.problem
+        num_devices, num_chunks = problem.num_devices, problem.num_stages / problem.num_devices
+        waits = (num_devices - 1) / num_chunks * _SHARE_OF_WAITS.get(problem.schedule, 1.0)
+        largest_s = (
+            self.largest_s if num_chunks == 1 else 0.0
+        )  # recomputing is in it, and in `through_s`, where all stages do
+        loop_s = (self._num + waits) * max(self.through_s / num_devices, largest_s) + self.transfers_s / num_chunks
+        return max(loop_s + self.tail_s / num_devices, self.step_s)
+
     def exceeds_memory(self, memory_bytes: int) -> bool:
         """Whether all stages together hold more than all devices have, after the last backward or forward."""
         problem, costs = self.problem, self.problem.costs
-        whole = self.whole_parts
+        whole = costs.parts(*costs.all_layers)
         num_sent = sum(problem.boundaries(stage).after for stage in range(problem.num_stages - 1))
         over = microbatch_bytes(
             MicrobatchTerms(
@@ -94,11 +102,11 @@ class StrategyBounds:
     @cached_property
     def _again_s(self) -> float:
         """What recomputing all stages adds to every micro-batch; 0 where not every one is recomputed."""
-        return self.whole_recompute_s if self.problem.recompute == "always" else 0.0
+        return self._whole_again_s if self.problem.recompute == "always" else 0.0
 
-    @property
-    def whole_recompute_s(self) -> float:
-        """Seconds of recomputing the whole model for a micro-batch, at least."""
+    @cached_property
+    def _whole_again_s(self) -> float:
+        """What recomputing all stages takes for a micro-batch."""
         return float(self.problem.costs.sums.seconds("last_recompute", *self.problem.costs.all_layers)[0])
 
     @cached_property
@@ -116,7 +124,7 @@ class StrategyBounds:
         """W."""
         return float(self._sums_s[-1]) + self.problem.num_stages * self._overhead_s
 
-    @cached_property
+    @property
     def transfers_s(self) -> float:
         """C."""
         return float(least_transfers_s(self.problem).sum())
@@ -147,7 +155,8 @@ class StrategyBounds:
 
     @property
     def _shared_s(self) -> float:
-        again_s = self._num * self._again_s / self.problem.num_devices
+        num_again = {"always": self._num, "except-last": self._num - 1}.get(self.problem.recompute, 0)
+        again_s = num_again * self._whole_again_s / self.problem.num_devices
         return again_s + shared_step_s(self.problem, tail_s=self.tail_s)
 
     @cached_property

@@ -1,7 +1,6 @@
 """The planner: one function from a profile and a request to a plan.
 
-A request whose dials are all values is one partition problem; open dials are searched together, best first
-(`search.py`); on a machine whose devices differ, setting by setting (`machine_search.py`).
+A request whose dials are all values is one partition problem; open dials are searched together (`search.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from gplan.partition.balance import balance_fixed
 from gplan.partition.validation import check_choice
 from gplan.schedules.registry import check_custom_counts, default_num_microbatches, schedule_info
 from gplan.schedules.request import PlanRequest, any_setting
-from gplan.strategy_search.machine_search import search_machine
 from gplan.strategy_search.search import search
 
 
@@ -30,8 +28,6 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
     if not request.is_open:
         return balance_fixed(profile, _with_microbatch_size(request))
     _check_searchable(request)
-    if request.machine is not None:
-        return search_machine(profile, request, progress=progress)
     return search(profile, request, progress=progress)
 
 

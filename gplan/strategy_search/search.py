@@ -1,24 +1,24 @@
 """Search for a way to run a model: devices, replicas, micro-batches, schedule and recompute, for one batch and memory.
 
-Every strategy of `space.py` has a closed-form bound; the promising ones are solved by the balancer (`best_first.py`), and
-the bound of the resulting plan covers all strategies, also those left out when the time was up. The Pareto frontier of
-step and memory comes from repeating the search with less and less memory.
+Every setting of `space.py` has a closed-form bound; those that could be the best are balanced (`setting_search.py`), and the
+bound of the resulting plan covers all settings, also those left out when the time was up. The Pareto frontier of step and
+memory comes from repeating the search with less and less memory.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
-from gplan.core import Constraints, Plan, Profile
+from gplan.core import Alternative, Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.progress import Progress, no_progress
 from gplan.core.units import bytes_text, counted, memory_size_text, seconds_text
 from gplan.graph.down_sets import DownSets, Prefixes
-from gplan.partition.balance import alternative_of
+from gplan.partition.balance import alternative_of, balance_fixed
 from gplan.partition.candidates import TooManyCandidates
 from gplan.partition.constraints import check_constraints
 from gplan.partition.diagnosis import (
@@ -28,24 +28,22 @@ from gplan.partition.diagnosis import (
     stages_that_fit_text,
     tightest_device,
 )
-from gplan.partition.problem import ROUNDING, Problem
+from gplan.partition.problem import Problem
 from gplan.partition.solve import TooManyDownSets, where_to_cut
 from gplan.partition.validation import check_limits, why_not_selected
 from gplan.schedules.registry import num_stages_of, schedule_info
 from gplan.schedules.request import PlanRequest
-from gplan.strategy_search.best_first import Found, best_plan_within
-from gplan.strategy_search.cache import SolveCache
-from gplan.strategy_search.space import Space, base_schedule, search_space
+from gplan.strategy_search.setting_search import NUM_RIVALS, SettingSearch
+from gplan.strategy_search.space import base_schedule, search_space
 
 TIME_LIMIT_S = 18.0
-_SHARE_OF_BEST = 0.6  # of the time, for the best plan; the rest is for the frontier
-_SHARE_OF_PROOF = 0.9  # the same while the gap is large
-_NUM_TRIED = 24  # strategies whose smallest memory is computed where nothing fits
+_SHARE_OF_BEST = 0.9  # of the time, for the best plan; the rest is for the frontier
+_NUM_TRIED = 24  # settings whose smallest memory is computed where nothing fits
 _CLOSEST_S = 4.0  # for that
 _NUM_POINTS = 8  # of the frontier
 _LESS_MEMORY = 0.8  # the memory limit for the next point, as a share of the last point's peak
 _LEAST_POINT_S = 0.5  # for a point
-_POINTS_AT_LEAST = 3  # that the time left is for
+_SHARE_OF_POINT = 1 / 3  # of the time left
 _MIN_SAVING = 0.01  # share of the memory that a point of the frontier must save
 
 
@@ -54,37 +52,41 @@ def search(profile: Profile, request: PlanRequest, *, progress: Progress = no_pr
 
     `total_devices` limits the devices of all replicas together; without it, devices on "auto" maximise samples per second
     and device. By default the batch is that of the plan made without a search, and the memory that of the profile's
-    device. Micro-batches have profiled sizes where the batch can be cut so. An interrupt or the time limit ends the search
-    with the best plan so far and a note; `Plan.proof` covers all strategies.
+    device. Micro-batches have profiled sizes where the batch can be cut so. On a machine there is one replica, and the next
+    best settings are in `Plan.rivals` in place of a frontier. An interrupt or the time limit ends the search with the best
+    plan so far and a note; `Plan.proof` covers all settings.
 
     Raises UsageError for an impossible request, NoPlanError where nothing fits or nothing was found in time.
     """
     started_s = time.perf_counter()
-    memory_bytes, constraints = request.memory_bytes, request.constraints
+    memory_bytes, machine = request.memory_bytes, request.machine
     time_limit_s = TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s
     check_limits(memory_bytes=memory_bytes, time_limit_s=time_limit_s)
-    _check_constraints(constraints, profile, request)
-    space = _with_pins(search_space(profile, request), constraints)
-    memory_bytes = profile.device.memory_bytes if memory_bytes is None else memory_bytes
-    downsets, notes = _down_sets(profile, constraints)
-    cache = SolveCache(profile=profile, space=space, constraints=constraints, downsets=downsets, progress=progress)
-    until_s, latest_s = (started_s + share * time_limit_s for share in (_SHARE_OF_BEST, _SHARE_OF_PROOF))
-    found = best_plan_within(cache, memory_bytes, deadline_s=until_s, latest_s=latest_s, share=(0.0, _SHARE_OF_BEST))
-    if found.plan is None:
-        raise _no_plan_error(cache, memory_bytes, found, time_limit_s)
-    is_whole = not found.is_interrupted and _explore(
-        cache, found.plan, deadline_s=started_s + time_limit_s, share=(_SHARE_OF_BEST, 1.0)
+    _check_constraints(request.constraints, profile, request)
+    space = search_space(profile, request)
+    if memory_bytes is None and machine is None:
+        memory_bytes = profile.device.memory_bytes
+    downsets, notes = _down_sets(profile, request.constraints)
+    found = SettingSearch(profile=profile, space=space, request=request, downsets=downsets, progress=progress)
+    share = _SHARE_OF_BEST if machine is None else 1.0
+    found.run(memory_bytes, deadline_s=started_s + share * time_limit_s, share=(0.0, share))
+    if found.best is None:
+        raise _no_plan_error(found, memory_bytes, time_limit_s)
+    lower_bound, notes = found.lower_bound, (*space.notes, *notes, *_notes(found, found.best))
+    if machine is None and not found.is_interrupted and not _explore(found, deadline_s=started_s + time_limit_s):
+        notes = (*notes, "the search for plans with less memory was interrupted")
+    plan = found.best_fitting(memory_bytes)
+    assert plan is not None, "the search has found one"
+    lower_bound_s = min(lower_bound / found.weight(plan.num_ranks), plan.prediction.step_s)
+    solver, solve_s = f"search/{plan.proof.solver}", time.perf_counter() - started_s
+    return replace(
+        plan,
+        memory_limit_bytes=memory_bytes,
+        proof=replace(plan.proof, solver=solver, lower_bound_s=lower_bound_s, solve_s=solve_s),
+        notes=(*plan.notes, *notes, *one_device_notes(plan, profile)),
+        frontier=tuple(map(alternative_of, _pareto_frontier(plan, found))) if machine is None else (),
+        rivals=tuple(_rivals(plan, found)) if machine is not None else (),
     )
-    found = _with_best(cache, found, memory_bytes)
-    notes = (*space.notes, *notes, *_notes(cache, found, memory_bytes, request, is_whole=is_whole))
-    return _final_plan(cache, found, memory_bytes, notes, solve_s=time.perf_counter() - started_s)
-
-
-def _with_best(cache: SolveCache, found: Found, memory_bytes: int | None) -> Found:
-    """With the best plan that fits, even if it was found during the search with less memory."""
-    best = cache.best_fitting(memory_bytes)
-    is_better = cache.cost(best) < cache.cost(found.plan) * (1 - ROUNDING)
-    return replace(found, plan=best) if is_better else found
 
 
 def _check_constraints(constraints: Constraints, profile: Profile, request: PlanRequest) -> None:
@@ -99,15 +101,6 @@ def _check_constraints(constraints: Constraints, profile: Profile, request: Plan
     check_constraints(constraints, profile, num_stages=num_stages)
 
 
-def _with_pins(space: Space, constraints: Constraints) -> Space:
-    """With pins only schedules with one stage per device: elsewhere a stage's number is another part of the model."""
-    kept = tuple(x for x in space.strategies if x.num_stages == x.num_devices)
-    if not constraints.pins or not kept or len(kept) == len(space.strategies):
-        return space
-    note = "--pin names stages, so schedules with several stages a device were left out"
-    return replace(space, strategies=kept, notes=(*space.notes, note))
-
-
 def _down_sets(profile: Profile, constraints: Constraints) -> tuple[DownSets | None, tuple[str, ...]]:
     try:
         return where_to_cut(profile, in_order=constraints.profile_order), ()
@@ -116,19 +109,92 @@ def _down_sets(profile: Profile, constraints: Constraints) -> tuple[DownSets | N
         return Prefixes(len(profile.layers)), (note,)
 
 
-def _no_plan_error(cache: SolveCache, memory_bytes: int | None, found: Found, time_limit_s: float) -> Exception:
+def _notes(found: SettingSearch, plan: Plan) -> Iterator[str]:
+    """How much was searched, and which devices are not used."""
+    if found.is_interrupted or found.num_left:
+        stopped = "the search was interrupted" if found.is_interrupted else "the time was up"
+        yield (
+            f"{stopped}: {found.open_text}, the bound is of all"
+            if found.num_left
+            else f"{stopped}: the bound is of all settings"
+        )
+    else:
+        yield (
+            f"the best of {found.num_settings_text}; bounds ruled out what was not among {found.num_solved} partitions solved"
+        )
+    num_undecided = len(found.undecided)
+    if num_undecided:
+        ways = "1 way to recompute has" if num_undecided == 1 else f"{num_undecided} ways to recompute have"
+        yield f"whether {ways} a plan that fits was not found in time"
+    used, num_there = plan.num_ranks, found.request.total_devices
+    if num_there is not None and used < num_there:
+        k, num_idle = found.request.num_devices, num_there - used
+        reason = "no plan that uses more was found to be faster"
+        if isinstance(k, int) and num_idle < k:
+            reason = f"another pipeline needs {k}, {num_idle} {'is' if num_idle == 1 else 'are'} left; --k auto tries other numbers"
+        yield f"{used} of {num_there} devices are used; {reason}"
+
+
+def _explore(found: SettingSearch, *, deadline_s: float) -> bool:
+    """Repeat the search with less and less memory than the best plan needs; returns False if it was interrupted."""
+    part = (1 - _SHARE_OF_BEST) / (_NUM_POINTS - 1)
+    for index in range(_NUM_POINTS - 1):
+        now_s, low = time.perf_counter(), _SHARE_OF_BEST + index * part
+        if found.best is None or found.is_interrupted or deadline_s - now_s < _LEAST_POINT_S:
+            break
+        until_s = now_s + _SHARE_OF_POINT * (deadline_s - now_s)
+        try:
+            found.run(int(_LESS_MEMORY * found.best.peak_bytes), deadline_s=until_s, share=(low, low + part))
+        except KeyboardInterrupt:
+            return False
+    return not found.is_interrupted
+
+
+def _pareto_frontier(plan: Plan, found: SettingSearch) -> Iterator[Plan]:
+    """The plan, then slower plans that each need at least 1 % less memory than the one before; by rising step."""
+    last = plan
+    yield plan
+    plans = [x for x in found.plans.values() if not found.space.per_device or x.num_ranks == plan.num_ranks]
+    for other in sorted(plans, key=lambda x: (x.prediction.step_s, x.peak_bytes)):
+        is_smaller = other.peak_bytes <= (1 - _MIN_SAVING) * last.peak_bytes
+        if is_smaller and other.prediction.step_s > last.prediction.step_s:
+            yield other
+            last = other
+
+
+def _rivals(plan: Plan, found: SettingSearch) -> Iterator[Alternative]:
+    """The plan's setting without constraints, if there are any, then the next best settings."""
+    if found.request.constraints:
+        fixed = replace(
+            found.request,
+            num_devices=plan.num_devices,
+            num_microbatches=plan.num_microbatches,
+            microbatch_size=plan.microbatch_size,
+            schedule=plan.schedule,
+            recompute=plan.recompute,
+            constraints=Constraints(),
+        )
+        yield alternative_of(balance_fixed(found.profile, fixed), label="without constraints")
+    others = [x for x in found.plans.values() if x is not plan]
+    for x in sorted(others, key=lambda x: (x.prediction.step_s, x.peak_bytes))[:NUM_RIVALS]:
+        title = schedule_info(x.schedule).title
+        yield alternative_of(x, label=f"{title}, {x.num_microbatches} × {x.microbatch_size}, recompute {x.recompute}")
+
+
+def _no_plan_error(found: SettingSearch, memory_bytes: int | None, time_limit_s: float) -> Exception:
+    """What to raise; of several settings that do not fit it names the one that needs the least memory."""
     if found.num_left:
         return NoPlanError(
-            f"no plan was found in {seconds_text(time_limit_s)}; {_open_text(cache, found)}; "
+            f"no plan was found in {seconds_text(time_limit_s)}; {found.open_text}; "
             "allow more time (--time-limit), or leave less open"
         )
-    strategies, modes = cache.space.strategies, cache.space.recompute
-    only = _most_telling(cache, memory_bytes)
-    if memory_bytes is None or only.constraints or len(strategies) * len(modes) == 1:
-        return no_plan_error(only)
-    at_all = f"no plan of {_count_text(cache)} fits {bytes_text(memory_bytes)} per device"
+    strategies, modes, machine = found.space.strategies, found.space.recompute, found.request.machine
+    only = _most_telling(found, memory_bytes)
+    if memory_bytes is None or machine or only.constraints or len(strategies) * len(modes) == 1:
+        return no_plan_error(only, machine)
+    at_all = f"no plan of {found.num_settings_text} fits {bytes_text(memory_bytes)} per device"
     try:
-        problem, peak_bytes = _closest(cache, memory_bytes)
+        problem, peak_bytes = _closest(found, memory_bytes)
     except TooManyCandidates:
         return NoPlanError(f"{at_all}; give each device more memory")
     tries_one_k = len({x.num_devices for x in strategies}) == 1
@@ -141,34 +207,23 @@ def _no_plan_error(cache: SolveCache, memory_bytes: int | None, found: Found, ti
     )
 
 
-def _most_telling(cache: SolveCache, memory_bytes: int | None) -> Problem:
+def _most_telling(found: SettingSearch, memory_bytes: int | None) -> Problem:
     """The setting to explain: of those that the constraints allow, the one with most devices, with one stage on each."""
-    strategies, mode = cache.space.strategies, cache.space.recompute[0]
+    strategies, mode = found.space.strategies, found.space.recompute[0]
     for x in sorted(strategies, key=lambda x: (x.num_stages > x.num_devices, -x.num_devices)):
-        if not conflicting_constraints(found := cache.problem(x, mode, memory_bytes)):
-            return found
-    return cache.problem(strategies[0], mode, memory_bytes)
+        if not conflicting_constraints(problem := found.problem(x, mode, memory_bytes)):
+            return problem
+    return found.problem(strategies[0], mode, memory_bytes)
 
 
-def _count_text(cache: SolveCache) -> str:
-    num_settings = len(cache.space.strategies)
-    return "one setting" if num_settings == 1 else f"{num_settings} settings"
-
-
-def _open_text(cache: SolveCache, found: Found) -> str:
-    if len(cache.space.strategies) == 1:
-        return "the one setting is still open"
-    return f"{found.num_left} of {_count_text(cache)} {'is' if found.num_left == 1 else 'are'} still open"
-
-
-def _closest(cache: SolveCache, memory_bytes: int) -> tuple[Problem, int]:
-    """The strategy that needs the least memory, and how much, among those that can be computed in a few seconds."""
+def _closest(found: SettingSearch, memory_bytes: int) -> tuple[Problem, int]:
+    """The setting that needs the least memory, and how much, among those that can be computed in a few seconds."""
     deadline_s = time.perf_counter() + _CLOSEST_S
-    single = [x for x in cache.space.strategies if x.num_stages == x.num_devices]  # fast to compute
+    single = [x for x in found.space.strategies if x.num_stages == x.num_devices]  # fast to compute
     every = sorted(
-        single or cache.space.strategies, key=lambda x: (x.schedule == "gpipe", x.num_stages * x.num_microbatches)
+        single or found.space.strategies, key=lambda x: (x.schedule == "gpipe", x.num_stages * x.num_microbatches)
     )
-    modes = sorted(cache.space.recompute, key=lambda mode: mode not in ("selected", "always"))
+    modes = sorted(found.space.recompute, key=lambda mode: mode not in ("selected", "always"))
     modes = [x for x in modes if x != "selected" or not all(why_not_selected(y.schedule) for y in every)]
     tried: list[tuple[Problem, int]] = []
     for strategy, mode in product(every[:: max(1, len(every) // _NUM_TRIED)], modes[:2]):
@@ -176,90 +231,6 @@ def _closest(cache: SolveCache, memory_bytes: int) -> tuple[Problem, int]:
             break
         if mode == "selected" and why_not_selected(strategy.schedule):
             continue
-        problem = cache.problem(strategy, mode, memory_bytes)
+        problem = found.problem(strategy, mode, memory_bytes)
         tried.append((problem, tightest_device(problem).peak_bytes))
     return min(tried, key=lambda pair: pair[1])
-
-
-def _notes(
-    cache: SolveCache, found: Found, memory_bytes: int | None, request: PlanRequest, *, is_whole: bool
-) -> list[str]:
-    plan, notes = found.plan, list[str]()
-    assert plan is not None, "a search without a plan is an error"
-    every = _count_text(cache)
-    if found.is_interrupted:
-        left = f"{_open_text(cache, found)}, the bound is of all" if found.num_left else "the bound is of all settings"
-        notes.append(f"the search was interrupted: {left}")
-    elif found.num_left:
-        notes.append(f"the time was up: {_open_text(cache, found)}, the bound is of all")
-    else:
-        notes.append(f"the best of {every}; bounds ruled out what was not among {cache.num_solved} partitions solved")
-    if not is_whole and not found.is_interrupted:
-        notes.append("the search for plans with less memory was interrupted")
-    num_undecided = sum(memory == memory_bytes for _, _, memory in cache.undecided)  # the others are of the frontier
-    if num_undecided:
-        ways = "1 way to recompute has" if num_undecided == 1 else f"{num_undecided} ways to recompute have"
-        notes.append(f"whether {ways} a plan that fits was not found in time")
-    used = plan.num_ranks
-    if request.total_devices is not None and used < request.total_devices:
-        k, num_idle = request.num_devices, request.total_devices - used
-        reason = "no plan that uses more was found to be faster"
-        if isinstance(k, int) and num_idle < k:
-            reason = f"another pipeline needs {k}, {num_idle} {'is' if num_idle == 1 else 'are'} left; --k auto tries other numbers"
-        notes.append(f"{used} of {request.total_devices} devices are used; {reason}")
-    return notes
-
-
-def _final_plan(
-    cache: SolveCache, found: Found, memory_bytes: int | None, notes: tuple[str, ...], *, solve_s: float
-) -> Plan:
-    plan = found.plan
-    assert plan is not None, "a search without a plan is an error"
-    num_devices = plan.num_ranks
-    lower_bound_s = found.lower_bound / cache.weight(num_devices)
-    comparable = [x for x in cache.plans if not cache.space.per_device or x.num_devices * x.num_replicas == num_devices]
-    proof = replace(
-        plan.proof,
-        solver=f"search/{plan.proof.solver}",
-        lower_bound_s=min(lower_bound_s, plan.prediction.step_s),
-        solve_s=solve_s,
-    )
-    return replace(
-        plan,
-        memory_limit_bytes=memory_bytes,
-        proof=proof,
-        notes=(*plan.notes, *notes, *one_device_notes(plan, cache.profile)),
-        frontier=tuple(alternative_of(x) for x in _pareto_frontier(plan, comparable)),
-    )
-
-
-def _explore(cache: SolveCache, plan: Plan, *, deadline_s: float, share: tuple[float, float]) -> bool:
-    """Repeat the search with less and less memory than the plan needs; returns False if it was interrupted."""
-    peak_bytes = plan.peak_bytes
-    low, high = share
-    for index in range(1, _NUM_POINTS):
-        now_s = time.perf_counter()
-        if deadline_s - now_s < _LEAST_POINT_S:
-            return True
-        part = (high - low) / (_NUM_POINTS - 1)
-        until_s = now_s + (deadline_s - now_s) / min(_POINTS_AT_LEAST, _NUM_POINTS - index)
-        point_share = (low + (index - 1) * part, low + index * part)
-        try:
-            found = best_plan_within(cache, int(_LESS_MEMORY * peak_bytes), deadline_s=until_s, share=point_share)
-        except KeyboardInterrupt:
-            return False
-        if found.is_interrupted or found.plan is None:
-            return not found.is_interrupted
-        peak_bytes = found.plan.peak_bytes
-    return True
-
-
-def _pareto_frontier(plan: Plan, plans: Sequence[Plan]) -> Iterator[Plan]:
-    """The plan, then slower plans that each need at least 1 % less memory than the one before; by rising step."""
-    last = plan
-    yield plan
-    for other in sorted(plans, key=lambda x: (x.prediction.step_s, x.peak_bytes)):
-        is_smaller = other.peak_bytes <= (1 - _MIN_SAVING) * last.peak_bytes
-        if is_smaller and other.prediction.step_s > last.prediction.step_s:
-            yield other
-            last = other

@@ -7,10 +7,9 @@ where possible and else in sizes between them, whose costs are interpolated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import TypeAlias, cast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
 
 from gplan.core import Profile, RecomputeMode, Sharding
 from gplan.core.checks import SHARDINGS
@@ -50,21 +49,12 @@ SIMPLEST = ("gpipe", "1f1b")
 AUTO_RECOMPUTE: tuple[RecomputeMode, ...] = ("never", "selected", "except-last", "always")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Strategy:
-    """One way to run the model, except for the recompute mode."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy(PipelineSetting):
+    """One way to run the model; its recompute mode is open."""
 
-    num_devices: int  # K, of one replica
-    num_replicas: int
-    num_microbatches: int
     microbatch_size: int
-    schedule: str
     sharding: Sharding = "none"
-
-    @property
-    def num_stages(self) -> int:
-        """On all devices of a replica together."""
-        return num_stages_of(self.schedule, self.num_devices)
 
     @property
     def total_devices(self) -> int:
@@ -72,30 +62,9 @@ class Strategy:
         return self.num_devices * self.num_replicas
 
 
-Allows: TypeAlias = Callable[[Strategy, RecomputeMode], bool]
-
-
 def base_schedule(request: PlanRequest) -> str:
     """The schedule whose limits on stages and micro-batches count: the given one, or GPipe for "auto"."""
     return "gpipe" if request.schedule == "auto" else request.schedule
-
-
-def _rules(request: PlanRequest) -> Allows:
-    """The rules of a request for strategies."""
-
-    def allows(strategy: Strategy, recompute: RecomputeMode) -> bool:
-        return request.allows(
-            PipelineSetting(
-                schedule=strategy.schedule,
-                recompute=recompute,
-                num_devices=strategy.num_devices,
-                num_microbatches=strategy.num_microbatches,
-                num_replicas=strategy.num_replicas,
-                sharding=strategy.sharding,
-            )
-        )
-
-    return allows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +75,14 @@ class Space:
     recompute: tuple[RecomputeMode, ...]
     per_device: bool  # maximise samples per second and device, instead of minimising the step
     notes: tuple[str, ...]
-    allows: Allows
 
 
 def search_space(profile: Profile, request: PlanRequest) -> Space:
     """All strategies that meet the request; raises UsageError where there is none."""
+    if request.machine is not None:
+        most = len(request.machine.devices)
+        request = replace(request, total_devices=most if request.num_devices == "auto" else None)
     check_request(profile, request)
-    allows = _rules(request)
     device_counts, notes = _device_counts(profile, request), list[str]()
     batch_size = request.batch_size
     if batch_size is None:
@@ -122,35 +92,60 @@ def search_space(profile: Profile, request: PlanRequest) -> Space:
         )
     schedules, left_out = _schedules(profile, request, device_counts)
     recompute = AUTO_RECOMPUTE if request.recompute == "auto" else (cast(RecomputeMode, request.recompute),)
-    shardings = _shardings(profile, request)
+    batch_cuts = {k: _batch_cuts(profile, request, k, batch_size) for k in device_counts}
+    shardings = {r: _shardings(profile, request, r) for r, _ in batch_cuts.values()}
     every = tuple(
         Strategy(
             num_devices=k, num_replicas=r, num_microbatches=m, microbatch_size=size, schedule=name, sharding=sharding
         )
-        for k in device_counts
-        for r, m, size in _batch_cuts(profile, request, k, batch_size)
-        for sharding in shardings(r)
+        for k, (r, cuts) in batch_cuts.items()
+        for m, size in cuts
+        for sharding in shardings[r]
         for name in schedules[k]
         if can_shard(name, sharding) and m <= (schedule_info(name).num_microbatches or m)
     )
     if not every:
         raise UsageError(_no_setting_text(profile, request, device_counts, batch_size))
-    strategies = tuple(x for x in every if any(allows(x, mode) for mode in recompute))
+    allowed = {x: [mode for mode in recompute if request.allows(replace(x, recompute=mode))] for x in every}
+    strategies = tuple(x for x, modes in allowed.items() if modes)
     if not strategies:
         schedule = "auto" if request.schedule == "auto" else schedule_info(request.schedule).title
         raise UsageError(
             f"none of {counted(len(every), 'setting')} is allowed with schedule {schedule} and recompute {request.recompute}; leave "
             "more open: --schedule auto, --recompute auto, --k auto or --microbatches auto"
         )
+    strategies, pinned = _with_single_stages(strategies, request)
     per_device = request.num_devices == "auto" and request.total_devices is None
     if per_device:
         notes.append(
             f"of {device_counts[0]} to {device_counts[-1]} devices this trains the most samples a second and device; "
             "--devices N asks for the shortest step on N devices"
         )
-    notes += left_out
-    possible = tuple(mode for mode in recompute if any(allows(x, mode) for x in strategies))
-    return Space(strategies=strategies, recompute=possible, per_device=per_device, notes=tuple(notes), allows=allows)
+    notes += (*left_out, *pinned)
+    possible = tuple(mode for mode in recompute if any(mode in allowed[x] for x in strategies))
+    return Space(strategies=strategies, recompute=possible, per_device=per_device, notes=tuple(notes))
+
+
+def _with_single_stages(
+    strategies: tuple[Strategy, ...], request: PlanRequest
+) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
+    """On a machine, and with pins, only strategies with one stage per device; with a note for pins.
+
+    Of schedules with chunks a stage's number is another part of the model.
+    """
+    single = tuple(x for x in strategies if x.num_stages == x.num_devices)
+    if request.machine is None:
+        if not request.constraints.pins or len(single) in (0, len(strategies)):
+            return strategies, ()
+        return single, ("--pin names stages, so schedules with several stages a device were left out",)
+    most = len(request.machine.devices)
+    single = tuple(x for x in single if x.num_devices <= most)
+    if not single:
+        raise UsageError(
+            f"no setting has one stage on each of at most {counted(most, 'device')}; name a schedule with one "
+            "stage per device, such as --schedule 1f1b, or plan without --machine"
+        )
+    return single, ()
 
 
 def check_request(profile: Profile, request: PlanRequest) -> None:
@@ -196,16 +191,11 @@ def _device_counts(profile: Profile, request: PlanRequest) -> tuple[int, ...]:
     return tuple(range(1, min(len(profile.layers) // info.num_chunks, request.total_devices or MOST_DEVICES) + 1))
 
 
-def _shardings(profile: Profile, request: PlanRequest) -> Callable[[int], tuple[Sharding, ...]]:
+def _shardings(profile: Profile, request: PlanRequest, num_replicas: int) -> tuple[Sharding, ...]:
     """What R replicas may divide; one has nothing to divide. Whole stages are left out where they gain nothing."""
-
-    @cache
-    def found(num_replicas: int) -> tuple[Sharding, ...]:
-        if request.sharding != "auto" or num_replicas == 1:
-            return ("none" if num_replicas == 1 else cast(Sharding, request.sharding),)
-        return SHARDINGS[1:] if division_gains(profile, num_replicas=num_replicas) else SHARDINGS
-
-    return found
+    if request.sharding != "auto" or num_replicas == 1:
+        return ("none" if num_replicas == 1 else cast(Sharding, request.sharding),)
+    return SHARDINGS[1:] if division_gains(profile, num_replicas=num_replicas) else SHARDINGS
 
 
 def _schedules(
@@ -264,8 +254,8 @@ def _most_microbatches(request: PlanRequest) -> int | None:
 
 def _batch_cuts(
     profile: Profile, request: PlanRequest, num_devices: int, batch_size: int
-) -> Iterator[tuple[int, int, int]]:
-    """Replicas, micro-batches of each and their size, for every way to cut the batch."""
+) -> tuple[int, list[tuple[int, int]]]:
+    """The most replicas that can share the batch, and the micro-batches of each and their size, for every way to cut it."""
     most = 1
     if request.machine is None and request.total_devices is not None:
         most = request.total_devices // num_devices
@@ -273,8 +263,8 @@ def _batch_cuts(
         if batch_size % num_replicas == 0:
             found = _microbatch_cuts(profile, request, num_devices, batch_size // num_replicas)
             if found:
-                yield from ((num_replicas, num_microbatches, size) for num_microbatches, size in found)
-                return
+                return num_replicas, found
+    return 1, []
 
 
 def _microbatch_cuts(

@@ -15,7 +15,6 @@ from gplan.partition.problem import Problem
 from gplan.partition.solve import with_down_sets
 from gplan.partition.validation import why_not_selected
 from gplan.strategy_search.bounds import StrategyBounds
-from gplan.strategy_search.heuristics import estimated_step_s
 from tests.partition.graphs import best_goal_s, graph_problems
 from tests.partition.problems import EVERY, best_objective_s, make_problem, problems
 
@@ -71,7 +70,7 @@ def test_graph_memory_bound(problem: Problem, memory_bytes: int) -> None:
 def test_equal_stages_give_the_closed_form(schedule: str) -> None:
     problem = make_problem([1.0] * 8, num_stages=4, num_microbatches=16, schedule=schedule, minimize="step-time")
     step_s = (16 + 3) * 6.0
-    assert estimated_step_s(StrategyBounds(problem), memory_bytes=None) == pytest.approx(step_s)
+    assert StrategyBounds(problem).estimate_s == pytest.approx(step_s)
     assert 0.9 * step_s < StrategyBounds(problem).step_s <= step_s * (1 + 1e-9)
 
 
@@ -81,7 +80,7 @@ def test_chunks_are_guessed_to_wait_that_much_less() -> None:
     )
     least = StrategyBounds(problem)
     assert problem.num_devices == 4
-    assert estimated_step_s(least, memory_bytes=None) == pytest.approx((16 + 3 / 2) * 6.0)
+    assert least.estimate_s == pytest.approx((16 + 3 / 2) * 6.0)
     assert least.step_s == pytest.approx(16 * 6.0 + 3 / 2 * 3.0)  # every device waits for as many layers as its number
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from gplan.core import Constraints, Link, Machine, MachineDevice, Plan
 from gplan.core.errors import UsageError
-from gplan.partition.balance import balance_fixed
-from gplan.strategy_search import machine_search
+from gplan.core.machine import FREE_LINK
+from gplan.partition.placement import Placed, best_placement
+from gplan.partition.plan_evaluation import goal_s
+from gplan.strategy_search import setting_search
 from gplan.strategy_search.planner import balance
 from tests.made import make_profile
 from tests.searching import search_machine
@@ -27,6 +30,19 @@ def hosts(bytes_per_s: float) -> Machine:
 
 def searched(bytes_per_s: float) -> Plan:
     return search_machine(PROFILE, hosts(bytes_per_s), num_devices=2, num_microbatches="auto", schedule="auto", recompute="never", batch_size=8)  # fmt: skip
+
+
+def interrupted_after(num_calls: int, made: list[Placed | None] | None = None) -> Callable[..., Placed | None]:
+    """`best_placement`, with an interrupt in place of the call after so many; its answers are added to `made`."""
+    answers: list[Placed | None] = [] if made is None else made
+
+    def placement(*args: Any, **options: Any) -> Placed | None:
+        if len(answers) == num_calls:
+            raise KeyboardInterrupt
+        answers.append(best_placement(*args, **options))
+        return answers[-1]
+
+    return placement
 
 
 @pytest.mark.parametrize("bytes_per_s", [1e9, 4.0, 0.5])
@@ -56,17 +72,29 @@ def test_schedules_with_chunks_are_refused() -> None:
 
 
 def test_a_setting_that_was_not_planned_in_time_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(*args: Any, **options: Any) -> Plan:
+    def slow(*args: Any, **options: Any) -> Placed | None:
         time.sleep(0.1)
-        return balance_fixed(*args, **options)
+        return best_placement(*args, **options)
 
-    monkeypatch.setattr(machine_search, "balance_fixed", slow)
+    monkeypatch.setattr(setting_search, "best_placement", slow)
     found = search_machine(
         PROFILE, hosts(1.0), num_devices=2, num_microbatches=4, recompute="never", batch_size=8, time_limit_s=0.05
     )
-    counts = re.search(r"the time was up after .*: (\d+) settings? of (\d+) are open", found.notes[-1])
-    assert counts is not None and int(counts[1]) == int(counts[2]) - 1
-    assert not found.proof.is_proven
+    counts = re.search(r"the time was up: (\d+) of (\d+) settings are still open", found.notes[-1])
+    assert counts is not None and 0 < int(counts[1]) <= int(counts[2])
+    assert not found.proof.is_proven and found.proof.lower_bound_s > 0
+
+
+@pytest.mark.parametrize("speeds", [(4.0, 1.0, 1.0), (0.5, 0.25, 0.5)])
+def test_the_bound_covers_what_was_not_planned(monkeypatch: pytest.MonkeyPatch, speeds: tuple[float, ...]) -> None:
+    devices = tuple(MachineDevice(name=str(i), host=str(i), speed=x) for i, x in enumerate(speeds))
+    machine = Machine(devices=devices, within=FREE_LINK, between=Link(latency_s=0.5, bytes_per_s=8.0))
+    dials: dict[str, Any] = {"num_devices": "auto", "num_microbatches": "auto", "batch_size": 8, "recompute": "never"}
+    whole = search_machine(PROFILE, machine, **dials)
+    monkeypatch.setattr(setting_search, "best_placement", interrupted_after(1))
+    stopped = search_machine(PROFILE, machine, **dials)
+    assert whole.proof.is_proven
+    assert 0 < stopped.proof.lower_bound_s <= whole.prediction.step_s * (1 + 1e-9)
 
 
 def test_a_pipeline_of_fewer_devices_is_looked_at() -> None:
@@ -84,19 +112,16 @@ def test_a_pipeline_of_fewer_devices_is_looked_at() -> None:
         constraints=Constraints(cut_after=("b",)),
     )
     assert (cut.num_devices, cut.cuts) == (2, (2,))
+    assert cut.rivals[0].label == "without constraints"
 
 
 def test_an_interrupt_keeps_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = list[Plan]()
-
-    def interrupted(*args: Any, **options: Any) -> Plan:
-        if len(made) == 2:
-            raise KeyboardInterrupt
-        made.append(balance_fixed(*args, **options))
-        return made[-1]
-
-    monkeypatch.setattr(machine_search, "balance_fixed", interrupted)
+    made = list[Placed | None]()
+    monkeypatch.setattr(setting_search, "best_placement", interrupted_after(2, made))
     found = searched(1.0)
-    assert found.prediction.step_s == min(x.prediction.step_s for x in made)
-    assert re.search(r"the search was interrupted after .*: \d+ settings of \d+ are open", found.notes[-1])
-    assert not found.proof.is_proven
+    steps_s = [goal_s(x.problem, x.solution.stages) for x in made if x is not None]
+    assert found.prediction.step_s == pytest.approx(min(steps_s))
+    assert re.search(
+        r"the search was interrupted: \d+ of \d+ settings are still open, the bound is of all", found.notes[-1]
+    )
+    assert 0 < found.proof.lower_bound_s < found.prediction.step_s

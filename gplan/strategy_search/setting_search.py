@@ -1,0 +1,303 @@
+"""The loop over the settings of a space: balance one after the other, and drop those whose bound is above the best step.
+
+Every setting begins with its lower bound in closed form (`bounds.py`). The settings are balanced in the order of their
+estimates, until there is a plan the simplest schedules first, and every second time that with the
+smallest bound, so that the proof grows with the plan. Each gets a share of the time left and raises its bound; those that
+are not proven when all have had their turn are balanced again with more time. The lower bound over all is the smallest
+bound of any setting. On a machine, balancing places the stages too. Bounds hold for less memory as well, so a run with
+less memory begins with what is known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeAlias
+
+from gplan.core import Plan, Profile, RecomputeMode
+from gplan.core.errors import NoPlanError
+from gplan.core.machine import FREE_LINK
+from gplan.core.progress import Progress
+from gplan.core.units import counted, seconds_text
+from gplan.corrections import planned
+from gplan.cost.stage_table import StageTable
+from gplan.graph.down_sets import DownSets
+from gplan.partition.dp import INFINITY
+from gplan.partition.placement import Placed, best_placement
+from gplan.partition.plan_evaluation import fits_memory, price
+from gplan.partition.problem import ROUNDING, Problem, Solution, nothing_recomputed, without_memory
+from gplan.partition.solve import solve
+from gplan.partition.validation import why_not_selected
+from gplan.schedules.registry import schedule_info
+from gplan.schedules.request import PlanRequest
+from gplan.strategy_search.bounds import StrategyBounds
+from gplan.strategy_search.space import AUTO_RECOMPUTE, AUTO_SCHEDULES, SIMPLEST, Space, Strategy
+
+NUM_RIVALS = 5
+"""The settings beside the best one that are kept on a machine."""
+
+_LEAST_SOLVE_S = 1.0  # for a problem, where so much time is left; twice as much in every further turn
+_SHORTEST_S = 1e-3  # the same when the time is up between two ways to recompute
+_SHARE_OF_SOLVE = 0.1  # of a short run, in its place
+_SHARE = 0.5  # of the time left, for the problems to come
+_NEARLY = 0.9  # of its time limit: a solver that takes less has finished by itself
+
+_Way: TypeAlias = tuple[Strategy, RecomputeMode]
+
+
+@dataclass
+class SettingSearch:
+    """What is known of the settings of a space: the best plans, and a lower bound of each setting.
+
+    The minimised cost is the step, or device seconds where samples per second and device are maximised.
+    """
+
+    profile: Profile
+    space: Space
+    request: PlanRequest
+    downsets: DownSets | None
+    progress: Progress
+    best: Plan | None = None  # within the memory of the last run
+    bounds: dict[Strategy, float] = field(default_factory=dict)  # of the cost of every plan within that memory
+    num_left: int = 0  # settings that the last run neither proved nor ruled out
+    undecided: set[_Way] = field(default_factory=set)  # in the last run: whether any plan fits
+    plans: dict[tuple[_Way, int | None], Plan] = field(default_factory=dict)  # of all runs, by memory limit
+    num_solved: int = 0
+    is_interrupted: bool = False
+    # the plan without a memory limit, and whether more time is of no use
+    _free: dict[Strategy, tuple[Placed | None, bool]] = field(default_factory=dict)
+    _limited: dict[_Way, float] = field(default_factory=dict)  # bounds that were raised by solving
+    _last: dict[Strategy, Solution] = field(default_factory=dict)  # where the next search of a setting begins
+    _deadline_s: float = 0.0  # of the last run
+    _tables: dict[tuple[object, ...], StageTable] = field(default_factory=dict)
+    _closed: dict[_Way, StrategyBounds] = field(default_factory=dict)
+
+    def run(self, memory_bytes: int | None, *, deadline_s: float, share: tuple[float, float]) -> None:
+        """Find the best plan within the memory, which is at most that of the run before.
+
+        Progress goes from `share[0]` to `share[1]`. An interrupt before the first plan is raised, a later one noted.
+        """
+        self.best, self.undecided, started_s = self.best_fitting(memory_bytes), set(), time.perf_counter()
+        first, self._deadline_s = self.space.recompute[0], deadline_s
+        self.progress(f"bounding {counted(len(self.space.strategies), 'setting')}", share[0])
+        for x in self.space.strategies:
+            self.bounds.setdefault(x, self._bound(x, first))
+        turn = list(self.space.strategies[::-1])  # of equal estimates 1F1B before GPipe, which keeps more
+        turn.sort(key=lambda x: self._weighted(self.closed_bounds(x, first).estimate_s, x))
+        unproven, by_bound = list[Strategy](), False
+        least_s = min(_LEAST_SOLVE_S, _SHARE_OF_SOLVE * (deadline_s - started_s))
+        num_ways = 1 if memory_bytes is None else 1 + len(self.space.recompute)  # that a setting may be balanced in
+        try:
+            while (left_s := deadline_s - time.perf_counter()) > 0:
+                turn = [x for x in turn if self.bounds[x] <= self._cutoff]
+                if not turn:
+                    turn, unproven, least_s = unproven, [], 2 * least_s
+                    if not turn:
+                        break
+                    continue
+                simple = [x for x in turn if x.schedule in SIMPLEST] if self.best is None else []
+                strategy = min(turn, key=self.bounds.__getitem__) if by_bound else (simple or turn)[0]
+                by_bound = self.best is not None and not by_bound
+                self._report(strategy, share[1] - (share[1] - share[0]) * left_s / (deadline_s - started_s))
+                limit_s = max(least_s, _SHARE * left_s / (len(turn) * num_ways))
+                is_finished = self._balance(strategy, memory_bytes, time_limit_s=limit_s)
+                turn.remove(strategy)
+                if not is_finished:
+                    unproven.append(strategy)
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+            self.is_interrupted = True
+        worth = self.cost(self.best) * (1 - ROUNDING)
+        self.num_left = sum(self.bounds[x] < worth for x in (*turn, *unproven))
+
+    @property
+    def lower_bound(self) -> float:
+        """Of the cost of every plan within the memory of the last run."""
+        return min(self.cost(self.best), *self.bounds.values())
+
+    @property
+    def num_settings_text(self) -> str:
+        """How many settings there are."""
+        num_settings = len(self.space.strategies)
+        return "one setting" if num_settings == 1 else f"{num_settings} settings"
+
+    @property
+    def open_text(self) -> str:
+        """How many settings the last run neither proved nor ruled out."""
+        if len(self.space.strategies) == 1:
+            return "the one setting is still open"
+        return f"{self.num_left} of {self.num_settings_text} {'is' if self.num_left == 1 else 'are'} still open"
+
+    def cost(self, plan: Plan | None) -> float:
+        """The minimised cost; infinite without a plan."""
+        return INFINITY if plan is None else plan.prediction.step_s * self.weight(plan.num_ranks)
+
+    def weight(self, num_devices: int) -> int:
+        """The cost of one second on these devices."""
+        return num_devices if self.space.per_device else 1
+
+    def best_fitting(self, memory_bytes: int | None) -> Plan | None:
+        """The best plan so far that fits the memory."""
+        best: Plan | None = None
+        for plan in self.plans.values():
+            if memory_bytes is None or plan.peak_bytes <= memory_bytes:
+                best = self._better(best, plan)
+        return best
+
+    def closed_bounds(self, strategy: Strategy, recompute: RecomputeMode) -> StrategyBounds:
+        """The closed-form bounds of a setting; on a machine without transfers."""
+        way = (strategy, recompute)
+        if way not in self._closed:
+            problem = self.problem(strategy, recompute, None)
+            if self.request.machine is not None:
+                problem = replace(problem, links=(FREE_LINK,) * (problem.num_stages - 1))
+            self._closed[way] = StrategyBounds(problem)
+        return self._closed[way]
+
+    def problem(self, strategy: Strategy, recompute: RecomputeMode, memory_bytes: int | None) -> Problem:
+        """The partition problem of a setting."""
+        return Problem(
+            costs=self._table(strategy),
+            num_stages=strategy.num_stages,
+            schedule=strategy.schedule,
+            recompute=recompute,
+            minimize="step-time",
+            memory_bytes=memory_bytes,
+            constraints=self.request.constraints,
+        )
+
+    def _table(self, strategy: Strategy) -> StageTable:
+        """The costs of a setting, shared by all with equal ones; of one batch, their micro-batches are as many."""
+        num_beside = strategy.num_devices if self.profile.num_neighbours else 1  # that costs depend on
+        key = (strategy.microbatch_size, num_beside, strategy.num_replicas, strategy.sharding)
+        if key not in self._tables:
+            plain = planned(
+                self.profile,
+                microbatch_size=strategy.microbatch_size,
+                num_devices=num_beside,
+                num_replicas=strategy.num_replicas,
+                sharding=strategy.sharding,
+            )
+            self._tables[key] = StageTable(
+                plain, strategy.num_microbatches, self.downsets, strategy.num_replicas, strategy.sharding
+            )
+        return self._tables[key]
+
+    def _bound(self, strategy: Strategy, recompute: RecomputeMode) -> float:
+        """The closed-form bound of the cost; a machine's fastest device computes that much faster."""
+        speeds = [] if self.request.machine is None else [x.speed for x in self.request.machine.devices]
+        return self._weighted(self.closed_bounds(strategy, recompute).step_s / max([1.0, *speeds]), strategy)
+
+    def _weighted(self, step_s: float, strategy: Strategy) -> float:
+        return step_s * self.weight(strategy.total_devices)
+
+    @property
+    def _cutoff(self) -> float:
+        """The cost above which a plan is of no use."""
+        if self.request.machine is None:
+            return self.cost(self.best) * (1 + ROUNDING)
+        costs = sorted(map(self.cost, self.plans.values()))
+        return costs[NUM_RIVALS] * (1 + ROUNDING) if len(costs) > NUM_RIVALS else INFINITY
+
+    def _better(self, one: Plan | None, other: Plan) -> Plan:
+        """The plan of less cost; of equal ones that with fewer devices, then with less memory, then the simpler one."""
+        if one is None or self.cost(other) < self.cost(one) * (1 - ROUNDING):
+            return other
+        return min(one, other, key=_plainness) if self.cost(other) <= self.cost(one) * (1 + ROUNDING) else one
+
+    def _balance(self, strategy: Strategy, memory_bytes: int | None, *, time_limit_s: float) -> bool:
+        """Balance a setting for every way to recompute, and raise its bound; returns whether more time is of no use.
+
+        It is first balanced without a memory limit: a plan that fits anyway is the best for every way to recompute.
+        """
+        allowed = [x for x in self.space.recompute if self.request.allows(replace(strategy, recompute=x))]
+        modes, least, is_finished = self._modes(strategy, allowed, memory_bytes), self.bounds[strategy], True
+        if self.request.machine is None and (memory_bytes is None or {"never", "selected"} & {*modes}):
+            problem = self.problem(strategy, allowed[0], memory_bytes)
+            kept = nothing_recomputed(problem)
+            free, is_finished = self._free.get(strategy, (None, False))
+            if not is_finished and (free is None or fits_memory(kept, free.solution.stages)):
+                free, is_finished = self._free[strategy] = self._solved(without_memory(problem), strategy, time_limit_s)
+            least = INFINITY if free is None else max(least, self._weighted(free.solution.lower_bound_s, strategy))
+            if free is None or fits_memory(kept, free.solution.stages):
+                if free is not None:
+                    self._record(strategy, memory_bytes, replace(free, problem=problem))
+                self.bounds[strategy] = least
+                return is_finished
+            is_finished = True
+        bounds = [INFINITY]
+        for mode in modes:
+            way, is_settled = (strategy, mode), True
+            bound = max(least, self._limited.get(way, self._bound(strategy, mode)))
+            if bound <= self._cutoff:
+                problem = self.problem(strategy, mode, memory_bytes)
+                try:
+                    found, is_settled = self._solved(problem, strategy, time_limit_s)
+                except NoPlanError:
+                    self.undecided.add(way)
+                    is_settled = False
+                else:
+                    self.undecided.discard(way)
+                    if found is None:
+                        bound = INFINITY
+                    else:
+                        self._record(strategy, memory_bytes, found)
+                        bound = max(bound, self._weighted(found.solution.lower_bound_s, strategy))
+                    self._limited[way] = bound
+            bounds.append(bound)
+            is_finished = is_finished and is_settled
+        self.bounds[strategy] = min(bounds)
+        return is_finished
+
+    def _modes(
+        self, strategy: Strategy, allowed: Sequence[RecomputeMode], memory_bytes: int | None
+    ) -> list[RecomputeMode]:
+        """The allowed ways to recompute that may fit; "selected" is never worse than "never"."""
+        without = "selected" if why_not_selected(strategy.schedule) else "never" if "selected" in allowed else None
+        modes = [x for x in allowed if x != without]
+        if self.request.machine is not None or memory_bytes is None:
+            return modes
+        return [x for x in modes if not self.closed_bounds(strategy, x).exceeds_memory(memory_bytes)]
+
+    def _solved(self, problem: Problem, strategy: Strategy, time_limit_s: float) -> tuple[Placed | None, bool]:
+        """The best partition, searched from the last one of the setting, and whether more time is of no use."""
+        started_s, machine = time.perf_counter(), self.request.machine
+        time_limit_s = min(time_limit_s, max(_SHORTEST_S, self._deadline_s - started_s))
+        self.num_solved += 1
+        if machine is not None:
+            solve_here = partial(solve, time_limit_s=time_limit_s)
+            found = best_placement(problem, machine, solve_here, time_limit_s=time_limit_s)
+        else:
+            solution = solve(problem, start=self._last.get(strategy), time_limit_s=time_limit_s)
+            found = None if solution is None else Placed(problem=problem, solution=solution)
+        if found is not None:
+            self._last[strategy] = found.solution
+        return found, time.perf_counter() - started_s < _NEARLY * time_limit_s
+
+    def _record(self, strategy: Strategy, memory_bytes: int | None, found: Placed) -> None:
+        """Keep the plan; one whose layers are selected, and none is, recomputes never."""
+        plan = price(found.problem, found.solution, solve_s=0.0)
+        is_empty = plan.recompute == "selected" and not any(x.recompute_layers for x in plan.stages)
+        if is_empty and "never" in self.space.recompute:
+            plan = price(nothing_recomputed(found.problem), found.solution, solve_s=0.0)
+        key = ((strategy, plan.recompute), memory_bytes)
+        self.plans[key] = self._better(self.plans.get(key), plan)
+        self.best = self._better(self.best, plan)
+
+    def _report(self, strategy: Strategy, share: float) -> None:
+        best = "no plan yet" if self.best is None else f"best {seconds_text(self.best.prediction.step_s)}"
+        self.progress(
+            f"{best}; {counted(strategy.num_devices, 'device')}, {strategy.num_microbatches} micro-batches, "
+            f"{schedule_info(strategy.schedule).title}",
+            share,
+        )
+
+
+def _plainness(plan: Plan) -> tuple[object, ...]:
+    is_auto = plan.schedule in AUTO_SCHEDULES
+    place = AUTO_SCHEDULES.index(plan.schedule) if is_auto else len(AUTO_SCHEDULES)
+    counts = (plan.num_devices, plan.num_replicas, plan.num_microbatches, plan.sharding)
+    return (*counts, plan.peak_bytes, place, AUTO_RECOMPUTE.index(plan.recompute))
