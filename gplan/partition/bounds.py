@@ -11,7 +11,7 @@ smallest-maximum programs over (stage, position) extend the bound to every prefi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -20,9 +20,8 @@ import numpy as np
 from gplan.core import StageSeconds, is_recomputed
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import Delay, simulate_window
-from gplan.partition.candidates import CandidateLimit, Candidates, on_paths
+from gplan.partition.candidates import CandidateLimit, Candidates
 from gplan.partition.dp import prefix_tables, suffix_tables
-from gplan.partition.plan_evaluation import passes_s
 from gplan.partition.problem import Problem, compute_sums_s
 from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
 from gplan.schedules.registry import make_schedule
@@ -90,7 +89,8 @@ class StepBounds:
     @cached_property
     def _forward_before_s(self) -> Floats:
         """[S+1, P]: the least that the first forward takes to reach this position as the start of stage s."""
-        return prefix_tables(self.candidates, _forward_s(self.candidates), np.add, num_positions=self._size)
+        seconds = [some.times.forward_s + some.times.activation_s for some in self.candidates]
+        return prefix_tables(self.candidates, seconds, np.add, num_positions=self._size)
 
     @cached_property
     def _around_before_s(self) -> tuple[Floats, Floats]:
@@ -130,56 +130,17 @@ def _last_back(schedule: str, num_devices: int, num_microbatches: int) -> tuple[
     return tuple(last[stage] for stage in sorted(last))
 
 
-def filtered(problem: Problem, candidates: Sequence[Candidates], limit_s: float) -> list[Candidates] | None:
-    """The candidates that closed forms do not rule out of every step up to that length; None where that leaves no path.
-
-    The first micro-batch goes all the way through, and a stage computes all of them: after the first has come to it,
-    before the last has left it; under GPipe even beside the way of one through all stages.
-    """
-    size, num_microbatches = problem.costs.num_positions, problem.num_microbatches
-    num_candidates = None
-    while num_candidates != (num_candidates := sum(len(some) for some in candidates)):
-        around = _around_s(problem, candidates)
-        before = prefix_tables(candidates, around, np.add, num_positions=size)
-        after = suffix_tables(candidates, around, np.add, num_positions=size)[:, 0]
-        waiting = before
-        if problem.splits_backward:  # a stage may be busy when its last gradients are on their way
-            waiting = prefix_tables(candidates, _forward_s(candidates), np.add, num_positions=size)
-        kept = []
-        for stage, (some, around_s) in enumerate(zip(candidates, around, strict=True)):
-            compute_s = passes_s(problem, stage, some.times)
-            through_s = before[stage][some.first] + around_s + after[stage + 1][some.end]
-            least_s = waiting[stage][some.first] + num_microbatches * compute_s
-            if problem.schedule == "gpipe":
-                through_s = through_s + (num_microbatches - 1) * compute_s
-            kept.append(some.take(np.maximum(through_s, least_s) <= limit_s * (1 + _SLACK)))
-        left = on_paths(kept, size)
-        if left is None:
-            return None
-        candidates = left
-    return list(candidates)
-
-
 def _around_s(problem: Problem, candidates: Sequence[Candidates]) -> list[Floats]:
     """[E] for each stage: a forward and, at least, what gradients wait for, of a kept micro-batch, and the transfers
     over the cut after them. Gradients wait for the first half of a backward; on stage 0 all of it comes last."""
-    return [
-        _back_s(times, share) + times.forward_s + times.activation_s + times.gradient_s
-        for times, share in zip((x.times for x in candidates), problem.split_shares, strict=True)
-    ]
-
-
-def _back_s(times: StageSeconds[Floats], split_share: float) -> Floats:
-    """[E]: what the gradients of a stage's inputs wait for at least, without recompute."""
-    if not split_share:
-        return times.backward_s
-    assert times.input_gradient_s is not None, "a schedule with halves is planned with their times"
-    return times.input_gradient_s if split_share == 1 else np.minimum(times.input_gradient_s, times.backward_s)
-
-
-def _forward_s(candidates: Sequence[Candidates]) -> list[Floats]:
-    """[E] for each stage: a forward, and what it sends to the next stage."""
-    return [some.times.forward_s + some.times.activation_s for some in candidates]
+    found = []
+    for some, share in zip(candidates, problem.split_shares, strict=True):
+        times, back_s = some.times, some.times.backward_s
+        if share:
+            assert times.input_gradient_s is not None, "a schedule with halves is planned with their times"
+            back_s = times.input_gradient_s if share == 1 else np.minimum(times.input_gradient_s, back_s)
+        found.append(back_s + times.forward_s + times.activation_s + times.gradient_s)
+    return found
 
 
 def busy_within(problem: Problem, limit_s: float) -> CandidateLimit:
@@ -190,7 +151,8 @@ def busy_within(problem: Problem, limit_s: float) -> CandidateLimit:
     others; of these, 1F1B can hide the shorter half of those w_s - 1 that its warm-up takes in early.
     """
     num_microbatches, fastest = problem.num_microbatches, max(problem.speeds)
-    before_s = (_forward_sums_s if problem.splits_backward else compute_sums_s)(problem) / fastest
+    sums, prefixes = problem.costs.sums, problem.costs.prefixes
+    before_s = (sums.seconds("forward", *prefixes) if problem.splits_backward else compute_sums_s(problem)) / fastest
     beside_s = limit_s - through_all_s(problem)
     most_s = []
     for stage in range(problem.num_stages):
@@ -251,21 +213,20 @@ def _least_before_s(problem: Problem) -> tuple[Floats, Floats]:
 
 def least_hops_s(problem: Problem) -> tuple[Floats, Floats]:
     """[S] each: what the transfers over the cuts before each stage take at least, on the way forward and back."""
-    there_s, again_s = np.cumsum([(0.0, 0.0), *_least_over_cuts(problem, lambda *ways: ways)], axis=0).T
+    there_s, again_s, _ = np.cumsum([(0.0, 0.0, 0.0), *_least_over_cuts(problem)], axis=0).T
     return there_s, again_s
 
 
-def _least_over_cuts(
-    problem: Problem, figures_of: Callable[[Floats, Floats], tuple[Floats, ...]]
-) -> list[tuple[float, ...]]:
-    """[S-1]: the least, wherever a cut is, of figures of both transfers over it."""
-    known: dict[tuple[int, bool], tuple[float, ...]] = {}
+def _least_over_cuts(problem: Problem) -> list[tuple[float, float, float]]:
+    """[S-1]: the least that the transfers over a cut take, wherever it is: forward, back, and both together."""
+    known: dict[tuple[int, bool], tuple[float, float, float]] = {}
     found, devices = [], problem.devices
     for s in range(problem.num_stages - 1):
         kind = id(problem.link_after(s)), devices[s] != devices[s + 1]
         if kind not in known:
-            figures = figures_of(problem.activation_s(s), problem.gradient_s(s))
-            known[kind] = tuple(float(x[1:-1].min(initial=np.inf)) for x in figures)
+            there_s, back_s = problem.activation_s(s), problem.gradient_s(s)
+            there, back, both = (float(x[1:-1].min(initial=np.inf)) for x in (there_s, back_s, there_s + back_s))
+            known[kind] = there, back, both
         found.append(known[kind])
     return found
 
@@ -281,11 +242,6 @@ def through_all_s(problem: Problem) -> float:
     return (layers_s + overheads_s) / max(problem.speeds) + float(least_transfers_s(problem).sum())
 
 
-def _forward_sums_s(problem: Problem) -> Floats:
-    """[P]: seconds of one forward of all layers before each position, on the profiled device."""
-    return problem.costs.sums.seconds("forward", *problem.costs.prefixes)
-
-
 def _hidden(problem: Problem, stage: int) -> float:
     """How many of the other micro-batches of a stage the way of one through all may hide."""
     num_microbatches = problem.num_microbatches
@@ -298,4 +254,4 @@ def _hidden(problem: Problem, stage: int) -> float:
 
 def least_transfers_s(problem: Problem) -> Floats:
     """[S-1]: the least that both transfers over each cut take, wherever it is."""
-    return np.array([least for (least,) in _least_over_cuts(problem, lambda there_s, back_s: (there_s + back_s,))])
+    return np.array([both for _, _, both in _least_over_cuts(problem)])

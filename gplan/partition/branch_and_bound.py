@@ -186,10 +186,9 @@ class Search:
         free = without_memory(self.problem)
         limited = replace(known, limit=limit)
         candidates = candidates_within(free, self.goal.cap(free, limit), most=most)
-        left = None if candidates is None else self.goal.filtered(free, candidates, limit)
-        if left is None:
+        if candidates is None:
             return limited.bounded(float("inf"))
-        return self._searched(left, limited, deadline_s=deadline_s)
+        return self._searched(candidates, limited, deadline_s=deadline_s)
 
     def _searched(self, candidates: list[Candidates], incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
         bounds = first_weighted_bounds(self.goal(self.problem, candidates))

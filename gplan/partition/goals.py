@@ -16,7 +16,7 @@ import numpy as np
 
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import simulate_window, steps_s, window_times
-from gplan.partition.bounds import StepBounds, busy_within, filtered, least_step_s
+from gplan.partition.bounds import StepBounds, busy_within, least_step_s
 from gplan.partition.candidates import CandidateLimit, Candidates
 from gplan.partition.critical_path import TIMES, Paths
 from gplan.partition.dominance import gpipe_labels
@@ -41,11 +41,6 @@ class Goal(ABC):
     @abstractmethod
     def cap(cls, problem: Problem, limit: float) -> CandidateLimit:
         """Which stages a partition with a value up to this can have."""
-
-    @classmethod
-    def filtered(cls, problem: Problem, candidates: list[Candidates], limit: float) -> list[Candidates] | None:
-        """Those of the candidates within the cap that are not ruled out together; None where that leaves no path."""
-        return candidates
 
     def among(self, candidates: Sequence[Candidates]) -> Self:
         """The same among other candidates."""
@@ -97,11 +92,6 @@ class StepGoal(Goal):
     def cap(cls, problem: Problem, limit: float) -> CandidateLimit:
         """Stages that compute all micro-batches in that time."""
         return busy_within(problem, limit)
-
-    @classmethod
-    def filtered(cls, problem: Problem, candidates: list[Candidates], limit: float) -> list[Candidates] | None:
-        """Those that closed forms do not rule out."""
-        return filtered(problem, candidates, limit)
 
     def figures(self, stage: int) -> Floats:
         """[times, E]: those of `critical_path.TIMES` that the step has."""

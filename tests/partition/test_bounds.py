@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given, settings
 
-from gplan.partition.bounds import StepBounds, busy_within, filtered
+from gplan.partition.bounds import StepBounds, busy_within
 from gplan.partition.candidates import candidates_within
 from gplan.partition.plan_evaluation import objective_s
 from gplan.partition.problem import Problem
@@ -38,18 +36,6 @@ def test_stages_that_are_left_out_are_in_no_plan_within_the_limit(problem: Probl
     for cuts, stages in plans(problem):
         if objective_s(problem, stages) <= best_s:
             assert len(paths(problem, candidates, [cuts])) == 1  # it raises where a candidate is missing
-
-
-@settings(max_examples=150, deadline=None)
-@given(problems(minimize=["step-time"], max_layers=6, schedules=EVERY))
-def test_what_closed_forms_rule_out_is_in_no_plan_within_the_limit(problem: Problem) -> None:
-    problem = replace(problem, memory_bytes=None)
-    best_s = best_objective_s(problem)
-    assert best_s is not None
-    candidates = filtered(problem, every_candidate(problem), best_s * ROUNDING)
-    assert candidates is not None
-    best = [cuts for cuts, stages in plans(problem) if objective_s(problem, stages) <= best_s]
-    assert len(paths(problem, candidates, best)) == len(best)  # it raises where a candidate is missing
 
 
 def test_one_slow_stage_is_bounded_by_its_own_work_and_its_way_there_and_back() -> None:
