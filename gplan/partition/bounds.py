@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from gplan.core import StageSeconds, is_recomputed
+from gplan.core import is_recomputed
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import Delay, simulate_window
 from gplan.partition.candidates import CandidateLimit, Candidates
