@@ -17,7 +17,6 @@ import msgspec
 from gplan.core import (
     Action,
     ActionKind,
-    GradientCheck,
     HostLoad,
     Plan,
     Run,
@@ -45,7 +44,6 @@ def torch_run(
     *,
     peak_bytes: Sequence[int],
     reserved_bytes: Sequence[int] = (),
-    check: GradientCheck | None,
     options: RunOptions,
     loads: Sequence[HostLoad] = (),
     num_hosts: int = 1,
@@ -67,7 +65,6 @@ def torch_run(
         step_s=[max(x.end_s for x in step) - min(x.start_s for x in step) for step in steps],
         mean_timeline=lambda chosen: _measured_timeline(plan, [steps[i][: plan.num_devices] for i in chosen]),
         peak_bytes=[max(peak_bytes[device :: plan.num_devices]) for device in range(plan.num_devices)],
-        check=check,
         notes=(*on_cores, *on_machine),
         options=options,
         loads=() if on_cores else loads,  # with too few cores the ranks wait for each other
@@ -102,7 +99,6 @@ def virtual_run(
     steps: Sequence[StepRecord],
     *,
     peak_bytes: Sequence[int],
-    check: GradientCheck | None,
     options: RunOptions,
     loads: Sequence[HostLoad] = (),
 ) -> Run:
@@ -119,7 +115,6 @@ def virtual_run(
         step_s=[mean_timeline([i]).step_s for i in range(len(steps))],
         mean_timeline=mean_timeline,
         peak_bytes=peak_bytes,
-        check=check,
         notes=notes_on_machine(plan),
         options=options,
         loads=loads,
@@ -134,7 +129,6 @@ def _run(
     step_s: Sequence[float],
     mean_timeline: Callable[[Sequence[int]], Timeline],
     peak_bytes: Sequence[int],
-    check: GradientCheck | None,
     notes: tuple[str, ...],
     options: RunOptions,
     loads: Sequence[HostLoad],
@@ -160,7 +154,7 @@ def _run(
         timeline=mean_timeline(chosen),
         step_timelines=tuple(mean_timeline([i]) for i in chosen) if options.keeps_steps else (),
         peak_bytes=tuple(peak_bytes),
-        check=check,
+        check=None,
         created=now_text(),
         versions=(*software_versions(), *(gpu_state() if plan.device.kind == "cuda" else ())),
         notes=(
