@@ -190,11 +190,14 @@ class _PassState:
         self._last = schedule.num_stages - 1
         is_sent = [schedule.devices[stage] != schedule.devices[stage + 1] for stage in range(self._last)]
         into = [work.captured.boundary(stage + 1) if is_sent[stage] else () for stage in range(self._last)]
-        self._is_sent, num_microbatches = is_sent, schedule.num_microbatches  # after each stage but the last
+        self._is_sent = is_sent  # after each stage but the last
 
         def buffers(stage: int, specs: Sequence[TensorSpec]) -> list[Tensors]:
             begin_on(stage)
-            return _buffers(specs, num_microbatches, device)
+            return [
+                tuple(torch.empty(x.shape, dtype=x.dtype, device=device) for x in specs)
+                for _ in range(schedule.num_microbatches)
+            ]
 
         self._activation_buffers = [buffers(stage, specs) for stage, specs in enumerate(into, start=1)]
         wanted = [[x for x in specs if x.requires_grad and work.trains] for specs in into]
@@ -336,7 +339,3 @@ def _kind_of_work(action: Action) -> ActionKind | None:
         return action.kind
     halves = {ActionKind.INPUT_GRADIENT: None, ActionKind.WEIGHT_GRADIENT: ActionKind.BACKWARD}
     return halves.get(action.kind, action.kind)
-
-
-def _buffers(specs: Sequence[TensorSpec], num_microbatches: int, device: torch.device) -> list[Tensors]:
-    return [tuple(torch.empty(x.shape, dtype=x.dtype, device=device) for x in specs) for _ in range(num_microbatches)]
