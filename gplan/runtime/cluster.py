@@ -275,8 +275,7 @@ def machine_of(peers: Sequence[Peer], found: Sequence[RankFindings], *, backend:
         notes=(
             f"measured {now} by gplan {facts['gplan']}, torch {facts['torch']}, {backend}: "
             f"{counted(len(hosts), 'host')} of {of_each}{missing}",
-            *_slow_notes(pairs, peers, within, between),
-            *_lossy_notes(resent, peers),
+            *_pair_notes(pairs, resent, peers, within, between),
             *(hardware_note if len(kinds) > 1 else ()),
             *_clock_notes(peers, found),
         ),
@@ -317,29 +316,28 @@ def _differs(times: Sequence[Times], usual: Sequence[Times]) -> bool:
     return max(ratio, 1 / ratio) > _OWN_LINK
 
 
-def _slow_notes(
-    pairs: dict[tuple[int, int], PairTimes], peers: Sequence[Peer], within: Sequence[Times], between: Sequence[Times]
+def _pair_notes(
+    pairs: dict[tuple[int, int], PairTimes],
+    resent: dict[tuple[int, int], float],
+    peers: Sequence[Peer],
+    within: Sequence[Times],
+    between: Sequence[Times],
 ) -> Iterator[str]:
+    lossy = list[str]()
     for (first, second), pair in pairs.items():
+        name = " - ".join(f"{peers[x].host}:{peers[x].local_rank}" for x in (first, second))
+        share = resent[first, second]
+        if share > _LOSSY:
+            lossy.append(f"lossy: the pair {name} had to send {percent_text(share)} of its packets again")
         usual = within if peers[first].host == peers[second].host else between
         small, large = _ratios(pair.times, usual)
         if len(usual) > 2 and (large > _SLOW or small > _SLOW_LATENCY):
             num_bytes, seconds = pair.times[-1 if large > _SLOW else 0]
             yield (
-                f"slow: {_pair_text(peers, first, second)} takes {seconds_text(seconds)} for {bytes_text(num_bytes)}, "
+                f"slow: the pair {name} takes {seconds_text(seconds)} for {bytes_text(num_bytes)}, "
                 f"{large if large > _SLOW else small:.1f} times as long as such pairs usually do here"
             )
-
-
-def _lossy_notes(resent: dict[tuple[int, int], float], peers: Sequence[Peer]) -> Iterator[str]:
-    for (first, second), share in resent.items():
-        if share > _LOSSY:
-            yield f"lossy: {_pair_text(peers, first, second)} had to send {percent_text(share)} of its packets again"
-
-
-def _pair_text(peers: Sequence[Peer], first: int, second: int) -> str:
-    names = [f"{peers[x].host}:{peers[x].local_rank}" for x in (first, second)]
-    return f"the pair {' - '.join(names)}"
+    yield from lossy
 
 
 def _clock_notes(peers: Sequence[Peer], found: Sequence[RankFindings]) -> Iterator[str]:

@@ -185,27 +185,22 @@ def open_source(
                 "(then each process makes its own stage, as the whole model would be from the seed), or weights=FILE"
             )
         return ModelSource(file=in_precision(file, precision), opened=None, seed=seed, stored=file.model, weights=path)
-    opened = open_model_file(model, settings=settings) if isinstance(model, str) else _opened(model, given)  # type: ignore[arg-type]
+    if isinstance(model, str):
+        opened = open_model_file(model, settings=settings)
+    elif callable(model):
+        name = getattr(model, "__name__", type(model).__name__)
+        opened = OpenedFile(
+            name=name, target=model, settings={}, functions=given, input_shapes=None, loss_reduction=None
+        )
+    else:
+        raise UsageError(
+            f"the model is a {type(model).__name__}; expected an nn.Module, a function that builds one, or model.py:NAME"
+        )
     try:
         file = opened.load(seed=seed, lazy=True)
     except ModelError:
         file = opened.load(seed=seed)
     return ModelSource(file=in_precision(file, precision), opened=opened, seed=seed, stored=file.model, weights=path)
-
-
-def _opened(build: Callable[[], nn.Module], functions: Mapping[str, Callable[..., Any]]) -> OpenedFile:
-    if not callable(build):
-        raise UsageError(
-            f"the model is a {type(build).__name__}; expected an nn.Module, a function that builds one, or model.py:NAME"
-        )
-    return OpenedFile(
-        name=getattr(build, "__name__", type(build).__name__),
-        target=build,
-        settings={},
-        functions=functions,
-        input_shapes=None,
-        loss_reduction=None,
-    )
 
 
 def _saved_names(model: nn.Module) -> dict[str, list[str]]:

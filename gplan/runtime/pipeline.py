@@ -168,7 +168,6 @@ class Pipeline(StageState):
         if ranks is not None:
             check_norms(model, usual, names, plan)
         self._shared_buffers = SharedBuffers(model, usual, names, plan)
-        self._shared_buffers.check_graphs(usual)
         own = range(plan.num_stages) if ranks is None else ranks.stages
         like = named_tensors(model)
         held = [own] if ranks is None else [[x.index for x in plan.stages_of(i)] for i in range(plan.num_devices)]
@@ -195,8 +194,7 @@ class Pipeline(StageState):
             for index in own
         ]
         shards = shard_stages(plan, usual, names, stages, computing, divided, like=like, ranks=ranks)
-        captures.set_tensors({**computing, **shards.gathered})
-        captures.set_groups(shards.groups, shards.allocated)
+        captures.set_tensors({**computing, **shards.gathered}, shards.groups, around_capture=shards.allocated)
         tensors.update(shards.parts)
         super().__init__(
             names,
