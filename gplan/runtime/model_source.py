@@ -66,23 +66,19 @@ class ModelSource:
         first replica only. Collective. Raises ModelError or FileError if there are no values for them.
         """
         names = wanted[0 if ranks is None else ranks.device]
-        found = self._values(wanted, names, ranks)
+        if self.weights is None:
+            found = self._built(wanted, ranks) if self.file.is_lazy else named_tensors(self.stored)
+        else:
+            saved = _saved_names(self.file.model)
+            read = self._read(names, saved, self.weights)
+            if self._draws_unsaved(saved):  # random ones are drawn after the weights, as in the plain model
+                found = {**self._built([[x for x in row if x not in saved] for row in wanted], ranks), **read}
+            else:
+                found = {**named_tensors(self.stored), **read}
         state, has_masters = named_tensors(self.file.model), self.file.precision.master_weights
         return {name: _as_in_model(state[name], found[name], device, name, has_masters) for name in names}
 
-    def _values(
-        self, wanted: Sequence[Sequence[str]], names: Sequence[str], ranks: RankLayout | None
-    ) -> Mapping[str, Tensor]:
-        if self.weights is None:
-            return self._built(wanted, ranks) if self.file.is_lazy else named_tensors(self.stored)
-        saved = _saved_names(self.file.model)
-        found = self._read(names, saved, self.weights)
-        if not self._draws_unsaved(saved):
-            return {**named_tensors(self.stored), **found}
-        # Random ones that are not saved are drawn after the weights, as in the plain model.
-        return {**self._built([[x for x in row if x not in saved] for row in wanted], ranks), **found}
-
-    def _built(self, wanted: Sequence[Sequence[str]], ranks: RankLayout | None) -> Mapping[str, Tensor]:
+    def _built(self, wanted: Sequence[Sequence[str]], ranks: RankLayout | None) -> dict[str, Tensor]:
         """Build the model from the seed on the first rank, which sends the others of the first replica their tensors.
 
         Tensors that modules hold without registering them are set too, in place.

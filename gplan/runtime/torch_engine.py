@@ -196,7 +196,7 @@ class _TimedStage(PipelineStage):
         )
         super().__init__(stage, stage.index, work.schedule.num_stages, device, input_args, output_args, group=group)
         self.context = context
-        self._missing_of_inputs, self._missing_of_outputs = MissingGradients(), MissingGradients()
+        self.missing_of_inputs, self.missing_of_outputs = MissingGradients(), MissingGradients()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         action = self._begin_action(ActionKind.FORWARD, fwd_chunk_id)
@@ -256,26 +256,13 @@ class _TimedStage(PipelineStage):
         for place, (gradient, info) in enumerate(zip(gradients, self.args_recv_info[microbatch], strict=True)):
             meta = info.tensor_meta
             if gradient is None and meta is not None and meta.requires_grad:
-                gradient = self._missing_of_inputs.encode(place, meta.to_tensor(self.device))
+                gradient = self.missing_of_inputs.encode(place, meta.to_tensor(self.device))
             found.append(None if gradient is None else gradient.contiguous())
         return tuple(found)
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
         received = super()._retrieve_recv_grads(bwd_chunk_id)
-        return tuple(self._missing_of_outputs.decode(place, x) for place, x in enumerate(received))
-
-    def release_outputs(self, microbatch: int) -> None:
-        """Drop the model's outputs once the loss is computed.
-
-        torch would keep them until the backward and then detach them from a graph whose second half may still be to
-        come.
-        """
-        self.fwd_cache[microbatch] = (), self.fwd_cache[microbatch][1]
-
-    def end_pass(self) -> None:
-        """A pass ended without an error."""
-        self._missing_of_inputs.end_pass()
-        self._missing_of_outputs.end_pass()
+        return tuple(self.missing_of_outputs.decode(place, x) for place, x in enumerate(received))
 
     def receive_buffers(self) -> list[Tensor]:
         """Return the buffers of activations and of gradients."""
@@ -318,7 +305,8 @@ class _Runtime(_PipelineScheduleRuntime):
             )  # no layer writes to one
             step(*(work.inputs if 0 in self.context.stages else ()), return_outputs=False)
         for stage in self.timed:
-            stage.end_pass()
+            stage.missing_of_inputs.end_pass()
+            stage.missing_of_outputs.end_pass()
         return [self._losses[m].detach() for m in sorted(self._losses)]
 
     def _assert_unsharded(self, stage: Any) -> None:
@@ -331,7 +319,9 @@ class _Runtime(_PipelineScheduleRuntime):
             outputs = output if isinstance(output, tuple) else (output,)
             with self.context.recorder.note(Action(stage.stage_index, ActionKind.FORWARD, mb_index)):
                 self._losses[mb_index] = self._at_end(outputs, mb_index)
-            stage.release_outputs(mb_index)
+            # torch would keep the outputs until the backward and then detach them from a graph whose second half may still
+            # be to come.
+            stage.fwd_cache[mb_index] = (), stage.fwd_cache[mb_index][1]
 
     def _maybe_get_loss(self, stage: _TimedStage, mb_index: int) -> Tensor | None:
         """Return the loss to differentiate; the stored one is detached from the graph."""

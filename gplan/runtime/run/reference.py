@@ -192,19 +192,15 @@ def gradient_errors(plain: Mapping[str, Tensor], found: Mapping[str, Tensor]) ->
     """
     scales = dict[str, float]()
     for name, gradient in plain.items():
-        module = _module_of(name)
+        module = name.rpartition(".")[0]
         scales[module] = max(scales.get(module, 0.0), _largest(gradient))
     least = max(_SMALLEST_SCALE * max(scales.values(), default=0.0), 1e-30)
     errors = {}
     for name, gradient in found.items():
         expected = plain.get(name, torch.zeros_like(gradient))
-        error = _largest(gradient - expected) / max(scales.get(_module_of(name), 0.0), least)
+        error = _largest(gradient - expected) / max(scales.get(name.rpartition(".")[0], 0.0), least)
         errors[name] = error if math.isfinite(error) else sys.float_info.max
     return errors
-
-
-def _module_of(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
 
 
 def _largest(tensor: Tensor) -> float:
