@@ -102,11 +102,20 @@ def virtual_run(
     options: RunOptions,
     loads: Sequence[HostLoad] = (),
 ) -> Run:
-    """Return the run of the virtual engine: measured durations, laid out on the plan's devices and links."""
+    """Return the run of the virtual engine: measured durations, laid out on the plan's devices and links.
+
+    Transfers and the engine's cost are as planned.
+    """
     per_step = [_durations(step.actions, num_replicas=plan.num_replicas) for step in steps]
 
+    # A device updates all of its stages at once, which counts for the first of them.
+    updates = {Action(stage.index, ActionKind.OPTIMIZER, 0): 0.0 for stage in plan.stages}
+
     def mean_timeline(chosen: Sequence[int]) -> Timeline:
-        return _virtual_timeline(plan, {x: fmean(per_step[i][x] for i in chosen) for x in per_step[0]})
+        durations = {x: fmean(per_step[i][x] for i in chosen) for x in per_step[0]}
+        duration_s = {**updates, **durations}.__getitem__
+        laid = timeline_of(schedule_of(plan), plan.stage_costs, duration_s=duration_s, origin="measured")
+        return replace(laid, spans=tuple(span for span in laid.spans if span.action in durations))
 
     return _run(
         plan,
@@ -273,14 +282,3 @@ def _durations(actions: Sequence[ActionTiming], *, num_replicas: int) -> dict[Ac
         num_times = 1 if x.action.kind is ActionKind.OPTIMIZER else num_replicas
         durations[x.action] = durations.get(x.action, 0.0) + (x.end_s - x.start_s) / num_times
     return durations
-
-
-def _virtual_timeline(plan: Plan, durations: dict[Action, float]) -> Timeline:
-    """Lay out measured durations; transfers and the engine's cost are as planned.
-
-    A device updates all of its stages at once, which counts for the first of them.
-    """
-    costs = plan.stage_costs
-    updates = {Action(stage.index, ActionKind.OPTIMIZER, 0): 0.0 for stage in plan.stages}
-    laid = timeline_of(schedule_of(plan), costs, duration_s={**updates, **durations}.__getitem__, origin="measured")
-    return replace(laid, spans=tuple(span for span in laid.spans if span.action in durations))
