@@ -310,10 +310,8 @@ class _TrainingLoop:
         """Return the bytes that a device's stages hold between steps."""
         parameters = self._pipe.runner.parameters_of(stages)
         found = [x for p in parameters for x in self._optimizer.state.get(p, {}).values() if isinstance(x, Tensor)]
-        state = [local_tensor(x) for x in found]
-        return storage_bytes(
-            [x for stage in stages for x in self._pipe.runner.resident_tensors(stage)]
-        ) + storage_bytes(state)
+        resident = [x for stage in stages for x in self._pipe.runner.resident_tensors(stage)]
+        return storage_bytes([*resident, *map(local_tensor, found)])
 
 
 def _device_peaks(trace: AllocationTrace, action_starts: list[tuple[int, int]]) -> list[int]:
