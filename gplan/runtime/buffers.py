@@ -25,12 +25,10 @@ class SharedBuffers:
     """
 
     def __init__(self, model: nn.Module, usual: CapturedModel, names: StateNames, plan: Plan) -> None:
+        """Raises UsageError if a graph writes to one of them."""
         of_norms = {id(x) for norm in usual.chain.norms(0, len(usual.chain)) for x in norm.buffers}
         self._buffers = {name: x for name, x in model.named_buffers() if id(x) not in of_norms}
         self._stages = {name: stages for name, stages in _on_several(names, plan).items() if name in self._buffers}
-
-    def check_graphs(self, usual: CapturedModel) -> None:
-        """Raise UsageError if a graph writes to one of them."""
         sharing = {stage for stages in self._stages.values() for stage in stages}
         written: dict[int, set[int]] = {}  # the ids of the buffers, under any of their paths in the model
         for stage in sharing:

@@ -85,22 +85,22 @@ class CaptureCache:
         self._norms = {key: norms for key, norms in self._norms.items() if key[0] not in old}
         return old
 
-    def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use real tensors for the model's parameters and buffers of these names."""
+    def set_tensors(
+        self,
+        tensors: Mapping[str, Tensor],
+        groups: Mapping[int, ParameterGroup],
+        *,
+        around_capture: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        """Use real tensors for the model's parameters and buffers of these names.
+
+        Those in `groups`, by the tensor's id, are gathered around each layer that uses them. A capture, which may compute
+        with parameters that have no memory now, is inside `around_capture()`.
+        """
+        self._groups, self._around_capture = groups, around_capture
         ids = {name: id(x) for name, x in named_tensors(self.model).items()}
         self._real.update({ids[name]: tensor for name, tensor in tensors.items()})
         self._norms.clear()
-
-    def set_groups(
-        self,
-        groups: Mapping[int, ParameterGroup],
-        around_capture: Callable[[], AbstractContextManager[object]],
-    ) -> None:
-        """Gather the parameters of each layer around it: `groups` has the group of a tensor by the tensor's id.
-
-        A capture, which may compute with parameters that have no memory now, is inside `around_capture()`.
-        """
-        self._groups, self._around_capture = groups, around_capture
 
     @contextmanager
     def training_mode(self, *, training: bool) -> Iterator[None]:

@@ -105,74 +105,63 @@ def measure_cluster(*, device_kind: str | None, timeout_s: float, progress: Prog
         pin_to_share(local_rank, num_shares=local_size, num_threads=1)
     peers = init_from_environment(backend_of(kind), timeout_s=timeout_s, facts={"device": kind})
     with explained_by_peers(peers):
-        found = _Measuring(peers, device, timeout_s=timeout_s, progress=progress).run(local_size)
+        found = _measured(peers, device, local_size, timeout_s=timeout_s, progress=progress)
         machine = machine_of(peers.peers, found, backend=dist.get_backend())
         dist.barrier()
         dist.destroy_process_group()
     return machine
 
 
-class _Measuring:
-    """The measurements of one rank, which all ranks make in the same order."""
-
-    def __init__(self, peers: Peers, device: torch.device, *, timeout_s: float, progress: Progress) -> None:
-        self._peers, self._device, self._timeout_s, self._progress = peers, device, timeout_s, progress
-        by_host = {host: [x.rank for x in peers.peers if x.host == host] for host in peers.hosts}
-        self._hosts = list(by_host.values())
-
-    def run(self, local_size: int) -> list[RankFindings]:
-        """Measure all rounds and groups; every rank returns what all found, by rank."""
-        rounds, groups = list(pair_rounds(self._hosts)), list(collective_groups(self._hosts))
-        parts: list[tuple[str, Sequence[Sequence[int]]]] = [*rounds, *groups]
-        budget_s = min(_MOST_S, _BUDGET_S / len(parts))
-        pairs, collectives = list[PairTimes](), list[CollectiveTimes]()
-        for i, (what, ranks) in enumerate(parts):
-            self._progress(what, i / len(parts))
-            own = next((x for x in ranks if self._peers.rank in x), None)
-            if own is not None:
-                timer = self._timer(own, name=f"part/{i}")
-                if i < len(rounds):
-                    pairs.append(self._pair(timer, own, budget_s))
-                else:
-                    for kind in COLLECTIVE_KINDS:
-                        times = collective_times(timer, kind, budget_s=budget_s / len(COLLECTIVE_KINDS))
-                        collectives.append(CollectiveTimes(ranks=tuple(own), kind=kind, times=times))
-            dist.barrier()
-        clock_s = time.time()
-        if self._device.type == "cuda":
-            properties = torch.cuda.get_device_properties(self._device)
-            hardware, memory_bytes = torch.cuda.get_device_name(self._device), int(properties.total_memory)
-        else:
-            hardware = processor()
-            memory_bytes = max(1, available_bytes() // local_size // _MEMORY_STEP) * _MEMORY_STEP
-        own_findings = RankFindings(
-            hardware=hardware,
-            memory_bytes=memory_bytes,
-            clock_s=clock_s,
-            pairs=tuple(pairs),
-            collectives=tuple(collectives),
-        )
-        found: list[Any] = [None] * len(self._peers.peers)
-        dist.all_gather_object(found, own_findings)
-        return found
-
-    def _timer(self, ranks: Sequence[int], *, name: str) -> GroupTimer:
-        group = connected_group(
-            self._device,
-            dist.PrefixStore(f"{name}/{ranks[0]}", self._peers.store),  # type: ignore[attr-defined]
-            rank=ranks.index(self._peers.rank),
-            num_ranks=len(ranks),
-            timeout=timedelta(seconds=self._timeout_s),
-        )
-        deprioritize_connection_threads()
-        return GroupTimer(group, self._device)
-
-    def _pair(self, timer: GroupTimer, ranks: Sequence[int], budget_s: float) -> PairTimes:
-        before = packets_sent()
-        times = pair_times(timer, budget_s=budget_s)
-        sent, resent = (x - y for x, y in zip(packets_sent(), before, strict=True))
-        first, second = sorted(ranks)
-        return PairTimes(ranks=(first, second), times=times, resent=resent / sent if sent else 0.0)
+def _measured(
+    peers: Peers, device: torch.device, local_size: int, *, timeout_s: float, progress: Progress
+) -> list[RankFindings]:
+    """Measure all rounds and groups, in the same order on all ranks; each returns what all found, by rank."""
+    hosts = [[x.rank for x in peers.peers if x.host == host] for host in peers.hosts]
+    rounds, groups = list(pair_rounds(hosts)), list(collective_groups(hosts))
+    parts: list[tuple[str, Sequence[Sequence[int]]]] = [*rounds, *groups]
+    budget_s = min(_MOST_S, _BUDGET_S / len(parts))
+    pairs, collectives = list[PairTimes](), list[CollectiveTimes]()
+    for i, (what, ranks) in enumerate(parts):
+        progress(what, i / len(parts))
+        own = next((x for x in ranks if peers.rank in x), None)
+        if own is not None:
+            group = connected_group(
+                device,
+                dist.PrefixStore(f"part/{i}/{own[0]}", peers.store),  # type: ignore[attr-defined]
+                rank=own.index(peers.rank),
+                num_ranks=len(own),
+                timeout=timedelta(seconds=timeout_s),
+            )
+            deprioritize_connection_threads()
+            timer = GroupTimer(group, device)
+            if i < len(rounds):
+                before = packets_sent()
+                times = pair_times(timer, budget_s=budget_s)
+                sent, resent = (x - y for x, y in zip(packets_sent(), before, strict=True))
+                first, second = sorted(own)
+                pairs.append(PairTimes(ranks=(first, second), times=times, resent=resent / sent if sent else 0.0))
+            else:
+                for kind in COLLECTIVE_KINDS:
+                    times = collective_times(timer, kind, budget_s=budget_s / len(COLLECTIVE_KINDS))
+                    collectives.append(CollectiveTimes(ranks=tuple(own), kind=kind, times=times))
+        dist.barrier()
+    clock_s = time.time()
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        hardware, memory_bytes = torch.cuda.get_device_name(device), int(properties.total_memory)
+    else:
+        hardware = processor()
+        memory_bytes = max(1, available_bytes() // local_size // _MEMORY_STEP) * _MEMORY_STEP
+    own_findings = RankFindings(
+        hardware=hardware,
+        memory_bytes=memory_bytes,
+        clock_s=clock_s,
+        pairs=tuple(pairs),
+        collectives=tuple(collectives),
+    )
+    found: list[Any] = [None] * len(peers.peers)
+    dist.all_gather_object(found, own_findings)
+    return found
 
 
 def pair_rounds(hosts: Sequence[Sequence[int]]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
@@ -275,8 +264,7 @@ def machine_of(peers: Sequence[Peer], found: Sequence[RankFindings], *, backend:
         notes=(
             f"measured {now} by gplan {facts['gplan']}, torch {facts['torch']}, {backend}: "
             f"{counted(len(hosts), 'host')} of {of_each}{missing}",
-            *_slow_notes(pairs, peers, within, between),
-            *_lossy_notes(resent, peers),
+            *_pair_notes(pairs, resent, peers, within, between),
             *(hardware_note if len(kinds) > 1 else ()),
             *_clock_notes(peers, found),
         ),
@@ -317,29 +305,28 @@ def _differs(times: Sequence[Times], usual: Sequence[Times]) -> bool:
     return max(ratio, 1 / ratio) > _OWN_LINK
 
 
-def _slow_notes(
-    pairs: dict[tuple[int, int], PairTimes], peers: Sequence[Peer], within: Sequence[Times], between: Sequence[Times]
+def _pair_notes(
+    pairs: dict[tuple[int, int], PairTimes],
+    resent: dict[tuple[int, int], float],
+    peers: Sequence[Peer],
+    within: Sequence[Times],
+    between: Sequence[Times],
 ) -> Iterator[str]:
+    lossy = list[str]()
     for (first, second), pair in pairs.items():
+        name = " - ".join(f"{peers[x].host}:{peers[x].local_rank}" for x in (first, second))
+        share = resent[first, second]
+        if share > _LOSSY:
+            lossy.append(f"lossy: the pair {name} had to send {percent_text(share)} of its packets again")
         usual = within if peers[first].host == peers[second].host else between
         small, large = _ratios(pair.times, usual)
         if len(usual) > 2 and (large > _SLOW or small > _SLOW_LATENCY):
             num_bytes, seconds = pair.times[-1 if large > _SLOW else 0]
             yield (
-                f"slow: {_pair_text(peers, first, second)} takes {seconds_text(seconds)} for {bytes_text(num_bytes)}, "
+                f"slow: the pair {name} takes {seconds_text(seconds)} for {bytes_text(num_bytes)}, "
                 f"{large if large > _SLOW else small:.1f} times as long as such pairs usually do here"
             )
-
-
-def _lossy_notes(resent: dict[tuple[int, int], float], peers: Sequence[Peer]) -> Iterator[str]:
-    for (first, second), share in resent.items():
-        if share > _LOSSY:
-            yield f"lossy: {_pair_text(peers, first, second)} had to send {percent_text(share)} of its packets again"
-
-
-def _pair_text(peers: Sequence[Peer], first: int, second: int) -> str:
-    names = [f"{peers[x].host}:{peers[x].local_rank}" for x in (first, second)]
-    return f"the pair {' - '.join(names)}"
+    yield from lossy
 
 
 def _clock_notes(peers: Sequence[Peer], found: Sequence[RankFindings]) -> Iterator[str]:

@@ -43,7 +43,13 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, 
     """
     if not parameters:
         return
-    forms = _forms(parameters, group)
+    own = [
+        _GradientForm.ABSENT if x.grad is None else _GradientForm.SPARSE if x.grad.is_sparse else _GradientForm.DENSE
+        for x in parameters
+    ]
+    largest = torch.tensor(own, dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    forms: list[int] = largest.tolist()
     by_form = {form: [x for x, found in zip(parameters, forms, strict=True) if found == form] for form in _GradientForm}
     for message in _messages(map(_dense_gradient, by_form[_GradientForm.DENSE])):
         _sum_dense(message, group, divisor)
@@ -56,17 +62,6 @@ def add_gradients(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     if one is None or other is None:
         return other if one is None else one
     return other.add_(one) if one.is_sparse and not other.is_sparse else one.add_(other)
-
-
-def _forms(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[int]:
-    own = [
-        _GradientForm.ABSENT if x.grad is None else _GradientForm.SPARSE if x.grad.is_sparse else _GradientForm.DENSE
-        for x in parameters
-    ]
-    forms = torch.tensor(own, dtype=torch.int32, device=parameters[0].device)
-    dist.all_reduce(forms, dist.ReduceOp.MAX, group=group)
-    found: list[int] = forms.tolist()
-    return found
 
 
 def _dense_gradient(parameter: nn.Parameter) -> Tensor:
@@ -208,23 +203,21 @@ def gradient_norm(
     norm_type: float,
     *,
     device: torch.device,
-    group: dist.ProcessGroup | None,
-    replicas: dist.ProcessGroup | None = None,
+    ranks: RankLayout | None,
 ) -> Tensor:
-    """Return the norm of the gradients that all ranks of `group` give, on every rank.
+    """Return the norm of the gradients that all ranks of the pipeline give, on every rank.
 
-    `replicas` hold the parts of those that are divided. Raises UsageError for a norm type that is neither positive nor
-    infinite.
+    Raises UsageError for a norm type that is neither positive nor infinite.
     """
     if not norm_type > 0:
         raise UsageError(f"norm_type is {norm_type}; expected a positive number, or float('inf')")
     whole, parts = list[Tensor](), list[Tensor]()
     for gradient in gradients:
         (parts if is_divided([gradient]) else whole).append(local_tensor(gradient))
-    if parts and replicas is not None:
-        whole.append(_reduced_norm(get_total_norm(parts, norm_type).to(device), norm_type, replicas))
+    if parts and ranks is not None and ranks.replicas is not None:
+        whole.append(_reduced_norm(get_total_norm(parts, norm_type).to(device), norm_type, ranks.replicas))
     norm = get_total_norm(whole, norm_type).to(device)
-    return norm if group is None else _reduced_norm(norm, norm_type, group)
+    return norm if ranks is None else _reduced_norm(norm, norm_type, ranks.pipeline)
 
 
 def _reduced_norm(norm: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:

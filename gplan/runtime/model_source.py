@@ -66,23 +66,19 @@ class ModelSource:
         first replica only. Collective. Raises ModelError or FileError if there are no values for them.
         """
         names = wanted[0 if ranks is None else ranks.device]
-        found = self._values(wanted, names, ranks)
+        if self.weights is None:
+            found = self._built(wanted, ranks) if self.file.is_lazy else named_tensors(self.stored)
+        else:
+            saved = _saved_names(self.file.model)
+            read = self._read(names, saved, self.weights)
+            if self._draws_unsaved(saved):  # random ones are drawn after the weights, as in the plain model
+                found = {**self._built([[x for x in row if x not in saved] for row in wanted], ranks), **read}
+            else:
+                found = {**named_tensors(self.stored), **read}
         state, has_masters = named_tensors(self.file.model), self.file.precision.master_weights
         return {name: _as_in_model(state[name], found[name], device, name, has_masters) for name in names}
 
-    def _values(
-        self, wanted: Sequence[Sequence[str]], names: Sequence[str], ranks: RankLayout | None
-    ) -> Mapping[str, Tensor]:
-        if self.weights is None:
-            return self._built(wanted, ranks) if self.file.is_lazy else named_tensors(self.stored)
-        saved = _saved_names(self.file.model)
-        found = self._read(names, saved, self.weights)
-        if not self._draws_unsaved(saved):
-            return {**named_tensors(self.stored), **found}
-        # Random ones that are not saved are drawn after the weights, as in the plain model.
-        return {**self._built([[x for x in row if x not in saved] for row in wanted], ranks), **found}
-
-    def _built(self, wanted: Sequence[Sequence[str]], ranks: RankLayout | None) -> Mapping[str, Tensor]:
+    def _built(self, wanted: Sequence[Sequence[str]], ranks: RankLayout | None) -> dict[str, Tensor]:
         """Build the model from the seed on the first rank, which sends the others of the first replica their tensors.
 
         Tensors that modules hold without registering them are set too, in place.
@@ -185,27 +181,22 @@ def open_source(
                 "(then each process makes its own stage, as the whole model would be from the seed), or weights=FILE"
             )
         return ModelSource(file=in_precision(file, precision), opened=None, seed=seed, stored=file.model, weights=path)
-    opened = open_model_file(model, settings=settings) if isinstance(model, str) else _opened(model, given)  # type: ignore[arg-type]
+    if isinstance(model, str):
+        opened = open_model_file(model, settings=settings)
+    elif callable(model):
+        name = getattr(model, "__name__", type(model).__name__)
+        opened = OpenedFile(
+            name=name, target=model, settings={}, functions=given, input_shapes=None, loss_reduction=None
+        )
+    else:
+        raise UsageError(
+            f"the model is a {type(model).__name__}; expected an nn.Module, a function that builds one, or model.py:NAME"
+        )
     try:
         file = opened.load(seed=seed, lazy=True)
     except ModelError:
         file = opened.load(seed=seed)
     return ModelSource(file=in_precision(file, precision), opened=opened, seed=seed, stored=file.model, weights=path)
-
-
-def _opened(build: Callable[[], nn.Module], functions: Mapping[str, Callable[..., Any]]) -> OpenedFile:
-    if not callable(build):
-        raise UsageError(
-            f"the model is a {type(build).__name__}; expected an nn.Module, a function that builds one, or model.py:NAME"
-        )
-    return OpenedFile(
-        name=getattr(build, "__name__", type(build).__name__),
-        target=build,
-        settings={},
-        functions=functions,
-        input_shapes=None,
-        loss_reduction=None,
-    )
 
 
 def _saved_names(model: nn.Module) -> dict[str, list[str]]:

@@ -91,7 +91,12 @@ def measure_engine(*, num_threads: int = 1) -> EngineCost:
 
     Raises RunError if they cannot communicate.
     """
-    plan = _relay_plan(num_threads)
+    profile = computed_profile(
+        load_model_file(__file__), ComputeOptions(hardware=load_hardware("cpu"), microbatch_sizes=(1,))
+    )
+    profile = replace(profile, device=replace(profile.device, num_threads=num_threads))
+    schedule = f"looped-bfs:{NUM_STAGES // 2}"
+    plan = balance(profile, num_devices=2, num_microbatches=_NUM_MICROBATCHES, schedule=schedule)
     options = RunOptions(num_steps=_NUM_STEPS, timeout_s=_TIMEOUT_S, keeps_steps=True)
     run = run_local_processes(plan.model.name, {}, plan, options, report=lambda _step, _loss: None)
     return engine_cost_from_steps(plan, run.step_timelines)
@@ -116,15 +121,6 @@ def engine_cost_from_steps(plan: Plan, steps: Sequence[Timeline]) -> EngineCost:
         ended_s = max(x.end_s for x in step.loop_spans if x.device == 0)
         around_s.append(step.loop_start_s + max(0.0, min(updates) - ended_s - action_s))
     return EngineCost(action_s=action_s, sending=fit_link([*means_s], seconds), step_s=median(around_s))
-
-
-def _relay_plan(num_threads: int) -> Plan:
-    profile = computed_profile(
-        load_model_file(__file__), ComputeOptions(hardware=load_hardware("cpu"), microbatch_sizes=(1,))
-    )
-    profile = replace(profile, device=replace(profile.device, num_threads=num_threads))
-    schedule = f"looped-bfs:{NUM_STAGES // 2}"
-    return balance(profile, num_devices=2, num_microbatches=_NUM_MICROBATCHES, schedule=schedule)
 
 
 def _gaps(plan: Plan, timeline: Timeline) -> Iterator[tuple[Action, float]]:

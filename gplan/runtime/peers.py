@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -172,8 +173,15 @@ def meet(store: Store, *, rank: int, num_ranks: int, facts: Mapping[str, str], t
     except RuntimeError as error:
         raise _never_came(store, keys, timeout_s=timeout_s, address=address) from error
     found = [msgspec.json.decode(store.get(key), type=Peer) for key in keys]
-    _check_reachable(found)
-    peers = _named_apart(found)
+    is_over_network = len({x.host for x in found}) > 1 and found[0].facts.get("backend") == "gloo"
+    for peer in found if is_over_network else ():
+        if peer.address.startswith("127.") or peer.address == "::1":
+            raise UsageError(
+                f"{peer} would be reached at {peer.address}, which only its own host can use; set {INTERFACE} on every "
+                "host to the interface that connects them, such as eth0"
+            )
+    num_nodes = Counter(host for host, _ in {(x.host, x.node) for x in found})  # that have the same name
+    peers = [replace(x, host=f"{x.host}-{x.node}") if num_nodes[x.host] > 1 else x for x in found]
     for peer in peers:
         for what, expected in peers[0].facts.items():
             fact = peer.facts.get(what, "none")
@@ -202,13 +210,6 @@ def _never_came(store: Store, keys: Sequence[str], *, timeout_s: float, address:
     )
 
 
-def _named_apart(peers: Sequence[Peer]) -> list[Peer]:
-    """The processes with a different name for each host: the launcher's number is added to names that occur twice."""
-    nodes = {(x.host, x.node) for x in peers}
-    twice = {host for host, _ in nodes if sum(host == other for other, _ in nodes) > 1}
-    return [replace(x, host=f"{x.host}-{x.node}") if x.host in twice else x for x in peers]
-
-
 def _gloo_address() -> str:
     """The address of this host's name, which gloo listens at unless an interface is set."""
     interface = os.environ.get(INTERFACE, "")
@@ -218,17 +219,6 @@ def _gloo_address() -> str:
         return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
     except OSError:
         return "127.0.0.1"  # as gloo does
-
-
-def _check_reachable(peers: Sequence[Peer]) -> None:
-    if len({x.host for x in peers}) == 1 or peers[0].facts.get("backend") != "gloo":
-        return
-    for peer in peers:
-        if peer.address.startswith("127.") or peer.address == "::1":
-            raise UsageError(
-                f"{peer} would be reached at {peer.address}, which only its own host can use; set {INTERFACE} on every "
-                "host to the interface that connects them, such as eth0"
-            )
 
 
 def _within(seconds: float, action: Callable[[], object]) -> None:

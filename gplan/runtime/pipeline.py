@@ -168,15 +168,13 @@ class Pipeline(StageState):
         if ranks is not None:
             check_norms(model, usual, names, plan)
         self._shared_buffers = SharedBuffers(model, usual, names, plan)
-        self._shared_buffers.check_graphs(usual)
         own = range(plan.num_stages) if ranks is None else ranks.stages
         like = named_tensors(model)
         held = [own] if ranks is None else [[x.index for x in plan.stages_of(i)] for i in range(plan.num_devices)]
         wanted = [names.on_stages(stages) for stages in held]
         notes.enter_action("loading")
-        is_sent = (
-            ranks is not None and dist.get_rank() > 0 and source.weights is None
-        )  # by the first rank, which builds the model
+        # Without a file of weights the first rank builds the model and sends the others theirs.
+        is_sent = ranks is not None and dist.get_rank() > 0 and source.weights is None
         with notes.waiting("ranks") if is_sent else nullcontext():
             tensors = source.values([[x for x in like if x in some] for some in wanted], device, ranks)
         if ranks is not None:
@@ -195,8 +193,7 @@ class Pipeline(StageState):
             for index in own
         ]
         shards = shard_stages(plan, usual, names, stages, computing, divided, like=like, ranks=ranks)
-        captures.set_tensors({**computing, **shards.gathered})
-        captures.set_groups(shards.groups, shards.allocated)
+        captures.set_tensors({**computing, **shards.gathered}, shards.groups, around_capture=shards.allocated)
         tensors.update(shards.parts)
         super().__init__(
             names,
@@ -340,8 +337,7 @@ class Pipeline(StageState):
         self.runner.begin()
         inputs, targets = self.agreed("eval_step", inputs, targets)
         inputs, num_rows = self._checked(inputs, targets)
-        if self._gathers_layers:
-            self._check_alike(num_rows)
+        self._check_alike(num_rows)
         self._loss_exchange.post_receive()
         losses = list[Tensor]()
         for part in self._passes(num_rows):
@@ -399,8 +395,7 @@ class Pipeline(StageState):
             )
         if num_rows < plan.num_replicas:
             raise UsageError(f"got {num_rows} samples for {plan.num_replicas} replicas; expected at least one for each")
-        if self._gathers_layers:
-            self._check_alike(num_rows)
+        self._check_alike(num_rows)
         if self._is_too_few_for_norms(num_rows):
             enough = next((x for x in range(num_rows - 1, 1, -1) if not self._is_too_few_for_norms(x)), None)
             remedy = "" if enough is None else f"give {enough}, or "
@@ -409,12 +404,10 @@ class Pipeline(StageState):
                 f"channel and no variance: {remedy}leave such a batch out (drop_last=True of a DataLoader)"
             )
 
-    @property
-    def _gathers_layers(self) -> bool:
-        return self.plan.sharding == "weights" and self._num_averaged > 1
-
     def _check_alike(self, num_rows: int) -> None:
-        """Raise UsageError if replicas would run other numbers of micro-batches: they gather layers together."""
+        """Raise UsageError if replicas that gather layers together would run other numbers of micro-batches."""
+        if self.plan.sharding != "weights" or self._num_averaged == 1:
+            return
         counts = [[x.num_microbatches for x in self._passes_of(i, num_rows)] for i in range(self.plan.num_replicas)]
         odd = next((x for x in counts if x != counts[0]), None)
         if odd is not None:

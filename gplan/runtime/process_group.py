@@ -81,12 +81,16 @@ def init_from_environment(backend: str, *, timeout_s: float, facts: Mapping[str,
     `timeout_s` to start, and then all others as long.
     """
     rendezvous = rendezvous_from_environment()
-    check_host(rendezvous)
+    try:
+        socket.getaddrinfo(rendezvous.host, rendezvous.port)
+    except socket.gaierror as error:
+        raise RunError(
+            f"the host {rendezvous.host} (MASTER_ADDR) cannot be resolved: {error.strerror}; give its address, or "
+            "127.0.0.1 where all processes are on one host"
+        ) from error
     if backend == "gloo":
         check_interface(os.environ.get(INTERFACE, ""))
-    if not rendezvous.keeps_store:
-        await_store(rendezvous, timeout_s=timeout_s)
-    store = open_store(rendezvous, timeout_s=timeout_s)
+    store = _open_store(rendezvous, timeout_s=timeout_s)
     peers = meet(
         store,
         rank=rendezvous.rank,
@@ -110,17 +114,6 @@ def init_from_environment(backend: str, *, timeout_s: float, facts: Mapping[str,
     return peers
 
 
-def check_host(rendezvous: Rendezvous) -> None:
-    """Raise RunError if the host name cannot be resolved."""
-    try:
-        socket.getaddrinfo(rendezvous.host, rendezvous.port)
-    except socket.gaierror as error:
-        raise RunError(
-            f"the host {rendezvous.host} (MASTER_ADDR) cannot be resolved: {error.strerror}; give its address, or "
-            "127.0.0.1 where all processes are on one host"
-        ) from error
-
-
 def check_interface(names: str) -> None:
     """Raise UsageError for interfaces, separated by commas, that this host does not have."""
     known = [name for _, name in socket.if_nameindex()]
@@ -132,23 +125,22 @@ def check_interface(names: str) -> None:
             )
 
 
-def await_store(rendezvous: Rendezvous, *, timeout_s: float) -> None:
-    """Return once something listens at the address; raise RunError if nothing does within the timeout."""
+def _open_store(rendezvous: Rendezvous, *, timeout_s: float) -> Store:
+    """Open the store at the address once something listens there.
+
+    Raises RunError if nothing does within the timeout, or if that is no store of torch: torch would wait forever.
+    """
     deadline_s = time.monotonic() + timeout_s
-    while True:
+    while not rendezvous.keeps_store:
         with suppress(OSError):
             socket.create_connection((rendezvous.host, rendezvous.port), timeout=_CONNECT_S).close()
-            return
+            break
         if time.monotonic() > deadline_s:
             raise RunError(
                 f"rank {rendezvous.rank} waited {timeout_s:g} s for rank 0 at {rendezvous.address}, which never came; is it "
                 "running, and do all processes have the same MASTER_ADDR and MASTER_PORT?"
             )
         time.sleep(_POLL_S)
-
-
-def open_store(rendezvous: Rendezvous, *, timeout_s: float) -> Store:
-    """Open the store at the address; raise RunError if the listener is not a torch store: torch would wait forever."""
     opened: list[Store | RuntimeError] = []
 
     def connect() -> None:
@@ -255,11 +247,8 @@ class RankLayout:
 
     def new_group(self, devices: Sequence[int]) -> dist.ProcessGroup:
         """Create this replica's group of some devices. Collective: all ranks create the same groups in one order."""
-        groups: list[dist.ProcessGroup] = [
-            dist.new_group(sorted(replica * self.num_devices + device for device in devices), timeout=self.timeout)
-            for replica in range(self.num_replicas)
-        ]
-        return groups[self.replica]
+        rows = [sorted(x * self.num_devices + device for device in devices) for x in range(self.num_replicas)]
+        return _own_group(rows, self.timeout)
 
 
 def join_process_group(plan: Plan, device: torch.device, *, timeout_s: float) -> RankLayout | None:
@@ -280,34 +269,28 @@ def join_process_group(plan: Plan, device: torch.device, *, timeout_s: float) ->
             f"there are {counted(num_ranks, 'process')}; the plan has {pipeline_text(plan.num_stages, num_devices)}{replicas}: use "
             f"--nproc-per-node {plan.num_ranks} or balance with --k {num_ranks}"
         )
-    return _ranks(plan, timeout)
-
-
-def _ranks(plan: Plan, timeout: timedelta) -> RankLayout:
-    num_devices, num_replicas = plan.num_devices, plan.num_replicas
-    replica, device = divmod(dist.get_rank(), num_devices)
-    world = dist.group.WORLD
-    assert world is not None
-    pipelines, replicas = [world], [None]
-    if num_replicas > 1:
-        rows = [range(r * num_devices, (r + 1) * num_devices) for r in range(num_replicas)]
-        pipelines = [dist.new_group(list(row), timeout=timeout) for row in rows]
-        columns = [range(d, plan.num_ranks, num_devices) for d in range(num_devices)]
-        replicas = [dist.new_group(list(column), timeout=timeout) for column in columns]
-    on_cpu = [
-        dist.new_group(list(range(r * num_devices, (r + 1) * num_devices)), timeout=timeout, backend="gloo")
-        for r in range(num_replicas)
-    ]
+    replica, own_device = divmod(dist.get_rank(), num_devices)
+    rows = [list(range(r * num_devices, (r + 1) * num_devices)) for r in range(num_replicas)]
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    pipeline = _own_group(rows, timeout) if num_replicas > 1 else dist.group.WORLD
+    assert pipeline is not None
     return RankLayout(
         devices=plan.devices,
         num_replicas=num_replicas,
-        device=device,
+        device=own_device,
         replica=replica,
-        pipeline=pipelines[replica],
-        replicas=replicas[device] if num_replicas > 1 else None,
-        on_cpu=on_cpu[replica],
+        pipeline=pipeline,
+        replicas=_own_group(columns, timeout) if num_replicas > 1 else None,
+        on_cpu=_own_group(rows, timeout, backend="gloo"),
         timeout=timeout,
     )
+
+
+def _own_group(rows: list[list[int]], timeout: timedelta, *, backend: str | None = None) -> dist.ProcessGroup:
+    """Create a group of each row of ranks; return this process's. Collective."""
+    group: dist.ProcessGroup
+    group, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout, backend=backend)  # type: ignore[no-untyped-call]
+    return group
 
 
 class LossExchange:

@@ -9,8 +9,8 @@ figure 17); torch's CPU generator uses the lower 32 bits.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -37,11 +37,9 @@ class RandomStreams:
         generator = torch.cuda.default_generators[self.device.index or 0] if is_on_gpu else torch.default_generator
         generator.manual_seed(seed)
 
-    @contextmanager
-    def preserved(self) -> Iterator[None]:
+    def preserved(self) -> AbstractContextManager[None]:
         """Restore the generators' states at the end of the block."""
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            yield
+        return torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else [])
 
 
 def seed_key(name: str) -> int:

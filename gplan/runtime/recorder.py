@@ -72,10 +72,6 @@ class ActionRecorder:
         self._noted.clear()
         return tuple(taken)
 
-    def end(self, action: Action) -> None:
-        """Mark an action as done."""
-        self.under_way = None
-
     @contextmanager
     def _on_gpu(self, action: Action) -> Iterator[None]:
         if self._start is None:
@@ -84,7 +80,7 @@ class ActionRecorder:
         start = _recorded()
         yield
         self._events.append((action, start, _recorded()))
-        self.end(action)
+        self.under_way = None
 
 
 class _CpuBlock(AbstractContextManager[None]):
@@ -100,7 +96,7 @@ class _CpuBlock(AbstractContextManager[None]):
         if kind is None:
             end_s = time.perf_counter()
             self._noted.append((self._action, self._start_s, end_s, time.thread_time() - self._busy_s))
-            self._recorder.end(self._action)
+            self._recorder.under_way = None
 
 
 def _recorded() -> torch.cuda.Event:

@@ -92,7 +92,12 @@ class ShardedStage:
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_custom_all_gather(_AllGather())
                 module.set_custom_reduce_scatter(_ReduceScatter())
-        self._set_prefetches(groups, overlaps=device.type != "cpu")
+        # In a backward each group gathers the one before, where that overlaps with computing, or only itself. torch's
+        # default may gather one of another micro-batch.
+        modules = [*groups, self._module]
+        for module, before in zip(modules, modules if device.type == "cpu" else [*groups[:1], *groups], strict=False):
+            assert isinstance(module, FSDPModule) and isinstance(before, FSDPModule)
+            module.set_modules_to_backward_prefetch([before])
         holders: list[tuple[StageModule | ParameterGroup, Sequence[str]]] = [(stage, rest)]
         holders += zip(groups, layers, strict=True)
         self.parts = {
@@ -112,16 +117,6 @@ class ShardedStage:
             if x.requires_grad:
                 x.grad_dtype = like[name].grad_dtype
         self._replicas, self._has_begun = replicas, False
-
-    def _set_prefetches(self, groups: Sequence[ParameterGroup], *, overlaps: bool) -> None:
-        """In a backward each group gathers the one before, where that overlaps with computing, or only itself.
-
-        torch's default may gather one of another micro-batch.
-        """
-        modules = [*groups, self._module]
-        for module, before in zip(modules, [*groups[:1], *groups] if overlaps else modules, strict=False):
-            assert isinstance(module, FSDPModule) and isinstance(before, FSDPModule)
-            module.set_modules_to_backward_prefetch([before])
 
     def reset(self) -> None:
         """Free what is gathered, and drop what a failed step left."""

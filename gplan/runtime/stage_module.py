@@ -123,6 +123,11 @@ class ParameterGroup(nn.Module):
         """Run a layer, or the next group around it, while the parameters are gathered."""
         return run(*tensors)
 
+    def free(self) -> None:
+        """Keep only this replica's parts."""
+        assert isinstance(self, FSDPModule)
+        self.reshard()
+
     @property
     def is_gathered(self) -> bool:
         """Whether the parameters are whole now."""
@@ -145,7 +150,7 @@ class GatheredLayers(nn.Module):
         last = {group: layer for layer, groups in enumerate(self._groups) for group in groups if group.is_gathered}
         for group in last:
             if group not in self._groups[0]:
-                _free(group)
+                group.free()
         for index, (layer, groups) in enumerate(zip(self.layers, self._groups, strict=True)):
             run: Callable[..., Tensors] = layer
             for group in groups:
@@ -153,13 +158,8 @@ class GatheredLayers(nn.Module):
             waiting = [group for group in groups if not group.is_gathered and last.get(group) != index]
             tensors = run(*tensors)
             for group in waiting:  # torch frees them after a forward, but not after its recompute
-                _free(group)
+                group.free()
         return tensors
-
-
-def _free(group: ParameterGroup) -> None:
-    assert isinstance(group, FSDPModule)
-    group.reshard()
 
 
 def make_segments(
@@ -214,6 +214,8 @@ class RecomputeSegment(nn.Module):
 
 def written_buffers(module: nn.Module) -> list[Tensor]:
     """Return the buffers that a forward may write to; of a graph, those that no operator schema rules out."""
+    if isinstance(module, RecomputeSegment):
+        return written_buffers(module.layers)
     if isinstance(module, GatheredLayers):
         return [x for layer in module.layers for x in written_buffers(layer)]
     if not isinstance(module, GraphModule):

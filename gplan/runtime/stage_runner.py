@@ -22,7 +22,7 @@ from gplan.runtime.microbatches import Pass, take_rows
 from gplan.runtime.process_group import RankLayout
 from gplan.runtime.random_streams import RandomStreams
 from gplan.runtime.sharded_tensors import local_tensor
-from gplan.runtime.stage_module import RecomputeSegment, StageModule, StagePass, written_buffers
+from gplan.runtime.stage_module import StageModule, StagePass, written_buffers
 from gplan.runtime.stage_state import StateNames
 from gplan.runtime.torch_engine import EnginePass, TorchEngine
 from gplan.runtime.virtual_engine import VirtualEngine
@@ -158,10 +158,7 @@ class StageRunner:
         self.engine.forget(old)
         self._written = {key: x for key, x in self._written.items() if key[0] not in old}
         for stage in self.stages:
-            stage_work = self._stage_work(captured, stage, part, as_trained)
-            if observe is not None:
-                stage_work = self._observed(stage_work, captured, stage, observe)
-            stage.begin(stage_work)
+            stage.begin(self._stage_work(captured, stage, part, as_trained, observe))
             if stage.shards is not None:
                 with self.engine.recorder.heartbeat.waiting("ranks"):
                     stage.shards.begin()
@@ -188,13 +185,15 @@ class StageRunner:
     def _segments(self, captured: CapturedModel, stage: StageModule, trains: bool) -> tuple[nn.Module, ...]:
         return self._captures.segments(captured, stage, self._plan.recompute if trains else "never")
 
-    def _stage_work(self, captured: CapturedModel, stage: StageModule, part: Pass, trains: bool) -> StagePass:
+    def _stage_work(
+        self, captured: CapturedModel, stage: StageModule, part: Pass, trains: bool, observe: Observe | None
+    ) -> StagePass:
         averages = self._averages[stage.index]
         norms = self._captures.norms(captured, stage.index) if trains else ()
         segments, key = self._segments(captured, stage, trains), (captured, stage, trains)
         if key not in self._written:
-            self._written[key] = frozenset(map(storage_key, _written_by(segments)))
-        return StagePass(
+            self._written[key] = frozenset(storage_key(x) for segment in segments for x in written_buffers(segment))
+        work = StagePass(
             segments=segments,
             written=self._written[key],
             layers=captured.layer_info,
@@ -202,8 +201,8 @@ class StageRunner:
             recompute=self._plan.recompute if trains else "never",
             around=(lambda: averages.microbatch(norms)) if norms else nullcontext,
         )
-
-    def _observed(self, work: StagePass, captured: CapturedModel, stage: StageModule, observe: Observe) -> StagePass:
+        if observe is None:
+            return work
         first = captured.layers(stage.index).start
         return replace(
             work,
@@ -244,7 +243,10 @@ class StageRunner:
     def _schedule(self, num_microbatches: int, trains: bool) -> Schedule:
         plan = self._plan
         schedule = make_schedule(plan.schedule, num_devices=plan.num_devices, num_microbatches=num_microbatches)
-        return schedule if trains else forward_only(schedule)
+        if trains:
+            return schedule
+        orders = tuple(tuple(x for x in order if x.kind is ActionKind.FORWARD) for order in schedule.orders)
+        return replace(schedule, name="forward", orders=orders)
 
     def resident_tensors(self, stage: StageModule) -> list[Tensor]:
         """Return the tensors of a stage between steps: parameters, buffers and receive buffers."""
@@ -281,20 +283,9 @@ class StageRunner:
             return []
         norms = [norm for stage in self.stages for norm in self._captures.norms(usual, stage.index)]
         known = {id(x) for norm in norms for x in norm.buffers}
-        found = {id(x): x for stage in self.stages for x in _written_by(self._segments(usual, stage, True))}
+        segments = [segment for stage in self.stages for segment in self._segments(usual, stage, True)]
+        found = {id(x): x for segment in segments for x in written_buffers(segment)}
         return [x for key, x in found.items() if key not in known]
-
-
-def _written_by(segments: Sequence[nn.Module]) -> list[Tensor]:
-    """Return the buffers that segments may write to."""
-    modules = [x.layers if isinstance(x, RecomputeSegment) else x for x in segments]
-    return [buffer for module in modules for buffer in written_buffers(module)]
-
-
-def forward_only(schedule: Schedule) -> Schedule:
-    """Return the order of an evaluation: the forwards of a training schedule."""
-    orders = tuple(tuple(x for x in order if x.kind is ActionKind.FORWARD) for order in schedule.orders)
-    return replace(schedule, name="forward", orders=orders)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

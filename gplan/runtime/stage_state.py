@@ -171,11 +171,9 @@ class StageState:
     def gradient_norm(self, gradients: Iterable[Tensor], norm_type: float) -> Tensor:
         """Return the norm of the gradients that all ranks give, those of a tied parameter once. Collective."""
         self._agreement.begin("clip_grad_norm_")
-        group = None if self.ranks is None else self.ranks.pipeline
-        replicas = None if self.ranks is None else self.ranks.replicas
         copies = {id(x.grad) for x in self._copies}
         counted = [x for x in gradients if id(x) not in copies]
-        return gradient_norm(counted, norm_type, device=self.device, group=group, replicas=replicas)
+        return gradient_norm(counted, norm_type, device=self.device, ranks=self.ranks)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this process's part of the model's state dict, under the model's keys; all of it if alone.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -137,7 +137,8 @@ class TorchEngine:
         key = work.captured, work.trains, work.schedule.num_microbatches
         if key not in self._runtimes:
             rank = _RankContext(recorder=self.recorder, stages=frozenset(stage.index for stage in self._stages))
-            self._runtimes[key] = _Runtime([self._timed(work, x, rank) for x in self._stages], work.schedule, rank)
+            timed = [_TimedStage(x, work, rank, device=self._device, group=self._group) for x in self._stages]
+            self._runtimes[key] = _Runtime(timed, work.schedule, rank)
         return self._runtimes[key].run(work)
 
     def forget(self, old: Collection[CapturedModel]) -> None:
@@ -149,25 +150,15 @@ class TorchEngine:
         for stage in self._stages:
             if stage.shards is not None:
                 stage.shards.fill_gradients()
-                next(x for runtime in self._runtimes.values() for x in runtime.stages(stage.index)).reduce_gradients()
+                self._timed(stage.index)[0].perform_reduce_grad(1)  # and frees the parameters
 
     def buffers(self, stage: int) -> list[Tensor]:
-        """Return the receive buffers of a stage."""
-        return [x for runtime in self._runtimes.values() for x in runtime.receive_buffers(stage)]
+        """Return the receive buffers of a stage: of activations and of gradients."""
+        return [x for timed in self._timed(stage) for x in timed.receive_buffers()]
 
-    def _timed(self, work: EnginePass, stage: StageModule, rank: _RankContext) -> _TimedStage:
-        index = stage.index
-        timed = _TimedStage(
-            stage,
-            index,
-            work.schedule.num_stages,
-            self._device,
-            input_args=tuple(spec.on_meta() for spec in work.captured.boundary(index)),
-            output_args=tuple(spec.on_meta() for spec in work.captured.boundary(index + 1)),
-            group=self._group,
-        )
-        timed.context = rank
-        return timed
+    def _timed(self, stage: int) -> list[_TimedStage]:
+        """A stage in each of the runtimes."""
+        return [x for runtime in self._runtimes.values() for x in runtime.timed if x.stage_index == stage]
 
 
 @dataclass(slots=True)
@@ -190,19 +181,31 @@ class _TimedStage(PipelineStage):
     """
 
     submod: StageModule
-    context: _RankContext
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._missing_of_inputs, self._missing_of_outputs = MissingGradients(), MissingGradients()
+    def __init__(
+        self,
+        stage: StageModule,
+        work: EnginePass,
+        context: _RankContext,
+        *,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        input_args, output_args = (
+            tuple(spec.on_meta() for spec in work.captured.boundary(x)) for x in (stage.index, stage.index + 1)
+        )
+        super().__init__(stage, stage.index, work.schedule.num_stages, device, input_args, output_args, group=group)
+        self.context = context
+        self.missing_of_inputs, self.missing_of_outputs = MissingGradients(), MissingGradients()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         action = self._begin_action(ActionKind.FORWARD, fwd_chunk_id)
         with self.context.recorder.note(action):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.context.note_wait()
-        if self.stage_index - 1 in self.context.stages:
-            _release(self.args_recv_info[fwd_chunk_id])
+        if self.stage_index - 1 in self.context.stages:  # the graph keeps what it needs
+            for info in self.args_recv_info[fwd_chunk_id]:
+                info.buffer = None
         return output
 
     def backward_one_chunk(
@@ -217,7 +220,8 @@ class _TimedStage(PipelineStage):
                 self.bwd_cache[bwd_chunk_id] = self._outgoing_gradients(bwd_chunk_id, self.bwd_cache[bwd_chunk_id])
         self.context.note_wait()
         if self.stage_index + 1 in self.context.stages:
-            _release(self.grad_recv_info[bwd_chunk_id])
+            for info in self.grad_recv_info[bwd_chunk_id]:
+                info.buffer = None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         action = self._begin_action(ActionKind.WEIGHT_GRADIENT, bwd_chunk_id)
@@ -252,30 +256,13 @@ class _TimedStage(PipelineStage):
         for place, (gradient, info) in enumerate(zip(gradients, self.args_recv_info[microbatch], strict=True)):
             meta = info.tensor_meta
             if gradient is None and meta is not None and meta.requires_grad:
-                gradient = self._missing_of_inputs.encode(place, meta.to_tensor(self.device))
+                gradient = self.missing_of_inputs.encode(place, meta.to_tensor(self.device))
             found.append(None if gradient is None else gradient.contiguous())
         return tuple(found)
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
         received = super()._retrieve_recv_grads(bwd_chunk_id)
-        return tuple(self._missing_of_outputs.decode(place, x) for place, x in enumerate(received))
-
-    def release_outputs(self, microbatch: int) -> None:
-        """Drop the model's outputs once the loss is computed.
-
-        torch would keep them until the backward and then detach them from a graph whose second half may still be to
-        come.
-        """
-        self.fwd_cache[microbatch] = (), self.fwd_cache[microbatch][1]
-
-    def reduce_gradients(self) -> None:
-        """Reduce-scatter the gradients of a sharded stage and free its parameters."""
-        self.perform_reduce_grad(1)
-
-    def end_pass(self) -> None:
-        """A pass ended without an error."""
-        self._missing_of_inputs.end_pass()
-        self._missing_of_outputs.end_pass()
+        return tuple(self.missing_of_outputs.decode(place, x) for place, x in enumerate(received))
 
     def receive_buffers(self) -> list[Tensor]:
         """Return the buffers of activations and of gradients."""
@@ -295,7 +282,7 @@ class _Runtime(_PipelineScheduleRuntime):
 
     def __init__(self, stages: list[_TimedStage], schedule: Schedule, rank: _RankContext) -> None:
         super().__init__(stages, schedule.num_microbatches, loss_fn=_no_loss, scale_grads=False)  # type: ignore[no-untyped-call]
-        self.context, self._timed = rank, stages
+        self.context, self.timed = rank, stages
         self._losses: dict[int, Tensor] = {}
         self._at_end: LossFn = lambda _outputs, _microbatch: torch.zeros(())
         self._prepare_schedule_with_comms(_torch_orders(schedule))
@@ -317,17 +304,10 @@ class _Runtime(_PipelineScheduleRuntime):
                 "ignore", message="FSDP2-wrapped module .* returned a view"
             )  # no layer writes to one
             step(*(work.inputs if 0 in self.context.stages else ()), return_outputs=False)
-        for stage in self._timed:
-            stage.end_pass()
+        for stage in self.timed:
+            stage.missing_of_inputs.end_pass()
+            stage.missing_of_outputs.end_pass()
         return [self._losses[m].detach() for m in sorted(self._losses)]
-
-    def stages(self, index: int) -> list[_TimedStage]:
-        """Return the stage of this index, if it is on this rank."""
-        return [x for x in self._timed if x.stage_index == index]
-
-    def receive_buffers(self, stage: int) -> list[Tensor]:
-        """Return the receive buffers of one stage."""
-        return [x for timed in self.stages(stage) for x in timed.receive_buffers()]
 
     def _assert_unsharded(self, stage: Any) -> None:
         """Sharded parameters are gathered by `ShardedStage`, not by the schedule."""
@@ -339,7 +319,9 @@ class _Runtime(_PipelineScheduleRuntime):
             outputs = output if isinstance(output, tuple) else (output,)
             with self.context.recorder.note(Action(stage.stage_index, ActionKind.FORWARD, mb_index)):
                 self._losses[mb_index] = self._at_end(outputs, mb_index)
-            stage.release_outputs(mb_index)
+            # torch would keep the outputs until the backward and then detach them from a graph whose second half may still
+            # be to come.
+            stage.fwd_cache[mb_index] = (), stage.fwd_cache[mb_index][1]
 
     def _maybe_get_loss(self, stage: _TimedStage, mb_index: int) -> Tensor | None:
         """Return the loss to differentiate; the stored one is detached from the graph."""
@@ -370,12 +352,6 @@ def advance_receives(order: Sequence[_Action]) -> list[_Action]:
             num_begun, num_done = until, num_done + 1
         found.append(action)
     return found + receives[num_begun:]
-
-
-def _release(infos: Iterable[Any]) -> None:
-    """Drop a tensor passed on by a stage of this rank; the graph keeps it if needed."""
-    for info in infos:
-        info.buffer = None
 
 
 def _no_loss(*_: Any) -> Tensor:

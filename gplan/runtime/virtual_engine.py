@@ -4,11 +4,12 @@ The K devices exist only on the clock: measured durations are laid out by the si
 links. Gradients and action times are real. As in the torch engine, each stage keeps receive buffers for all
 micro-batches. What crosses to another device is copied into them outside the measured actions: that time is the link's.
 Between stages of one device the tensor itself is passed on. Each device has its own gradient of a tied weight, as every
-rank has; the weight itself is one tensor.
+rank has, and updates the weight itself, which is one tensor.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -120,6 +121,66 @@ class DeviceGradients:
             parameter.grad = gradient
 
 
+class TiedUpdates:
+    """Every device updates its tied weights, as separate processes do, though all share one tensor.
+
+    The update by a device is taken back where another one follows: that starts from the same values, state and gradient.
+    So each takes its time, and the weights change as by one update.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
+        """`parameters`: those of each device."""
+        self._optimizer = optimizer
+        later: set[nn.Parameter] = set()
+        self._taken_back: list[list[nn.Parameter]] = []
+        for own in reversed(parameters):
+            self._taken_back.insert(0, [x for x in own if x in later])
+            later.update(own)
+        self._room: dict[tuple[nn.Parameter, str], Tensor] = {}
+
+    @contextmanager
+    def of_device(self, device: int) -> Iterator[None]:
+        """Around the update of a device: what a later one updates too is as before afterwards."""
+        kept = [(x, x.grad, self._kept(x, x.grad)) for x in self._taken_back[device] if x.grad is not None]
+        yield
+        for parameter, gradient, (value, gradient_before, state) in kept:
+            with torch.no_grad():
+                parameter.copy_(value)
+            parameter.grad = gradient.copy_(gradient_before)
+            self._restore(parameter, state)
+
+    def _kept(self, parameter: nn.Parameter, gradient: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Copies of the value, the gradient, and the optimizer's state."""
+        state = {
+            name: self._copy(parameter, f"state {name}", x) if isinstance(x, Tensor) else copy.deepcopy(x)
+            for name, x in self._optimizer.state.get(parameter, {}).items()
+        }
+        value = self._copy(parameter, "value", parameter.detach())
+        return value, self._copy(parameter, "gradient", gradient), state
+
+    def _restore(self, parameter: nn.Parameter, before: dict[str, Any]) -> None:
+        state = self._optimizer.state.get(parameter, {})
+        for name in set(state) - set(before):
+            del state[name]
+        for name, x in before.items():
+            now = state.get(name)
+            if isinstance(x, Tensor):
+                state[name] = now.copy_(x) if isinstance(now, Tensor) and now.shape == x.shape else x.clone()
+            else:
+                state[name] = x
+
+    def _copy(self, parameter: nn.Parameter, name: str, tensor: Tensor) -> Tensor:
+        """A copy in memory that torch's allocator does not count, as no device of a real run has it."""
+        if tensor.layout != torch.strided:
+            return tensor.clone()
+        key = parameter, name
+        room = self._room.get(key)
+        if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
+            buffer = bytearray(max(tensor.itemsize, tensor.nbytes))
+            self._room[key] = torch.frombuffer(buffer, dtype=tensor.dtype)[: tensor.numel()].view(tensor.shape)
+        return self._room[key].copy_(tensor)
+
+
 class _PassState:
     """The tensors that pass between stages in one pass, and their receive buffers."""
 
@@ -129,11 +190,14 @@ class _PassState:
         self._last = schedule.num_stages - 1
         is_sent = [schedule.devices[stage] != schedule.devices[stage + 1] for stage in range(self._last)]
         into = [work.captured.boundary(stage + 1) if is_sent[stage] else () for stage in range(self._last)]
-        self._is_sent, num_microbatches = is_sent, schedule.num_microbatches  # after each stage but the last
+        self._is_sent = is_sent  # after each stage but the last
 
         def buffers(stage: int, specs: Sequence[TensorSpec]) -> list[Tensors]:
             begin_on(stage)
-            return _buffers(specs, num_microbatches, device)
+            return [
+                tuple(torch.empty(x.shape, dtype=x.dtype, device=device) for x in specs)
+                for _ in range(schedule.num_microbatches)
+            ]
 
         self._activation_buffers = [buffers(stage, specs) for stage, specs in enumerate(into, start=1)]
         wanted = [[x for x in specs if x.requires_grad and work.trains] for specs in into]
@@ -275,7 +339,3 @@ def _kind_of_work(action: Action) -> ActionKind | None:
         return action.kind
     halves = {ActionKind.INPUT_GRADIENT: None, ActionKind.WEIGHT_GRADIENT: ActionKind.BACKWARD}
     return halves.get(action.kind, action.kind)
-
-
-def _buffers(specs: Sequence[TensorSpec], num_microbatches: int, device: torch.device) -> list[Tensors]:
-    return [tuple(torch.empty(x.shape, dtype=x.dtype, device=device) for x in specs) for _ in range(num_microbatches)]

@@ -73,7 +73,7 @@ def test_same_step_is_replaced(tmp_path: Path) -> None:
 def test_failed_save_keeps_previous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 3, 1.0)
     with monkeypatch.context() as patched:
-        patched.setattr(folder, "_lack", lambda *_: "__7_0.distcp is missing")
+        patched.setattr(folder, "byte_ranges", lambda _: [folder.ByteRange("x", "__7_0.distcp", 0, 1)])
         with pytest.raises(RunError, match=r"is incomplete: __7_0\.distcp is missing"):
             save(tmp_path, 3, 2.0)
     assert names(tmp_path) == ["step-000003"]

@@ -26,7 +26,7 @@ def run_of(plan: Plan, *, num_steps: int, num_clean: int, load: HostLoad | None 
     """A run whose last steps are undisturbed; in the others the processor was available half of the time."""
     steps = [step_of(plan, busy=1.0 if num_steps - i <= num_clean else 0.5) for i in range(num_steps)]
     loads = [] if load is None else [load]
-    return virtual_run(plan, steps, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=num_steps), loads=loads)
+    return virtual_run(plan, steps, peak_bytes=[1, 1], options=RunOptions(num_steps=num_steps), loads=loads)
 
 
 def step_of(plan: Plan, *, busy: float = 1.0, action_s: float = ACTION_S) -> StepRecord:
@@ -65,7 +65,7 @@ def test_steps_in_which_memory_grows_are_left_out_if_enough_remain(num_growing: 
     table_pages = 24_000  # of a vocabulary's table of 98 MB
     for i in range(num_growing):
         steps[-1 - i] = replace(steps[-1 - i], num_page_faults=table_pages)
-    run = virtual_run(plan, steps, peak_bytes=[1, 1], check=None, options=options)
+    run = virtual_run(plan, steps, peak_bytes=[1, 1], options=options)
     assert (run.num_growing, run.num_counted, run.num_disturbed) == (left_out, 5 - left_out, 0)
     assert ("2 left out as memory still grew" in run.steps_text) == (left_out == 2)
     told = "3 of 5 steps that count ran while the memory of a process still grew" in " ".join(run.notes)
@@ -91,7 +91,7 @@ def test_only_a_run_on_one_host_is_compared_with_the_machine_of_the_plan(num_hos
     )
     plan = replace(plan, stages=tuple(stages))
     ranks, options = ranks_of(plan, [(0.1, 0.0)] * 8), RunOptions(num_steps=8)
-    run = torch_run(plan, ranks, peak_bytes=[1, 1], check=None, options=options, num_hosts=num_hosts)
+    run = torch_run(plan, ranks, peak_bytes=[1, 1], options=options, num_hosts=num_hosts)
     assert any("made for another machine" in note for note in run.notes) == is_noted
 
 
@@ -117,7 +117,7 @@ def test_late_inputs_are_not_engine_time() -> None:
             own = [x for x in timeline.spans if x.device == device]
             actions = tuple(ActionTiming(x.action, x.start_s, x.end_s, x.duration_s) for x in own)
             steps.append(StepRecord(loss=1.0, actions=actions, start_s=0.0, end_s=timeline.step_s))
-    run = torch_run(plan, ranks, peak_bytes=[1] * plan.num_devices, check=None, options=options)
+    run = torch_run(plan, ranks, peak_bytes=[1] * plan.num_devices, options=options)
     idle = idle_by_cause(run.timeline)
     assert (idle[IdleCause.ENGINE], idle[IdleCause.COMMUNICATION]) == pytest.approx((0.0, 0.0), abs=1e-9)
     assert idle[IdleCause.IMBALANCE] > 1.0
@@ -132,7 +132,7 @@ def test_split_updates_add_up() -> None:
     ]
     step = step_of(plan)
     step = replace(step, actions=(*step.actions, *pieces))
-    run = virtual_run(plan, [step], peak_bytes=[1, 1], check=None, options=options)
+    run = virtual_run(plan, [step], peak_bytes=[1, 1], options=options)
     assert [run.timeline.update_s(device) for device in range(2)] == pytest.approx([1.0, 0.5])
 
 
@@ -141,14 +141,14 @@ def test_timeline_is_the_mean_of_all_steps_that_count() -> None:
     plan, options = scheduled_plan("gpipe"), RunOptions(num_steps=8, keeps_steps=True)
     warm_up = [(100.0, 0.0)] * options.num_warmup_steps
     counted = [(1.0, 0.25), (2.0, 0.0), (5.0, 0.5), (1.5, 0.5), (1.0, 0.0)]
-    run = torch_run(plan, ranks_of(plan, [*warm_up, *counted]), peak_bytes=[1, 1], check=None, options=options)
+    run = torch_run(plan, ranks_of(plan, [*warm_up, *counted]), peak_bytes=[1, 1], options=options)
     first, second = run.timeline.loop_spans[:2]
     assert first.duration_s == pytest.approx(10.5 / 5)
     assert second.start_s - first.end_s == pytest.approx(1.25 / 5)
     assert run.timeline.loop_end_s == pytest.approx(sum(run.step_s[options.num_warmup_steps :]) / 5)
     assert [x.loop_spans[0].duration_s for x in run.step_timelines] == [x for x, _ in counted]
     alone = [step_of(plan, action_s=x) for x, _ in [*warm_up, *counted]]
-    virtual = virtual_run(plan, alone, peak_bytes=[1, 1], check=None, options=options)
+    virtual = virtual_run(plan, alone, peak_bytes=[1, 1], options=options)
     assert virtual.timeline.loop_spans[0].duration_s == pytest.approx(10.5 / 5)
 
 
@@ -159,9 +159,7 @@ def test_reserved_memory_is_that_of_the_largest_replica_where_it_is_known(
     plan = scheduled_plan("gpipe")
     plan = replace(plan, num_replicas=2)
     ranks = ranks_of(plan, [(1.0, 0.0)] * 3) * 2
-    run = torch_run(
-        plan, ranks, peak_bytes=[1, 2, 2, 1], reserved_bytes=reserved, check=None, options=RunOptions(num_steps=3)
-    )
+    run = torch_run(plan, ranks, peak_bytes=[1, 2, 2, 1], reserved_bytes=reserved, options=RunOptions(num_steps=3))
     assert (run.peak_bytes, run.reserved_bytes) == ((2, 2), expected)
     row = compare(run).row(PEAK_MEMORY, device=1)
     assert row.reserved == (expected[1] if expected else None)
@@ -184,12 +182,12 @@ def test_what_replicas_wait_for_is_no_interruption() -> None:
     plan = replace(scheduled_plan("gpipe"), num_replicas=2)
     options = RunOptions(num_steps=8)
     ranks = [[_waiting(step, ActionKind.OPTIMIZER) for step in own] for own in ranks_of(plan, [(0.1, 0.0)] * 8) * 2]
-    run = torch_run(plan, ranks, peak_bytes=[1] * 4, check=None, options=options, loads=[HostLoad(wait_share=0.9)] * 4)
+    run = torch_run(plan, ranks, peak_bytes=[1] * 4, options=options, loads=[HostLoad(wait_share=0.9)] * 4)
     assert run.num_disturbed == 0
     ranks = [[_waiting(step, ActionKind.FORWARD) for step in own] for own in ranks]
-    assert torch_run(plan, ranks, peak_bytes=[1] * 4, check=None, options=options).num_disturbed == 5
+    assert torch_run(plan, ranks, peak_bytes=[1] * 4, options=options).num_disturbed == 5
     sharded = replace(plan, sharding="weights")
-    assert torch_run(sharded, ranks, peak_bytes=[1] * 4, check=None, options=options).num_disturbed == 0
+    assert torch_run(sharded, ranks, peak_bytes=[1] * 4, options=options).num_disturbed == 0
 
 
 def _waiting(step: StepRecord, kind: ActionKind) -> StepRecord:
@@ -201,9 +199,7 @@ def _waiting(step: StepRecord, kind: ActionKind) -> StepRecord:
 def test_ranks_that_share_cores_are_no_other_work(num_cores: int | None, is_told: bool) -> None:
     plan = scheduled_plan("gpipe")
     ranks, loads = ranks_of(plan, [(0.1, 0.0)] * 8), [HostLoad(wait_share=0.9)] * 2
-    run = torch_run(
-        plan, ranks, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=8), loads=loads, num_cores=num_cores
-    )
+    run = torch_run(plan, ranks, peak_bytes=[1, 1], options=RunOptions(num_steps=8), loads=loads, num_cores=num_cores)
     assert any("2 processes of 1 thread shared 1 core" in x for x in run.notes) is is_told
     assert (run.host_load is None) is is_told
 
@@ -217,6 +213,6 @@ def test_passes_of_replicas_in_one_process_are_averaged() -> None:
         passes = [x for x in step.actions if x.action.kind is not ActionKind.OPTIMIZER]
         step = replace(step, actions=(*step.actions, *passes * (num_replicas - 1)))
         whole = replace(plan, num_replicas=num_replicas)
-        return virtual_run(whole, [step] * 8, peak_bytes=[1, 1], check=None, options=options)
+        return virtual_run(whole, [step] * 8, peak_bytes=[1, 1], options=options)
 
     assert run(3).timeline.step_s == pytest.approx(run(1).timeline.step_s)

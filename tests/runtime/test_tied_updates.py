@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gplan.runtime.run.run_options import RunOptions
-from gplan.runtime.run.tied_updates import TiedUpdates
+from gplan.runtime.virtual_engine import TiedUpdates
 from tests.runtime.plans import plain_losses, plan_for, run_virtually, small_example
 
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]

@@ -48,7 +48,15 @@ class RankGroup:
 
         Results are pickled copies. A GplanError keeps its class; any other becomes a RunError.
         """
-        value, error = self._attempt(work)
+        value, error = None, None
+        try:
+            value = pickle.dumps(work())
+        except GplanError as own:
+            error = own if self.group is None else type(own)(f"{self.place}: {own}")
+        except Exception as own:
+            if is_interrupt(own):
+                raise KeyboardInterrupt from None
+            error = RunError(f"{self.place}: {describe(own)}")
         outcome = value, None if error is None else (type(error), str(error))
         everyone = [outcome]
         if self.group is not None:
@@ -62,16 +70,6 @@ class RankGroup:
             kind, text = failed
             raise kind(text) from error
         return [cast(T, pickle.loads(made)) for made, _ in everyone if made is not None]
-
-    def _attempt(self, work: Callable[[], T]) -> tuple[bytes | None, GplanError | None]:
-        try:
-            return pickle.dumps(work()), None
-        except GplanError as error:
-            return None, error if self.group is None else type(error)(f"{self.place}: {error}")
-        except Exception as error:
-            if is_interrupt(error):
-                raise KeyboardInterrupt from None
-            return None, RunError(f"{self.place}: {describe(error)}")
 
 
 def lost_peer(error: RuntimeError, *, place: str) -> LostPeerError:

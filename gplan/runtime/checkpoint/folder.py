@@ -18,7 +18,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
@@ -28,7 +28,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from gplan.core.errors import FileError
-from gplan.core.units import bytes_text, counted
+from gplan.core.units import bytes_text
 
 _METADATA_CLASSES = (
     "Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata",
@@ -48,7 +48,8 @@ _OF_AN_INDEX = {
 }
 _COMPLETE = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.old")
 _PART = re.compile(r"\.step-\d{6,}\.part-\w+")
-_ADVICE = "; use another checkpoint"
+ADVICE = "; use another checkpoint"
+"""Ends the error of a damaged checkpoint."""
 
 
 @contextmanager
@@ -171,21 +172,6 @@ def _found(directory: Path) -> list[Path]:
     return [directory] if (directory / _INDEX).exists() else [path for _, path in _folders(directory)]
 
 
-def all_damaged_error(damages: Sequence[str]) -> DamagedError:
-    """Return the error if all checkpoints are damaged; `damages` are newest first."""
-    if len(damages) == 1:
-        return DamagedError(damages[0])
-    others = counted(len(damages) - 1, "older one")
-    return DamagedError(
-        f"{damages[0].removesuffix(_ADVICE)}; none is left to go on from, as {others} cannot be used either"
-    )
-
-
-def fallback_note(damages: Sequence[str], path: Path) -> str:
-    """Return the note that a run resumes from an older checkpoint than the newest."""
-    return f"{'; '.join(x.removesuffix(_ADVICE) for x in damages)}; going on from {path}"
-
-
 def newest_intact(directory: Path) -> Path | None:
     """Return the newest complete checkpoint, or None."""
     for _, path in _folders(directory):
@@ -208,7 +194,7 @@ def read_index(path: Path) -> Metadata:
         if odd := {span.file for span in byte_ranges(index)} - checksums.keys():
             raise ValueError(f"it names files without a checksum: {', '.join(sorted(odd))}")
     except Exception as error:  # a damaged pickle can raise anything
-        raise DamagedError(f"{path} is damaged: its {_INDEX} cannot be read ({error}){_ADVICE}") from error
+        raise DamagedError(f"{path} is damaged: its {_INDEX} cannot be read ({error}){ADVICE}") from error
     _complete_ranges(path, index)
     return index
 
@@ -227,7 +213,7 @@ def verify_checksums(path: Path, *, rank: int = 0, num_ranks: int = 1) -> None:
     for name in sorted(checksums)[rank::num_ranks]:
         with open(path / name, "rb") as file:
             if hashlib.file_digest(file, "blake2b").hexdigest() != checksums[name]:
-                raise DamagedError(f"{path} is damaged: the bytes of {name} changed{_ADVICE}")
+                raise DamagedError(f"{path} is damaged: the bytes of {name} changed{ADVICE}")
 
 
 def _checksums(path: Path) -> dict[str, str]:
@@ -237,13 +223,13 @@ def _checksums(path: Path) -> dict[str, str]:
     except OSError as error:
         raise DamagedError(
             f"{path} has no file {_CHECKSUMS} that can be read ({error.strerror}), as each checkpoint that gplan saves has"
-            f"{_ADVICE}"
+            f"{ADVICE}"
         ) from error
     lines = [_CHECKSUM.fullmatch(x) for x in content.decode("ascii", "replace").splitlines(keepends=True)]
     found = {x[2]: x[1] for x in lines if x is not None}
     own = found.pop(_CHECKSUMS, "")
     if None in lines or len(found) + 1 != len(lines) or own != _digest(content[: content.rfind(b"\n", 0, -1) + 1]):
-        raise DamagedError(f"{path} is damaged: the bytes of {_CHECKSUMS} changed{_ADVICE}")
+        raise DamagedError(f"{path} is damaged: the bytes of {_CHECKSUMS} changed{ADVICE}")
     return found
 
 
@@ -273,9 +259,12 @@ def _unpickled(content: bytes) -> Metadata:
 
 def _complete_ranges(path: Path, index: Metadata) -> list[ByteRange]:
     found = byte_ranges(index)
-    lack = _lack(path, found)
-    if lack is not None:
-        raise DamagedError(f"{path} is incomplete: {lack}{_ADVICE}")
+    for name, end in {span.file: span.offset + span.num_bytes for span in found}.items():  # sorted: the last of a file
+        file = path / name
+        if not file.is_file():
+            raise DamagedError(f"{path} is incomplete: {name} is missing{ADVICE}")
+        if (size := file.stat().st_size) < end:
+            raise DamagedError(f"{path} is incomplete: {name} has {bytes_text(size)} of {bytes_text(end)}{ADVICE}")
     return found
 
 
@@ -283,18 +272,6 @@ def byte_ranges(index: Metadata) -> list[ByteRange]:
     """Return the location of every value, by file and offset."""
     found = [ByteRange(key.fqn, x.relative_path, x.offset, x.length) for key, x in index.storage_data.items()]
     return sorted(found, key=lambda span: (span.file, span.offset))
-
-
-def _lack(path: Path, found: Iterable[ByteRange]) -> str | None:
-    """Describe the first file that is missing or too short."""
-    ends = {span.file: span.offset + span.num_bytes for span in found}  # sorted, so the last range of a file
-    for name, end in ends.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size < end:
-            return f"{name} has {bytes_text(file.stat().st_size)} of {bytes_text(end)}"
-    return None
 
 
 def _folders(directory: Path) -> list[tuple[int, Path]]:

@@ -15,14 +15,7 @@ from torch import Tensor
 from gplan.core.errors import FileError
 from gplan.core.units import counted, some_names
 from gplan.runtime.checkpoint.collective import RankGroup
-from gplan.runtime.checkpoint.folder import (
-    DamagedError,
-    all_damaged_error,
-    fallback_note,
-    has_checkpoint,
-    list_checkpoints,
-    verify_checksums,
-)
+from gplan.runtime.checkpoint.folder import ADVICE, DamagedError, has_checkpoint, list_checkpoints, verify_checksums
 from gplan.runtime.checkpoint.state import (
     FORMAT,
     Header,
@@ -44,6 +37,12 @@ class _Names:
 
     model: tuple[str, ...]
     groups: tuple[tuple[tuple[str, ...], ...], ...]
+
+    @classmethod
+    def of(cls, state: RankState) -> _Names:
+        rows = [group_names(optimizer, state.parameters) for optimizer in state.optimizers]
+        groups = tuple(tuple(tuple(x for x in row if x is not None) for row in optimizer) for optimizer in rows)
+        return cls(model=tuple(state.model), groups=groups)
 
     def trained(self, optimizer: int) -> set[str]:
         return {name for row in self.groups[optimizer] for name in row}
@@ -73,7 +72,7 @@ def load_checkpoint(path: Path, state: RankState, *, digest: str, group: dist.Pr
     state may then be partly loaded.
     """
     ranks = RankGroup(group=group, stages=state.stages)
-    everyone = ranks.run_on_all(lambda: _names(state))
+    everyone = ranks.run_on_all(lambda: _Names.of(state))
     restored = partial(_restored, state=state, everyone=everyone, digest=digest, rank=ranks.rank)
     damages: list[str] = []
     for candidate in ranks.run_on_all(lambda: list_checkpoints(path))[0]:
@@ -83,17 +82,17 @@ def load_checkpoint(path: Path, state: RankState, *, digest: str, group: dist.Pr
         except DamagedError as error:
             damages.append(str(error))
             continue
-        notes = [fallback_note(damages, candidate)] if damages else []
+        found_damaged = "; ".join(x.removesuffix(ADVICE) for x in damages)
+        notes = [f"{found_damaged}; going on from {candidate}"] if damages else []
         if replaced := list(dict.fromkeys(x for _, own in found for x in own)):
             notes.append(f"{candidate} sets the optimizer's own values again: {'; '.join(replaced)}")
         return LoadedCheckpoint(progress=found[0][0], path=candidate, note="; ".join(notes))
-    raise all_damaged_error(damages)
-
-
-def _names(state: RankState) -> _Names:
-    rows = [group_names(optimizer, state.parameters) for optimizer in state.optimizers]
-    groups = tuple(tuple(tuple(x for x in row if x is not None) for row in optimizer) for optimizer in rows)
-    return _Names(model=tuple(state.model), groups=groups)
+    if len(damages) == 1:
+        raise DamagedError(damages[0])
+    others = counted(len(damages) - 1, "older one")
+    raise DamagedError(
+        f"{damages[0].removesuffix(ADVICE)}; none is left to go on from, as {others} cannot be used either"
+    )
 
 
 def _restored(

@@ -102,7 +102,17 @@ def save_checkpoint(
     except UsageError:
         raise
     except GplanError as error:
-        _discard(part, ranks, alone=isinstance(error, LostPeerError))
+        attempt = part
+
+        def remove() -> None:
+            if attempt is not None and ranks.rank == 0:
+                shutil.rmtree(attempt, ignore_errors=True)
+
+        if isinstance(error, LostPeerError):
+            remove()
+        else:
+            with suppress(RunError):
+                ranks.run_on_all(remove)  # all ranks wait for it
         intact = newest_intact(directory)
         left = f"no earlier one is in {directory}" if intact is None else f"the last intact one is {intact}"
         raise RunError(
@@ -125,17 +135,3 @@ def _check_alike(prepared: Sequence[_Prepared]) -> None:
         ):
             if first != own:
                 raise UsageError(f"rank 0 has the {what} {first}, rank {rank} has {own}; make the same on all ranks")
-
-
-def _discard(part: Path | None, ranks: RankGroup, *, alone: bool) -> None:
-    """Remove what was written; unless a peer is lost, all ranks wait for it."""
-
-    def remove() -> None:
-        if part is not None and ranks.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
-
-    if alone:
-        remove()
-    else:
-        with suppress(RunError):
-            ranks.run_on_all(remove)

@@ -151,7 +151,13 @@ def group_names(
 ) -> tuple[tuple[str | None, ...], ...]:
     """Return the parameter names of each group; None for a placeholder."""
     names = {id(parameter): name for name, parameter in parameters.items()}
-    return tuple(tuple(_name_of(x, names, optimizer) for x in group["params"]) for group in optimizer.param_groups)
+    for x in (x for group in optimizer.param_groups for x in group["params"]):
+        if id(x) not in names and x.numel() > 0:
+            raise UsageError(
+                f"{type(optimizer).__name__} holds a parameter of shape {tuple(x.shape)} that this stage does not "
+                "train; make the optimizer from the pipeline's own parameters"
+            )
+    return tuple(tuple(names.get(id(x)) for x in group["params"]) for group in optimizer.param_groups)
 
 
 def _numbered(groups: Sequence[Group], names: Sequence[Sequence[str | None]]) -> dict[int, str]:
@@ -182,16 +188,6 @@ def _check_divisible(optimizer: torch.optim.Optimizer) -> None:
     key = next((key for entries in optimizer.state.values() for key in entries if not isinstance(key, str)), None)
     if key is not None:
         raise UsageError(f"{kind} keeps state under {key!r}, which is no text and cannot be saved; {advice}")
-
-
-def _name_of(parameter: Tensor, names: Mapping[int, str], optimizer: torch.optim.Optimizer) -> str | None:
-    name = names.get(id(parameter))
-    if name is None and parameter.numel() > 0:
-        raise UsageError(
-            f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that this stage does not "
-            "train; make the optimizer from the pipeline's own parameters"
-        )
-    return name
 
 
 def _values(group: Group) -> Group:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -39,7 +38,7 @@ def write_checkpoint(content: Mapping[Key, object], part: Path, final: Path, *, 
     Of a key on several ranks the lowest rank's value is written. Raises RunError on every rank if it failed on one;
     `part` may then be left.
     """
-    with _without_warnings():
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a process that saves alone
         try:
             state_dict_saver.save(
                 {_dotted(key): value for key, value in content.items()},
@@ -76,7 +75,7 @@ class CheckpointReader:
         """
         values: dict[str, Any] = {_dotted(key): value for key, value in wanted.items()}
         planner = _PlainPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with _without_warnings():
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a process that loads alone
             try:
                 state_dict_loader.load(
                     values, storage_reader=_Reader(self.path, self._index), planner=planner, no_dist=True
@@ -181,14 +180,6 @@ def _reason(error: BaseException) -> str:
             return behind.strerror
         behind = behind.__cause__ or behind.__context__
     return str(error) if isinstance(error, GplanError) else describe(error)
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Hide torch's warning about a process that saves or loads alone."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
 
 
 def _dotted(key: Key) -> str:

@@ -221,7 +221,12 @@ def run_torchrun_rank(
     local_rank, local_size = local_place()
     pin_to_share(local_rank, num_shares=local_size, num_threads=plan.device.num_threads)
     try:
-        peers = _joined(plan, options, facts)
+        peers: Peers | None = None
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            backend = backend_of(own_device(plan, None).type)
+            peers = init_from_environment(backend, timeout_s=options.timeout_s, facts=facts)
+            with explained_by_peers(peers):
+                check_hosts(plan, [x.host for x in peers.peers])
         with explained_by_peers(peers), _checkpoints_locked(options) if is_main_process() else nullcontext():
             return train(source_of(), plan, options, report=report)
     except GplanError as error:
@@ -235,16 +240,6 @@ def run_torchrun_rank(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _joined(plan: Plan, options: RunOptions, facts: Mapping[str, str]) -> Peers | None:
-    """The processes that torchrun started, once they have met; None if there is one."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return None
-    peers = init_from_environment(backend_of(own_device(plan, None).type), timeout_s=options.timeout_s, facts=facts)
-    with explained_by_peers(peers):
-        check_hosts(plan, [x.host for x in peers.peers])
-    return peers
 
 
 @contextmanager

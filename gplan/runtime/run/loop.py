@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from gplan.core import GradientCheck, Plan, Run
+from gplan.core import Plan, Run
 from gplan.core.errors import RunError, UsageError
 from gplan.core.units import counted
 from gplan.evaluate.compare import stale_prediction_notes
@@ -26,12 +25,11 @@ from gplan.runtime.pipeline import Pipeline, own_device
 from gplan.runtime.run.reference import Reference, as_dense, gradient_check, gradient_errors, plain_reference
 from gplan.runtime.run.results import on_one_clock, torch_run, virtual_run
 from gplan.runtime.run.run_options import ReportStep, RunOptions, StepRecord
-from gplan.runtime.run.tied_updates import TiedUpdates
 from gplan.runtime.sharded_replicas import check_optimizer
 from gplan.runtime.sharded_tensors import full_tensor, local_tensor
 from gplan.runtime.stage_module import StageModule
 from gplan.runtime.validation import host_bytes
-from gplan.runtime.virtual_engine import VirtualEngine
+from gplan.runtime.virtual_engine import TiedUpdates, VirtualEngine
 from profiler.host.failure import failure_text
 from profiler.host.heartbeat import Heartbeat
 from profiler.host.host_info import (
@@ -115,7 +113,11 @@ class _TrainingLoop:
         self._file, self._plan, self._options, self._heartbeat = file, plan, options, heartbeat
         self._data = BatchStream(file, plan.batch_size, seed=options.seed)
         inputs, target = self._data.peek()
-        self._reference = _reference(source, plan, inputs, target) if options.check else None
+        self._reference: Reference | None = None
+        if options.check:  # the plain model is built whole for its gradients, and dropped
+            whole = source.build_whole() if source.is_rebuildable else source
+            self._reference = plain_reference(whole.file, plan, inputs, target)
+            del whole
         self._pipe = Pipeline(
             source,
             plan,
@@ -167,11 +169,16 @@ class _TrainingLoop:
         is_timed = num_done >= self._remaining.num_warmup_steps
         if is_timed and index % self._num_ranks == self._pipe.rank:  # in turns, as in the profile nothing ran beside it
             self._host.read_if_due()
-        with self._locating_errors():
+        try:
             inputs, target = self._data.take()
             step = (self._measured_step if is_measured else self._timed_step)(inputs, target)
             if self._scheduler is not None:
                 self._scheduler.step()
+        except (RunError, UsageError):
+            raise
+        except (Exception, SystemExit) as error:
+            place = self._heartbeat.read(self._plan.layer_names).place
+            raise RunError(f"{place}: {failure_text(error)}") from error
         report(index, step.loss)
         if self._options.save_every is not None and (index + 1) % self._options.save_every == 0:
             self._pipe.save(
@@ -181,17 +188,6 @@ class _TrainingLoop:
                 progress={"batches": self._data.position},
             )
         return step
-
-    @contextmanager
-    def _locating_errors(self) -> Iterator[None]:
-        """Turn errors in a step into RunError with the step and action."""
-        try:
-            yield
-        except (RunError, UsageError):
-            raise
-        except (Exception, SystemExit) as error:
-            place = self._heartbeat.read(self._plan.layer_names).place
-            raise RunError(f"{place}: {failure_text(error)}") from error
 
     def _resume(self, path: str) -> None:
         loaded = self._pipe.restore(
@@ -235,33 +231,27 @@ class _TrainingLoop:
         """Combine what all processes measured."""
         plan, options, load = self._plan, self._remaining, self._host.load()
         if self._pipe.ranks is None:
-            check = self._verdict([self._errors], steps[0].loss)
-            run = virtual_run(plan, steps, peak_bytes=self._peak_bytes, check=check, options=options, loads=[load])
+            run = virtual_run(plan, steps, peak_bytes=self._peak_bytes, options=options, loads=[load])
+            errors = self._errors
         else:
             gathered: list[Any] = [None] * dist.get_world_size()
             own = clock_id(), steps, self._peak_bytes[0], self._reserved_bytes, self._errors, load, usable_cores()
             dist.all_gather_object(gathered, own)
-            clocks, found, peaks, reserved, errors, loads, cores = zip(*gathered, strict=True)
+            clocks, found, peaks, reserved, of_ranks, loads, cores = zip(*gathered, strict=True)
             ranks = on_one_clock(found, clocks)
-            check = self._verdict(errors, steps[0].loss)
+            errors = {name: error for own_errors in of_ranks for name, error in own_errors.items()}
             run = torch_run(
                 plan,
                 ranks,
                 peak_bytes=peaks,
                 reserved_bytes=reserved,
-                check=check,
                 options=options,
                 loads=loads,
                 num_hosts=len(set(clocks)),
                 num_cores=len(set().union(*cores)),  # each rank is pinned to its own
             )
-        return replace(run, notes=(*self._notes, *run.notes))
-
-    def _verdict(self, errors: Sequence[Mapping[str, float]], loss: float) -> GradientCheck | None:
-        if self._reference is None:
-            return None
-        merged = {name: error for found in errors for name, error in found.items()}
-        return gradient_check(self._reference, merged, loss)
+        check = None if self._reference is None else gradient_check(self._reference, errors, steps[0].loss)
+        return replace(run, check=check, notes=(*self._notes, *run.notes))
 
     def _measured_step(self, inputs: Any, target: Any) -> StepRecord:
         engine = self._pipe.runner.engine
@@ -320,16 +310,8 @@ class _TrainingLoop:
         """Return the bytes that a device's stages hold between steps."""
         parameters = self._pipe.runner.parameters_of(stages)
         found = [x for p in parameters for x in self._optimizer.state.get(p, {}).values() if isinstance(x, Tensor)]
-        state = [local_tensor(x) for x in found]
-        return storage_bytes(
-            [x for stage in stages for x in self._pipe.runner.resident_tensors(stage)]
-        ) + storage_bytes(state)
-
-
-def _reference(source: ModelSource, plan: Plan, inputs: Any, target: Any) -> Reference:
-    """Return the plain model's gradients; the model is built whole for that and dropped."""
-    whole = source.build_whole() if source.is_rebuildable else source
-    return plain_reference(whole.file, plan, inputs, target)
+        resident = [x for stage in stages for x in self._pipe.runner.resident_tensors(stage)]
+        return storage_bytes([*resident, *map(local_tensor, found)])
 
 
 def _device_peaks(trace: AllocationTrace, action_starts: list[tuple[int, int]]) -> list[int]:

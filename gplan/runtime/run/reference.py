@@ -78,6 +78,15 @@ class _PlainRun:
             return (_ROUNDINGS + 2.0 * math.sqrt(num_microbatches)) * self.epsilon
         return _FINEST_TOLERANCE if self.epsilon <= torch.finfo(torch.float64).eps else TOLERANCE
 
+    def as_reference(
+        self, num_microbatches: int, weights: Mapping[str, tuple[torch.dtype, int]], *, whole_batch: WholeBatch | None
+    ) -> Reference:
+        """Compare pipelines with this run; the arguments are as in `Reference`."""
+        tolerance = self.tolerance(num_microbatches)
+        return Reference(
+            loss=self.loss, gradients=self.gradients, whole_batch=whole_batch, tolerance=tolerance, weights=weights
+        )
+
 
 def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Reference:
     """Run the plain model on the mini-batch; the model is not changed.
@@ -101,13 +110,7 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
     worst, apart = _largest_error(gradient_errors(whole.gradients, divided.gradients))
     reason = _why_by_microbatch(file, divided, whole, num_parts, apart)
     if reason is None:
-        return Reference(
-            loss=whole.loss,
-            gradients=whole.gradients,
-            whole_batch=None,
-            tolerance=whole.tolerance(num_parts),
-            weights=weights,
-        )
+        return whole.as_reference(num_parts, weights, whole_batch=None)
     in_one_piece = WholeBatch(loss=whole.loss, max_relative_error=apart, worst_parameter=worst, reason=reason)
     del whole  # its gradients
     again = _plain_run(file, plan, inputs, target, num_parts=num_parts, seed=2)
@@ -117,13 +120,7 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
             f"the model draws random numbers: two runs on the same batch gave {random}; --check compares with the plain "
             "model and needs dropout off: profile again, with --set dropout=0 where the file has that setting, and balance"
         )
-    return Reference(
-        loss=divided.loss,
-        gradients=divided.gradients,
-        whole_batch=in_one_piece,
-        tolerance=divided.tolerance(num_parts),
-        weights=weights,
-    )
+    return divided.as_reference(num_parts, weights, whole_batch=in_one_piece)
 
 
 def _check_finite(run: _PlainRun, file: ModelFile, inputs: Any) -> None:
@@ -195,19 +192,15 @@ def gradient_errors(plain: Mapping[str, Tensor], found: Mapping[str, Tensor]) ->
     """
     scales = dict[str, float]()
     for name, gradient in plain.items():
-        module = _module_of(name)
+        module = name.rpartition(".")[0]
         scales[module] = max(scales.get(module, 0.0), _largest(gradient))
     least = max(_SMALLEST_SCALE * max(scales.values(), default=0.0), 1e-30)
     errors = {}
     for name, gradient in found.items():
         expected = plain.get(name, torch.zeros_like(gradient))
-        error = _largest(gradient - expected) / max(scales.get(_module_of(name), 0.0), least)
+        error = _largest(gradient - expected) / max(scales.get(name.rpartition(".")[0], 0.0), least)
         errors[name] = error if math.isfinite(error) else sys.float_info.max
     return errors
-
-
-def _module_of(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
 
 
 def _largest(tensor: Tensor) -> float:

@@ -17,7 +17,6 @@ import msgspec
 from gplan.core import (
     Action,
     ActionKind,
-    GradientCheck,
     HostLoad,
     Plan,
     Run,
@@ -45,7 +44,6 @@ def torch_run(
     *,
     peak_bytes: Sequence[int],
     reserved_bytes: Sequence[int] = (),
-    check: GradientCheck | None,
     options: RunOptions,
     loads: Sequence[HostLoad] = (),
     num_hosts: int = 1,
@@ -67,7 +65,6 @@ def torch_run(
         step_s=[max(x.end_s for x in step) - min(x.start_s for x in step) for step in steps],
         mean_timeline=lambda chosen: _measured_timeline(plan, [steps[i][: plan.num_devices] for i in chosen]),
         peak_bytes=[max(peak_bytes[device :: plan.num_devices]) for device in range(plan.num_devices)],
-        check=check,
         notes=(*on_cores, *on_machine),
         options=options,
         loads=() if on_cores else loads,  # with too few cores the ranks wait for each other
@@ -102,15 +99,23 @@ def virtual_run(
     steps: Sequence[StepRecord],
     *,
     peak_bytes: Sequence[int],
-    check: GradientCheck | None,
     options: RunOptions,
     loads: Sequence[HostLoad] = (),
 ) -> Run:
-    """Return the run of the virtual engine: measured durations, laid out on the plan's devices and links."""
+    """Return the run of the virtual engine: measured durations, laid out on the plan's devices and links.
+
+    Transfers and the engine's cost are as planned.
+    """
     per_step = [_durations(step.actions, num_replicas=plan.num_replicas) for step in steps]
 
+    # A device updates all of its stages at once, which counts for the first of them.
+    updates = {Action(stage.index, ActionKind.OPTIMIZER, 0): 0.0 for stage in plan.stages}
+
     def mean_timeline(chosen: Sequence[int]) -> Timeline:
-        return _virtual_timeline(plan, {x: fmean(per_step[i][x] for i in chosen) for x in per_step[0]})
+        durations = {x: fmean(per_step[i][x] for i in chosen) for x in per_step[0]}
+        duration_s = {**updates, **durations}.__getitem__
+        laid = timeline_of(schedule_of(plan), plan.stage_costs, duration_s=duration_s, origin="measured")
+        return replace(laid, spans=tuple(span for span in laid.spans if span.action in durations))
 
     return _run(
         plan,
@@ -119,7 +124,6 @@ def virtual_run(
         step_s=[mean_timeline([i]).step_s for i in range(len(steps))],
         mean_timeline=mean_timeline,
         peak_bytes=peak_bytes,
-        check=check,
         notes=notes_on_machine(plan),
         options=options,
         loads=loads,
@@ -134,7 +138,6 @@ def _run(
     step_s: Sequence[float],
     mean_timeline: Callable[[Sequence[int]], Timeline],
     peak_bytes: Sequence[int],
-    check: GradientCheck | None,
     notes: tuple[str, ...],
     options: RunOptions,
     loads: Sequence[HostLoad],
@@ -160,7 +163,7 @@ def _run(
         timeline=mean_timeline(chosen),
         step_timelines=tuple(mean_timeline([i]) for i in chosen) if options.keeps_steps else (),
         peak_bytes=tuple(peak_bytes),
-        check=check,
+        check=None,
         created=now_text(),
         versions=(*software_versions(), *(gpu_state() if plan.device.kind == "cuda" else ())),
         notes=(
@@ -279,14 +282,3 @@ def _durations(actions: Sequence[ActionTiming], *, num_replicas: int) -> dict[Ac
         num_times = 1 if x.action.kind is ActionKind.OPTIMIZER else num_replicas
         durations[x.action] = durations.get(x.action, 0.0) + (x.end_s - x.start_s) / num_times
     return durations
-
-
-def _virtual_timeline(plan: Plan, durations: dict[Action, float]) -> Timeline:
-    """Lay out measured durations; transfers and the engine's cost are as planned.
-
-    A device updates all of its stages at once, which counts for the first of them.
-    """
-    costs = plan.stage_costs
-    updates = {Action(stage.index, ActionKind.OPTIMIZER, 0): 0.0 for stage in plan.stages}
-    laid = timeline_of(schedule_of(plan), costs, duration_s={**updates, **durations}.__getitem__, origin="measured")
-    return replace(laid, spans=tuple(span for span in laid.spans if span.action in durations))
