@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -292,7 +292,8 @@ class SearchSpace:
     def root(self) -> Prefixes:
         """The empty prefix."""
         none: Ints = np.zeros((1, 0), dtype=np.int64)
-        return Prefixes(paths=none, last_end=none.sum(axis=1), added=np.zeros(1), bounds=np.array([self.whole]))
+        first, bounds = np.zeros(1), np.array([self.whole])
+        return Prefixes(paths=none, last_end=none.sum(axis=1), added=first, bounds=bounds, labels=first[:, None])
 
     def grow(self, parents: Prefixes, children: Ints) -> Prefixes:
         """Each parent with one more stage, bounded; those that do not fit by infinity."""
@@ -303,20 +304,20 @@ class SearchSpace:
         bounds = np.maximum(bounds, self.through[stage][children])
         there = np.flatnonzero(self._limits.may_fit(paths)) if self.search.checks_devices else np.arange(len(paths))
         least = np.full(len(paths), np.inf)
-        least[there] = self.goal.least(paths[there])
-        return Prefixes(paths=paths, last_end=end, added=added, bounds=np.maximum(bounds, least))
+        least[there], known = self.goal.of_prefixes(paths[there])
+        has_labels = known is not None and not self.search.checks_devices
+        labels = known if known is not None and has_labels else np.zeros((len(paths), 0))
+        return Prefixes(paths=paths, last_end=end, added=added, bounds=np.maximum(bounds, least), labels=labels)
 
-    def undominated(self, nodes: Prefixes) -> Prefixes:
+    @staticmethod
+    def undominated(nodes: Prefixes) -> Prefixes:
         """The nodes whose labels no other one with the same end matches or beats in every number; all without labels."""
-        labels = None if self.search.checks_devices else self.goal.labels(nodes.paths)
-        if labels is None:
+        if not nodes.labels.shape[1]:
             return nodes
         slack = _LABEL_SLACK * float(nodes.bounds.max(initial=0.0))
-        kept = []
-        for end in np.unique(nodes.last_end):
-            there = np.flatnonzero(nodes.last_end == end)
-            kept.append(there[undominated(labels[there], slack=slack)])
-        return nodes.take(np.concatenate(kept))
+        order = np.argsort(nodes.last_end, kind="stable")
+        by_end = np.split(order, np.flatnonzero(np.diff(nodes.last_end[order])) + 1)
+        return nodes.take(np.concatenate([some[undominated(nodes.labels[some], slack=slack)] for some in by_end]))
 
     @cached_property
     def _limits(self) -> DeviceMemoryLimits:
@@ -359,6 +360,7 @@ class Prefixes:
     last_end: Ints  # [N]: the position at which the next stage begins
     added: Floats  # [N]: what the stages add to the weighted mean
     bounds: Floats  # [N]
+    labels: Floats  # [N, D]; no numbers where prefixes are not compared
 
     def __len__(self) -> int:
         return len(self.bounds)
@@ -370,19 +372,12 @@ class Prefixes:
 
     def take(self, index: Ints) -> Prefixes:
         """Some of the nodes."""
-        return Prefixes(
-            paths=self.paths[index], last_end=self.last_end[index], added=self.added[index], bounds=self.bounds[index]
-        )
+        return Prefixes(**{x.name: getattr(self, x.name)[index] for x in fields(self)})
 
     @classmethod
     def joined(cls, parts: list[Prefixes]) -> Prefixes:
         """All nodes of all parts."""
-        return cls(
-            paths=np.concatenate([x.paths for x in parts]),
-            last_end=np.concatenate([x.last_end for x in parts]),
-            added=np.concatenate([x.added for x in parts]),
-            bounds=np.concatenate([x.bounds for x in parts]),
-        )
+        return cls(**{x.name: np.concatenate([getattr(part, x.name) for part in parts]) for x in fields(cls)})
 
 
 def branch_and_bound(space: SearchSpace, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:

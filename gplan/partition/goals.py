@@ -19,7 +19,7 @@ from gplan.partition.batch_simulation import simulate_window, steps_s, window_ti
 from gplan.partition.bounds import StepBounds, busy_within, least_step_s
 from gplan.partition.candidates import CandidateLimit, Candidates
 from gplan.partition.critical_path import TIMES, Paths
-from gplan.partition.dominance import gpipe_labels
+from gplan.partition.dominance import GPipePrefixes
 from gplan.partition.memory_feasibility import DeviceMemoryLimits, lasting_bytes
 from gplan.partition.minimax import least_load_s
 from gplan.partition.problem import Problem
@@ -63,19 +63,15 @@ class Goal(ABC):
         """[N]: the largest sums of N partitions, [N, S]."""
 
     @abstractmethod
-    def least(self, paths: Ints) -> Floats:
-        """[N]: what they are at least of every partition that begins with these stages, [N, s];
-        of all stages, exactly."""
+    def of_prefixes(self, paths: Ints) -> tuple[Floats, Floats | None]:
+        """[N]: what they are at least of every partition that begins with these stages, [N, s]; of all stages, exactly.
+
+        Beside it [N, D]: numbers such that a prefix with none of them larger is as good as another with the same end.
+        None where they would be too many, such as the times of all micro-batches or what is held at every moment.
+        """
 
     def through(self) -> list[Floats] | None:
         """[E] for each stage: the least value of every partition that takes this candidate; None where that is not known."""
-        return None
-
-    def labels(self, paths: Ints) -> Floats | None:
-        """[N, D]: numbers such that a prefix with none of them larger is as good as another with the same end.
-
-        None where they would be too many, such as the times of all micro-batches or what is held at every moment.
-        """
         return None
 
 
@@ -114,21 +110,17 @@ class StepGoal(Goal):
         """[N]: the steps."""
         return steps_s(self.problem, self.candidates, paths)
 
-    def least(self, paths: Ints) -> Floats:
-        """[N]: of simulated prefixes."""
+    def of_prefixes(self, paths: Ints) -> tuple[Floats, Floats | None]:
+        """Of simulated prefixes, without labels; under GPipe with one stage on each device both by closed forms."""
+        if self.problem.schedule == "gpipe":
+            return self._gpipe.of_prefixes(paths)
         times = window_times(self.candidates, paths)
         delay = self._bounds.delay_after(paths.shape[1] - 1, paths[:, -1])
-        return simulate_window(self.problem, times, first_stage=0, delay=delay).optimizer_s
+        return simulate_window(self.problem, times, first_stage=0, delay=delay).optimizer_s, None
 
     def through(self) -> list[Floats]:
         """[E] for each stage: what its own order takes with pure delays around it, or that of others does at least."""
         return self._bounds.through_s
-
-    def labels(self, paths: Ints) -> Floats | None:
-        """[N, D] under GPipe with one stage on each device."""
-        if self.problem.schedule != "gpipe":
-            return None
-        return gpipe_labels(self.problem, window_times(self.candidates, paths))
 
     @cached_property
     def _paths(self) -> Paths:
@@ -137,6 +129,10 @@ class StepGoal(Goal):
     @cached_property
     def _bounds(self) -> StepBounds:
         return StepBounds(self.problem, self.candidates)
+
+    @cached_property
+    def _gpipe(self) -> GPipePrefixes:
+        return GPipePrefixes(self._bounds)
 
     @cached_property
     def _used(self) -> list[int]:
@@ -174,15 +170,16 @@ class LoadGoal(Goal):
 
     def values(self, paths: Ints) -> Floats:
         """[N]: the largest loads."""
-        return np.asarray(self.labels(paths).max(axis=1))
+        return np.asarray(self._loads(paths).max(axis=1))
 
-    def least(self, paths: Ints) -> Floats:
-        """[N]: with the least of each stage that is to come."""
+    def of_prefixes(self, paths: Ints) -> tuple[Floats, Floats]:
+        """With the least of each stage that is to come; the labels are what each device does so far."""
         come = [0.0 if stage < paths.shape[1] else float(x) for stage, x in enumerate(self._least)]
         more = [sum(come[stage] for stage in stages) for stages in self.problem.stages_by_device]
-        return np.asarray((self.labels(paths) + np.array(more)).max(axis=1))
+        loads = self._loads(paths)
+        return (loads + np.array(more)).max(axis=1), loads
 
-    def labels(self, paths: Ints) -> Floats:
+    def _loads(self, paths: Ints) -> Floats:
         """[N, K]: what each device does so far."""
         loads = np.zeros((len(paths), self.problem.num_devices))
         for stage in range(paths.shape[1]):
@@ -229,9 +226,9 @@ class PeakGoal(Goal):
         largest: Floats = np.maximum.reduce(peaks).astype(np.float64)
         return largest
 
-    def least(self, paths: Ints) -> Floats:
-        """[N]: with the least of each stage that is to come."""
-        return self.values(paths)
+    def of_prefixes(self, paths: Ints) -> tuple[Floats, None]:
+        """With the least of each stage that is to come."""
+        return self.values(paths), None
 
     @cached_property
     def _limits(self) -> DeviceMemoryLimits:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given, settings
 
-from gplan.partition.batch_simulation import steps_s, window_times
-from gplan.partition.dominance import gpipe_labels
+from gplan.partition.batch_simulation import steps_s
+from gplan.partition.bounds import StepBounds
+from gplan.partition.dominance import GPipePrefixes
 from gplan.partition.problem import Problem
 from tests.partition.problems import all_cuts, every_candidate, paths, problems
 
@@ -19,9 +20,9 @@ def test_a_prefix_with_no_larger_label_is_as_good_with_any_rest(problem: Problem
     problem = replace(problem, memory_bytes=None)
     candidates = every_candidate(problem)
     every = paths(problem, candidates, all_cuts(problem))
-    steps = steps_s(problem, candidates, every)
+    steps, prefixes = steps_s(problem, candidates, every), GPipePrefixes(StepBounds(problem, candidates))
     for num_stages in range(1, problem.num_stages):
-        labels = gpipe_labels(problem, window_times(candidates, every[:, :num_stages]))
+        _, labels = prefixes.of_prefixes(every[:, :num_stages])
         for path, label, step_s in zip(every, labels, steps, strict=True):
             same_rest = (every[:, num_stages:] == path[num_stages:]).all(axis=1)
             as_good = same_rest & (labels <= label).all(axis=1)
