@@ -2,27 +2,28 @@
 
 The model of a file is an nn.Module, a list of modules, a class, or a function that returns `model` or
 `(model, inputs)`. A setting is passed to every function of the file with a parameter of that name. `loss_reduction`,
-"mean" or "sum", may state how the loss combines samples. Batches that are dicts hold the inputs by name, and without a
-`loss` in the file the model computes it: as the models of transformers do, which are called with `labels`.
+"mean" or "sum", may state how the loss combines samples. Batches that are dicts hold the inputs by name. Without a `loss`
+in the file, a scalar that the model returns is the loss: alone, as `loss`, or as the only scalar of a tuple or dict.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
 
 from gplan.core import LossReduction, ModelId, Precision
 from gplan.core.errors import ModelError, UsageError
 from gplan.core.units import counted
-from profiler.capture.chain import Chain, autocast, call_arguments
+from profiler.capture.chain import Chain, autocast, call_arguments, modules_that_train
 from profiler.capture.sequence import as_sequential
 from profiler.model.error_location import describe, is_out_of_memory
 from profiler.model.lazy_build import (
@@ -262,7 +263,7 @@ class OpenedFile:
 
         model, inputs = build_without_weights(build, what=self.name) if lazy else build()
         lost = to_fake_tensors(model)
-        return ModelFile(
+        file = ModelFile(
             name=self.name,
             model=model,
             settings=tuple(sorted((key, str(value)) for key, value in self.settings.items())),
@@ -273,6 +274,7 @@ class OpenedFile:
             lost=lost,
             misspelled=self.misspelled,
         )
+        return _with_own_loss(file)
 
 
 def open_model_file(
@@ -286,7 +288,7 @@ def open_model_file(
     module, target = locate(reference)
     functions = {x: f for x in _FUNCTIONS if callable(f := getattr(module, x, None))}
     _check_settings(settings, [(target, 0), *((f, _FUNCTIONS[x]) for x, f in functions.items())], reference)
-    bound = _with_own_loss({x: _with_settings(f, settings, _FUNCTIONS[x]) for x, f in functions.items()})
+    bound = {x: _with_settings(f, settings, _FUNCTIONS[x]) for x, f in functions.items()}
     if input_shapes is not None:
         if "batches" in bound:
             raise UsageError(f"--input-shape {input_shapes}: {reference} defines batches, which have inputs; omit it")
@@ -335,41 +337,68 @@ def model_in_memory(
     lost = to_fake_tensors(model)
     given = {"loss": loss, "optimizer": optimizer, "batches": batches}
     given["example_inputs"] = inputs if callable(inputs) else None
-    return ModelFile(
+    file = ModelFile(
         name=type(model).__name__,
         model=model,
         settings=(),
-        functions=_with_own_loss({name: function for name, function in given.items() if function is not None}),
+        functions={name: function for name, function in given.items() if function is not None},
         fixed_inputs=None if callable(inputs) else inputs,
         in_memory=True,
         loss_reduction=_checked_reduction(loss_reduction, type(model).__name__),
         notes=lost_values_note(lost),
         lost=lost,
     )
+    return _with_own_loss(file)
 
 
-def _with_own_loss(functions: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """The functions of a file; without a loss, that of the model's output if the batches are dicts."""
-    if "loss" not in functions and "batches" in functions:
-        with random_state_kept(), suppress(Exception):  # an error is reported when the batches are needed
-            if isinstance(next(iter(functions["batches"](1))), Mapping):
-                return {**functions, "loss": loss_of_output}
-    return dict(functions)
+def _with_own_loss(file: ModelFile) -> ModelFile:
+    """The file; if it defines batches and no loss, with the loss that the model returns."""
+    if file.has("loss") or not file.has("batches"):
+        return file
+    notes, own = file.notes, {**file.functions, "loss": loss_of_output}
+    with random_state_kept(), suppress(Exception):  # an error is reported when the batches or the model are needed
+        batch = next(iter(file.functions["batches"](1)))
+        if not isinstance(batch, Mapping) and batch[1] is not None:
+            loss_of_output(_output_without_training(file, batch[0]))
+            notes = (*notes, f"{file.name} defines no loss: the model returns one, and the targets of batches are not used")
+        return replace(file, functions=own, notes=notes)
+    return file
+
+
+def _output_without_training(file: ModelFile, inputs: Any) -> Any:
+    """The model's output in evaluation mode; of a model without weights, fake tensors."""
+    training, mode = modules_that_train(file.model), fake_mode_of(file.model)
+    if mode is not None:
+        inputs = pytree.tree_map_only(Tensor, mode.from_tensor, inputs)
+    file.model.eval()
+    try:
+        with torch.no_grad(), mode or nullcontext():
+            return file.forward(inputs)
+    finally:
+        for module, trains in training.items():
+            module.training = trains
 
 
 def loss_of_output(output: Any, _target: object = None) -> Tensor:
-    """The loss that a model computed itself: `loss` of its output, or a scalar that comes first in a tuple.
+    """The loss that a model computed itself: its output, or `loss`, the first or the only scalar of its output.
 
-    Raises ModelError for an output without one.
+    A scalar is a floating-point tensor of 0 dimensions. Raises ModelError for an output without one.
     """
-    if isinstance(output, tuple | list) and not hasattr(output, "loss"):
-        found = output[0] if output else None
-    else:
-        found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(found, Tensor) and found.dim() == 0:
-        return found
+
+    def is_scalar(x: object) -> bool:
+        return isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point()
+
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    parts = list(output.values()) if isinstance(output, Mapping) else output
+    parts = list(parts) if isinstance(parts, list | tuple) else []
+    scalars = [x for x in parts if is_scalar(x)]
+    first = parts[0] if isinstance(output, list | tuple) and parts else None
+    for found in (output, named, first, *(scalars if len(scalars) == 1 else ())):
+        if is_scalar(found):
+            return cast(Tensor, found)
+    what = f"{len(scalars)} scalars and none named `loss`" if scalars else "no scalar `loss`"
     raise ModelError(
-        f"the model's output, a {type(output).__name__}, has no scalar `loss`; give the model what it computes the loss from, "
+        f"the model's output, a {type(output).__name__}, has {what}; give the model what it computes the loss from, "
         "such as labels, among its inputs, or define a loss:\n" + _REMEDIES["loss"]
     )
 

@@ -255,3 +255,53 @@ def test_a_loss_reduction_that_is_none_of_the_two_is_refused(file: Path) -> None
         load_model_file(str(file))
     with pytest.raises(ModelError, match="loss_reduction of ReLU is 'total'"):
         model_in_memory(nn.ReLU(), loss_reduction="total")
+
+
+OWN_LOSS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.form, self.line = form, nn.Linear(4, 4)
+
+    def forward(self, x, y):
+        out = self.line(x)
+        loss = nn.functional.mse_loss(out, y)
+        forms = {"scalar": loss, "pair": (out, loss), "dict": {"out": out, "error": loss}, "none": out, "two": (out, loss, loss),
+                 "count": (out, torch.tensor(3), loss)}
+        return forms[self.form]
+
+def model(form="scalar"):
+    return Net(form)
+
+def batches(batch_size, way="dict"):
+    while True:
+        x = torch.randn(batch_size, 4)
+        yield {"dict": {"x": x, "y": x}, "pair": ((x, x), None), "target": ((x, x), x)}[way]
+"""
+
+
+@pytest.mark.parametrize("way", ["dict", "pair", "target"])
+@pytest.mark.parametrize("form", ["scalar", "pair", "dict", "count"])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_the_only_scalar_that_a_model_returns_is_its_loss(tmp_path: Path, form: str, way: str, lazy: bool) -> None:
+    path = tmp_path / "own_loss.py"
+    path.write_text(OWN_LOSS)
+    loaded = load_model_file(str(path), settings={"form": form, "way": way}, lazy=lazy)
+    assert loaded.has_loss
+    assert len(loaded.notes) == (way == "target"), "targets that are left out are mentioned"
+    if not lazy:
+        inputs, target = next(loaded.batches(3))
+        assert loaded.loss(loaded.forward(inputs), target).item() >= 0
+
+
+@pytest.mark.parametrize(("form", "found"), [("none", "no scalar `loss`"), ("two", "2 scalars and none named `loss`")])
+def test_an_output_without_one_scalar_is_no_loss(tmp_path: Path, form: str, found: str) -> None:
+    path = tmp_path / "own_loss.py"
+    path.write_text(OWN_LOSS)
+    assert not load_model_file(str(path), settings={"form": form, "way": "target"}).has_loss
+    loaded = load_model_file(str(path), settings={"form": form})
+    with pytest.raises(ModelError, match=found):
+        loaded.loss(loaded.forward(next(loaded.batches(3))[0]), None)
