@@ -360,7 +360,10 @@ def _with_own_loss(file: ModelFile) -> ModelFile:
         batch = next(iter(file.functions["batches"](1)))
         if not isinstance(batch, Mapping) and batch[1] is not None:
             loss_of_output(_output_without_training(file, batch[0]))
-            notes = (*notes, f"{file.name} defines no loss: the model returns one, and the targets of batches are not used")
+            notes = (
+                *notes,
+                f"{file.name} defines no loss: the model returns one, and the targets of batches are not used",
+            )
         return replace(file, functions=own, notes=notes)
     return file
 

@@ -11,6 +11,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -60,7 +62,8 @@ def _module_of(reference: str) -> tuple[ModuleType, str]:
             return _module_from_path(path), attribute
         if path.exists():
             raise ModelError(f"{place} is not a Python file; expected model.py, model.py:NAME or package.module:NAME")
-        return importlib.import_module(place), attribute
+        with _searched(Path.cwd()):
+            return importlib.import_module(place), attribute
     except ModelError:
         raise
     except ModuleNotFoundError as error:
@@ -93,13 +96,20 @@ def _module_from_path(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"gplan_model_{path.stem}", path.resolve())
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))
     sys.modules[spec.name] = module
-    try:
+    with _searched(path.resolve().parent):
         spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.resolve().parent))
     return module
+
+
+@contextmanager
+def _searched(folder: Path) -> Iterator[None]:
+    """Inside, modules are imported from the folder first."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
 
 
 def _attribute(module: ModuleType, attribute: str, reference: str) -> Any:
@@ -107,12 +117,14 @@ def _attribute(module: ModuleType, attribute: str, reference: str) -> Any:
     if found is not None:
         return found
     wanted = attribute or "model"
+    classes = [name for name, x in vars(module).items() if inspect.isclass(x) and issubclass(x, nn.Module)]
     own = [
         name
         for name, x in vars(module).items()
-        if isinstance(x, nn.Module) or (inspect.isclass(x) and issubclass(x, nn.Module) and _is_defined_in(x, module))
+        if isinstance(x, nn.Module) or (name in classes and _is_defined_in(x, module))
     ]
-    if close := similar_name(wanted, module):
+    imported = [x for x in classes if not own or x.lower() == wanted.lower()]
+    if close := similar_name(wanted, module) or _most_alike(wanted, imported):
         place = reference.partition(":")[0]
         raise ModelError(f"{reference} has no {wanted}, but {close}: rename it, or write {place}:{close}")
     candidates = f"; it has {', '.join(own)}: write {reference.partition(':')[0]}:{own[0]}" if own else ""
@@ -120,9 +132,14 @@ def _attribute(module: ModuleType, attribute: str, reference: str) -> Any:
 
 
 def similar_name(wanted: str, module: ModuleType) -> str | None:
-    """The function or class of the module whose name is most like `wanted`, perhaps a misspelling of it."""
-    defined = [name for name, value in vars(module).items() if callable(value) and _is_defined_in(value, module)]
-    return next(iter(get_close_matches(wanted, defined, n=1)), None)
+    """The file's function, class or model whose name is most like `wanted`, perhaps a misspelling of it, in any case."""
+    defined = (x for x, value in vars(module).items() if isinstance(value, nn.Module) or _is_defined_in(value, module))
+    return _most_alike(wanted, [x for x in defined if callable(getattr(module, x))])
+
+
+def _most_alike(wanted: str, names: Iterable[str]) -> str | None:
+    by_lower = {name.lower(): name for name in names}
+    return next((by_lower[x] for x in get_close_matches(wanted.lower(), by_lower, n=1)), None)
 
 
 def _is_defined_in(value: object, module: ModuleType) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,9 @@ def test_a_file_that_is_missing_or_no_python_is_named(tmp_path: Path) -> None:
         ("1 / 0", r"ZeroDivisionError: division by zero \(.*bad.py, line 1\)"),
         ("x = 1", r"has no model; define a function model\(\)"),
         ("def modle():\n  pass", "has no model, but modle: rename it, or write .*bad.py:modle"),
+        ("from torch import nn\nclass B(nn.Linear): pass\nclass MODEL(nn.Linear): pass", "but MODEL: rename it"),
+        ("from torch.nn import Module as Models\ndef mo_del(): pass", "but mo_del: rename it"),
+        ("from torch.nn import Linear as Model", "but Model: rename it"),
         (
             "from torch import nn\nfrom torch.nn import Module as MyModel\nclass Net(nn.Module):\n  pass",
             "has no model; it has Net",
@@ -305,3 +309,19 @@ def test_an_output_without_one_scalar_is_no_loss(tmp_path: Path, form: str, foun
     loaded = load_model_file(str(path), settings={"form": form})
     with pytest.raises(ModelError, match=found):
         loaded.loss(loaded.forward(next(loaded.batches(3))[0]), None)
+
+
+@pytest.mark.parametrize("reference", ["mine_{}.model", "mine_{}.model:model", "single_{}"])
+def test_modules_are_found_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str
+) -> None:
+    key = tmp_path.name.translate(str.maketrans("-.", "__"))
+    package = tmp_path / f"mine_{key}"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "layers.py").write_text(GOOD)
+    (package / "model.py").write_text("from .layers import model, example_inputs")
+    (tmp_path / f"single_{key}.py").write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [x for x in sys.path if x])
+    assert len(list(load_model_file(reference.format(key)).model.children())) == 1
