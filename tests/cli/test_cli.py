@@ -143,7 +143,11 @@ subprocess.run([sys.executable, "-c", "print('a child')"])
 def test_prints_of_a_model_file_leave_stdout_to_the_json(here: Path) -> None:
     (here / "model.py").write_text(PRINTING + MODEL)
     profile = ("profile", "model.py", "--budget", "0.1", "--contention", "0", "--link", "1GB/s,5us")
-    for verb in (profile, ("balance", "--k", "2", "--microbatches", "2"), ("run", "--engine", "virtual", "--steps", "2")):
+    for verb in (
+        profile,
+        ("balance", "--k", "2", "--microbatches", "2"),
+        ("run", "--engine", "virtual", "--steps", "2"),
+    ):
         command = [sys.executable, "-m", "gplan", *verb, "--json"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         json.loads(done.stdout)

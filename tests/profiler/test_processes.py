@@ -178,7 +178,10 @@ def test_killed_rank_is_reported_with_place(program: str, place: Path) -> None:
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_rank_ended_by_a_signal_is_one_sentence(program: str, place: Path, name: str) -> None:
     told = failure(program, name, place)
-    assert told == f"rank 1 was ended by {name} in step 4, forward of micro-batch 2 on stage 1, layer back; the other ranks were ended"
+    assert (
+        told
+        == f"rank 1 was ended by {name} in step 4, forward of micro-batch 2 on stage 1, layer back; the other ranks were ended"
+    )
 
 
 def test_stopped_rank_is_reported(program: str, place: Path) -> None:
