@@ -17,6 +17,7 @@ from typing import Any, TypeAlias, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
@@ -139,7 +140,14 @@ class ModelFile:
 
     def optimizer(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """The file's optimizer over some of the model's parameters."""
-        return self._call("optimizer", list(parameters), expected=torch.optim.Optimizer)
+        made = self._call("optimizer", list(parameters), expected=torch.optim.Optimizer)
+        closure = inspect.signature(made.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ModelError(
+                f"optimizer in {self.name} returned {type(made).__name__}, whose step calls a closure that computes the loss "
+                "again; expected an optimizer whose step() needs no argument, such as AdamW or SGD"
+            )
+        return made
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
         """The file's learning-rate scheduler for its optimizer, stepped after every step; None if it defines none."""
@@ -262,6 +270,7 @@ class OpenedFile:
                 return model, inputs if self.input_shapes is None else parse_input_shapes(self.input_shapes)
 
         model, inputs = build_without_weights(build, what=self.name) if lazy else build()
+        _check_can_be_used(model, self.name)
         lost = to_fake_tensors(model)
         file = ModelFile(
             name=self.name,
@@ -334,6 +343,7 @@ def model_in_memory(
 
     A model on the meta device becomes lazy.
     """
+    _check_can_be_used(model, type(model).__name__)
     lost = to_fake_tensors(model)
     given = {"loss": loss, "optimizer": optimizer, "batches": batches}
     given["example_inputs"] = inputs if callable(inputs) else None
@@ -438,6 +448,22 @@ def _built(target: Any, settings: Mapping[str, SettingValue], reference: str) ->
     if not isinstance(made, nn.Module):
         raise ModelError(f"{reference} gave a {type(made).__name__}; expected an nn.Module, or (model, inputs)")
     return made, inputs
+
+
+def _check_can_be_used(model: nn.Module, name: str) -> None:
+    """Raise ModelError for weights without a shape, and for a default device on which batches have no values."""
+    for place, module in model.named_modules():
+        if any(is_lazy(x) for x in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            raise ModelError(
+                f"{place or 'the model'} of {name} is a {type(module).__name__}, whose weights have no shape before its first "
+                "forward; expected weights with shapes: give the layer its input size, or call the model on an example before "
+                "it is returned"
+            )
+    if torch.get_default_device().type == "meta":
+        raise ModelError(
+            f'{name} sets the default device to "meta", on which batches have no values; expected the CPU: leave '
+            'torch.set_default_device out, and build the model inside `with torch.device("meta"):`'
+        )
 
 
 def _checked_reduction(value: object, owner: str) -> LossReduction | None:

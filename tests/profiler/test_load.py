@@ -325,3 +325,49 @@ def test_modules_are_found_in_the_current_folder(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [x for x in sys.path if x])
     assert len(list(load_model_file(reference.format(key)).model.children())) == 1
+
+
+UNUSABLE = """
+import torch
+from torch import nn
+def model(): return {model}
+def optimizer(parameters): return torch.optim.{optimizer}(parameters)
+"""
+
+
+@pytest.mark.parametrize(
+    "model", ["nn.LazyLinear(3)", "nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d())", "nn.LazyConv1d(2, 1)"]
+)
+@pytest.mark.parametrize("lazy", [False, True])
+def test_layers_without_shapes_are_named(tmp_path: Path, model: str, lazy: bool) -> None:
+    path = tmp_path / "unusable.py"
+    path.write_text(UNUSABLE.format(model=model, optimizer="SGD"))
+    with pytest.raises(
+        ModelError, match=r"(the model|1) of .* is a Lazy\w+, whose weights have no shape .*: give the layer"
+    ):
+        load_model_file(str(path), lazy=lazy)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    ['torch.set_default_device("meta")', 'def model():\n  torch.set_default_device("meta")\n  return nn.Linear(2, 2)'],
+)
+def test_default_device_without_values_is_refused(tmp_path: Path, lines: str) -> None:
+    path = tmp_path / "unusable.py"
+    path.write_text(UNUSABLE.format(model="nn.Linear(2, 2)", optimizer="SGD") + lines)
+    try:
+        with pytest.raises(ModelError, match=r'sets the default device to "meta".*leave torch.set_default_device out'):
+            load_model_file(str(path))
+    finally:
+        torch.set_default_device(None)
+
+
+def test_optimizer_that_needs_a_closure_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "unusable.py"
+    path.write_text(UNUSABLE.format(model="nn.Linear(2, 2)", optimizer="LBFGS"))
+    loaded = load_model_file(str(path))
+    with pytest.raises(ModelError, match=r"returned LBFGS, whose step calls a closure .*; expected .* such as AdamW"):
+        loaded.optimizer(list(loaded.model.parameters()))
+    path.write_text(UNUSABLE.format(model="nn.Linear(2, 2)", optimizer="Rprop"))
+    loaded = load_model_file(str(path))
+    loaded.optimizer(list(loaded.model.parameters()))
