@@ -58,6 +58,7 @@ _BATCHES_OF_LOSS_CHECK = 16  # a batch may have none of the tensors whose size d
 _SHARE_RUNS = 3  # whose median is the share of a forward that is run again
 NUM_ROUTED_BATCHES = 4  # on which the layers of a model with routed ones are measured
 _TIMES_IN_A_ROW = 3  # how often a layer measured alone follows itself, where it can
+_CHECKPOINTING_LEFT_OUT = "the model checkpoints parts of itself: that is left out of its layers and of the whole model, and --recompute decides"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +189,8 @@ def _measure_together(subject: _Subject, setup: Setup, progress: Progress) -> Me
         allocated_bytes=max(0, trace.peak_bytes()),
         reserved_bytes=trace.peak_reserved_bytes,
     )
+    if bench.checkpoints:
+        found = replace(found, notes=(*found.notes, _CHECKPOINTING_LEFT_OUT))
     return replace(found, whole=whole)
 
 
