@@ -6,9 +6,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
@@ -20,7 +20,40 @@ if TYPE_CHECKING:
 _FILE_WIDTH = 120  # columns of tables printed to a file or a pipe, unless COLUMNS is set
 _LINE_S = 30.0  # between lines of progress
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON instead of tables.")
+_STDOUT = "gplan.stdout"  # in a context's `meta`: where the result goes if nothing else may be on standard output
+
+
+@contextmanager
+def _stdout_kept_for_result() -> Iterator[TextIO]:
+    """Inside, what a model file or a child process prints goes to standard error; yields standard output."""
+    stdout = sys.stdout
+    stdout.flush()
+    try:
+        stdout.fileno()
+    except OSError:  # a stream in memory
+        with redirect_stdout(sys.stderr):
+            yield stdout
+        return
+    kept = os.dup(1)
+    os.dup2(2, 1)  # for child processes and libraries in C
+    try:
+        with redirect_stdout(sys.stderr):
+            yield open(kept, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - flushed by what prints
+    finally:
+        stdout.flush()  # of code that kept the stream before
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _with_stdout_kept(context: click.Context, _parameter: click.Parameter, as_json: bool) -> bool:
+    if as_json:
+        context.meta[_STDOUT] = context.with_resource(_stdout_kept_for_result())
+    return as_json
+
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, callback=_with_stdout_kept, help="Print the result as JSON instead of tables."
+)
 
 
 def print_result(
@@ -36,11 +69,13 @@ def print_result(
 
     with closed_pipe_ignored():
         if as_json:
+            context = click.get_current_context(silent=True)
+            stdout = context.meta.get(_STDOUT) if context is not None else None
             if type(result) in FORMATS:
-                click.echo(to_json(result), nl=False)  # type: ignore[arg-type]
+                click.echo(to_json(result), nl=False, file=stdout)  # type: ignore[arg-type]
             else:
                 content = msgspec.to_builtins(result, str_keys=True)
-                click.echo(msgspec.json.format(msgspec.json.encode(content), indent=1))
+                click.echo(msgspec.json.format(msgspec.json.encode(content), indent=1), file=stdout)
             return
         shown = view()
         if isinstance(shown, str):

@@ -72,6 +72,13 @@ def check_positive(value: object, *fields: str) -> None:
             raise ValueError(f"{field} is {number!r}; expected a finite number above 0")
 
 
+def check_names(field: str, *names: str) -> None:
+    """No name has a control character, such as a line break, which could put code into an exported file."""
+    for name in names:
+        if not name.isprintable():
+            raise ValueError(f"{field} is {name!r}; expected a name without control characters")
+
+
 def check_not_empty(field: str, values: Sequence[object]) -> None:
     """The sequence has at least one member."""
     if not values:

@@ -18,6 +18,7 @@ from gplan.core.checks import (
     RecomputeMode,
     Sharding,
     check_amounts,
+    check_names,
     check_not_negative,
     check_positive,
     check_share,
@@ -130,6 +131,7 @@ class Stage:
     gathered_bytes: int = 0  # of parameters that replicas divide: those that one gathers at a time
 
     def __post_init__(self) -> None:
+        check_names("layer_names", *self.layer_names)
         unknown = [name for name in self.recompute_layers if name not in self.layer_names]
         if unknown:
             raise ValueError(f"stage {self.index} recomputes {unknown[0]}, which is not one of its layers")

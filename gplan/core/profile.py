@@ -12,6 +12,7 @@ from gplan.core.checks import (
     LossReduction,
     Origin,
     check_amounts,
+    check_names,
     check_not_empty,
     check_positive,
 )
@@ -178,6 +179,7 @@ class Layer(Sharable):
     update_s: float | None = None  # of an update: zero_grad and optimizer; None: not known
 
     def __post_init__(self) -> None:
+        check_names("name", self.name)
         check_amounts(self)
         check_not_empty("costs", self.costs)
         check_rising_sizes(self.costs)
@@ -197,6 +199,7 @@ class SharedWeight(Sharable):
     update_s: float | None = None  # of an update: zero_grad and optimizer; None: not known
 
     def __post_init__(self) -> None:
+        check_names("name", self.name)
         check_amounts(self)
         if len(self.layers) < 2 or list(self.layers) != sorted(set(self.layers)):
             raise ValueError(f"layers is {self.layers!r}; expected at least two different layers in order")

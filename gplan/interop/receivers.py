@@ -340,6 +340,7 @@ def _indivisible(receiver: Receiver, names: Sequence[str], profile: Profile | No
         yield from _tied(profile, title)
     if receiver.cuts == "calls":
         yield from _beginnings(names)
+        yield from _inputs(names, profile, title)
     if receiver.cuts in ("children", "names"):
         yield from _calls(names, title)
         yield from _skipping(receiver, names, profile)
@@ -412,6 +413,15 @@ def _beginnings(names: Sequence[str]) -> Iterator[Indivisible]:
         if calls[module] > 1:
             why = f"a stage that begins with a call of {module}, which is called {calls[module]} times; a split point splits at every call"
             yield Indivisible(first=i - 1, last=i, why=why)
+
+
+def _inputs(names: Sequence[str], profile: Profile | None, title: str) -> Iterator[Indivisible]:
+    """The model's inputs are read on the first stage only: torch gives them to no other."""
+    for value in () if profile is None else profile.values:
+        if value.producer is None:
+            last = min(value.consumers[-1], len(names) - 1)
+            why = f"and {MODEL_INPUT} is read up to {names[last]}; {title} gives the inputs to the first stage only"
+            yield Indivisible(first=0, last=last, why=why)
 
 
 def _calls(names: Sequence[str], title: str) -> Iterator[Indivisible]:

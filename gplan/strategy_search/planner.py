@@ -5,15 +5,15 @@ A request whose dials are all values is one partition problem; open dials are se
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from typing import Any
+from itertools import islice
+from typing import Any, cast
 
 from gplan.core import OBJECTIVES, Plan, Profile
 from gplan.core.errors import UsageError
 from gplan.core.progress import Progress, no_progress
 from gplan.partition.balance import balance_fixed
-from gplan.partition.validation import check_choice
+from gplan.partition.validation import check_choice, check_counts
 from gplan.schedules.registry import check_custom_counts, default_num_microbatches, schedule_info
 from gplan.schedules.request import PlanRequest, any_setting
 from gplan.strategy_search.search import search
@@ -26,7 +26,7 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
     """
     request = with_counts(request)
     if not request.is_open:
-        return balance_fixed(profile, _with_microbatch_size(request))
+        return balance_fixed(profile, _with_microbatch_size(profile, request))
     _check_searchable(request)
     return search(profile, request, progress=progress)
 
@@ -64,7 +64,7 @@ def with_counts(request: PlanRequest) -> PlanRequest:
     return request
 
 
-def _with_microbatch_size(request: PlanRequest) -> PlanRequest:
+def _with_microbatch_size(profile: Profile, request: PlanRequest) -> PlanRequest:
     """A request without open dials, with the micro-batch size that its batch has."""
     count = request.num_microbatches
     assert isinstance(count, int), "no dial is open"
@@ -79,13 +79,39 @@ def _with_microbatch_size(request: PlanRequest) -> PlanRequest:
         )
     num_samples = request.batch_size // request.num_replicas
     if count < 1 or request.batch_size % (count * request.num_replicas):
-        small = [m for m in range(1, math.isqrt(num_samples) + 1) if num_samples % m == 0]
-        fitting = sorted({*small, *(num_samples // m for m in small)}, key=lambda m: abs(m - count))
         raise UsageError(
             f"a batch of {request.batch_size} cannot be cut into {count} equal micro-batches; "
-            f"try --microbatches {' or '.join(map(str, sorted(fitting[:6])))}"
+            f"try {_other_cuts(profile, request, count)}"
         )
     return replace(request, microbatch_size=num_samples // count)
+
+
+def _other_cuts(profile: Profile, request: PlanRequest, count: int) -> str:
+    """The option that works: numbers of micro-batches near `count` of sizes that were profiled, else the nearest batch."""
+    sizes, num_replicas = profile.microbatch_sizes, max(1, request.num_replicas)
+
+    def can_run(num_microbatches: int) -> bool:
+        try:
+            check_counts(
+                profile,
+                request.schedule,
+                num_devices=cast(int, request.num_devices),
+                num_microbatches=num_microbatches,
+                num_replicas=num_replicas,
+            )
+        except UsageError:
+            return False
+        return True
+
+    assert request.batch_size is not None
+    num_samples, rest = divmod(request.batch_size, num_replicas)
+    fitting = {num_samples // n for n in range(sizes[0], sizes[-1] + 1) if n <= num_samples and num_samples % n == 0}
+    nearest = sorted(fitting if not rest else (), key=lambda m: (abs(m - count), m))
+    if found := sorted(islice(filter(can_run, nearest), 6)):
+        return f"--microbatches {' or '.join(map(str, found))}"
+    batches = (max(1, count) * num_replicas * n for n in range(sizes[0], sizes[-1] + 1))
+    asked = num_replicas * num_samples + rest
+    return f"--batch-size {min(batches, key=lambda x: abs(x - asked))}"
 
 
 def _check_searchable(request: PlanRequest) -> None:

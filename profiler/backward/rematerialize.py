@@ -18,16 +18,37 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from profiler.capture.authored_layers import replaced
 from profiler.capture.chain import Tensors
 
 Again = Callable[[], AbstractContextManager[None]]
 """Returns the context manager around the second run."""
+
+
+@contextmanager
+def without_checkpointing() -> Iterator[list[object]]:
+    """Inside, torch's checkpoint calls its function only, as a trace of the model does; yields what was called so."""
+    found: list[object] = []
+
+    def kept(function: Callable[..., Any], *_: Any, **__: Any) -> Iterator[None]:
+        found.append(function)
+        yield
+
+    def apply(function: Callable[..., Any], _preserve_random_state: bool, *args: Any) -> Any:
+        found.append(function)
+        return function(*args)
+
+    reentrant = SimpleNamespace(apply=apply)
+    with replaced(torch.utils.checkpoint, _checkpoint_without_reentrant_generator=kept, CheckpointFunction=reentrant):
+        yield found
 
 
 def recomputed(

@@ -168,6 +168,7 @@ def _traced(run: _ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], way: 
         stack.enter_context(_without_needless_moves())
         stack.enter_context(replaced(torch.fx.config, do_not_emit_stack_traces=True))  # slower than the trace itself
         stack.enter_context(uncompiled())
+        stack.enter_context(_without_gradients(model))  # of another dtype they cannot become fake tensors
         program = torch.export.export(model, args, kwargs, strict=False)
     module = program.graph_module
     for node in calls_in(module, torch.ops.aten._assert_tensor_metadata.default):  # of dtype and device, at every `.to`
@@ -186,6 +187,18 @@ def _traced(run: _ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], way: 
             state[copies[node]] = StateTensor(canonical.get(id(tensor), name), tensor, name not in own)
     structure = program.call_spec.out_spec  # a slow property
     return Trace(graph, state, module, structure, run.left_out)
+
+
+@contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    gradients = [(x, x.grad) for x in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 @contextmanager

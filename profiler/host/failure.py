@@ -31,6 +31,8 @@ _GLOO = re.compile(
 _TIMED_OUT = re.compile(r"[Tt]imed out|[Tt]ime-?out")
 _NAMES_A_RANK = re.compile(r"\brank \d+ \(stages? \d[^)]*\)")  # an error that all ranks agreed on names the rank itself
 _NUM_QUOTED = 5
+_SENT_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals whose reason is not in the output of the process that they end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +173,6 @@ def _error_of(report: RankReport, priority: Priority) -> GplanError:
     hint = " (as the system does when memory runs out)" if code == -signal.SIGKILL else ""
     line = author_line_of_dump(report.last_lines)  # the user's, in a stack that Python printed
     quoted = "" if line is None else f"; it was at {line}"
-    if line is None and report.last_lines and code != -signal.SIGKILL:
+    if line is None and report.last_lines and -code not in _SENT_FROM_OUTSIDE:
         quoted = "; its last output:\n" + "\n".join(report.last_lines[-_NUM_QUOTED:])
     return RunError(f"rank {rank} {how}{hint}{place}; the other ranks were ended{quoted}")

@@ -2,27 +2,29 @@
 
 The model of a file is an nn.Module, a list of modules, a class, or a function that returns `model` or
 `(model, inputs)`. A setting is passed to every function of the file with a parameter of that name. `loss_reduction`,
-"mean" or "sum", may state how the loss combines samples. Batches that are dicts hold the inputs by name, and without a
-`loss` in the file the model computes it: as the models of transformers do, which are called with `labels`.
+"mean" or "sum", may state how the loss combines samples. Batches that are dicts hold the inputs by name. Without a `loss`
+in the file, a scalar that the model returns is the loss: alone, as `loss`, or as the only scalar of a tuple or dict.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
 
 from gplan.core import LossReduction, ModelId, Precision
 from gplan.core.errors import ModelError, UsageError
 from gplan.core.units import counted
-from profiler.capture.chain import Chain, autocast, call_arguments
+from profiler.capture.chain import Chain, autocast, call_arguments, modules_that_train
 from profiler.capture.sequence import as_sequential
 from profiler.model.error_location import describe, is_out_of_memory
 from profiler.model.lazy_build import (
@@ -134,7 +136,14 @@ class ModelFile:
 
     def optimizer(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """The file's optimizer over some of the model's parameters."""
-        return self._call("optimizer", list(parameters), expected=torch.optim.Optimizer)
+        made = self._call("optimizer", list(parameters), expected=torch.optim.Optimizer)
+        closure = inspect.signature(made.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ModelError(
+                f"optimizer in {self.name} returned {type(made).__name__}, whose step calls a closure that computes the loss "
+                "again; expected an optimizer whose step() needs no argument, such as AdamW or SGD"
+            )
+        return made
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
         """The file's learning-rate scheduler for its optimizer, stepped after every step; None if it defines none."""
@@ -247,8 +256,9 @@ class OpenedFile:
                 return model, inputs if self.input_shapes is None else parse_input_shapes(self.input_shapes)
 
         model, inputs = build_without_weights(build, what=self.name) if lazy else build()
+        _check_can_be_used(model, self.name)
         lost = to_fake_tensors(model)
-        return ModelFile(
+        file = ModelFile(
             name=self.name,
             model=model,
             settings=tuple(sorted((key, str(value)) for key, value in self.settings.items())),
@@ -258,6 +268,7 @@ class OpenedFile:
             notes=lost_values_note(lost),
             lost=lost,
         )
+        return _with_own_loss(file)
 
 
 def open_model_file(
@@ -274,7 +285,7 @@ def open_model_file(
     if unknown := [key for key in settings if not any(key in some for some, _ in taken)]:
         choices = ", ".join(sorted({name for _, known in taken for name in known})) or "no settings at all"
         raise UsageError(f"--set {unknown[0]}: no function in {reference} has this parameter; expected {choices}")
-    bound = _with_own_loss({x: _with_settings(f, settings, _FUNCTIONS[x]) for x, f in functions.items()})
+    bound = {x: _with_settings(f, settings, _FUNCTIONS[x]) for x, f in functions.items()}
     if input_shapes is not None:
         if "batches" in bound:
             raise UsageError(f"--input-shape {input_shapes}: {reference} defines batches, which have inputs; omit it")
@@ -318,44 +329,75 @@ def model_in_memory(
 
     A model on the meta device becomes lazy.
     """
+    _check_can_be_used(model, type(model).__name__)
     lost = to_fake_tensors(model)
     given = {"loss": loss, "optimizer": optimizer, "batches": batches}
     given["example_inputs"] = inputs if callable(inputs) else None
-    return ModelFile(
+    file = ModelFile(
         name=type(model).__name__,
         model=model,
         settings=(),
-        functions=_with_own_loss({name: function for name, function in given.items() if function is not None}),
+        functions={name: function for name, function in given.items() if function is not None},
         fixed_inputs=None if callable(inputs) else inputs,
         in_memory=True,
         loss_reduction=_checked_reduction(loss_reduction, type(model).__name__),
         notes=lost_values_note(lost),
         lost=lost,
     )
+    return _with_own_loss(file)
 
 
-def _with_own_loss(functions: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """The functions of a file; without a loss, that of the model's output if the batches are dicts."""
-    if "loss" not in functions and "batches" in functions:
-        with random_state_kept(), suppress(Exception):  # an error is reported when the batches are needed
-            if isinstance(next(iter(functions["batches"](1))), Mapping):
-                return {**functions, "loss": loss_of_output}
-    return dict(functions)
+def _with_own_loss(file: ModelFile) -> ModelFile:
+    """The file; if it defines batches and no loss, with the loss that the model returns."""
+    if file.has("loss") or not file.has("batches"):
+        return file
+    notes, own = file.notes, {**file.functions, "loss": loss_of_output}
+    with random_state_kept(), suppress(Exception):  # an error is reported when the batches or the model are needed
+        batch = next(iter(file.functions["batches"](1)))
+        if not isinstance(batch, Mapping) and batch[1] is not None:
+            loss_of_output(_output_without_training(file, batch[0]))
+            notes = (
+                *notes,
+                f"{file.name} defines no loss: the model returns one, and the targets of batches are not used",
+            )
+        return replace(file, functions=own, notes=notes)
+    return file
+
+
+def _output_without_training(file: ModelFile, inputs: Any) -> Any:
+    """The model's output in evaluation mode; of a model without weights, fake tensors."""
+    training, mode = modules_that_train(file.model), fake_mode_of(file.model)
+    if mode is not None:
+        inputs = pytree.tree_map_only(Tensor, mode.from_tensor, inputs)
+    file.model.eval()
+    try:
+        with torch.no_grad(), mode or nullcontext():
+            return file.forward(inputs)
+    finally:
+        for module, trains in training.items():
+            module.training = trains
 
 
 def loss_of_output(output: Any, _target: object = None) -> Tensor:
-    """The loss that a model computed itself: `loss` of its output, or a scalar that comes first in a tuple.
+    """The loss that a model computed itself: its output, or `loss`, the first or the only scalar of its output.
 
-    Raises ModelError for an output without one.
+    A scalar is a floating-point tensor of 0 dimensions. Raises ModelError for an output without one.
     """
-    if isinstance(output, tuple | list) and not hasattr(output, "loss"):
-        found = output[0] if output else None
-    else:
-        found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(found, Tensor) and found.dim() == 0:
-        return found
+
+    def is_scalar(x: object) -> bool:
+        return isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point()
+
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    parts = list(output.values()) if isinstance(output, Mapping) else output
+    parts = list(parts) if isinstance(parts, list | tuple) else []
+    scalars = [x for x in parts if is_scalar(x)]
+    first = parts[0] if isinstance(output, list | tuple) and parts else None
+    for found in (output, named, first, *(scalars if len(scalars) == 1 else ())):
+        if is_scalar(found):
+            return cast(Tensor, found)
+    what = f"{len(scalars)} scalars and none named `loss`" if scalars else "no scalar `loss`"
     raise ModelError(
-        f"the model's output, a {type(output).__name__}, has no scalar `loss`; give the model what it computes the loss from, "
+        f"the model's output, a {type(output).__name__}, has {what}; give the model what it computes the loss from, "
         "such as labels, among its inputs, or define a loss:\n" + _REMEDIES["loss"]
     )
 
@@ -392,6 +434,22 @@ def _built(target: Any, settings: Mapping[str, SettingValue], reference: str) ->
     if not isinstance(made, nn.Module):
         raise ModelError(f"{reference} gave a {type(made).__name__}; expected an nn.Module, or (model, inputs)")
     return made, inputs
+
+
+def _check_can_be_used(model: nn.Module, name: str) -> None:
+    """Raise ModelError for weights without a shape, and for a default device on which batches have no values."""
+    for place, module in model.named_modules():
+        if any(is_lazy(x) for x in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            raise ModelError(
+                f"{place or 'the model'} of {name} is a {type(module).__name__}, whose weights have no shape before its first "
+                "forward; expected weights with shapes: give the layer its input size, or call the model on an example before "
+                "it is returned"
+            )
+    if torch.get_default_device().type == "meta":
+        raise ModelError(
+            f'{name} sets the default device to "meta", on which batches have no values; expected the CPU: leave '
+            'torch.set_default_device out, and build the model inside `with torch.device("meta"):`'
+        )
 
 
 def _checked_reduction(value: object, owner: str) -> LossReduction | None:

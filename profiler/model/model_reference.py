@@ -11,6 +11,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -56,16 +58,14 @@ def locate(reference: str) -> tuple[ModuleType, Any]:
             spec = importlib.util.spec_from_file_location(f"gplan_model_{path.stem}", path.resolve())
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
-            sys.path.insert(0, str(path.resolve().parent))
             sys.modules[spec.name] = module
-            try:
+            with _searched(path.resolve().parent):
                 spec.loader.exec_module(module)
-            finally:
-                sys.path.remove(str(path.resolve().parent))
         elif path.exists():
             raise ModelError(f"{place} is not a Python file; expected model.py, model.py:NAME or package.module:NAME")
         else:
-            module = importlib.import_module(place)
+            with _searched(Path.cwd()):
+                module = importlib.import_module(place)
     except ModelError:
         raise
     except ModuleNotFoundError as error:
@@ -77,11 +77,14 @@ def locate(reference: str) -> tuple[ModuleType, Any]:
     found = getattr(module, wanted, None)
     if found is not None:
         return module, found
-    defined = {name: x for name, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__}
-    if close := get_close_matches(wanted, [name for name, x in defined.items() if callable(x)], n=1):
-        raise ModelError(f"{reference} has no {wanted}, but {close[0]}: rename it, or write {place}:{close[0]}")
-    classes = {name for name, x in defined.items() if inspect.isclass(x) and issubclass(x, nn.Module)}
-    own = [name for name, x in vars(module).items() if isinstance(x, nn.Module) or name in classes]
+    classes = {name for name, x in vars(module).items() if inspect.isclass(x) and issubclass(x, nn.Module)}
+    defined = {name for name, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__}
+    models = {name for name, x in vars(module).items() if isinstance(x, nn.Module)}
+    own = [name for name in vars(module) if name in models or name in classes & defined]
+    callables = [name for name in vars(module) if name in models | defined and callable(getattr(module, name))]
+    imported = [name for name in classes - defined if not own or name.lower() == wanted.lower()]
+    if close := _most_alike(wanted, callables) or _most_alike(wanted, imported):
+        raise ModelError(f"{reference} has no {wanted}, but {close}: rename it, or write {place}:{close}")
     candidates = f"; it has {', '.join(own)}: write {place}:{own[0]}" if own else ""
     raise ModelError(f"{reference} has no {wanted}{candidates or '; define a function model()'}")
 
@@ -101,6 +104,21 @@ def check_is_there(path: Path, *, named_by: str = "") -> None:
             f"{path}{named} is not there{where}{similar_file_text(path)}; name a Python file that defines a model: "
             "gplan VERB PATH/model.py"
         )
+
+
+@contextmanager
+def _searched(folder: Path) -> Iterator[None]:
+    """Inside, modules are imported from the folder first."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _most_alike(wanted: str, names: Iterable[str]) -> str | None:
+    by_lower = {name.lower(): name for name in names}
+    return next((by_lower[x] for x in get_close_matches(wanted.lower(), by_lower, n=1)), None)
 
 
 def parse_input_shapes(text: str) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gplan.core.errors import ModelError, RunError
+from profiler.backward.rematerialize import without_checkpointing
 from profiler.backward.split_backward import first_half
 from profiler.capture.chain import (
     Chain,
@@ -26,6 +27,7 @@ from profiler.capture.chain import (
     wants_gradient,
 )
 from profiler.capture.equal_layers import sources
+from profiler.capture.sequence import SequentialChain
 from profiler.memory.allocations import tensors_in
 from profiler.model.error_location import describe, is_out_of_memory
 from profiler.model.load import ModelFile
@@ -45,6 +47,9 @@ class Bench:
     inputs: Tensors
     loss: Callable[[Tensors], Tensor]
     whole: Callable[[], Tensor] | None = None  # the loss of the author's own model, where it is run
+    checkpoints: Sequence[
+        object
+    ] = ()  # what the author's model checkpointed in the last call of `whole`, left out there
     others: tuple[Bench, ...] = ()  # the same layers with other batches, where their time depends on routing
 
     @property
@@ -112,11 +117,18 @@ def bench_of_chain(
     kept = tuple(keys)
     layers = {layer: chain.stage(layer, layer + 1) for layer in kept}
 
+    checkpoints: list[object] = []
+
     def loss(outputs: Tensors) -> Tensor:
         return _loss(file, chain.model_output(outputs), target)
 
     def whole() -> Tensor:
-        return _loss(file, file.forward(inputs), target)
+        if isinstance(chain, SequentialChain):  # its layers are the author's modules, which may checkpoint
+            return _loss(file, file.forward(inputs), target)
+        with without_checkpointing() as found:  # as in its layers
+            loss = _loss(file, file.forward(inputs), target)
+        checkpoints[:] = found
+        return loss
 
     return Bench(
         name="all",
@@ -127,6 +139,7 @@ def bench_of_chain(
         inputs=flat_tensors(inputs, what="the inputs"),
         loss=loss,
         whole=whole if len(chain) <= _WHOLE_AT_MOST * len(kept) else None,
+        checkpoints=checkpoints,
         others=tuple(bench_of_chain(file, chain, keys, *batch) for batch in others),
     )
 

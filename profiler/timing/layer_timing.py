@@ -54,6 +54,7 @@ _SAME_LOSS = 1e-3  # share by which a loss may differ by the order of operations
 _BATCHES_OF_LOSS_CHECK = 16  # a batch may have none of the tensors whose size depends on data
 _SHARE_RUNS = 3  # whose median is the share of a forward that is run again
 NUM_ROUTED_BATCHES = 4  # on which the layers of a model with routed ones are measured
+_CHECKPOINTING_LEFT_OUT = "the model checkpoints parts of itself: that is left out of its layers and of the whole model, and --recompute decides"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +167,8 @@ def _measure_together(subject: _Subject, setup: Setup, progress: Progress) -> Me
         allocated_bytes=max(0, trace.peak_bytes()),
         reserved_bytes=trace.peak_reserved_bytes,
     )
+    if bench.checkpoints:
+        found = replace(found, notes=(*found.notes, _CHECKPOINTING_LEFT_OUT))
     return replace(found, whole=whole)
 
 

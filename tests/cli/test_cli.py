@@ -132,6 +132,37 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
 ]
 
 
+PRINTING = """
+import os, subprocess, sys
+print("imported")
+os.write(1, b"as C does\\n")
+subprocess.run([sys.executable, "-c", "print('a child')"])
+"""
+
+
+def test_prints_of_a_model_file_leave_stdout_to_the_json(here: Path) -> None:
+    (here / "model.py").write_text(PRINTING + MODEL)
+    profile = ("profile", "model.py", "--budget", "0.1", "--contention", "0", "--link", "1GB/s,5us")
+    for verb in (
+        profile,
+        ("balance", "--k", "2", "--microbatches", "2"),
+        ("run", "--engine", "virtual", "--steps", "2"),
+    ):
+        command = [sys.executable, "-m", "gplan", *verb, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        json.loads(done.stdout)
+        printed = {"imported", "as C does", "a child"} & set(done.stderr.splitlines())
+        assert len(printed) == (0 if verb[0] == "balance" else 3)
+
+
+def test_a_mistake_with_json_leaves_stdout_empty(here: Path) -> None:
+    (here / "model.py").write_text("print('imported')")
+    command = [sys.executable, "-m", "gplan", "profile", "model.py", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.startswith("imported\nerror: ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "told"), MISTAKES, ids=lambda x: " ".join(x) if isinstance(x, tuple) else ""
 )

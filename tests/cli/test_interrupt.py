@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +33,40 @@ def test_interrupted_import_is_one_line(module: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr.strip().startswith("interrupted") and done.stderr.strip().count("\n") == 0
+
+
+MODEL = """
+import os, signal, time
+def model():
+    open("loading", "w").close()
+    {sends}
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)], ids=["sigterm", "sighup", "sigint"]
+)
+def test_signal_to_the_process_alone_ends_it_as_an_interrupt(tmp_path: Path, name: str, code: int) -> None:
+    (tmp_path / "model.py").write_text(MODEL.format(sends=f"os.kill(os.getpid(), signal.{name})"))
+    command = [sys.executable, "-m", "gplan", "profile", "model.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.strip().splitlines() == ["interrupted; no file was left half-written"]
+
+
+def test_forked_worker_is_ended_by_the_signal_alone(tmp_path: Path) -> None:
+    sends = "pid = os.fork() or time.sleep(60); time.sleep(0.5); os.kill(pid, 15); print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])); 1 / 0"
+    (tmp_path / "model.py").write_text(MODEL.format(sends=sends))
+    command = [sys.executable, "-m", "gplan", "profile", "model.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 3 and set(done.stdout.split()) == {"143"}
+    assert "ZeroDivisionError" in done.stderr and "interrupted" not in done.stderr
+
+
+def test_rank_of_a_launcher_keeps_its_signals(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL.format(sends="os.kill(os.getpid(), signal.SIGTERM)"))
+    command = [sys.executable, "-m", "gplan", "profile", "model.py"]
+    environment = {**os.environ, "RANK": "1"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == -signal.SIGTERM

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
     (
         ("--k", "2", "--microbatches", "3", "--batch-size", "1000000000"),
         2,
-        "try --microbatches 1 or 2 or 4 or 5 or 8 or 10",
+        "try --batch-size 6",
     ),
     (
         ("--k", "2", "--microbatches", "1000000000"),
@@ -90,3 +91,20 @@ def test_what_clashes_is_said_in_one_message(
 ) -> None:
     assert gplan_exits("balance", *options) == code
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch", "count", "schedule"),
+    [((4,), 30, 4, "1f1b"), ((2, 8), 30, 4, "1f1b"), ((1, 2, 4), 28, 3, "interleaved-1f1b:2"), ((4,), 3, 2, "gpipe")],
+)
+def test_the_other_micro_batches_that_are_proposed_work(
+    here: Path, capsys: pytest.CaptureFixture[str], sizes: tuple[int, ...], batch: int, count: int, schedule: str
+) -> None:
+    gplan.save(make_profile([1.0, 2.0, 3.0, 4.0], microbatch_sizes=sizes), Path("gplan.profile.json"))
+    given = ("balance", "--k", "2", "--schedule", schedule)
+    assert gplan_exits(*given, "--microbatches", str(count), "--batch-size", str(batch)) == 2
+    option, *values = re.sub(r".*; try | or", "", capsys.readouterr().err.strip()).split()
+    rest = ("--microbatches", str(count)) if option == "--batch-size" else ("--batch-size", str(batch))
+    assert values
+    for value in values:
+        assert gplan_exits(*given, *rest, option, value) == 0, capsys.readouterr().err

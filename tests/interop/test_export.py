@@ -6,14 +6,17 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 import gplan
 from gplan.cli import main
 from gplan.core import MachineDevice, Plan
-from gplan.core.errors import UsageError
+from gplan.core.errors import FileError, UsageError
+from gplan.files import json_files
 from gplan.interop.export.exporters import FORMATS, export
+from gplan.interop.export.requirements import stage_comments
 from gplan.schedules.custom import read_custom_order
 from gplan.schedules.registry import make_schedule, num_stages_of
 from gplan.simulation.simulator import schedule_of
@@ -294,3 +297,30 @@ def test_a_default_profile_that_cannot_be_read_is_not_needed(here: Path) -> None
     (here / "gplan.profile.json").write_text("{")
     assert gplan_exits("export", "--to", "csv") == 0
     assert gplan_exits("export", "--to", "csv", "--profile", "gplan.profile.json") == 3
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_no_export_says_that_this_plan_was_checked(to: str) -> None:
+    names = transformer(2)
+    try:
+        made = export(planned(names[:2], names[2:]), to=to)
+    except UsageError:
+        return
+    assert not any(note.startswith("checked") for note in made.notes)
+
+
+@pytest.mark.parametrize("name", ["a\nimport os", "a\rb", "a\x1b[2J", "a\u2028b"])
+def test_names_with_control_characters_are_refused(name: str, tmp_path: Path) -> None:
+    for make in (lambda x: planned([x], ["b"]), lambda x: profiled([x, "b"])):
+        file = tmp_path / "read.json"
+        gplan.save(make("placeholder"), file)
+        file.write_text(file.read_text().replace('"placeholder"', json.dumps(name)))
+        with pytest.raises(FileError, match="expected a name without control characters"):
+            json_files.load(type(make("a")), file)
+
+
+@pytest.mark.parametrize("name", ["a\nimport os", "a\x85b", "a\u2028b"])
+def test_comments_hold_names_on_one_line(name: str) -> None:
+    with patch("gplan.core.plan.check_names"):
+        plan = planned([name, "c"], ["b", name])
+    assert len(stage_comments(plan, what="stage").splitlines()) == 2

@@ -19,7 +19,7 @@ from gplan.interop.export.exporters import export
 from gplan.simulation.simulator import schedule_of
 from profiler.capture.capture import capture
 from tests.example_files import SMALL, apply, load
-from tests.interop.planned import cut, planned, profiled, shared, value
+from tests.interop.planned import cut, planned, profiled, shared, transformer, value
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own
 
@@ -194,3 +194,21 @@ def test_skips_are_sent_on_and_torn_weights_refused() -> None:
     export(plan, to="pytorch", profile=profiled("abc", values=(value(0, 1, 2), value(1, 2))))
     with pytest.raises(UsageError, match=r"tied\.weight is used on several stages"):
         export(plan, to="pytorch", profile=profiled("abc", shared_weights=(shared(0, 2),)))
+
+
+@pytest.mark.parametrize(
+    ("cuts", "readers", "refused"),
+    [((2,), (0, 1), False), ((2,), (0, 2), True), ((1, 3), (0, 1, 4), True), ((3,), (4,), True)],
+)
+def test_inputs_are_read_on_the_first_stage_only(
+    cuts: tuple[int, ...], readers: tuple[int, ...], refused: bool
+) -> None:
+    names = transformer(2)[:4]
+    plan, profile = cut(names, cuts), profiled(names, values=(value(None, *readers),))
+    if not refused:
+        assert "split_spec" in export(plan, to="pytorch", profile=profile).text
+        return
+    with pytest.raises(
+        UsageError, match="the model's input is read up to .*; torch.* gives the inputs to the first stage only"
+    ):
+        export(plan, to="pytorch", profile=profile)

@@ -389,3 +389,25 @@ def test_inputs_that_do_not_fit_are_not_blamed_on_the_exporter() -> None:
     assert "torch.where" not in str(caught.value)
     with pytest.raises(ModelError, match=r"cannot be captured by torch.export.*torch.where"):
         capture(Throwing(), ROWS)
+
+
+@pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16, None])
+def test_gradients_of_another_dtype_survive_capture(gradients: torch.dtype | None) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(torch.bfloat16)
+    for x in model.parameters():
+        x.grad_dtype = gradients
+        x.grad = torch.ones_like(x, dtype=gradients or torch.float64)
+    before = [x.grad for x in model.parameters()]
+    assert len(capture(Wrapped(model), torch.ones(1, 2, dtype=torch.bfloat16))) == 2
+    assert all(x.grad is y for x, y in zip(model.parameters(), before, strict=True))
+
+
+class Wrapped(nn.Module):
+    """Not a plain sequence, so it is traced."""
+
+    def __init__(self, inner: nn.Sequential) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * 2

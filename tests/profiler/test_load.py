@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,9 @@ def test_a_file_that_is_missing_or_no_python_is_named(tmp_path: Path) -> None:
         ("1 / 0", r"ZeroDivisionError: division by zero \(.*bad.py, line 1\)"),
         ("x = 1", r"has no model; define a function model\(\)"),
         ("def modle():\n  pass", "has no model, but modle: rename it, or write .*bad.py:modle"),
+        ("from torch import nn\nclass B(nn.Linear): pass\nclass MODEL(nn.Linear): pass", "but MODEL: rename it"),
+        ("from torch.nn import Module as Models\ndef mo_del(): pass", "but mo_del: rename it"),
+        ("from torch.nn import Linear as Model", "but Model: rename it"),
         (
             "from torch import nn\nfrom torch.nn import Module as MyModel\nclass Net(nn.Module):\n  pass",
             "has no model; it has Net",
@@ -229,3 +233,115 @@ def test_a_loss_reduction_that_is_none_of_the_two_is_refused(file: Path) -> None
         load_model_file(str(file))
     with pytest.raises(ModelError, match="loss_reduction of ReLU is 'total'"):
         model_in_memory(nn.ReLU(), loss_reduction="total")
+
+
+OWN_LOSS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.form, self.line = form, nn.Linear(4, 4)
+
+    def forward(self, x, y):
+        out = self.line(x)
+        loss = nn.functional.mse_loss(out, y)
+        forms = {"scalar": loss, "pair": (out, loss), "dict": {"out": out, "error": loss}, "none": out, "two": (out, loss, loss),
+                 "count": (out, torch.tensor(3), loss)}
+        return forms[self.form]
+
+def model(form="scalar"):
+    return Net(form)
+
+def batches(batch_size, way="dict"):
+    while True:
+        x = torch.randn(batch_size, 4)
+        yield {"dict": {"x": x, "y": x}, "pair": ((x, x), None), "target": ((x, x), x)}[way]
+"""
+
+
+@pytest.mark.parametrize("way", ["dict", "pair", "target"])
+@pytest.mark.parametrize("form", ["scalar", "pair", "dict", "count"])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_the_only_scalar_that_a_model_returns_is_its_loss(tmp_path: Path, form: str, way: str, lazy: bool) -> None:
+    path = tmp_path / "own_loss.py"
+    path.write_text(OWN_LOSS)
+    loaded = load_model_file(str(path), settings={"form": form, "way": way}, lazy=lazy)
+    assert loaded.has_loss
+    assert len(loaded.notes) == (way == "target"), "targets that are left out are mentioned"
+    if not lazy:
+        inputs, target = next(loaded.batches(3))
+        assert loaded.loss(loaded.forward(inputs), target).item() >= 0
+
+
+@pytest.mark.parametrize(("form", "found"), [("none", "no scalar `loss`"), ("two", "2 scalars and none named `loss`")])
+def test_an_output_without_one_scalar_is_no_loss(tmp_path: Path, form: str, found: str) -> None:
+    path = tmp_path / "own_loss.py"
+    path.write_text(OWN_LOSS)
+    assert not load_model_file(str(path), settings={"form": form, "way": "target"}).has_loss
+    loaded = load_model_file(str(path), settings={"form": form})
+    with pytest.raises(ModelError, match=found):
+        loaded.loss(loaded.forward(next(loaded.batches(3))[0]), None)
+
+
+@pytest.mark.parametrize("reference", ["mine_{}.model", "mine_{}.model:model", "single_{}"])
+def test_modules_are_found_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str
+) -> None:
+    key = tmp_path.name.translate(str.maketrans("-.", "__"))
+    package = tmp_path / f"mine_{key}"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "layers.py").write_text(GOOD)
+    (package / "model.py").write_text("from .layers import model, example_inputs")
+    (tmp_path / f"single_{key}.py").write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [x for x in sys.path if x])
+    assert len(list(load_model_file(reference.format(key)).model.children())) == 1
+
+
+UNUSABLE = """
+import torch
+from torch import nn
+def model(): return {model}
+def optimizer(parameters): return torch.optim.{optimizer}(parameters)
+"""
+
+
+@pytest.mark.parametrize(
+    "model", ["nn.LazyLinear(3)", "nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d())", "nn.LazyConv1d(2, 1)"]
+)
+@pytest.mark.parametrize("lazy", [False, True])
+def test_layers_without_shapes_are_named(tmp_path: Path, model: str, lazy: bool) -> None:
+    path = tmp_path / "unusable.py"
+    path.write_text(UNUSABLE.format(model=model, optimizer="SGD"))
+    with pytest.raises(
+        ModelError, match=r"(the model|1) of .* is a Lazy\w+, whose weights have no shape .*: give the layer"
+    ):
+        load_model_file(str(path), lazy=lazy)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    ['torch.set_default_device("meta")', 'def model():\n  torch.set_default_device("meta")\n  return nn.Linear(2, 2)'],
+)
+def test_default_device_without_values_is_refused(tmp_path: Path, lines: str) -> None:
+    path = tmp_path / "unusable.py"
+    path.write_text(UNUSABLE.format(model="nn.Linear(2, 2)", optimizer="SGD") + lines)
+    try:
+        with pytest.raises(ModelError, match=r'sets the default device to "meta".*leave torch.set_default_device out'):
+            load_model_file(str(path))
+    finally:
+        torch.set_default_device(None)
+
+
+def test_optimizer_that_needs_a_closure_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "unusable.py"
+    path.write_text(UNUSABLE.format(model="nn.Linear(2, 2)", optimizer="LBFGS"))
+    loaded = load_model_file(str(path))
+    with pytest.raises(ModelError, match=r"returned LBFGS, whose step calls a closure .*; expected .* such as AdamW"):
+        loaded.optimizer(list(loaded.model.parameters()))
+    path.write_text(UNUSABLE.format(model="nn.Linear(2, 2)", optimizer="Rprop"))
+    loaded = load_model_file(str(path))
+    loaded.optimizer(list(loaded.model.parameters()))

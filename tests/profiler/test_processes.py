@@ -30,6 +30,7 @@ from profiler.host.processes import end_with_parent, report_error, print_stack_o
 end_with_parent()
 print_stack_on_signal()
 what, rank = sys.argv[1], int(os.environ["RANK"])
+signals = {x.name: x for x in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 notes = Heartbeat(heartbeat_file(Path(os.environ["NOTES"]), rank), stage=rank)
 LOST = "RuntimeError: [gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5514"
 
@@ -56,6 +57,13 @@ elif what == "explain" and rank == 1:
 elif what == "break" and rank == 1:
     print("last words", file=sys.stderr, flush=True)
     sys.exit(7)
+elif what in signals:
+    print("some output", flush=True)
+    begin()
+    if rank == 1:
+        os.kill(os.getpid(), signals[what])
+        time.sleep(1000)
+    wait_for_neighbour()
 elif what in ("kill", "stop", "crash"):
     begin()
     start_worker()
@@ -165,6 +173,15 @@ def test_killed_rank_is_reported_with_place(program: str, place: Path) -> None:
     told = failure(program, "kill", place)
     assert "rank 1 was ended by SIGKILL" in told
     assert "in step 4, forward of micro-batch 2 on stage 1, layer back" in told
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_rank_ended_by_a_signal_is_one_sentence(program: str, place: Path, name: str) -> None:
+    told = failure(program, name, place)
+    assert (
+        told
+        == f"rank 1 was ended by {name} in step 4, forward of micro-batch 2 on stage 1, layer back; the other ranks were ended"
+    )
 
 
 def test_stopped_rank_is_reported(program: str, place: Path) -> None:

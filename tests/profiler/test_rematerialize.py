@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from profiler.backward.rematerialize import noting_saves, recomputed, share_run_again
+from profiler.backward.rematerialize import noting_saves, recomputed, share_run_again, without_checkpointing
 from profiler.capture.chain import Tensors
 from profiler.memory.allocations import now_ns, traced_allocations
 
@@ -377,3 +377,27 @@ def test_noted_output_is_freed() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_own_checkpoints_can_be_left_out(use_reentrant: bool, parts: int) -> None:
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(3)))
+    calls: list[object] = []
+    layers[0].register_forward_pre_hook(lambda *_: calls.append(None))
+    x = torch.ones(1, 2, requires_grad=True)
+
+    def gradients() -> tuple[Tensor, ...]:
+        calls.clear()
+        found = checkpoint_sequential(layers, parts, x, use_reentrant=use_reentrant)
+        return torch.autograd.grad(checkpoint(torch.sum, found, use_reentrant=False), [*layers.parameters()])
+
+    if not use_reentrant:  # which torch.autograd.grad cannot pass
+        expected = gradients()
+        assert len(calls) == (2 if parts > 1 else 1)
+    with without_checkpointing() as left_out:
+        found = gradients()
+    assert (len(calls), len(left_out)) == (1, parts)
+    plain = torch.autograd.grad(layers(x).sum(), [*layers.parameters()])
+    for gradient, other in zip(found, plain if use_reentrant else expected, strict=True):
+        torch.testing.assert_close(gradient, other)

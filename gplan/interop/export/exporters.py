@@ -72,7 +72,10 @@ def export(plan: Plan, *, to: str, profile: Profile | None = None) -> Export:
     made = FORMATS[to](plan, profile)
     if to not in RECEIVERS:
         return made
-    notes = [*made.notes, f"checked with {RECEIVERS[to].checked_with}: {RECEIVERS[to].how}"]
+    notes = [
+        *made.notes,
+        f"the format, not this plan, was checked with {RECEIVERS[to].checked_with}: {RECEIVERS[to].how}",
+    ]
     places = [plan.stages_of(device)[0].machine_device for device in range(plan.num_devices)]
     names = [x.name for x in places if x is not None]
     if names:

@@ -50,7 +50,8 @@ def stage_comments(plan: Plan, *, what: str) -> str:
     comments = []
     for x, device in zip(plan.stages, plan.devices, strict=True):
         place = f" on rank {device}" if plan.num_stages > plan.num_devices else ""
-        layers = x.layer_names[0] + (f" to {x.layer_names[-1]}, {x.num_layers} layers" if x.num_layers > 1 else "")
+        first, last = (json.dumps(x.layer_names[i])[1:-1] for i in (0, -1))  # a line break would end the comment
+        layers = first + (f" to {last}, {x.num_layers} layers" if x.num_layers > 1 else "")
         comments.append(f"# {what} {x.index}{place}: {layers}")
     return "\n".join(comments)
 
