@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from gplan.core.errors import RunError, UsageError
 from gplan.runtime.process_group import RankLayout
+from profiler.capture.authored_layers import PLAIN
 from profiler.host.failure import failure_text
 from profiler.host.heartbeat import Heartbeat
 
@@ -161,6 +162,6 @@ def digest(value: Any) -> int:
             found.update(f"{x.dtype}{tuple(x.shape)}".encode())
             if x.numel() and x.layout == torch.strided:
                 found.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        else:
+        elif isinstance(x, PLAIN):  # the text of any other object may hold its address
             found.update(repr(x).encode())
     return int.from_bytes(found.digest(), signed=True) or 1

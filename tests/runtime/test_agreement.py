@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import gplan
 from gplan.core import Plan
 from gplan.core.errors import GplanError, RunError, UsageError
+from gplan.runtime.agreement import digest
 from gplan.runtime.pipeline import Pipeline
 from tests.runtime.ranks import on_ranks
 from tests.runtime.semantics.checks import plan_of
@@ -206,3 +207,10 @@ def test_call_on_one_rank_only(name: str, goes_on: bool, tmp_path: Path) -> None
         assert "another rank of the run" in other
     else:
         assert f"call pipe.{name} on every rank, not within `if pipe.rank == 0`" in first
+
+
+def test_objects_that_are_no_data_have_no_digest() -> None:
+    """The text of an object may hold its address, which differs between processes."""
+    tensor = torch.arange(3)
+    assert digest((tensor, object())) == digest((tensor, object()))
+    assert digest((tensor, 1)) != digest((tensor, 2))
