@@ -58,6 +58,7 @@ def test_loss_neither_mean_nor_sum_is_refused() -> None:
 
 
 def test_a_mean_over_what_is_not_padding_is_refused() -> None:
+    torch.manual_seed(0)  # with some weights in a thousand both halves have nearly the same loss
     file = file_of(
         nn.Linear(8, 4),
         target=lambda n: torch.tensor([0, 0, 1, 1, 2, 3, 1])[:n],
