@@ -80,7 +80,7 @@ def profile(
     device, is measured layer by layer.
 
     `device` is "cpu", "cuda", "cuda:1", or "meta": then seconds are computed for `hardware` (a name such as "h100", or
-    a TOML file), and bytes come from a run on fake tensors.
+    a TOML or JSON file), and bytes come from a run on fake tensors.
     `reduce_slowdown` is the factor on backwards beside which replicas reduce gradients.
 
     `contention` processes do the same work beside (by default as many as the remaining cores of a CPU allow, at most 7).
@@ -402,7 +402,7 @@ def _computed(
 
     if hardware is None:
         raise UsageError(
-            f"device 'meta' computes for hardware that is not here; name it: {', '.join(hardware_names())} or a TOML file "
+            f"device 'meta' computes for hardware that is not here; name it: {', '.join(hardware_names())} or a TOML or JSON file "
             "(--hardware h100)"
         )
     options = ComputeOptions(

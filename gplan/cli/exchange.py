@@ -60,9 +60,7 @@ def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, 
 @click.argument("config")
 @click.option("--pp", "num_devices", type=int, required=True, help="Devices in one pipeline.")
 @click.option("--vpp", "num_chunks", type=int, default=1, show_default=True, help="Stages on each device.")
-@click.option(
-    "--hardware", default="h100", show_default=True, help="A device that gplan has figures of, or a TOML file."
-)
+@click.option("--hardware", default="h100", show_default=True, help="A built-in device, or a TOML or JSON file.")
 @click.option(
     "--to", "receiver", default="megatron", show_default=True, type=click.Choice(RECEIVERS), help="The trainer."
 )
@@ -228,7 +226,7 @@ def import_trace(
     traces: tuple[Path, ...], plan_file: Path | None, run_file: Path | None, profile_file: Path | None,
     output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Measure a torch.distributed.pipelining run by its torch.profiler traces; with the plan that was run, compare it with
+    """Measure a pipeline by its torch.profiler traces; with the plan that was run, compare it with
     the prediction.
 
     \b

@@ -18,7 +18,7 @@ _MOST_FOR_ONE = 1000  # stages in a table for each one that is asked for; a tabl
 
 def first_of(parts: StageBytes[Ints]) -> StageBytes[int]:
     """The first stage of some."""
-    return StageBytes(**{name: int(getattr(parts, name)[0]) for name in StageBytes.__struct_fields__})
+    return StageBytes(**{name: int(getattr(parts, name)[0]) for name in PARTS})
 
 
 def rows_of(parts: StageBytes[Ints] | StageBytes[int], shape: tuple[int, ...]) -> Ints:

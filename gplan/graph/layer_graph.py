@@ -98,11 +98,6 @@ class LayerGraph:
         """[L]: how many layers must come before each."""
         return tuple(self._is_before.sum(axis=0).tolist())
 
-    @cached_property
-    def num_after(self) -> tuple[int, ...]:
-        """[L]: how many layers must come after each."""
-        return tuple(self._is_before.sum(axis=1).tolist())
-
     def last_of(self, layers: Sequence[int]) -> tuple[int, ...]:
         """Those of some layers that no other of them must follow."""
         return tuple(x for x in layers if not any(self.comes_before(x, y) for y in layers))

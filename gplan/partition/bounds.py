@@ -50,11 +50,6 @@ class StepBounds:
         """[S+1, P]: of every plan whose stage s begins at this position, by its stages from s on."""
         return suffix_tables(self.candidates, self._alone_s, np.maximum, num_positions=self._size)[:, 0]
 
-    @property
-    def whole_s(self) -> float:
-        """Of every plan."""
-        return float(self.rest_s[0, 0])
-
     @cached_property
     def around_after_s(self) -> Floats:
         """[S+1, P]: the least that a forward and backward of a kept micro-batch take on stages s, ...,

@@ -3,7 +3,7 @@
 A node is a prefix, the first s stages. A sweep grows all nodes by one stage at a time, drops those whose bound cannot
 beat the best plan known, and keeps at most `width` of the others, the most promising. If none was left out, the best
 plan is proven optimal; otherwise the smallest bound left out says how much better a plan could be, and the next sweep
-is wider, until the time is up. Prefixes are bounded by their goal (`goals.py`: a simulation, the loads or the memory so
+is wider, until the time is up. Nodes are bounded by their goal (`goals.py`: a simulation, the loads or the memory so
 far) and by weights (`lagrangian.py`); some make others pointless by their labels.
 
 A plan whose value is within a limit is made of candidates that are within bounds which follow from the limit. Mostly the
@@ -36,17 +36,18 @@ from gplan.partition.candidates import (
     Candidates,
     TooManyCandidates,
     candidates_within,
+    ends_of,
     fitting,
     on_paths,
+    path_of,
 )
-from gplan.partition.dp import rows_from
 from gplan.partition.goals import Goal
 from gplan.partition.lagrangian import WeightedBounds, WeightUpdates, first_weighted_bounds
 from gplan.partition.local_search import polish
 from gplan.partition.memory_feasibility import DeviceMemoryLimits
 from gplan.partition.problem import ROUNDING, Problem, compute_sums_s, without_memory
 
-_FEW_CANDIDATES = 1_000_000  # that are searched without further ado
+_FEW_CANDIDATES = 1_000_000  # that are searched in one go
 _MANY_CANDIDATES = 4_000_000  # of one rising limit
 _RISES = (
     2e-4, 5e-4, 1e-3, 2e-3, 4e-3, 7e-3, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.35, 0.6, 1.0, 2.0, 5.0,
@@ -54,7 +55,6 @@ _RISES = (
 )  # fmt: skip
 _NARROW = 1.5  # times the longest stage of the best plan known: the stages that are looked at where all are too many
 _SLACK = 1e-9  # share by which a bound may be off
-_SUMS_SLACK = 1e-12  # share by which sums may be off
 _LABEL_SLACK = 1e-13  # share of the value by which a label may be worse and still be dominant
 _FIRST_WIDTH = 64
 _WIDER = 8  # times, from sweep to sweep
@@ -105,7 +105,7 @@ class Search:
 
     problem: Problem
     goal: type[Goal]
-    enough: float | None = None  # a value that is as good as the smallest; None: none is
+    enough: float | None = None  # stop at the first value up to this; None: search for the smallest
     num_even_plans: int = 1  # plans with even stages that are looked at to begin with
 
     @property
@@ -121,23 +121,23 @@ class Search:
 
     def run(self, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
         """What is known after a search that begins with a plan."""
-        least, asked = self.least, incumbent.limit
+        least, last_limit = self.least, incumbent.limit
         known = incumbent.bounded(least)
         if self.enough is not None and self.is_settled(known):
             return known
         try:
-            limit = min(known.value * (1.0 + ROUNDING), asked)
+            limit = min(known.value * (1.0 + ROUNDING), last_limit)
             return self._within(known, limit, most=_FEW_CANDIDATES, deadline_s=deadline_s)
         except TooManyCandidates:
             pass
         for rise in _RISES:
-            limit = min(least * (1.0 + rise), known.value * (1.0 + ROUNDING), asked)
+            limit = min(least * (1.0 + rise), known.value * (1.0 + ROUNDING), last_limit)
             try:
                 found = self._within(known, limit, most=_MANY_CANDIDATES, deadline_s=deadline_s)
             except TooManyCandidates:
                 return self._among_narrow(known, deadline_s=deadline_s)
-            is_last = found.value <= limit or limit >= min(known.value, asked)
-            known = replace(found, limit=asked)
+            is_last = found.value <= limit or limit >= min(known.value, last_limit)
+            known = replace(found, limit=last_limit)
             if not found.proven or is_last or self.is_settled(known):
                 break
         return known
@@ -158,7 +158,7 @@ class Search:
         path = path_of(goal.candidates, incumbent.ends)
         if path is None:
             return incumbent
-        may_be = self.limits(goal.candidates).fits if self.checks_devices else None
+        may_be = DeviceMemoryLimits(self.problem, goal.candidates).fits if self.checks_devices else None
         path = polish(self.problem, goal.candidates, path, values=goal.values, may_be=may_be, deadline_s=deadline_s)
         value = float(goal.values(path[None])[0])
         return replace(incumbent, ends=ends_of(goal.candidates, path), value=value)
@@ -168,17 +168,13 @@ class Search:
         """Whether candidates that fit by themselves may be too large together."""
         return self.problem.has_chunks and self.problem.has_memory_limit
 
-    def limits(self, candidates: Sequence[Candidates]) -> DeviceMemoryLimits:
-        """The limits of devices on partitions of some candidates."""
-        return DeviceMemoryLimits(self.problem, candidates)
-
     def fitting(self, candidates: Sequence[Candidates]) -> list[Candidates] | None:
         """The candidates that may fit, beside the other stages of their device; None where that leaves no path."""
         size = self.problem.costs.num_positions
         left = on_paths([fitting(self.problem, stage, x) for stage, x in enumerate(candidates)], size)
         if left is None or not self.checks_devices:
             return left
-        limits = self.limits(left)
+        limits = DeviceMemoryLimits(self.problem, left)
         return on_paths([some.take(limits.fitting(stage)) for stage, some in enumerate(left)], size)
 
     def _within(self, known: Incumbent, limit: float, *, most: int, deadline_s: float) -> Incumbent:
@@ -277,7 +273,7 @@ class SearchSpace:
             updates.go_on(_BURST, deadline_s=until_s)
             incumbent = incumbent.bounded(updates.weighted.whole_s)
             for start in self._plans([updates.middle_path()], incumbent):
-                found = self.polished(start, deadline_s=until_s)
+                found = self.search.polished(self.goal, start, until_s)
                 incumbent = found if found.value < incumbent.value else incumbent
             rise = updates.weighted.whole_s - bound
             is_stuck = burst >= _FEW_BURSTS and rise < _WORTH_A_BURST * bound and incumbent.value == before.value
@@ -285,43 +281,29 @@ class SearchSpace:
                 break
         return replace(self, bounds=updates.weighted), incumbent
 
-    def polished(self, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
-        """The incumbent after moves of single cuts."""
-        return self.search.polished(self.goal, incumbent, deadline_s)
-
-    def root(self) -> Prefixes:
+    def root(self) -> Nodes:
         """The empty prefix."""
         none: Ints = np.zeros((1, 0), dtype=np.int64)
         first, bounds = np.zeros(1), np.array([self.whole])
-        return Prefixes(paths=none, last_end=none.sum(axis=1), added=first, bounds=bounds, labels=first[:, None])
+        return Nodes(paths=none, last_end=none.sum(axis=1), added=first, bounds=bounds, labels=first[:, None])
 
-    def grow(self, parents: Prefixes, children: Ints) -> Prefixes:
+    def grow(self, parents: Nodes, children: Ints) -> Nodes:
         """Each parent with one more stage, bounded; those that do not fit by infinity."""
         weighted, stage, paths = self.bounds, parents.stage, np.column_stack([parents.paths, children])
         end = self.candidates[stage].end[children]
         added = parents.added + weighted.values[stage][children]
-        bounds = np.maximum(parents.bounds, (added + weighted.rest_s[stage + 1][end]) * (1 - _SUMS_SLACK))
+        bounds = np.maximum(parents.bounds, (added + weighted.rest_s[stage + 1][end]) * (1 - ROUNDING))
         bounds = np.maximum(bounds, self.through[stage][children])
         there = np.flatnonzero(self._limits.may_fit(paths)) if self.search.checks_devices else np.arange(len(paths))
         least = np.full(len(paths), np.inf)
         least[there], known = self.goal.of_prefixes(paths[there])
         has_labels = known is not None and not self.search.checks_devices
         labels = known if known is not None and has_labels else np.zeros((len(paths), 0))
-        return Prefixes(paths=paths, last_end=end, added=added, bounds=np.maximum(bounds, least), labels=labels)
-
-    @staticmethod
-    def undominated(nodes: Prefixes) -> Prefixes:
-        """The nodes whose labels no other one with the same end matches or beats in every number; all without labels."""
-        if not nodes.labels.shape[1]:
-            return nodes
-        slack = _LABEL_SLACK * float(nodes.bounds.max(initial=0.0))
-        order = np.argsort(nodes.last_end, kind="stable")
-        by_end = np.split(order, np.flatnonzero(np.diff(nodes.last_end[order])) + 1)
-        return nodes.take(np.concatenate([some[undominated(nodes.labels[some], slack=slack)] for some in by_end]))
+        return Nodes(paths=paths, last_end=end, added=added, bounds=np.maximum(bounds, least), labels=labels)
 
     @cached_property
     def _limits(self) -> DeviceMemoryLimits:
-        return self.search.limits(self.candidates)
+        return DeviceMemoryLimits(self.search.problem, self.candidates)
 
     def _among(self, candidates: list[Candidates] | None) -> SearchSpace | None:
         return None if candidates is None else replace(self, bounds=self.bounds.among(candidates))
@@ -339,10 +321,11 @@ class SearchSpace:
         num_even_plans = self.search.num_even_plans
         even_plans = self._plans(self.bounds.even_paths(num_even_plans), incumbent)
         start = min([incumbent, *even_plans], key=lambda x: x.value)
-        found = self.polished(start, deadline_s=deadline_s)
+        found = self.search.polished(self.goal, start, deadline_s)
         if num_even_plans == 1 or not even_plans or even_plans[0] is start or self.search.is_settled(found):
             return found
-        return min(found, self.polished(even_plans[0], deadline_s=deadline_s), key=lambda x: x.value)
+        other = self.search.polished(self.goal, even_plans[0], deadline_s)
+        return min(found, other, key=lambda x: x.value)
 
     def _plans(self, paths: Sequence[Ints], incumbent: Incumbent) -> list[Incumbent]:
         """Those of some partitions that fit, with all else that is known."""
@@ -353,7 +336,7 @@ class SearchSpace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefixes:
+class Nodes:
     """N prefixes of s stages each, with a lower bound of every plan that begins with them."""
 
     paths: Ints  # [N, s]: the candidate that each stage takes
@@ -370,12 +353,21 @@ class Prefixes:
         """The index of the stage that comes next."""
         return int(self.paths.shape[1])
 
-    def take(self, index: Ints) -> Prefixes:
+    def take(self, index: Ints) -> Nodes:
         """Some of the nodes."""
-        return Prefixes(**{x.name: getattr(self, x.name)[index] for x in fields(self)})
+        return Nodes(**{x.name: getattr(self, x.name)[index] for x in fields(self)})
+
+    def undominated(self) -> Nodes:
+        """The nodes whose labels no other one with the same end matches or beats in every number; all without labels."""
+        if not self.labels.shape[1]:
+            return self
+        slack = _LABEL_SLACK * float(self.bounds.max(initial=0.0))
+        order = np.argsort(self.last_end, kind="stable")
+        by_end = np.split(order, np.flatnonzero(np.diff(self.last_end[order])) + 1)
+        return self.take(np.concatenate([some[undominated(self.labels[some], slack=slack)] for some in by_end]))
 
     @classmethod
-    def joined(cls, parts: list[Prefixes]) -> Prefixes:
+    def joined(cls, parts: list[Nodes]) -> Nodes:
         """All nodes of all parts."""
         return cls(**{x.name: np.concatenate([getattr(part, x.name) for part in parts]) for x in fields(cls)})
 
@@ -399,7 +391,7 @@ def branch_and_bound(space: SearchSpace, incumbent: Incumbent, *, deadline_s: fl
         width *= _WIDER
     if left is None:
         return replace(incumbent, lower_bound=incumbent.worth)
-    return left.polished(incumbent, deadline_s=deadline_s)
+    return search.polished(left.goal, incumbent, deadline_s)
 
 
 def all_paths(candidates: Sequence[Candidates], *, most: int) -> Ints | None:
@@ -442,24 +434,6 @@ def _all_bounded(space: SearchSpace, paths: Ints, incumbent: Incumbent, *, deadl
     return incumbent.bounded(float(least.min()) * (1 + ROUNDING))
 
 
-def ends_of(candidates: Sequence[Candidates], path: Ints) -> Ints:
-    """[S]: at which positions the stages of a partition end, given the candidates that it takes."""
-    return np.array([some.end[i] for some, i in zip(candidates, path, strict=True)], dtype=np.int64)
-
-
-def path_of(candidates: Sequence[Candidates], ends: Sequence[int] | Ints) -> Ints | None:
-    """[S]: the candidates that a partition takes, given at which positions its stages end; None where one is not there."""
-    path, first = [], 0
-    for some, end in zip(candidates, ends, strict=True):
-        rows = rows_from(some, first)
-        index = rows.start + int(np.searchsorted(some.end[rows], end))
-        if index >= rows.stop or some.end[index] != end:
-            return None
-        path.append(index)
-        first = int(end)
-    return np.array(path, dtype=np.int64)
-
-
 def sweep(space: SearchSpace, incumbent: Incumbent, *, width: int, deadline_s: float) -> Incumbent:
     """What is known after growing prefixes to partitions, at most `width` of them at a time."""
     nodes, left_out = space.root(), float("inf")
@@ -469,7 +443,7 @@ def sweep(space: SearchSpace, incumbent: Incumbent, *, width: int, deadline_s: f
             return incumbent
         if not parts:
             return incumbent.bounded(left_out)
-        nodes = space.undominated(Prefixes.joined(parts))
+        nodes = Nodes.joined(parts).undominated()
         order = np.argsort(nodes.bounds, kind="stable")
         left_out = min(left_out, float(nodes.bounds[order[width:]].min(initial=np.inf)))
         nodes = nodes.take(order[:width])
@@ -481,7 +455,7 @@ def sweep(space: SearchSpace, incumbent: Incumbent, *, width: int, deadline_s: f
     return incumbent.bounded(left_out)
 
 
-def _children(space: SearchSpace, nodes: Prefixes, incumbent: Incumbent, deadline_s: float) -> Iterator[Prefixes]:
+def _children(space: SearchSpace, nodes: Nodes, incumbent: Incumbent, deadline_s: float) -> Iterator[Nodes]:
     """The nodes with one more stage that can still lead to a better plan, in chunks; fewer if the time is up."""
     some, through = space.candidates[nodes.stage], space.through[nodes.stage]
     parents, children = _pairs(some, nodes.last_end)

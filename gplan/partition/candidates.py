@@ -20,6 +20,7 @@ from gplan.core import StageSeconds
 from gplan.cost.action_seconds import occupied
 from gplan.graph.down_sets import Bools, DownSets, Floats, Ints
 from gplan.partition.constraints import ConstraintCheck
+from gplan.partition.dp import rows_from
 from gplan.partition.plan_evaluation import load_s, passes_s
 from gplan.partition.problem import Problem, compute_sums_s, device_moments_of, peak_moments_of
 
@@ -110,6 +111,24 @@ def on_paths(candidates: list[Candidates], num_positions: int) -> list[Candidate
         reached[some.end] = True
         forward.append(some)
     return forward
+
+
+def ends_of(candidates: Sequence[Candidates], path: Ints) -> Ints:
+    """[S]: at which positions the stages of a partition end, given the candidates that it takes."""
+    return np.array([some.end[i] for some, i in zip(candidates, path, strict=True)], dtype=np.int64)
+
+
+def path_of(candidates: Sequence[Candidates], ends: Sequence[int] | Ints) -> Ints | None:
+    """[S]: the candidates that a partition takes, given at which positions its stages end; None where one is not there."""
+    path, first = [], 0
+    for some, end in zip(candidates, ends, strict=True):
+        rows = rows_from(some, first)
+        index = rows.start + int(np.searchsorted(some.end[rows], end))
+        if index >= rows.stop or some.end[index] != end:
+            return None
+        path.append(index)
+        first = int(end)
+    return np.array(path, dtype=np.int64)
 
 
 def fitting(problem: Problem, stage: int, candidates: Candidates) -> Candidates:

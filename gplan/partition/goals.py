@@ -1,7 +1,7 @@
 """What is to be small: the step, the largest load of a device, or the largest peak of its memory.
 
-Each is a `Goal`: the largest of many sums over the stages, or at least that. It also knows which stages a partition with
-a value up to some limit can have.
+Each is a `Goal`: the largest of many sums over the stages, or at least that. `cap` gives the stages that a partition with a
+value up to some limit can have.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Goal(ABC):
 
     @abstractmethod
     def of_prefixes(self, paths: Ints) -> tuple[Floats, Floats | None]:
-        """[N]: what they are at least of every partition that begins with these stages, [N, s]; of all stages, exactly.
+        """[N]: a lower bound of every partition that begins with these stages, [N, s]; its value, if they are all; [N, D]: labels.
 
-        Beside it [N, D]: numbers such that a prefix with none of them larger is as good as another with the same end.
-        None where they would be too many, such as the times of all micro-batches or what is held at every moment.
+        A prefix is dominated by one with the same end and no larger label. None where labels would be too many, such as
+        the times of all micro-batches or what is held at every moment.
         """
 
     def through(self) -> list[Floats] | None:

@@ -18,12 +18,11 @@ from functools import cached_property
 import numpy as np
 
 from gplan.graph.down_sets import Floats, Ints
-from gplan.partition.candidates import Candidates
+from gplan.partition.candidates import Candidates, ends_of
 from gplan.partition.dp import best_path, prefix_tables, suffix_tables
 from gplan.partition.goals import Goal
-from gplan.partition.problem import Problem, compute_sums_s
+from gplan.partition.problem import ROUNDING, Problem, compute_sums_s
 
-_ROUNDING = 1e-12  # share by which sums may be off
 _TINY = 1e-300  # so that nothing is divided by 0
 _HEAD_START = 20  # rounds that the first weights count for
 
@@ -65,14 +64,14 @@ class WeightedBounds:
     @property
     def whole_s(self) -> float:
         """Of every partition."""
-        return float(self.tables[0, 0, 0]) * (1 - _ROUNDING)
+        return float(self.tables[0, 0, 0]) * (1 - ROUNDING)
 
     @cached_property
     def through_s(self) -> list[Floats]:
         """[E] for each stage: of every partition that takes this candidate."""
         before = prefix_tables(self.candidates, self.values, np.add, num_positions=self.problem.costs.num_positions)
         return [
-            (before[stage][some.first] + own + self.rest_s[stage + 1][some.end]) * (1 - _ROUNDING)
+            (before[stage][some.first] + own + self.rest_s[stage + 1][some.end]) * (1 - ROUNDING)
             for stage, (some, own) in enumerate(zip(self.candidates, self.values, strict=True))
         ]
 
@@ -88,13 +87,13 @@ class WeightedBounds:
     def even_paths(self, count: int) -> list[Ints]:
         """Partitions, [S] each, whose stages add as equal parts as can be, by the sum of squares.
 
-        In every one but the first, stages count for more whose devices had most so far.
+        After the first one, stages of the most loaded devices weigh more.
         """
         devices = np.array(self.problem.devices)
         emphasis, found = np.ones(self.problem.num_devices), list[Ints]()
         for _ in range(count):
             squares = [emphasis[device] * own**2 for device, own in zip(devices, self.values, strict=True)]
-            path = self._least_path(squares)
+            path = self.least_path(squares)
             added = [own[i] for own, i in zip(self.values, path, strict=True)]
             by_device = np.bincount(devices, weights=added)
             emphasis = emphasis * (by_device / max(float(by_device.mean()), _TINY))
@@ -102,15 +101,15 @@ class WeightedBounds:
         return found
 
     def blended_paths(self, count: int) -> list[Ints]:
-        """Partitions, [S] each, whose stages are alike in their loads at first, at last in what they add."""
+        """Partitions, [S] each, from even loads (the first) to even weighted sums (the last)."""
         loads, added = _shares([x.load_s for x in self.candidates]), _shares(self.values)
         shares = np.linspace(0, 1, count).tolist()
         return [
-            self._least_path([(1 - x) * load**2 + x * own**2 for load, own in zip(loads, added, strict=True)])
+            self.least_path([(1 - x) * load**2 + x * own**2 for load, own in zip(loads, added, strict=True)])
             for x in shares
         ]
 
-    def _least_path(self, values: Sequence[Floats]) -> Ints:
+    def least_path(self, values: Sequence[Floats]) -> Ints:
         """[S]: the partition with the smallest sum of some values of the candidates."""
         tables = suffix_tables(self.candidates, values, np.add, num_positions=self.problem.costs.num_positions)
         return best_path(self.candidates, tables, values, np.add)
@@ -171,10 +170,9 @@ class WeightUpdates:
         """[S]: the partition whose cuts are nearest to the mean ones of all partitions so far."""
         candidates, sums = self.weighted.candidates, compute_sums_s(self.weighted.problem)
         distances = [(sums[some.end] - end_s) ** 2 for some, end_s in zip(candidates, self.mean_ends_s, strict=True)]
-        tables = suffix_tables(candidates, distances, np.add, num_positions=len(sums))
-        return best_path(candidates, tables, distances, np.add)
+        return self.weighted.least_path(distances)
 
 
 def _ends_s(weighted: WeightedBounds, path: Ints) -> Floats:
-    sums = compute_sums_s(weighted.problem)
-    return np.array([sums[some.end[i]] for some, i in zip(weighted.candidates, path, strict=True)])
+    ends_s: Floats = compute_sums_s(weighted.problem)[ends_of(weighted.candidates, path)]
+    return ends_s

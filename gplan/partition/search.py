@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,12 +20,13 @@ from gplan.core.errors import NoPlanError
 from gplan.core.machine import FREE_LINK
 from gplan.core.units import bytes_text, seconds_text
 from gplan.graph.down_sets import Ints
+from gplan.partition.batch_simulation import Delay, simulate_window
 from gplan.partition.branch_and_bound import Incumbent, Search
-from gplan.partition.candidates import TooManyCandidates
+from gplan.partition.candidates import TooManyCandidates, loads_s, stage_seconds
 from gplan.partition.goals import LoadGoal, PeakGoal, StepGoal
 from gplan.partition.minimax import ends_of_stages, smallest_largest, stages_between
 from gplan.partition.plan_evaluation import fits_memory, goal_s
-from gplan.partition.problem import Problem, Solution, device_peaks, with_valid_bound, without_memory
+from gplan.partition.problem import Problem, Solution, device_peaks, device_sums, with_valid_bound, without_memory
 
 TIME_LIMIT_S = 10.0
 
@@ -76,7 +78,7 @@ def smallest_peak(problem: Problem, *, enough: float | None = None, deadline_s: 
 
 def _best_of(search: Search, starts: Sequence[Ints], deadline_s: float) -> Incumbent:
     """What is known of the best of some partitions; after moves, where there are several."""
-    values = [goal_s(search.problem, stages_between(search.problem, ends.tolist())) for ends in starts]
+    values = [_value_s(search.problem, ends) for ends in starts]
     every = [Incumbent(ends=ends, value=x, lower_bound=0.0) for ends, x in zip(starts, values, strict=True)]
     if len(every) > 1:
         every = [search.moved(known, deadline_s=_part_of(deadline_s)) for known in every]
@@ -129,7 +131,19 @@ def _starts(problem: Problem, given: Ints | None, *, deadline_s: float) -> list[
 
 def _better(problem: Problem, starts: Sequence[Ints]) -> list[Ints]:
     """The best one of them, if there is any."""
-    return sorted(starts, key=lambda ends: goal_s(problem, stages_between(problem, ends.tolist())))[:1]
+    return sorted(starts, key=lambda ends: _value_s(problem, ends))[:1] if len(starts) > 1 else list(starts)
+
+
+def _value_s(problem: Problem, ends: Ints) -> float:
+    """What the problem minimises, of a partition."""
+    if problem.recompute == "selected":
+        return goal_s(problem, stages_between(problem, ends.tolist()))
+    pairs = [np.array([[first], [end]]) for first, end in pairwise([0, *ends.tolist()])]
+    window = [stage_seconds(problem, stage, *pair) for stage, pair in enumerate(pairs)]
+    if problem.minimize == "step-time":
+        return float(simulate_window(problem, window, first_stage=0, delay=Delay()).optimizer_s[0])
+    loads = [loads_s(problem, stage, pairs[stage][0], times)[0] for stage, times in enumerate(window)]
+    return float(max(device_sums(problem, loads)))
 
 
 def _found_to_fit(problem: Problem, *, deadline_s: float) -> list[Ints]:

@@ -11,7 +11,6 @@ less memory begins with what is known.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
@@ -83,7 +82,8 @@ class SettingSearch:
         first, self._deadline_s = self.space.recompute[0], deadline_s
         self.progress(f"bounding {counted(len(self.space.strategies), 'setting')}", share[0])
         for x in self.space.strategies:
-            self.bounds.setdefault(x, self._bound(x, first))
+            bounds = [self._bound(x, mode) for mode in self._modes(x, memory_bytes)]
+            self.bounds[x] = max(self.bounds.get(x, 0.0), min(bounds, default=INFINITY))
         turn = list(self.space.strategies[::-1])  # of equal estimates 1F1B before GPipe, which keeps more
         turn.sort(key=lambda x: self._weighted(self.closed_bounds(x, first).estimate_s, x))
         unproven, by_bound = list[Strategy](), False
@@ -213,10 +213,9 @@ class SettingSearch:
 
         It is first balanced without a memory limit: a plan that fits anyway is the best for every way to recompute.
         """
-        allowed = [x for x in self.space.recompute if self.request.allows(replace(strategy, recompute=x))]
-        modes, least, is_finished = self._modes(strategy, allowed, memory_bytes), self.bounds[strategy], True
+        modes, least, is_finished = self._modes(strategy, memory_bytes), self.bounds[strategy], True
         if self.request.machine is None and (memory_bytes is None or {"never", "selected"} & {*modes}):
-            problem = self.problem(strategy, allowed[0], memory_bytes)
+            problem = self.problem(strategy, self._allowed(strategy)[0], memory_bytes)
             kept = nothing_recomputed(problem)
             free, is_finished = self._free.get(strategy, (None, False))
             if not is_finished and (free is None or fits_memory(kept, free.solution.stages)):
@@ -252,12 +251,15 @@ class SettingSearch:
         self.bounds[strategy] = min(bounds)
         return is_finished
 
-    def _modes(
-        self, strategy: Strategy, allowed: Sequence[RecomputeMode], memory_bytes: int | None
-    ) -> list[RecomputeMode]:
+    def _allowed(self, strategy: Strategy) -> list[RecomputeMode]:
+        """The ways to recompute that the request allows."""
+        return [x for x in self.space.recompute if self.request.allows(replace(strategy, recompute=x))]
+
+    def _modes(self, strategy: Strategy, memory_bytes: int | None) -> list[RecomputeMode]:
         """The allowed ways to recompute that may fit; "selected" is never worse than "never"."""
-        without = "selected" if why_not_selected(strategy.schedule) else "never" if "selected" in allowed else None
-        modes = [x for x in allowed if x != without]
+        modes, cannot_select = self._allowed(strategy), bool(why_not_selected(strategy.schedule))
+        if cannot_select or "selected" in modes:
+            modes = [x for x in modes if x != ("selected" if cannot_select else "never")]
         if self.request.machine is not None or memory_bytes is None:
             return modes
         return [x for x in modes if not self.closed_bounds(strategy, x).exceeds_memory(memory_bytes)]

@@ -16,9 +16,7 @@ from torch import nn
 from gplan.core import Precision
 from gplan.core.errors import ModelError, UsageError
 from gplan.core.units import bytes_text
-from profiler.capture.capture import capture
 from profiler.capture.sequence import as_sequential
-from profiler.model.data import sample_batch
 from profiler.model.lazy_build import random_state_kept
 from profiler.model.load import ModelFile, ModelTooLargeError, model_in_memory, open_model_file
 from profiler.model.memory_budget import headroom
@@ -96,13 +94,3 @@ class GivenModel:
             f"{bytes_text(memory.available_bytes)} are free"
         )
         return replace(lazy, notes=(*lazy.notes, note))
-
-
-def num_layers_of(model: str, *, microbatch_size: int) -> int:
-    """The number of layers of a profile of this model file, found by capture without weights.
-
-    Raises ModelError for a model that cannot be loaded or captured without weights.
-    """
-    file = GivenModel(model=model).load()
-    inputs, _ = sample_batch(file, microbatch_size)
-    return len(capture(file.model, inputs))

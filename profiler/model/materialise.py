@@ -63,11 +63,7 @@ def _filled(name: str, like: Tensor, device: str) -> Tensor:
             made.copy_(torch.randn(like.shape, device=device) * _DEVIATION)
         else:
             made.normal_(0.0, _DEVIATION)
-    if not isinstance(like, nn.Parameter):
-        return made
-    parameter = nn.Parameter(made, requires_grad=like.requires_grad)
-    parameter.grad_dtype = like.grad_dtype
-    return with_attributes(parameter, like)
+    return parameter_as(made, like) if isinstance(like, nn.Parameter) else made
 
 
 def real_like(values: Iterable[TensorSpec | Tensor], *, seed: int, device: str = "cpu") -> Tensors:

@@ -247,8 +247,8 @@ def run_naming_errors(name: str, direction: str, work: Callable[[], Result]) -> 
         return work()
     except torch.AcceleratorError as error:
         raise RunError(
-            f"{name}: the device failed in the {direction} pass: {describe(error)}; see that it is still there (nvidia-smi) "
-            "and run again: the measurements so far are kept"
+            f"{name}: the device failed in the {direction} pass: {describe(error)}; see that it is still there (nvidia-smi), "
+            "then run again"
         ) from error
     except ModelError:
         raise

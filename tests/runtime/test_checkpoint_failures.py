@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler as schedules
 
 from gplan.core.errors import RunError, UsageError
 from gplan.runtime.checkpoint import storage
-from gplan.runtime.checkpoint.folder import newest_intact
+from gplan.runtime.checkpoint.folder import newest_complete
 from tests.runtime.fake_training import (
     Decay,
     adam,
@@ -39,10 +39,10 @@ def save_on_a_full_disk(directory: Path) -> str:
         own.save(directory, 2, dist.group.WORLD)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     left = sorted(path.name for path in directory.iterdir())
-    assert newest_intact(directory) == earlier
+    assert newest_complete(directory) == earlier
     dist.barrier()
     again = own.save(directory, 2, dist.group.WORLD)
-    assert newest_intact(directory) == again
+    assert newest_complete(directory) == again
     return f"{error.value} | {left}"
 
 
@@ -51,7 +51,7 @@ def test_full_disk_on_one_rank(tmp_path: Path) -> None:
     num_bytes = 2 * 4 * (4 + 1 + 54)  # parameters and momentum of stage 1
     told = (
         f"the checkpoint of step 2 was not saved: rank 1 (stage 1) could not write its {num_bytes} B to {saved}: "
-        f"File too large; mend that or save elsewhere; the last intact one is {saved / 'step-000001'} | ['step-000001']"
+        f"File too large; mend that or save elsewhere; the last complete one is {saved / 'step-000001'} | ['step-000001']"
     )
     assert in_fresh_processes(2, save_on_a_full_disk, tmp_path, saved) == [told, told]
 
@@ -80,8 +80,8 @@ def test_rank_killed_while_saving(tmp_path: Path, victim: int) -> None:
     other = 1 - victim
     assert told[victim] is None
     assert f"rank {other} (stage {other}) lost another rank of the run" in told[other]
-    assert f"the last intact one is {saved / 'step-000001'}" in told[other]
-    assert newest_intact(saved) == saved / "step-000001"
+    assert f"the last complete one is {saved / 'step-000001'}" in told[other]
+    assert newest_complete(saved) == saved / "step-000001"
     parts = [path for path in saved.iterdir() if ".part-" in path.name]
     assert bool(parts) == (victim == 0)  # the rank that cleans up was killed
 

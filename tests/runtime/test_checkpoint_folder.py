@@ -17,7 +17,7 @@ from torch import nn
 from gplan.core.errors import FileError, RunError, UsageError
 from gplan.runtime.checkpoint import folder
 from gplan.runtime.checkpoint.collective import RankGroup
-from gplan.runtime.checkpoint.folder import DamagedError, newest_intact, partial_path
+from gplan.runtime.checkpoint.folder import DamagedError, newest_complete, partial_path
 from gplan.runtime.checkpoint.loading import load_checkpoint
 from gplan.runtime.checkpoint.saving import save_checkpoint
 from gplan.runtime.checkpoint.state import RankState
@@ -46,7 +46,7 @@ def names(directory: Path) -> list[str]:
 def test_highest_step_is_newest(tmp_path: Path) -> None:
     for step in (999_999, 1_000_000, 20):
         save(tmp_path, step)
-    assert newest_intact(tmp_path) == loaded_from(tmp_path)[1] == tmp_path / "step-1000000"
+    assert newest_complete(tmp_path) == loaded_from(tmp_path)[1] == tmp_path / "step-1000000"
     assert names(tmp_path) == ["step-000020", "step-1000000", "step-999999"]
 
 
@@ -61,7 +61,7 @@ def test_empty_directory_refused(tmp_path: Path) -> None:
         value_in(tmp_path)
     with pytest.raises(FileError, match="is not there"):
         value_in(tmp_path / "nowhere")
-    assert newest_intact(tmp_path) is None
+    assert newest_complete(tmp_path) is None
 
 
 def test_same_step_is_replaced(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_damaged_checkpoints_skipped(tmp_path: Path) -> None:
     first, second, third, fourth = (save(tmp_path, step, float(step)) for step in (1, 2, 3, 4))
     assert loaded_from(tmp_path) == (4.0, fourth, "")
     (fourth / "__0_0.distcp").unlink()
-    assert newest_intact(tmp_path) == third
+    assert newest_complete(tmp_path) == third
     told = f"{fourth} is incomplete: __0_0.distcp is missing"
     assert loaded_from(tmp_path) == (3.0, third, f"{told}; going on from {third}")
     flip(third)  # which nobody sees before it is read
@@ -198,7 +198,7 @@ def test_no_flipped_byte_goes_unnoticed(tmp_path: Path) -> None:
             file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
             with pytest.raises(DamagedError):
                 value_in(path)
-            assert file.name == "__0_0.distcp" or newest_intact(tmp_path) is None
+            assert file.name == "__0_0.distcp" or newest_complete(tmp_path) is None
         file.write_bytes(whole)
     assert value_in(path) == 5.0
 
@@ -262,7 +262,7 @@ def test_a_strangers_folder_runs_no_code(place: str, tmp_path: Path) -> None:
         FileError, match=r"names pathlib\S*.Path.write_text, which no index needs and which could run code"
     ):
         value_in(tmp_path)
-    assert newest_intact(tmp_path) is None
+    assert newest_complete(tmp_path) is None
     assert not file.exists()
 
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from gplan.core import Action, Schedule, StageCost
 from gplan.schedules.dependencies import check_orders, dependencies_of, execution_order
-from gplan.schedules.in_flight import max_in_flight
 from gplan.schedules.registry import make_schedule, num_stages_of, schedule_info, stage_devices
 from gplan.simulation.simulator import simulate_schedule, step_and_bubble
 from tests.schedules.made import (
@@ -154,8 +153,6 @@ def test_zb_v_keeps_on_every_device_what_1f1b_keeps_on_the_first(k: int, m: int)
 def test_one_chunk_is_the_schedule_without_chunks(k: int, m: int) -> None:
     assert made("looped-bfs:1", k, m).orders == made("gpipe", k, m).orders
     assert made("interleaved-1f1b:1", k, m).orders == made("1f1b", k, m).orders
-    counts = {"num_devices": k, "num_microbatches": m, "num_chunks": 1}
-    assert max_in_flight("interleaved-1f1b:1", **counts) == max_in_flight("1f1b", **counts)
 
 
 @given(st.sampled_from(["gpipe", "1f1b", "eager-1f1b"]), num_devices, num_microbatches, some_seconds, some_seconds)

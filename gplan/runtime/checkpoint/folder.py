@@ -172,8 +172,8 @@ def _found(directory: Path) -> list[Path]:
     return [directory] if (directory / _INDEX).exists() else [path for _, path in _folders(directory)]
 
 
-def newest_intact(directory: Path) -> Path | None:
-    """Return the newest complete checkpoint, or None."""
+def newest_complete(directory: Path) -> Path | None:
+    """Return the newest checkpoint whose index is intact and whose files have their length, or None."""
     for _, path in _folders(directory):
         with suppress(FileError):
             read_index(path)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from gplan.core.errors import GplanError, RunError, UsageError
 from gplan.runtime.checkpoint.collective import LostPeerError, RankGroup
-from gplan.runtime.checkpoint.folder import checkpoint_path, clean_directory, newest_intact, partial_path
+from gplan.runtime.checkpoint.folder import checkpoint_path, clean_directory, newest_complete, partial_path
 from gplan.runtime.checkpoint.state import (
     FORMAT,
     Header,
@@ -113,8 +113,8 @@ def save_checkpoint(
         else:
             with suppress(RunError):
                 ranks.run_on_all(remove)  # all ranks wait for it
-        intact = newest_intact(directory)
-        left = f"no earlier one is in {directory}" if intact is None else f"the last intact one is {intact}"
+        last = newest_complete(directory)
+        left = f"no earlier one is in {directory}" if last is None else f"the last complete one is {last}"
         raise RunError(
             f"the checkpoint of step {step} was not saved: {error}; {left}"
         ) from None  # torch's own error repeats it in forty lines

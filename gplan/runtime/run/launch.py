@@ -25,7 +25,7 @@ import torch.distributed as dist
 from gplan.core import Plan, Run
 from gplan.core.errors import GplanError, RunError, UsageError
 from gplan.files import json_files
-from gplan.runtime.checkpoint.folder import list_checkpoints, locked_directory, newest_intact
+from gplan.runtime.checkpoint.folder import list_checkpoints, locked_directory, newest_complete
 from gplan.runtime.model_source import ModelLike, ModelSource, open_source
 from gplan.runtime.peers import Peers, explained_by_peers, local_place
 from gplan.runtime.pipeline import own_device
@@ -139,7 +139,7 @@ def _check_nothing_is_replaced(options: RunOptions) -> None:
     """Raise UsageError if a run from the start would overwrite another run's checkpoints."""
     if options.save_every is None or options.resume is not None or not Path(options.checkpoints).is_dir():
         return
-    newest = newest_intact(Path(options.checkpoints))
+    newest = newest_complete(Path(options.checkpoints))
     if newest is not None:
         raise UsageError(
             f"{options.checkpoints} holds the checkpoints of another run, the newest {newest.name}: go on from it with "
@@ -253,7 +253,7 @@ def _checkpoints_locked(options: RunOptions) -> Iterator[None]:
         try:
             yield
         except KeyboardInterrupt as interrupt:
-            newest = newest_intact(directory)
+            newest = newest_complete(directory)
             text = "no checkpoint was saved yet" if newest is None else f"go on with --resume {newest}"
             raise KeyboardInterrupt(text) from interrupt
 
