@@ -345,7 +345,7 @@ class Profile:
         if self.host_load is not None and self.host_load.is_heavy:
             return (
                 f"other work disturbed this profile ({self.host_load.text}; expected both below {percent_text(LEAST_HEAVY)}), "
-                "so predictions can be far too long: profile again when the host is quiet",
+                "so predictions can be far off: profile again when the host is quiet",
             )
         return ()
 

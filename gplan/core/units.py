@@ -163,6 +163,8 @@ def parse_bytes(text: str) -> int:
     >>> parse_bytes("16GiB"), parse_bytes("1.5 GB"), parse_bytes("4096")
     (17179869184, 1500000000, 4096)
     """
+    if re.search(r"\d\s*[KMGTP]i?b\s*$", text):
+        raise UsageError(f"{text!r} reads as bits; write bytes, such as 16GB or 16GiB")
     size = _parse(text, _BYTES_PER_UNIT, what="a size in bytes", example="16GiB or 800MB")
     if size < 1:
         raise UsageError(f"{text!r} is {size:g} bytes; expected at least 1 byte, such as 16GiB")

@@ -9,7 +9,7 @@ from gplan.core import Constraints, Plan, Profile
 from gplan.core.errors import UsageError
 from gplan.core.units import percent_text
 from gplan.interop.layouts import read_layout
-from gplan.interop.receivers import constraints_for, indivisible, receiver_named, settings_problem
+from gplan.interop.receivers import constraints_for, indivisible, most_stages, receiver_named, settings_problem
 from gplan.partition.balance import alternative_of, best_plan, problem_of
 from gplan.partition.constraints import combined
 from gplan.schedules.registry import default_num_microbatches, num_stages_of
@@ -30,15 +30,8 @@ class ForReceiver:
     def of(cls, name: str, profile: Profile) -> ForReceiver:
         """The rules for a profile; raises UsageError for a model that the receiver cannot take."""
         constraints, names = constraints_for(name, profile), [layer.name for layer in profile.layers]
-        kept = sorted(indivisible(name, names, profile), key=lambda x: x.last - x.first)
-        return cls(
-            name=name,
-            constraints=constraints,
-            most_stages=len(names) - len({i for x in kept for i in range(x.first, x.last)}),
-            why_no_more=f"{names[kept[-1].first]} to {names[kept[-1].last]} would be cut apart, {kept[-1].why}"
-            if kept
-            else "",
-        )
+        most, why = most_stages(names, indivisible(name, names, profile))
+        return cls(name=name, constraints=constraints, most_stages=most, why_no_more=why)
 
     def allows(self, setting: PipelineSetting) -> bool:
         """Whether the receiver can run a pipeline so."""

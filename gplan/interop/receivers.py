@@ -487,6 +487,15 @@ def check_weights(name: str, profile: Profile | None) -> None:
         )
 
 
+def most_stages(names: Sequence[str], kept: Sequence[Indivisible]) -> tuple[int, str]:
+    """The most stages that a model of these layers can be cut into, and why not more; "" where every cut is possible."""
+    most = len(names) - len({i for x in kept for i in range(x.first, x.last)})
+    if not kept:
+        return most, ""
+    longest = max(kept, key=lambda x: x.last - x.first)
+    return most, f"{names[longest.first]} to {names[longest.last]} would be cut apart, {longest.why}"
+
+
 def check_plan(name: str, plan: Plan, profile: Profile | None) -> None:
     """Raise UsageError for a plan that a receiver cannot run, with the reason and what to do."""
     title = receiver_named(name).title
@@ -497,6 +506,9 @@ def check_plan(name: str, plan: Plan, profile: Profile | None) -> None:
     check_weights(name, profile)
     if problem := settings_problem(name, setting_of(plan)):
         raise UsageError(f"the plan {problem}")
+    most, why = most_stages(names, kept)
+    if plan.num_stages > most:
+        raise UsageError(f"the plan has {plan.num_stages} stages, of this model {title} can run at most {most}: {why}")
     for cut in plan.cuts:
         for x in kept:
             if x.first < cut <= x.last:

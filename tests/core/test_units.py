@@ -68,6 +68,13 @@ def test_bits_are_not_taken_for_bytes(text: str) -> None:
         parse_link(text)
 
 
+@pytest.mark.parametrize("text", ["16Gb", "2 Tib", "800Mb"])
+def test_bits_are_no_size_of_memory(text: str) -> None:
+    with pytest.raises(UsageError, match="reads as bits"):
+        parse_memory(text)
+    assert parse_memory("16gb") == 16 * 10**9
+
+
 def test_binary_and_decimal_units_differ() -> None:
     assert parse_bytes("1GiB") == 2**30
     assert parse_bytes("1GB") == 10**9
