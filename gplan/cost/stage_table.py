@@ -299,6 +299,11 @@ class StageTable:
             self._part_tables[boundaries] = PartTable(self.num_positions, compute)
         return self._part_tables[boundaries].rows(first, end)
 
+    @cached_property
+    def whole_parts(self) -> StageBytes[int]:
+        """The parts of the memory of a stage with all layers."""
+        return self.row_parts(0, self.num_positions - 1)
+
     def row_parts(self, first: int, end: int, boundaries: DeviceBoundaries = ALL_BOUNDARIES) -> StageBytes[int]:
         """The parts of the memory of one stage."""
         return first_of(self.parts(np.array([first]), np.array([end]), boundaries))

@@ -3,11 +3,17 @@
 With t_s the compute of a micro-batch on stage s, W the sum of all, C the least transfers over all cuts:
     any     T >= W + C                                        (of a split backward its first half)
             T >= (M W + idle time of the devices, or all optimizers and the replicas' all-reduces) / K
+            T >= the work of the j smallest of the (j-1) K + 1 longest layers, as one device has j of them
     GPipe   T >= W + C + (M-1) max t
     1F1B    T >= W + C + (M-1) t_s - (w_s - 1) min(f_s, b_s)       w_s = min(M, K - s) warm-up forwards hide at most that
             T >= M t_s + sum_{i<s} t_i                        both together bound the t_s that a T allows
     eager   as 1F1B with w_s = min(M, 2 (K - s) - 1)
 The largest t is at least that of the best partition by compute alone.
+
+Within a memory, of a schedule with at least n_d micro-batches of every stage of device d in flight at once: a device
+computes at most x = T / M for each of them, so what it keeps of it, k_d, is at most rho x, with rho the most bytes that a
+second of compute keeps; and sum n_d k_d is at most what is left beside weights and state. All that is kept, or what is not
+kept recomputed, must fit into that.
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ from gplan.schedules.in_flight import NUM_WARMUP
 _MOST_BYTES = np.iinfo(np.int64).max
 _SLACK = 1e-9
 _HALVINGS = 30
+_SHARE_OF_STASH = 0.9  # of what all layers keep, that those have which keep least for their time
 _SHARE_OF_WAITS = {"zb-h1": 1 / 3, "zb-v": 1 / 3}
 """The bubble of equal stages as a share of (K-1) micro-batches on a device, over its chunks; 1 for other schedules."""
 
@@ -44,7 +51,7 @@ class StrategyBounds:
     def step_s(self) -> float:
         """A lower bound of the simulated step."""
         through_s = through_all_s(self.problem) + self._again_s
-        bounds = [through_s, self._shared_s]
+        bounds = [through_s, self._shared_s, self._packed_s]
         if self.problem.schedule == "gpipe":
             bounds.append(through_s + (self._num - 1) * self.largest_s)
         elif self.problem.schedule in NUM_WARMUP:
@@ -68,7 +75,7 @@ class StrategyBounds:
     def exceeds_memory(self, memory_bytes: int) -> bool:
         """Whether all stages together hold more than all devices have, after the last backward or forward."""
         problem, costs = self.problem, self.problem.costs
-        whole = costs.parts(*costs.all_layers)
+        whole = costs.whole_parts
         num_sent = sum(problem.boundaries(stage).after for stage in range(problem.num_stages - 1))
         over = microbatch_bytes(
             MicrobatchTerms(
@@ -86,14 +93,52 @@ class StrategyBounds:
             else 0
             for number, crossing in ((costs.num_buffers, over.received), (self._num, over.sent))
         )
-        lasting = int(whole.weight[0] + whole.optimizer[0]) + received
+        lasting = whole.weight + whole.optimizer + received
         # activations, and with split backwards gradients, may be sent out of the buffers in which they were received
         may_return = costs.profile.values and problem.splits_backward
-        held = lasting + int(whole.gradient[0]) + (0 if may_return else sent_back)
+        held = lasting + whole.gradient + (0 if may_return else sent_back)
         if problem.recompute == "never":
             num_in_flight = self._num if problem.schedule.partition(":")[0] in ("gpipe", "looped-bfs") else 1
-            held = max(held, lasting + num_in_flight * int(whole.stash[0]))
+            held = max(held, lasting + num_in_flight * whole.stash)
         return held > problem.num_devices * memory_bytes
+
+    def within_s(self, memory_bytes: int) -> float:
+        """A lower bound of the step of plans whose devices have this memory; infinite where none can fit."""
+        problem, costs = self.problem, self.problem.costs
+        in_flight = least_in_flight(problem.schedule, problem.num_devices, self._num)
+        if self.exceeds_memory(memory_bytes):
+            return float("inf")
+        if in_flight is None or problem.recompute not in ("never", "selected") or costs.transfers.frees_outputs:
+            return self.step_s
+        stash = np.array([x.stash_bytes for x in costs.sums.costs], dtype=np.float64)
+        compute_s = costs.sums.layer_s("least_compute" if problem.splits_backward else "compute")
+        again_s = costs.sums.layer_s("last_recompute")
+        per_s = np.divide(stash, compute_s, out=np.full_like(stash, np.inf), where=compute_s > 0)
+        order = np.argsort(per_s)
+        place = int(np.searchsorted(np.cumsum(stash[order]), _SHARE_OF_STASH * stash.sum()))
+        rho = float(per_s[order[min(place, len(order) - 1)]])
+        some = (per_s <= rho) & (stash > 0)  # not those that keep most for their time, such as an embedding
+        if not some.any() or not np.isfinite(rho):
+            return self.step_s
+        kept, whole_s = float(stash[some].sum()), float(compute_s.sum())
+        left = problem.num_devices * memory_bytes - costs.whole_parts.weight - costs.whole_parts.optimizer
+
+        def is_possible(x: float) -> bool:
+            most = np.minimum(rho * x, memory_bytes / in_flight)
+            used = np.concatenate([[0.0], np.cumsum(in_flight * most)])  # the devices with the fewest in flight first
+            most_kept = float((most * np.clip((left - used[:-1]) / (in_flight * most), 0.0, 1.0)).sum())
+            if problem.recompute == "never":
+                return most_kept >= kept
+            saves_s = float((again_s[some] / stash[some]).max()) * most_kept
+            return problem.num_devices * x + saves_s >= whole_s + float(again_s[some].sum())
+
+        low, high = whole_s / problem.num_devices, whole_s + float(again_s.sum())
+        if not is_possible(high):
+            return float("inf")
+        for _ in range(_HALVINGS):
+            middle = 0.5 * (low + high)
+            low, high = (low, middle) if is_possible(middle) else (middle, high)
+        return max(self.step_s, self._num * low * (1 - _SLACK))
 
     @property
     def _num(self) -> int:
@@ -155,9 +200,22 @@ class StrategyBounds:
 
     @property
     def _shared_s(self) -> float:
-        num_again = {"always": self._num, "except-last": self._num - 1}.get(self.problem.recompute, 0)
-        again_s = num_again * self._whole_again_s / self.problem.num_devices
+        again_s = self._num_again * self._whole_again_s / self.problem.num_devices
         return again_s + shared_step_s(self.problem, tail_s=self.tail_s)
+
+    @property
+    def _num_again(self) -> int:
+        """Micro-batches that all stages recompute."""
+        return {"always": self._num, "except-last": self._num - 1}.get(self.problem.recompute, 0)
+
+    @cached_property
+    def _packed_s(self) -> float:
+        """What the layers of some device take in a step, as so many devices cannot share them out evenly."""
+        sums, num_devices = self.problem.costs.sums, self.problem.num_devices
+        compute_s = sums.layer_s("least_compute" if self.problem.splits_backward else "compute")
+        work_s = np.sort(self._num * compute_s + self._num_again * sums.layer_s("last_recompute"))[::-1]
+        every = range(0, len(work_s), num_devices)
+        return max(float(work_s[last - j : last + 1].sum()) for j, last in enumerate(every))
 
     @cached_property
     def _forward_share(self) -> float:
@@ -198,6 +256,22 @@ class StrategyBounds:
                 most_s = min(most_s, (step_s - through_s + fixed_s) / (num - 1 - share))
             before_s += most_s
         return before_s >= self.through_s
+
+
+@lru_cache(maxsize=4096)
+def least_in_flight(schedule: str, num_devices: int, num_microbatches: int) -> Floats | None:
+    """[K], rising: of how many micro-batches each device keeps all its stages at once, at least; None: not known."""
+    left = np.arange(1, num_devices + 1)  # devices from this one on
+    name = schedule.partition(":")[0]
+    if name in ("gpipe", "looped-bfs"):
+        left = np.full(num_devices, num_microbatches)
+    elif name in NUM_WARMUP:
+        left = np.array([NUM_WARMUP[name](int(x)) for x in left])
+    elif name == "interleaved-1f1b":
+        left = np.minimum(num_devices, 2 * left - 1)
+    elif name not in ("zb-h1", "zb-v"):
+        return None
+    return np.minimum(left, num_microbatches).astype(np.float64)
 
 
 @lru_cache(maxsize=4096)

@@ -82,7 +82,7 @@ class SettingSearch:
         first, self._deadline_s = self.space.recompute[0], deadline_s
         self.progress(f"bounding {counted(len(self.space.strategies), 'setting')}", share[0])
         for x in self.space.strategies:
-            bounds = [self._bound(x, mode) for mode in self._modes(x, memory_bytes)]
+            bounds = [self._bound(x, mode, memory_bytes) for mode in self._modes(x, memory_bytes)]
             self.bounds[x] = max(self.bounds.get(x, 0.0), min(bounds, default=INFINITY))
         turn = list(self.space.strategies[::-1])  # of equal estimates 1F1B before GPipe, which keeps more
         turn.sort(key=lambda x: self._weighted(self.closed_bounds(x, first).estimate_s, x))
@@ -186,10 +186,13 @@ class SettingSearch:
             )
         return self._tables[key]
 
-    def _bound(self, strategy: Strategy, recompute: RecomputeMode) -> float:
+    def _bound(self, strategy: Strategy, recompute: RecomputeMode, memory_bytes: int | None) -> float:
         """The closed-form bound of the cost; a machine's fastest device computes that much faster."""
-        speeds = [] if self.request.machine is None else [x.speed for x in self.request.machine.devices]
-        return self._weighted(self.closed_bounds(strategy, recompute).step_s / max([1.0, *speeds]), strategy)
+        bounds, machine = self.closed_bounds(strategy, recompute), self.request.machine
+        if machine is not None:
+            return self._weighted(bounds.step_s / max([1.0, *(x.speed for x in machine.devices)]), strategy)
+        step_s = bounds.step_s if memory_bytes is None else bounds.within_s(memory_bytes)
+        return self._weighted(step_s, strategy)
 
     def _weighted(self, step_s: float, strategy: Strategy) -> float:
         return step_s * self.weight(strategy.total_devices)
@@ -230,7 +233,7 @@ class SettingSearch:
         bounds = [INFINITY]
         for mode in modes:
             way, is_settled = (strategy, mode), True
-            bound = max(least, self._limited.get(way, self._bound(strategy, mode)))
+            bound = max(least, self._limited.get(way, self._bound(strategy, mode, memory_bytes)))
             if bound <= self._cutoff:
                 problem = self.problem(strategy, mode, memory_bytes)
                 try:

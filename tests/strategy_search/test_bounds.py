@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gplan.core import Constraints, Link, LinkPoint
+from gplan.core.errors import UsageError
+from gplan.cost.memory_moments import device_moments
+from gplan.cost.part_table import PARTS
 from gplan.cost.stage_table import StageTable
 from gplan.partition.diagnosis import is_feasible
+from gplan.partition.plan_evaluation import goal_s
 from gplan.partition.problem import Problem
-from gplan.partition.solve import with_down_sets
+from gplan.partition.solve import solve, with_down_sets
 from gplan.partition.validation import why_not_selected
-from gplan.strategy_search.bounds import StrategyBounds
+from gplan.schedules.registry import make_schedule
+from gplan.strategy_search.bounds import StrategyBounds, least_in_flight
+from gplan.strategy_search.space import AUTO_SCHEDULES
 from tests.partition.graphs import best_goal_s, graph_problems
 from tests.partition.problems import EVERY, best_objective_s, make_problem, problems
 
@@ -46,6 +54,34 @@ def test_memory_bound(problem: Problem, recompute: str) -> None:
         return
     problem = replace(problem, memory_bytes=problem.memory_bytes or 60, recompute=recompute)
     assert not (StrategyBounds(problem).exceeds_memory(problem.memory_bytes or 0) and is_feasible(problem))
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(minimize=["step-time"], schedules=EVERY), st.sampled_from(["never", "except-last", "selected"]))
+def test_bound_within_memory(problem: Problem, recompute: str) -> None:
+    if recompute == "selected" and why_not_selected(problem.schedule):
+        return
+    problem = replace(problem, memory_bytes=problem.memory_bytes or 60, recompute=recompute)
+    found = solve(problem)
+    bound_s = StrategyBounds(problem).within_s(problem.memory_bytes or 0)
+    assert found is None or bound_s <= goal_s(problem, found.stages) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", AUTO_SCHEDULES)
+def test_each_device_has_at_least_so_many_micro_batches_in_flight(name: str) -> None:
+    for num_devices, num_microbatches in product(range(1, 7), range(1, 14)):
+        try:
+            made = make_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches)
+        except UsageError:  # interleaved 1F1B needs a multiple of K
+            continue
+        most = []
+        for device in range(num_devices):
+            counts = device_moments(made, device, recompute="never").counts
+            whole = counts[(counts[:, :, PARTS.index("pending")] == 0).all(axis=1)]
+            most.append(int(whole[:, :, PARTS.index("stash")].min(axis=1).max()))
+        least = least_in_flight(name, num_devices, num_microbatches)
+        assert least is not None
+        assert (np.sort(most) >= least).all()
 
 
 @pytest.mark.parametrize("torch", ["2.13.0", "2.14.0"])
