@@ -85,7 +85,7 @@ def locate(reference: str) -> tuple[ModuleType, Any]:
     imported = [name for name in classes - defined if not own or name.lower() == wanted.lower()]
     if close := _most_alike(wanted, callables) or _most_alike(wanted, imported):
         raise ModelError(f"{reference} has no {wanted}, but {close}: rename it, or write {place}:{close}")
-    own = ["model"] if "model" in callables else own
+    own = list(dict.fromkeys([*(x for x in callables if x == "model"), *own]))
     candidates = f"; it has {', '.join(own)}: write {place}:{own[0]}" if own else ""
     raise ModelError(f"{reference} has no {wanted}{candidates or '; define a function model()'}")
 

@@ -78,7 +78,7 @@ def test_a_module_on_the_python_path_is_found(file: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        (":nothing", "has no nothing; it has Net, ready: write .*my_model.py:Net"),
+        (":nothing", "has no nothing; it has model, Net, ready: write .*my_model.py:model"),
         (":number", "is a int; expected an nn.Module"),
         (":broken", r"could not build its model: RuntimeError: no weights here \(.*my_model.py, line"),
     ],

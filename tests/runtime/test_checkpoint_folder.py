@@ -279,17 +279,21 @@ def test_index_of_another_folder(tmp_path: Path) -> None:
         value_in(path)
 
 
+class Unknown:
+    """A class that no checkpoint is read with."""
+
+
 def test_state_that_cannot_be_kept(tmp_path: Path) -> None:
     class Odd:
         def state_dict(self) -> dict[str, Any]:
-            return {"where": tmp_path}
+            return {"where": Unknown()}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             pass
 
     own = RankState(model={"x": torch.zeros(2)}, parameters={}, schedulers=[Odd()])
     with pytest.raises(
-        UsageError, match="the scheduler holds values that a checkpoint cannot keep .*Path.*; expected numbers"
+        UsageError, match="the scheduler holds values that a checkpoint cannot keep .*Unknown.*; expected numbers"
     ):
         save_checkpoint(tmp_path, own, step=1, progress={}, digest="d", group=None)
 
