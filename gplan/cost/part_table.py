@@ -41,9 +41,8 @@ class PartTable:
 
     num_positions: int
     compute: Callable[[Ints, Ints], StageBytes[Ints]]
-    table: Ints | None = (
-        None  # [parts, P, layers]: by where stages end and their layers, from 1; 0 where there is no stage
-    )
+    # [parts, P, layers]: by where stages end and their layers, from 1; 0 where there is no stage
+    table: Ints | None = None
 
     def rows(self, first: Ints, end: Ints) -> Ints:
         """[parts, ...]: the parts of stages with at least one layer each, of the shape of `first` and `end`."""
@@ -51,9 +50,8 @@ class PartTable:
         assert num_layers.min(initial=1) > 0 <= first.min(initial=0), "every stage has a layer"
         most = int(num_layers.max(initial=1))
         if self.table is None or most > self.table.shape[-1]:
-            size = min(
-                1 << (most - 1).bit_length(), self.num_positions - 1
-            )  # a power of 2, so that few tables are made
+            # a power of 2, so that few tables are made
+            size = min(1 << (most - 1).bit_length(), self.num_positions - 1)
             if size * self.num_positions > _MOST_FOR_ONE * max(1, first.size):
                 rows = rows_of(self.compute(first.ravel(), end.ravel()), (first.size,))
                 return rows.reshape(-1, *first.shape)

@@ -174,6 +174,11 @@ class StageTable:
         return self.profile.overhead_s + self.gap_s
 
     @property
+    def microbatch_overhead_s(self) -> float:
+        """What a forward and a backward of a stage take beside its layers."""
+        return 2 * self.overhead_s
+
+    @property
     def around_s(self) -> float:
         """What the engine takes of a step before its first action and after its last."""
         return self.profile.engine.step_s if self.profile.engine else 0.0
@@ -197,8 +202,8 @@ class StageTable:
         return self.transfers_s(engine.sending) if engine else (np.zeros(self.num_positions),) * 2
 
     def update_alone_s(self, first: Ints, end: Ints) -> Floats:
-        """[E]: seconds of the updates of stages by themselves: zero_grad, the optimizer's step on what a replica updates,
-        moving averages."""
+        """[E]: seconds of the updates of stages by themselves: zero_grad, and the optimizer's step on what a replica
+        updates."""
         step, amounts = self.profile.step, self.sums.held("update_amount", first, end)
         share = np.maximum(amounts, 0.0) / self._whole_update_amount  # rounding may leave less than 0
         seconds: Floats = step.fixed_part_s + step.spread_s * share

@@ -181,7 +181,7 @@ def shared_step_s(problem: Problem, *, tail_s: float = 0.0) -> float:
     micro-batches, and of the tail, seconds of all optimizers, if that takes longer than to wait.
     """
     speeds, first = problem.speeds, [stages[0] for stages in problem.stages_by_device]
-    overheads_s = 2 * problem.num_stages * problem.costs.overhead_s
+    overheads_s = problem.num_stages * problem.costs.microbatch_overhead_s
     work_s = problem.num_microbatches * (float(compute_sums_s(problem)[-1]) + overheads_s)
     start_s, back_s = (float(np.dot(speeds, least_s[first])) for least_s in _least_before_s(problem))
     return (work_s + start_s + max(back_s, tail_s)) / sum(speeds)
@@ -233,7 +233,7 @@ def through_all_s(problem: Problem) -> float:
         costs.sums.seconds("forward", *costs.all_layers)[0]
         + costs.sums.seconds(problem.awaited_backward, *costs.all_layers)[0]
     )
-    overheads_s = 2 * problem.num_stages * costs.overhead_s
+    overheads_s = problem.num_stages * costs.microbatch_overhead_s
     return (layers_s + overheads_s) / max(problem.speeds) + float(least_transfers_s(problem).sum())
 
 

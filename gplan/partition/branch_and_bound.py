@@ -201,7 +201,7 @@ class Search:
     def _narrow(self, incumbent: Incumbent) -> list[Candidates] | None:
         """Stages not much longer than those of the incumbent."""
         sums = compute_sums_s(self.problem)
-        longest_s = float(np.diff(sums[incumbent.ends], prepend=0.0).max()) + 2 * self.problem.costs.overhead_s
+        longest_s = float(np.diff(sums[incumbent.ends], prepend=0.0).max()) + self.problem.costs.microbatch_overhead_s
         cap = CandidateLimit(by_load=False, most_s=[_NARROW * longest_s] * self.problem.num_stages)
         try:
             return candidates_within(self.problem, cap, most=_MANY_CANDIDATES)

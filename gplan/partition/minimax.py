@@ -80,7 +80,7 @@ def stages_between(problem: Problem, ends: Sequence[int]) -> tuple[tuple[int, ..
 def least_load_s(problem: Problem) -> float:
     """What the largest load is at least: the work shared out evenly, or a layer that is most of it."""
     sums, speeds = compute_sums_s(problem), problem.speeds
-    overhead_s = 2 * problem.costs.overhead_s
+    overhead_s = problem.costs.microbatch_overhead_s
     even_s = float(sums[-1] + overhead_s * problem.num_stages) / sum(speeds)
     return max(even_s, (largest_layer_s(problem) + overhead_s) / max(speeds))
 

@@ -278,7 +278,12 @@ def compute_sums_s(problem: Problem) -> Floats:
 
 def largest_layer_s(problem: Problem) -> float:
     """Seconds of forward and backward, at least, of the layer that takes longest, on the profiled device."""
-    return float(problem.costs.sums.layer_s("least_compute" if problem.splits_backward else "compute").max())
+    return float(layers_compute_s(problem).max())
+
+
+def layers_compute_s(problem: Problem) -> Floats:
+    """[L]: seconds of forward and backward, at least, of each layer, on the profiled device."""
+    return problem.costs.sums.layer_s("least_compute" if problem.splits_backward else "compute")
 
 
 def device_sums(problem: Problem, by_stage: Sequence[float]) -> tuple[float, ...]:

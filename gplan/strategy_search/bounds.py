@@ -30,7 +30,7 @@ from gplan.corrections.sharding import EXCHANGED
 from gplan.cost.microbatch_bytes import MicrobatchTerms, microbatch_bytes
 from gplan.graph.down_sets import Floats
 from gplan.partition.bounds import least_transfers_s, shared_step_s, through_all_s
-from gplan.partition.problem import Problem, compute_sums_s, largest_layer_s
+from gplan.partition.problem import Problem, compute_sums_s, largest_layer_s, layers_compute_s
 from gplan.schedules.in_flight import NUM_WARMUP
 
 _MOST_BYTES = np.iinfo(np.int64).max
@@ -43,7 +43,7 @@ _SHARE_OF_WAITS = {"zb-h1": 1 / 3, "zb-v": 1 / 3}
 
 @dataclass(frozen=True)
 class StrategyBounds:
-    """Bounds over all partitions of a problem on equal devices, without their memory limit."""
+    """Bounds over all partitions of a problem on equal devices; of their memory only what a method is given counts."""
 
     problem: Problem
 
@@ -66,9 +66,8 @@ class StrategyBounds:
         problem = self.problem
         num_devices, num_chunks = problem.num_devices, problem.num_stages / problem.num_devices
         waits = (num_devices - 1) / num_chunks * _SHARE_OF_WAITS.get(problem.schedule, 1.0)
-        largest_s = (
-            self.largest_s if num_chunks == 1 else 0.0
-        )  # recomputing is in it, and in `through_s`, where all stages do
+        # recomputing is in both, where all stages do
+        largest_s = self.largest_s if num_chunks == 1 else 0.0
         loop_s = (self._num + waits) * max(self.through_s / num_devices, largest_s) + self.transfers_s / num_chunks
         return max(loop_s + self.tail_s / num_devices, self.step_s)
 
@@ -98,21 +97,21 @@ class StrategyBounds:
         may_return = costs.profile.values and problem.splits_backward
         held = lasting + whole.gradient + (0 if may_return else sent_back)
         if problem.recompute == "never":
-            num_in_flight = self._num if problem.schedule.partition(":")[0] in ("gpipe", "looped-bfs") else 1
-            held = max(held, lasting + num_in_flight * whole.stash)
+            in_flight = least_in_flight(problem.schedule, problem.num_devices, self._num)
+            held = max(held, lasting + (1 if in_flight is None else int(in_flight[0])) * whole.stash)
         return held > problem.num_devices * memory_bytes
 
     def within_s(self, memory_bytes: int) -> float:
-        """A lower bound of the step of plans whose devices have this memory; infinite where none can fit."""
+        """A lower bound of the step of plans whose devices have this memory; infinite where what is kept cannot fit.
+
+        Beside `exceeds_memory`, which looks at what lasts.
+        """
         problem, costs = self.problem, self.problem.costs
         in_flight = least_in_flight(problem.schedule, problem.num_devices, self._num)
-        if self.exceeds_memory(memory_bytes):
-            return float("inf")
         if in_flight is None or problem.recompute not in ("never", "selected") or costs.transfers.frees_outputs:
             return self.step_s
         stash = np.array([x.stash_bytes for x in costs.sums.costs], dtype=np.float64)
-        compute_s = costs.sums.layer_s("least_compute" if problem.splits_backward else "compute")
-        again_s = costs.sums.layer_s("last_recompute")
+        compute_s, again_s = layers_compute_s(problem), costs.sums.layer_s("last_recompute")
         per_s = np.divide(stash, compute_s, out=np.full_like(stash, np.inf), where=compute_s > 0)
         order = np.argsort(per_s)
         place = int(np.searchsorted(np.cumsum(stash[order]), _SHARE_OF_STASH * stash.sum()))
@@ -122,6 +121,10 @@ class StrategyBounds:
             return self.step_s
         kept, whole_s = float(stash[some].sum()), float(compute_s.sum())
         left = problem.num_devices * memory_bytes - costs.whole_parts.weight - costs.whole_parts.optimizer
+        whole_again_s, saved_s = (
+            float(again_s[some].sum()),
+            float((again_s[some] / stash[some]).max()),
+        )  # of a byte kept
 
         def is_possible(x: float) -> bool:
             most = np.minimum(rho * x, memory_bytes / in_flight)
@@ -129,8 +132,7 @@ class StrategyBounds:
             most_kept = float((most * np.clip((left - used[:-1]) / (in_flight * most), 0.0, 1.0)).sum())
             if problem.recompute == "never":
                 return most_kept >= kept
-            saves_s = float((again_s[some] / stash[some]).max()) * most_kept
-            return problem.num_devices * x + saves_s >= whole_s + float(again_s[some].sum())
+            return problem.num_devices * x + saved_s * most_kept >= whole_s + whole_again_s
 
         low, high = whole_s / problem.num_devices, whole_s + float(again_s.sum())
         if not is_possible(high):
@@ -162,7 +164,7 @@ class StrategyBounds:
 
     @property
     def _overhead_s(self) -> float:
-        return 2 * self.problem.costs.overhead_s
+        return self.problem.costs.microbatch_overhead_s
 
     @property
     def through_s(self) -> float:
@@ -211,10 +213,9 @@ class StrategyBounds:
     @cached_property
     def _packed_s(self) -> float:
         """What the layers of some device take in a step, as so many devices cannot share them out evenly."""
-        sums, num_devices = self.problem.costs.sums, self.problem.num_devices
-        compute_s = sums.layer_s("least_compute" if self.problem.splits_backward else "compute")
-        work_s = np.sort(self._num * compute_s + self._num_again * sums.layer_s("last_recompute"))[::-1]
-        every = range(0, len(work_s), num_devices)
+        again_s = self.problem.costs.sums.layer_s("last_recompute")
+        work_s = np.sort(self._num * layers_compute_s(self.problem) + self._num_again * again_s)[::-1]
+        every = range(0, len(work_s), self.problem.num_devices)
         return max(float(work_s[last - j : last + 1].sum()) for j, last in enumerate(every))
 
     @cached_property

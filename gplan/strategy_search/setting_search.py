@@ -1,8 +1,8 @@
 """The loop over the settings of a space: balance one after the other, and drop those whose bound is above the best step.
 
-Every setting begins with its lower bound in closed form (`bounds.py`). The settings are balanced in the order of their
-estimates, until there is a plan the simplest schedules first, and every second time that with the
-smallest bound, so that the proof grows with the plan. Each gets a share of the time left and raises its bound; those that
+Every setting begins with its lower bound in closed form (`bounds.py`). The settings are balanced by rising estimate, at
+first those with the simplest schedules. Once there is a plan, every second turn takes the setting with the smallest bound,
+so that the proof grows with the plan. Each gets a share of the time left and raises its bound; those that
 are not proven when all have had their turn are balanced again with more time. The lower bound over all is the smallest
 bound of any setting. On a machine, balancing places the stages too. Bounds hold for less memory as well, so a run with
 less memory begins with what is known.
@@ -37,9 +37,9 @@ from gplan.strategy_search.space import AUTO_RECOMPUTE, AUTO_SCHEDULES, SIMPLEST
 NUM_RIVALS = 5
 """The settings beside the best one that are kept on a machine."""
 
-_LEAST_SOLVE_S = 1.0  # for a problem, where so much time is left; twice as much in every further turn
-_SHORTEST_S = 1e-3  # the same when the time is up between two ways to recompute
-_SHARE_OF_SOLVE = 0.1  # of a short run, in its place
+_LEAST_SOLVE_S = 1.0  # time limit of a solve, at least; doubles with every turn
+_SHORTEST_S = 1e-3  # time limit of a solve after the deadline
+_SHARE_OF_SOLVE = 0.1  # of a run's time for one solve, at least, where that is less than `_LEAST_SOLVE_S`
 _SHARE = 0.5  # of the time left, for the problems to come
 _NEARLY = 0.9  # of its time limit: a solver that takes less has finished by itself
 
@@ -233,7 +233,8 @@ class SettingSearch:
         bounds = [INFINITY]
         for mode in modes:
             way, is_settled = (strategy, mode), True
-            bound = max(least, self._limited.get(way, self._bound(strategy, mode, memory_bytes)))
+            known = self._limited[way] if way in self._limited else self._bound(strategy, mode, memory_bytes)
+            bound = max(least, known)
             if bound <= self._cutoff:
                 problem = self.problem(strategy, mode, memory_bytes)
                 try:

@@ -47,9 +47,8 @@ class Bench:
     inputs: Tensors
     loss: Callable[[Tensors], Tensor]
     whole: Callable[[], Tensor] | None = None  # the loss of the author's own model, where it is run
-    checkpoints: Sequence[
-        object
-    ] = ()  # what the author's model checkpointed in the last call of `whole`, left out there
+    # what the author's model checkpointed in the last call of `whole`, left out there
+    checkpoints: Sequence[object] = ()
     others: tuple[Bench, ...] = ()  # the same layers with other batches, where their time depends on routing
 
     @property
