@@ -35,11 +35,11 @@ from gplan.core import Link, Precision, Profile
 from gplan.core.checks import RECOMPUTE_MODES
 from gplan.core.units import bytes_text, now_text, seconds_text
 from gplan.evaluate.compare import BUBBLE, PEAK_MEMORY, STEP_TIME
-from profiler.capture.chain import call_arguments
-from profiler.host.host_info import gpu_state, software_versions
-from profiler.model.load import load_model_file
-from profiler.model.precision import in_precision
-from profiler.timing.clock import Clock, CpuClock, CudaClock, Samples
+from gplan_profiler.capture.chain import call_arguments
+from gplan_profiler.host.host_info import gpu_state, software_versions
+from gplan_profiler.model.load import load_model_file
+from gplan_profiler.model.precision import in_precision
+from gplan_profiler.timing.clock import Clock, CpuClock, CudaClock, Samples
 
 NO_LINK = Link(latency_s=5e-6, bytes_per_s=25e9)  # one device has no neighbour; the virtual engine sends nothing
 NUM_MICROBATCHES = 8

@@ -12,7 +12,7 @@ columns model, layers, tensor_parallel, pipeline, data_parallel, microbatches an
 expert_parallel, microbatch_size, sequence_length, chunks (stages of a device), recompute_layers (of each stage), strategy
 (a file's name), and the peaks in MB of 2^20 bytes. A case whose name has "cef" fuses the cross-entropy.
 
-Nothing is fitted to the rows. The profile comes from profiler/analytic/decoder_profile.py, the plan from the cost model
+Nothing is fitted to the rows. The profile comes from gplan_profiler/analytic/decoder_profile.py, the plan from the cost model
 with the replicas' sharding, as for `gplan layout` and `gplan balance`.
 """
 
@@ -35,11 +35,11 @@ import gplan
 from gplan.core import Constraints, Plan, Profile, SharedWeight
 from gplan.core.errors import FileError
 from gplan.core.units import percent_text
-from profiler.analytic.decoder_config import Decoder, Widths
-from profiler.analytic.decoder_kernels import ELEMENT, Part
-from profiler.analytic.decoder_profile import DecoderProfile
-from profiler.analytic.hardware import Hardware, described_hardware
-from profiler.analytic.shapes import AttentionShape, MatmulShape, ShapeTable
+from gplan_profiler.analytic.decoder_config import Decoder, Widths
+from gplan_profiler.analytic.decoder_kernels import ELEMENT, Part
+from gplan_profiler.analytic.decoder_profile import DecoderProfile
+from gplan_profiler.analytic.hardware import Hardware, described_hardware
+from gplan_profiler.analytic.shapes import AttentionShape, MatmulShape, ShapeTable
 
 DATA = PUBLISHED / "gpu_runs"
 MIB = 2**20

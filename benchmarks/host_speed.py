@@ -24,7 +24,7 @@ from gplan.evaluate.compare import STEP_TIME
 
 ROOT = Path(__file__).parent.parent
 SHARES = {"compute": 0.40, "memory": 0.15, "interpreter": 0.45}
-"""Of the time of the fixed work (`FixedWork` of profiler/host/host_load.py)."""
+"""Of the time of the fixed work (`FixedWork` of gplan_profiler/host/host_load.py)."""
 BANDS = ((0.0, 0.02), (0.02, 0.05), (0.05, 0.1), (0.1, 9.0))
 HEAD = "| raw: median | worst | three parts: median | worst | one ratio: median | worst |"
 

@@ -39,7 +39,7 @@ from gplan.core import Link, Plan, Run
 from gplan.core.errors import FileError
 from gplan.core.units import seconds_text
 from gplan.runtime.checkpoint.folder import newest_intact, verify_checksums
-from profiler.host.host_info import processor, software_versions
+from gplan_profiler.host.host_info import processor, software_versions
 
 MODEL = ROOT / "benchmarks" / "failing_model.py"
 MARK = "GPLAN_RANDOM_KILLS"  # a variable that every process of a run inherits

@@ -22,7 +22,7 @@ import msgspec
 
 from gplan.core.checks import COLLECTIVE_KINDS
 from gplan.core.errors import FileError
-from profiler.analytic.hardware import hardware_table
+from gplan_profiler.analytic.hardware import hardware_table
 
 _GIB = 2**30
 _LAUNCH_S = 4e-6  # as the built-in GPUs

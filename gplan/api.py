@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from gplan.runtime.model_source import ModelLike
     from gplan.runtime.pipeline import Pipeline
     from gplan.runtime.validation import Loss
-    from profiler.measure import ProfileOptions
-    from profiler.model.given_model import GivenModel
-    from profiler.model.model_reference import SettingValue
+    from gplan_profiler.measure import ProfileOptions
+    from gplan_profiler.model.given_model import GivenModel
+    from gplan_profiler.model.model_reference import SettingValue
 
 
 def profile(
@@ -97,8 +97,8 @@ def profile(
 
     Raises ModelError for a model that cannot be loaded, captured or run, UsageError for options that cannot be used.
     """
-    from profiler.measure import ProfileOptions
-    from profiler.model.given_model import GivenModel
+    from gplan_profiler.measure import ProfileOptions
+    from gplan_profiler.model.given_model import GivenModel
 
     functions = {"inputs": inputs, "loss": loss, "optimizer": optimizer, "batches": batches}
     functions["loss_reduction"] = loss_reduction
@@ -357,7 +357,7 @@ def is_main_process() -> bool:
 
 def plan_settings(plan: Plan) -> dict[str, SettingValue]:
     """The settings that the plan's model was built with."""
-    from profiler.model.model_reference import parse_setting
+    from gplan_profiler.model.model_reference import parse_setting
 
     return {key: parse_setting(text) for key, text in plan.model.settings}
 
@@ -373,8 +373,8 @@ def _check_nothing_to_compute(device: str, options: Mapping[str, object]) -> Non
 
 def _measured(model: GivenModel, options: ProfileOptions, progress: Progress) -> Profile:
     """The profile of this host; what the engine takes is measured where two processes have cores for it."""
-    from profiler.host.host_info import usable_cores
-    from profiler.measure import measure_profile
+    from gplan_profiler.host.host_info import usable_cores
+    from gplan_profiler.measure import measure_profile
 
     def measured_engine() -> EngineCost:
         from gplan.runtime.overhead import measure_engine
@@ -397,8 +397,8 @@ def _computed(
     progress: Progress,
 ) -> Profile:
     """The profile for hardware that is not here."""
-    from profiler.analytic.computed_profile import ComputeOptions, computed_profile
-    from profiler.analytic.hardware import hardware_names, load_hardware
+    from gplan_profiler.analytic.computed_profile import ComputeOptions, computed_profile
+    from gplan_profiler.analytic.hardware import hardware_names, load_hardware
 
     if hardware is None:
         raise UsageError(

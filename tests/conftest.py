@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def collector_left_frozen() -> Iterator[None]:
     """Profiles and runs freeze the garbage collector and would release here what `older_objects_frozen` has frozen."""
-    from profiler.host import host_info  # not above: pytest-xdist reads this file in a process without torch
+    from gplan_profiler.host import host_info  # not above: pytest-xdist reads this file in a process without torch
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_info, "gc", SimpleNamespace(collect=gc.collect, freeze=_nothing, unfreeze=_nothing))

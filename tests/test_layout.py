@@ -24,7 +24,7 @@ PACKAGES = (
     "gplan.partition",
     "gplan.strategy_search",
     "gplan.evaluate",
-    "profiler",
+    "gplan_profiler",
     "gplan.interop",
     "gplan.runtime",
     "gplan.reporting",
@@ -33,14 +33,15 @@ PACKAGES = (
     "gplan.cli",
     "gplan.__main__",
 )
-TORCH_PACKAGES = {"profiler", "gplan.runtime"}
+TORCH_PACKAGES = {"gplan_profiler", "gplan.runtime"}
 DRAWING_PACKAGES = {"gplan.reporting"}
 
 
 @cache
 def modules() -> tuple[tuple[str, Path], ...]:
-    files = [*ROOT.glob("gplan/**/*.py"), *ROOT.glob("profiler/**/*.py")]
-    return tuple((".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), f) for f in files)
+    packages = (ROOT / "gplan", ROOT / "profiler" / "gplan_profiler")
+    files = [(f.relative_to(package.parent), f) for package in packages for f in package.glob("**/*.py")]
+    return tuple((".".join(name.with_suffix("").parts).removesuffix(".__init__"), f) for name, f in files)
 
 
 def package_of(module: str) -> str:
@@ -69,7 +70,7 @@ def test_no_arrow_runs_back_up_the_rooms() -> None:
         f"{module} imports {name}, a package below it"
         for module, path in modules()
         for name in imports_of(path)
-        if name.split(".")[0] in ("gplan", "profiler")
+        if name.split(".")[0] in ("gplan", "gplan_profiler")
         and PACKAGES.index(package_of(name)) > PACKAGES.index(package_of(module))
     ]
     assert not backwards

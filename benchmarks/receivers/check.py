@@ -31,9 +31,9 @@ from gplan.interop.export.megatron import layout_of
 from gplan.interop.layouts import read_layout
 from gplan.interop.planning import best_for_receiver
 from gplan.interop.receivers import RECEIVERS, decoder_of
-from profiler.analytic.decoder_config import Widths
-from profiler.analytic.decoder_profile import decoder_profile
-from profiler.analytic.hardware import load_hardware
+from gplan_profiler.analytic.decoder_config import Widths
+from gplan_profiler.analytic.decoder_profile import decoder_profile
+from gplan_profiler.analytic.hardware import load_hardware
 from receivers import own_code
 from receivers.published_layouts import PUBLISHED, Published
 from receivers.random_plans import random_plans

@@ -12,9 +12,9 @@ from typing import Any
 
 from gplan.core import Plan, Profile
 from gplan.interop.planning import import_plan
-from profiler.analytic.decoder_config import Widths
-from profiler.analytic.decoder_profile import decoder_profile
-from profiler.analytic.hardware import load_hardware
+from gplan_profiler.analytic.decoder_config import Widths
+from gplan_profiler.analytic.decoder_profile import decoder_profile
+from gplan_profiler.analytic.hardware import load_hardware
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

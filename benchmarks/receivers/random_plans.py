@@ -13,9 +13,9 @@ from gplan.core import Plan, Stage
 from gplan.interop.receivers import RECEIVERS, indivisible, settings_problem
 from gplan.schedules.registry import make_schedule, num_stages_of
 from gplan.schedules.request import PipelineSetting
-from profiler.analytic.decoder_config import Widths
-from profiler.analytic.decoder_profile import decoder_profile
-from profiler.analytic.hardware import load_hardware
+from gplan_profiler.analytic.decoder_config import Widths
+from gplan_profiler.analytic.decoder_profile import decoder_profile
+from gplan_profiler.analytic.hardware import load_hardware
 
 _SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v")
 _MOST_BLOCKS, _MOST_DEVICES, _MOST_CHUNKS = 60, 8, 4

@@ -107,9 +107,9 @@ def layout(
     from gplan.interop.planning import best_for_receiver
     from gplan.interop.receivers import RECEIVERS as RECEIVER_RULES
     from gplan.schedules.registry import default_num_microbatches
-    from profiler.analytic.decoder_config import Widths, parse_settings
-    from profiler.analytic.decoder_profile import decoder_profile
-    from profiler.analytic.hardware import load_hardware
+    from gplan_profiler.analytic.decoder_config import Widths, parse_settings
+    from gplan_profiler.analytic.decoder_profile import decoder_profile
+    from gplan_profiler.analytic.hardware import load_hardware
 
     widths = Widths(tensor=tensor, expert=expert, data=data, sequence_length=sequence_length)
     profile = decoder_profile(

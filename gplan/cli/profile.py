@@ -91,7 +91,7 @@ def profile(
 
 def _settings(pairs: Sequence[str]) -> dict[str, Any]:
     from gplan.core.errors import UsageError
-    from profiler.model.model_reference import parse_setting
+    from gplan_profiler.model.model_reference import parse_setting
 
     for pair in pairs:
         if "=" not in pair:

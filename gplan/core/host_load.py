@@ -1,7 +1,7 @@
 """How a host was while something was measured: time stolen by its hypervisor, waits for cores, and its speed.
 
 The speed is known by a yardstick: a fixed piece of work that is timed beside the samples of a profile and between the
-steps of a run (`profiler/host/host_load.py`).
+steps of a run (`gplan_profiler/host/host_load.py`).
 """
 
 from __future__ import annotations

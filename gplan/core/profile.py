@@ -222,8 +222,12 @@ class ModelId:
     settings: tuple[tuple[str, str], ...]
     digest: str
     in_memory: bool = False  # passed as an object, so there is no file to load it from
-    traced: str = ""  # the way of tracing that the profile took (profiler/capture/tracing_ways.py); "": as it is run
-    inputs: str = ""  # as profiler/model/model_reference.py describes them, such as "4,32:int64"; "": not expressible
+    traced: str = (
+        ""  # the way of tracing that the profile took (gplan_profiler/capture/tracing_ways.py); "": as it is run
+    )
+    inputs: str = (
+        ""  # as gplan_profiler/model/model_reference.py describes them, such as "4,32:int64"; "": not expressible
+    )
     file_digest: str = ""  # of the model file's text; "": not made from a file
 
 

@@ -12,8 +12,8 @@ from gplan.core import Plan
 from gplan.core.errors import UsageError
 from gplan.runtime.capture_cache import CapturedModel, named_tensors
 from gplan.runtime.stage_state import StateNames
-from profiler.capture.inplace import writers
-from profiler.capture.moving_averages import RunningNorm
+from gplan_profiler.capture.inplace import writers
+from gplan_profiler.capture.moving_averages import RunningNorm
 
 
 class SharedBuffers:

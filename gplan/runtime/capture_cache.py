@@ -24,11 +24,11 @@ from gplan.core.errors import FileError, ModelError
 from gplan.core.units import some_names
 from gplan.runtime.random_streams import seed_key
 from gplan.runtime.stage_module import GatheredLayers, LayerInfo, ParameterGroup, StageModule, make_segments
-from profiler.capture.capture import capture
-from profiler.capture.chain import AtLayer, Chain, TensorSpec, modules_that_train
-from profiler.capture.moving_averages import RunningNorm
-from profiler.model.materialise import is_meta_or_fake
-from profiler.model.model_reference import describe_inputs
+from gplan_profiler.capture.capture import capture
+from gplan_profiler.capture.chain import AtLayer, Chain, TensorSpec, modules_that_train
+from gplan_profiler.capture.moving_averages import RunningNorm
+from gplan_profiler.model.materialise import is_meta_or_fake
+from gplan_profiler.model.model_reference import describe_inputs
 
 _MAX_KEPT = 8  # captures besides the first
 

@@ -28,8 +28,8 @@ from gplan.core.progress import Progress
 from gplan.core.units import bytes_text, counted, now_text, percent_text, seconds_text
 from gplan.runtime.peers import Peer, Peers, check_own_gpu, explained_by_peers, local_place
 from gplan.runtime.process_group import backend_of, init_from_environment, rendezvous_from_environment
-from profiler.host.host_info import pin_to_share, processor
-from profiler.host.links import (
+from gplan_profiler.host.host_info import pin_to_share, processor
+from gplan_profiler.host.links import (
     GroupTimer,
     collective_times,
     connected_group,
@@ -38,7 +38,7 @@ from profiler.host.links import (
     fit_link,
     pair_times,
 )
-from profiler.model.memory_budget import available_bytes
+from gplan_profiler.model.memory_budget import available_bytes
 
 _BUDGET_S = 20.0  # of sampling, divided among the rounds and collectives; slow links take longer
 _MOST_S = 2.0  # of sampling, for a round or a collective

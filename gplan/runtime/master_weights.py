@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from profiler.model.materialise import parameter_as
-from profiler.model.precision import MASTER_DTYPE, round_into
+from gplan_profiler.model.materialise import parameter_as
+from gplan_profiler.model.precision import MASTER_DTYPE, round_into
 
 
 class MasterWeights:

@@ -24,14 +24,14 @@ from gplan.runtime.capture_cache import named_tensors
 from gplan.runtime.checkpoint.collective import RankGroup
 from gplan.runtime.process_group import RankLayout
 from gplan.runtime.stage_state import copy_unregistered, same_places, unregistered_tensors
-from profiler.capture.sequence import as_sequential
-from profiler.host.host_info import large_blocks_returned
-from profiler.model.lazy_build import random_state_kept
-from profiler.model.load import ModelFile, ModelTooLargeError, OpenedFile, model_in_memory, open_model_file
-from profiler.model.materialise import is_meta_or_fake, on_meta, with_attributes
-from profiler.model.model_reference import SettingValue
-from profiler.model.precision import MASTER_DTYPE, in_precision
-from profiler.model.weight_files import read_weights
+from gplan_profiler.capture.sequence import as_sequential
+from gplan_profiler.host.host_info import large_blocks_returned
+from gplan_profiler.model.lazy_build import random_state_kept
+from gplan_profiler.model.load import ModelFile, ModelTooLargeError, OpenedFile, model_in_memory, open_model_file
+from gplan_profiler.model.materialise import is_meta_or_fake, on_meta, with_attributes
+from gplan_profiler.model.model_reference import SettingValue
+from gplan_profiler.model.precision import MASTER_DTYPE, in_precision
+from gplan_profiler.model.weight_files import read_weights
 
 ModelLike: TypeAlias = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module] | str
 

@@ -25,10 +25,10 @@ from gplan.runtime.run.run_options import RunOptions
 from gplan.schedules.dependencies import dependencies_of
 from gplan.simulation.simulator import sent_bytes
 from gplan.strategy_search.planner import balance
-from profiler.analytic.computed_profile import ComputeOptions, computed_profile
-from profiler.analytic.hardware import load_hardware
-from profiler.host.links import fit_link
-from profiler.model.load import load_model_file
+from gplan_profiler.analytic.computed_profile import ComputeOptions, computed_profile
+from gplan_profiler.analytic.hardware import load_hardware
+from gplan_profiler.host.links import fit_link
+from gplan_profiler.model.load import load_model_file
 
 SENT_BYTES = (2**12, 2**17, 2**21, 2**23, 2**19, 2**15)
 """Over every second cut, from the first one on; the other cuts send as much as the first, so no device waits long."""

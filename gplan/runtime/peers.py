@@ -25,8 +25,8 @@ import torch
 
 from gplan.core.errors import FileError, GplanError, RunError, UsageError
 from gplan.core.units import counted
-from profiler.host.failure import failure_text, is_lost_connection
-from profiler.host.links import Store
+from gplan_profiler.host.failure import failure_text, is_lost_connection
+from gplan_profiler.host.links import Store
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable that names the network interface for gloo."""

@@ -45,14 +45,14 @@ from gplan.runtime.stage_module import StageModule
 from gplan.runtime.stage_runner import OutputFn, StageRunner, to_device
 from gplan.runtime.stage_state import StageState
 from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_samples, runs_on_gpus
-from profiler.capture.chain import Chain, autocast
-from profiler.host.heartbeat import Heartbeat
-from profiler.host.host_info import keep_freed_memory
-from profiler.host.links import deprioritize_connection_threads
-from profiler.model.lazy_build import random_state_kept
-from profiler.model.load import loss_of_output
-from profiler.model.model_reference import SettingValue, describe_inputs, parse_input_shapes, resize_inputs
-from profiler.model.precision import convert_floats, input_dtype
+from gplan_profiler.capture.chain import Chain, autocast
+from gplan_profiler.host.heartbeat import Heartbeat
+from gplan_profiler.host.host_info import keep_freed_memory
+from gplan_profiler.host.links import deprioritize_connection_threads
+from gplan_profiler.model.lazy_build import random_state_kept
+from gplan_profiler.model.load import loss_of_output
+from gplan_profiler.model.model_reference import SettingValue, describe_inputs, parse_input_shapes, resize_inputs
+from gplan_profiler.model.precision import convert_floats, input_dtype
 
 
 def open_pipeline(

@@ -26,7 +26,7 @@ from gplan.core import Plan
 from gplan.core.errors import RunError, UsageError
 from gplan.core.units import counted, pipeline_text
 from gplan.runtime.peers import INTERFACE, Peers, meet
-from profiler.host.links import Store
+from gplan_profiler.host.links import Store
 
 _POLL_S = 0.1
 _CONNECT_S = 2.0  # timeout of one attempt; a host that is down does not answer

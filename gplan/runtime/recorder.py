@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from gplan.core import Action, ActionKind
-from profiler.host.heartbeat import Heartbeat
+from gplan_profiler.host.heartbeat import Heartbeat
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from gplan.runtime.capture_cache import CapturedModel
 from gplan.runtime.process_group import RankLayout
 from gplan.runtime.stage_module import ParameterGroup, StageModule
 from gplan.runtime.stage_state import StateNames
-from profiler.model.materialise import with_attributes
+from gplan_profiler.model.materialise import with_attributes
 
 
 class ShardedStage:

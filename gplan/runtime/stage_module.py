@@ -2,7 +2,7 @@
 
 A stage is one segment that is recomputed as a whole or not at all. With recompute "selected" each layer named in the
 plan is a segment that always recomputes, and the layers between keep their stash. A recomputed forward
-(`profiler/backward/rematerialize.py`) keeps only its inputs; the second run draws the same random numbers and finds the
+(`gplan_profiler/backward/rematerialize.py`) keeps only its inputs; the second run draws the same random numbers and finds the
 buffers that it writes to as the first run did. The module holds the stage's parameters; what it runs is set for every
 pass, as another batch size, evaluation and autocast each need their own capture.
 """
@@ -24,11 +24,11 @@ from torch.fx import GraphModule, Node
 
 from gplan.core import RecomputeMode, is_recomputed
 from gplan.runtime.random_streams import RandomStreams
-from profiler.backward.rematerialize import recomputed
-from profiler.capture.chain import Chain, Tensors
-from profiler.capture.inplace import aliased_arguments, written_arguments
-from profiler.host.heartbeat import Heartbeat
-from profiler.memory.allocations import storage_key
+from gplan_profiler.backward.rematerialize import recomputed
+from gplan_profiler.capture.chain import Chain, Tensors
+from gplan_profiler.capture.inplace import aliased_arguments, written_arguments
+from gplan_profiler.host.heartbeat import Heartbeat
+from gplan_profiler.memory.allocations import storage_key
 
 if TYPE_CHECKING:
     from gplan.runtime.sharded_replicas import ShardedStage

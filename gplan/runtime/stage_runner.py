@@ -27,12 +27,12 @@ from gplan.runtime.stage_state import StateNames
 from gplan.runtime.torch_engine import EnginePass, TorchEngine
 from gplan.runtime.virtual_engine import VirtualEngine
 from gplan.schedules.registry import make_schedule
-from profiler.capture.chain import Tensors, flat_tensors
-from profiler.capture.moving_averages import MovingAverages
-from profiler.host.failure import failure_text, is_lost_connection
-from profiler.host.heartbeat import Heartbeat, at_layer, on_stage
-from profiler.memory.allocations import now_ns, storage_key
-from profiler.model.model_reference import describe_inputs
+from gplan_profiler.capture.chain import Tensors, flat_tensors
+from gplan_profiler.capture.moving_averages import MovingAverages
+from gplan_profiler.host.failure import failure_text, is_lost_connection
+from gplan_profiler.host.heartbeat import Heartbeat, at_layer, on_stage
+from gplan_profiler.memory.allocations import now_ns, storage_key
+from gplan_profiler.model.model_reference import describe_inputs
 
 OutputFn = Callable[[Any, int], Tensor]
 """(the model's output, micro-batch) -> scalar."""

@@ -30,8 +30,8 @@ from gplan.runtime.gradient_sync import gradient_norm
 from gplan.runtime.process_group import RankLayout
 from gplan.runtime.random_streams import RandomStreams
 from gplan.runtime.sharded_tensors import divided_like, full_tensor, local_gradients, local_tensor
-from profiler.host.heartbeat import Heartbeat
-from profiler.model.materialise import is_meta_or_fake
+from gplan_profiler.host.heartbeat import Heartbeat
+from gplan_profiler.model.materialise import is_meta_or_fake
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # parameters, buffers, hooks
 

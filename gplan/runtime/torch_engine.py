@@ -33,8 +33,8 @@ from gplan.cost.microbatch_bytes import transfer_memory
 from gplan.runtime.capture_cache import CapturedModel
 from gplan.runtime.recorder import ActionRecorder
 from gplan.runtime.stage_module import StageModule
-from profiler.backward.split_backward import SecondHalf, first_half
-from profiler.capture.chain import Tensors
+from gplan_profiler.backward.split_backward import SecondHalf, first_half
+from gplan_profiler.capture.chain import Tensors
 
 LossFn = Callable[[Tensors, int], Tensor]
 """(outputs of the last stage, micro-batch) -> loss of the micro-batch, a scalar."""

@@ -21,10 +21,10 @@ from gplan.core.units import bytes_text, counted
 from gplan.partition.validation import check_sharding
 from gplan.runtime.microbatches import count_rows, take_rows
 from gplan.schedules.validate import schedule_mismatch
-from profiler.capture.authored_layers import PLAIN
-from profiler.capture.chain import call_arguments
-from profiler.model.data import fitting_reductions, loss_tolerance
-from profiler.model.memory_budget import available_bytes
+from gplan_profiler.capture.authored_layers import PLAIN
+from gplan_profiler.capture.chain import call_arguments
+from gplan_profiler.model.data import fitting_reductions, loss_tolerance
+from gplan_profiler.model.memory_budget import available_bytes
 
 Loss = Callable[[Any, Any], Tensor]
 """(the model's output, the target) of a micro-batch -> scalar, a mean or a sum over its samples."""

@@ -24,9 +24,9 @@ from gplan.runtime.recorder import ActionRecorder
 from gplan.runtime.stage_module import StageModule
 from gplan.runtime.torch_engine import EnginePass
 from gplan.simulation.simulator import dependency_order
-from profiler.backward.split_backward import SecondHalf, first_half
-from profiler.capture.chain import Tensors, TensorSpec
-from profiler.memory.allocations import now_ns
+from gplan_profiler.backward.split_backward import SecondHalf, first_half
+from gplan_profiler.capture.chain import Tensors, TensorSpec
+from gplan_profiler.memory.allocations import now_ns
 
 _Key = tuple[int, int]  # stage, micro-batch
 _Gradients = tuple[Tensor | None, ...]

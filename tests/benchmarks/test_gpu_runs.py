@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks import gpu_runs
 from gplan.cost.stage_table import StageTable
-from profiler.analytic.decoder_config import Widths, load_decoder
-from profiler.analytic.decoder_profile import DecoderProfile
-from profiler.analytic.hardware import load_hardware
+from gplan_profiler.analytic.decoder_config import Widths, load_decoder
+from gplan_profiler.analytic.decoder_profile import DecoderProfile
+from gplan_profiler.analytic.hardware import load_hardware
 from tests.benchmarks.test_simumax import SYSTEM
 
 COLUMNS = "case,model,layers,tensor_parallel,pipeline,data_parallel,microbatches,expert_parallel,recompute_layers"

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import gpu_runs
 from gplan.core.errors import FileError
-from profiler.analytic.shapes import AttentionShape, MatmulShape, Shape
+from gplan_profiler.analytic.shapes import AttentionShape, MatmulShape, Shape
 
 SYSTEM: dict[str, Any] = {
     "sys_name": "b200_of_ours",

@@ -20,7 +20,7 @@ from gplan.interop.export.requirements import stage_comments
 from gplan.schedules.custom import read_custom_order
 from gplan.schedules.registry import make_schedule, num_stages_of
 from gplan.simulation.simulator import schedule_of
-from profiler.capture.capture import capture
+from gplan_profiler.capture.capture import capture
 from tests.example_files import SMALL, apply, load
 from tests.interop.planned import cut, planned, profiled, transformer, value
 

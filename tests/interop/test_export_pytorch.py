@@ -17,7 +17,7 @@ from gplan.core import Plan
 from gplan.core.errors import UsageError
 from gplan.interop.export.exporters import export
 from gplan.simulation.simulator import schedule_of
-from profiler.capture.capture import capture
+from gplan_profiler.capture.capture import capture
 from tests.example_files import SMALL, apply, load
 from tests.interop.planned import cut, planned, profiled, shared, transformer, value
 

@@ -22,9 +22,9 @@ from gplan.interop.planning import ForReceiver, best_for_receiver, import_plan
 from gplan.interop.receivers import RECEIVERS, constraints_for, setting_of, settings_problem
 from gplan.schedules.registry import SCHEDULES
 from gplan.schedules.request import PipelineSetting
-from profiler.analytic.decoder_config import Widths
-from profiler.analytic.decoder_profile import decoder_profile
-from profiler.analytic.hardware import load_hardware
+from gplan_profiler.analytic.decoder_config import Widths
+from gplan_profiler.analytic.decoder_profile import decoder_profile
+from gplan_profiler.analytic.hardware import load_hardware
 from tests.interop.planned import planned, profiled, shared, transformer, value
 from tests.made import make_profile
 from tests.searching import search

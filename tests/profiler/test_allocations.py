@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools import MemTracker
 from torch.nn import functional as F
 
-from profiler.capture.capture import capture
-from profiler.capture.chain import Tensors, flat_tensors
-from profiler.memory.allocations import (
+from gplan_profiler.capture.capture import capture
+from gplan_profiler.capture.chain import Tensors, flat_tensors
+from gplan_profiler.memory.allocations import (
     AllocationEvent,
     AllocationTrace,
     StorageRecorder,
@@ -29,7 +29,7 @@ from profiler.memory.allocations import (
     storage_key,
     traced_allocations,
 )
-from profiler.memory.layer_memory import (
+from gplan_profiler.memory.layer_memory import (
     LayerBytes,
     allocate_gradients,
     layer_bytes,
@@ -39,7 +39,7 @@ from profiler.memory.layer_memory import (
     tied_uses,
     with_sums,
 )
-from profiler.model.load import load_model_file
+from gplan_profiler.model.load import load_model_file
 
 KIB = 1024
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from profiler.capture.authored_layers import module_key
+from gplan_profiler.capture.authored_layers import module_key
 from tests.profiler.models import ConvNet
 
 

@@ -10,8 +10,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gplan.core.errors import ModelError
-from profiler.model.error_location import is_out_of_memory
-from profiler.timing.bench import Bench, Composed, rehearse, run_naming_errors, split_backward_obstacle, sum_of_outputs
+from gplan_profiler.model.error_location import is_out_of_memory
+from gplan_profiler.timing.bench import (
+    Bench,
+    Composed,
+    rehearse,
+    run_naming_errors,
+    split_backward_obstacle,
+    sum_of_outputs,
+)
 
 
 def bench_of(*layers: nn.Module) -> Bench:

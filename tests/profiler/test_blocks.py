@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from profiler.capture.capture import exported
-from profiler.capture.chain import Chain, call_arguments
+from gplan_profiler.capture.capture import exported
+from gplan_profiler.capture.chain import Chain, call_arguments
 from tests.profiler.blocks import BLOCKS, ROWS, Block, LeavesBehind, Shelf, Stack, many
 from tests.profiler.training import boundaries
 

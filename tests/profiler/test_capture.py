@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError
-from profiler.capture.capture import capture
-from profiler.capture.chain import Chain, detached
+from gplan_profiler.capture.capture import capture
+from gplan_profiler.capture.chain import Chain, detached
 from tests.profiler.models import Around, Branching, ConvNet, LongSkip, Residual, Throwing, Tied, WritesIntoView
 from tests.profiler.training import boundaries
 

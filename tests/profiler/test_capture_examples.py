@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.capture.capture import capture
-from profiler.capture.chain import call_arguments, flat_tensors
+from gplan_profiler.capture.capture import capture
+from gplan_profiler.capture.chain import call_arguments, flat_tensors
 from tests.example_files import NEEDS_TRANSFORMERS, SMALL, apply, every_runnable, load
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gplan.core.errors import ModelError
-from profiler.capture.capture import capture
+from gplan_profiler.capture.capture import capture
 from tests.profiler.models import Around
 
 ROWS = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))

@@ -14,9 +14,9 @@ from gplan.core import LayerCost, Link, Profile, Value, ValueCost
 from gplan.core.errors import ModelError
 from gplan.graph.boundary import is_crossing, storages_of
 from gplan.graph.down_sets import Prefixes
-from profiler.capture.capture import capture
-from profiler.memory.chain_profile import SizeCosts, layers_with_weights, values_of
-from profiler.memory.layer_memory import LayerBytes, TensorBytes
+from gplan_profiler.capture.capture import capture
+from gplan_profiler.memory.chain_profile import SizeCosts, layers_with_weights, values_of
+from gplan_profiler.memory.layer_memory import LayerBytes, TensorBytes
 from tests.example_files import EXAMPLES, NEEDS_TRANSFORMERS, RUNNABLE, SMALL
 from tests.made import make_profile
 from tests.profiler.models import Counting, SmallUNet, Tied, TwoTowers

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from profiler.timing.clock import Clock, CpuClock, CudaClock, Samples, is_undisturbed
+from gplan_profiler.timing.clock import Clock, CpuClock, CudaClock, Samples, is_undisturbed
 
 
 class Stream:
@@ -45,7 +45,7 @@ class Event:
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     stream = Stream()
-    monkeypatch.setattr("profiler.timing.clock.time.perf_counter", lambda: stream.host_s)
+    monkeypatch.setattr("gplan_profiler.timing.clock.time.perf_counter", lambda: stream.host_s)
     monkeypatch.setattr("torch.cuda.Event", lambda *, enable_timing: Event(stream))
     monkeypatch.setattr("torch.cuda.synchronize", stream.synchronize)
     return stream

@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from gplan.core import Profile, Work
 from gplan.core.errors import ModelError, UsageError
 from gplan.files import json_files
-from profiler.analytic.computed_profile import ComputeOptions, computed_profile
-from profiler.analytic.hardware import load_hardware
-from profiler.analytic.layer_work import analyse, analyse_halves
-from profiler.analytic.roofline import Operation, roofline_seconds, total_work
-from profiler.capture.capture import capture
-from profiler.capture.chain import Chain, Tensors, flat_tensors
-from profiler.memory.layer_memory import allocate_gradients, measure_bytes, measure_halves
-from profiler.model.load import ModelFile, model_in_memory
+from gplan_profiler.analytic.computed_profile import ComputeOptions, computed_profile
+from gplan_profiler.analytic.hardware import load_hardware
+from gplan_profiler.analytic.layer_work import analyse, analyse_halves
+from gplan_profiler.analytic.roofline import Operation, roofline_seconds, total_work
+from gplan_profiler.capture.capture import capture
+from gplan_profiler.capture.chain import Chain, Tensors, flat_tensors
+from gplan_profiler.memory.layer_memory import allocate_gradients, measure_bytes, measure_halves
+from gplan_profiler.model.load import ModelFile, model_in_memory
 from tests.profiler.models import Branching, ConvNet, Tied
 
 H100 = load_hardware("h100")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gplan.core.errors import ModelError
-from profiler.model.data import LossFacts, find_loss_reduction, first_difference, first_not_finite
-from profiler.model.load import ModelFile, model_in_memory
+from gplan_profiler.model.data import LossFacts, find_loss_reduction, first_difference, first_not_finite
+from gplan_profiler.model.load import ModelFile, model_in_memory
 
 
 def file_of(

@@ -12,9 +12,9 @@ from gplan.core import Profile
 from gplan.core.errors import FileError, UsageError
 from gplan.corrections.sharding import sharded
 from gplan.cost.stage_table import StageTable
-from profiler.analytic.decoder_config import Widths, decoder_names, load_decoder
-from profiler.analytic.decoder_profile import DecoderProfile, decoder_profile
-from profiler.analytic.hardware import load_hardware
+from gplan_profiler.analytic.decoder_config import Widths, decoder_names, load_decoder
+from gplan_profiler.analytic.decoder_profile import DecoderProfile, decoder_profile
+from gplan_profiler.analytic.hardware import load_hardware
 
 H100 = load_hardware("h100")
 

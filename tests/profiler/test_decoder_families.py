@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from profiler.analytic.decoder_config import Widths, load_decoder
-from profiler.analytic.decoder_profile import decoder_profile
-from profiler.analytic.hardware import load_hardware
+from gplan_profiler.analytic.decoder_config import Widths, load_decoder
+from gplan_profiler.analytic.decoder_profile import decoder_profile
+from gplan_profiler.analytic.hardware import load_hardware
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.capture.equal_layers import ChainPositions, sources
+from gplan_profiler.capture.equal_layers import ChainPositions, sources
 
 
 def test_layers_that_differ_are_all_measured() -> None:

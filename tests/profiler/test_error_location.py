@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from profiler.capture.sequence import as_sequential
-from profiler.model.error_location import author_line, describe
+from gplan_profiler.capture.sequence import as_sequential
+from gplan_profiler.model.error_location import author_line, describe
 
 
 def error_of(code: str, path: Path) -> BaseException:

@@ -9,7 +9,7 @@ import pytest
 
 from gplan.core import ActionKind
 from gplan.core.errors import ModelError, RunError
-from profiler.host.failure import (
+from gplan_profiler.host.failure import (
     RankError,
     RankReport,
     explain_lost_connection,
@@ -17,7 +17,7 @@ from profiler.host.failure import (
     hang_error,
     is_lost_connection,
 )
-from profiler.host.heartbeat import Heartbeat, HeartbeatStatus
+from gplan_profiler.host.heartbeat import Heartbeat, HeartbeatStatus
 
 LOST = "RuntimeError: [pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 SILENT = "RuntimeError: [gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to"

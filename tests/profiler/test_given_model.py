@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gplan.core.errors import UsageError
-from profiler.model.given_model import GivenModel
+from gplan_profiler.model.given_model import GivenModel
 
 FILE = """
 from torch import nn, randn

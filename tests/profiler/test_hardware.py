@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gplan.core.errors import FileError, UsageError
-from profiler.analytic.hardware import KINDS, hardware_names, load_hardware
+from gplan_profiler.analytic.hardware import KINDS, hardware_names, load_hardware
 
 MINE = """
 kind = "cuda"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gplan.core import ActionKind
-from profiler.host.heartbeat import Heartbeat, heartbeat_file, read_heartbeat
+from gplan_profiler.host.heartbeat import Heartbeat, heartbeat_file, read_heartbeat
 
 LAYERS = ("a", "blocks.4", "c")
 
@@ -98,7 +98,7 @@ def test_every_note_moves_the_time() -> None:
 DYING = """
 import os, signal, sys
 from pathlib import Path
-from profiler.host.heartbeat import Heartbeat
+from gplan_profiler.host.heartbeat import Heartbeat
 from gplan.core import ActionKind
 notes = Heartbeat(Path(sys.argv[1]), stage=0)
 notes.enter_step(7)

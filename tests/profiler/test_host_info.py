@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from profiler.host import host_info
-from profiler.host.host_info import garbage_collector_frozen, gpu_state, parse_gpu_state
+from gplan_profiler.host import host_info
+from gplan_profiler.host.host_info import garbage_collector_frozen, gpu_state, parse_gpu_state
 
 ONE = "NVIDIA H100 80GB HBM3, 550.54.15, 1980 MHz, 2619 MHz, 700.00 W, 34\n"
 

@@ -11,7 +11,7 @@ import torch
 
 from gplan.core import HostLoad
 from gplan.core.host_load import interruption_text, largest_load
-from profiler.host.host_load import (
+from gplan_profiler.host.host_load import (
     FixedWork,
     HostMeter,
     LoadReading,
@@ -20,7 +20,7 @@ from profiler.host.host_load import (
     thread_times,
     waited_for_others_s,
 )
-from profiler.timing.clock import Samples
+from gplan_profiler.timing.clock import Samples
 
 
 def stat_file(folder: Path, text: str) -> Path:

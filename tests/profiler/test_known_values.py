@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gplan.core.errors import ModelError
-from profiler.capture.capture import capture
-from profiler.capture.chain import Chain
-from profiler.capture.known_values import MOST_NUMBERS
+from gplan_profiler.capture.capture import capture
+from gplan_profiler.capture.chain import Chain
+from gplan_profiler.capture.known_values import MOST_NUMBERS
 
 ROWS = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
 

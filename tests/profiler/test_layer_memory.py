@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from profiler.analytic.layer_work import analyse
-from profiler.backward.split_backward import SecondHalf, first_half
-from profiler.capture.capture import capture
-from profiler.capture.chain import Chain, Tensors, detached, flat_tensors
-from profiler.memory.allocations import StorageRecorder, now_ns, traced_allocations
-from profiler.memory.layer_memory import (
+from gplan_profiler.analytic.layer_work import analyse
+from gplan_profiler.backward.split_backward import SecondHalf, first_half
+from gplan_profiler.capture.capture import capture
+from gplan_profiler.capture.chain import Chain, Tensors, detached, flat_tensors
+from gplan_profiler.memory.allocations import StorageRecorder, now_ns, traced_allocations
+from gplan_profiler.memory.layer_memory import (
     HalvesBytes,
     LayerBytes,
     allocate_gradients,

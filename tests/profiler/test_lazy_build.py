@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrizations
 
 from gplan.core.errors import ModelError
-from profiler.model.lazy_build import build_without_weights, fake_mode_of, lost_values_note, to_fake_tensors
+from gplan_profiler.model.lazy_build import build_without_weights, fake_mode_of, lost_values_note, to_fake_tensors
 from tests.profiler.models import Branching, ConvNet, Tied
 
 

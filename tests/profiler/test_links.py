@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gplan.core.errors import UsageError
-from profiler.host.links import (
+from gplan_profiler.host.links import (
     COLLECTIVE_BYTES,
     MESSAGE_BYTES,
     GroupTimer,

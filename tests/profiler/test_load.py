@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from gplan.core.errors import ModelError, UsageError
-from profiler.model.load import load_model_file, model_in_memory, open_model_file
-from profiler.model.model_reference import parse_input_shapes
+from gplan_profiler.model.load import load_model_file, model_in_memory, open_model_file
+from gplan_profiler.model.model_reference import parse_input_shapes
 
 GOOD = """
 import torch

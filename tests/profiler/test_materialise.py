@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrizations
 
-from profiler.capture.capture import capture
-from profiler.capture.chain import TensorSpec
-from profiler.model.lazy_build import build_without_weights, to_fake_tensors
-from profiler.model.materialise import materialised, real_like
+from gplan_profiler.capture.capture import capture
+from gplan_profiler.capture.chain import TensorSpec
+from gplan_profiler.model.lazy_build import build_without_weights, to_fake_tensors
+from gplan_profiler.model.materialise import materialised, real_like
 from tests.profiler.models import ConvNet, Tied
 
 

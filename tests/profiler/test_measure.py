@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from gplan.core import HostLoad, Link, Profile
 from gplan.core.errors import ModelError, UsageError
 from gplan.files import json_files
-from profiler.measure import ProfileOptions, measure_profile
-from profiler.model.load import ModelFile, model_in_memory
+from gplan_profiler.measure import ProfileOptions, measure_profile
+from gplan_profiler.model.load import ModelFile, model_in_memory
 from tests.profiler.models import ConvNet, Tied
 
 LINK = Link(latency_s=0.0, bytes_per_s=1e9)
@@ -267,19 +267,19 @@ def test_too_much_contention_is_refused() -> None:
 
 
 def test_contention_on_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("profiler.measure._check_device", lambda _device: None)
+    monkeypatch.setattr("gplan_profiler.measure._check_device", lambda _device: None)
     assert ProfileOptions(device="cuda", link=LINK).num_neighbours == 0
     with pytest.raises(UsageError, match="--contention 1 with --device cuda"):
         ProfileOptions(device="cuda", link=LINK, contention=1)
 
 
 def test_disturbed_layers_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("profiler.timing.clock.is_undisturbed", lambda _wall_s, _busy_s: False)
+    monkeypatch.setattr("gplan_profiler.timing.clock.is_undisturbed", lambda _wall_s, _busy_s: False)
     for load, words in (
         (HostLoad(wait_share=0.2), "disturbed by other work (20.0 % of"),
         (HostLoad(), "interrupted by an unknown cause"),
     ):
-        monkeypatch.setattr("profiler.timing.layer_timing.load_between", lambda _before, _after, load=load: load)
+        monkeypatch.setattr("gplan_profiler.timing.layer_timing.load_between", lambda _before, _after, load=load: load)
         notes = measure_profile(mlp(), OPTIONS).notes
         assert any(f"nearly all samples of 0, 1, 2, the loss were {words}" in note for note in notes), notes
 
@@ -435,7 +435,7 @@ def test_a_profile_has_the_load_of_its_host(profile: Profile) -> None:
 
 
 def test_note_on_contention_of_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("profiler.measure.max_neighbours", lambda _: 3)
+    monkeypatch.setattr("gplan_profiler.measure.max_neighbours", lambda _: 3)
     assert not ProfileOptions(microbatch_sizes=(2,), num_threads=1).notes
     assert not ProfileOptions(microbatch_sizes=(2,), num_threads=2, contention=0).notes
     (note,) = ProfileOptions(microbatch_sizes=(2,), num_threads=2).notes
@@ -443,6 +443,6 @@ def test_note_on_contention_of_several_threads(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_process_that_may_use_one_core_is_refused_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("profiler.measure.usable_cores", lambda: [3])
+    monkeypatch.setattr("gplan_profiler.measure.usable_cores", lambda: [3])
     with pytest.raises(UsageError, match="2 threads were requested; this process may use 1 core"):
         ProfileOptions(num_threads=2)

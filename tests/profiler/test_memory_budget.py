@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from gplan.core.errors import ModelError
-from profiler.model import memory_budget
-from profiler.model import memory_budget as tested
-from profiler.model.given_model import GivenModel
-from profiler.model.load import ModelTooLargeError, load_model_file
-from profiler.model.memory_budget import available_bytes, headroom, saved_bytes, weight_bytes
+from gplan_profiler.model import memory_budget
+from gplan_profiler.model import memory_budget as tested
+from gplan_profiler.model.given_model import GivenModel
+from gplan_profiler.model.load import ModelTooLargeError, load_model_file
+from gplan_profiler.model.memory_budget import available_bytes, headroom, saved_bytes, weight_bytes
 
 FILE = """
 import torch

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from profiler.capture.capture import capture, exported
-from profiler.capture.chain import Chain
-from profiler.model.lazy_build import build_without_weights, to_fake_tensors
+from gplan_profiler.capture.capture import capture, exported
+from gplan_profiler.capture.chain import Chain
+from gplan_profiler.model.lazy_build import build_without_weights, to_fake_tensors
 
 CAPTURES = pytest.mark.parametrize("capturing", [capture, exported], ids=["sequential", "exported"])
 Capturing = Callable[[nn.Module, Tensor], Chain]

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from profiler.timing import neighbours as module
-from profiler.timing.neighbours import neighbours
+from gplan_profiler.timing import neighbours as module
+from gplan_profiler.timing.neighbours import neighbours
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="neighbours need Linux")
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gplan.core.errors import ModelError
-from profiler.capture.capture import exported
+from gplan_profiler.capture.capture import exported
 
 ROWS = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gplan.core.errors import ModelError, UsageError
-from profiler.capture.capture import capture
-from profiler.capture.chain import Chain
-from profiler.model.lazy_build import build_without_weights, to_fake_tensors
+from gplan_profiler.capture.capture import capture
+from gplan_profiler.capture.chain import Chain
+from gplan_profiler.model.lazy_build import build_without_weights, to_fake_tensors
 from tests.example_files import NEEDS_TRANSFORMERS, SMALL, apply, call, load
 from tests.profiler.models import Branching, ConvNet, Counting, Residual, SmallUNet, Tied, TwoTowers, WritesIntoView
 from tests.profiler.training import assert_trained_alike, boundaries, gradients, total, train_in_stages

@@ -13,10 +13,10 @@ from torch import nn
 
 from gplan.core import StepCost
 from gplan.core.errors import ModelError
-from profiler.model.load import ModelFile, model_in_memory
-from profiler.timing import optimizer_step
-from profiler.timing.clock import Clock, CpuClock, Samples
-from profiler.timing.optimizer_step import StepSampler
+from gplan_profiler.model.load import ModelFile, model_in_memory
+from gplan_profiler.timing import optimizer_step
+from gplan_profiler.timing.clock import Clock, CpuClock, Samples
+from gplan_profiler.timing.optimizer_step import StepSampler
 
 
 class StatedClock(CpuClock):

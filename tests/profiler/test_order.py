@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gplan.core.errors import ModelError
-from profiler.capture.capture import capture
-from profiler.capture.chain import Chain, Route
+from gplan_profiler.capture.capture import capture
+from gplan_profiler.capture.chain import Chain, Route
 from tests.profiler.models import Counting, LongSkip, SmallUNet, TwoTowers, WritesIntoView
 from tests.profiler.training import assert_trained_alike, boundaries, gradients, total, train_in_stages
 

@@ -16,17 +16,17 @@ from pathlib import Path
 import pytest
 
 from gplan.core.errors import ModelError, RunError
-from profiler.host.heartbeat import HeartbeatStatus, heartbeat_file, read_heartbeat
-from profiler.host.host_info import core_shares
-from profiler.host.processes import run_processes
+from gplan_profiler.host.heartbeat import HeartbeatStatus, heartbeat_file, read_heartbeat
+from gplan_profiler.host.host_info import core_shares
+from gplan_profiler.host.processes import run_processes
 
 PROGRAM = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from gplan.core.errors import ModelError, RunError
-from profiler.host.heartbeat import Heartbeat, heartbeat_file
+from gplan_profiler.host.heartbeat import Heartbeat, heartbeat_file
 from gplan.core import ActionKind
-from profiler.host.processes import end_with_parent, report_error, print_stack_on_signal
+from gplan_profiler.host.processes import end_with_parent, report_error, print_stack_on_signal
 end_with_parent()
 print_stack_on_signal()
 what, rank = sys.argv[1], int(os.environ["RANK"])
@@ -245,7 +245,7 @@ def start_job(program: str, place: Path) -> tuple[subprocess.Popen[bytes], list[
     """A process that runs a job of two that sleep, and those two."""
     script = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background ignores it
-        "from profiler.host.processes import run_processes\n"
+        "from gplan_profiler.host.processes import run_processes\n"
         f"run_processes({program!r}, ['sleep'], num_processes=2, timeout_s=99)"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)

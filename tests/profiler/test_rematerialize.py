@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from profiler.backward.rematerialize import noting_saves, recomputed, share_run_again, without_checkpointing
-from profiler.capture.chain import Tensors
-from profiler.memory.allocations import now_ns, traced_allocations
+from gplan_profiler.backward.rematerialize import noting_saves, recomputed, share_run_again, without_checkpointing
+from gplan_profiler.capture.chain import Tensors
+from gplan_profiler.memory.allocations import now_ns, traced_allocations
 
 WIDTH = 64
 Net = Callable[[Tensor], Tensor]

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from gplan.core import Link, OperationKind, Work
-from profiler.analytic.hardware import KINDS, Efficiency, Hardware
-from profiler.analytic.roofline import Operation, WorkCounter, product_dtype, roofline_seconds, total_work
+from gplan_profiler.analytic.hardware import KINDS, Efficiency, Hardware
+from gplan_profiler.analytic.roofline import Operation, WorkCounter, product_dtype, roofline_seconds, total_work
 
 CPU = Hardware(
     name="made",

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gplan.core import Timing
-from profiler.memory.layer_memory import allocate_gradients
-from profiler.timing.bench import Bench, Composed, sum_of_outputs
-from profiler.timing.clock import CpuClock, Samples
-from profiler.timing.rounds import (
+from gplan_profiler.memory.layer_memory import allocate_gradients
+from gplan_profiler.timing.bench import Bench, Composed, sum_of_outputs
+from gplan_profiler.timing.clock import CpuClock, Samples
+from gplan_profiler.timing.rounds import (
     RoundSamples,
     TimingRounds,
     corrections_of,

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError
-from profiler.capture.chain import Route, detached, flat_tensors, roots_with_gradients
-from profiler.capture.sequence import SequentialChain
-from profiler.model.lazy_build import build_without_weights, to_fake_tensors
+from gplan_profiler.capture.chain import Route, detached, flat_tensors, roots_with_gradients
+from gplan_profiler.capture.sequence import SequentialChain
+from gplan_profiler.model.lazy_build import build_without_weights, to_fake_tensors
 from tests.profiler.models import Branching
 
 

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from gplan.core import Work
 from gplan.core.errors import FileError
-from profiler.analytic.hardware import load_hardware
-from profiler.analytic.roofline import Operation, WorkCounter, operations_seconds, roofline_seconds
-from profiler.analytic.shapes import AttentionShape, MatmulShape, ShapeTable
+from gplan_profiler.analytic.hardware import load_hardware
+from gplan_profiler.analytic.roofline import Operation, WorkCounter, operations_seconds, roofline_seconds
+from gplan_profiler.analytic.shapes import AttentionShape, MatmulShape, ShapeTable
 from tests.profiler.test_hardware import MINE, written
 
 MEASURED = MatmulShape(m=4096, k=1024, n=2048)

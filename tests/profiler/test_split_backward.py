@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from profiler.backward.split_backward import first_half
+from gplan_profiler.backward.split_backward import first_half
 
 Stage = Callable[..., tuple[Tensor, ...]]
 

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from gplan.core.errors import ModelError
-from profiler.capture.capture import capture
-from profiler.capture.chain import routing_notes
-from profiler.model.lazy_build import build_without_weights, to_fake_tensors
+from gplan_profiler.capture.capture import capture
+from gplan_profiler.capture.chain import routing_notes
+from gplan_profiler.model.lazy_build import build_without_weights, to_fake_tensors
 from tests.profiler.experts import CALLED, MODELS, Looped, Routed, tokens
 from tests.profiler.training import assert_trained_alike, gradients, total, train_in_stages
 

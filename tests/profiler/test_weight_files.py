@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gplan.core.errors import FileError
-from profiler.model.weight_files import read_weights
+from gplan_profiler.model.weight_files import read_weights
 
 safetensors = pytest.importorskip("safetensors.torch")
 

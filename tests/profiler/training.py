@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from profiler.capture.chain import Chain, Tensors, TensorSpec, detached, model_state_restored, roots_with_gradients
+from gplan_profiler.capture.chain import (
+    Chain,
+    Tensors,
+    TensorSpec,
+    detached,
+    model_state_restored,
+    roots_with_gradients,
+)
 
 
 def total(output: Any) -> Tensor:

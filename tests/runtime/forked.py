@@ -25,7 +25,7 @@ import torch
 from gplan.core import Plan, Run
 from gplan.runtime.run.launch import run_local_processes
 from gplan.runtime.run.run_options import RunOptions
-from profiler.model.model_reference import SettingValue
+from gplan_profiler.model.model_reference import SettingValue
 
 
 def run_forked(

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 import gplan
 from gplan.core import Constraints
 from gplan.core.errors import UsageError
-from profiler.capture.capture import capture, exported
-from profiler.capture.chain import Chain
-from profiler.capture.moving_averages import MovingAverages, RunningNorm
-from profiler.model.load import model_in_memory
+from gplan_profiler.capture.capture import capture, exported
+from gplan_profiler.capture.chain import Chain
+from gplan_profiler.capture.moving_averages import MovingAverages, RunningNorm
+from gplan_profiler.model.load import model_in_memory
 from tests.runtime.plans import plan_for
 from tests.runtime.ranks import on_ranks
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from gplan.core.errors import RunError
 from gplan.runtime.capture_cache import set_device
-from profiler.capture.capture import capture
-from profiler.model.load import model_in_memory
+from gplan_profiler.capture.capture import capture
+from gplan_profiler.model.load import model_in_memory
 from tests.runtime.plans import pipeline_for, plan_for
 
 

@@ -27,7 +27,7 @@ from gplan.runtime import cluster, peers
 from gplan.runtime.cluster import PairTimes, RankFindings, machine_of, pair_rounds
 from gplan.runtime.peers import Peer, Peers, meet
 from gplan.runtime.process_group import check_interface
-from profiler.host import links
+from gplan_profiler.host import links
 from tests.runtime.forked import forking, launcher_environments
 
 

@@ -18,8 +18,8 @@ from gplan.core.errors import UsageError
 from gplan.runtime.gradient_sync import average_gradients
 from gplan.runtime.pipeline import Pipeline
 from gplan.runtime.run.run_options import RunOptions
-from profiler.memory.allocations import now_ns, traced_allocations
-from profiler.model.load import model_in_memory
+from gplan_profiler.memory.allocations import now_ns, traced_allocations
+from gplan_profiler.model.load import model_in_memory
 from tests.runtime.forked import run_forked
 from tests.runtime.plans import SMALL, plan_for, run_virtually, scheduled, small_example
 from tests.runtime.ranks import on_ranks

@@ -17,7 +17,7 @@ from gplan.core import Constraints, Plan
 from gplan.core.errors import ModelError, RunError
 from gplan.runtime.pipeline import Pipeline
 from gplan.runtime.run.run_options import RunOptions
-from profiler.model.load import ModelFile, model_in_memory
+from gplan_profiler.model.load import ModelFile, model_in_memory
 from tests.runtime.plans import plan_for, run_virtually
 from tests.runtime.ranks import on_ranks
 from tests.runtime.test_sharded_replicas import Training

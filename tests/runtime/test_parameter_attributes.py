@@ -14,11 +14,11 @@ import gplan
 from gplan.core import Precision
 from gplan.core.errors import GplanError, UsageError
 from gplan.runtime.run.run_options import RunOptions
-from profiler.analytic.computed_profile import computed_step
-from profiler.analytic.hardware import load_hardware
-from profiler.model.load import ModelFile, model_in_memory
-from profiler.model.materialise import attributes
-from profiler.model.precision import in_precision
+from gplan_profiler.analytic.computed_profile import computed_step
+from gplan_profiler.analytic.hardware import load_hardware
+from gplan_profiler.model.load import ModelFile, model_in_memory
+from gplan_profiler.model.materialise import attributes
+from gplan_profiler.model.precision import in_precision
 from tests.runtime.plans import measured, plan_for, run_virtually
 from tests.runtime.ranks import on_ranks
 from tests.runtime.semantics.checks import (

@@ -18,8 +18,8 @@ from gplan.core.checks import Sharding
 from gplan.core.errors import UsageError
 from gplan.runtime.sharded_replicas import check_optimizer
 from gplan.runtime.sharded_tensors import local_tensor
-from profiler.measure import ProfileOptions, measure_profile
-from profiler.model.load import model_in_memory
+from gplan_profiler.measure import ProfileOptions, measure_profile
+from gplan_profiler.model.load import model_in_memory
 from tests.runtime.plans import scheduled
 from tests.runtime.ranks import on_ranks
 

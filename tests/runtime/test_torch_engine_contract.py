@@ -29,8 +29,8 @@ from gplan.runtime.random_streams import RandomStreams
 from gplan.runtime.stage_module import LayerInfo, StageModule, StagePass
 from gplan.runtime.torch_engine import EnginePass, TorchEngine, _torch_orders, advance_receives
 from gplan.schedules.registry import make_schedule
-from profiler.capture.capture import capture
-from profiler.host.heartbeat import Heartbeat
+from gplan_profiler.capture.capture import capture
+from gplan_profiler.host.heartbeat import Heartbeat
 from tests.runtime.ranks import on_ranks
 
 

@@ -25,8 +25,8 @@ from gplan.runtime.run.launch import run_virtual_engine
 from gplan.runtime.run.loop import BatchStream
 from gplan.runtime.run.reference import Reference, gradient_check, gradient_errors, plain_reference
 from gplan.runtime.run.run_options import RunOptions
-from profiler.host.host_info import device_share
-from profiler.model.load import load_model_file
+from gplan_profiler.host.host_info import device_share
+from gplan_profiler.model.load import load_model_file
 from tests.runtime.forked import run_forked
 from tests.runtime.plans import SMALL, plain_losses, plan_for, run_virtually, small_example, source_for
 

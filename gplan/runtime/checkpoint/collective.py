@@ -14,8 +14,8 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from gplan.core.errors import GplanError, RunError, is_interrupt
-from profiler.host.failure import strip_gloo_advice
-from profiler.model.error_location import describe
+from gplan_profiler.host.failure import strip_gloo_advice
+from gplan_profiler.model.error_location import describe
 
 T = TypeVar("T")
 

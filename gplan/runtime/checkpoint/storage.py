@@ -27,7 +27,7 @@ from gplan.core.errors import FileError, GplanError, RunError, UsageError
 from gplan.core.units import bytes_text
 from gplan.runtime.checkpoint.collective import RankGroup, lost_peer
 from gplan.runtime.checkpoint.folder import DamagedError, note_checksum, publish, read_index
-from profiler.model.error_location import describe
+from gplan_profiler.model.error_location import describe
 
 Key: TypeAlias = tuple[str | int, ...]
 

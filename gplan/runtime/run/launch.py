@@ -33,12 +33,12 @@ from gplan.runtime.process_group import backend_of, init_from_environment
 from gplan.runtime.run.loop import train
 from gplan.runtime.run.run_options import ReportStep, RunOptions
 from gplan.runtime.validation import check_fits_here, check_hosts, check_runnable
-from profiler.host.failure import failure_text, is_lost_connection
-from profiler.host.heartbeat import Heartbeat, heartbeat_file, read_heartbeat
-from profiler.host.host_info import device_share, pin_to_share
-from profiler.host.processes import end_with_parent, print_stack_on_signal, report_error, run_processes
-from profiler.model.given_model import check_nothing_beside
-from profiler.model.model_reference import SettingValue, check_is_there, file_digest
+from gplan_profiler.host.failure import failure_text, is_lost_connection
+from gplan_profiler.host.heartbeat import Heartbeat, heartbeat_file, read_heartbeat
+from gplan_profiler.host.host_info import device_share, pin_to_share
+from gplan_profiler.host.processes import end_with_parent, print_stack_on_signal, report_error, run_processes
+from gplan_profiler.model.given_model import check_nothing_beside
+from gplan_profiler.model.model_reference import SettingValue, check_is_there, file_digest
 
 EngineName: TypeAlias = Literal["torch", "virtual"]
 ENGINES: tuple[EngineName, ...] = ("torch", "virtual")

@@ -30,22 +30,22 @@ from gplan.runtime.sharded_tensors import full_tensor, local_tensor
 from gplan.runtime.stage_module import StageModule
 from gplan.runtime.validation import host_bytes
 from gplan.runtime.virtual_engine import TiedUpdates, VirtualEngine
-from profiler.host.failure import failure_text
-from profiler.host.heartbeat import Heartbeat
-from profiler.host.host_info import (
+from gplan_profiler.host.failure import failure_text
+from gplan_profiler.host.heartbeat import Heartbeat
+from gplan_profiler.host.host_info import (
     clock_id,
     garbage_collector_frozen,
     page_faults,
     return_large_blocks,
     usable_cores,
 )
-from profiler.host.host_load import SPEED_SHARE, HostMeter
-from profiler.memory.allocations import AllocationTrace, storage_bytes, traced_allocations
-from profiler.model.data import check_batch, check_target
-from profiler.model.lazy_build import random_state, random_state_kept, seed_everything
-from profiler.model.load import Batch, ModelFile
-from profiler.model.memory_budget import available_bytes
-from profiler.model.model_reference import file_digest
+from gplan_profiler.host.host_load import SPEED_SHARE, HostMeter
+from gplan_profiler.memory.allocations import AllocationTrace, storage_bytes, traced_allocations
+from gplan_profiler.model.data import check_batch, check_target
+from gplan_profiler.model.lazy_build import random_state, random_state_kept, seed_everything
+from gplan_profiler.model.load import Batch, ModelFile
+from gplan_profiler.model.memory_budget import available_bytes
+from gplan_profiler.model.model_reference import file_digest
 
 
 class BatchStream:

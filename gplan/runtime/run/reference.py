@@ -24,11 +24,11 @@ from gplan.core.units import counted, some_names
 from gplan.runtime.agreement import digest
 from gplan.runtime.microbatches import take_rows
 from gplan.runtime.sharded_tensors import full_tensor
-from profiler.capture.chain import model_state_restored
-from profiler.model.data import CoarsestNumbers, first_not_finite
-from profiler.model.error_location import describe
-from profiler.model.lazy_build import random_state_kept, seed_everything
-from profiler.model.load import ModelFile
+from gplan_profiler.capture.chain import model_state_restored
+from gplan_profiler.model.data import CoarsestNumbers, first_not_finite
+from gplan_profiler.model.error_location import describe
+from gplan_profiler.model.lazy_build import random_state_kept, seed_everything
+from gplan_profiler.model.load import ModelFile
 
 TOLERANCE = 1e-5  # of float32 numbers
 _FINEST_TOLERANCE = 1e-10  # of float64 numbers

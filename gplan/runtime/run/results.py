@@ -31,8 +31,8 @@ from gplan.runtime.run.run_options import RunOptions, StepRecord
 from gplan.runtime.validation import notes_on_machine
 from gplan.simulation.exposed_communication import exposed_in
 from gplan.simulation.simulator import schedule_of, timeline_of
-from profiler.host.host_info import gpu_state, software_versions
-from profiler.timing.clock import is_undisturbed
+from gplan_profiler.host.host_info import gpu_state, software_versions
+from gplan_profiler.timing.clock import is_undisturbed
 
 _PAGE_FAULT_S = 2e-6  # at least; measured 1 to 11 microseconds for a page that is given anew
 _MOST_FAULTS_SHARE = 0.003  # of a step's time

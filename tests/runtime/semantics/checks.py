@@ -16,8 +16,8 @@ import gplan
 from gplan.core import Constraints, Link, Plan, Profile
 from gplan.core.errors import GplanError
 from gplan.runtime.pipeline import Pipeline
-from profiler.measure import ProfileOptions, measure_profile
-from profiler.model.load import model_in_memory
+from gplan_profiler.measure import ProfileOptions, measure_profile
+from gplan_profiler.model.load import model_in_memory
 from tests.runtime.ranks import on_ranks
 from tests.runtime.semantics.models import Subject
 

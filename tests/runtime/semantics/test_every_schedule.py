@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import gplan
 from gplan.core import Plan
 from gplan.schedules.registry import num_stages_of
-from profiler.capture.capture import capture
-from profiler.capture.chain import Chain
-from profiler.model.model_reference import describe_inputs
+from gplan_profiler.capture.capture import capture
+from gplan_profiler.capture.chain import Chain
+from gplan_profiler.model.model_reference import describe_inputs
 from tests.runtime.plans import scheduled
 from tests.runtime.semantics.checks import (
     assert_same,

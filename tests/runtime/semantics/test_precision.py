@@ -17,7 +17,7 @@ import gplan
 from gplan.core import Link, Plan, Precision, Profile
 from gplan.core.errors import FileError, ModelError, UsageError
 from gplan.runtime.pipeline import Pipeline
-from profiler.capture.capture import capture
+from gplan_profiler.capture.capture import capture
 from tests.runtime.ranks import on_ranks
 from tests.runtime.semantics.checks import MICROBATCH_SIZE, both_engines, built
 from tests.runtime.semantics.models import WIDTH, Floor, Subject, Tied, Tower, subject, token_subject

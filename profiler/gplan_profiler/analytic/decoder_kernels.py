@@ -1,0 +1,449 @@
+"""The kernels of a decoder's layers in Megatron-LM with Transformer Engine, on one device: what each computes and keeps.
+
+A layer is a list of kernels in the order of its forward; its backward runs them the other way round. Each kernel keeps
+for its backward what it reads, unless an earlier one keeps it: a product its input, a norm its input, a gated activation
+its input, attention its queries, keys, values and output. With residual branches the gradient of a branch's output is
+held to the branch's start. So the stash, and the most that a backward holds above it, follow from the list.
+
+Sources, NVIDIA/Megatron-LM and NVIDIA/TransformerEngine: attention.py (queries, keys and values are copied out of one
+product's result, rotated, kept without it), fused_bias_swiglu.py (keeps its input), cross_entropy.py of Transformer
+Engine (writes the gradient over the logits), fused_cross_entropy.py and cross_entropy.py of Megatron-LM (float32
+logits), layers.py (gradients of weights are added to float32 buffers by the product; the output layer returns an empty
+gradient of the weight's size beside). Tokens are spread evenly over experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from gplan.core import OperationKind, Work
+from gplan_profiler.analytic.decoder_config import Decoder, Widths
+from gplan_profiler.analytic.hardware import Hardware, KernelName
+from gplan_profiler.analytic.roofline import Operation, operations_seconds, total_work
+from gplan_profiler.analytic.shapes import AttentionShape, Layout, MatmulShape
+
+DTYPE = "bfloat16"
+ELEMENT = 2  # bytes of a weight or activation
+LOGIT = 4  # of an unfused logit
+GRADIENT = 4  # of a gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """A kernel of a layer's forward, with that of its backward, for one micro-batch."""
+
+    forward: tuple[Operation, ...]
+    backward: tuple[Operation, ...]
+    keeps: int = 0  # bytes for its backward that no earlier kernel keeps
+    makes: int = 0  # bytes of its result
+    input_gradient: int = 0  # bytes that its backward makes and hands on
+    beside: int = 0  # bytes that its backward needs beside that, and leaves free
+    in_place: bool = False  # whether that gradient is written over what the kernel keeps
+    exchanged: int = 0  # bytes that ranks with other experts exchange, in each direction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A layer on one device: its weights, its kernels, and the bytes of what it hands on."""
+
+    name: str
+    kind: str
+    kernels: tuple[Kernel, ...]
+    branches: tuple[int, ...] = ()  # how many kernels each residual branch has; none: the layer is no sum of branches
+    parameters: int  # held by the device, that every data-parallel rank has
+    experts: int = 0  # the same of routed experts
+    weights: tuple[tuple[int, int], ...] = ()  # the matrices of products that Transformer Engine runs
+    output: int = 0  # bytes handed on and kept by the next layer; 0: the loss
+    is_recomputed: bool = False  # whether it runs again before its backward and keeps its output alone
+
+    @property
+    def _kept_bytes(self) -> int:
+        return sum(x.keeps for x in self.kernels)
+
+    @property
+    def stash_bytes(self) -> int:
+        """What the layer keeps for its backward; its output too, which the next layer keeps."""
+        return (0 if self.is_recomputed else self._kept_bytes) + self.output
+
+    @property
+    def forward_workspace_bytes(self) -> int:
+        """The most above what is kept while a kernel makes its result."""
+        kept, most = 0, 0
+        for x in self.kernels:
+            kept = 0 if self.is_recomputed else kept + x.keeps
+            most = max(most, kept + x.makes + self.is_recomputed * x.keeps)
+        return max(0, most - kept)
+
+    @property
+    def backward_workspace_bytes(self) -> int:
+        """The most of a backward above the stash: gradients, less what later kernels have freed."""
+        starts = {sum(self.branches[:i]) for i in range(len(self.branches))}
+        kept, handed, residual, most = self._kept_bytes, self.output, 0, 0
+        stash = 0 if self.is_recomputed else kept
+        for i, x in reversed(list(enumerate(self.kernels))):
+            if not residual and self.branches:
+                residual, handed = handed, 0  # both paths of the sum read the same gradient
+            made = 0 if x.in_place else x.input_gradient
+            most = max(most, kept + residual + handed + made + x.beside)
+            kept, handed = kept - x.keeps, x.input_gradient
+            if i in starts:
+                handed, residual = residual, 0  # the sum of both paths
+        return max(0, most - stash)
+
+    def seconds(self, hardware: Hardware, *, num_ranks: int) -> tuple[float, float]:
+        """Seconds of forward and backward; `num_ranks` exchange the tokens of their experts."""
+        link = hardware.all_to_all or hardware.link
+        exchange_s = sum(
+            (num_ranks - 1) * float(link.transfers_s(x.exchanged / num_ranks)) for x in self.kernels if x.exchanged
+        )
+        forward, backward = (
+            operations_seconds([y for x in self.kernels for y in getattr(x, way)], hardware, dtype=DTYPE)
+            for way in ("forward", "backward")
+        )
+        once_s, back_s = forward + exchange_s, backward + exchange_s
+        return once_s, back_s + self.is_recomputed * once_s
+
+    def work(self, way: str) -> tuple[Work, ...]:
+        """Counted work of the forward or the backward."""
+        return total_work([y for x in self.kernels for y in getattr(x, way)])
+
+
+def _moved(kind: OperationKind, *amounts: float, kernel: KernelName | None = None) -> tuple[Operation, ...]:
+    """Operations bound by memory, one for each amount of bytes."""
+    work = (Work(kind=kind, num_operations=1, num_flops=round(x / ELEMENT), num_bytes=round(x)) for x in amounts)
+    return tuple(Operation(work=x, kernel=kernel) for x in work)
+
+
+def _product(m: int, k: int, n: int, *, groups: int = 1, layout: Layout = "TN", out_bytes: int = ELEMENT) -> Operation:
+    shape = MatmulShape(
+        m=m, k=k, n=n, groups=groups, layout=layout, accumulate=out_bytes == GRADIENT,
+        out_dtype="float32" if out_bytes == GRADIENT else DTYPE,
+    )  # fmt: skip
+    moved = ELEMENT * (m * k + k * n) + (2 if shape.accumulate else 1) * out_bytes * m * n
+    work = Work(kind="matmul", num_operations=1, num_flops=shape.num_flops, num_bytes=groups * moved)
+    return Operation(work=work, shape=shape)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKernels:
+    """The layers of a decoder for one micro-batch, a tensor-parallel rank's share.
+
+    Attention, norms and gated activations are fused kernels, as in Megatron-LM unless told otherwise.
+    """
+
+    decoder: Decoder
+    widths: Widths
+    microbatch_size: int
+    fuses_cross_entropy: bool
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.microbatch_size * self.widths.sequence_length
+
+    def _bytes(self, width: float) -> int:
+        """Of so many values for each token, divided over the tensor-parallel ranks."""
+        return int(ELEMENT * self.tokens * width) // self.widths.tensor
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of the hidden states."""
+        return self._bytes(self.decoder.hidden_size)
+
+    def block(self, name: str, *, is_sparse: bool, attended: float = 1.0) -> Part:
+        """Attention and a perceptron or experts, each added to the hidden states; attention to a share of earlier tokens."""
+        model, split = self.decoder, self.widths.tensor
+        after = [self._norm(model.hidden_size, keeps=self.hidden_bytes)] * (model.num_block_norms > 2)
+        before = self._latent_products() if model.kv_lora_rank else self._direct_products()
+        projected = self._linear(model.value_width, model.hidden_size, keeps=0, by_input=True)
+        norm = self._norm(model.hidden_size)
+        attention = (norm, *before, self._core(attended), projected, *after, self._sum())
+        matrices, held = list(model.attention_matrices), model.block_values
+        experts, routed = 0, list[tuple[int, int]]()
+        if is_sparse:
+            routed = [(model.hidden_size, 2 * model.expert_width), (model.expert_width, model.hidden_size)]
+            local = -(-model.routed_experts // self.widths.expert)
+            biases = (2 * model.expert_width + model.hidden_size) * model.has_expert_biases
+            experts = local * (sum(map(prod, routed)) + biases)
+            held += (model.hidden_size + model.has_expert_biases) * model.routed_experts
+            held += model.hidden_size * model.has_shared_gate
+            matrices += self._gated(model.shared_width) if model.shared_width else []
+            gated = self._experts(local)
+        else:
+            held += (2 * model.dense_width + model.hidden_size) * model.mlp_bias
+            matrices += self._gated(model.dense_width)
+            gated = self._perceptron(model.dense_width)
+        perceptron = (self._norm(model.hidden_size, keeps=self.hidden_bytes), *gated, *after, self._sum())
+        return Part(
+            name=name,
+            kind="SparseBlock" if is_sparse else "DenseBlock",
+            kernels=(*attention, *perceptron),
+            branches=(len(attention), len(perceptron)),
+            parameters=held + sum(map(prod, matrices)) // split,
+            experts=experts,
+            weights=tuple({*((a, b // split) for a, b in matrices), *routed}),
+            output=self.hidden_bytes,
+        )
+
+    def embedding(self) -> Part:
+        """Looks rows up; its gradient is a dense table, which is added to the float32 gradients."""
+        model, split = self.decoder, self.widths.tensor
+        table, is_tied = model.vocab_size * model.hidden_size // split, model.ties_embedding
+        moved = _moved("indexing", 2 * self.hidden_bytes, *[2 * self.hidden_bytes] * (self.microbatch_size > 1))
+        added = _moved("pointwise", ELEMENT * table, (ELEMENT + 2 * GRADIENT) * table)  # cleared, then added
+        kernel = Kernel(
+            forward=moved,
+            backward=(*_moved("indexing", 2 * self.hidden_bytes), *added),
+            makes=self.hidden_bytes,
+            beside=ELEMENT * table,
+        )
+        return Part(
+            name="model.embed_tokens", kind="Embedding", kernels=(kernel,), parameters=0 if is_tied else table,
+            output=self.hidden_bytes,
+        )  # fmt: skip
+
+    def prediction(self, name: str) -> Part:
+        """A block after a projection of the hidden states beside the next token's embedding, both normalized."""
+        model = self.decoder
+        block = self.block(name, is_sparse=model.is_sparse(model.num_hidden_layers))
+        hidden = model.hidden_size
+        joined = (*[self._norm(hidden)] * 2, self._linear(2 * hidden, hidden, keeps=self._bytes(2 * hidden)))
+        return replace(
+            block,
+            kind="MultiTokenPrediction",
+            kernels=(*joined, *block.kernels),
+            branches=(len(joined) + block.branches[0], block.branches[1]),
+            parameters=block.parameters + 2 * hidden * hidden // self.widths.tensor + 3 * hidden,
+        )
+
+    def head(self) -> Part:
+        """Final norm, output layer and loss; the last two run once more for each token that is predicted further."""
+        model, split = self.decoder, self.widths.tensor
+        output = (model.hidden_size, model.vocab_size // split)
+        passes, table = 1 + model.num_nextn_predict_layers, prod(output)
+        logits = self.tokens * output[1]
+        layer = self._linear(*output, keeps=self.hidden_bytes, beside=ELEMENT * table, is_split=True)
+        if self.fuses_cross_entropy:  # counted as the published share of it is: read and written both ways
+            moved = _moved("reduction", 2 * ELEMENT * logits, kernel="cross-entropy")
+            loss = Kernel(
+                forward=moved, backward=moved, keeps=ELEMENT * logits, input_gradient=ELEMENT * logits, in_place=True
+            )
+        else:  # float32: converted, its maximum found and subtracted, exponentiated, summed, divided; back: scaled, converted
+            passes_over, converted = 8, (ELEMENT + LOGIT) * logits
+            loss = Kernel(
+                forward=_moved("reduction", converted + passes_over * LOGIT * logits, kernel="unfused-cross-entropy"),
+                backward=_moved("reduction", 2 * LOGIT * logits + converted, kernel="unfused-cross-entropy"),
+                keeps=LOGIT * logits,
+                makes=ELEMENT * logits,
+                input_gradient=ELEMENT * logits,
+            )
+        return Part(
+            name="model.norm..lm_head",
+            kind="Head",
+            kernels=(self._norm(model.hidden_size), *[layer, loss] * passes),
+            parameters=model.hidden_size + (0 if model.tie_word_embeddings else table),
+        )
+
+    def _gated(self, width: int) -> list[tuple[int, int]]:
+        """A gated perceptron: gate and up in one product, and down."""
+        return [(self.decoder.hidden_size, 2 * width), (width, self.decoder.hidden_size)]
+
+    def _norm(self, width: int, *, keeps: int = 0) -> Kernel:
+        """Keeps its input, which is counted as the layer's before where `keeps` is 0."""
+        size = self._bytes(width)
+        return Kernel(
+            forward=_moved("normalization", 2 * size),
+            backward=_moved("normalization", 3 * size),
+            keeps=keeps,
+            makes=size,
+            input_gradient=size,
+        )
+
+    def _sum(self) -> Kernel:
+        """Adds a branch to the hidden states; the result is kept by what follows."""
+        moved = _moved("pointwise", 3 * self.hidden_bytes)
+        return Kernel(forward=moved, backward=moved, makes=self.hidden_bytes)
+
+    def _linear(
+        self,
+        width_in: int,
+        width_out: int,
+        *,
+        keeps: int,
+        beside: int = 0,
+        by_input: bool = False,
+        is_split: bool = False,
+    ) -> Kernel:
+        """A product of every token; its width is divided over the tensor-parallel ranks, unless it `is_split` already."""
+        split = 1 if is_split else self.widths.tensor
+        k, n = (width_in // split, width_out) if by_input else (width_in, width_out // split)
+        tokens = self.tokens
+        return Kernel(
+            forward=(_product(tokens, k, n),),
+            backward=(_product(tokens, n, k, layout="NN"), _product(n, tokens, k, layout="NT", out_bytes=GRADIENT)),
+            keeps=keeps,
+            makes=ELEMENT * tokens * n,
+            input_gradient=ELEMENT * tokens * k,
+            beside=beside,
+        )
+
+    def _direct_products(self) -> tuple[Kernel, ...]:
+        """One product; queries are copied out of its result, queries and keys normalized and rotated, values copied."""
+        model = self.decoder
+        query, keys = self._bytes(model.query_width), self._bytes(model.key_width)
+        product = self._linear(model.hidden_size, model.query_width + 2 * model.key_width, keeps=self.hidden_bytes)
+        moved = _moved("pointwise", 2 * query, 2 * query, 2 * keys, 2 * keys)
+        rotation = Kernel(
+            forward=moved,
+            backward=_moved("pointwise", 2 * query, 2 * keys, 2 * (query + 2 * keys)),
+            makes=query + 2 * keys,
+            input_gradient=query + 2 * keys,
+        )
+        width = model.query_width + model.key_width
+        norms = [self._norm(width, keeps=self._bytes(width))] * model.has_head_norms
+        return product, *norms, rotation
+
+    def _latent_products(self) -> tuple[Kernel, ...]:
+        """Multi-head latent attention: down, norm and up for queries, and for keys and values together."""
+        model, hidden = self.decoder, self.hidden_bytes
+        expanded = model.num_attention_heads * (model.qk_nope_head_dim + model.v_head_dim)
+        latent, rank = model.kv_lora_rank + model.qk_rope_head_dim, model.kv_lora_rank
+        if model.q_lora_rank:
+            queries = [
+                self._linear(model.hidden_size, model.q_lora_rank, keeps=hidden),
+                self._norm(model.q_lora_rank, keeps=self._bytes(model.q_lora_rank)),
+                self._linear(model.q_lora_rank, model.query_width, keeps=self._bytes(model.q_lora_rank)),
+            ]
+        else:
+            queries = [self._linear(model.hidden_size, model.query_width, keeps=hidden)]
+        keys = [
+            self._linear(model.hidden_size, latent, keeps=0),
+            self._norm(rank, keeps=self._bytes(latent)),
+            self._linear(rank, expanded, keeps=self._bytes(rank)),
+        ]
+        query, value = self._bytes(model.query_width), self._bytes(model.value_width)
+        moved = _moved("pointwise", 2 * query, 2 * query, 2 * query, 2 * value)  # rotated, and joined to whole heads
+        joined = Kernel(forward=moved, backward=moved, makes=2 * query + value, input_gradient=2 * query + value)
+        return (*queries, *keys, joined)
+
+    def _core(self, attended: float) -> Kernel:
+        """Causal attention to a share of the earlier tokens; with sums over keys in float32."""
+        model, split = self.decoder, self.widths.tensor
+        heads = model.num_attention_heads // split
+        kv_heads = max(1, (model.num_key_value_heads or model.num_attention_heads) // split)
+        query, value = self._bytes(model.query_width), self._bytes(model.value_width)
+        keys = query if model.kv_lora_rank else self._bytes(model.key_width)
+        values = value if model.kv_lora_rank else keys
+        sums = 4 * self.tokens * heads
+        sequence = self.widths.sequence_length
+        shapes = [
+            AttentionShape(
+                batch=self.microbatch_size, sequence=sequence, heads=heads, kv_heads=kv_heads,
+                qk_dim=model.query_width // model.num_attention_heads,
+                v_dim=model.value_width // model.num_attention_heads, direction=direction,
+            )
+            for direction in ("forward", "backward")
+        ]  # fmt: skip
+        kept = query + keys + values + value
+        works = [
+            Work(
+                kind="attention",
+                num_operations=1,
+                num_bytes=size,
+                num_flops=round(attended * (shape.num_flops // 2)),  # causal: half
+            )
+            for shape, size in zip(shapes, (kept, 2 * kept), strict=True)
+        ]
+        forward, backward = (Operation(work=work, shape=shape) for work, shape in zip(works, shapes, strict=True))
+        return Kernel(
+            forward=(forward,),
+            backward=(backward,),
+            keeps=kept + sums,
+            makes=value,
+            input_gradient=query + keys + values,
+        )
+
+    def _perceptron(self, width: int) -> tuple[Kernel, ...]:
+        hidden = self.decoder.hidden_size
+        return (
+            self._linear(hidden, 2 * width, keeps=self.hidden_bytes),
+            self._activation(self._bytes(width)),
+            self._linear(width, hidden, keeps=self._bytes(width), by_input=True),
+        )
+
+    def _activation(self, size: int) -> Kernel:
+        """The gate's activation times the other half; keeps both halves."""
+        return Kernel(
+            forward=_moved("pointwise", 3 * size),
+            backward=_moved("pointwise", 5 * size),
+            keeps=2 * size,
+            makes=size,
+            input_gradient=2 * size,
+        )
+
+    def _experts(self, local: int) -> tuple[Kernel, ...]:
+        """Router, shared experts, and the routed ones between the two exchanges of tokens.
+
+        The hidden states after the norm are kept for the router; experts keep their tokens, which are copied for them. Each
+        expert gets as many from every rank, rounded up.
+        """
+        model, hidden, num_ranks = self.decoder, self.hidden_bytes, self.widths.expert
+        taken, width = model.num_experts_per_tok, model.expert_width
+        own = self.tokens // self.widths.tensor  # tokens of this rank: the sequence is divided here
+        rows = -(-own * taken // model.routed_experts)  # of each expert, from one rank
+        moved = ELEMENT * rows * model.routed_experts  # bytes for each value of a token
+        sent = moved * model.hidden_size
+        scores = 4 * own * model.routed_experts
+        router = Kernel(
+            forward=(_product(own, model.hidden_size, model.routed_experts), *_moved("reduction", *[scores] * 4)),
+            backward=(
+                _product(own, model.routed_experts, model.hidden_size, layout="NN"),
+                _product(model.routed_experts, own, model.hidden_size, layout="NT", out_bytes=GRADIENT),
+                *_moved("reduction", *[scores] * 2),
+            ),
+            keeps=hidden + 3 * scores,
+            makes=scores,
+            input_gradient=hidden,
+        )
+        shared: tuple[Kernel, ...] = ()
+        if model.shared_width:
+            dense = self._perceptron(model.shared_width)
+            shared = (replace(dense[0], keeps=0), *dense[1:])  # the router keeps its input
+        ways: tuple[KernelName, KernelName] = ("permute-forward", "permute-backward")
+        out, back = (
+            (
+                _moved("indexing", hidden + sent, 2 * sent, kernel=way),
+                _moved("indexing", 2 * sent, sent + hidden, kernel=way),
+            )
+            for way in ways
+        )
+        exchanged = sent if num_ranks > 1 else 0
+        tokens_in = Kernel(
+            forward=out[0], backward=back[1], makes=sent, input_gradient=hidden, beside=sent, exchanged=exchanged
+        )  # fmt: skip
+        tokens_out = Kernel(forward=out[1], backward=back[0], makes=hidden, input_gradient=sent, exchanged=exchanged)
+        gated, inside = self._activation(moved * width), (local, rows * num_ranks)
+        return (
+            router,
+            *shared,
+            tokens_in,
+            _grouped(*inside, model.hidden_size, 2 * width, keeps=sent),
+            gated,
+            _grouped(*inside, width, model.hidden_size, keeps=moved * width),
+            tokens_out,
+        )
+
+
+def _grouped(groups: int, rows: int, k: int, n: int, *, keeps: int) -> Kernel:
+    """A product of each local expert with its tokens."""
+    return Kernel(
+        forward=(_product(rows, k, n, groups=groups),),
+        backward=(
+            _product(rows, n, k, groups=groups, layout="NN"),
+            _product(n, rows, k, groups=groups, layout="NT", out_bytes=GRADIENT),
+        ),
+        keeps=keeps,
+        makes=ELEMENT * groups * rows * n,
+        input_gradient=ELEMENT * groups * rows * k,
+    )

@@ -1,0 +1,210 @@
+"""A computed profile of a language model from its configuration alone, on one device of a tensor- and expert-parallel group.
+
+For models that are too large to build, and for widths that the planner does not choose. The kernels of each layer, what
+they keep and what they take are those of Megatron-LM (gplan_profiler/analytic/decoder_kernels.py), in bfloat16: weights of 2
+bytes, gradients of 4, and 12 bytes of optimizer state, which the data-parallel ranks divide. Activations are divided by
+the tensor-parallel size (sequence parallelism), experts by the expert-parallel size. Seconds are by the roofline and the
+device's shares by shape. A step clears, scales and checks the gradients, then Adam reads and writes the state. Layers have
+the names of Hugging Face models, by which exports name modules. Left out: collectives within a layer but for the exchange
+of experts' tokens, and imbalance between experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from types import MappingProxyType
+from typing import Any
+
+from gplan.core import Layer, LayerCost, ModelId, Precision, Profile, SharedWeight, StepCost, Timing
+from gplan.core.errors import UsageError
+from gplan.core.layer_cost import Leftover
+from gplan.core.profile import MEGATRON_LM, ParameterSize
+from gplan.core.units import now_text
+from gplan_profiler.analytic.decoder_config import Decoder, Widths, load_decoder
+from gplan_profiler.analytic.decoder_kernels import (
+    ELEMENT,
+    GRADIENT,
+    LayerKernels,
+    Part,
+)
+from gplan_profiler.analytic.hardware import Hardware
+
+_STATE = 12  # bytes of the optimizer's state: master weights and two moments
+_GRADIENT_PASSES = 4  # over the gradients once a step: cleared, scaled (read and written), checked for NaN
+_UPDATE_BYTES = 4 + 2 * _STATE + ELEMENT + 4  # of a parameter: gradient, state read and written, weight, norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderProfile:
+    """The layers of a decoder on a device, for micro-batches of some sizes."""
+
+    name: str
+    decoder: Decoder
+    widths: Widths
+    hardware: Hardware
+    fuses_cross_entropy: bool = False
+    divides_state: bool = True  # over the data-parallel ranks; else that is left to the sharding of a plan
+    recomputed: frozenset[int] = frozenset()  # blocks that run again in the backward, one by one
+
+    def parts(self, microbatch_size: int = 1) -> tuple[Part, ...]:
+        """Embedding, blocks, multi-token prediction, and the head with norm and loss."""
+        model = self.decoder
+        kernels = LayerKernels(model, self.widths, microbatch_size, self.fuses_cross_entropy)
+        sequence = self.widths.sequence_length
+        looks = [(model.is_sparse(i), model.attended(i, sequence)) for i in range(model.num_hidden_layers)]
+        made = {x: kernels.block("", is_sparse=x[0], attended=x[1]) for x in set(looks)}
+        blocks = [
+            replace(made[x], name=f"model.layers.{i}", is_recomputed=i in self.recomputed) for i, x in enumerate(looks)
+        ]
+        further = [kernels.prediction(f"mtp.{i}") for i in range(model.num_nextn_predict_layers)]
+        return (kernels.embedding(), *blocks, *further, kernels.head())
+
+    @property
+    def _ranks(self) -> tuple[int, int]:
+        """Over how many ranks gradients are summed and the optimizer's state is divided, and those of experts."""
+        split = self.widths
+        return split.data, max(1, split.data * split.tensor // split.expert)
+
+    def _summed(self, part: Part) -> int:
+        """Parameters whose gradients other ranks sum too; experts that no other rank has are not among them."""
+        ranks, expert_ranks = self._ranks
+        return part.parameters + (part.experts if expert_ranks > 1 or ranks == 1 else 0)
+
+    def _weight_bytes(self, part: Part) -> int:
+        """Of the weights, and what experts hold beyond a share of 1 / ranks of the state of all summed parameters."""
+        ranks, expert_ranks = self._ranks
+        if self._summed(part) < part.parameters + part.experts:
+            more = (GRADIENT + _STATE) * part.experts
+        else:
+            more = _STATE * part.experts // expert_ranks - _STATE * part.experts // ranks
+        return ELEMENT * (part.parameters + part.experts) + more
+
+    def profile(self, microbatch_sizes: tuple[int, ...]) -> Profile:
+        """The computed profile; with the weights are counted the state of experts that fewer ranks divide, and the
+        gradients of those that are on one rank alone."""
+        parts = self.parts()
+        costs = dict[int, list[LayerCost]]()  # parts that are alike are computed once
+        for size in microbatch_sizes:
+            alike = [replace(part, name="") for part in self.parts(size)]
+            found = {part: self._cost(part, size) for part in set(alike)}
+            costs[size] = [found[part] for part in alike]
+        layers = tuple(
+            Layer(
+                name=part.name,
+                kind=part.kind,
+                num_parameters=part.parameters + part.experts,
+                weight_bytes=self._weight_bytes(part),
+                gradient_bytes=GRADIENT * self._summed(part),
+                parameters=(ParameterSize(num_rows=self._summed(part), num_bytes=ELEMENT * self._summed(part)),),
+                costs=tuple(costs[size][i] for size in microbatch_sizes),
+            )
+            for i, part in enumerate(parts)
+        )
+        shared = self._tied(len(parts) - 1)
+        tied = sum(x.num_parameters for x in shared)
+        return Profile(
+            model=ModelId(
+                name=self.name,
+                settings=tuple((x, str(getattr(self.widths, x))) for x in self.widths.__slots__),
+                digest=sha256(repr(self).encode()).hexdigest()[:16],
+            ),
+            device=self.hardware.device(),
+            layers=layers,
+            shared_weights=shared,
+            loss=(),
+            loss_reduction="mean",
+            step=self._step(parts, tied),
+            link=self.hardware.link,
+            overhead_s=0.0,
+            whole_model=(),
+            created=now_text(),
+            versions=((MEGATRON_LM, "core 0.14"),),
+            origin="computed",
+            notes=(
+                f"computed from the sizes of {self.name} for {self.hardware.name}; nothing was built or measured",
+                "collectives within layers are not counted, but for the exchange of experts' tokens",
+                *self.decoder.unused,
+            ),
+            precision=Precision.named("mixed"),
+        )
+
+    def _tied(self, last: int) -> tuple[SharedWeight, ...]:
+        """The embedding, where other layers use it too."""
+        model = self.decoder
+        if not model.ties_embedding:
+            return ()
+        table = model.vocab_size * model.hidden_size // self.widths.tensor
+        users = [0, *range(1 + model.num_hidden_layers, last), *([last] if model.tie_word_embeddings else [])]
+        return (
+            SharedWeight(
+                name="model.embed_tokens.weight",
+                layers=tuple(users),
+                num_parameters=table,
+                weight_bytes=ELEMENT * table,
+                gradient_bytes=GRADIENT * table,
+            ),
+        )
+
+    def _step(self, parts: tuple[Part, ...], tied: int) -> StepCost:
+        """Passes over all gradients, and the update of what a rank holds of the state.
+
+        The sharding of a plan divides all of that: where it does, seconds and bytes are stated so many times.
+        """
+        ranks, expert_ranks = self._ranks
+        dense, experts = tied + sum(x.parameters for x in parts), sum(x.experts for x in parts)
+        rate = self.hardware.bytes_per_s * self.hardware.efficiency("pointwise").bandwidth
+        stated = 1 if self.divides_state else ranks
+        update_bytes = _UPDATE_BYTES * (dense / ranks + experts / expert_ranks)
+        passed_bytes = _GRADIENT_PASSES * GRADIENT * (dense + experts)
+        return StepCost(
+            optimizer=Timing.exactly(stated * update_bytes / rate, origin="computed"),
+            zero_grad=Timing.exactly(stated * passed_bytes / rate, origin="computed"),
+            optimizer_name="Adam",
+            state_bytes=stated * _STATE * (tied + sum(map(self._summed, parts))) // ranks,
+            workspace_bytes=0,
+        )
+
+    def _cost(self, part: Part, size: int) -> LayerCost:
+        forward_s, backward_s = part.seconds(self.hardware, num_ranks=self.widths.expert)
+        half = Timing.exactly(0.5 * backward_s, origin="computed")
+        own = part.backward_workspace_bytes
+        return LayerCost(
+            microbatch_size=size,
+            forward=Timing.exactly(forward_s, origin="computed"),
+            backward=Timing.exactly(backward_s, origin="computed"),
+            input_gradient=half,
+            weight_gradient=half,
+            stash_bytes=part.stash_bytes,
+            forward_workspace_bytes=part.forward_workspace_bytes,
+            backward_workspace_bytes=own,
+            output_bytes=part.output,
+            output_gradient_bytes=part.output,
+            output_unsaved_bytes=0,
+            output_saved_later_bytes=part.output,
+            leftovers=(Leftover(num_later=1, num_bytes=part.output),) if 0 < part.output <= own else (),
+            forward_work=part.work("forward"),
+            backward_work=part.work("backward"),
+        )
+
+
+def decoder_profile(
+    name: str,
+    hardware: Hardware,
+    *,
+    widths: Widths,
+    microbatch_sizes: tuple[int, ...] = (1,),
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> Profile:
+    """The computed profile of a configuration; raises UsageError or FileError for one that is not known."""
+    found = DecoderProfile(name=name, decoder=load_decoder(name, settings), widths=widths, hardware=hardware)
+    if min(microbatch_sizes) < 1:
+        raise UsageError(f"a micro-batch has {min(microbatch_sizes)} samples; expected at least 1")
+    for what, count, width in (
+        ("heads", found.decoder.num_attention_heads, widths.tensor),
+        ("experts", found.decoder.routed_experts, widths.expert),
+    ):
+        if count % width:
+            raise UsageError(f"{count} {what} cannot be divided over {width} ranks; expected a divisor of {count}")
+    return found.profile(microbatch_sizes)

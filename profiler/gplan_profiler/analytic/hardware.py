@@ -1,0 +1,248 @@
+"""Data sheets of devices that are not present, and the efficiencies that operations reach on them.
+
+The built-in table, `hardware.toml`, names a source for every group of figures. The efficiencies are assumptions. float32 products run as by torch's defaults: matrix
+products on a GPU without TF32, convolutions with it where available; a TPU multiplies in bfloat16.
+
+A device may also have shares by the shape of a product (`shapes`), rates of named kernels (`kernels`) and rates of
+collectives. `load_hardware` reads the table, and TOML or JSON files with the same
+keys.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+import msgspec
+
+from gplan.core import Device, Link, OperationKind
+from gplan.core.checks import check_not_negative, check_positive
+from gplan.core.errors import FileError, UsageError
+from gplan.files.machine_file import LinkTable, MessageTable
+from gplan_profiler.analytic.shapes import AttentionShape, MatmulShape, Shape, ShapeTable
+
+KernelName: TypeAlias = Literal["cross-entropy", "unfused-cross-entropy", "permute-forward", "permute-backward"]
+"""Kernels whose rates may differ from those of their kind: cross-entropies, and how tokens go to experts and back."""
+
+HardwareKind: TypeAlias = Literal["cuda", "tpu", "cpu"]
+KINDS: tuple[OperationKind, ...] = get_args(OperationKind)
+PRODUCTS: tuple[OperationKind, ...] = ("matmul", "convolution", "attention")
+"""Kinds whose peak depends on the dtype; all others use the peak of float32."""
+
+_LEAST_FLOPS_PER_S = 1e9  # lower numbers are probably in another unit
+_LEAST_LINK = 1e6
+_MOST_SHARE = 2.0  # a causal attention that counts the whole square may reach twice the peak
+_LEAST = {"bytes_per_s": 1e8, "memory_bytes": 1e6}
+
+
+class Efficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The shares of the peak flop rate and of the memory bandwidth that some operations reach."""
+
+    flops: float
+    bandwidth: float
+    latency_s: float = 0.0  # of each operation, beside the bytes it moves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One device and its link to a neighbour."""
+
+    name: str
+    kind: HardwareKind
+    memory_bytes: int | None  # None: no limit known
+    bytes_per_s: float
+    flops_per_s: tuple[tuple[str, float], ...]  # peak by dtype, and by "tf32"
+    launch_s: float  # to start one operation
+    link: Link
+    efficiencies: Mapping[OperationKind, Efficiency]  # one for every kind, in the order of KINDS
+    sources: tuple[tuple[str, str], ...]  # where the figures come from, by group
+    shapes: ShapeTable = field(default_factory=ShapeTable)  # shares by shape, in place of `efficiencies`
+    kernels: Mapping[KernelName, Efficiency] = field(default_factory=dict)  # in place of those of their kind
+    all_to_all: Link | None = None  # at the rate of ranks that exchange the tokens of experts; None: `link`
+
+    def __post_init__(self) -> None:
+        check_positive(self, "bytes_per_s")
+        check_not_negative(self, "launch_s")
+        if tuple(self.efficiencies) != KINDS:
+            raise ValueError(f"efficiencies are for {tuple(self.efficiencies)}; expected {KINDS}")
+        if "float32" not in dict(self.flops_per_s):
+            raise ValueError(f"flops_per_s is for {[x for x, _ in self.flops_per_s]}; expected float32 among them")
+
+    def efficiency(self, kind: OperationKind, kernel: KernelName | None = None) -> Efficiency:
+        """The efficiency of a kernel where it has one of its own, else of operations of its kind."""
+        own = self.kernels.get(kernel) if kernel else None
+        return own or self.efficiencies[kind]
+
+    def peak_flops_per_s(self, kind: OperationKind, dtype: str) -> float:
+        """The peak for operations of a kind on tensors of a dtype; raises UsageError where the device has none."""
+        peaks = dict(self.flops_per_s)
+        if kind not in PRODUCTS:
+            return peaks["float32"]
+        if kind == "convolution" and dtype == "float32" and "tf32" in peaks:
+            return peaks["tf32"]
+        if dtype not in peaks:
+            known = ", ".join(peaks)
+            raise UsageError(
+                f"the model multiplies in {dtype}, for which {self.name} has no flop rate; it has {known}: use one of "
+                "these dtypes, or describe the hardware in a file of your own"
+            )
+        return peaks[dtype]
+
+    def device(self) -> Device:
+        """The device of a profile."""
+        return Device(name=self.name, kind=self.kind, memory_bytes=self.memory_bytes)
+
+
+class _MatmulShare(MatmulShape, frozen=True, kw_only=True):
+    flops: float  # the share
+
+
+class _AttentionShare(AttentionShape, frozen=True, kw_only=True):
+    flops: float  # the share
+
+
+class _ShapeShares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    matmul: list[_MatmulShare] = []
+    attention: list[_AttentionShare] = []
+
+    @property
+    def rows(self) -> list[tuple[Shape, float]]:
+        """The shapes with their shares."""
+        both = ((MatmulShape, self.matmul), (AttentionShape, self.attention))
+        return [
+            (kind(**{name: getattr(x, name) for name in kind.__struct_fields__}), x.flops)
+            for kind, rows in both
+            for x in rows
+        ]
+
+
+class _Sources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    memory: str = "not given"
+    flops: str = "not given"
+    link: str = "not given"
+    efficiency: str = "not given"
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A device as in the table and in TOML files."""
+
+    kind: HardwareKind
+    bytes_per_s: float
+    launch_s: float
+    flops_per_s: dict[str, float]
+    link: LinkTable
+    efficiency: dict[OperationKind, Efficiency]
+    sources: _Sources = _Sources()
+    memory_bytes: float | None = None
+    shapes: _ShapeShares = _ShapeShares()
+    kernels: dict[KernelName, Efficiency] = {}
+    all_to_all: MessageTable | None = None
+
+
+def hardware_names() -> tuple[str, ...]:
+    """The names of the devices in the built-in table."""
+    return tuple(hardware_table())
+
+
+def load_hardware(name_or_path: str) -> Hardware:
+    """A device of the built-in table by its name, or of a TOML or JSON file with the same keys.
+
+    Raises UsageError for a name that is not in the table, FileError for a file that does not describe a device.
+    """
+    table = hardware_table()
+    if name_or_path.lower() in table:
+        return described_hardware(table[name_or_path.lower()], name=name_or_path.lower(), place="the built-in table")
+    path = Path(name_or_path)
+    if path.suffix not in (".toml", ".json"):
+        raise UsageError(
+            f"no hardware is called {name_or_path}; expected {', '.join(table)}, or a file such as mine.toml or mine.json"
+        )
+    kind = path.suffix[1:].upper()
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = tomllib.loads(text) if kind == "TOML" else json.loads(text)
+    except OSError as error:
+        raise FileError(f"{path} cannot be read: {error.strerror}; expected a {kind} file of a device") from error
+    except ValueError as error:  # of both parsers
+        raise FileError(f"{path} cannot be parsed as {kind}: {error}; expected keys such as bytes_per_s") from error
+    return described_hardware(content, name=path.stem, place=str(path))
+
+
+def hardware_table() -> dict[str, Any]:
+    """The built-in table, hardware.toml."""
+    return tomllib.loads(
+        resources.files("gplan_profiler.analytic").joinpath("hardware.toml").read_text(encoding="utf-8")
+    )
+
+
+def described_hardware(content: dict[str, Any], *, name: str, place: str) -> Hardware:
+    """The device that an entry of the table describes; `place` names its file in errors."""
+    try:
+        entry = msgspec.convert(content, _Entry)
+    except msgspec.ValidationError as error:
+        raise FileError(
+            f"{place} does not describe a device: {error}; see gplan_profiler/analytic/hardware.toml for the keys"
+        ) from error
+    _check(entry, place)
+    try:
+        link, all_to_all = entry.link.link(), entry.all_to_all.link() if entry.all_to_all else None
+    except ValueError as error:
+        raise FileError(f"{place}: {error}") from error
+    return Hardware(
+        name=name,
+        kind=entry.kind,
+        memory_bytes=None if entry.memory_bytes is None else int(entry.memory_bytes),
+        bytes_per_s=entry.bytes_per_s,
+        flops_per_s=tuple(entry.flops_per_s.items()),
+        launch_s=entry.launch_s,
+        link=link,
+        efficiencies={kind: entry.efficiency[kind] for kind in KINDS},
+        sources=tuple(msgspec.structs.asdict(entry.sources).items()),
+        shapes=ShapeTable(dict(entry.shapes.rows)),
+        kernels=entry.kernels,
+        all_to_all=all_to_all,
+    )
+
+
+def _check(entry: _Entry, place: str) -> None:
+    """Raise FileError for figures that are missing or probably in another unit."""
+    missing = [kind for kind in KINDS if kind not in entry.efficiency]
+    if missing:
+        raise FileError(f"{place} has no efficiency.{missing[0]}; expected shares for {', '.join(KINDS)}")
+    if "float32" not in entry.flops_per_s:
+        raise FileError(f"{place} has no flops_per_s.float32; expected the peak by dtype, float32 among them")
+    if entry.memory_bytes is None and entry.kind != "cpu":
+        raise FileError(f"{place} has no memory_bytes; expected the memory of one device, such as 80e9")
+    rates = {f"flops_per_s.{dtype}": value for dtype, value in entry.flops_per_s.items()}
+    links: dict[str, MessageTable | None] = {"link": entry.link, "all_to_all": entry.all_to_all}
+    links |= {f"link.collective.{x.kind}.{x.num_devices}": x.message for x in entry.link.collective}
+    if few := [x for x in entry.link.collective if x.num_devices < 2]:
+        raise FileError(f"{place}: num_devices of {few[0].kind} is {few[0].num_devices}; expected at least 2")
+    rates |= {"bytes_per_s": entry.bytes_per_s}
+    rates |= {f"{name}.bytes_per_s": link.bytes_per_s for name, link in links.items() if link}
+    for key, value in (rates | {"memory_bytes": entry.memory_bytes or _LEAST["memory_bytes"]}).items():
+        least = _LEAST_LINK if key.endswith(".bytes_per_s") else _LEAST.get(key, _LEAST_FLOPS_PER_S)
+        if not least <= value < float("inf"):
+            raise FileError(
+                f"{place}: {key} is {value:g}; expected {least:g} or more: bytes and flops, not GB or Tflop"
+            )
+    latencies = {f"{name}.latency_s": link.latency_s for name, link in links.items() if link}
+    for key, value in ({"launch_s": entry.launch_s} | latencies).items():
+        if not 0 <= value < 1:
+            raise FileError(f"{place}: {key} is {value:g}; expected seconds from 0 to 1, such as 5e-6")
+    for kind, shares in (entry.efficiency | entry.kernels).items():
+        if not (0 < shares.flops <= 1 and 0 < shares.bandwidth <= 1):
+            raise FileError(f"{place}: efficiency.{kind} is {shares}; expected shares above 0 and at most 1")
+        if not 0 <= shares.latency_s < 1:
+            raise FileError(f"{place}: latency_s of {kind} is {shares.latency_s:g}; expected seconds, such as 5e-6")
+    for shape, share in entry.shapes.rows:
+        if min(shape.sizes) < 1 or not 0 < share <= _MOST_SHARE:
+            raise FileError(
+                f"{place}: shapes has {shape} with flops {share:g}; expected sizes of 1 or more and flops, the share of the "
+                f"peak, above 0 and at most {_MOST_SHARE:g}"
+            )

@@ -1,0 +1,310 @@
+"""Choose the way to trace a model: ways are tried in steps, and the first whose layers compute what the model does wins.
+
+1. As it is run: libraries take the path of a plain run, and constants keep their values.
+2. As libraries run it for torch.export.
+3. With the modules whose control flow depends on values called as they are (gplan_profiler/capture/opaque_calls.py), where
+   these are layers or parts of one.
+4. Along the path of the batch at hand, which is checked in training (gplan_profiler/capture/known_values.py), also as 3.
+5. As 3, with modules that hold several layers too.
+
+Every way is proven: outputs, gradients and buffers after one pass of the layers, each a stage of its own, equal those of
+the model. Three cases are not. A run takes the way of its profile, which proved it. A model without weights has no values
+to compare: its profile takes the first way that works and says so if that is not the first of all. And a model that
+draws random numbers may draw them in another order in its layers: then the first way of all is taken.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from gplan.core.errors import ModelError
+from gplan_profiler.capture.authored_layers import attributes_restored, unit_paths
+from gplan_profiler.capture.chain import Chain, Tensors, call_arguments, flat_tensors, model_state_restored
+from gplan_profiler.capture.opaque_calls import recorded_calls
+from gplan_profiler.capture.trace import Trace, UntraceableError, Way, trace, uncompiled
+from gplan_profiler.capture.value_forms import DATA_DEPENDENT
+from gplan_profiler.memory.allocations import tensors_in
+from gplan_profiler.model.error_location import describe, root_cause
+from gplan_profiler.model.lazy_build import fake_mode_of, random_state_kept, seed_everything
+
+_MOST_EPSILONS = 1000  # of the dtype, by which results of two orders of the same operations may differ
+_LARGEST_TOLERANCE = 0.05
+_SMALLEST_SCALE = 1e-3  # of the largest gradient: one that is zero up to rounding has no scale of its own
+_GRADIENT = "the gradient of "
+_MOST_COMPARED = 2**16  # numbers of a tensor, evenly spaced; of larger ones also the norm
+
+
+def captured_in_steps(
+    model: nn.Module, inputs: object, cut: Callable[[Trace], Chain], *, traced: str | None = None
+) -> Chain:
+    """The layers that `cut` makes of the first trace that works, with a note on which it is and why.
+
+    `traced` is the way that a profile took, which needs no proof; None: there is no profile yet. Raises the error of the
+    first way where all fail, and that of any way that finds code which no way may capture.
+    """
+    first_error: ModelError | None = None
+    plain = _PlainModel(model, inputs)
+    for attempt in _ways(model, inputs):
+        way, is_first = attempt.way, attempt.way == Way()
+        before = _host_random_state()
+        try:
+            found = trace(model, inputs, way)
+            chain = cut(found)
+        except UntraceableError as error:
+            attempt.error = error
+            first_error = first_error or error
+            if not plain.has_no_values and plain.results is None:  # the model itself fails
+                break
+            continue
+        if before != _host_random_state() and not plain.has_no_values and plain.changes(host_seed=1):
+            raise ModelError(
+                f"{type(model).__name__} draws random numbers with Python or numpy in its forward; a trace would make them "
+                "constants, the same at every step: draw them with torch (torch.rand), or switch this off, as "
+                "apply_spec_augment = False does in the configs of speech models"
+            )
+        chain.traced, chain.notes = "" if is_first else str(way), _notes_on(found, model, way)
+        chain.lacks_tensors = DATA_DEPENDENT in found.left_out.values()
+        if chain.traced == traced:
+            return chain
+        is_unproven = plain.has_no_values and traced is None
+        difference = None if is_unproven else plain.difference_from(chain, found)
+        if difference is None or (is_first and plain.changes(seed=1)):
+            if not is_first:
+                proof = ", which is not proven, as the model has no weights here" if is_unproven else ""
+                reason = describe(root_cause(first_error)) if first_error is not None else "the profile did so"
+                chain.notes += (f"the model was traced {way}{proof}; else: {reason}",)
+            return chain
+        attempt.error = ModelError(
+            f"{type(model).__name__} was traced {way}, but its layers do not compute what the model does: {difference}; "
+            "define it as an nn.Sequential or a list of stages, which is cut between its children without tracing"
+        )
+        first_error = first_error or attempt.error
+    assert first_error is not None
+    raise first_error
+
+
+def _notes_on(found: Trace, model: nn.Module, way: Way) -> tuple[str, ...]:
+    """Notes on what the layers leave out of the model."""
+    notes = list[str]()
+    if found.left_out:
+        left_out = " and ".join(sorted({*found.left_out.values()}))
+        notes.append(f"{left_out} in the model's output are left out: a stage returns only tensors whose size is known")
+    if way.follows_batch:
+        notes.append(
+            "the model's control flow depends on values: its layers take the path of the batch that it was captured for, "
+            "and training stops with an error at a batch that takes another one"
+        )
+    if any("_orig_mod" in x._modules for x in model.modules()):
+        notes.append(
+            "the model's own torch.compile has no effect on its layers, which run as the code that it was made from"
+        )
+    return tuple(notes)
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A way to be tried, and the error of a try that failed."""
+
+    way: Way
+    error: ModelError | None = None  # also of one whose layers compute something else
+
+
+def _ways(model: nn.Module, inputs: object) -> Iterator[_Attempt]:
+    """The ways in their order; what comes next depends on how the ones before failed."""
+    known = [_Attempt(Way(as_run=as_run)) for as_run in (True, False)]
+    yield from known
+    if fake_mode_of(model) is not None or known[0].error is None:
+        return
+    units = unit_paths(model)
+    yield from _with_modules_called(model, inputs, units, known[0].error)
+    along = _Attempt(Way(follows_batch=True))
+    yield along
+    yield from _with_modules_called(model, inputs, units, along.error, follows_batch=True)
+    yield from _with_modules_called(model, inputs, {path for path, _ in model.named_modules()}, known[0].error)
+
+
+def _with_modules_called(
+    model: nn.Module, inputs: object, paths: Container[str], error: BaseException | None, *, follows_batch: bool = False
+) -> Iterator[_Attempt]:
+    """Attempts in which one more class of modules is called as it is, as long as one on these paths is at fault."""
+    classes, (args, kwargs) = list[type](), call_arguments(inputs)
+    while error is not None:
+        at_fault = _class_at_fault(model, error, paths)
+        if at_fault is None or at_fault in classes:
+            return
+        classes.append(at_fault)
+        try:
+            with model_state_restored(model), attributes_restored(model):
+                recorded = recorded_calls(model, lambda: model(*args, **kwargs), classes)
+        except ModelError:
+            return
+        attempt = _Attempt(Way(recorded=recorded, follows_batch=follows_batch))
+        yield attempt
+        error = attempt.error
+
+
+def _class_at_fault(model: nn.Module, error: BaseException, paths: Container[str]) -> type | None:
+    """The class of the innermost module on the stack of an error; None for the model, torch's own and other paths."""
+    owners = {id(x.__dict__): x for path, x in model.named_modules() if path in paths}
+    frame, found = root_cause(error).__traceback__, None
+    while frame is not None:
+        module = frame.tb_frame.f_locals.get("self")
+        inner = owners.get(id(module.__dict__)) if isinstance(module, nn.Module) else None
+        if inner is not None and not type(inner).__module__.startswith("torch."):
+            found = inner
+        frame = frame.tb_next
+    return None if found is None or found is model else type(found)
+
+
+class _PlainModel:
+    """The model itself, called with the inputs of the trace; it is run when its results are first needed."""
+
+    def __init__(self, model: nn.Module, inputs: object) -> None:
+        self._model, self._inputs = model, inputs
+        self.has_no_values = fake_mode_of(model) is not None
+
+    @cached_property
+    def results(self) -> Results | None:
+        """What a forward and a backward compute; None if the model fails."""
+        return self._results_with()
+
+    def _results_with(self, *, seed: int = 0, host_seed: int = 0, left_out: Container[int] = ()) -> Results | None:
+        """The results without the leaves of the output at the indices `left_out`; None if the model fails."""
+
+        def run() -> Any:
+            args, kwargs = call_arguments(_copied(self._inputs))
+            with uncompiled():
+                leaves = pytree.tree_leaves(self._model(*args, **kwargs))
+            return [None if place in left_out else x for place, x in enumerate(leaves)]
+
+        try:
+            return _results_of(self._model, run, seed=seed, host_seed=host_seed)
+        except Exception:  # what fails is reported where the model is run for its own sake
+            return None
+
+    def changes(self, *, seed: int = 0, host_seed: int = 0) -> bool:
+        """Whether other seeds, of torch or of Python and numpy, give other results; True for a model that cannot be run."""
+        again = None if self.results is None else self._results_with(seed=seed, host_seed=host_seed)
+        return again is None or self.results is None or _difference(self.results, again) is not None
+
+    def difference_from(self, chain: Chain, traced: Trace) -> str | None:
+        """Where the layers compute something else than the model; None: nowhere, or the model itself fails."""
+        if self.has_no_values:
+            return "the model has no weights here"
+        expected = self.results
+        if DATA_DEPENDENT in traced.left_out.values():
+            expected = self._results_with(left_out=traced.left_out)
+        if expected is None:
+            return None
+
+        def run_layers() -> Any:
+            tensors: Tensors = flat_tensors(_copied(self._inputs), what="the inputs")
+            for first, end in pairwise(range(len(chain) + 1)):
+                tensors = chain.stage(first, end)(*tensors)
+            return chain.model_output(tensors)
+
+        graphs = [traced.graph, *(x.graph for x in traced.module.modules() if isinstance(x, GraphModule))]
+        values = (x for graph in graphs for node in graph.nodes for x in tensors_in(node.meta.get("val")))
+        dtypes = {x.dtype for x in values if x.is_floating_point()}
+        coarsest = max((torch.finfo(x).eps for x in dtypes), default=0.0)  # such as that of autocast
+        try:
+            return _difference(expected, _results_of(self._model, run_layers), epsilon=coarsest)
+        except Exception as error:
+            return f"they fail, {describe(error)}"
+
+
+def _difference(expected: Results, found: Results, *, epsilon: float = 0.0) -> str | None:
+    """The first result that differs by more than the order of operations explains, at this precision or its own."""
+    if expected.keys() != found.keys():
+        return f"{len(expected)} results became {len(found)}"
+    largest = max((x.largest for name, x in expected.items() if x and name.startswith(_GRADIENT)), default=0.0)
+    for name, x in expected.items():
+        y = found[name]
+        least = _SMALLEST_SCALE * largest if name.startswith(_GRADIENT) else 0.0
+        if x is not y and (x is None or y is None or not x.equals(y, least=least, epsilon=epsilon)):
+            return f"{name} differs"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """Numbers of a tensor, evenly spaced, and its norm; as a large model's gradients are not kept twice."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    numbers: Tensor
+    norm: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Excerpt:
+        """The excerpt of a tensor."""
+        values = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+        values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+        flat = values.reshape(-1)
+        numbers = flat[:: max(1, len(flat) // _MOST_COMPARED)].clone()
+        norm = torch.linalg.vector_norm(flat) if flat.is_floating_point() and len(flat) else flat.new_zeros(())
+        return cls(tuple(tensor.shape), tensor.dtype, numbers, norm)
+
+    @property
+    def largest(self) -> float:
+        """The largest of its finite numbers."""
+        return float(self.numbers.nan_to_num(0.0, 0.0, 0.0).abs().max()) if self.numbers.numel() else 0.0
+
+    def equals(self, other: Excerpt, *, least: float, epsilon: float) -> bool:
+        """Whether the tensors are the same up to the order of operations; numbers below `least` are rounding."""
+        if (self.shape, self.dtype) != (other.shape, other.dtype):
+            return False
+        x, y = self.numbers, other.numbers
+        if not x.numel() or not x.is_floating_point():
+            return torch.equal(x, y)
+        tolerance = min(_LARGEST_TOLERANCE, _MOST_EPSILONS * max(epsilon, torch.finfo(x.dtype).eps))
+        near = partial(torch.allclose, rtol=tolerance, equal_nan=True)
+        least_norm = tolerance * least * prod(self.shape) ** 0.5
+        return bool(
+            near(x, y, atol=tolerance * max(least, self.largest)) and near(self.norm, other.norm, atol=least_norm)
+        )
+
+
+Results: TypeAlias = Mapping[str, Excerpt | None]
+"""Outputs, gradients and the buffers after a forward and a backward, by their names."""
+
+
+def _copied(inputs: object) -> Any:
+    """The inputs in memory of their own, as a forward may write into them."""
+    return pytree.tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), inputs)
+
+
+def _host_random_state() -> tuple[Any, ...]:
+    """The state of the random numbers of Python and numpy."""
+    numpy = sys.modules.get("numpy")
+    _, keys, place, *_ = numpy.random.get_state() if numpy else (None, b"", 0)
+    return random.getstate(), bytes(keys), place
+
+
+def _results_of(model: nn.Module, run: Callable[[], Any], *, seed: int = 0, host_seed: int = 0) -> Results:
+    """The results of a run from the same state."""
+    with random_state_kept(), model_state_restored(model), attributes_restored(model):
+        seed_everything(host_seed)
+        torch.manual_seed(seed)
+        outputs = list(tensors_in(run()))
+        trained = [x for x in outputs if x.requires_grad]
+        torch.manual_seed(0)
+        if trained:
+            torch.autograd.backward(trained, [torch.randn(x.shape, dtype=x.dtype, device=x.device) for x in trained])
+        found = {f"output {place}": x for place, x in enumerate(outputs, start=1)}
+        gradients = {f"{_GRADIENT}{name}": x.grad for name, x in model.named_parameters()}
+        buffers = {f"the buffer {name}": x for name, x in model.named_buffers()}
+        made: dict[str, Tensor | None] = {**found, **gradients, **buffers}
+        return {name: None if x is None else Excerpt.of(x) for name, x in made.items()}

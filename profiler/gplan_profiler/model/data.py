@@ -1,0 +1,268 @@
+"""A model file's data and its loss: micro-batches that are checked, and how the loss combines samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gplan.core import LossReduction
+from gplan.core.errors import ModelError, UsageError
+from gplan_profiler.capture.chain import flat_tensors, modules_that_train
+from gplan_profiler.memory.allocations import tensors_in
+from gplan_profiler.model.error_location import describe
+from gplan_profiler.model.load import ModelFile
+
+_ROUNDINGS = 16.0  # epsilons by which the losses of a batch and of its parts may differ
+
+
+def sample_batch(file: ModelFile, batch_size: int, *, device: str = "cpu") -> tuple[Any, Any]:
+    """Inputs and target for one micro-batch; the target is None if the file defines no batches."""
+    return next(sample_batches(file, batch_size, device=device))
+
+
+def sample_batches(file: ModelFile, batch_size: int, *, device: str = "cpu") -> Iterator[tuple[Any, Any]]:
+    """Inputs and targets of the file's batches, or one example without a target if it defines none."""
+    if file.has("batches"):
+        found, source = file.batches(batch_size), "batches"
+    else:
+        found, source = iter([(file.example_inputs(batch_size), None)]), "example_inputs"
+    for inputs, target in found:
+        check_batch(inputs, batch_size, what=f"the inputs of {source}({batch_size}) in {file.name}")
+        check_target(target, batch_size, what=f"the targets of {source}({batch_size}) in {file.name}")
+        yield pytree.tree_map_only(Tensor, lambda x: x.to(device), (inputs, target))
+
+
+def check_microbatch_sizes(sizes: Sequence[int]) -> None:
+    """Raise UsageError unless there are sizes, at least 1 and increasing."""
+    if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
+        raise UsageError(f"micro-batch sizes are {sizes}; expected increasing numbers of at least 1, such as 1,2,4")
+
+
+def check_batch(value: Any, batch_size: int, *, what: str) -> None:
+    """Raise ModelError unless a batch has tensors, with `batch_size` rows each."""
+    check_target(flat_tensors(value, what=what), batch_size, what=what)
+
+
+def check_target(value: Any, batch_size: int, *, what: str) -> None:
+    """Raise ModelError unless each tensor in a target, which may be anything, has `batch_size` rows."""
+    for tensor in tensors_in(value):
+        if tensor.dim() == 0 or tensor.shape[0] != batch_size:
+            raise ModelError(
+                f"{what} have shape {tuple(tensor.shape)}; expected {batch_size} samples in dimension 0 (drop the last "
+                "batch of a data set if it is shorter)"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossFacts:
+    """How a loss combines samples."""
+
+    reduction: LossReduction
+    notes: tuple[str, ...] = ()
+    plan_notes: tuple[str, ...] = ()  # for the plans that are made with it
+
+
+def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu") -> LossFacts:
+    """Whether the loss is a mean or a sum over the samples, stated by the file or found from a batch and its two parts.
+
+    Raises ModelError for a model that does not accept its inputs, and for a loss that is neither, such as a mean over
+    tokens without padding: the losses of micro-batches would not add up to that of the batch.
+    """
+    batch_size = max(2, batch_size)
+    inputs, target = sample_batch(file, batch_size, device=device)
+    versions = [x._version for x in file.model.parameters()]
+    training = modules_that_train(file.model)
+    file.model.eval()
+    try:
+        with torch.no_grad(), CoarsestNumbers() as numbers:
+            output = call_model(file, inputs)
+            if not file.has_loss:
+                return LossFacts(reduction="mean")
+            loss = file.loss(output, target)
+            whole = float(loss)
+            found = file.loss_reduction
+            try:
+                parts = [float(file.loss(call_model(file, x), y)) for x, y in _two_parts(inputs, target, batch_size)]
+            except Exception:
+                if found is None:
+                    raise
+                return LossFacts(reduction=found)  # it takes batches of this size only
+            if not all(map(math.isfinite, (whole, *parts))):
+                if found is not None:
+                    return LossFacts(reduction=found)
+                where = first_not_finite(file.model, lambda: call_model(file, inputs)) or "the loss"
+                values = ", ".join(f"{x:.6g}" for x in (whole, *parts))
+                note = (
+                    f"the loss before any training is not finite ({values} for a batch and its two halves), first in {where}: "
+                    "check its weights, its inputs and its dtype; times and bytes are measured anyway, and the loss is "
+                    "assumed to be a mean"
+                )
+                return LossFacts(reduction="mean", notes=(note,))
+            found = found or _reduction(whole, parts, batch_size, tolerance=loss_tolerance(loss))
+            if found is None:
+                raise _not_reducible(file, inputs, target, whole, parts)
+            combined = _combined(parts, batch_size)[found]
+            is_same = abs(combined - whole) <= _ROUNDINGS * numbers.epsilon * abs(whole)
+            is_random = not is_same and float(file.loss(call_model(file, inputs), target)) != whole
+            return LossFacts(
+                reduction=found,
+                plan_notes=()
+                if is_same or is_random
+                else (
+                    f"the loss depends on how a mini-batch is divided ({whole:.6g} for a batch, {combined:.6g} as the {found} "
+                    "of two halves): a step has the gradients of a plain loop over the same micro-batches",
+                ),
+            )
+    finally:
+        file.model.train()
+        for module, trains in training.items():
+            module.training = trains
+        if versions != [x._version for x in file.model.parameters()]:
+            with torch.no_grad():  # a model that changes its weights for evaluation changes them back
+                call_model(file, inputs)
+
+
+def find_reduction_of_outputs(file: ModelFile, output: Any, target: Any, batch_size: int) -> LossReduction:
+    """Whether the loss of a model that cannot be run is a mean or a sum, by random outputs.
+
+    A mean for a single sample, and if the loss is neither.
+    """
+    if file.loss_reduction is not None or not file.has_loss or batch_size < 2:
+        return file.loss_reduction or "mean"
+    with torch.no_grad():
+        loss = file.loss(output, target)
+        parts = [float(file.loss(x, y)) for x, y in _two_parts(output, target, batch_size)]
+    return _reduction(float(loss), parts, batch_size, tolerance=loss_tolerance(loss)) or "mean"
+
+
+def loss_tolerance(loss: Tensor) -> float:
+    """The relative difference allowed between two sums of a loss; 16-bit floats have only 2 or 3 digits."""
+    return max(1e-3, 2 * torch.finfo(loss.dtype).eps) if loss.is_floating_point() else 1e-3
+
+
+def fitting_reductions(whole: float, parts: list[float], batch_size: int, *, tolerance: float) -> list[LossReduction]:
+    """How the losses of the two parts of a batch can combine to that of the batch."""
+    return [x for x, y in _combined(parts, batch_size).items() if abs(y - whole) <= tolerance * abs(whole) + 1e-6]
+
+
+def _reduction(whole: float, parts: list[float], batch_size: int, *, tolerance: float) -> LossReduction | None:
+    return next(iter(fitting_reductions(whole, parts, batch_size, tolerance=tolerance)), None)
+
+
+def _combined(parts: list[float], batch_size: int) -> dict[LossReduction, float]:
+    """The loss of a batch from those of its two parts."""
+    share = (batch_size // 2) / batch_size
+    return {"mean": share * parts[0] + (1 - share) * parts[1], "sum": sum(parts)}
+
+
+class CoarsestNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Finds the coarsest floating-point numbers that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.epsilon = 0.0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        for x in tensors_in(output):
+            if x.is_floating_point() or x.is_complex():
+                self.epsilon = max(self.epsilon, torch.finfo(x.dtype).eps)
+        return output
+
+
+def _not_reducible(file: ModelFile, inputs: Any, target: Any, whole: float, parts: list[float]) -> ModelError:
+    """The error for a loss that is neither a mean nor a sum, or random."""
+    again = float(file.loss(call_model(file, inputs), target))
+    if again != whole:
+        where = first_difference(file.model, lambda: call_model(file, inputs)) or "the loss"
+        return ModelError(
+            f"the loss of {file.name} is {whole:.6g} and then {again:.6g} for the same batch in evaluation mode: {where} "
+            'draws random numbers; let it do so in training only (self.training), or state loss_reduction = "mean" (or '
+            '"sum") in the model file'
+        )
+    return ModelError(
+        f"the loss of {file.name} is {whole:.6g} for a batch, and {parts[0]:.6g} and {parts[1]:.6g} for the first and the "
+        f"second part of it; expected their mean over the samples or their sum, {sum(parts):.6g}. With "
+        "class weights, ignored or padding tokens, a contrastive loss or a router's auxiliary loss, state "
+        'loss_reduction = "mean" (or "sum") in the model file: each micro-batch is then trained with its own loss. '
+        "Otherwise weight every sample equally, so that micro-batches add up to the batch"
+    )
+
+
+def _two_parts(inputs: Any, target: Any, batch_size: int) -> list[tuple[Any, Any]]:
+    """The first half of a batch, and the rest."""
+
+    def rows(value: Any, part: slice) -> Any:
+        return pytree.tree_map(lambda x: x[part] if isinstance(x, Tensor) else x, value)
+
+    cuts = (slice(0, batch_size // 2), slice(batch_size // 2, batch_size))
+    return [(rows(inputs, cut), rows(target, cut)) for cut in cuts]
+
+
+def call_model(file: ModelFile, inputs: Any) -> Any:
+    """The model's output; a ModelError that names the inputs and the layer where it fails."""
+    try:
+        return file.forward(inputs)
+    except Exception as error:
+        shapes = ", ".join(
+            f"{tuple(x.shape)} {x.dtype}".replace("torch.", "") for x in flat_tensors(inputs, what="inputs")
+        )
+        where = failing_module(file.model, error)
+        raise ModelError(f"the model fails on its inputs, {shapes}; in {where}: {describe(error)}") from error
+
+
+def first_not_finite(model: nn.Module, run: Callable[[], Any]) -> str | None:
+    """The module whose output is the first one with a NaN or an infinity while `run` calls the model."""
+    return next((name for name, value in _fingerprints(model, run) if not math.isfinite(value)), None)
+
+
+def first_difference(model: nn.Module, run: Callable[[], Any]) -> str | None:
+    """The module whose output first differs between two calls of `run`."""
+    pairs = zip(_fingerprints(model, run), _fingerprints(model, run), strict=False)
+    return next((name for (name, one), (_, other) in pairs if one != other), None)
+
+
+def failing_module(model: nn.Module, error: BaseException) -> str:
+    """The innermost module of the model in which an error was raised, or the model's class."""
+    names = _names(model)
+    found, frame = type(model).__name__, error.__traceback__
+    while frame is not None:
+        module = frame.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and module in names:
+            found = names[module]
+        frame = frame.tb_next
+    return found
+
+
+def _names(model: nn.Module) -> dict[nn.Module, str]:
+    """The name of every module in messages: 1.1 (Log)."""
+    names = {module: name or "the model" for name, module in model.named_modules()}
+    return {module: f"{name} ({type(module).__name__})" for module, name in names.items()}
+
+
+def _fingerprints(model: nn.Module, run: Callable[[], Any]) -> list[tuple[str, float]]:
+    """The name and the sum of the output of each module, in the order of their ends: the innermost first."""
+    found: list[tuple[str, float]] = []
+    names = _names(model)
+
+    def note(module: nn.Module, _arguments: object, output: object) -> None:
+        found.append((names[module], _sum(output)))
+
+    hooks = [module.register_forward_hook(note) for module in names]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _sum(output: object) -> float:
+    return math.fsum(float(x.detach().double().sum()) for x in tensors_in(output) if x.is_floating_point())
