@@ -66,7 +66,7 @@ def profile(
     num_threads: int = 1,
     contention: int | None = None,
     link: Link | None = None,
-    granularity: Granularity = "layer",
+    granularity: Granularity = "auto",
     precision: PrecisionName = "model",
     budget_s: float = SAMPLING_BUDGET_S,
     seed: int = 0,
@@ -85,8 +85,9 @@ def profile(
 
     `contention` processes do the same work beside (by default as many as the remaining cores of a CPU allow, at most 7).
     The link, and on a CPU what the engine itself takes, are measured between two processes where `link` is not given.
-    `granularity` "op" makes every operation a layer: the model must then be one that torch.export can trace, an
-    nn.Sequential too.
+    `granularity` "layer" takes the blocks and children that the author wrote as layers; "auto" divides those that take
+    more than 1/24 of the model, so that cuts balance; "op" makes every operation a layer, which needs a model that
+    torch.export can trace.
 
     `precision` is that of the training, by default as the model is made: "float32", "bfloat16" (all in one type), "mixed"
     (bfloat16 parameters and activations, float32 master weights, optimizer states and gradients), "mixed-bf16-gradients"

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 @click.option(
     "--link", metavar="RATE,LATENCY", help="The link between devices, such as 25GB/s,5us.  [default: measured]"
 )
-@click.option("--granularity", type=click.Choice(["layer", "op"]), default="layer", show_default=True,
-              help="What counts as a layer: a module that the author wrote as a unit, or one operation.")  # fmt: skip
+@click.option("--granularity", type=click.Choice(["auto", "layer", "op"]), default="auto", show_default=True,
+              help="What counts as a layer: a module that the author wrote as a unit (layer), the parts of those that are too "
+                   "large for a good cut (auto), or one operation (op).")  # fmt: skip
 @click.option("--precision", default="model", show_default=True, metavar="NAME",
               help="What is trained in: model (as the file makes it), float32, bfloat16, mixed (float32 master weights, states "
                    "and gradients beside bfloat16), mixed-bf16-gradients, or autocast.")  # fmt: skip

@@ -21,7 +21,7 @@ Objective: TypeAlias = Literal["step-time", "max-stage"]
 Sharding: TypeAlias = Literal["none", "optimizer", "weights"]
 """What the replicas of a stage divide among them: nothing, the optimizer's state (ZeRO-1), or parameters too (FSDP)."""
 
-Granularity: TypeAlias = Literal["layer", "op"]
+Granularity: TypeAlias = Literal["auto", "layer", "op"]
 """What a layer of a profile is: what the author wrote as a unit, or one operation."""
 
 LossReduction: TypeAlias = Literal["mean", "sum"]

@@ -225,6 +225,7 @@ class ModelId:
     traced: str = (
         ""  # the way of tracing that the profile took (gplan_profiler/capture/tracing_ways.py); "": as it is run
     )
+    divided: tuple[str, ...] = ()  # of the author's layers (gplan_profiler/capture/division.py)
     inputs: str = (
         ""  # as gplan_profiler/model/model_reference.py describes them, such as "4,32:int64"; "": not expressible
     )

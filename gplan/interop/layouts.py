@@ -44,7 +44,7 @@ def read_layout(text: str, profile: Profile, *, receiver: str) -> Layout:
     if not text.strip():
         raise UsageError(f"the layout is empty; expected the text that {RECEIVERS[receiver].title} reads")
     names = tuple(layer.name for layer in profile.layers)
-    check_granularity(profile.granularity, names[0], RECEIVERS[receiver].title)
+    check_granularity(receiver, profile.model, profile.granularity, names[0])
     ends = _READERS[receiver](text, names)
     for stage, (first, end) in enumerate(zip((0, *ends[:-1]), ends, strict=True)):
         if first >= end:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from gplan.core import RECOMPUTE_MODES, Constraints, Plan, Profile, RecomputeMode, Value
+from gplan.core import RECOMPUTE_MODES, Constraints, Granularity, ModelId, Plan, Profile, RecomputeMode, Value
 from gplan.core.errors import UsageError
 from gplan.evaluate.replanning import setting_of
 from gplan.graph.layer_graph import LayerGraph
@@ -457,7 +457,7 @@ def is_remade(names: Sequence[str], value: Value) -> bool:
 
 def constraints_for(name: str, profile: Profile) -> Constraints:
     """What a receiver asks of the partition of a profile; raises UsageError for a model that it cannot take."""
-    check_granularity(profile.granularity, profile.layers[0].name, receiver_named(name).title)
+    check_granularity(name, profile.model, profile.granularity, profile.layers[0].name)
     names = [layer.name for layer in profile.layers]
     check_weights(name, profile)
     kept = dict.fromkeys((x.first, x.last) for x in indivisible(name, names, profile))
@@ -468,12 +468,16 @@ def constraints_for(name: str, profile: Profile) -> Constraints:
     )
 
 
-def check_granularity(granularity: str, layer: str, title: str) -> None:
-    """Raise UsageError for layers that are single operations."""
-    if granularity != "layer":
+def check_granularity(name: str, model: ModelId, granularity: Granularity, layer: str) -> None:
+    """Raise UsageError for layers that are single operations, or parts of the modules between which a receiver cuts."""
+    title, again = receiver_named(name).title, "profile with --granularity layer and plan again"
+    single = [x.removesuffix("*").removesuffix(".") for x in model.divided if x.endswith("*")]
+    if granularity == "op" or single:
+        where = f"such as {layer}" if granularity == "op" else f"of {single[0] or 'the model itself'}"
+        raise UsageError(f"the plan cuts between operations, {where}; {title} cuts between modules; {again}")
+    if model.divided and receiver_named(name).cuts != "calls":
         raise UsageError(
-            f"the plan cuts between operations, such as {layer}; {title} cuts between modules; profile with --granularity layer "
-            "and plan again"
+            f"the layers are parts of {model.divided[0]} and others; {title} cuts between whole ones; {again}"
         )
 
 
@@ -500,7 +504,7 @@ def check_plan(name: str, plan: Plan, profile: Profile | None) -> None:
     """Raise UsageError for a plan that a receiver cannot run, with the reason and what to do."""
     title = receiver_named(name).title
     check_order(plan, profile, title)
-    check_granularity(plan.granularity, plan.layer_names[0], title)
+    check_granularity(name, plan.model, plan.granularity, plan.layer_names[0])
     names = plan.layer_names
     kept = indivisible(name, names, profile)
     check_weights(name, profile)

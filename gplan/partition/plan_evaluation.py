@@ -8,7 +8,7 @@ its two cuts (activations over the left one, gradients over the right one). A de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from gplan.core import (
     Constraints,
+    Granularity,
     Plan,
     Prediction,
     Proof,
@@ -170,7 +171,11 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
             lower_bound_s=min(objective_value_s, solution.lower_bound_s),
             solve_s=solve_s,
         ),
-        notes=profile.plan_notes + solution.notes,
+        notes=(
+            *profile.plan_notes,
+            *solution.notes,
+            *_large_layer(profile.granularity, stages, len(set(problem.devices))),
+        ),
         granularity=profile.granularity,
         num_replicas=problem.num_replicas,
         sharding=problem.costs.sharding,
@@ -178,6 +183,31 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
         constraints=requested.constraints,
         precision=profile.precision,
     )
+
+
+_FINER = {  # what would divide a large layer
+    "auto": "profile with --granularity op, which divides it if it is several operations",
+    "layer": "profile with --granularity auto, which divides it",
+    "op": "it is one operation: use fewer devices, or put replicas in their place",
+}
+
+
+def _large_layer(granularity: Granularity, stages: Sequence[Stage], num_devices: int) -> Iterator[str]:
+    """A note if one layer alone is more than the share of a device."""
+    seconds = {
+        name: forward_s + backward_s
+        for stage in stages
+        for name, forward_s, backward_s in zip(
+            stage.layer_names, stage.layer_forward_s, stage.layer_backward_s, strict=True
+        )
+    }
+    name = max(seconds, key=seconds.__getitem__)
+    share = seconds[name] / (sum(seconds.values()) or 1.0)
+    if num_devices > 1 and share > 1 / num_devices:
+        yield (
+            f"layer {name} takes {share:.0%} of the layers' time, more than the share of one of {num_devices} devices: "
+            f"{_FINER[granularity]}"
+        )
 
 
 def _prediction(problem: Problem, stages: Sequence[Stage]) -> Prediction:

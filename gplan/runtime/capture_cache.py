@@ -177,6 +177,7 @@ class CaptureCache:
                 granularity=self.plan.granularity,
                 training=training,
                 traced=self.plan.model.traced,
+                divided=self.plan.model.divided,
                 precision=self.plan.precision,
             )
         chain, starts = _in_plan_order(chain, self.plan, self._name, is_like_plan=training)

@@ -54,7 +54,7 @@ class ProfileOptions:
     num_threads: int = 1
     contention: int | None = None  # number of neighbour processes; None: as many as there may be
     link: Link | None = None  # None: measured
-    granularity: Granularity = "layer"
+    granularity: Granularity = "auto"
     budget_s: float = SAMPLING_BUDGET_S  # longest sampling per micro-batch size
 
     def __post_init__(self) -> None:
@@ -209,7 +209,8 @@ def _measure_sizes(
     count = len(options.microbatch_sizes)
     for index, size in enumerate(options.microbatch_sizes):
         try:
-            measured.append(measure_size(file, size, setup, part(progress, index, count)))
+            divided = measured[0].chain.divided if measured else None
+            measured.append(measure_size(file, size, setup, divided, part(progress, index, count)))
         except ModelError as error:
             if not measured or not is_out_of_memory(error):
                 raise

@@ -223,7 +223,7 @@ def test_unexportable_sequential_suggests_layers() -> None:
 
 
 def test_another_granularity_is_refused_with_those_there_are() -> None:
-    with pytest.raises(UsageError, match="granularity 'block' is not known; expected one of layer, op"):
+    with pytest.raises(UsageError, match="granularity 'block' is not known; expected one of auto, layer, op"):
         capture(nn.Linear(4, 4), ROWS, granularity="block")  # type: ignore[arg-type]
 
 

@@ -49,7 +49,7 @@ class ComputeOptions:
     hardware: Hardware
     microbatch_sizes: tuple[int, ...] = (4,)
     link: Link | None = None  # None: the hardware's
-    granularity: Granularity = "layer"
+    granularity: Granularity = "auto"
 
     def __post_init__(self) -> None:
         check_microbatch_sizes(self.microbatch_sizes)
@@ -61,11 +61,11 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
     Raises ModelError for a model that cannot be captured or followed without values, UsageError for products in a dtype
     without a flop rate.
     """
-    hardware, sizes = options.hardware, []
+    hardware, sizes = options.hardware, list[SizeCosts]()
     with model_state_restored(file.model):
         for index, size in enumerate(options.microbatch_sizes):
             progress(f"micro-batch size {size}: capturing and counting", index / len(options.microbatch_sizes))
-            sizes.append(_computed_size(file, size, options))
+            sizes.append(_computed_size(file, size, options, sizes[0].chain.divided if sizes else None))
         step = computed_step(file, hardware)
     first, values = sizes[0], values_of(sizes)
     layers, shared = layers_with_weights(sizes)
@@ -91,9 +91,9 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
     )
 
 
-def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> SizeCosts:
+def _computed_size(file: ModelFile, size: int, options: ComputeOptions, divided: tuple[str, ...] | None) -> SizeCosts:
     inputs, target = sample_batch(file, size)
-    chain = capture(file.model, inputs, granularity=options.granularity, precision=file.precision)
+    chain = capture(file.model, inputs, granularity=options.granularity, divided=divided, precision=file.precision)
     found, keys = layers_to_measure(chain)
     bench = bench_of_chain(file, chain, keys, inputs, target)
     *analyses, loss = analyse(bench.layers, bench.inputs, bench.loss)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Container, Hashable, Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
 from types import FunctionType
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def unit_paths(model: nn.Module) -> dict[str, str]:
+def unit_paths(model: nn.Module, divided: Container[str] = ()) -> dict[str, str]:
     """The path of the unit of every module inside one, by the module's path.
 
     A unit is a block of a ModuleList, a child of a Sequential, or a child of the model. From the model downwards, these
     modules are opened instead: the model itself; a Sequential, ModuleList or ModuleDict; the only child with parameters
-    of an opened module; and a child of an opened module that contains a ModuleList (GPT-2's `transformer`, BERT's
-    `encoder`), unless it is itself an entry of a list.
+    of an opened module; a child of an opened module that contains a ModuleList (GPT-2's `transformer`, BERT's
+    `encoder`), unless it is itself an entry of a list; and the modules at the paths `divided`.
     """
     units: dict[str, str] = {}
     opened: list[tuple[str, nn.Module]] = [("", model)]
@@ -41,6 +41,7 @@ def unit_paths(model: nn.Module) -> dict[str, str]:
             has_list = any(isinstance(x, nn.ModuleList) and len(x) > 1 for x in child.modules())
             is_entry = isinstance(module, _LISTS)
             is_opened = isinstance(child, _LISTS) or (not is_entry and (weighty == [name] or has_list))
+            is_opened |= child_path in divided
             if is_opened and any(True for _ in child.children()):
                 opened.append((child_path, child))
             else:

@@ -22,13 +22,16 @@ from torch.utils import _pytree as pytree
 from gplan.core import Granularity
 from gplan.core.errors import ModelError, UsageError
 from gplan.core.precision import AS_MADE, Precision
-from gplan_profiler.capture.authored_layers import replaced
+from gplan_profiler.capture.authored_layers import replaced, unit_paths
 from gplan_profiler.capture.chain import AtLayer, Chain, Route, Tensors, TensorSpec, autocast
+from gplan_profiler.capture.division import MOST_LAYERS
+from gplan_profiler.capture.division import divided as modules_to_divide
 from gplan_profiler.capture.equal_layers import gradient_flags, layer_form
 from gplan_profiler.capture.grouping import (
     Group,
     groups_by_module,
     inseparable_operations,
+    joined_by_unit,
     merged,
     operations_of,
     split_regions,
@@ -48,15 +51,17 @@ def capture(
     granularity: Granularity = "layer",
     training: bool = True,
     traced: str | None = None,
+    divided: tuple[str, ...] | None = None,
     precision: Precision = AS_MADE,
 ) -> Chain:
     """The layers of `model`, put in training or evaluation mode, for inputs of one micro-batch.
 
     A model already in training mode is left as it is, because its author may have put parts in evaluation mode.
     `inputs` is a tensor, a tuple (several arguments) or a dict (by name); the chain is valid for these shapes only. With
-    granularity "op" a layer is one main operation with the light ones around it, also of an nn.Sequential. `traced` is how
-    a profile traced the model (gplan_profiler/capture/tracing_ways.py). `precision` is that of the model, in whose autocast the
-    layers run. Raises ModelError, with the author's line, where capture is impossible, and for a model with an autocast of
+    granularity "layer" a layer is one that the author wrote; with "auto" those that are too large are divided
+    (gplan_profiler/capture/division.py); with "op" a layer is one main operation with the light ones around it. `traced`
+    and `divided` are how a profile traced the model and what it divided; None: there is no profile yet. `precision` is
+    that of the model, in whose autocast the layers run. Raises ModelError, with the author's line, where capture is impossible, and for a model with an autocast of
     its own in another precision than that of its file; UsageError for another granularity.
     """
     if granularity not in get_args(Granularity):
@@ -68,20 +73,31 @@ def capture(
     own = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
     is_sequence = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and not any(own)
     with autocast(precision), _no_other_autocast(precision):
-        if is_sequence and granularity == "layer":
-            chain: Chain = SequentialChain(model, inputs)  # type: ignore[arg-type]
-        else:
+        chain: Chain | None = None
+        if not is_sequence or granularity == "op" or _may_be_divided(model, granularity, divided):
             try:
-                chain = exported(model, inputs, granularity=granularity, traced=traced)
+                chain = exported(model, inputs, granularity=granularity, traced=traced, divided=divided)
             except ModelError as error:
                 if not is_sequence:
                     raise
-                raise ModelError(
-                    f"{error}. Granularity op needs an exported model: without --granularity op this nn.Sequential is cut "
-                    "between its children without export"
-                ) from error
+                if granularity == "op":
+                    raise ModelError(
+                        f"{error}. Granularity op needs an exported model: without --granularity op this nn.Sequential is "
+                        "cut between its children without export"
+                    ) from error
+        if chain is None or (is_sequence and granularity == "auto" and (chain.traced or not chain.divided)):
+            chain = SequentialChain(model, inputs)  # type: ignore[arg-type]
     chain.precision = precision
     return chain
+
+
+def _may_be_divided(model: nn.Module, granularity: Granularity, divided: tuple[str, ...] | None) -> bool:
+    """Whether children of an nn.Sequential may be, or were, too large for a good cut."""
+    if granularity == "layer" or divided is not None:
+        return bool(divided)
+    children = [*model.children()]
+    has_parts = (sum(1 for x in child.modules() if x._parameters) > 1 for child in children)
+    return len(children) <= MOST_LAYERS and any(has_parts)
 
 
 def _no_other_autocast(precision: Precision) -> AbstractContextManager[None]:
@@ -123,20 +139,34 @@ def check_order(names: Sequence[str], order: Sequence[int], pairs: Iterable[tupl
 
 
 def exported(
-    model: nn.Module, inputs: object, *, granularity: Granularity = "layer", traced: str | None = None
+    model: nn.Module,
+    inputs: object,
+    *,
+    granularity: Granularity = "layer",
+    traced: str | None = None,
+    divided: tuple[str, ...] | None = None,
 ) -> Chain:
     """The layers of a model in training mode by torch.export; raises ModelError, with the author's line."""
 
     def cut(traced: Trace) -> ExportedChain:
-        split_regions(traced.graph, traced.module, model)
+        parts = divided or ()
+        if granularity == "auto" and divided is None:
+            parts = modules_to_divide(traced, model)
+        units = unit_paths(model, parts)
+        split_regions(traced.graph, traced.module, model, units)
         inseparable = inseparable_operations(traced.graph, traced.state, model)
-        if granularity == "layer":
-            groups = groups_by_module(traced.graph, model)
-        else:
+        own = {x.removesuffix("*").removesuffix(".") for x in parts if x.endswith("*")}
+        if granularity == "op" or own:
             operations = operations_of(traced.graph, model)
             groups = groups_by_operation(traced, model)
             inseparable += [x.users for x in written_state(operations, traced.state) if x.users != x.writers]
-        return ExportedChain(model, traced, merged(traced.graph, groups, inseparable))
+            if granularity != "op":
+                groups = joined_by_unit(groups, model, units, own)
+        else:
+            groups = groups_by_module(traced.graph, model, units)
+        chain = ExportedChain(model, traced, merged(traced.graph, groups, inseparable))
+        chain.divided = parts
+        return chain
 
     with cumulative_momentum_one(model), without_generation_cache(model):
         return captured_in_steps(model, inputs, cut, traced=traced)

@@ -79,6 +79,7 @@ class Chain(ABC):
         self.names = tuple(names)
         self.kinds = tuple(kinds)
         self.traced = ""  # the way that was taken, if it is not the first
+        self.divided: tuple[str, ...] = ()  # of the author's layers; see gplan_profiler/capture/division.py
         self.precision = AS_MADE  # whose autocast each stage runs under
         self.notes: tuple[str, ...] = ()  # on how the model was captured, for readers of a profile
         self.lacks_tensors = False  # whether tensors of the model's output are left out, as their size depends on data

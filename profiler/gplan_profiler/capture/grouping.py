@@ -8,8 +8,8 @@ operation for each of them, with the same setting. Granularity "op" is in gplan_
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError
-from gplan_profiler.capture.authored_layers import unit_paths
 from gplan_profiler.capture.inplace import rewrite_in_place
 from gplan_profiler.capture.trace import module_path, operation_name
 from gplan_profiler.capture.value_forms import has_fixed_size
@@ -27,6 +26,8 @@ _PLACE_OF_BODY: dict[Any, int] = {  # among the arguments
     torch.ops.higher_order.wrap_with_set_grad_enabled: 1,
     torch.ops.higher_order.wrap_with_autocast: 4,
 }
+
+_NO_UNIT = "", ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +47,64 @@ def operations_of(graph: Graph, model: nn.Module) -> list[Node]:
     return found
 
 
-def groups_by_module(graph: Graph, model: nn.Module) -> list[Group]:
-    """Consecutive operations of one unit form a layer; operations between units belong to the unit before them."""
-    units = unit_paths(model)
+def groups_by_module(graph: Graph, model: nn.Module, units: Mapping[str, str]) -> list[Group]:
+    """Consecutive operations of one call of a unit form a layer; those between units belong to the unit before them.
+
+    `units` has the path of the unit of every module inside one (`unit_paths`).
+    """
     nodes: list[list[Node]] = []
-    owners: list[str] = []
+    owners: list[tuple[str, str]] = []  # the unit and its call
     home: dict[Node, int] = {}
     for node in operations_of(graph, model):
         if node.target is operator.getitem:  # stays with the operation that makes the tuple
             index = home[node.args[0]]  # type: ignore[index]
         else:
-            owner = units.get(module_path(node))
-            if not nodes or (owner is not None and owners[-1] not in (owner, "")):
+            unit = units.get(module_path(node))
+            owner = None if unit is None else (unit, call_of(node, unit))
+            if not nodes or (owner is not None and owners[-1] not in (owner, _NO_UNIT)):
                 nodes.append([])
-                owners.append(owner or "")
+                owners.append(owner or _NO_UNIT)
             elif owner is not None:
                 owners[-1] = owner  # operations before the first unit belong to it
             index = len(nodes) - 1
         nodes[index].append(node)
         home[node] = index
-    names = distinct([owner or type(model).__name__ for owner in owners])
-    kinds = [type(model.get_submodule(owner)).__name__ for owner in owners]
+    names = distinct([unit or type(model).__name__ for unit, _ in owners])
+    kinds = [type(model.get_submodule(unit)).__name__ for unit, _ in owners]
     in_order = in_trace_order(graph, nodes)
     return [Group(name, kind, group) for name, kind, group in zip(names, kinds, in_order, strict=True)]
+
+
+def joined_by_unit(
+    operations: Iterable[Group], model: nn.Module, units: Mapping[str, str], own: Container[str]
+) -> list[Group]:
+    """Layers of single operations joined to those of `groups_by_module`, but for the modules at the paths `own`.
+
+    What runs after its unit has ended joins the layer that is there.
+    """
+    found, ended, current = list[Group](), set[tuple[str, str]](), _NO_UNIT
+    for group in operations:
+        path = module_path(group.nodes[0])
+        unit = units.get(path)
+        owner = _NO_UNIT if unit is None else (unit, call_of(group.nodes[0], unit))
+        if path in own:
+            found.append(group)
+            ended.add(current)
+            current = _NO_UNIT
+        elif not found or (owner != current and owner not in ended and unit is not None):
+            ended.add(current)
+            current = owner
+            name = unit or type(model).__name__
+            found.append(Group(name, type(model.get_submodule(unit or "")).__name__, group.nodes))
+        else:
+            found[-1] = replace(found[-1], nodes=(*found[-1].nodes, *group.nodes))
+    names = distinct([x.name for x in found])
+    return [replace(x, name=name) for x, name in zip(found, names, strict=True)]
+
+
+def call_of(node: Node, path: str) -> str:
+    """Which call of the module at this path an operation was traced in; equal for the operations of one call."""
+    return next((key for key, (inner, _) in node.meta["nn_module_stack"].items() if inner == path), "")
 
 
 def in_trace_order(graph: Graph, groups: Iterable[Iterable[Node]]) -> list[tuple[Node, ...]]:
@@ -132,28 +168,33 @@ def merged(graph: Graph, groups: Sequence[Group], inseparable: Iterable[Collecti
     return [Group(name, run[0].kind, nodes) for name, run, nodes in zip(names, runs, nodes_of, strict=True)]
 
 
-def split_regions(graph: Graph, owner: GraphModule, model: nn.Module) -> None:
+def split_regions(graph: Graph, owner: GraphModule, model: nn.Module, units: Mapping[str, str]) -> None:
     """Replace every region of `graph`, whose inner graphs are attributes of `owner`, by one for each layer that it spans."""
     for region in [x for x in graph.nodes if x.target in _PLACE_OF_BODY]:
         name = str(region.args[_PLACE_OF_BODY[region.target]].target)
         body: GraphModule = getattr(owner, name)
         if not any(x.op == "call_function" for x in body.graph.nodes):
             continue
-        split_regions(body.graph, body, model)
-        groups = groups_by_module(body.graph, model)
+        split_regions(body.graph, body, model, units)
+        groups = groups_by_module(body.graph, model, units)
         if len(groups) > 1:
             given = [x for x in body.graph.nodes if x.op == "placeholder"]
             groups = merged(body.graph, groups, inseparable_operations(body.graph, given, model))
         body.recompile()
         if len(groups) > 1:
-            _replace(region, name, body, [x.nodes for x in groups], owner, model)
+            _replace(region, name, body, [x.nodes for x in groups], owner, units)
 
 
 def _replace(
-    region: Node, name: str, body: GraphModule, parts: Sequence[tuple[Node, ...]], owner: GraphModule, model: nn.Module
+    region: Node,
+    name: str,
+    body: GraphModule,
+    parts: Sequence[tuple[Node, ...]],
+    owner: GraphModule,
+    units: Container[str],
 ) -> None:
     """Replace a region by one for each part of its graph, called `name` in `owner`."""
-    graph, units, place = region.graph, unit_paths(model), _PLACE_OF_BODY[region.target]
+    graph, place = region.graph, _PLACE_OF_BODY[region.target]
     given = [x for x in body.graph.nodes if x.op == "placeholder"]
     values = dict(zip(given, region.args[place + 1 :], strict=True))  # of the body in the graph around it
     returned: Any = next(iter(reversed(body.graph.nodes))).args[0]

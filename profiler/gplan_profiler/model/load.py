@@ -111,6 +111,7 @@ class ModelFile:
             digest=chain.digest(),
             in_memory=self.in_memory,
             traced=chain.traced,
+            divided=chain.divided,
             inputs=inputs,
             file_digest=file_digest(self.name),
         )

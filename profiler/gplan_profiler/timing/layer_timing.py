@@ -86,11 +86,13 @@ class MeasuredSize(SizeCosts):
     notes: tuple[str, ...]
 
 
-def measure_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: Progress) -> MeasuredSize:
-    """Measure times and memory at one micro-batch size."""
+def measure_size(
+    file: ModelFile, microbatch_size: int, setup: Setup, divided: tuple[str, ...] | None, progress: Progress
+) -> MeasuredSize:
+    """Measure times and memory at one micro-batch size; `divided` are the layers that another size divided."""
     progress(f"micro-batch size {microbatch_size}: capturing the layers", 0.0)
     inputs, target = sample_batch(file, microbatch_size, device=setup.device)
-    chain = capture(file.model, inputs, granularity=setup.granularity, precision=file.precision)
+    chain = capture(file.model, inputs, granularity=setup.granularity, divided=divided, precision=file.precision)
     if chain.lacks_tensors and file.has_loss and not file.is_lazy:
         for batch in islice(sample_batches(file, microbatch_size, device=setup.device), _BATCHES_OF_LOSS_CHECK):
             _check_loss(file, chain, *batch)

@@ -1,0 +1,145 @@
+"""Which of the author's layers are too large for a good cut, and are divided (granularity "auto").
+
+A layer that takes more than `LARGEST_SHARE` of the model's work or parameters is divided into its own children, lists
+opened, and these again, as long as the model has at most `MOST_LAYERS` layers; one of less than `_LEAST_WORK` is too
+short to be measured in parts. Operations of its own that are too much together, as in a forward without submodules, are
+cut as with granularity "op". Layers with equal shares are all divided or none.
+
+The work of an operation is what it takes on a device that moves one byte in the time of `_FLOPS_PER_BYTE` FLOPs. It
+decides only what is divided: the layers are measured afterwards. The answer is a tuple of module paths: "blocks.3" has
+its children as layers, "blocks.3.*" its operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from gplan_profiler.analytic.roofline import WorkCounter
+from gplan_profiler.capture.authored_layers import unit_paths
+from gplan_profiler.capture.trace import Trace, module_path
+from gplan_profiler.capture.value_forms import has_fixed_size
+from gplan_profiler.memory.allocations import tensors_in
+
+LARGEST_SHARE = 1 / 24
+MOST_LAYERS = 80
+_FLOPS_PER_BYTE = 20.0  # between a CPU's and a GPU's
+_LEAST_WORK = 1e7  # FLOPs, about a millisecond of a CPU's core
+_EQUAL = 0.99  # of another share, which counts as the same one
+
+
+def operations_of_path(path: str) -> str:
+    """The entry for a module whose own operations are layers.
+
+    >>> operations_of_path("blocks.3"), operations_of_path("")
+    ('blocks.3.*', '*')
+    """
+    return f"{path}.*".removeprefix(".")
+
+
+def divided(traced: Trace, model: nn.Module) -> tuple[str, ...]:
+    """The modules of a traced model that must be divided, sorted; before any operation of the trace is replaced."""
+    shares = _Shares.of(traced, model)
+    found, tried = set[str](), set[str]()
+    while True:
+        units = {*unit_paths(model, found).values()}
+        share = {x: shares.of_module(x) for x in units - tried}
+        largest = max(share.values(), default=0.0)
+        if largest <= LARGEST_SHARE:
+            break
+        alike = {x for x in share if share[x] >= _EQUAL * largest}
+        tried |= alike
+        more = found | {x for x in alike if any(True for _ in model.get_submodule(x).children())}
+        if shares.num_calls({*unit_paths(model, more).values()}) <= MOST_LAYERS:
+            found = more
+    paths = unit_paths(model, found)
+    outside = {path for path, _ in model.named_modules()} - paths.keys()
+    leaves = {x for x in tried & units if not any(True for _ in model.get_submodule(x).children())}
+    single = outside | leaves  # whose own operations are in no smaller module
+    own = {operations_of_path(x) for x in single if shares.of_own_operations(x) > LARGEST_SHARE}
+    if isinstance(model, nn.Sequential):  # whose children are layers as they are, also those that are lists
+        found |= {x for x, _ in model.named_children() if x not in units and shares.of_module(x) > LARGEST_SHARE}
+    return tuple(sorted(found | own))
+
+
+@dataclass(slots=True)
+class _Shares:
+    """Shares of the model's work and parameters."""
+
+    total: float = 0.0
+    by_call: dict[str, dict[str, float]] = field(default_factory=dict)  # of each call of a module, with its submodules
+    own: dict[str, list[float]] = field(default_factory=dict)  # of each operation that is a module's own
+    parameters: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, traced: Trace, model: nn.Module) -> _Shares:
+        """The shares of all modules."""
+        shares, known = cls(), dict[Any, float]()
+        for node in _operations(traced):
+            work = _work(node, known)
+            shares.total += work
+            shares.own.setdefault(module_path(node), []).append(work)
+            for key, (path, _) in node.meta.get("nn_module_stack", {}).items():
+                calls = shares.by_call.setdefault(str(path), {})
+                calls[key] = calls.get(key, 0.0) + work
+        num_parameters = max(1, sum(x.numel() for x in model.parameters()))
+        for path, module in model.named_modules():
+            shares.parameters[path] = sum(x.numel() for x in module.parameters()) / num_parameters
+        return shares
+
+    def num_calls(self, units: Iterable[str]) -> int:
+        """How often some modules are called in all."""
+        return sum(len(self.by_call.get(x, ())) for x in units)
+
+    def of_module(self, path: str) -> float:
+        """The larger of the shares of work, in the module's largest call, and of parameters; 0.0 with too little work."""
+        work = max(self.by_call.get(path, {"": 0.0}).values())
+        return max(work / self.total, self.parameters[path]) if work >= _LEAST_WORK else 0.0
+
+    def of_own_operations(self, path: str) -> float:
+        """The share of work of all operations that are the module's own but the largest; 0.0 with too little work."""
+        works = self.own.get(path, [0.0])
+        rest = sum(works) - max(works)
+        return rest / self.total if rest >= _LEAST_WORK else 0.0
+
+
+def _operations(traced: Trace) -> Iterator[Node]:
+    """All operations, those of inner graphs included."""
+    for graph in (
+        traced.graph,
+        *(x.graph for x in traced.module.modules() if isinstance(x, GraphModule) and x is not traced.module),
+    ):
+        yield from (node for node in graph.nodes if node.op == "call_function" and "nn_module_stack" in node.meta)
+
+
+def _work(node: Node, known: dict[Any, float]) -> float:
+    """FLOPs, and bytes in FLOPs, of an operation; equal operations are computed once."""
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda x: x.meta.get("val"))
+    key = node.target, _form(args), _form(kwargs)
+    if key not in known:
+        known[key] = _computed_work(node.target, args, kwargs)
+    return known[key]
+
+
+def _form(value: Any) -> Any:
+    leaves, structure = pytree.tree_flatten(value)
+    return structure, tuple((str(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
+
+
+def _computed_work(target: Any, args: Any, kwargs: Mapping[str, Any]) -> float:
+    """By the operations that it runs on fake tensors; by its operands where these cannot run it, as with sizes by data."""
+    counter = WorkCounter(lambda: 0)
+    try:
+        with torch.no_grad(), counter:
+            target(*args, **kwargs)
+        works = [x.work for x in counter.between(0, 1)]
+        return sum(float(x.num_flops) + _FLOPS_PER_BYTE * float(x.num_bytes) for x in works)
+    except Exception:
+        operands = (x for x in tensors_in((args, kwargs)) if has_fixed_size(x))
+        return _FLOPS_PER_BYTE * sum(x.numel() * x.element_size() for x in operands)
