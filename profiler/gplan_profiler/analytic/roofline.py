@@ -22,14 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from gplan.core import OperationKind, Work
 from gplan_profiler.analytic.hardware import KINDS, PRODUCTS, Hardware, KernelName
 from gplan_profiler.analytic.shapes import AttentionShape, Direction, Layout, MatmulShape, Shape, dtype_name
 from gplan_profiler.memory.allocations import storage_key, tensors_in
+from gplan_profiler.torch_compat import HigherOrderOperator, TorchDispatchMode
 
 _ATEN = torch.ops.aten
 _MATMULS = {
