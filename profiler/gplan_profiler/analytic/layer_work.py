@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from gplan.core.errors import ModelError
-from gplan_profiler.analytic.roofline import Operation, WorkCounter, product_dtype
+from gplan_profiler.analytic.roofline import Operation, product_dtype
+from gplan_profiler.analytic.work_counter import WorkCounter
 from gplan_profiler.capture.chain import Tensors
 from gplan_profiler.memory.allocations import StorageRecorder, storage_key
 from gplan_profiler.memory.layer_memory import (
