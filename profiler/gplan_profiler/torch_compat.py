@@ -40,13 +40,13 @@ def version_problem(version: str) -> str | None:
     )
 
 
-def version_note(version: str) -> str | None:
-    """Return a note for a version of torch that is newer than the tested ones."""
+def torch_notes(version: str = str(torch.__version__)) -> tuple[str, ...]:
+    """Notes on a version of torch: that it is newer than the tested ones."""
     found = _numbers(version)
     if found is None or found <= NEWEST_TESTED:
-        return None
+        return ()
     newest = ".".join(map(str, NEWEST_TESTED))
-    return f"torch {version} is newer than {newest}, the newest that gplan was tested with"
+    return (f"torch {version} is newer than {newest}, the newest that gplan was tested with",)
 
 
 def _numbers(version: str) -> tuple[int, int] | None:

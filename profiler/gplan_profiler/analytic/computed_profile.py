@@ -21,11 +21,11 @@ from gplan_profiler.analytic.hardware import Hardware
 from gplan_profiler.analytic.layer_work import HalvesAnalysis, LayerAnalysis, analyse, analyse_halves
 from gplan_profiler.analytic.roofline import (
     Operation,
-    WorkCounter,
     operations_seconds,
     roofline_seconds,
     total_work,
 )
+from gplan_profiler.analytic.work_counter import WorkCounter
 from gplan_profiler.capture.capture import capture
 from gplan_profiler.capture.chain import model_state_restored, routing_notes
 from gplan_profiler.host.host_info import software_versions

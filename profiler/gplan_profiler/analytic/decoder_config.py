@@ -273,7 +273,7 @@ _KEYS = tuple(x for x in Decoder.__struct_fields__ if x != "unused")
 
 @cache
 def _known() -> dict[str, dict[str, Any]]:
-    return msgspec.toml.decode(_TABLE.read_text(encoding="utf-8"))
+    return msgspec.toml.decode(_TABLE.read_text(encoding="utf-8"), type=dict[str, dict[str, Any]])
 
 
 def decoder_names() -> tuple[str, ...]:

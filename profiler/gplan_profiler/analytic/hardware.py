@@ -174,9 +174,8 @@ def load_hardware(name_or_path: str) -> Hardware:
 
 def hardware_table() -> dict[str, Any]:
     """The built-in table, hardware.toml."""
-    return msgspec.toml.decode(
-        resources.files("gplan_profiler.analytic").joinpath("hardware.toml").read_text(encoding="utf-8")
-    )
+    text = resources.files("gplan_profiler.analytic").joinpath("hardware.toml").read_text(encoding="utf-8")
+    return msgspec.toml.decode(text, type=dict[str, Any])
 
 
 def described_hardware(content: dict[str, Any], *, name: str, place: str) -> Hardware:
