@@ -4,8 +4,8 @@
     python benchmarks/torch_versions.py --table                 the report of the rows that are there
 
 Every interpreter has its own torch and gplan's other packages. A case profiles a small model, balances it for two
-devices and trains it in two processes (four with sharding), with the first step's gradients compared with the plain
-model's. Its row has the largest difference of a gradient and the largest error of a predicted peak, or the error.
+devices and trains it in two processes (four with sharding, one for architectures), with the first step's gradients
+compared with the plain model's. Its row has the largest difference of a gradient and the largest error of a predicted peak, or the error.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Case:
             made = profiles.get(self.architecture) or self._profile()
             profiles[self.architecture] = made
             plan = gplan.balance(made, **{"num_devices": 2, "num_microbatches": 4, "schedule": "1f1b"} | self.dials)
-            run = gplan.run(plan, num_steps=4, check=True)
+            run = gplan.run(plan, engine="virtual" if self.architecture else "torch", num_steps=4, check=True)
         except Exception as error:  # of any kind: it is the result
             return {"error": f"{type(error).__name__}: {error}".replace(f"{ROOT}/", "")[:600]}
         check = run.check
@@ -160,7 +160,7 @@ def report(rows: Any) -> list[str]:
         "Made by `python benchmarks/torch_versions.py PYTHON ...`, one interpreter for each version; all rows are in "
         "[rows.csv](rows.csv). A cell counts the cases whose first step has the gradients of the plain model. K = 2, "
         f"{len(list(cases()))} cases: the loop (1F1B), six further schedules, three recompute modes with GPipe and 1F1B and "
-        "16 micro-batches, both kinds of sharded replicas in four processes, and ten tiny architectures. The peak is the "
+        "16 micro-batches, both kinds of sharded replicas in four processes, and ten tiny architectures (in one process). The peak is the "
         "largest error of a predicted peak memory of 1 MiB or more.\n",
         *markdown(["torch", "Python", *groups, "largest gradient difference", "worst peak"], cells),
         "\n## What failed\n",
