@@ -62,3 +62,12 @@ def test_packages_install_and_work(packages: Path, tmp_path: Path, kind: str) ->
     assert Path(called(python, "-c", "import gplan; print(gplan.__file__)", cwd=tmp_path).strip()).is_relative_to(site)
     assert "bubble" in called(gplan, "simulate", "--k", "4", "--microbatches", "8", cwd=tmp_path)
     assert "llama" in called(gplan, "layout", "--help", cwd=tmp_path).lower()
+
+
+def test_documentation_site_builds_without_warnings(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    called(sys.executable, "-m", "mkdocs", "build", "--strict", "-d", tmp_path / "site", cwd=ROOT)
+    assert "gplan.api.pipeline" in (tmp_path / "site" / "api" / "index.html").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert (tmp_path / "site" / page.stem / "index.html").exists(), f"{page.name} is not on the site"
