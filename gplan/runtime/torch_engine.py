@@ -168,14 +168,14 @@ class TorchEngine:
             self._passes[key] = _SentPass(work, self._stages, self._device, self._group)
         state = self._passes[key]
         state.begin(work)
-        named = record_function if is_profiler_running() else _unnamed
+        named = _named if is_profiler_running() else _unnamed
         self.recorder.heartbeat.enter_wait("neighbours")
         with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", message="FSDP2-wrapped module .* returned a view"
             )  # no layer writes to one
             for step in state.steps:
-                with named(f"PP:{step}"):
+                with named(step):
                     if isinstance(step, Action):
                         self._run_action(step, state)
                     elif isinstance(step, Send):
@@ -281,6 +281,14 @@ class _SentPass(PassState):
         )
 
 
-def _unnamed(_name: str) -> AbstractContextManager[None]:
-    """Naming actions takes as long as all other work per action; it is done while a profiler runs."""
-    return nullcontext()
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def _named(step: Step) -> AbstractContextManager[object]:
+    """Name a step as torch's pipelining does, for traces."""
+    return record_function(f"PP:{step}")
+
+
+def _unnamed(_step: Step) -> AbstractContextManager[object]:
+    """Naming steps takes as long as all other work per action; it is done while a profiler runs."""
+    return _NOTHING
