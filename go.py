@@ -1,4 +1,4 @@
-"""Sets gplan up in its own virtual environment and runs something in it; needs Python 3.11+ and nothing else.
+"""Sets gplan up in its own virtual environment and runs something in it; needs Python 3.10+ and nothing else.
 
     python3 go.py demo     profile, balance, explain, train and report a small transformer; results in demo/
     python3 go.py test     style, types and all tests; with --fast only the tests that take about two minutes
@@ -60,8 +60,8 @@ TESTS = (
 
 def main(arguments: list[str]) -> int:
     """Run one of the commands above; the exit code of the first step that fails."""
-    if sys.version_info < (3, 11):  # noqa: UP036 - what runs this is the user's own Python
-        print(f"this is Python {sys.version.split()[0]}; gplan needs Python 3.11 or newer", file=sys.stderr)
+    if sys.version_info < (3, 10):  # noqa: UP036 - what runs this is the user's own Python
+        print(f"this is Python {sys.version.split()[0]}; gplan needs Python 3.10 or newer", file=sys.stderr)
         return 2
     if arguments[:1] not in (["demo"], ["test"], ["shell"]):
         print(__doc__, file=sys.stderr)

@@ -24,7 +24,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from itertools import pairwise
 from typing import Any
 
@@ -216,7 +216,7 @@ def main() -> None:
     host = f"{platform.machine()}, {os.cpu_count()} cores, python {platform.python_version()}, numpy {np.__version__}"
     lines = [
         "# How long plans take\n",
-        f"`python benchmarks/planning.py`: {host}; {datetime.now(tz=UTC):%Y-%m-%d}. What the tables hold is said at the top "
+        f"`python benchmarks/planning.py`: {host}; {datetime.now(tz=timezone.utc):%Y-%m-%d}. What the tables hold is said at the top "
         "of `benchmarks/planning.py`.",
     ]
     for part in PARTS:

@@ -38,7 +38,7 @@ def published_profile(name: str, graph: PublishedGraph) -> Profile:
     for ends, time in graph.shared.items():
         producer, *readers = sorted(place[x] for x in ends)
         if all((producer, x) in after for x in readers):
-            moved[producer, *readers] = time * unit_s
+            moved[(producer, *readers)] = time * unit_s
     kept = {(producer, x) for producer, *readers in moved for x in readers}
     moved |= dict.fromkeys(sorted(after - kept), 0.0)
     values = []

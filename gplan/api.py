@@ -22,7 +22,7 @@ from gplan.core import (
     Run,
     Verification,
 )
-from gplan.core.errors import UsageError
+from gplan.core.errors import UsageError, needs_torch
 from gplan.core.profile import SAMPLING_BUDGET_S
 from gplan.core.progress import Progress, no_progress
 from gplan.corrections.gradient_reduction import beside_reduction
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from gplan_profiler.model.model_reference import SettingValue
 
 
+@needs_torch("gplan.profile")
 def profile(
     model: str | nn.Module | Sequence[nn.Module],
     *,
@@ -127,6 +128,7 @@ def profile(
     return _measured(given, options, progress)
 
 
+@needs_torch("gplan.pipeline")
 def pipeline(
     model: ModelLike,
     plan: Plan,
@@ -176,6 +178,7 @@ def pipeline(
     )
 
 
+@needs_torch("gplan.run")
 def run(
     plan: Plan,
     *,
@@ -236,6 +239,7 @@ def run(
     return found if profile is None else with_equal_speed(found, profile)
 
 
+@needs_torch("gplan.cluster")
 def cluster(
     *,
     device: str | None = None,
@@ -273,6 +277,7 @@ def report(
     return write_report(subject, Path(directory), analysis=analysis_of(subject, profile, progress=progress))
 
 
+@needs_torch("gplan.verify")
 def verify(
     plan: Plan,
     profile: Profile,

@@ -84,9 +84,67 @@ def test_torch_and_matplotlib_stay_in_their_rooms() -> None:
     assert users["pandas"] == {"gplan.reporting.report_folder"}
 
 
-def test_only_the_adapters_touch_the_private_side_of_pipelining() -> None:
-    users = [module for module, path in modules() if any("distributed.pipelining" in x for x in imports_of(path))]
-    assert users == ["gplan.runtime.torch_engine"]
+def _root(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def uses_of_torchs_insides(text: str) -> list[str]:
+    """Private names of torch, patches of it, and questions for its version, in the source of a module."""
+    tree, of_torch, found = ast.parse(text), set[str](), list[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            of_torch |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
+            of_torch |= {"torch"} if names else set()
+        else:
+            continue
+        found += [x for x in names if _is_private(x)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _root(node) in of_torch and _is_private(node.attr):
+            found += [x for x in [ast.unparse(node)] if not x.startswith("torch.ops.")]  # names of operators
+        is_patch = isinstance(node, ast.Call) and ast.unparse(node.func) in ("replaced", "setattr", "patch.object")
+        if is_patch and node.args and _root(node.args[0]) in of_torch:
+            found.append(ast.unparse(node))
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        found += [ast.unparse(x) for x in targets if isinstance(x, ast.Attribute) and _root(x) in of_torch]
+        found += [ast.unparse(x) for x in targets if isinstance(x, ast.Subscript) and _root_of_vars(x) in of_torch]
+        if isinstance(node, ast.Compare) and "__version__" in ast.unparse(node):
+            found.append(ast.unparse(node))
+    return found
+
+
+def _root_of_vars(target: ast.Subscript) -> str:
+    call = target.value
+    return _root(call.args[0]) if isinstance(call, ast.Call) and ast.unparse(call.func) == "vars" else ""
+
+
+def test_what_counts_as_torchs_insides() -> None:
+    wrong = (
+        "import torch._dynamo",
+        "from torch.utils import _pytree as pytree",
+        "from torch._ops import OpOverload",
+        "import torch\ntorch._C._nn._parse_to()",
+        "from torch import nn\nwith replaced(nn.Module, to=f): pass",
+        "import torch\ntorch.Tensor.grad_dtype = property(f)",
+        "from torch.nn.utils import clip_grad\nvars(clip_grad)['x'] = f",
+        "import torch\nif torch.__version__ < '2.12': pass",
+    )
+    assert all(uses_of_torchs_insides(x) for x in wrong)
+    assert not uses_of_torchs_insides("import torch\nx = torch.ones(1)\nx.grad = None\nself._kept = torch.__version__")
+
+
+def test_torchs_insides_are_used_in_one_module() -> None:
+    found = {module: uses_of_torchs_insides(path.read_text()) for module, path in modules()}
+    assert {module for module, uses in found.items() if uses} == {"gplan_profiler.torch_compat"}
+    assert not [module for module, path in modules() if any("distributed.pipelining" in x for x in imports_of(path))]
 
 
 def test_only_milp_imports_the_solver() -> None:

@@ -89,9 +89,12 @@ def exit_code(arguments: Sequence[str] | None) -> int:
     """Run a verb; print its error, if any, and return its exit code."""
     warnings.formatwarning = _warning_line
     try:
-        code = cli.main(
-            args=list(arguments) if arguments is not None else None, prog_name="gplan", standalone_mode=False
-        )
+        from gplan.core.errors import needs_torch
+
+        with needs_torch("this verb"):
+            code = cli.main(
+                args=list(arguments) if arguments is not None else None, prog_name="gplan", standalone_mode=False
+            )
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return error.exit_code

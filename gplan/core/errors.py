@@ -12,6 +12,9 @@ Each message states what was found, what was expected and what to do. Any other 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class GplanError(Exception):
     """Base class of all errors that a user can cause and fix."""
@@ -47,6 +50,19 @@ class RunError(GplanError):
     """A run that started but failed."""
 
     exit_code = 5
+
+
+@contextmanager
+def needs_torch(what: str) -> Iterator[None]:
+    """Inside, torch that is not installed is a UsageError with the command that mends it; also a decorator."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise UsageError(
+            f"{what} needs torch, which is not installed here; install it with: pip install 'gplan[torch]'"
+        ) from None
 
 
 def is_interrupt(error: BaseException | None) -> bool:

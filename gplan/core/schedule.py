@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 from functools import cached_property
 from statistics import fmean, median
 from typing import TypeVar
@@ -18,7 +18,7 @@ import msgspec
 from gplan.core.checks import Origin, RecomputeMode, check_not_empty, check_not_negative, check_positive
 
 
-class ActionKind(StrEnum):
+class ActionKind(str, Enum):
     """Kinds of actions, by the letter used in action strings."""
 
     FORWARD = "F"
@@ -27,6 +27,7 @@ class ActionKind(StrEnum):
     WEIGHT_GRADIENT = "W"  # no stage waits for it
     OPTIMIZER = "O"
 
+    __str__ = str.__str__
     __hash__ = str.__hash__  # the default hash of an enum is slow, and actions are often keys
 
     @property
@@ -132,8 +133,10 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         _check_interval(self)
 
 
-class IdleCause(StrEnum):
+class IdleCause(str, Enum):
     """The cause of idle time."""
+
+    __str__ = str.__str__
 
     WARM_UP = "warm-up"
     DRAIN = "drain"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from decimal import Decimal
 from typing import Literal, TypeAlias, TypeVar
 
@@ -78,7 +78,7 @@ def some_names(names: Collection[str], *, most: int = 3) -> str:
 
 def now_text() -> str:
     """The present time in ISO 8601, UTC, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def percent_text(share: float, *, signed: bool = False) -> str:

@@ -3,24 +3,20 @@
 The terms may be numbers, or arrays with an entry for each candidate stage: the parts are sums of them. So the evaluator
 and the bounds that add up layers and cuts share the formulas.
 
-How long the engine holds what it sends and receives depends on the version of torch (`TransferMemory`).
+How long it holds what it sends and receives depends on the engine that trains (`TransferMemory`).
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 Term = TypeVar("Term")
 
-LAST_PREALLOCATING = (2, 13)
-"""The last version of torch whose pipelining allocates receive buffers for all micro-batches and keeps what it sent."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferMemory:
-    """How long torch's pipelining holds what stages send and receive."""
+    """How long an engine holds what stages send and receive."""
 
     most_buffers: int | None = None  # receive buffers at a time, in micro-batches; None: all of the step
     keeps_sent: bool = True  # outputs and gradients that were sent, until the step ends
@@ -32,24 +28,11 @@ class TransferMemory:
 
 
 PREALLOCATED = TransferMemory()
-JUST_IN_TIME = TransferMemory(most_buffers=3, keeps_sent=False)
-"""A buffer is allocated when its receive is posted (`runtime/torch_engine.py`: two actions ahead), and belongs to
-the stage's forward after that; outputs are released when they were sent."""
+"""gplan's own (`runtime/pass_state.py`), on every version of torch: buffers for all micro-batches; what was sent is kept."""
 
 MEGATRON = TransferMemory(most_buffers=1, keeps_sent=False, frees_outputs=True)
 """Megatron-LM's: an activation is received when its forward is next, a gradient when its backward is, and the elements
 of an output are freed after it was sent (`deallocate_output_tensor` in pipeline_parallel/schedules.py)."""
-
-
-def transfer_memory(torch_version: str) -> TransferMemory:
-    """The rule of a version of torch, "" if it is not known.
-
-    >>> transfer_memory("2.13.1+cpu") is PREALLOCATED, transfer_memory("2.14.0a0+git1") is JUST_IN_TIME
-    (True, True)
-    """
-    numbers = re.match(r"(\d+)\.(\d+)", torch_version)
-    is_later = numbers is not None and (int(numbers[1]), int(numbers[2])) > LAST_PREALLOCATING
-    return JUST_IN_TIME if is_later else PREALLOCATED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

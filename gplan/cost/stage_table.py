@@ -21,7 +21,7 @@ from gplan.core import Link, Profile, Sharding, StageBytes, StageCost, StageTime
 from gplan.core.profile import BUCKET_BYTES
 from gplan.corrections.sharding import EXCHANGED
 from gplan.cost.layer_sums import LayerSums, SecondsOf
-from gplan.cost.microbatch_bytes import MEGATRON, MicrobatchTerms, TransferMemory, microbatch_bytes, transfer_memory
+from gplan.cost.microbatch_bytes import MEGATRON, PREALLOCATED, MicrobatchTerms, TransferMemory, microbatch_bytes
 from gplan.cost.part_table import PartTable, first_of, parts_of, rows_of
 from gplan.cost.workspaces import Workspaces
 from gplan.graph.boundary import Crossing, PassThrough, crossing_of, saved_outputs, unsaved_outputs
@@ -240,9 +240,8 @@ class StageTable:
 
     @cached_property
     def transfers(self) -> TransferMemory:
-        """How long the engine holds what is sent and received, by the trainer, or the version of torch, of the profile."""
-        version = dict(self.profile.versions).get("torch", "")
-        return MEGATRON if self.profile.is_for_megatron else transfer_memory(version)
+        """How long the engine that the profile is for holds what is sent and received."""
+        return MEGATRON if self.profile.is_for_megatron else PREALLOCATED
 
     @property
     def num_buffers(self) -> int:

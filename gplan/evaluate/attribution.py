@@ -17,7 +17,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from enum import Enum
 from itertools import pairwise
 from statistics import fmean
 from typing import TypeAlias
@@ -114,8 +114,10 @@ def _stage_kind(span: Span) -> StageKind:
     return span.action.stage, span.action.kind
 
 
-class ErrorCause(StrEnum):
+class ErrorCause(str, Enum):
     """The cause of a part of the error."""
+
+    __str__ = str.__str__
 
     HOST_SPEED = "host speed"
     COMPUTE = "compute"

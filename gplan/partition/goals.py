@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from gplan.partition.dominance import GPipePrefixes
 from gplan.partition.memory_feasibility import DeviceMemoryLimits, lasting_bytes
 from gplan.partition.minimax import least_load_s
 from gplan.partition.problem import Problem
+
+if TYPE_CHECKING:
+    from typing import Self  # new in Python 3.11
 
 
 @dataclass(frozen=True)

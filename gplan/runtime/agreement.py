@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gplan.core.errors import RunError, UsageError
 from gplan.runtime.process_group import RankLayout
 from gplan_profiler.capture.authored_layers import PLAIN
 from gplan_profiler.host.failure import failure_text
 from gplan_profiler.host.heartbeat import Heartbeat
+from gplan_profiler.torch_compat import pytree
 
 _CALLS = ("step", "eval_step", "predict", "clip_grad_norm_", "full_state_dict", "save", "load")
 _NUM_CHECKED = 10  # steps in a row whose batches are compared

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
-from torch.utils import _pytree as pytree
 
 from gplan.core import Plan, RecomputeMode
 from gplan.core.errors import FileError, ModelError
@@ -29,6 +28,7 @@ from gplan_profiler.capture.chain import AtLayer, Chain, TensorSpec, modules_tha
 from gplan_profiler.capture.moving_averages import RunningNorm
 from gplan_profiler.model.materialise import is_meta_or_fake
 from gplan_profiler.model.model_reference import describe_inputs
+from gplan_profiler.torch_compat import pytree
 
 _MAX_KEPT = 8  # captures besides the first
 

@@ -13,10 +13,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from torch import Tensor, nn
-from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from gplan.runtime.sharded_tensors import is_divided, local_gradients
+from gplan_profiler.torch_compat import replace_clipping
 
 if TYPE_CHECKING:
     from gplan.runtime.stage_state import StageState
@@ -27,8 +28,7 @@ _PIPELINES: WeakSet[StageState] = WeakSet()
 def clip_over_all_ranks(pipeline: StageState) -> None:
     """From now on torch's norm of this pipeline's gradients is that of all ranks."""
     _PIPELINES.add(pipeline)
-    vars(clip_grad)["_get_total_norm"] = vars(nn.utils)["get_total_norm"] = _total_norm
-    vars(clip_grad)["_clip_grads_with_norm_"] = vars(nn.utils)["clip_grads_with_norm_"] = _clip
+    replace_clipping(_total_norm, _clip)
 
 
 def _total_norm(

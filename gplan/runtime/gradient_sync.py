@@ -17,7 +17,6 @@ from enum import IntEnum
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.fx import GraphModule
 from torch.nn.utils import get_total_norm
 
@@ -25,6 +24,7 @@ from gplan.core.errors import UsageError
 from gplan.core.profile import BUCKET_BYTES, LARGE_GRADIENT_BYTES
 from gplan.runtime.process_group import RankLayout
 from gplan.runtime.sharded_tensors import is_divided, local_tensor
+from gplan_profiler.torch_compat import OpOverload, foreach_copy_
 
 
 class _GradientForm(IntEnum):
@@ -97,9 +97,9 @@ def _sum_dense(gradients: list[Tensor], group: dist.ProcessGroup, divisor: int) 
     message = gradients[0].new_empty(sum(x.numel() for x in gradients))
     parts = torch.split(message, [x.numel() for x in gradients])
     copies = [part.view_as(x) for part, x in zip(parts, gradients, strict=True)]
-    torch._foreach_copy_(copies, gradients)
+    foreach_copy_(copies, gradients)
     dist.all_reduce(message.div_(divisor), group=group)
-    torch._foreach_copy_(gradients, copies)
+    foreach_copy_(gradients, copies)
     message.untyped_storage().resize_(0)  # gloo's thread may hold it until after the update
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gplan.core.errors import UsageError
+from gplan_profiler.torch_compat import pytree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

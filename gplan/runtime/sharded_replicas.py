@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.optim import Optimizer
 
 from gplan.core import Plan
@@ -37,6 +36,7 @@ from gplan.runtime.process_group import RankLayout
 from gplan.runtime.stage_module import ParameterGroup, StageModule
 from gplan.runtime.stage_state import StateNames
 from gplan_profiler.model.materialise import with_attributes
+from gplan_profiler.torch_compat import finish_sharded_backward, gather_asynchronously, reset_sharded
 
 
 class ShardedStage:
@@ -86,12 +86,12 @@ class ShardedStage:
         assert isinstance(stage, FSDPModule)
         self._module: FSDPModule = stage
         if device.type == "cpu":
-            self._module._set_unshard_async_op(True)  # else a forward frees a message only after the next one's copy
+            gather_asynchronously(self._module)
             for module in (*groups, self._module):
                 assert isinstance(module, FSDPModule)
                 module.set_force_sum_reduction_for_comms(True)
-                module.set_custom_all_gather(_AllGather())
-                module.set_custom_reduce_scatter(_ReduceScatter())
+                module.set_custom_all_gather(_AllGather())  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
         # In a backward each group gathers the one before, where that overlaps with computing, or only itself. torch's
         # default may gather one of another micro-batch.
         modules = [*groups, self._module]
@@ -116,25 +116,37 @@ class ShardedStage:
         for name, x in self.gathered.items():
             if x.requires_grad:
                 x.grad_dtype = like[name].grad_dtype
-        self._replicas, self._has_begun = replicas, False
+        self._replicas, self._is_under_way = replicas, False
 
     def reset(self) -> None:
         """Free what is gathered, and drop what a failed step left."""
-        if self._has_begun:
-            self._module.reset_iter_state()
+        if self._is_under_way:
+            reset_sharded(self._module)
+            self._is_under_way = False
+        self._module.reshard()
         for parameter in self._trained:
             parameter.grad = None
 
     def begin(self) -> None:
         """Begin a pass; with "optimizer" the parameters are gathered unless they are already. Collective."""
-        self._has_begun = True
+        self._is_under_way = True
         self._module.set_is_last_backward(False)
         self._module.set_requires_gradient_sync(False)
         self._module.set_reshard_after_backward(not self._keeps_gathered)
         if self._keeps_gathered:
             self._module.unshard()
 
-    def fill_gradients(self) -> None:
+    def end_evaluation(self) -> None:
+        """A pass without backwards ended."""
+        self._is_under_way = False
+
+    def reduce_gradients(self) -> None:
+        """Reduce-scatter the gradients over the replicas, and free the parameters, after a step's last pass. Collective."""
+        self._fill_gradients()
+        finish_sharded_backward(self._module)
+        self._is_under_way = False
+
+    def _fill_gradients(self) -> None:
         """Give zeros to parameters without a gradient here that have one on another replica. Collective."""
         if not self._trained:
             return
@@ -147,14 +159,17 @@ class ShardedStage:
 
 
 class _OnCpu:
-    """Collectives of gloo in place. Its own copy all tensors once more, and free the copy in another thread."""
+    """Collectives of gloo in place. Its own copy all tensors once more, and free the copy in another thread.
+
+    They are what FSDP2 asks of a custom collective: `allocate` and a call.
+    """
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for a message."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _AllGather(_OnCpu, AllGather):
+class _AllGather(_OnCpu):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
@@ -186,7 +201,7 @@ class _Transfers(dist.Work):
         return True
 
 
-class _ReduceScatter(_OnCpu, ReduceScatter):
+class _ReduceScatter(_OnCpu):
     """Sums; what others send takes the place of the own part."""
 
     def __call__(

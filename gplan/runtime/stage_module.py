@@ -17,7 +17,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
@@ -29,6 +28,7 @@ from gplan_profiler.capture.chain import Chain, Tensors
 from gplan_profiler.capture.inplace import aliased_arguments, written_arguments
 from gplan_profiler.host.heartbeat import Heartbeat
 from gplan_profiler.memory.allocations import storage_key
+from gplan_profiler.torch_compat import OpOverload
 
 if TYPE_CHECKING:
     from gplan.runtime.sharded_replicas import ShardedStage

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gplan.core import Action, ActionKind, Schedule
 from gplan.core.errors import GplanError, ModelError, RunError, UsageError
@@ -19,12 +18,13 @@ from gplan.core.units import counted
 from gplan.runtime.capture_cache import CaptureCache, CapturedModel
 from gplan.runtime.gradient_sync import average_gradients, broadcast_first_replica, has_sparse_gradients
 from gplan.runtime.microbatches import Pass, take_rows
+from gplan.runtime.pass_state import EnginePass
 from gplan.runtime.process_group import RankLayout
 from gplan.runtime.random_streams import RandomStreams
 from gplan.runtime.sharded_tensors import local_tensor
 from gplan.runtime.stage_module import StageModule, StagePass, written_buffers
 from gplan.runtime.stage_state import StateNames
-from gplan.runtime.torch_engine import EnginePass, TorchEngine
+from gplan.runtime.torch_engine import TorchEngine
 from gplan.runtime.virtual_engine import VirtualEngine
 from gplan.schedules.registry import make_schedule
 from gplan_profiler.capture.chain import Tensors, flat_tensors
@@ -33,6 +33,7 @@ from gplan_profiler.host.failure import failure_text, is_lost_connection
 from gplan_profiler.host.heartbeat import Heartbeat, at_layer, on_stage
 from gplan_profiler.memory.allocations import now_ns, storage_key
 from gplan_profiler.model.model_reference import describe_inputs
+from gplan_profiler.torch_compat import pytree
 
 OutputFn = Callable[[Any, int], Tensor]
 """(the model's output, micro-batch) -> scalar."""
@@ -174,13 +175,18 @@ class StageRunner:
         try:
             # torch's operator for a captured no_grad() does not restore the gradient mode when it raises
             with self._captures.training_mode(training=as_trained), torch.set_grad_enabled(torch.is_grad_enabled()):
-                return self.engine.run(work)
+                losses = self.engine.run(work)
         except GplanError:
             raise
         except Exception as error:
             when = f"in step {step + 1}" if trains else f"in an evaluation after {counted(step, 'step')}"
             failure = self._failure(error, when)
             raise failure from (None if is_lost_connection(str(failure)) else error)  # gloo's stack adds nothing
+        if not trains:
+            for stage in self.stages:
+                if stage.shards is not None:
+                    stage.shards.end_evaluation()
+        return losses
 
     def _segments(self, captured: CapturedModel, stage: StageModule, trains: bool) -> tuple[nn.Module, ...]:
         return self._captures.segments(captured, stage, self._plan.recompute if trains else "never")

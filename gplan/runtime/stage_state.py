@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from gplan.core.errors import FileError, UsageError
 from gplan.core.units import counted, some_names
@@ -32,6 +31,7 @@ from gplan.runtime.random_streams import RandomStreams
 from gplan.runtime.sharded_tensors import divided_like, full_tensor, local_gradients, local_tensor
 from gplan_profiler.host.heartbeat import Heartbeat
 from gplan_profiler.model.materialise import is_meta_or_fake
+from gplan_profiler.torch_compat import pytree
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # parameters, buffers, hooks
 

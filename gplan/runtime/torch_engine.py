@@ -1,80 +1,109 @@
-"""The torch engine: the only adapter to torch.distributed.pipelining; runs the stages of one rank in gplan's own
-schedule.
+"""The torch engine: runs the stages of one rank in the order of a schedule, by sends, receives and autograd.
 
-Every private name of torch that gplan uses is here, each with a contract test: `_PipelineScheduleRuntime` with
-`_prepare_schedule_with_comms`, its lowered orders and its handling of losses, `_Action`, `_ComputationType`,
-`record_function` as it names actions and the check for a profiler, and of a stage its backward methods, `fwd_cache`,
-`bwd_cache`, `args_recv_info`, `grad_recv_info`, `_retrieve_recv_grads`, `stage_backward`, `perform_reduce_grad`.
+    rank 0   0F0 send  0F1 send       receive 0B0       receive 0B1
+    rank 1   receive  1F0  receive  1B0 send  1F1  1B1 send
 
-torch keeps all it sends until the step ends and allocates receive buffers for all micro-batches; the memory model counts
-both. Between two stages of one rank the tensor itself is passed on and freed after use.
+Only public functions of torch.distributed carry tensors, so the engine is the same on every version of torch. Sends and
+receives are asynchronous; a pair of ranks issues them in the same order (`device_steps`), as NCCL needs. On a CPU
+receives are posted some actions early, as gloo sends only to a posted one.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.pipelining._backward import stage_backward
-from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from torch.profiler import record_function
 
 from gplan.core import Action, ActionKind, Schedule
-from gplan.cost.microbatch_bytes import transfer_memory
 from gplan.runtime.capture_cache import CapturedModel
+from gplan.runtime.pass_state import EnginePass, Gradients, PassState
 from gplan.runtime.recorder import ActionRecorder
 from gplan.runtime.stage_module import StageModule
-from gplan_profiler.backward.split_backward import SecondHalf, first_half
+from gplan.schedules.dependencies import dependencies_of
+from gplan.simulation.simulator import dependency_order
 from gplan_profiler.capture.chain import Tensors
+from gplan_profiler.torch_compat import is_profiler_running
 
-LossFn = Callable[[Tensors, int], Tensor]
-"""(outputs of the last stage, micro-batch) -> loss of the micro-batch, a scalar."""
-
-_KINDS = {
-    ActionKind.FORWARD: _ComputationType.FORWARD,
-    ActionKind.BACKWARD: _ComputationType.FULL_BACKWARD,
-    ActionKind.INPUT_GRADIENT: _ComputationType.BACKWARD_INPUT,
-    ActionKind.WEIGHT_GRADIENT: _ComputationType.BACKWARD_WEIGHT,
-}
-_RECEIVES = (_ComputationType.RECV_F, _ComputationType.RECV_B)
-_AWAITED = {
-    _ComputationType.FORWARD: _ComputationType.RECV_F,
-    _ComputationType.FULL_BACKWARD: _ComputationType.RECV_B,
-    _ComputationType.BACKWARD_INPUT: _ComputationType.RECV_B,
-}
-_MOST_BUFFERS = transfer_memory(torch.__version__).most_buffers
-_ACTIONS_AHEAD = 12 if _MOST_BUFFERS is None else _MOST_BUFFERS - 1
-"""How many forwards or backwards before its use a receive is posted, as a sender waits until it is. Where a receive
-allocates its buffer, the number of buffers decides."""
-_OF_SHARDS = (_ComputationType.UNSHARD, _ComputationType.RESHARD, _ComputationType.REDUCE_GRAD)
-_FORWARDS = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.RECV_F)
-_TORCH_LOG = "torch.distributed.pipelining.schedules"
-_NAMING = "record_function"  # in that module
+_ACTIONS_AHEAD = 12
+"""How many forwards or backwards before its use a CPU posts a receive, as a sender waits until it is posted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnginePass:
-    """What an engine does in one pass: the actions of a schedule on some micro-batches."""
+@dataclass(frozen=True, slots=True)
+class Send:
+    """The output of an action is sent to the stage that it is for."""
 
-    captured: CapturedModel
-    schedule: Schedule  # forwards only in evaluation
-    inputs: Tensors  # of all micro-batches; used by the first stage
-    loss_fn: LossFn  # used by the last stage
-    loss_weight: float = 1.0  # initial gradient of each micro-batch's loss
+    made: Action
 
-    @property
-    def trains(self) -> bool:
-        """Whether the pass has backwards."""
-        return _has_backward(self.schedule)
+    def __str__(self) -> str:
+        return f"{self.made.stage}SEND_{_letter(self.made)}{self.made.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """The output of another rank's action is received; named after the stage that it is for."""
+
+    made: Action
+
+    def __str__(self) -> str:
+        return f"{self.made.receiver}RECV_{_letter(self.made)}{self.made.microbatch}"
+
+
+Step: TypeAlias = Action | Send | Receive
+"""What a rank does next."""
+
+
+def _letter(made: Action) -> str:
+    return "F" if made.kind is ActionKind.FORWARD else "B"
+
+
+def device_steps(schedule: Schedule) -> tuple[list[Step], ...]:
+    """The actions of every device with their sends and receives.
+
+    All are laid out in one common order, in which each receive comes with its send: so no two devices wait for each other,
+    and each pair has its transfers in the same order.
+    """
+    steps: tuple[list[Step], ...] = tuple([] for _ in schedule.orders)
+    devices = schedule.devices
+    for action in dependency_order(schedule):
+        device = devices[action.stage]
+        steps[device].append(action)
+        has_output = action.kind is not ActionKind.WEIGHT_GRADIENT and 0 <= action.receiver < schedule.num_stages
+        if has_output and devices[action.receiver] != device:
+            steps[device].append(Send(action))
+            steps[devices[action.receiver]].append(Receive(action))
+    return steps
+
+
+def advance_receives(
+    steps: Sequence[Step], awaited: Mapping[Action, Action], *, ahead: int = _ACTIONS_AHEAD
+) -> list[Step]:
+    """Post each receive some forwards or backwards before the one that needs it, so that early data need not wait.
+
+    Receives keep their order, which is the order in which every sender sends. `awaited`: as of `dependencies_of`.
+    """
+    receives = [x for x in steps if isinstance(x, Receive)]
+    place = {x.made: i for i, x in enumerate(receives, start=1)}
+    computing = [x for x in steps if isinstance(x, Action) and x.kind is not ActionKind.WEIGHT_GRADIENT]
+    needed = list(accumulate((place.get(awaited[x], 0) if x in awaited else 0 for x in computing), max))
+    found, num_begun, num_done = list[Step](), 0, 0
+    for step in steps:
+        if isinstance(step, Receive):
+            continue
+        if isinstance(step, Action) and step.kind is not ActionKind.WEIGHT_GRADIENT:
+            until = needed[min(num_done + ahead, len(needed) - 1)]
+            found += receives[num_begun:until]
+            num_begun, num_done = until, num_done + 1
+        found.append(step)
+    return found + receives[num_begun:]
 
 
 _TOP_BYTE, _OTHER_BYTE = 0xFF, 0xF5  # of every element
@@ -129,265 +158,137 @@ class TorchEngine:
     def __init__(self, stages: Sequence[StageModule], *, device: torch.device, group: dist.ProcessGroup) -> None:
         """`stages` are in rising order."""
         self.recorder = ActionRecorder()
-        self._stages, self._device, self._group = stages, device, group
-        self._runtimes: dict[tuple[CapturedModel, bool, int], _Runtime] = {}
+        self._stages, self._device, self._group = {x.index: x for x in stages}, device, group
+        self._passes: dict[tuple[CapturedModel, bool, int], _SentPass] = {}
 
     def run(self, work: EnginePass) -> list[Tensor]:
         """Run one pass; return its micro-batches' losses on the rank of the last stage, else an empty list."""
         key = work.captured, work.trains, work.schedule.num_microbatches
-        if key not in self._runtimes:
-            rank = _RankContext(recorder=self.recorder, stages=frozenset(stage.index for stage in self._stages))
-            timed = [_TimedStage(x, work, rank, device=self._device, group=self._group) for x in self._stages]
-            self._runtimes[key] = _Runtime(timed, work.schedule, rank)
-        return self._runtimes[key].run(work)
-
-    def forget(self, old: Collection[CapturedModel]) -> None:
-        """Drop the runtimes of captures that are no longer used."""
-        self._runtimes = {key: x for key, x in self._runtimes.items() if key[0] not in old}
-
-    def reduce_gradients(self) -> None:
-        """Reduce-scatter the gradients of sharded stages over the replicas, after a step's last pass. Collective."""
-        for stage in self._stages:
-            if stage.shards is not None:
-                stage.shards.fill_gradients()
-                self._timed(stage.index)[0].perform_reduce_grad(1)  # and frees the parameters
-
-    def buffers(self, stage: int) -> list[Tensor]:
-        """Return the receive buffers of a stage: of activations and of gradients."""
-        return [x for timed in self._timed(stage) for x in timed.receive_buffers()]
-
-    def _timed(self, stage: int) -> list[_TimedStage]:
-        """A stage in each of the runtimes."""
-        return [x for runtime in self._runtimes.values() for x in runtime.timed if x.stage_index == stage]
-
-
-@dataclass(slots=True)
-class _RankContext:
-    """What the stages of a rank share in the passes of one runtime."""
-
-    recorder: ActionRecorder
-    stages: Collection[int]  # on this rank
-    loss_weight: float = 1.0
-
-    def note_wait(self) -> None:
-        """Record in the heartbeat that between its actions this rank can only wait for other stages."""
+        if key not in self._passes:
+            self._passes[key] = _SentPass(work, self._stages, self._device, self._group)
+        state = self._passes[key]
+        state.begin(work)
+        named = _named if is_profiler_running() else _unnamed
         self.recorder.heartbeat.enter_wait("neighbours")
-
-
-class _TimedStage(PipelineStage):
-    """Records every action, sets the module's micro-batch, sends contiguous gradients, and splits backwards.
-
-    torch sends zeros for a missing gradient; here the previous stage gets None (see `MissingGradients`).
-    """
-
-    submod: StageModule
-
-    def __init__(
-        self,
-        stage: StageModule,
-        work: EnginePass,
-        context: _RankContext,
-        *,
-        device: torch.device,
-        group: dist.ProcessGroup,
-    ) -> None:
-        input_args, output_args = (
-            tuple(spec.on_meta() for spec in work.captured.boundary(x)) for x in (stage.index, stage.index + 1)
-        )
-        super().__init__(stage, stage.index, work.schedule.num_stages, device, input_args, output_args, group=group)
-        self.context = context
-        self.missing_of_inputs, self.missing_of_outputs = MissingGradients(), MissingGradients()
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        action = self._begin_action(ActionKind.FORWARD, fwd_chunk_id)
-        with self.context.recorder.note(action):
-            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self.context.note_wait()
-        if self.stage_index - 1 in self.context.stages:  # the graph keeps what it needs
-            for info in self.args_recv_info[fwd_chunk_id]:
-                info.buffer = None
-        return output
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        if not self.has_backward:
-            return
-        action = self._begin_action(ActionKind.BACKWARD if full_backward else ActionKind.INPUT_GRADIENT, bwd_chunk_id)
-        with self.context.recorder.note(action):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-            if not self.is_first:
-                self.bwd_cache[bwd_chunk_id] = self._outgoing_gradients(bwd_chunk_id, self.bwd_cache[bwd_chunk_id])
-        self.context.note_wait()
-        if self.stage_index + 1 in self.context.stages:
-            for info in self.grad_recv_info[bwd_chunk_id]:
-                info.buffer = None
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        action = self._begin_action(ActionKind.WEIGHT_GRADIENT, bwd_chunk_id)
-        with self.context.recorder.note(action):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self.context.note_wait()
-
-    def backward_maybe_with_nosync(
-        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> tuple[tuple[Tensor | None, ...], Any]:
-        if backward_type == "weight":
-            half: SecondHalf = bwd_kwargs["param_groups"]
-            half.run()
-            return (), None
-        outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
-        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
-        if gradients is None:  # the outputs are the loss
-            gradients = [torch.full_like(x, self.context.loss_weight) for x in outputs]
-        if backward_type == "input":
-            bwd_kwargs["stage_output"] = ()  # else the caller keeps them until the second half
-            return first_half(outputs, gradients, bwd_kwargs["input_values"])
-        roots = [(x, y) for x, y in zip(outputs, gradients, strict=True) if y is not None]
-        if not roots:
-            return (None,) * len(bwd_kwargs["input_values"]), None
-        bwd_kwargs["stage_output"], bwd_kwargs["output_grads"] = zip(*roots, strict=True)
-        # Not by torch's method, which would keep the gathered parameters of each layer after its backward.
-        return stage_backward(*(bwd_kwargs[x] for x in ("stage_output", "output_grads", "input_values"))), None
-
-    def _outgoing_gradients(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Return the input gradients as they are sent; None for inputs that need none."""
-        found: list[Tensor | None] = []
-        for place, (gradient, info) in enumerate(zip(gradients, self.args_recv_info[microbatch], strict=True)):
-            meta = info.tensor_meta
-            if gradient is None and meta is not None and meta.requires_grad:
-                gradient = self.missing_of_inputs.encode(place, meta.to_tensor(self.device))
-            found.append(None if gradient is None else gradient.contiguous())
-        return tuple(found)
-
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
-        received = super()._retrieve_recv_grads(bwd_chunk_id)
-        return tuple(self.missing_of_outputs.decode(place, x) for place, x in enumerate(received))
-
-    def receive_buffers(self) -> list[Tensor]:
-        """Return the buffers of activations and of gradients."""
-        received = [*self.args_recv_info.values(), *self.grad_recv_info.values()]
-        return [info.buffer for infos in received for info in infos if info.buffer is not None]
-
-    def _begin_action(self, kind: ActionKind, microbatch: int) -> Action:
-        self.submod.enter_action(microbatch)
-        return Action(self.stage_index, kind, microbatch)
-
-
-class _Runtime(_PipelineScheduleRuntime):
-    """torch's runtime with the actions of a gplan schedule.
-
-    torch expects losses in the order of the micro-batches; here they are stored by number.
-    """
-
-    def __init__(self, stages: list[_TimedStage], schedule: Schedule, rank: _RankContext) -> None:
-        super().__init__(stages, schedule.num_microbatches, loss_fn=_no_loss, scale_grads=False)  # type: ignore[no-untyped-call]
-        self.context, self.timed = rank, stages
-        self._losses: dict[int, Tensor] = {}
-        self._at_end: LossFn = lambda _outputs, _microbatch: torch.zeros(())
-        self._prepare_schedule_with_comms(_torch_orders(schedule))
-        orders = self.pipeline_order_with_comms
-        orders[self.rank] = [x for x in orders[self.rank] if x.computation_type not in _OF_SHARDS]
-        if not _has_backward(schedule):
-            orders[self.rank] = [x for x in orders[self.rank] if x.computation_type in _FORWARDS]
-        if stages[0].device.type == "cpu":
-            orders[self.rank] = advance_receives(orders[self.rank])
-
-    def run(self, work: EnginePass) -> list[Tensor]:
-        """Run all actions; return the losses by micro-batch if the last stage is on this rank."""
-        self.context.loss_weight, self._at_end = work.loss_weight, work.loss_fn
-        self._losses.clear()
-        step = self.step if work.trains else self.eval
-        self.context.note_wait()
-        with _quiet_torch(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", message="FSDP2-wrapped module .* returned a view"
             )  # no layer writes to one
-            step(*(work.inputs if 0 in self.context.stages else ()), return_outputs=False)
-        for stage in self.timed:
-            stage.missing_of_inputs.end_pass()
-            stage.missing_of_outputs.end_pass()
-        return [self._losses[m].detach() for m in sorted(self._losses)]
+            for step in state.steps:
+                with named(step):
+                    if isinstance(step, Action):
+                        self._run_action(step, state)
+                    elif isinstance(step, Send):
+                        state.send(step.made)
+                    else:
+                        state.post_receive(step.made)
+        return state.end()
 
-    def _assert_unsharded(self, stage: Any) -> None:
-        """Sharded parameters are gathered by `ShardedStage`, not by the schedule."""
+    def _run_action(self, action: Action, state: _SentPass) -> None:
+        state.wait_for_input(action)
+        module = self._stages[action.stage]
+        module.enter_action(action.microbatch)
+        received = state.receive(action)
+        with self.recorder.note(action):
+            state.execute(action, module, received)
+        self.recorder.heartbeat.enter_wait("neighbours")  # until its next action this rank can only wait for others
 
-    def _maybe_compute_loss(
-        self, stage: _TimedStage, output: Any, _target_mbs: Any, mb_index: int, _loss_kwargs: Any = None
+    def forget(self, old: Collection[CapturedModel]) -> None:
+        """Drop the buffers of captures that are no longer used."""
+        self._passes = {key: x for key, x in self._passes.items() if key[0] not in old}
+
+    def reduce_gradients(self) -> None:
+        """Reduce-scatter the gradients of sharded stages over the replicas, after a step's last pass. Collective."""
+        for stage in self._stages.values():
+            if stage.shards is not None:
+                stage.shards.reduce_gradients()
+
+    def buffers(self, stage: int) -> list[Tensor]:
+        """Return the receive buffers of a stage: of activations and of gradients."""
+        return [x for state in self._passes.values() for x in state.buffers(stage)]
+
+
+class _SentPass(PassState):
+    """A pass whose tensors are sent from rank to rank. A missing gradient is sent as a marker (`MissingGradients`)."""
+
+    def __init__(
+        self, work: EnginePass, stages: Collection[int], device: torch.device, group: dist.ProcessGroup
     ) -> None:
-        if stage.is_last:
-            outputs = output if isinstance(output, tuple) else (output,)
-            with self.context.recorder.note(Action(stage.stage_index, ActionKind.FORWARD, mb_index)):
-                self._losses[mb_index] = self._at_end(outputs, mb_index)
-            # torch would keep the outputs until the backward and then detach them from a graph whose second half may still
-            # be to come.
-            stage.fwd_cache[mb_index] = (), stage.fwd_cache[mb_index][1]
+        super().__init__(work, stages, device)
+        self._group, self._devices = group, work.schedule.devices
+        self._awaited = dependencies_of([x for order in work.schedule.orders for x in order], work.schedule.num_stages)
+        self.steps: Sequence[Step] = device_steps(work.schedule)[self._devices[min(stages)]]
+        if device.type == "cpu":
+            self.steps = advance_receives(self.steps, self._awaited)
+        self._of_inputs, self._of_outputs = ({x: MissingGradients() for x in stages} for _ in range(2))
+        self._receiving: dict[Action, list[dist.Work]] = {}
+        self._sending: list[tuple[dist.Work, Tensor]] = []  # kept until the pass ends
 
-    def _maybe_get_loss(self, stage: _TimedStage, mb_index: int) -> Tensor | None:
-        """Return the loss to differentiate; the stored one is detached from the graph."""
-        if not stage.is_last:
-            return None
-        loss = self._losses[mb_index]
-        self._losses[mb_index] = loss.detach()
-        return loss
+    def end(self) -> list[Tensor]:
+        for work, _ in self._sending:
+            work.wait()
+        for missing in (*self._of_inputs.values(), *self._of_outputs.values()):
+            missing.end_pass()
+        return super().end()
 
+    def forget(self) -> None:
+        super().forget()
+        self._receiving.clear()
+        self._sending.clear()
 
-def advance_receives(order: Sequence[_Action]) -> list[_Action]:
-    """Post each receive some forwards or backwards before the one that needs it, so that early data need not wait.
+    def send(self, made: Action) -> None:
+        """Send the output of an action."""
+        stage, microbatch = made.stage, made.microbatch
+        if made.kind is ActionKind.FORWARD:
+            tensors: Gradients = self._activations[stage, microbatch][1]
+        else:
+            tensors = self._input_gradients.pop((stage, microbatch))
+        target = self._devices[made.receiver]
+        for tensor in [x.detach() for x in tensors if x is not None]:
+            work = dist.isend(tensor, group=self._group, group_dst=target)
+            assert work is not None
+            self._sending.append((work, tensor))
 
-    Receives keep their order, which is the order in which every sender sends.
-    """
-    receives = [x for x in order if x.computation_type in _RECEIVES]
-    place = {(x.computation_type, x.stage_index, x.microbatch_index): i for i, x in enumerate(receives, start=1)}
-    computing = [x for x in order if x.computation_type in _AWAITED]
-    awaited = ((_AWAITED[x.computation_type], x.stage_index, x.microbatch_index) for x in computing)
-    needed = list(accumulate((place.get(need, 0) for need in awaited), max))
-    found, num_begun, num_done = list[_Action](), 0, 0
-    for action in order:
-        if action.computation_type in _RECEIVES:
-            continue
-        if action.computation_type in _AWAITED:
-            until = needed[min(num_done + _ACTIONS_AHEAD, len(needed) - 1)]
-            found += receives[num_begun:until]
-            num_begun, num_done = until, num_done + 1
-        found.append(action)
-    return found + receives[num_begun:]
+    def post_receive(self, made: Action) -> None:
+        """Begin to receive the output of another rank's action."""
+        kept = self._activation_buffers if made.kind is ActionKind.FORWARD else self._gradient_buffers
+        source = self._devices[made.stage]
+        works = [
+            dist.irecv(buffer, group=self._group, group_src=source) for buffer in kept[made.receiver][made.microbatch]
+        ]
+        self._receiving[made] = [x for x in works if x is not None]
 
+    def wait_for_input(self, action: Action) -> None:
+        """Wait until what an action takes from another rank is there."""
+        awaited = self._awaited.get(action)
+        for work in self._receiving.pop(awaited, ()) if awaited is not None else ():
+            work.wait()
 
-def _no_loss(*_: Any) -> Tensor:
-    """Makes torch expect backwards; never called."""
-    raise AssertionError("the loss is computed by the runtime itself")
+    def fill_activations(self, stage: int, microbatch: int, buffers: Tensors) -> None:
+        """They were received."""
 
+    def fill_gradients(self, stage: int, microbatch: int, buffers: Gradients) -> Gradients:
+        missing = self._of_outputs[stage]
+        return tuple(missing.decode(place, x) for place, x in enumerate(buffers))
 
-@contextmanager
-def _quiet_torch() -> Iterator[None]:
-    """Silence torch's log of its whole schedule after a failed action, and skip its naming of actions.
-
-    The naming takes as long as all of gplan's work per action; it stays while a profiler runs. torch's function is
-    replaced in its module, for the whole process, while a pass runs.
-    """
-    log, of_module = logging.getLogger(_TORCH_LOG), vars(schedules)
-    was_disabled, naming = log.disabled, of_module[_NAMING]
-    log.disabled = True
-    if not torch.autograd.profiler._is_profiler_enabled:
-        of_module[_NAMING] = nullcontext
-    try:
-        yield
-    finally:
-        log.disabled, of_module[_NAMING] = was_disabled, naming
-
-
-def _torch_orders(schedule: Schedule) -> dict[int, list[_Action | None]]:
-    """Return the orders as torch's runtime takes them; it requires backwards in an evaluation too."""
-    orders: dict[int, list[_Action | None]] = {
-        rank: [_Action(x.stage, _KINDS[x.kind], x.microbatch) for x in order]
-        for rank, order in enumerate(schedule.orders)
-    }
-    if not _has_backward(schedule):
-        for rank, order in enumerate(schedule.orders):
-            orders[rank] += [_Action(x.stage, _ComputationType.FULL_BACKWARD, x.microbatch) for x in reversed(order)]
-    return orders
+    def as_sent(self, stage: int, gradients: Gradients) -> Gradients:
+        missing = self._of_inputs[stage]
+        return tuple(
+            missing.encode(place, torch.empty(spec.shape, dtype=spec.dtype, device=self._device))
+            if x is None and spec.requires_grad
+            else x
+            for place, (x, spec) in enumerate(zip(gradients, self.boundary(stage), strict=True))
+        )
 
 
-def _has_backward(schedule: Schedule) -> bool:
-    return any(x.kind is not ActionKind.FORWARD for x in schedule.orders[0])
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def _named(step: Step) -> AbstractContextManager[object]:
+    """Name a step as torch's pipelining does, for traces."""
+    return record_function(f"PP:{step}")
+
+
+def _unnamed(_step: Step) -> AbstractContextManager[object]:
+    """Naming steps takes as long as all other work per action; it is done while a profiler runs."""
+    return _NOTHING

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gplan.core import LossReduction, Plan, Precision
 from gplan.core.errors import FileError, ModelError, UsageError
@@ -25,6 +24,7 @@ from gplan_profiler.capture.authored_layers import PLAIN
 from gplan_profiler.capture.chain import call_arguments
 from gplan_profiler.model.data import fitting_reductions, loss_tolerance
 from gplan_profiler.model.memory_budget import available_bytes
+from gplan_profiler.torch_compat import pytree
 
 Loss = Callable[[Any, Any], Tensor]
 """(the model's output, the target) of a micro-batch -> scalar, a mean or a sum over its samples."""

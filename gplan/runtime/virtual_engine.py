@@ -10,26 +10,21 @@ rank has, and updates the weight itself, which is one tensor.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gplan.core import Action, ActionKind
 from gplan.runtime.capture_cache import CapturedModel
 from gplan.runtime.gradient_sync import add_gradients
+from gplan.runtime.pass_state import EnginePass, Gradients, PassState
 from gplan.runtime.recorder import ActionRecorder
 from gplan.runtime.stage_module import StageModule
-from gplan.runtime.torch_engine import EnginePass
 from gplan.simulation.simulator import dependency_order
-from gplan_profiler.backward.split_backward import SecondHalf, first_half
-from gplan_profiler.capture.chain import Tensors, TensorSpec
+from gplan_profiler.capture.chain import Tensors
 from gplan_profiler.memory.allocations import now_ns
-
-_Key = tuple[int, int]  # stage, micro-batch
-_Gradients = tuple[Tensor | None, ...]
 
 
 class VirtualEngine:
@@ -40,7 +35,7 @@ class VirtualEngine:
         self.action_starts_ns: list[tuple[int, int]] = []  # (time_ns, device) of the current step
         self._modules, self._device = modules, device
         self._tied = DeviceGradients()
-        self._flows: dict[tuple[CapturedModel, bool, int], _PassState] = {}
+        self._flows: dict[tuple[CapturedModel, bool, int], _CopiedPass] = {}
 
     def run(self, work: EnginePass) -> list[Tensor]:
         """Run one pass; return the losses of its micro-batches."""
@@ -51,7 +46,7 @@ class VirtualEngine:
             self.action_starts_ns.append((now_ns(), devices[stage]))
 
         if key not in self._flows:
-            self._flows[key] = _PassState(work, self._device, begin_on)
+            self._flows[key] = _CopiedPass(work, range(len(self._modules)), self._device, begin_on=begin_on)
         flow = self._flows[key]
         flow.begin(work)
         users: dict[nn.Parameter, set[int]] = {}
@@ -181,161 +176,31 @@ class TiedUpdates:
         return self._room[key].copy_(tensor)
 
 
-class _PassState:
-    """The tensors that pass between stages in one pass, and their receive buffers."""
+class _CopiedPass(PassState):
+    """A pass whose tensors are copied from device to device, outside the recorded actions."""
 
-    def __init__(self, work: EnginePass, device: torch.device, begin_on: Callable[[int], None]) -> None:
-        """`begin_on` is called with each stage before its buffers are allocated, so that they count for its device."""
-        schedule = work.schedule
-        self._last = schedule.num_stages - 1
-        is_sent = [schedule.devices[stage] != schedule.devices[stage + 1] for stage in range(self._last)]
-        into = [work.captured.boundary(stage + 1) if is_sent[stage] else () for stage in range(self._last)]
-        self._is_sent = is_sent  # after each stage but the last
-
-        def buffers(stage: int, specs: Sequence[TensorSpec]) -> list[Tensors]:
-            begin_on(stage)
-            return [
-                tuple(torch.empty(x.shape, dtype=x.dtype, device=device) for x in specs)
-                for _ in range(schedule.num_microbatches)
-            ]
-
-        self._activation_buffers = [buffers(stage, specs) for stage, specs in enumerate(into, start=1)]
-        wanted = [[x for x in specs if x.requires_grad and work.trains] for specs in into]
-        self._gradient_buffers = [buffers(stage, specs) for stage, specs in enumerate(wanted)]
-        self._work, self._device = work, device
-        self._activations: dict[_Key, tuple[Tensors, Tensors]] = {}  # inputs and outputs, kept until the backward
-        self._input_gradients: dict[_Key, _Gradients] = {}  # until the previous stage takes them
-        self._halves: dict[_Key, SecondHalf] = {}
-        self._losses: dict[int, Tensor] = {}
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._sent: list[Tensor] = []  # kept until the pass ends, as in the torch engine
-        self._chunks: list[Tensors] = []
-        self._handlers: dict[ActionKind, Callable[[StageModule, int, Any], None]] = {
-            ActionKind.FORWARD: self._forward,
-            ActionKind.BACKWARD: self._backward,
-            ActionKind.INPUT_GRADIENT: self._first_half,
-            ActionKind.WEIGHT_GRADIENT: self._second_half,
-        }
+        super().__init__(*args, **kwargs)
 
-    def begin(self, work: EnginePass) -> None:
-        """Start a pass."""
-        self._work = work
-        self._forget()
-        self._chunks = list(zip(*(x.chunk(work.schedule.num_microbatches) for x in work.inputs), strict=True))
+    def forget(self) -> None:
+        super().forget()
+        self._sent.clear()
 
-    def end(self) -> list[Tensor]:
-        """Return the losses by micro-batch and drop all other tensors."""
-        losses = [self._losses[m].detach() for m in sorted(self._losses)]
-        self._forget()
-        return losses
+    def fill_activations(self, stage: int, microbatch: int, buffers: Tensors) -> None:
+        made = [x.detach() for x in self._activations[stage - 1, microbatch][1]]
+        self._sent += made
+        for buffer, tensor in zip(buffers, made, strict=True):
+            buffer.copy_(tensor)
 
-    def buffers(self, stage: int) -> list[Tensor]:
-        """Return the receive buffers of one stage."""
-        activations = self._activation_buffers[stage - 1] if stage > 0 else []
-        gradients = self._gradient_buffers[stage] if stage < self._last else []
-        return [x for chunk in (*activations, *gradients) for x in chunk]
+    def fill_gradients(self, stage: int, microbatch: int, buffers: Gradients) -> Gradients:
+        made = self._input_gradients.pop((stage + 1, microbatch))
+        self._sent += [x for x in made if x is not None]
+        pairs = zip(buffers, made, strict=True)
+        return tuple(None if x is None or y is None else x.copy_(y) for x, y in pairs)
 
-    def receive(self, action: Action) -> Tensors | _Gradients:
-        """Copy and return what an action takes from its neighbour: inputs of a forward, output gradients of a backward."""
-        kind, stage, microbatch = _kind_of_work(action), action.stage, action.microbatch
-        if kind is ActionKind.FORWARD:
-            return self._chunks[microbatch] if stage == 0 else self._activations_from_previous(stage, microbatch)
-        takes = kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT) and stage < self._last
-        return self._gradients_from_next(stage, microbatch) if takes else ()
-
-    def execute(self, action: Action, module: StageModule, received: Tensors | _Gradients) -> None:
-        """Run one action on what it received."""
-        kind = _kind_of_work(action)
-        if kind is not None:
-            self._handlers[kind](module, action.microbatch, received)
-
-    def _forward(self, module: StageModule, microbatch: int, leaves: Tensors) -> None:
-        stage = module.index
-        outputs = module(*leaves)
-        if stage == self._last:
-            self._losses[microbatch], outputs = self._work.loss_fn(outputs, microbatch), ()
-        if self._work.trains:
-            self._activations[stage, microbatch] = (leaves, outputs)
-        elif stage < self._last:
-            self._activations[stage, microbatch] = ((), outputs)
-
-    def _backward(self, module: StageModule, microbatch: int, received: _Gradients) -> None:
-        leaves, outputs, gradients = self._take(module.index, microbatch, received)
-        roots = [(x, y) for x, y in zip(outputs, gradients, strict=True) if x.requires_grad and y is not None]
-        if roots:
-            torch.autograd.backward([x for x, _ in roots], [y for _, y in roots])
-        if module.index > 0:
-            self._store_input_gradients(module.index, microbatch, tuple(x.grad for x in leaves))
-            for leaf in leaves:
-                leaf.grad = None
-
-    def _first_half(self, module: StageModule, microbatch: int, received: _Gradients) -> None:
-        leaves, outputs, gradients = self._take(module.index, microbatch, received)
-        found, self._halves[module.index, microbatch] = first_half(outputs, gradients, leaves)
-        self._store_input_gradients(module.index, microbatch, found)
-
-    def _second_half(self, module: StageModule, microbatch: int, _: _Gradients) -> None:
-        self._halves.pop((module.index, microbatch)).run()
-
-    def _activations_from_previous(self, stage: int, microbatch: int) -> Tensors:
-        """Return the previous stage's outputs as leaves of a new graph."""
-        made = self._activations[stage - 1, microbatch][1]
-        if not self._is_sent[stage - 1]:
-            return tuple(x.detach().requires_grad_(x.requires_grad) for x in made)
-        self._sent.extend(x.detach() for x in made)
-        leaves = []
-        for buffer, tensor in zip(self._activation_buffers[stage - 1][microbatch], made, strict=True):
-            buffer.copy_(tensor.detach())
-            leaves.append(buffer.detach().requires_grad_(tensor.requires_grad))
-        return tuple(leaves)
-
-    def _take(self, stage: int, microbatch: int, received: _Gradients) -> tuple[Tensors, Tensors, _Gradients]:
-        """Return the inputs, outputs and output gradients of a stage; inputs and outputs are no longer kept."""
-        leaves, outputs = self._activations.pop((stage, microbatch))
-        if stage < self._last:
-            return leaves, outputs, received
-        loss = self._losses[microbatch]
-        self._losses[microbatch] = loss.detach()
-        return leaves, (loss,), (torch.full_like(loss, self._work.loss_weight),)
-
-    def _gradients_from_next(self, stage: int, microbatch: int) -> _Gradients:
-        returned = self._input_gradients.pop((stage + 1, microbatch))
-        if not self._is_sent[stage]:
-            return returned
-        buffers = iter(self._gradient_buffers[stage][microbatch])
-        wanted = self._work.captured.boundary(stage + 1)
-        found = [(next(buffers) if x.requires_grad else None, y) for x, y in zip(wanted, returned, strict=True)]
-        return tuple(buffer.copy_(y) if buffer is not None and y is not None else None for buffer, y in found)
-
-    def _store_input_gradients(self, stage: int, microbatch: int, gradients: _Gradients) -> None:
-        if not self._is_sent[stage - 1]:
-            self._input_gradients[stage, microbatch] = gradients
-            return
-        gradients = tuple(x if x is None else x.contiguous() for x in gradients)  # as the torch engine sends them
-        self._input_gradients[stage, microbatch] = gradients
-        for spec, gradient in zip(self._work.captured.boundary(stage), gradients, strict=True):
-            if spec.requires_grad and gradient is None:  # the torch engine sends a marker of this size
-                gradient = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
-            if gradient is not None:
-                self._sent.append(gradient)
-
-    def _forget(self) -> None:
-        for kept in (
-            self._activations,
-            self._input_gradients,
-            self._halves,
-            self._losses,
-            self._sent,
-            self._chunks,
-        ):
-            kept.clear()
-
-
-def _kind_of_work(action: Action) -> ActionKind | None:
-    """What an action does; None: nothing.
-
-    On the first stage, as in the torch engine, the first half of a split backward does nothing; the second is the whole.
-    """
-    if action.stage > 0:
-        return action.kind
-    halves = {ActionKind.INPUT_GRADIENT: None, ActionKind.WEIGHT_GRADIENT: ActionKind.BACKWARD}
-    return halves.get(action.kind, action.kind)
+    def as_sent(self, stage: int, gradients: Gradients) -> Gradients:
+        for x, spec in zip(gradients, self.boundary(stage), strict=True):
+            if x is None and spec.requires_grad:  # the torch engine sends a marker of this size
+                self._sent.append(torch.empty(spec.shape, dtype=spec.dtype, device=self._device))
+        return gradients

@@ -41,6 +41,7 @@ from gplan_profiler.timing.bench import run_naming_errors
 from gplan_profiler.timing.clock import Clock, CpuClock, CudaClock
 from gplan_profiler.timing.layer_timing import NUM_ROUTED_BATCHES, MeasuredSize, Setup, measure_size
 from gplan_profiler.timing.optimizer_step import MICROBATCHES, StepSampler
+from gplan_profiler.torch_compat import torch_notes
 
 _SHARE_OF_LAYERS = 0.75  # of the progress of a profile
 
@@ -184,6 +185,7 @@ def measure_profile(
         notes=tuple(
             dict.fromkeys(
                 (
+                    *torch_notes(),
                     *file.notes,
                     *options.notes,
                     *loss.notes,

@@ -50,14 +50,14 @@ def told(
         begins_backward = action.kind not in (FORWARD, WEIGHT) if action.stage else action.kind not in (FORWARD, INPUT)
         workspace = 0
         if action.kind is FORWARD:
-            blocks["checkpoint" if again else "stash", *micro] = own.checkpoint if again else own.stash
+            blocks[("checkpoint" if again else "stash", *micro)] = own.checkpoint if again else own.stash
             workspace = own.recompute_workspace if again else own.forward_workspace
         elif action.kind is INPUT and begins_backward:
-            blocks["stash", *micro] = own.stash
+            blocks[("stash", *micro)] = own.stash
             workspace = max(own.input_workspace, own.forward_workspace if again else 0)
         elif begins_backward and again:
-            del blocks["checkpoint", *micro]
-            blocks["again", *micro] = own.recomputed_stash
+            del blocks[("checkpoint", *micro)]
+            blocks[("again", *micro)] = own.recomputed_stash
             workspace = own.recomputing_workspace
         elif begins_backward or action.kind is WEIGHT:
             workspace = own.backward_workspace if begins_backward else own.weight_workspace
@@ -65,10 +65,10 @@ def told(
         if begins_backward:
             blocks.pop(("checkpoint", *micro), None)
             blocks.pop(("again", *micro), None)
-            blocks["stash", *micro], blocks["pending", *micro] = own.stash, own.pending
+            blocks[("stash", *micro)], blocks[("pending", *micro)] = own.stash, own.pending
         if action.kind not in (FORWARD, INPUT):
-            del blocks["stash", *micro], blocks["pending", *micro]
-            blocks["gradients", action.stage], blocks["sent", *micro] = own.gradient, own.sent
+            del blocks[("stash", *micro)], blocks[("pending", *micro)]
+            blocks["gradients", action.stage], blocks[("sent", *micro)] = own.gradient, own.sent
         yield str(action), sum(blocks.values())
     yield (
         "optimizer",

@@ -350,17 +350,3 @@ def test_a_gradient_waits_between_the_uses_of_its_weight() -> None:
     costs = StageTable(make_profile([1, 1, 1, 1], stash_bytes=[0, 20, 0, 70], shared_weights=(shared,)), 4)
     workspaces = {x: costs.row_parts(*x).backward_workspace for x in ((0, 2), (0, 3), (0, 4))}
     assert workspaces == {(0, 2): 0, (0, 3): 100, (0, 4): 30}  # when layer 3's stash is gone
-
-
-@pytest.mark.parametrize(
-    ("version", "expected"),
-    [("2.13.0", (4 * 8, 5, 50, 5, 55)), ("2.14.0a0", (3 * 8, 0, 50 + 8, 8, 50 + 8)), ("", (4 * 8, 5, 50, 5, 55))],
-)
-def test_later_versions_of_torch_receive_just_in_time(version: str, expected: tuple[int, ...]) -> None:
-    """Buffers, what was sent, stash, checkpoint and what is made again; gradients have no bytes of their own here."""
-    profile = make_profile([1, 1, 1], stash_bytes=[0, 50, 0], output_bytes=[8, 5, 0])
-    layers = tuple(
-        replace(x, costs=tuple(replace(y, output_gradient_bytes=0) for y in x.costs)) for x in profile.layers
-    )
-    found = StageTable(replace(profile, layers=layers, versions=(("torch", version),)), 4).row_parts(1, 2)
-    assert (found.buffer, found.sent, found.stash, found.checkpoint, found.recomputed_stash) == expected

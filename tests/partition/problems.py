@@ -204,7 +204,6 @@ def profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Profile:
         profile = replace(
             profile, layers=tuple(_with_waiting(draw, x, i, num_layers) for i, x in enumerate(profile.layers))
         )
-    profile = replace(profile, versions=draw(st.sampled_from([(), (("torch", "2.13.0"),), (("torch", "2.14.0"),)])))
     return replace(profile, loss=(_loss(draw),)) if draw(st.booleans()) else profile
 
 

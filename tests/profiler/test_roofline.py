@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from gplan.core import Link, OperationKind, Work
 from gplan_profiler.analytic.hardware import KINDS, Efficiency, Hardware
-from gplan_profiler.analytic.roofline import Operation, WorkCounter, product_dtype, roofline_seconds, total_work
+from gplan_profiler.analytic.roofline import Operation, product_dtype, roofline_seconds, total_work
+from gplan_profiler.analytic.work_counter import WorkCounter
 
 CPU = Hardware(
     name="made",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tomllib
 from pathlib import Path
 
 import msgspec
@@ -15,8 +14,9 @@ from torch.nn import functional as F
 from gplan.core import Work
 from gplan.core.errors import FileError
 from gplan_profiler.analytic.hardware import load_hardware
-from gplan_profiler.analytic.roofline import Operation, WorkCounter, operations_seconds, roofline_seconds
+from gplan_profiler.analytic.roofline import Operation, operations_seconds, roofline_seconds
 from gplan_profiler.analytic.shapes import AttentionShape, MatmulShape, ShapeTable
+from gplan_profiler.analytic.work_counter import WorkCounter
 from tests.profiler.test_hardware import MINE, written
 
 MEASURED = MatmulShape(m=4096, k=1024, n=2048)
@@ -64,7 +64,7 @@ def test_a_file_of_ones_own_has_shapes_kernels_and_links(tmp_path: Path) -> None
         [product.work, moved], fast, dtype="bfloat16"
     )
     as_json = tmp_path / "mine.json"
-    as_json.write_text(json.dumps(tomllib.loads(text)))
+    as_json.write_text(json.dumps(msgspec.toml.decode(text)))
     assert dataclasses.replace(load_hardware(str(as_json)), shapes=hardware.shapes) == hardware
     for wrong in ("flops = 3.0", "m = 0, flops = 0.25"):
         with pytest.raises(FileError, match="shapes has .* expected sizes of 1 or more"):

@@ -201,9 +201,15 @@ def read_index(path: Path) -> Metadata:
 
 def note_checksum(file: Path) -> None:
     """Write the checksum of a file of a checkpoint that is being written beside it, for `publish`."""
+    _noted(file.parent, file.name).write_text(_checksum(file), encoding="ascii")
+
+
+def _checksum(file: Path) -> str:
+    digest = hashlib.blake2b()
     with open(file, "rb") as content:
-        digest = hashlib.file_digest(content, "blake2b").hexdigest()
-    _noted(file.parent, file.name).write_text(digest, encoding="ascii")
+        while part := content.read(2**20):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def verify_checksums(path: Path, *, rank: int = 0, num_ranks: int = 1) -> None:
@@ -211,9 +217,8 @@ def verify_checksums(path: Path, *, rank: int = 0, num_ranks: int = 1) -> None:
     read_index(path)
     checksums = _checksums(path)
     for name in sorted(checksums)[rank::num_ranks]:
-        with open(path / name, "rb") as file:
-            if hashlib.file_digest(file, "blake2b").hexdigest() != checksums[name]:
-                raise DamagedError(f"{path} is damaged: the bytes of {name} changed{ADVICE}")
+        if _checksum(path / name) != checksums[name]:
+            raise DamagedError(f"{path} is damaged: the bytes of {name} changed{ADVICE}")
 
 
 def _checksums(path: Path) -> dict[str, str]:

@@ -38,7 +38,8 @@ def write_checkpoint(content: Mapping[Key, object], part: Path, final: Path, *, 
     Of a key on several ranks the lowest rank's value is written. Raises RunError on every rank if it failed on one;
     `part` may then be left.
     """
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a process that saves alone
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a process that saves alone
         try:
             state_dict_saver.save(
                 {_dotted(key): value for key, value in content.items()},
@@ -75,7 +76,8 @@ class CheckpointReader:
         """
         values: dict[str, Any] = {_dotted(key): value for key, value in wanted.items()}
         planner = _PlainPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a process that loads alone
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of a process that loads alone
             try:
                 state_dict_loader.load(
                     values, storage_reader=_Reader(self.path, self._index), planner=planner, no_dist=True

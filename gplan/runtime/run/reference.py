@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from gplan.core import GradientCheck, Plan, WholeBatch
 from gplan.core.errors import GplanError, ModelError, UsageError
@@ -29,6 +28,7 @@ from gplan_profiler.model.data import CoarsestNumbers, first_not_finite
 from gplan_profiler.model.error_location import describe
 from gplan_profiler.model.lazy_build import random_state_kept, seed_everything
 from gplan_profiler.model.load import ModelFile
+from gplan_profiler.torch_compat import BatchNorm
 
 TOLERANCE = 1e-5  # of float32 numbers
 _FINEST_TOLERANCE = 1e-10  # of float64 numbers
@@ -150,7 +150,7 @@ def _why_by_microbatch(
     """
     if divided.epsilon > torch.finfo(torch.float32).eps:
         return "the rounding of 16-bit numbers"
-    if any(isinstance(x, _BatchNorm) for x in file.model.modules()):
+    if any(isinstance(x, BatchNorm) for x in file.model.modules()):
         return "batch norm"
     if _difference(divided, whole, num_parts) is None:
         return None

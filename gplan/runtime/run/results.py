@@ -33,6 +33,7 @@ from gplan.simulation.exposed_communication import exposed_in
 from gplan.simulation.simulator import schedule_of, timeline_of
 from gplan_profiler.host.host_info import gpu_state, software_versions
 from gplan_profiler.timing.clock import is_undisturbed
+from gplan_profiler.torch_compat import torch_notes
 
 _PAGE_FAULT_S = 2e-6  # at least; measured 1 to 11 microseconds for a page that is given anew
 _MOST_FAULTS_SHARE = 0.003  # of a step's time
@@ -171,6 +172,7 @@ def _run(
                 settled, chosen=chosen, num_disturbed=num_disturbed, growing=growing, options=options, load=load
             ),
             *notes,
+            *torch_notes(),
         ),
         host_load=load,
     )

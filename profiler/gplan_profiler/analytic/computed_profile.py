@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gplan.core import Granularity, LayerCost, Link, Profile, StepCost, Timing, Work
 from gplan.core.errors import ModelError
@@ -22,11 +21,11 @@ from gplan_profiler.analytic.hardware import Hardware
 from gplan_profiler.analytic.layer_work import HalvesAnalysis, LayerAnalysis, analyse, analyse_halves
 from gplan_profiler.analytic.roofline import (
     Operation,
-    WorkCounter,
     operations_seconds,
     roofline_seconds,
     total_work,
 )
+from gplan_profiler.analytic.work_counter import WorkCounter
 from gplan_profiler.capture.capture import capture
 from gplan_profiler.capture.chain import model_state_restored, routing_notes
 from gplan_profiler.host.host_info import software_versions
@@ -38,6 +37,7 @@ from gplan_profiler.model.load import ModelFile
 from gplan_profiler.model.materialise import attributes_key, with_attributes
 from gplan_profiler.model.precision import MASTER_DTYPE, master_bytes, round_into
 from gplan_profiler.timing.bench import bench_of_chain, layers_to_measure
+from gplan_profiler.torch_compat import FakeTensorMode
 
 _STAGE_LAUNCHES = 10  # a stage's call and the start of autograd's engine, in launches of an operation: assumed
 

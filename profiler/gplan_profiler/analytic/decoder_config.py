@@ -8,7 +8,6 @@ note says so.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -274,7 +273,7 @@ _KEYS = tuple(x for x in Decoder.__struct_fields__ if x != "unused")
 
 @cache
 def _known() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(_TABLE.read_text())
+    return msgspec.toml.decode(_TABLE.read_text(encoding="utf-8"), type=dict[str, dict[str, Any]])
 
 
 def decoder_names() -> tuple[str, ...]:

@@ -11,7 +11,6 @@ keys.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -165,7 +164,7 @@ def load_hardware(name_or_path: str) -> Hardware:
     kind = path.suffix[1:].upper()
     try:
         text = path.read_text(encoding="utf-8")
-        content = tomllib.loads(text) if kind == "TOML" else json.loads(text)
+        content = msgspec.toml.decode(text) if kind == "TOML" else json.loads(text)
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error.strerror}; expected a {kind} file of a device") from error
     except ValueError as error:  # of both parsers
@@ -175,9 +174,8 @@ def load_hardware(name_or_path: str) -> Hardware:
 
 def hardware_table() -> dict[str, Any]:
     """The built-in table, hardware.toml."""
-    return tomllib.loads(
-        resources.files("gplan_profiler.analytic").joinpath("hardware.toml").read_text(encoding="utf-8")
-    )
+    text = resources.files("gplan_profiler.analytic").joinpath("hardware.toml").read_text(encoding="utf-8")
+    return msgspec.toml.decode(text, type=dict[str, Any])
 
 
 def described_hardware(content: dict[str, Any], *, name: str, place: str) -> Hardware:

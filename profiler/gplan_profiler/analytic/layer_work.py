@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gplan.core.errors import ModelError
-from gplan_profiler.analytic.roofline import Operation, WorkCounter, product_dtype
+from gplan_profiler.analytic.roofline import Operation, product_dtype
+from gplan_profiler.analytic.work_counter import WorkCounter
 from gplan_profiler.capture.chain import Tensors
 from gplan_profiler.memory.allocations import StorageRecorder, storage_key
 from gplan_profiler.memory.layer_memory import (
@@ -37,6 +35,7 @@ from gplan_profiler.memory.layer_memory import (
 )
 from gplan_profiler.model.error_location import describe
 from gplan_profiler.model.lazy_build import fake_mode_of
+from gplan_profiler.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree
 
 
 class StandInMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -22,12 +22,11 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from gplan_profiler.capture.authored_layers import replaced
 from gplan_profiler.capture.chain import Tensors
+from gplan_profiler.torch_compat import checkpoint_replaced
 
 Again = Callable[[], AbstractContextManager[None]]
 """Returns the context manager around the second run."""
@@ -47,7 +46,7 @@ def without_checkpointing() -> Iterator[list[object]]:
         return function(*args)
 
     reentrant = SimpleNamespace(apply=apply)
-    with replaced(torch.utils.checkpoint, _checkpoint_without_reentrant_generator=kept, CheckpointFunction=reentrant):
+    with checkpoint_replaced(kept=kept, reentrant=reentrant):
         yield found
 
 

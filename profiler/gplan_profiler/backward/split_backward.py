@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from gplan_profiler.torch_compat import PythonFunction
+
 _Gradients = tuple[Tensor | None, ...]
 
 _Parents = Mapping[Node, Sequence[Node]]
@@ -33,7 +35,7 @@ _Root = tuple[GradientEdge, Tensor]
 """An output and its gradient."""
 
 _LEAF = "torch::autograd::AccumulateGrad"
-_WRITTEN_IN_PYTHON: type = torch._C._FunctionBase
+_WRITTEN_IN_PYTHON: type = PythonFunction
 
 
 @dataclass(slots=True)

@@ -92,19 +92,6 @@ def _tensor_key(value: Tensor | None) -> Hashable:
     return tuple(value.shape), value.dtype, value.requires_grad, value.stride()
 
 
-@contextmanager
-def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Inside, some attributes of a module, class or object have other values."""
-    before = {name: vars(owner)[name] for name in attributes}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
 _NOT_RESTORED = frozenset({"training", "_parameters", "_buffers", "_modules"})
 
 

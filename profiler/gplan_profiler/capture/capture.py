@@ -17,12 +17,11 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from gplan.core import Granularity
 from gplan.core.errors import ModelError, UsageError
 from gplan.core.precision import AS_MADE, Precision
-from gplan_profiler.capture.authored_layers import replaced, unit_paths
+from gplan_profiler.capture.authored_layers import unit_paths
 from gplan_profiler.capture.chain import AtLayer, Chain, Route, Tensors, TensorSpec, autocast
 from gplan_profiler.capture.division import MOST_LAYERS
 from gplan_profiler.capture.division import divided as modules_to_divide
@@ -42,6 +41,7 @@ from gplan_profiler.capture.operation_layers import depends_on_values, groups_by
 from gplan_profiler.capture.sequence import SequentialChain
 from gplan_profiler.capture.trace import Trace
 from gplan_profiler.capture.tracing_ways import captured_in_steps
+from gplan_profiler.torch_compat import autocast_replaced, pytree, replaced
 
 
 def capture(
@@ -114,7 +114,7 @@ def _no_other_autocast(precision: Precision) -> AbstractContextManager[None]:
             )
         return enter(self)
 
-    return replaced(torch.autocast, __enter__=refusing)
+    return autocast_replaced(refusing)
 
 
 def check_order(names: Sequence[str], order: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:

@@ -13,14 +13,13 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from gplan_profiler.capture.grouping import is_vmap_edge
 from gplan_profiler.capture.opaque_calls import fresh
 from gplan_profiler.capture.trace import Trace
 from gplan_profiler.memory.allocations import tensors_in
+from gplan_profiler.torch_compat import FakeTensor, FakeTensorMode, pytree
 
 _MOST_NUMBERS = 64  # elements of a constant that is compared by value
 

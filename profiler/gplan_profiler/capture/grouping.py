@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError
 from gplan_profiler.capture.inplace import rewrite_in_place
 from gplan_profiler.capture.trace import module_path, operation_name
 from gplan_profiler.capture.value_forms import has_fixed_size
+from gplan_profiler.torch_compat import pytree
 
 _PLACE_OF_BODY: dict[Any, int] = {  # among the arguments
     torch.ops.higher_order.wrap_with_set_grad_enabled: 1,

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from gplan_profiler.capture.opaque_calls import CustomFunction
+from gplan_profiler.torch_compat import OpOverload, pytree
 
 _SAME_STORAGE = {"dropout", "alias", "contiguous", "reshape", "flatten", "to", "type_as", "expand_as"}
 
@@ -175,7 +175,7 @@ class _Storages:
 
 def _out_of_place(target: object) -> object | None:
     """The operator that returns what the in-place one would have written, or None."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return None
     namespace, name = target._schema.name.split("::")
     if not name.endswith("_") or namespace != "aten":

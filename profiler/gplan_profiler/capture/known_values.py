@@ -27,17 +27,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gplan.core.errors import ModelError
-from gplan_profiler.capture.authored_layers import replaced
 from gplan_profiler.capture.value_forms import has_fixed_size
 from gplan_profiler.memory.allocations import tensors_in
+from gplan_profiler.torch_compat import (
+    DisableTorchFunction,
+    FakeTensor,
+    OperatorBase,
+    OpOverloadPacket,
+    TorchDispatchMode,
+    functorch_config,
+    is_transforming,
+    on_real_tensors,
+    pytree,
+    replaced,
+)
 
 MOST_NUMBERS = 2**20  # of a tensor whose value is kept
 
@@ -60,7 +67,7 @@ _HERE = str(Path(__file__).parent)
 _MOST_NUMBERS_OF_ANSWER = 64
 _TRUTHS = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero})
 _NUMBERS = frozenset({Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist})
-_OPERATORS = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
+_OPERATORS = (OperatorBase, OpOverloadPacket)
 _PLAIN = (bool, int, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.Size,
           torch.memory_format)  # fmt: skip
 
@@ -129,7 +136,7 @@ class _Constants(TorchFunctionMode):
         output = without_draws(lambda: function(*args, **kwargs))
         is_followed = call is not None and self._follow(call, output)
         if self._values and not is_followed and _may_write(function, kwargs):
-            if _is_transforming():  # the tensors may stand for others
+            if is_transforming():  # the tensors may stand for others
                 self._values.clear()
                 return output
             memories = set(map(_memory, tensors_in((args, kwargs))))
@@ -144,7 +151,7 @@ class _Constants(TorchFunctionMode):
 
     def _constant_call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> _ConstantCall | None:
         """The call on real tensors, or None if it may depend on anything but constants."""
-        if function in _UNCOUNTED or _is_transforming():
+        if function in _UNCOUNTED or is_transforming():
             return None
         if function in _NEW or function in _LIKE_FIRST:
             args = (self._stand_in(args[0], function), *args[1:]) if args else args
@@ -186,7 +193,7 @@ class _Constants(TorchFunctionMode):
             reals = list(tensors_in(call.result()))
         except Exception:  # the value stays unknown
             return False
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             places = [
                 [(x.shape, x.stride(), x.storage_offset(), x.dtype, x.device) for x in some] for some in (fakes, reals)
             ]
@@ -216,11 +223,6 @@ def _may_write(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     return is_in_place or is_foreign or has_statistics or "out" in kwargs or function in _UNCOUNTED
 
 
-def _is_transforming() -> bool:
-    """Whether torch.func or torch.vmap is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 class _Pure(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operations of other libraries, and those whose results are not determined by their arguments."""
 
@@ -234,18 +236,18 @@ class _Pure(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _num_writes(tensor: Tensor) -> int:
     """The number of writes into a tensor's memory, through any view, as counted by torch."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return tensor._version
 
 
 def _memory(tensor: Tensor) -> int | None:
     """A key of the tensor's memory, equal for views."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
 def _can_be_kept(tensor: Tensor, *, any_size: bool = False) -> bool:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         is_plain = tensor.layout == torch.strided and not tensor.is_inference() and tensor.device.type != "meta"
         if not is_plain or not has_fixed_size(tensor):
             return False
@@ -300,14 +302,6 @@ def answer_of_batch(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     )
     torch.ops.gplan.check(compared, expected, text)
     return answer
-
-
-@contextmanager
-def on_real_tensors() -> Iterator[None]:
-    """Inside, operations run on real tensors without being traced."""
-    no_functions, no_dispatcher = torch._C.DisableTorchFunction(), torch._C._DisablePythonDispatcher()
-    with no_functions, _disable_current_modes(), no_dispatcher, torch.no_grad():
-        yield
 
 
 def give_values(fakes: Sequence[Tensor], call: Callable[..., Sequence[Tensor]], given: Sequence[Any]) -> None:

@@ -28,14 +28,12 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.fx import Node
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from gplan_profiler.capture.authored_layers import replaced
 from gplan_profiler.capture.inplace import inner_graphs
+from gplan_profiler.torch_compat import BatchNorm, OpOverload, foreach_add_, foreach_copy_, replaced
 
 _OPERANDS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum")
 _OPERATORS = {"batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "instance_norm"}
@@ -98,8 +96,8 @@ def running_norms(model: nn.Module, calls: Iterable[RunningNorm]) -> tuple[Runni
     return tuple(found.values())
 
 
-def _is_cumulative(module: nn.Module) -> TypeGuard[_BatchNorm]:
-    return isinstance(module, _BatchNorm) and module.momentum is None and module.num_batches_tracked is not None
+def _is_cumulative(module: nn.Module) -> TypeGuard[BatchNorm]:
+    return isinstance(module, BatchNorm) and module.momentum is None and module.num_batches_tracked is not None
 
 
 @contextmanager
@@ -228,9 +226,9 @@ class MovingAverages:
             yield
             self._after_microbatches.append((norms, torch.cat(self._buffers)))
         finally:
-            torch._foreach_copy_(self._buffers, self._before_by_buffer)
+            foreach_copy_(self._buffers, self._before_by_buffer)
             if self._tracked:
-                torch._foreach_copy_(list(self._tracked.values()), self._tracked_before)
+                foreach_copy_(list(self._tracked.values()), self._tracked_before)
 
     def finish(self, reduce: Reduce | None = None) -> None:
         """Move the averages by all micro-batches since the last step.
@@ -253,10 +251,10 @@ class MovingAverages:
             for i, x in enumerate(self._norms)
         ]
         num_calls, moved = self._mixture.moved(torch.cat(self._buffers), sums, shares)
-        torch._foreach_copy_(self._buffers, torch.split(moved, self._mixture.sizes))
+        foreach_copy_(self._buffers, torch.split(moved, self._mixture.sizes))
         if self._tracked:
             by_norm = num_calls.unbind()
-            torch._foreach_add_(list(self._tracked.values()), [by_norm[i] for i in self._tracked])
+            foreach_add_(list(self._tracked.values()), [by_norm[i] for i in self._tracked])
         self.discard()
 
     def discard(self) -> None:

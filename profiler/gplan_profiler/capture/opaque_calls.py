@@ -15,26 +15,34 @@ with moving averages of norms, which have to be seen in a graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload, _get_dispatch_mode_pre_dispatch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from gplan.core.errors import ModelError
-from gplan_profiler.capture.authored_layers import OF_EVERY_MODULE, module_key, named_state, replaced
+from gplan_profiler.capture.authored_layers import OF_EVERY_MODULE, module_key, named_state
 from gplan_profiler.capture.known_values import give_values
 from gplan_profiler.capture.value_forms import Form
 from gplan_profiler.memory.allocations import storage_key, tensors_in
+from gplan_profiler.torch_compat import (
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    function_calls_replaced,
+    is_wrapped,
+    module_call,
+    module_calls_replaced,
+    proxy_mode,
+    pytree,
+    untraced,
+)
 
 torch.library.define("gplan::function", "(Tensor(a!)[] tensors, int index) -> Tensor[]")
 _FUNCTION = torch.ops.gplan.function.default
@@ -78,7 +86,7 @@ def custom_functions(found: list[CustomFunction]) -> AbstractContextManager[None
         if tracer is None or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         arguments, tensors = Form.of_leaves(*pytree.tree_flatten((args, kwargs)))
-        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):  # inside a transform such as torch.vmap
+        if any(map(is_wrapped, tensors)):  # inside a transform such as torch.vmap
             takes_context = function.setup_context is torch.autograd.Function.setup_context
             can_be_traced = not takes_context and not any(x.requires_grad for x in tensors)
             return (function.forward if can_be_traced else plain)(*args, **kwargs)
@@ -88,7 +96,7 @@ def custom_functions(found: list[CustomFunction]) -> AbstractContextManager[None
             with torch.set_grad_enabled(any(isinstance(x, Tensor) and x.requires_grad for x in args)):
                 return args[0](*args[2:])
         before = [x._version for x in tensors]
-        with _untraced(), _Reads(tensors, lambda x: isinstance(x, FakeTensor)) as reads:
+        with untraced(), _Reads(tensors, lambda x: isinstance(x, FakeTensor)) as reads:
             output = plain(*args, **kwargs)
         if reads.has_others:
             raise ModelError(
@@ -103,7 +111,7 @@ def custom_functions(found: list[CustomFunction]) -> AbstractContextManager[None
         _add_to_graph(CustomFunction(function, arguments, writes, shares), tensors, made, tracer, found)
         return output
 
-    return replaced(torch.autograd.Function, apply=classmethod(apply))
+    return function_calls_replaced(apply)
 
 
 def put_custom_functions(module: GraphModule, found: list[CustomFunction]) -> None:
@@ -124,7 +132,7 @@ def calls_in(module: GraphModule, operator: OpOverload) -> Iterator[Node]:
 
 def _tracer() -> Any:
     """The tracer of the running export; None outside."""
-    mode = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+    mode = proxy_mode()
     return None if mode is None else mode.tracer
 
 
@@ -136,16 +144,6 @@ def _add_to_graph(
     node = tracer.create_proxy("call_function", _FUNCTION, (proxies, len(found)), {})
     found.append(call)
     track_tensor_tree(list(made), node, constant=None, tracer=tracer)
-
-
-@contextmanager
-def _untraced() -> Iterator[None]:
-    """Inside, operations on the fake tensors of a trace are not added to its graph."""
-    key = torch._C.DispatchKey.PreDispatch
-    included = torch._C._dispatch_tls_local_include_set().remove(key)
-    excluded = torch._C._dispatch_tls_local_exclude_set() | torch._C.DispatchKeySet(key)
-    with torch._C._ForceDispatchKeyGuard(included, excluded), torch._C.DisableTorchFunction():
-        yield
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -223,7 +221,7 @@ def recorded_calls(model: nn.Module, run: Callable[[], object], classes: Collect
     found: dict[str, list[ModuleRecord]] = {}
     paths = {id(x.__dict__): path for path, x in model.named_modules() if type(x) in classes}
     running: list[str] = []
-    plain: Callable[..., Any] = nn.Module._call_impl
+    plain: Callable[..., Any] = module_call()
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = paths.get(id(module.__dict__))
@@ -237,7 +235,7 @@ def recorded_calls(model: nn.Module, run: Callable[[], object], classes: Collect
         found.setdefault(path, []).append(record)
         return output
 
-    with replaced(nn.Module, _call_impl=call):
+    with module_calls_replaced(call):
         run()
     return found
 
@@ -288,7 +286,7 @@ def opaque_modules(
     """Inside, the recorded calls of a trace of the model are single operations, which are appended to `found`."""
     paths = {id(model.get_submodule(path).__dict__): path for path in recorded}
     calls = {path: iter(x) for path, x in recorded.items()}
-    plain: Callable[..., Any] = nn.Module._call_impl
+    plain: Callable[..., Any] = module_call()
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path, tracer = paths.get(id(module.__dict__)), _tracer()
@@ -296,7 +294,7 @@ def opaque_modules(
             return plain(module, *args, **kwargs)
         record = next(calls[path])
         arguments, tensors = _flat(named_state(module), args, kwargs)
-        with _untraced():
+        with untraced():
             made = [fresh(x, requires_grad=x.requires_grad, device=tensors[0].device) for x in record.results]
         function = CustomFunction(record.call, arguments, record.writes, ())
         give_values(made, function, tensors)
@@ -306,7 +304,7 @@ def opaque_modules(
             setattr(module.get_submodule(inner), name, value)
         return output
 
-    return replaced(nn.Module, _call_impl=call)
+    return module_calls_replaced(call)
 
 
 def fresh(value: Any, *, requires_grad: bool, device: torch.device | None = None) -> Any:

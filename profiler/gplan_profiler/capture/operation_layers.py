@@ -35,7 +35,6 @@ from math import prod
 
 import torch
 from torch import nn
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Graph, Node
 
 from gplan.core.errors import ModelError
@@ -45,6 +44,7 @@ from gplan_profiler.capture.opaque_calls import CustomFunction, ModuleCall
 from gplan_profiler.capture.trace import Trace, module_path, operation_name
 from gplan_profiler.capture.value_forms import has_fixed_size
 from gplan_profiler.memory.allocations import tensors_in
+from gplan_profiler.torch_compat import HigherOrderOperator, OpOverload
 
 _PRODUCTS = {
     "linear", "matmul", "mm", "bmm", "grouped_mm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "addr", "dot", "vdot", "inner", "einsum",

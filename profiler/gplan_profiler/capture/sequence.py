@@ -15,9 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gplan.core.errors import ModelError
 from gplan_profiler.capture.authored_layers import module_key
@@ -37,6 +34,12 @@ from gplan_profiler.capture.value_forms import Form
 from gplan_profiler.memory.allocations import storage_key
 from gplan_profiler.model.error_location import author_line, describe
 from gplan_profiler.model.lazy_build import fake_mode_of
+from gplan_profiler.torch_compat import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    disable_current_modes,
+    pytree,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors have elements in common, not only a storage as the parts of a chunk."""
     if not _share_memory(x, y):
         return False
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         end = max(
             1 + t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in (x, y)
         )

@@ -16,15 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
-from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError
-from gplan_profiler.capture.authored_layers import attributes_restored, caches_empty, named_state, replaced
+from gplan_profiler.capture.authored_layers import attributes_restored, caches_empty, named_state
 from gplan_profiler.capture.chain import call_arguments, model_state_restored
 from gplan_profiler.capture.inplace import writers
 from gplan_profiler.capture.known_values import known_constants, state_of_batch
@@ -38,6 +34,18 @@ from gplan_profiler.capture.opaque_calls import (
 )
 from gplan_profiler.capture.value_forms import stage_output
 from gplan_profiler.model.error_location import author_line, first_line
+from gplan_profiler.torch_compat import (
+    OpOverload,
+    module_call,
+    module_calls_replaced,
+    module_moves_replaced,
+    nested_traces_allowed,
+    parse_to,
+    pytree,
+    real_values_kept,
+    seen_as_plain_run,
+    without_stack_traces,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +132,7 @@ class _ModelRun:
     @contextmanager
     def recorded(self, around: Sequence[AbstractContextManager[object]]) -> Iterator[None]:
         """Inside, an export is recorded; the forward runs inside `around`. The model is restored at the end."""
-        plain: Callable[..., Any] = nn.Module._call_impl
+        plain: Callable[..., Any] = module_call()
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module.__dict__ is not self.model.__dict__ or self._is_running:
@@ -143,7 +151,7 @@ class _ModelRun:
             output, self.left_out = stage_output(output)
             return output
 
-        with attributes_restored(self.model), replaced(nn.Module, _call_impl=call):
+        with attributes_restored(self.model), module_calls_replaced(call):
             yield
 
 
@@ -159,14 +167,15 @@ def _traced(run: _ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], way: 
     inside = [*([state_of_batch(model, own)] if way.follows_batch else []), known_constants()]
     with ExitStack() as stack:
         if way.follows_batch:
-            stack.enter_context(_real_values_kept())
+            stack.enter_context(real_values_kept())
+            stack.enter_context(torch.random.fork_rng())  # the random numbers that the values draw are given back
         stack.enter_context(opaque_modules(model, way.recorded, run.functions))
         stack.enter_context(run.recorded(inside))
         stack.enter_context(_without_torch_messages())
         if way.as_run:  # libraries otherwise choose code for all shapes, such as a mask that these shapes do not need
-            stack.enter_context(replaced(torch.compiler, is_exporting=lambda: False, is_compiling=lambda: False))
+            stack.enter_context(seen_as_plain_run())
         stack.enter_context(_without_needless_moves())
-        stack.enter_context(replaced(torch.fx.config, do_not_emit_stack_traces=True))  # slower than the trace itself
+        stack.enter_context(without_stack_traces())  # slower than the trace itself
         stack.enter_context(uncompiled())
         stack.enter_context(_without_gradients(model))  # of another dtype they cannot become fake tensors
         program = torch.export.export(model, args, kwargs, strict=False)
@@ -201,42 +210,25 @@ def _without_gradients(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-@contextmanager
-def _real_values_kept() -> Iterator[None]:
-    """Inside, fake tensors have the values of a run beside them; the random numbers that this run draws are given back.
-
-    Floating-point numbers stay unknown: torch adds no assertion to the graph for a decision by one.
-    """
-    keep = ShapeEnv.set_real_tensor_prop_unbacked_vals
-
-    def keep_integers(shapes: ShapeEnv, symbol: Any, value: Any) -> None:
-        if symbol.is_integer:
-            keep(shapes, symbol, value)
-
-    integers_only = replaced(ShapeEnv, set_real_tensor_prop_unbacked_vals=keep_integers)
-    with integers_only, functorch_config.patch(fake_tensor_propagate_real_tensors=True), torch.random.fork_rng():
-        yield
-
-
 def _without_needless_moves() -> AbstractContextManager[None]:
     """Inside, `.to` of a module that is there already does nothing; otherwise it replaces all parameters of a trace."""
     plain = nn.Module.to
 
     def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, memory_format = parse_to(*args, **kwargs)
         tensors = [*module.parameters(), *module.buffers()]
         is_there = all(
             device in (None, x.device) and (dtype in (None, x.dtype) or not x.is_floating_point()) for x in tensors
         )
         return module if is_there and memory_format is None else plain(module, *args, **kwargs)
 
-    return replaced(nn.Module, to=to)
+    return module_moves_replaced(to)
 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Inside, modules and functions that torch.compile wrapped run as the code that they were made from."""
-    with torch.compiler.set_stance("force_eager"), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+    with torch.compiler.set_stance("force_eager"), nested_traces_allowed():
         yield
 
 

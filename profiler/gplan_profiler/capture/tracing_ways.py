@@ -27,7 +27,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError
 from gplan_profiler.capture.authored_layers import attributes_restored, unit_paths
@@ -38,6 +37,7 @@ from gplan_profiler.capture.value_forms import DATA_DEPENDENT
 from gplan_profiler.memory.allocations import tensors_in
 from gplan_profiler.model.error_location import describe, root_cause
 from gplan_profiler.model.lazy_build import fake_mode_of, random_state_kept, seed_everything
+from gplan_profiler.torch_compat import pytree
 
 _MOST_EPSILONS = 1000  # of the dtype, by which results of two orders of the same operations may differ
 _LARGEST_TOLERANCE = 0.05

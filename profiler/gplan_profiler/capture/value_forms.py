@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError
 from gplan_profiler.capture.authored_layers import PLAIN
+from gplan_profiler.torch_compat import pytree
 
 
 @dataclass(frozen=True, slots=True)

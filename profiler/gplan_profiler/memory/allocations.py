@@ -25,11 +25,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch._C._profiler import _EventType, _RecordFunctionFast
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gplan.core.errors import ModelError
+from gplan_profiler.torch_compat import EventType, RecordFunctionFast, TorchDispatchMode, cuda_memory_history, pytree
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -176,7 +174,7 @@ class AllocationTrace:
         while open_nodes:
             node = open_nodes.pop()
             open_nodes.extend(node.children)
-            if _is_mark(node) or (node.tag == _EventType.Allocation and node.extra_fields.device.type == "cpu"):
+            if _is_mark(node) or (node.tag == EventType.Allocation and node.extra_fields.device.type == "cpu"):
                 nodes.append(node)
         nodes.sort(key=lambda node: int(node.start_time_ns))
         after = [int(node.name.removeprefix(_MARK)) if _is_mark(node) else 0 for node in nodes]
@@ -265,12 +263,8 @@ def traced_allocations(device: str = "cpu") -> Iterator[AllocationTrace]:
     index = torch.device(device).index
     index = torch.cuda.current_device() if index is None else index
     reserved_bytes = torch.cuda.memory_reserved(index)
-    torch.cuda.memory._record_memory_history(context=None, stacks="python", clear_history=True)
-    try:
+    with cuda_memory_history(index) as history:
         yield trace
-        history = torch.cuda.memory._snapshot()["device_traces"][index]
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
     trace.fill_from_history(history, reserved_bytes)
 
 
@@ -296,9 +290,9 @@ def _without_warning(words: str) -> Iterator[None]:
 def now_ns() -> int:
     """The clock of the trace. A trace of a CPU's allocations also notes each reading among its events."""
     moment_ns = time.time_ns()
-    with _RecordFunctionFast(f"{_MARK}{moment_ns}"):
+    with RecordFunctionFast(f"{_MARK}{moment_ns}"):
         return moment_ns
 
 
 def _is_mark(node: Any) -> bool:
-    return node.tag == _EventType.TorchOp and str(node.name).startswith(_MARK)
+    return node.tag == EventType.TorchOp and str(node.name).startswith(_MARK)

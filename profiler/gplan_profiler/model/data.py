@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gplan.core import LossReduction
 from gplan.core.errors import ModelError, UsageError
@@ -18,6 +16,7 @@ from gplan_profiler.capture.chain import flat_tensors, modules_that_train
 from gplan_profiler.memory.allocations import tensors_in
 from gplan_profiler.model.error_location import describe
 from gplan_profiler.model.load import ModelFile
+from gplan_profiler.torch_compat import TorchDispatchMode, pytree
 
 _ROUNDINGS = 16.0  # epsilons by which the losses of a batch and of its parts may differ
 

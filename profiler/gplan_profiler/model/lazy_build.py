@@ -15,7 +15,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -24,6 +23,7 @@ from gplan.core.errors import ModelError, UsageError
 from gplan.core.units import some_names
 from gplan_profiler.model.error_location import describe
 from gplan_profiler.model.materialise import parameter_as
+from gplan_profiler.torch_compat import FakeTensor, FakeTensorMode, parse_to
 
 Built = TypeVar("Built")
 
@@ -91,7 +91,7 @@ def _moved(function: Callable[..., Any], tensor: Tensor, *to: Any, copy: bool = 
     """A meta tensor with its new dtype and memory format; the device to which the code moves it has no effect."""
     if function is not Tensor.to:
         return tensor
-    _, dtype, _, memory_format = torch._C._nn._parse_to(*to, **named)
+    _, dtype, _, memory_format = parse_to(*to, **named)
     return tensor.to(dtype or tensor.dtype, copy=copy, memory_format=memory_format or torch.preserve_format)
 
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils import _pytree as pytree
 
 from gplan.core import LossReduction, ModelId, Precision
 from gplan.core.errors import ModelError, UsageError
@@ -44,6 +43,7 @@ from gplan_profiler.model.model_reference import (
     parse_input_shapes,
     resize_inputs,
 )
+from gplan_profiler.torch_compat import pytree
 
 Batch: TypeAlias = tuple[Any, Any]  # inputs as the model is called with, target as the loss wants it
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.utils.stateless import _reparametrize_module
 
 from gplan_profiler.capture.chain import Tensors, TensorSpec
+from gplan_profiler.torch_compat import FakeTensor, FakeTensorMode, reparametrize_module
 
 _DEVIATION = 0.02  # common for transformers
 
@@ -48,7 +47,7 @@ def materialised(layers: nn.Module, *, seed: int, device: str = "cpu") -> Iterat
                 real[id(tensor)] = _filled(name.rpartition(".")[2], tensor, device)
     swapped = {name: real[id(tensor)] for name, tensor in tensors if id(tensor) in real}
     real.clear()
-    with _reparametrize_module(layers, swapped):
+    with reparametrize_module(layers, swapped):
         yield layers
 
 

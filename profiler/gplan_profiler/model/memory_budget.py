@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gplan_profiler.backward.rematerialize import noting_saves
 from gplan_profiler.capture.authored_layers import caches_empty
@@ -26,6 +25,7 @@ from gplan_profiler.model.data import sample_batch
 from gplan_profiler.model.lazy_build import fake_mode_of
 from gplan_profiler.model.load import ModelFile
 from gplan_profiler.timing.optimizer_step import MOST_COPIED_BYTES
+from gplan_profiler.torch_compat import pytree
 
 _STATUS = Path("/proc/self/status")
 _HOST = Path("/proc/meminfo")

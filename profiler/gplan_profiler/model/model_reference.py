@@ -20,12 +20,12 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError, UsageError
 from gplan.files.json_files import similar_file_text
 from gplan_profiler.model.error_location import describe
 from gplan_profiler.model.materialise import real_like
+from gplan_profiler.torch_compat import pytree
 
 SettingValue: TypeAlias = bool | int | float | str | None
 

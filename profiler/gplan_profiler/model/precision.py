@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError
 from gplan.core.precision import AS_MADE, Precision
 from gplan_profiler.model.error_location import describe
 from gplan_profiler.model.load import ModelFile
 from gplan_profiler.model.materialise import parameter_as
+from gplan_profiler.torch_compat import foreach_copy_, pytree
 
 MASTER_DTYPE = torch.float32
 
@@ -87,7 +87,7 @@ def master_bytes(parameters: Iterable[nn.Parameter], precision: Precision) -> in
 def round_into(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
     """Copy master weights into the parameters that the model computes with."""
     if parameters:
-        torch._foreach_copy_(list(parameters), list(masters))
+        foreach_copy_(list(parameters), list(masters))
 
 
 def _converted(model: nn.Module, dtype: torch.dtype, gradients: torch.dtype | None) -> nn.Module:

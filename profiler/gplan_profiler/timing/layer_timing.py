@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gplan.core import Granularity, LayerCost, LossReduction, Timing, WholeModel
 from gplan.core.errors import ModelError
@@ -55,6 +54,7 @@ from gplan_profiler.timing.bench import (
 from gplan_profiler.timing.clock import Clock, Samples
 from gplan_profiler.timing.neighbours import BESIDE_OTHERS, NEIGHBOUR_FAILED, contention, neighbours
 from gplan_profiler.timing.rounds import NO_CORRECTIONS, Corrections, TimingRounds, corrections_of, net
+from gplan_profiler.torch_compat import pytree
 
 _SAME_LOSS = 1e-3  # share by which a loss may differ by the order of operations
 _BATCHES_OF_LOSS_CHECK = 16  # a batch may have none of the tensors whose size depends on data

@@ -1,0 +1,210 @@
+"""What the stages of one process compute and keep in a pass; the engines differ in how tensors get to other devices.
+
+    forward    inputs --stage--> outputs, kept with the inputs until the backward; the loss in place of the last outputs
+    backward   gradients of the outputs --autograd--> gradients of the inputs; whole, or in two halves
+
+Receive buffers of all micro-batches are allocated with the first pass and stay; what is sent is kept until the pass ends.
+The memory model counts both. Between two stages of one process's device the tensor itself is passed on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from gplan.core import Action, ActionKind, Schedule
+from gplan.runtime.capture_cache import CapturedModel
+from gplan.runtime.stage_module import StageModule
+from gplan_profiler.backward.split_backward import SecondHalf, first_half
+from gplan_profiler.capture.chain import Tensors, TensorSpec
+
+LossFn = Callable[[Tensors, int], Tensor]
+"""(outputs of the last stage, micro-batch) -> loss of the micro-batch, a scalar."""
+
+Gradients = tuple[Tensor | None, ...]
+_Key = tuple[int, int]  # stage, micro-batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePass:
+    """What an engine does in one pass: the actions of a schedule on some micro-batches."""
+
+    captured: CapturedModel
+    schedule: Schedule  # forwards only in evaluation
+    inputs: Tensors  # of all micro-batches; used by the first stage
+    loss_fn: LossFn  # used by the last stage
+    loss_weight: float = 1.0  # initial gradient of each micro-batch's loss
+
+    @property
+    def trains(self) -> bool:
+        """Whether the pass has backwards."""
+        return any(x.kind is not ActionKind.FORWARD for x in self.schedule.orders[0])
+
+
+class PassState(ABC):
+    """The tensors of one pass on some stages, and their receive buffers, which stay for the next passes."""
+
+    def __init__(
+        self,
+        work: EnginePass,
+        stages: Iterable[int],
+        device: torch.device,
+        *,
+        begin_on: Callable[[int], None] = lambda _stage: None,
+    ) -> None:
+        """`begin_on` is called with each stage before its buffers are allocated, so that they count for its device."""
+        self.work, self._device = work, device
+        devices, self._last = work.schedule.devices, work.schedule.num_stages - 1
+        self._is_sent = [devices[stage] != devices[stage + 1] for stage in range(self._last)]  # after each stage
+
+        def allocate(stage: int, specs: Sequence[TensorSpec]) -> list[Tensors]:
+            begin_on(stage)
+            return [
+                tuple(torch.empty(x.shape, dtype=x.dtype, device=device) for x in specs)
+                for _ in range(work.schedule.num_microbatches)
+            ]
+
+        own = sorted(stages)
+        self._activation_buffers = {x: allocate(x, self.boundary(x)) for x in own if x > 0 and self._is_sent[x - 1]}
+        self._gradient_buffers = {
+            x: allocate(x, [spec for spec in self.boundary(x + 1) if spec.requires_grad])
+            for x in own
+            if work.trains and x < self._last and self._is_sent[x]
+        }
+        self._activations: dict[_Key, tuple[Tensors, Tensors]] = {}  # inputs and outputs, kept until the backward
+        self._input_gradients: dict[_Key, Gradients] = {}  # until the previous stage takes them
+        self._halves: dict[_Key, SecondHalf] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._chunks: list[Tensors] = []
+
+    def begin(self, work: EnginePass) -> None:
+        """Start a pass."""
+        self.forget()
+        self.work = work
+        self._chunks = list(zip(*(x.chunk(work.schedule.num_microbatches) for x in work.inputs), strict=True))
+
+    def end(self) -> list[Tensor]:
+        """Return the losses by micro-batch, if the last stage is one of these, and drop all other tensors."""
+        losses = [self._losses[m].detach() for m in sorted(self._losses)]
+        self.forget()
+        return losses
+
+    def forget(self) -> None:
+        """Drop all tensors but the buffers."""
+        for kept in (self._activations, self._input_gradients, self._halves, self._losses, self._chunks):
+            kept.clear()
+
+    def boundary(self, stage: int) -> tuple[TensorSpec, ...]:
+        """Return the tensors that enter a stage."""
+        return self.work.captured.boundary(stage)
+
+    def buffers(self, stage: int) -> list[Tensor]:
+        """Return the receive buffers of one stage."""
+        found = *self._activation_buffers.get(stage, ()), *self._gradient_buffers.get(stage, ())
+        return [x for chunk in found for x in chunk]
+
+    def receive(self, action: Action) -> Gradients:
+        """Return what an action takes from its neighbour: inputs of a forward, output gradients of a backward."""
+        kind, stage, microbatch = _kind_of_work(action), action.stage, action.microbatch
+        if kind is ActionKind.FORWARD:
+            return self._chunks[microbatch] if stage == 0 else self._activations_from_previous(stage, microbatch)
+        takes = kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT) and stage < self._last
+        return self._gradients_from_next(stage, microbatch) if takes else ()
+
+    def execute(self, action: Action, module: StageModule, received: Gradients) -> None:
+        """Run one action on what it received."""
+        kind, microbatch = _kind_of_work(action), action.microbatch
+        if kind is ActionKind.FORWARD:
+            self._forward(module, microbatch, cast(Tensors, received))
+        elif kind is ActionKind.BACKWARD:
+            self._backward(module, microbatch, received)
+        elif kind is ActionKind.INPUT_GRADIENT:
+            leaves, outputs, gradients = self._take(module.index, microbatch, received)
+            found, self._halves[module.index, microbatch] = first_half(outputs, gradients, leaves)
+            self._pass_back(module.index, microbatch, found)
+        elif kind is ActionKind.WEIGHT_GRADIENT:
+            self._halves.pop((module.index, microbatch)).run()
+
+    def _forward(self, module: StageModule, microbatch: int, leaves: Tensors) -> None:
+        stage = module.index
+        outputs = module(*leaves)
+        if stage == self._last:
+            self._losses[microbatch], outputs = self.work.loss_fn(outputs, microbatch), ()
+        if self.work.trains:
+            self._activations[stage, microbatch] = (leaves, outputs)
+        elif stage < self._last:
+            self._activations[stage, microbatch] = ((), outputs)
+
+    def _backward(self, module: StageModule, microbatch: int, received: Gradients) -> None:
+        leaves, outputs, gradients = self._take(module.index, microbatch, received)
+        roots = [(x, y) for x, y in zip(outputs, gradients, strict=True) if x.requires_grad and y is not None]
+        if roots:
+            torch.autograd.backward([x for x, _ in roots], [y for _, y in roots])
+        if module.index > 0:
+            found = tuple(x.grad for x in leaves)
+            for leaf in leaves:
+                leaf.grad = None
+            self._pass_back(module.index, microbatch, found)
+
+    def _take(self, stage: int, microbatch: int, received: Gradients) -> tuple[Tensors, Tensors, Gradients]:
+        """Return the inputs, outputs and output gradients of a stage; inputs and outputs are no longer kept."""
+        leaves, outputs = self._activations.pop((stage, microbatch))
+        if stage < self._last:
+            return leaves, outputs, received
+        loss = self._losses[microbatch]
+        self._losses[microbatch] = loss.detach()
+        return leaves, (loss,), (torch.full_like(loss, self.work.loss_weight),)
+
+    def _activations_from_previous(self, stage: int, microbatch: int) -> Tensors:
+        """Return the previous stage's outputs as leaves of a new graph."""
+        if not self._is_sent[stage - 1]:
+            made = self._activations[stage - 1, microbatch][1]
+            return tuple(x.detach().requires_grad_(x.requires_grad) for x in made)
+        buffers = self._activation_buffers[stage][microbatch]
+        self.fill_activations(stage, microbatch, buffers)
+        has_graph = self.work.trains and torch.is_grad_enabled()
+        return tuple(
+            x.detach().requires_grad_(spec.requires_grad and has_graph)
+            for x, spec in zip(buffers, self.boundary(stage), strict=True)
+        )
+
+    def _gradients_from_next(self, stage: int, microbatch: int) -> Gradients:
+        if not self._is_sent[stage]:
+            return self._input_gradients.pop((stage + 1, microbatch))
+        buffers = iter(self._gradient_buffers[stage][microbatch])
+        by_place = tuple(next(buffers) if x.requires_grad else None for x in self.boundary(stage + 1))
+        return self.fill_gradients(stage, microbatch, by_place)
+
+    def _pass_back(self, stage: int, microbatch: int, gradients: Gradients) -> None:
+        """Keep the gradients of a stage's inputs for the previous stage."""
+        if self._is_sent[stage - 1]:
+            gradients = self.as_sent(stage, tuple(None if x is None else x.contiguous() for x in gradients))
+        self._input_gradients[stage, microbatch] = gradients
+
+    @abstractmethod
+    def fill_activations(self, stage: int, microbatch: int, buffers: Tensors) -> None:
+        """Fill a stage's receive buffers with the outputs of the previous stage."""
+
+    @abstractmethod
+    def fill_gradients(self, stage: int, microbatch: int, buffers: Gradients) -> Gradients:
+        """Fill a stage's receive buffers of gradients; return them, with None for a missing gradient."""
+
+    @abstractmethod
+    def as_sent(self, stage: int, gradients: Gradients) -> Gradients:
+        """Return the gradients of a stage's inputs as they are sent; some may be missing."""
+
+
+def _kind_of_work(action: Action) -> ActionKind | None:
+    """What an action does; None: nothing.
+
+    On the first stage the first half of a split backward does nothing; the second is the whole.
+    """
+    if action.stage > 0:
+        return action.kind
+    halves = {ActionKind.INPUT_GRADIENT: None, ActionKind.WEIGHT_GRADIENT: ActionKind.BACKWARD}
+    return halves.get(action.kind, action.kind)
