@@ -28,7 +28,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gplan.cost.pareto import undominated
+from gplan.cost.memory_moments import undominated
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.batch_simulation import num_at_once
 from gplan.partition.candidates import (

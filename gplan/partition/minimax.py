@@ -17,8 +17,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from gplan.graph.down_sets import Floats, Ints, position_of
-from gplan.partition.candidates import CandidateLimit, Candidates, TooManyCandidates, candidates_within, on_paths
-from gplan.partition.dp import INFINITY, best_path, suffix_tables
+from gplan.partition.candidates import (
+    INFINITY,
+    CandidateLimit,
+    Candidates,
+    TooManyCandidates,
+    best_path,
+    candidates_within,
+    on_paths,
+    suffix_tables,
+)
 from gplan.partition.memory_feasibility import any_fits
 from gplan.partition.plan_evaluation import fits_memory
 from gplan.partition.problem import (

@@ -23,7 +23,7 @@ from gplan.core.units import counted, seconds_text
 from gplan.corrections import planned
 from gplan.cost.stage_table import StageTable
 from gplan.graph.down_sets import DownSets
-from gplan.partition.dp import INFINITY
+from gplan.partition.candidates import INFINITY
 from gplan.partition.placement import Placed, best_placement
 from gplan.partition.plan_evaluation import fits_memory, price
 from gplan.partition.problem import ROUNDING, Problem, Solution, nothing_recomputed, without_memory

@@ -19,8 +19,7 @@ from gplan.partition.lagrangian import first_weighted_bounds
 from gplan.partition.minimax import smallest_largest
 from gplan.partition.plan_evaluation import fits_memory, goal_s, objective_s, stages_of
 from gplan.partition.problem import Problem
-from gplan.partition.search import smallest
-from gplan.partition.solve import solve
+from gplan.partition.solve import smallest, solve
 from tests.partition.problems import (
     EVERY,
     all_cuts,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from gplan.core import Link, LinkPoint, MachineDevice, SharedWeight
 from gplan.core.errors import NoPlanError, UsageError
-from gplan.partition.milp.solving import smallest_by_milp
+from gplan.partition.milp import smallest_by_milp
 from gplan.partition.plan_evaluation import goal_s, objective_s, stages_of
 from gplan.partition.problem import Problem, Solution
 from tests.partition.graphs import OBJECTIVES, every_partition

@@ -23,7 +23,7 @@ from gplan.partition.minimax import smallest_largest
 from gplan.partition.plan_evaluation import goal_s, in_stage_order, objective_s, stages_of
 from gplan.partition.problem import Problem, nothing_recomputed, peak_moments_of, recomputed_share, without_memory
 from gplan.partition.recompute import RecomputeSelector
-from gplan.partition.search import smallest
+from gplan.partition.solve import smallest
 from tests.made import make_profile
 from tests.partition.graphs import every_partition, graph_problems
 from tests.partition.problems import all_cuts, make_problem, problems

@@ -17,8 +17,7 @@ from gplan.partition.bounds import least_step_s
 from gplan.partition.minimax import stages_between
 from gplan.partition.plan_evaluation import goal_s, objective_s, stages_of
 from gplan.partition.problem import Problem, Solution
-from gplan.partition.search import smallest, smallest_peak
-from gplan.partition.solve import solve, with_down_sets
+from gplan.partition.solve import smallest, smallest_peak, solve, with_down_sets
 from tests.partition.graphs import best_goal_s, graph_problems
 from tests.partition.problems import (
     EVERY,
