@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from gplan.core import StageSeconds, is_recomputed
+from gplan.cost.layer_sums import SecondsOf
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import Delay, simulate_window, window_times
 from gplan.partition.candidates import CandidateLimit, Candidates, prefix_tables, suffix_tables
@@ -76,9 +77,19 @@ class StepBounds:
         return self.problem.costs.num_positions
 
     def _around_s(self, *, again: bool) -> list[Floats]:
-        """[E] for each stage: a forward and what gradients wait for, and the transfers over the cut after it."""
-        kept = _around_s(self.problem, self.candidates)
-        return [x + some.times.recompute_s for x, some in zip(kept, self.candidates, strict=True)] if again else kept
+        """[E] for each stage: a forward and, at least, what gradients wait for, and the transfers over the cut after it.
+
+        Gradients wait for the first half of a split backward; on stage 0 all of it comes last.
+        """
+        found = []
+        for some, share in zip(self.candidates, self.problem.split_shares, strict=True):
+            times, back_s = some.times, some.times.backward_s
+            if share:
+                assert times.input_gradient_s is not None, "a schedule with halves is planned with their times"
+                back_s = times.input_gradient_s if share == 1 else np.minimum(times.input_gradient_s, back_s)
+            kept_s = back_s + times.forward_s + times.activation_s + times.gradient_s
+            found.append(kept_s + times.recompute_s if again else kept_s)
+        return found
 
     @cached_property
     def _forward_before_s(self) -> Floats:
@@ -122,19 +133,6 @@ def _last_back(schedule: str, num_devices: int, num_microbatches: int) -> tuple[
     orders = make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches).orders
     last = {x.stage: x.microbatch for order in orders for x in order if x.kind in INPUT_GRADIENT_KINDS}
     return tuple(last[stage] for stage in sorted(last))
-
-
-def _around_s(problem: Problem, candidates: Sequence[Candidates]) -> list[Floats]:
-    """[E] for each stage: a forward and, at least, what gradients wait for, of a kept micro-batch, and the transfers
-    over the cut after them. Gradients wait for the first half of a backward; on stage 0 all of it comes last."""
-    found = []
-    for some, share in zip(candidates, problem.split_shares, strict=True):
-        times, back_s = some.times, some.times.backward_s
-        if share:
-            assert times.input_gradient_s is not None, "a schedule with halves is planned with their times"
-            back_s = times.input_gradient_s if share == 1 else np.minimum(times.input_gradient_s, back_s)
-        found.append(back_s + times.forward_s + times.activation_s + times.gradient_s)
-    return found
 
 
 def busy_within(problem: Problem, limit_s: float) -> CandidateLimit:
@@ -197,18 +195,12 @@ def _least_before_s(problem: Problem) -> tuple[Floats, Floats]:
     forward_s, back_s = np.zeros(num_stages), np.zeros(num_stages)
     if costs.given_downsets is None:
         forward_s, back_s = (costs.sums.seconds(of, np.zeros_like(fewest), fewest) for of in ("forward", "backward"))
-    there_s, again_s = least_hops_s(problem)
+    there_s, again_s, _ = np.cumsum([(0.0, 0.0, 0.0), *_least_over_cuts(problem)], axis=0).T
     overheads_s = fewest * costs.overhead_s
     start_s = (forward_s + overheads_s) / fastest + there_s
     if problem.splits_backward:
         return start_s, np.zeros(num_stages)
     return start_s, (back_s + overheads_s) / fastest + again_s
-
-
-def least_hops_s(problem: Problem) -> tuple[Floats, Floats]:
-    """[S] each: what the transfers over the cuts before each stage take at least, on the way forward and back."""
-    there_s, again_s, _ = np.cumsum([(0.0, 0.0, 0.0), *_least_over_cuts(problem)], axis=0).T
-    return there_s, again_s
 
 
 def _least_over_cuts(problem: Problem) -> list[tuple[float, float, float]]:
@@ -228,10 +220,8 @@ def _least_over_cuts(problem: Problem) -> list[tuple[float, float, float]]:
 def through_all_s(problem: Problem) -> float:
     """What the first micro-batch takes at least, forward and backward through all stages, over every cut."""
     costs = problem.costs
-    layers_s = float(
-        costs.sums.seconds("forward", *costs.all_layers)[0]
-        + costs.sums.seconds(problem.awaited_backward, *costs.all_layers)[0]
-    )
+    awaited: SecondsOf = "least_first_half" if problem.splits_backward else "backward"  # before gradients are sent
+    layers_s = sum(float(costs.sums.seconds(of, *costs.all_layers)[0]) for of in ("forward", awaited))
     overheads_s = problem.num_stages * costs.microbatch_overhead_s
     return (layers_s + overheads_s) / max(problem.speeds) + float(least_transfers_s(problem).sum())
 

@@ -23,7 +23,7 @@ from gplan.core import StageSeconds
 from gplan.cost.action_seconds import occupied
 from gplan.graph.down_sets import Bools, DownSets, Floats, Ints
 from gplan.partition.plan_evaluation import load_s, passes_s
-from gplan.partition.problem import Problem, compute_sums_s, device_moments_of, peak_moments_of
+from gplan.partition.problem import Problem, compute_sums_s, moments_of, peak_moments_of
 from gplan.partition.validation import ConstraintCheck
 
 Combine: TypeAlias = Callable[[Floats, Floats], Floats]
@@ -250,7 +250,7 @@ def _own_peaks(problem: Problem, stage: int, candidates: Candidates) -> Ints:
     device = problem.devices[stage]
     own = problem.stages_by_device[device].index(stage)
     parts = problem.costs.part_rows(candidates.first, candidates.end, problem.boundaries(stage))
-    counts = device_moments_of(problem, device).counts[:, own]
+    counts = moments_of(problem, *problem.stages_by_device[device]).counts[:, own]
     peaks: Ints = (counts @ parts).max(axis=0)
     return peaks
 

@@ -38,11 +38,11 @@ from gplan.cost.layer_sums import SecondsOf
 from gplan.cost.part_table import PARTS
 from gplan.graph.boundary import values_of
 from gplan.graph.layer_graph import LayerGraph
-from gplan.partition.batch_simulation import window_program
+from gplan.partition.batch_simulation import goal_s, window_program
 from gplan.partition.candidates import CandidateLimit, Candidates, TooManyCandidates, candidates_within
 from gplan.partition.minimax import least_load_s
-from gplan.partition.plan_evaluation import fits_memory, goal_s, load_s
-from gplan.partition.problem import Problem, Solution, device_moments_of
+from gplan.partition.plan_evaluation import fits_memory, load_s
+from gplan.partition.problem import Problem, Solution, moments_of
 
 Expression: TypeAlias = Any  # a number, variable or linear expression of PuLP, which has no types
 SolverName = Literal["HiGHS", "CBC"]
@@ -361,11 +361,11 @@ class _StagePath(_Formulation):
             for k, some in enumerate(candidates)
         ]
         self.add_goal(times, most_update=max(float(x.times.optimizer_s.max()) for x in candidates) / unit_s)
-        for device, stages in enumerate(problem.stages_by_device if problem.has_chunks else ()):
+        for stages in problem.stages_by_device if problem.has_chunks else ():
             if limit := problem.memory_of(stages[0]):
                 own = [(candidates[k], problem.boundaries(k)) for k in stages]
                 parts = [problem.costs.part_rows(x.first, x.end, boundaries) / limit for x, boundaries in own]
-                for moment in device_moments_of(problem, device).counts:
+                for moment in moments_of(problem, *stages).counts:
                     held = (self.sum(k, counts @ size) for k, counts, size in zip(stages, moment, parts, strict=True))
                     self.program.require(_SLACK, at_least=total(held))
 
@@ -389,10 +389,10 @@ class _LinearPart(_Formulation):
         self.add_constraints(problem.constraints)
         self.crossing = [self.crossing_bytes(k, graph) for k in self.stages]
         self.add_goal([self.seconds(k) for k in self.stages])
-        for device, stages in enumerate(problem.stages_by_device):
+        for stages in problem.stages_by_device:
             if limit := problem.memory_of(stages[0]):
                 parts = [(i, PARTS.index(x), size) for i, k in enumerate(stages) for x, size in self.parts(k).items()]
-                for moment in device_moments_of(problem, device).counts:
+                for moment in moments_of(problem, *stages).counts:
                     held = weighted((moment[i, j] / limit, size) for i, j, size in parts if moment[i, j])
                     require(1 + 1 / limit, at_least=held)  # a byte for rounding
 

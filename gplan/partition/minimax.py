@@ -33,7 +33,7 @@ from gplan.partition.problem import (
     Problem,
     Solution,
     compute_sums_s,
-    largest_layer_s,
+    layers_compute_s,
     nothing_recomputed,
     with_valid_bound,
     without_memory,
@@ -90,7 +90,7 @@ def least_load_s(problem: Problem) -> float:
     sums, speeds = compute_sums_s(problem), problem.speeds
     overhead_s = problem.costs.microbatch_overhead_s
     even_s = float(sums[-1] + overhead_s * problem.num_stages) / sum(speeds)
-    return max(even_s, (largest_layer_s(problem) + overhead_s) / max(speeds))
+    return max(even_s, (float(layers_compute_s(problem).max()) + overhead_s) / max(speeds))
 
 
 def _rising_caps(least_s: float) -> Iterator[float]:

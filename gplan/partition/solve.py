@@ -18,7 +18,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -28,13 +27,13 @@ from gplan.core.machine import FREE_LINK
 from gplan.core.units import bytes_text, seconds_text
 from gplan.graph.down_sets import DownSets, Ints, Prefixes, down_sets
 from gplan.graph.layer_graph import LayerGraph
-from gplan.partition.batch_simulation import Delay, simulate_window
+from gplan.partition.batch_simulation import goal_s
 from gplan.partition.branch_and_bound import Incumbent, Search
-from gplan.partition.candidates import TooManyCandidates, loads_s, stage_seconds
+from gplan.partition.candidates import INFINITY, TooManyCandidates
 from gplan.partition.goals import LoadGoal, PeakGoal, StepGoal
 from gplan.partition.minimax import ends_of_stages, smallest_largest, stages_between
-from gplan.partition.plan_evaluation import fits_memory, goal_s
-from gplan.partition.problem import Problem, Solution, device_peaks, device_sums, with_valid_bound, without_memory
+from gplan.partition.plan_evaluation import fits_memory
+from gplan.partition.problem import Problem, Solution, device_peaks, with_valid_bound, without_memory
 
 SOLVERS = ("auto", "dp", "milp", "cbc")
 MOST_DOWN_SETS = 200_000
@@ -62,11 +61,17 @@ class TooManyDownSets(Exception):
 
 
 def solve(
-    problem: Problem, *, solver: str = "auto", start: Solution | None = None, time_limit_s: float | None = None
+    problem: Problem,
+    *,
+    solver: str = "auto",
+    start: Solution | None = None,
+    time_limit_s: float | None = None,
+    cutoff_s: float = INFINITY,
 ) -> Solution | None:
     """The best partition by one of `SOLVERS`; None where there is none, which is proven.
 
-    Searches for the smallest step by "auto" end no worse than with `start`, if that is given and fits.
+    Searches for the smallest step by "auto" end no worse than with `start`, if that is given and fits, and look for
+    nothing above `cutoff_s`, which is then the bound.
     Raises UsageError where "dp" was asked for and there are too many down-sets for it.
     """
     try:
@@ -76,7 +81,7 @@ def solve(
     if solver in ("milp", "cbc"):
         return _by_milp(problem, solver, time_limit_s, start=_start(problem))
     try:
-        return _by_programs(problem, time_limit_s, start)
+        return _by_programs(problem, time_limit_s, start, cutoff_s)
     except TooManyCandidates:
         return _without_candidates(problem, solver, time_limit_s)
 
@@ -89,10 +94,13 @@ def with_down_sets(problem: Problem) -> Problem:
     return problem if found is None else replace(problem, costs=replace(problem.costs, given_downsets=found))
 
 
-def _by_programs(problem: Problem, time_limit_s: float | None, start: Solution | None = None) -> Solution | None:
+def _by_programs(
+    problem: Problem, time_limit_s: float | None, start: Solution | None = None, cutoff_s: float = INFINITY
+) -> Solution | None:
     if problem.minimize != "step-time" and not problem.has_chunks:
         return smallest_largest(problem)
-    return smallest(problem, start=start, time_limit_s=TIME_LIMIT_S if time_limit_s is None else time_limit_s)
+    limit_s = TIME_LIMIT_S if time_limit_s is None else time_limit_s
+    return smallest(problem, start=start, time_limit_s=limit_s, cutoff_s=cutoff_s)
 
 
 def _without_candidates(problem: Problem, solver: str, time_limit_s: float | None) -> Solution | None:
@@ -163,10 +171,16 @@ _SHARE_OF_START = 0.25  # of the time that is left, for one of several plans to 
 _SHARE_OF_FIRST = 0.5  # of the time that is left: if the first plan took longer, it is the only one to begin with
 
 
-def smallest(problem: Problem, *, start: Solution | None = None, time_limit_s: float = TIME_LIMIT_S) -> Solution | None:
+def smallest(
+    problem: Problem,
+    *,
+    start: Solution | None = None,
+    time_limit_s: float = TIME_LIMIT_S,
+    cutoff_s: float = INFINITY,
+) -> Solution | None:
     """The partition with the smallest simulated step, or largest load; None where none is possible.
 
-    It is no worse than `start`, if that is given and fits. Raises TooManyCandidates for graphs with very many down-sets
+    It is no worse than `start`, if that is given and fits; above `cutoff_s` none is looked for. Raises TooManyCandidates for graphs with very many down-sets
     if no such `start` is given; NoPlanError where in that time no plan was found that fits, nor that there is none.
     """
     deadline_s = time.perf_counter() + time_limit_s
@@ -175,11 +189,11 @@ def smallest(problem: Problem, *, start: Solution | None = None, time_limit_s: f
     if not starts:
         return None
     search = Search(problem=problem, goal=StepGoal if problem.minimize == "step-time" else LoadGoal)
-    known = search.run(_best_of(search, starts, deadline_s), deadline_s=deadline_s)
+    known = search.run(replace(_best_of(search, starts, deadline_s), limit=cutoff_s), deadline_s=deadline_s)
     wanted = "a shorter step" if problem.minimize == "step-time" else "a smaller largest load"
     found = Solution(
         stages=stages_between(problem, known.ends.tolist()),
-        lower_bound_s=known.value if known.proven else known.lower_bound,
+        lower_bound_s=known.value if known.proven and known.value <= cutoff_s else known.lower_bound,
         solver="dp" if problem.schedule == "gpipe" else "branch-and-bound",
         notes=() if known.proven else (f"the search for {wanted} was stopped after {seconds_text(time_limit_s)}",),
     )
@@ -206,7 +220,7 @@ def smallest_peak(problem: Problem, *, enough: float | None = None, deadline_s: 
 
 def _best_of(search: Search, starts: Sequence[Ints], deadline_s: float) -> Incumbent:
     """What is known of the best of some partitions; after moves, where there are several."""
-    values = [_value_s(search.problem, ends) for ends in starts]
+    values = [goal_s(search.problem, stages_between(search.problem, ends.tolist())) for ends in starts]
     every = [Incumbent(ends=ends, value=x, lower_bound=0.0) for ends, x in zip(starts, values, strict=True)]
     if len(every) > 1:
         every = [search.moved(known, deadline_s=_part_of(deadline_s)) for known in every]
@@ -259,19 +273,9 @@ def _starts(problem: Problem, given: Ints | None, *, deadline_s: float) -> list[
 
 def _better(problem: Problem, starts: Sequence[Ints]) -> list[Ints]:
     """The best one of them, if there is any."""
-    return sorted(starts, key=lambda ends: _value_s(problem, ends))[:1] if len(starts) > 1 else list(starts)
-
-
-def _value_s(problem: Problem, ends: Ints) -> float:
-    """What the problem minimises, of a partition."""
-    if problem.recompute == "selected":
-        return goal_s(problem, stages_between(problem, ends.tolist()))
-    pairs = [np.array([[first], [end]]) for first, end in pairwise([0, *ends.tolist()])]
-    window = [stage_seconds(problem, stage, *pair) for stage, pair in enumerate(pairs)]
-    if problem.minimize == "step-time":
-        return float(simulate_window(problem, window, first_stage=0, delay=Delay()).optimizer_s[0])
-    loads = [loads_s(problem, stage, pairs[stage][0], times)[0] for stage, times in enumerate(window)]
-    return float(max(device_sums(problem, loads)))
+    if len(starts) < 2:
+        return list(starts)
+    return [min(starts, key=lambda ends: goal_s(problem, stages_between(problem, ends.tolist())))]
 
 
 def _found_to_fit(problem: Problem, *, deadline_s: float) -> list[Ints]:

@@ -23,7 +23,9 @@ from gplan.core.units import counted, seconds_text
 from gplan.corrections import planned
 from gplan.cost.stage_table import StageTable
 from gplan.graph.down_sets import DownSets
+from gplan.partition.branch_and_bound import Search
 from gplan.partition.candidates import INFINITY
+from gplan.partition.goals import StepGoal
 from gplan.partition.placement import Placed, best_placement
 from gplan.partition.plan_evaluation import fits_memory, price
 from gplan.partition.problem import ROUNDING, Problem, Solution, nothing_recomputed, without_memory
@@ -216,7 +218,11 @@ class SettingSearch:
 
         It is first balanced without a memory limit: a plan that fits anyway is the best for every way to recompute.
         """
-        modes, least, is_finished = self._modes(strategy, memory_bytes), self.bounds[strategy], True
+        modes = [x for x in self._modes(strategy, memory_bytes) if self._could_be_best(strategy, x, memory_bytes)]
+        least, is_finished = self.bounds[strategy], True
+        if not modes:
+            self.bounds[strategy] = max(least, self._beyond)
+            return True
         if self.request.machine is None and (memory_bytes is None or {"never", "selected"} & {*modes}):
             problem = self.problem(strategy, self._allowed(strategy)[0], memory_bytes)
             kept = nothing_recomputed(problem)
@@ -230,15 +236,15 @@ class SettingSearch:
                 self.bounds[strategy] = least
                 return is_finished
             is_finished = True
-        bounds = [INFINITY]
+        bounds = [self._beyond]
         for mode in modes:
             way, is_settled = (strategy, mode), True
-            known = self._limited[way] if way in self._limited else self._bound(strategy, mode, memory_bytes)
-            bound = max(least, known)
+            bound = max(least, self._known(strategy, mode, memory_bytes))
             if bound <= self._cutoff:
                 problem = self.problem(strategy, mode, memory_bytes)
                 try:
-                    found, is_settled = self._solved(problem, strategy, time_limit_s)
+                    cutoff_s = self._beyond / self.weight(strategy.total_devices)
+                    found, is_settled = self._solved(problem, strategy, time_limit_s, cutoff_s)
                 except NoPlanError:
                     self.undecided.add(way)
                     is_settled = False
@@ -255,6 +261,24 @@ class SettingSearch:
         self.bounds[strategy] = min(bounds)
         return is_finished
 
+    @property
+    def _beyond(self) -> float:
+        """A cost that is just above the cutoff."""
+        return self._cutoff * (1 + ROUNDING)
+
+    def _known(self, strategy: Strategy, mode: RecomputeMode, memory_bytes: int | None) -> float:
+        """The bound of a setting in one way to recompute."""
+        return max(self._limited.get((strategy, mode), 0.0), self._bound(strategy, mode, memory_bytes))
+
+    def _could_be_best(self, strategy: Strategy, mode: RecomputeMode, memory_bytes: int | None) -> bool:
+        """Whether bounds leave room for a plan of a setting that costs no more than the best one; raises its bound."""
+        known = self._known(strategy, mode, memory_bytes)
+        if known <= self._cutoff < INFINITY and self.request.machine is None:
+            search = Search(problem=self.problem(strategy, mode, memory_bytes), goal=StepGoal)
+            bound_s = search.bound_up_to(self._beyond / self.weight(strategy.total_devices))
+            known = self._limited[strategy, mode] = max(known, self._weighted(bound_s, strategy))
+        return known <= self._cutoff
+
     def _allowed(self, strategy: Strategy) -> list[RecomputeMode]:
         """The ways to recompute that the request allows."""
         return [x for x in self.space.recompute if self.request.allows(replace(strategy, recompute=x))]
@@ -268,7 +292,9 @@ class SettingSearch:
             return modes
         return [x for x in modes if not self.closed_bounds(strategy, x).exceeds_memory(memory_bytes)]
 
-    def _solved(self, problem: Problem, strategy: Strategy, time_limit_s: float) -> tuple[Placed | None, bool]:
+    def _solved(
+        self, problem: Problem, strategy: Strategy, time_limit_s: float, cutoff_s: float = INFINITY
+    ) -> tuple[Placed | None, bool]:
         """The best partition, searched from the last one of the setting, and whether more time is of no use."""
         started_s, machine = time.perf_counter(), self.request.machine
         time_limit_s = min(time_limit_s, max(_SHORTEST_S, self._deadline_s - started_s))
@@ -277,7 +303,7 @@ class SettingSearch:
             solve_here = partial(solve, time_limit_s=time_limit_s)
             found = best_placement(problem, machine, solve_here, time_limit_s=time_limit_s)
         else:
-            solution = solve(problem, start=self._last.get(strategy), time_limit_s=time_limit_s)
+            solution = solve(problem, start=self._last.get(strategy), time_limit_s=time_limit_s, cutoff_s=cutoff_s)
             found = None if solution is None else Placed(problem=problem, solution=solution)
         if found is not None:
             self._last[strategy] = found.solution

@@ -14,8 +14,8 @@ import pytest
 
 from gplan.core.errors import UsageError
 from gplan.partition import milp
+from gplan.partition.batch_simulation import goal_s
 from gplan.partition.milp import available_solver, smallest_by_milp
-from gplan.partition.plan_evaluation import goal_s
 from gplan.partition.problem import Solution
 from tests.partition.problems import make_problem
 

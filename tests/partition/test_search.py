@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from gplan.core import Constraints, Pin, Value, ValueCost
 from gplan.core.errors import NoPlanError
 from gplan.partition import branch_and_bound
+from gplan.partition.batch_simulation import goal_s
 from gplan.partition.bounds import least_step_s
 from gplan.partition.minimax import stages_between
-from gplan.partition.plan_evaluation import goal_s, objective_s, stages_of
+from gplan.partition.plan_evaluation import objective_s, stages_of
 from gplan.partition.problem import Problem, Solution
 from gplan.partition.solve import smallest, smallest_peak, solve, with_down_sets
 from tests.partition.graphs import best_goal_s, graph_problems

@@ -15,8 +15,8 @@ from gplan.core.errors import UsageError
 from gplan.cost.memory_moments import device_moments
 from gplan.cost.part_table import PARTS
 from gplan.cost.stage_table import StageTable
+from gplan.partition.batch_simulation import goal_s
 from gplan.partition.diagnosis import is_feasible
-from gplan.partition.plan_evaluation import goal_s
 from gplan.partition.problem import Problem
 from gplan.partition.solve import solve, with_down_sets
 from gplan.partition.validation import why_not_selected
