@@ -1,4 +1,4 @@
-"""Closed-form lower bounds of the step of any partition; they rule out most strategies of a search. An estimate orders it.
+"""Closed-form lower bounds of the step of any partition; they rule out most settings of a search. An estimate orders it.
 
 With t_s the compute of a micro-batch on stage s, W the sum of all, C the least transfers over all cuts:
     any     T >= W + C                                        (of a split backward its first half)
@@ -42,7 +42,7 @@ _SHARE_OF_WAITS = {"zb-h1": 1 / 3, "zb-v": 1 / 3}
 
 
 @dataclass(frozen=True)
-class StrategyBounds:
+class SettingBounds:
     """Bounds over all partitions of a problem on equal devices; of their memory only what a method is given counts."""
 
     problem: Problem

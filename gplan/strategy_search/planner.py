@@ -307,16 +307,16 @@ def _no_plan_error(found: SettingSearch, memory_bytes: int | None, time_limit_s:
             f"no plan was found in {seconds_text(time_limit_s)}; {found.open_text}; "
             "allow more time (--time-limit), or leave less open"
         )
-    strategies, modes, machine = found.space.strategies, found.space.recompute, found.request.machine
+    settings, modes, machine = found.space.settings, found.space.recompute, found.request.machine
     only = _most_telling(found, memory_bytes)
-    if memory_bytes is None or machine or only.constraints or len(strategies) * len(modes) == 1:
+    if memory_bytes is None or machine or only.constraints or len(settings) * len(modes) == 1:
         return no_plan_error(only, machine)
     at_all = f"no plan of {found.num_settings_text} fits {bytes_text(memory_bytes)} per device"
     try:
         problem, peak_bytes = _closest(found, memory_bytes)
     except TooManyCandidates:
         return NoPlanError(f"{at_all}; give each device more memory")
-    tries_one_k = len({x.num_devices for x in strategies}) == 1
+    tries_one_k = len({x.num_devices for x in settings}) == 1
     with suppress(TooManyCandidates):
         at_all += f"; {stages_that_fit_text(problem)}" if tries_one_k and not problem.has_chunks else ""
     return NoPlanError(
@@ -328,28 +328,28 @@ def _no_plan_error(found: SettingSearch, memory_bytes: int | None, time_limit_s:
 
 def _most_telling(found: SettingSearch, memory_bytes: int | None) -> Problem:
     """The setting to explain: of those that the constraints allow, the one with most devices, with one stage on each."""
-    strategies, mode = found.space.strategies, found.space.recompute[0]
-    for x in sorted(strategies, key=lambda x: (x.num_stages > x.num_devices, -x.num_devices)):
+    settings, mode = found.space.settings, found.space.recompute[0]
+    for x in sorted(settings, key=lambda x: (x.num_stages > x.num_devices, -x.num_devices)):
         if not conflicting_constraints(problem := found.problem(x, mode, memory_bytes)):
             return problem
-    return found.problem(strategies[0], mode, memory_bytes)
+    return found.problem(settings[0], mode, memory_bytes)
 
 
 def _closest(found: SettingSearch, memory_bytes: int) -> tuple[Problem, int]:
     """The setting that needs the least memory, and how much, among those that can be computed in a few seconds."""
     deadline_s = time.perf_counter() + _CLOSEST_S
-    single = [x for x in found.space.strategies if x.num_stages == x.num_devices]  # fast to compute
+    single = [x for x in found.space.settings if x.num_stages == x.num_devices]  # fast to compute
     every = sorted(
-        single or found.space.strategies, key=lambda x: (x.schedule == "gpipe", x.num_stages * x.num_microbatches)
+        single or found.space.settings, key=lambda x: (x.schedule == "gpipe", x.num_stages * x.num_microbatches)
     )
     modes = sorted(found.space.recompute, key=lambda mode: mode not in ("selected", "always"))
     modes = [x for x in modes if x != "selected" or not all(why_not_selected(y.schedule) for y in every)]
     tried: list[tuple[Problem, int]] = []
-    for strategy, mode in product(every[:: max(1, len(every) // _NUM_TRIED)], modes[:2]):
+    for setting, mode in product(every[:: max(1, len(every) // _NUM_TRIED)], modes[:2]):
         if tried and time.perf_counter() > deadline_s:
             break
-        if mode == "selected" and why_not_selected(strategy.schedule):
+        if mode == "selected" and why_not_selected(setting.schedule):
             continue
-        problem = found.problem(strategy, mode, memory_bytes)
+        problem = found.problem(setting, mode, memory_bytes)
         tried.append((problem, tightest_device(problem).peak_bytes))
     return min(tried, key=lambda pair: pair[1])
