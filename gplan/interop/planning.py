@@ -11,7 +11,7 @@ from gplan.core.units import percent_text
 from gplan.interop.layouts import read_layout
 from gplan.interop.receivers import constraints_for, indivisible, most_stages, receiver_named, settings_problem
 from gplan.partition.balance import alternative_of, best_plan, problem_of
-from gplan.partition.constraints import combined
+from gplan.partition.validation import combined
 from gplan.schedules.registry import default_num_microbatches, num_stages_of
 from gplan.schedules.request import PipelineSetting, PlanRequest
 from gplan.strategy_search.planner import balance, with_counts

@@ -28,7 +28,6 @@ from gplan.core import (
 from gplan.core.errors import UsageError
 from gplan.corrections import planned
 from gplan.cost.stage_table import StageTable
-from gplan.partition.constraints import check_constraints
 from gplan.partition.diagnosis import no_plan_error, one_device_notes
 from gplan.partition.placement import Placed, best_placement
 from gplan.partition.plan_evaluation import price
@@ -36,6 +35,7 @@ from gplan.partition.problem import Problem
 from gplan.partition.solve import SOLVERS, TooManyDownSets, solve, with_down_sets
 from gplan.partition.validation import (
     check_choice,
+    check_constraints,
     check_counts,
     check_limits,
     check_recompute,

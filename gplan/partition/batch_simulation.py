@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
 from gplan.core import ActionKind, RecomputeMode, StageSeconds
 from gplan.graph.down_sets import Floats, Ints
-from gplan.partition.candidates import Candidates
-from gplan.partition.problem import Problem
+from gplan.partition.candidates import Candidates, loads_s, stage_seconds
+from gplan.partition.plan_evaluation import in_stage_order, recomputed
+from gplan.partition.problem import Problem, device_sums
 from gplan.schedules.registry import make_schedule
 from gplan.simulation.kernel import ActionProgram, action_times, program_of, tied_devices, when_updates_begin
 
@@ -32,6 +33,23 @@ class WindowEnds:
 
     back_s: Floats  # the last backward of its first stage, or the last half that the stage before waits for
     optimizer_s: Floats  # the last optimizer of its stages
+
+
+def goal_s(problem: Problem, stages: Sequence[Sequence[int]]) -> float:
+    """What the problem minimises, of stages given as layers in the profile's numbering; without pricing them."""
+    laid, cuts = in_stage_order(problem, stages)
+    bounds, window, loads = np.array([0, *cuts, laid.num_layers]), list[StageSeconds[Floats]](), list[float]()
+    for stage in range(len(stages)):
+        first, end = bounds[stage : stage + 1], bounds[stage + 1 : stage + 2]
+        times = stage_seconds(laid, stage, first, end)
+        if laid.recompute == "selected":
+            again_s = recomputed(laid, stage, int(first[0]), int(end[0])).recompute_s / laid.speed(stage)
+            times = replace(times, recompute_s=np.array([again_s]))
+        window.append(times)
+        loads.append(float(loads_s(laid, stage, first, times)[0]))
+    if laid.minimize == "step-time":
+        return float(simulate_window(laid, window, first_stage=0, delay=Delay()).optimizer_s[0])
+    return max(device_sums(laid, loads))
 
 
 def num_at_once(problem: Problem) -> int:

@@ -28,7 +28,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gplan.cost.pareto import undominated
+from gplan.cost.memory_moments import undominated
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.batch_simulation import num_at_once
 from gplan.partition.candidates import (
@@ -48,6 +48,7 @@ from gplan.partition.memory_feasibility import DeviceMemoryLimits
 from gplan.partition.problem import ROUNDING, Problem, compute_sums_s, without_memory
 
 _FEW_CANDIDATES = 1_000_000  # that are searched in one go
+_QUICK_CANDIDATES = 100_000  # that are bounded whatever the time
 _MANY_CANDIDATES = 4_000_000  # of one rising limit
 _RISES = (
     2e-4, 5e-4, 1e-3, 2e-3, 4e-3, 7e-3, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.35, 0.6, 1.0, 2.0, 5.0,
@@ -141,6 +142,20 @@ class Search:
             if not found.proven or is_last or self.is_settled(known):
                 break
         return known
+
+    def bound_up_to(self, limit: float) -> float:
+        """A lower bound of all values without a search, at most the limit; 0 where the candidates are too many."""
+        try:
+            cap = self.goal.cap(self.problem, limit)
+            candidates = candidates_within(without_memory(self.problem), cap, most=_QUICK_CANDIDATES)
+        except TooManyCandidates:
+            return 0.0
+        left = None if candidates is None else self.fitting(candidates)
+        if left is None:
+            return limit
+        inflation = self.problem.selector.inflation if self.problem.recompute == "selected" else 1.0
+        space = SearchSpace(search=self, bounds=first_weighted_bounds(self.goal(self.problem, left)))
+        return min(limit, max(space.bounds.whole_s, space.whole) * (1 - _SLACK) / inflation)
 
     def moved(self, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
         """What is known after moves from that plan alone."""

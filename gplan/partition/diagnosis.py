@@ -20,9 +20,7 @@ from gplan.core.schedule import Action
 from gplan.core.units import bytes_text, counted, seconds_text
 from gplan.corrections import planned
 from gplan.cost.stage_table import StageTable
-from gplan.partition.candidates import CandidateLimit, TooManyCandidates, candidates_within
-from gplan.partition.constraints import combined, constraint_options
-from gplan.partition.dp import INFINITY
+from gplan.partition.candidates import INFINITY, CandidateLimit, TooManyCandidates, candidates_within
 from gplan.partition.memory_feasibility import (
     any_fits,
     lasting_bytes,
@@ -33,7 +31,8 @@ from gplan.partition.minimax import stages_between
 from gplan.partition.placement import fits_machine
 from gplan.partition.plan_evaluation import in_stage_order, stages_of
 from gplan.partition.problem import Problem, without_memory
-from gplan.partition.search import smallest_peak
+from gplan.partition.solve import smallest_peak
+from gplan.partition.validation import combined, constraint_options
 from gplan.schedules.custom import is_custom_order
 from gplan.simulation.simulator import step_and_bubble
 

@@ -16,10 +16,9 @@ import numpy as np
 
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import simulate_window, steps_s, window_times
-from gplan.partition.bounds import StepBounds, busy_within, least_step_s
+from gplan.partition.bounds import GPipePrefixes, StepBounds, busy_within, least_step_s
 from gplan.partition.candidates import CandidateLimit, Candidates
 from gplan.partition.critical_path import TIMES, Paths
-from gplan.partition.dominance import GPipePrefixes
 from gplan.partition.memory_feasibility import DeviceMemoryLimits, lasting_bytes
 from gplan.partition.minimax import least_load_s
 from gplan.partition.problem import Problem

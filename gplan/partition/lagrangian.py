@@ -18,8 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from gplan.graph.down_sets import Floats, Ints
-from gplan.partition.candidates import Candidates, ends_of
-from gplan.partition.dp import best_path, prefix_tables, suffix_tables
+from gplan.partition.candidates import Candidates, best_path, ends_of, prefix_tables, suffix_tables
 from gplan.partition.goals import Goal
 from gplan.partition.problem import ROUNDING, Problem, compute_sums_s
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gplan.graph.down_sets import Bools, Floats, Ints
-from gplan.partition.candidates import Candidates
-from gplan.partition.dp import rows_from
+from gplan.partition.candidates import Candidates, rows_from
 from gplan.partition.problem import ROUNDING, Problem
 
 _MOST_MOVES = 4096  # of one cut, looked at at once

@@ -18,11 +18,10 @@ import numpy as np
 from gplan.cost.memory_moments import Moments
 from gplan.cost.stage_table import DeviceBoundaries, StageTable
 from gplan.graph.down_sets import Bools, Floats, Ints
-from gplan.partition.candidates import Candidates, TooManyCandidates, pairs_within
-from gplan.partition.constraints import ConstraintCheck
-from gplan.partition.dp import INFINITY, best_path, suffix_tables
-from gplan.partition.problem import Problem, device_moments_of, peak_moments_of
+from gplan.partition.candidates import INFINITY, Candidates, TooManyCandidates, best_path, pairs_within, suffix_tables
+from gplan.partition.problem import Problem, moments_of, peak_moments_of
 from gplan.partition.recompute import PeakMoments
+from gplan.partition.validation import ConstraintCheck
 from gplan.schedules.in_flight import NUM_WARMUP
 
 ALIKE_FROM_THE_END = ("gpipe", *NUM_WARMUP)
@@ -261,7 +260,7 @@ class DeviceMemoryLimits:
         return self.parts(stage, np.arange(len(self.candidates[stage])))
 
     def _moments(self, device: int) -> Moments:
-        return device_moments_of(self.problem, device)
+        return moments_of(self.problem, *self.problem.stages_by_device[device])
 
     @cached_property
     def _least_parts(self) -> list[Ints]:

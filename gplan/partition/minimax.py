@@ -17,15 +17,23 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from gplan.graph.down_sets import Floats, Ints, position_of
-from gplan.partition.candidates import CandidateLimit, Candidates, TooManyCandidates, candidates_within, on_paths
-from gplan.partition.dp import INFINITY, best_path, suffix_tables
+from gplan.partition.candidates import (
+    INFINITY,
+    CandidateLimit,
+    Candidates,
+    TooManyCandidates,
+    best_path,
+    candidates_within,
+    on_paths,
+    suffix_tables,
+)
 from gplan.partition.memory_feasibility import any_fits
 from gplan.partition.plan_evaluation import fits_memory
 from gplan.partition.problem import (
     Problem,
     Solution,
     compute_sums_s,
-    largest_layer_s,
+    layers_compute_s,
     nothing_recomputed,
     with_valid_bound,
     without_memory,
@@ -82,7 +90,7 @@ def least_load_s(problem: Problem) -> float:
     sums, speeds = compute_sums_s(problem), problem.speeds
     overhead_s = problem.costs.microbatch_overhead_s
     even_s = float(sums[-1] + overhead_s * problem.num_stages) / sum(speeds)
-    return max(even_s, (largest_layer_s(problem) + overhead_s) / max(speeds))
+    return max(even_s, (float(layers_compute_s(problem).max()) + overhead_s) / max(speeds))
 
 
 def _rising_caps(least_s: float) -> Iterator[float]:

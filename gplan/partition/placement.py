@@ -19,9 +19,9 @@ from itertools import combinations_with_replacement, islice, pairwise
 from gplan.core import Link, Machine, MachineDevice
 from gplan.core.errors import UsageError
 from gplan.core.machine import FREE_LINK
+from gplan.partition.batch_simulation import goal_s
 from gplan.partition.memory_feasibility import any_fits
 from gplan.partition.minimax import smallest_largest
-from gplan.partition.plan_evaluation import goal_s
 from gplan.partition.problem import Problem, Solution
 
 MOST_ARRANGEMENTS = 5040

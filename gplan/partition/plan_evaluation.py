@@ -35,8 +35,8 @@ from gplan.partition.problem import (
     device_peaks,
     device_sums,
     moments_of,
+    num_recomputed,
     peak_moments_of,
-    recomputed_share,
 )
 from gplan.partition.recompute import RecomputeChoice
 from gplan.simulation.simulator import equal_bubble, step_and_bubble
@@ -44,7 +44,7 @@ from gplan.simulation.simulator import equal_bubble, step_and_bubble
 
 def compute_s(problem: Problem, stage: int, times: StageSeconds[Seconds]) -> Seconds:
     """Seconds that a stage computes for a micro-batch, on average over a step."""
-    return passes_s(problem, stage, times) + recomputed_share(problem) * times.recompute_s
+    return passes_s(problem, stage, times) + num_recomputed(problem) / problem.num_microbatches * times.recompute_s
 
 
 def passes_s(problem: Problem, stage: int, times: StageSeconds[Seconds]) -> Seconds:
@@ -116,12 +116,6 @@ def objective_s(problem: Problem, stages: Sequence[Stage]) -> float:
     if problem.minimize == "step-time":
         return step_s(problem, stages)
     return max(device_loads_s(problem, stages))
-
-
-def goal_s(problem: Problem, stages: Sequence[Sequence[int]]) -> float:
-    """What the problem minimises, of stages given as layers in the profile's numbering."""
-    laid, cuts = in_stage_order(problem, stages)
-    return objective_s(laid, stages_of(laid, cuts))
 
 
 def fits_memory(problem: Problem, stages: Sequence[Sequence[int]]) -> bool:
@@ -225,7 +219,7 @@ def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
     costs, speed = problem.costs, problem.speed(index)
     places = np.arange(first, end)
     forward_s, backward_s = (costs.sums.seconds(of, places, places + 1) / speed for of in ("forward", "backward"))
-    choice = _recomputed(problem, index, first, end)
+    choice = recomputed(problem, index, first, end)
     cost = costs.row(first, end, problem.stage_places[index])
     parts = first_of(choice.parts)
     return Stage(
@@ -245,7 +239,7 @@ def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
     )
 
 
-def _recomputed(problem: Problem, index: int, first: int, end: int) -> RecomputeChoice:
+def recomputed(problem: Problem, index: int, first: int, end: int) -> RecomputeChoice:
     """What the stage recomputes: the layers selected, or all or nothing, which no layer is named for."""
     costs = problem.costs
     if problem.recompute == "selected":

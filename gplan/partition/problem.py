@@ -15,9 +15,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from gplan.core import ActionKind, Constraints, Link, MachineDevice, Objective, RecomputeMode, Schedule
+from gplan.core import ActionKind, Constraints, Link, MachineDevice, Objective, RecomputeMode, Schedule, is_recomputed
 from gplan.core.units import percent_text
-from gplan.cost.layer_sums import SecondsOf
 from gplan.cost.memory_moments import Moments, peak_moments
 from gplan.cost.stage_table import DeviceBoundaries, StagePlace, StageTable
 from gplan.graph.down_sets import Floats, Ints
@@ -104,11 +103,6 @@ class Problem:
     def splits_backward(self) -> bool:
         """Whether any stage but the first splits a backward."""
         return any(self.split_shares)
-
-    @property
-    def awaited_backward(self) -> SecondsOf:
-        """What a stage takes at least before it can send its gradients: of a split backward its first half."""
-        return "least_first_half" if self.splits_backward else "backward"
 
     @property
     def num_layers(self) -> int:
@@ -212,11 +206,10 @@ def without_memory(problem: Problem) -> Problem:
     return replace(problem, memory_bytes=None, machine_devices=devices)
 
 
-def recomputed_share(problem: Problem) -> float:
-    """The share of the micro-batches whose backward recomputes."""
-    num_microbatches = problem.num_microbatches
-    kept = {"never": num_microbatches, "except-last": 1}.get(problem.recompute, 0)
-    return 1.0 - kept / num_microbatches
+def num_recomputed(problem: Problem) -> int:
+    """The micro-batches whose backward recomputes: all layers of its stage, or those selected."""
+    num = problem.num_microbatches
+    return sum(is_recomputed(m, num_microbatches=num, recompute=problem.recompute) for m in range(num))
 
 
 def nothing_recomputed(problem: Problem) -> Problem:
@@ -242,23 +235,14 @@ def peak_moments_of(problem: Problem, stage: int) -> PeakMoments:
 def device_peaks(problem: Problem, first: Ints, end: Ints) -> Ints:
     """[K, N]: the peaks of the devices of N partitions, to the byte, given where their stages begin and end, [S, N]."""
     peaks = []
-    for device, stages in enumerate(problem.stages_by_device):
+    for stages in problem.stages_by_device:
         parts = [problem.costs.part_rows(first[k], end[k], problem.boundaries(k)) for k in stages]
-        peaks.append(device_moments_of(problem, device).peak(parts))
+        peaks.append(moments_of(problem, *stages).peak(parts))
     return np.array(peaks)
 
 
-def device_moments_of(problem: Problem, device: int) -> Moments:
-    """The moments at which the memory of a device may peak, all its stages together."""
-    return _moments_of(problem, problem.stages_by_device[device])
-
-
-def moments_of(problem: Problem, stage: int) -> Moments:
-    """The moments at which the memory of a stage by itself may peak."""
-    return _moments_of(problem, (stage,))
-
-
-def _moments_of(problem: Problem, stages: tuple[int, ...]) -> Moments:
+def moments_of(problem: Problem, *stages: int) -> Moments:
+    """The moments at which the memory of a device may peak that holds these stages; of one stage those by itself."""
     return peak_moments(
         problem.schedule,
         num_devices=problem.num_devices,
@@ -274,11 +258,6 @@ def compute_sums_s(problem: Problem) -> Floats:
     return problem.costs.sums.seconds(
         "least_compute" if problem.splits_backward else "compute", *problem.costs.prefixes
     )
-
-
-def largest_layer_s(problem: Problem) -> float:
-    """Seconds of forward and backward, at least, of the layer that takes longest, on the profiled device."""
-    return float(layers_compute_s(problem).max())
 
 
 def layers_compute_s(problem: Problem) -> Floats:

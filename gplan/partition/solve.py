@@ -5,21 +5,35 @@
 
 The step time is searched among the candidates that a plan better than the best known one could use; these are few even
 where all candidates together are too many to be held.
+
+Where devices hold several stages, the best cut of one stage depends on the others of its device, so no program over
+(stage, position) settles it: candidates are checked beside the least of the device's other stages, prefixes beside the
+least of those to come, partitions by the whole replay of the device's memory. Where the first plan does not fit, one
+that fits is looked for by the smallest largest peak. Exact, ties up to rounding apart; when the time is up, the proof
+states the gap.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from gplan.core import Profile
 from gplan.core.errors import NoPlanError, UsageError
-from gplan.graph.down_sets import DownSets, Prefixes, down_sets
+from gplan.core.machine import FREE_LINK
+from gplan.core.units import bytes_text, seconds_text
+from gplan.graph.down_sets import DownSets, Ints, Prefixes, down_sets
 from gplan.graph.layer_graph import LayerGraph
-from gplan.partition.candidates import TooManyCandidates
-from gplan.partition.minimax import smallest_largest
-from gplan.partition.problem import Problem, Solution
-from gplan.partition.search import TIME_LIMIT_S, smallest
+from gplan.partition.batch_simulation import goal_s
+from gplan.partition.branch_and_bound import Incumbent, Search
+from gplan.partition.candidates import INFINITY, TooManyCandidates
+from gplan.partition.goals import LoadGoal, PeakGoal, StepGoal
+from gplan.partition.minimax import ends_of_stages, smallest_largest, stages_between
+from gplan.partition.plan_evaluation import fits_memory
+from gplan.partition.problem import Problem, Solution, device_peaks, with_valid_bound, without_memory
 
 SOLVERS = ("auto", "dp", "milp", "cbc")
 MOST_DOWN_SETS = 200_000
@@ -47,11 +61,17 @@ class TooManyDownSets(Exception):
 
 
 def solve(
-    problem: Problem, *, solver: str = "auto", start: Solution | None = None, time_limit_s: float | None = None
+    problem: Problem,
+    *,
+    solver: str = "auto",
+    start: Solution | None = None,
+    time_limit_s: float | None = None,
+    cutoff_s: float = INFINITY,
 ) -> Solution | None:
     """The best partition by one of `SOLVERS`; None where there is none, which is proven.
 
-    Searches for the smallest step by "auto" end no worse than with `start`, if that is given and fits.
+    Searches for the smallest step by "auto" end no worse than with `start`, if that is given and fits, and look for
+    nothing above `cutoff_s`, which is then the bound.
     Raises UsageError where "dp" was asked for and there are too many down-sets for it.
     """
     try:
@@ -61,7 +81,7 @@ def solve(
     if solver in ("milp", "cbc"):
         return _by_milp(problem, solver, time_limit_s, start=_start(problem))
     try:
-        return _by_programs(problem, time_limit_s, start)
+        return _by_programs(problem, time_limit_s, start, cutoff_s)
     except TooManyCandidates:
         return _without_candidates(problem, solver, time_limit_s)
 
@@ -74,10 +94,13 @@ def with_down_sets(problem: Problem) -> Problem:
     return problem if found is None else replace(problem, costs=replace(problem.costs, given_downsets=found))
 
 
-def _by_programs(problem: Problem, time_limit_s: float | None, start: Solution | None = None) -> Solution | None:
+def _by_programs(
+    problem: Problem, time_limit_s: float | None, start: Solution | None = None, cutoff_s: float = INFINITY
+) -> Solution | None:
     if problem.minimize != "step-time" and not problem.has_chunks:
         return smallest_largest(problem)
-    return smallest(problem, start=start, time_limit_s=TIME_LIMIT_S if time_limit_s is None else time_limit_s)
+    limit_s = TIME_LIMIT_S if time_limit_s is None else time_limit_s
+    return smallest(problem, start=start, time_limit_s=limit_s, cutoff_s=cutoff_s)
 
 
 def _without_candidates(problem: Problem, solver: str, time_limit_s: float | None) -> Solution | None:
@@ -131,7 +154,7 @@ def _by_milp(problem: Problem, solver: str, time_limit_s: float | None, *, start
         )
     if problem.recompute == "selected" and solver == "auto":
         return _in_profile_order(start)
-    from gplan.partition.milp.solving import smallest_by_milp  # PuLP takes longer to import than a plan to find
+    from gplan.partition.milp import smallest_by_milp  # PuLP takes longer to import than a plan to find
 
     return smallest_by_milp(
         problem,
@@ -139,3 +162,145 @@ def _by_milp(problem: Problem, solver: str, time_limit_s: float | None, *, start
         solver="CBC" if solver == "cbc" else None,
         time_limit_s=_MILP_S if time_limit_s is None else time_limit_s,
     )
+
+
+TIME_LIMIT_S = 10.0
+
+_NUM_EVEN_PLANS = 40  # plans, to begin a search for the smallest peak with
+_SHARE_OF_START = 0.25  # of the time that is left, for one of several plans to begin with
+_SHARE_OF_FIRST = 0.5  # of the time that is left: if the first plan took longer, it is the only one to begin with
+
+
+def smallest(
+    problem: Problem,
+    *,
+    start: Solution | None = None,
+    time_limit_s: float = TIME_LIMIT_S,
+    cutoff_s: float = INFINITY,
+) -> Solution | None:
+    """The partition with the smallest simulated step, or largest load; None where none is possible.
+
+    It is no worse than `start`, if that is given and fits; above `cutoff_s` none is looked for. Raises TooManyCandidates for graphs with very many down-sets
+    if no such `start` is given; NoPlanError where in that time no plan was found that fits, nor that there is none.
+    """
+    deadline_s = time.perf_counter() + time_limit_s
+    given = None if start is None or not fits_memory(problem, start.stages) else ends_of_stages(problem, start.stages)
+    starts = _starts(problem, given, deadline_s=deadline_s)
+    if not starts:
+        return None
+    search = Search(problem=problem, goal=StepGoal if problem.minimize == "step-time" else LoadGoal)
+    known = search.run(replace(_best_of(search, starts, deadline_s), limit=cutoff_s), deadline_s=deadline_s)
+    wanted = "a shorter step" if problem.minimize == "step-time" else "a smaller largest load"
+    found = Solution(
+        stages=stages_between(problem, known.ends.tolist()),
+        lower_bound_s=known.value if known.proven and known.value <= cutoff_s else known.lower_bound,
+        solver="dp" if problem.schedule == "gpipe" else "branch-and-bound",
+        notes=() if known.proven else (f"the search for {wanted} was stopped after {seconds_text(time_limit_s)}",),
+    )
+    return with_valid_bound(problem, found)
+
+
+def smallest_peak(problem: Problem, *, enough: float | None = None, deadline_s: float) -> Incumbent | None:
+    """The partition with the smallest largest peak of a device, in bytes; None where none is possible.
+
+    With `enough` only whether a partition has no larger peak than that is settled: half of the time goes into the
+    smallest of all, the other half into those within it alone.
+    """
+    free = without_memory(problem)
+    start = _stages_by_themselves(free)
+    if start is None:
+        return None
+    search, known = _peak_search(free, enough), _known_peak(free, start)
+    if enough is None:
+        return search.run(known, deadline_s=deadline_s)
+    known = search.run(known, deadline_s=0.5 * (time.perf_counter() + deadline_s))
+    known = replace(known, limit=float("inf"))
+    return known if search.is_settled(known) else search.run(replace(known, limit=enough + 0.5), deadline_s=deadline_s)
+
+
+def _best_of(search: Search, starts: Sequence[Ints], deadline_s: float) -> Incumbent:
+    """What is known of the best of some partitions; after moves, where there are several."""
+    values = [goal_s(search.problem, stages_between(search.problem, ends.tolist())) for ends in starts]
+    every = [Incumbent(ends=ends, value=x, lower_bound=0.0) for ends, x in zip(starts, values, strict=True)]
+    if len(every) > 1:
+        every = [search.moved(known, deadline_s=_part_of(deadline_s)) for known in every]
+    return min(every, key=lambda known: known.value)
+
+
+def _part_of(deadline_s: float) -> float:
+    """Until when one of several beginnings may take."""
+    now_s = time.perf_counter()
+    return now_s + _SHARE_OF_START * (deadline_s - now_s)
+
+
+def _peak_search(free: Problem, enough: float | None) -> Search:
+    return Search(problem=free, goal=PeakGoal, enough=enough, num_even_plans=_NUM_EVEN_PLANS)
+
+
+def _known_peak(free: Problem, start: Solution) -> Incumbent:
+    """The largest peak of a device, of a partition."""
+    ends = ends_of_stages(free, start.stages)
+    peaks = device_peaks(free, np.array([0, *ends[:-1]])[:, None], ends[:, None])
+    return Incumbent(ends=ends, value=float(peaks.max()), lower_bound=0.0)
+
+
+def _starts(problem: Problem, given: Ints | None, *, deadline_s: float) -> list[Ints]:
+    """Where the stages of partitions end, to begin with, that fit the memory; none where none is possible.
+
+    Of the given one and that which is made without a search the better; where the latter does not fit, the given one,
+    or one that is found, and that to which moves away from the latter lead.
+    """
+    known = [] if given is None else [given]
+    if not problem.has_chunks:
+        try:
+            fitting = smallest_largest(problem)
+        except TooManyCandidates:
+            if not known:
+                raise
+            return known
+        return _better(problem, [*known, *([] if fitting is None else [ends_of_stages(problem, fitting.stages)])])
+    started_s, unlimited = time.perf_counter(), _stages_by_themselves(without_memory(problem))
+    if unlimited is None:
+        return []
+    if fits_memory(problem, unlimited.stages):
+        return _better(problem, [ends_of_stages(problem, unlimited.stages), *known])
+    known = known or _found_to_fit(problem, deadline_s=deadline_s)
+    now_s = time.perf_counter()
+    if not known or now_s - started_s > _SHARE_OF_FIRST * (deadline_s - now_s):
+        return known
+    return [*known, *_moved_to_fit(problem, unlimited, deadline_s=_part_of(deadline_s))]
+
+
+def _better(problem: Problem, starts: Sequence[Ints]) -> list[Ints]:
+    """The best one of them, if there is any."""
+    if len(starts) < 2:
+        return list(starts)
+    return [min(starts, key=lambda ends: goal_s(problem, stages_between(problem, ends.tolist())))]
+
+
+def _found_to_fit(problem: Problem, *, deadline_s: float) -> list[Ints]:
+    """One partition that fits; none where none is possible. Raises NoPlanError where neither is known in time."""
+    limit = problem.memory_of(0)
+    assert limit is not None, "without a limit every partition fits"
+    known = smallest_peak(problem, enough=limit, deadline_s=deadline_s)
+    assert known is not None, "there is a partition"
+    if known.value <= limit or known.lower_bound > limit:
+        return [known.ends] if known.value <= limit else []
+    raise NoPlanError(
+        f"in this time no partition was found that fits {bytes_text(limit)} per device, nor that there is none; the smallest "
+        f"memory that was found to fit is {bytes_text(int(known.value))}; allow more time (--time-limit), or give each device "
+        "more memory"
+    )
+
+
+def _moved_to_fit(problem: Problem, start: Solution, *, deadline_s: float) -> list[Ints]:
+    """The partition to which moves lead that make the largest peak smaller, if it fits."""
+    free = without_memory(problem)
+    moved = _peak_search(free, None).moved(_known_peak(free, start), deadline_s=deadline_s)
+    return [moved.ends] if moved.value <= (problem.memory_of(0) or 0) else []
+
+
+def _stages_by_themselves(problem: Problem) -> Solution | None:
+    """The partition with the smallest largest stage, as if each stage had a device of its own."""
+    links = (FREE_LINK,) * (problem.num_stages - 1)
+    return smallest_largest(replace(problem, schedule="gpipe", minimize="max-stage", links=links, recompute="never"))

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 from gplan.core import (
     Action,
@@ -38,6 +39,7 @@ from gplan.core import (
     idle_share,
 )
 from gplan.cost.action_seconds import ActionKey, action_s, gaps, occupied
+from gplan.schedules.dependencies import dependencies_of
 from gplan.schedules.registry import make_schedule
 from gplan.simulation.kernel import (
     NONE,
@@ -232,3 +234,51 @@ def update_times(
             end_s = free_s + (update_s(update) + before_s)
             yield device, update, free_s + before_s, end_s
             free_s = end_s
+
+
+def exposed_transfers(
+    spans: Sequence[Span],
+    *,
+    num_bytes: Callable[[Action], int] = lambda _: 0,
+    hop_s: Callable[[Action], float] = lambda _: 0.0,
+) -> tuple[Transfer, ...]:
+    """The part of each transfer that its receiver waited for, by the spans of all devices, ordered by device and start.
+
+    Given are, of what an action sends, its bytes, and the seconds from the action's end until the neighbour should have it.
+    If the receiver was idle when the sender finished, its whole wait until its next action is exposed. If it was still
+    busy, its wait counts from the end of its own action, for at most the rest of the planned transfer; what is left is
+    engine time.
+    """
+    by_action = {span.action: span for span in spans if span.action.kind is not ActionKind.OPTIMIZER}
+    before = {b.action: a for a, b in pairwise(spans) if a.device == b.device}
+    found = []
+    for action, needed in dependencies_of(by_action, 1 + max(x.stage for x in by_action)).items():
+        span, sender = by_action[action], by_action[needed]
+        if sender.device == span.device:
+            continue
+        free_s = before[action].end_s if action in before else 0.0
+        start_s = max(free_s, sender.end_s)
+        end_s = max(start_s, span.start_s)
+        if free_s > sender.end_s:
+            end_s = min(end_s, max(start_s, sender.end_s + hop_s(needed)))
+        found.append(
+            Transfer(
+                action=needed,
+                source=sender.device,
+                target=span.device,
+                start_s=start_s,
+                end_s=end_s,
+                num_bytes=num_bytes(needed),
+            )
+        )
+    return tuple(found)
+
+
+def exposed_in(plan: Plan, spans: Sequence[Span]) -> tuple[Transfer, ...]:
+    """The exposed transfers of a measured step of the plan, with what crosses its cuts."""
+    costs = plan.stage_costs
+
+    def hop_s(action: Action) -> float:
+        return gap_s(action, costs[action.stage]) + transfer_s(action, costs)
+
+    return exposed_transfers(spans, num_bytes=lambda action: sent_bytes(action, costs), hop_s=hop_s)

@@ -1,4 +1,4 @@
-"""Closed-form lower bounds of the step of any partition; they rule out most strategies of a search. An estimate orders it.
+"""Closed-form lower bounds of the step of any partition; they rule out most settings of a search. An estimate orders it.
 
 With t_s the compute of a micro-batch on stage s, W the sum of all, C the least transfers over all cuts:
     any     T >= W + C                                        (of a split backward its first half)
@@ -30,7 +30,7 @@ from gplan.corrections.sharding import EXCHANGED
 from gplan.cost.microbatch_bytes import MicrobatchTerms, microbatch_bytes
 from gplan.graph.down_sets import Floats
 from gplan.partition.bounds import least_transfers_s, shared_step_s, through_all_s
-from gplan.partition.problem import Problem, compute_sums_s, largest_layer_s, layers_compute_s
+from gplan.partition.problem import Problem, compute_sums_s, layers_compute_s, num_recomputed
 from gplan.schedules.in_flight import NUM_WARMUP
 
 _MOST_BYTES = np.iinfo(np.int64).max
@@ -42,7 +42,7 @@ _SHARE_OF_WAITS = {"zb-h1": 1 / 3, "zb-v": 1 / 3}
 
 
 @dataclass(frozen=True)
-class StrategyBounds:
+class SettingBounds:
     """Bounds over all partitions of a problem on equal devices; of their memory only what a method is given counts."""
 
     problem: Problem
@@ -149,7 +149,7 @@ class StrategyBounds:
     @cached_property
     def _again_s(self) -> float:
         """What recomputing all stages adds to every micro-batch; 0 where not every one is recomputed."""
-        return self._whole_again_s if self.problem.recompute == "always" else 0.0
+        return self._whole_again_s if self._num_again == self._num else 0.0
 
     @cached_property
     def _whole_again_s(self) -> float:
@@ -180,7 +180,7 @@ class StrategyBounds:
     def largest_s(self) -> float:
         """A lower bound of the largest stage's compute; exact for a chain, up to rounding."""
         num_stages, costs = self.problem.num_stages, self.problem.costs
-        lone_s = largest_layer_s(self.problem) + self._overhead_s
+        lone_s = float(layers_compute_s(self.problem).max()) + self._overhead_s
         low, high = max(self.through_s / num_stages, lone_s), self.through_s
         if costs.given_downsets is not None:
             return low
@@ -188,7 +188,7 @@ class StrategyBounds:
 
     @property
     def tail_s(self) -> float:
-        """Seconds of all updates without contention and, at least, of the replicas' all-reduces.
+        """Seconds of all updates by themselves and, at least, of the replicas' all-reduces.
 
         Tied weights may lie together.
         """
@@ -208,7 +208,7 @@ class StrategyBounds:
     @property
     def _num_again(self) -> int:
         """Micro-batches that all stages recompute."""
-        return {"always": self._num, "except-last": self._num - 1}.get(self.problem.recompute, 0)
+        return 0 if self.problem.recompute == "selected" else num_recomputed(self.problem)
 
     @cached_property
     def _packed_s(self) -> float:

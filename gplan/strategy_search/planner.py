@@ -1,22 +1,42 @@
 """The planner: one function from a profile and a request to a plan.
 
-A request whose dials are all values is one partition problem; open dials are searched together (`search.py`).
+A request whose dials are all values is one partition problem. Open dials are searched together: devices, replicas,
+micro-batches, schedule and recompute, for one batch and memory. Every setting of `space.py` has a closed-form bound; those
+that could be the best are balanced (`setting_search.py`), and the bound of the resulting plan covers all settings, also
+those left out when the time was up. The Pareto frontier of step and memory comes from repeating the search with less and
+less memory.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from typing import Any, cast
 
-from gplan.core import OBJECTIVES, Plan, Profile
-from gplan.core.errors import UsageError
+from gplan.core import OBJECTIVES, Alternative, Constraints, Plan, Profile
+from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.progress import Progress, no_progress
-from gplan.partition.balance import balance_fixed
-from gplan.partition.validation import check_choice, check_counts
-from gplan.schedules.registry import check_custom_counts, default_num_microbatches, schedule_info
+from gplan.core.units import bytes_text, counted, memory_size_text, seconds_text
+from gplan.graph.down_sets import DownSets, Prefixes
+from gplan.partition.balance import alternative_of, balance_fixed
+from gplan.partition.candidates import TooManyCandidates
+from gplan.partition.diagnosis import (
+    conflicting_constraints,
+    no_plan_error,
+    one_device_notes,
+    stages_that_fit_text,
+    tightest_device,
+)
+from gplan.partition.problem import Problem
+from gplan.partition.solve import TooManyDownSets, where_to_cut
+from gplan.partition.validation import check_choice, check_constraints, check_counts, check_limits, why_not_selected
+from gplan.schedules.registry import check_custom_counts, default_num_microbatches, num_stages_of, schedule_info
 from gplan.schedules.request import PlanRequest, any_setting
-from gplan.strategy_search.search import search
+from gplan.strategy_search.setting_search import NUM_RIVALS, SettingSearch
+from gplan.strategy_search.space import base_schedule, search_space
 
 
 def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_progress) -> Plan:
@@ -133,3 +153,203 @@ def _check_searchable(request: PlanRequest) -> None:
                 f"{option} cannot be used in a search: give --k and --microbatches as numbers, --schedule and --recompute "
                 "by name, --shard none, and no --devices"
             )
+
+
+TIME_LIMIT_S = 18.0
+_SHARE_OF_BEST = 0.9  # of the time, for the best plan; the rest is for the frontier
+_NUM_TRIED = 24  # settings whose smallest memory is computed where nothing fits
+_CLOSEST_S = 4.0  # for that
+_NUM_POINTS = 8  # of the frontier
+_LESS_MEMORY = 0.8  # the memory limit for the next point, as a share of the last point's peak
+_LEAST_POINT_S = 0.5  # for a point
+_SHARE_OF_POINT = 1 / 3  # of the time left
+_MIN_SAVING = 0.01  # share of the memory that a point of the frontier must save
+
+
+def search(profile: Profile, request: PlanRequest, *, progress: Progress = no_progress) -> Plan:
+    """The plan with the shortest step for a batch, with plans that need less memory in `Plan.frontier`.
+
+    `total_devices` limits the devices of all replicas together; without it, devices on "auto" maximise samples per second
+    and device. By default the batch is that of the plan made without a search, and the memory that of the profile's
+    device. Micro-batches have profiled sizes where the batch can be cut so. On a machine there is one replica, and the next
+    best settings are in `Plan.rivals` in place of a frontier. An interrupt or the time limit ends the search with the best
+    plan so far and a note; `Plan.proof` covers all settings.
+
+    Raises UsageError for an impossible request, NoPlanError where nothing fits or nothing was found in time.
+    """
+    started_s = time.perf_counter()
+    memory_bytes, machine = request.memory_bytes, request.machine
+    time_limit_s = TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s
+    check_limits(memory_bytes=memory_bytes, time_limit_s=time_limit_s)
+    _check_constraints(request.constraints, profile, request)
+    space = search_space(profile, request)
+    if memory_bytes is None and machine is None:
+        memory_bytes = profile.device.memory_bytes
+    downsets, notes = _down_sets(profile, request.constraints)
+    found = SettingSearch(profile=profile, space=space, request=request, downsets=downsets, progress=progress)
+    share = _SHARE_OF_BEST if machine is None else 1.0
+    found.run(memory_bytes, deadline_s=started_s + share * time_limit_s, share=(0.0, share))
+    if found.best is None:
+        raise _no_plan_error(found, memory_bytes, time_limit_s)
+    lower_bound, notes = found.lower_bound, (*space.notes, *notes, *_notes(found, found.best))
+    if machine is None and not found.is_interrupted and not _explore(found, deadline_s=started_s + time_limit_s):
+        notes = (*notes, "the search for plans with less memory was interrupted")
+    plan = found.best_fitting(memory_bytes)
+    assert plan is not None, "the search has found one"
+    lower_bound_s = min(lower_bound / found.weight(plan.num_ranks), plan.prediction.step_s)
+    solver, solve_s = f"search/{plan.proof.solver}", time.perf_counter() - started_s
+    return replace(
+        plan,
+        memory_limit_bytes=memory_bytes,
+        proof=replace(plan.proof, solver=solver, lower_bound_s=lower_bound_s, solve_s=solve_s),
+        notes=(*plan.notes, *notes, *one_device_notes(plan, profile)),
+        frontier=tuple(map(alternative_of, _pareto_frontier(plan, found))) if machine is None else (),
+        rivals=tuple(_rivals(plan, found)) if machine is not None else (),
+    )
+
+
+def _check_constraints(constraints: Constraints, profile: Profile, request: PlanRequest) -> None:
+    if constraints.pins and request.num_devices == "auto":
+        pin = constraints.pins[0]
+        raise UsageError(
+            f"--pin {pin.layer}={pin.stage} names a stage, but the number of stages is to be found; give --k a number"
+        )
+    num_stages = len(profile.layers)
+    if isinstance(request.num_devices, int):
+        num_stages = num_stages_of(base_schedule(request), request.num_devices)
+    check_constraints(constraints, profile, num_stages=num_stages)
+
+
+def _down_sets(profile: Profile, constraints: Constraints) -> tuple[DownSets | None, tuple[str, ...]]:
+    try:
+        return where_to_cut(profile, in_order=constraints.profile_order), ()
+    except TooManyDownSets:
+        note = "with this many branches the search keeps the layers in the profile's order; others may be better"
+        return Prefixes(len(profile.layers)), (note,)
+
+
+def _notes(found: SettingSearch, plan: Plan) -> Iterator[str]:
+    """How much was searched, and which devices are not used."""
+    if found.is_interrupted or found.num_left:
+        stopped = "the search was interrupted" if found.is_interrupted else "the time was up"
+        yield (
+            f"{stopped}: {found.open_text}, the bound is of all"
+            if found.num_left
+            else f"{stopped}: the bound is of all settings"
+        )
+    else:
+        yield (
+            f"the best of {found.num_settings_text}; bounds ruled out what was not among {found.num_solved} partitions solved"
+        )
+    num_undecided = len(found.undecided)
+    if num_undecided:
+        ways = "1 way to recompute has" if num_undecided == 1 else f"{num_undecided} ways to recompute have"
+        yield f"whether {ways} a plan that fits was not found in time"
+    used, num_there = plan.num_ranks, found.request.total_devices
+    if num_there is not None and used < num_there:
+        k, num_idle = found.request.num_devices, num_there - used
+        reason = "no plan that uses more was found to be faster"
+        if isinstance(k, int) and num_idle < k:
+            reason = f"another pipeline needs {k}, {num_idle} {'is' if num_idle == 1 else 'are'} left; --k auto tries other numbers"
+        yield f"{used} of {num_there} devices are used; {reason}"
+
+
+def _explore(found: SettingSearch, *, deadline_s: float) -> bool:
+    """Repeat the search with less and less memory than the best plan needs; returns False if it was interrupted."""
+    part = (1 - _SHARE_OF_BEST) / (_NUM_POINTS - 1)
+    for index in range(_NUM_POINTS - 1):
+        now_s, low = time.perf_counter(), _SHARE_OF_BEST + index * part
+        if found.best is None or found.is_interrupted or deadline_s - now_s < _LEAST_POINT_S:
+            break
+        until_s = now_s + _SHARE_OF_POINT * (deadline_s - now_s)
+        try:
+            found.run(int(_LESS_MEMORY * found.best.peak_bytes), deadline_s=until_s, share=(low, low + part))
+        except KeyboardInterrupt:
+            return False
+    return not found.is_interrupted
+
+
+def _pareto_frontier(plan: Plan, found: SettingSearch) -> Iterator[Plan]:
+    """The plan, then slower plans that each need at least 1 % less memory than the one before; by rising step."""
+    last = plan
+    yield plan
+    plans = [x for x in found.plans.values() if not found.space.per_device or x.num_ranks == plan.num_ranks]
+    for other in sorted(plans, key=lambda x: (x.prediction.step_s, x.peak_bytes)):
+        is_smaller = other.peak_bytes <= (1 - _MIN_SAVING) * last.peak_bytes
+        if is_smaller and other.prediction.step_s > last.prediction.step_s:
+            yield other
+            last = other
+
+
+def _rivals(plan: Plan, found: SettingSearch) -> Iterator[Alternative]:
+    """The plan's setting without constraints, if there are any, then the next best settings."""
+    if found.request.constraints:
+        fixed = replace(
+            found.request,
+            num_devices=plan.num_devices,
+            num_microbatches=plan.num_microbatches,
+            microbatch_size=plan.microbatch_size,
+            schedule=plan.schedule,
+            recompute=plan.recompute,
+            constraints=Constraints(),
+        )
+        yield alternative_of(balance_fixed(found.profile, fixed), label="without constraints")
+    others = [x for x in found.plans.values() if x is not plan]
+    for x in sorted(others, key=lambda x: (x.prediction.step_s, x.peak_bytes))[:NUM_RIVALS]:
+        title = schedule_info(x.schedule).title
+        yield alternative_of(x, label=f"{title}, {x.num_microbatches} × {x.microbatch_size}, recompute {x.recompute}")
+
+
+def _no_plan_error(found: SettingSearch, memory_bytes: int | None, time_limit_s: float) -> Exception:
+    """What to raise; of several settings that do not fit it names the one that needs the least memory."""
+    if found.num_left:
+        return NoPlanError(
+            f"no plan was found in {seconds_text(time_limit_s)}; {found.open_text}; "
+            "allow more time (--time-limit), or leave less open"
+        )
+    settings, modes, machine = found.space.settings, found.space.recompute, found.request.machine
+    only = _most_telling(found, memory_bytes)
+    if memory_bytes is None or machine or only.constraints or len(settings) * len(modes) == 1:
+        return no_plan_error(only, machine)
+    at_all = f"no plan of {found.num_settings_text} fits {bytes_text(memory_bytes)} per device"
+    try:
+        problem, peak_bytes = _closest(found, memory_bytes)
+    except TooManyCandidates:
+        return NoPlanError(f"{at_all}; give each device more memory")
+    tries_one_k = len({x.num_devices for x in settings}) == 1
+    with suppress(TooManyCandidates):
+        at_all += f"; {stages_that_fit_text(problem)}" if tries_one_k and not problem.has_chunks else ""
+    return NoPlanError(
+        f"{at_all}; the closest that was found needs {bytes_text(peak_bytes)} (--memory {memory_size_text(peak_bytes)}): "
+        f"{counted(problem.num_devices, 'device')}, {counted(problem.num_microbatches, 'micro-batch')} of "
+        f"{problem.costs.profile.microbatch_sizes[0]}, {schedule_info(problem.schedule).title}, recompute {problem.recompute}"
+    )
+
+
+def _most_telling(found: SettingSearch, memory_bytes: int | None) -> Problem:
+    """The setting to explain: of those that the constraints allow, the one with most devices, with one stage on each."""
+    settings, mode = found.space.settings, found.space.recompute[0]
+    for x in sorted(settings, key=lambda x: (x.num_stages > x.num_devices, -x.num_devices)):
+        if not conflicting_constraints(problem := found.problem(x, mode, memory_bytes)):
+            return problem
+    return found.problem(settings[0], mode, memory_bytes)
+
+
+def _closest(found: SettingSearch, memory_bytes: int) -> tuple[Problem, int]:
+    """The setting that needs the least memory, and how much, among those that can be computed in a few seconds."""
+    deadline_s = time.perf_counter() + _CLOSEST_S
+    single = [x for x in found.space.settings if x.num_stages == x.num_devices]  # fast to compute
+    every = sorted(
+        single or found.space.settings, key=lambda x: (x.schedule == "gpipe", x.num_stages * x.num_microbatches)
+    )
+    modes = sorted(found.space.recompute, key=lambda mode: mode not in ("selected", "always"))
+    modes = [x for x in modes if x != "selected" or not all(why_not_selected(y.schedule) for y in every)]
+    tried: list[tuple[Problem, int]] = []
+    for setting, mode in product(every[:: max(1, len(every) // _NUM_TRIED)], modes[:2]):
+        if tried and time.perf_counter() > deadline_s:
+            break
+        if mode == "selected" and why_not_selected(setting.schedule):
+            continue
+        problem = found.problem(setting, mode, memory_bytes)
+        tried.append((problem, tightest_device(problem).peak_bytes))
+    return min(tried, key=lambda pair: pair[1])

@@ -23,7 +23,9 @@ from gplan.core.units import counted, seconds_text
 from gplan.corrections import planned
 from gplan.cost.stage_table import StageTable
 from gplan.graph.down_sets import DownSets
-from gplan.partition.dp import INFINITY
+from gplan.partition.branch_and_bound import Search
+from gplan.partition.candidates import INFINITY
+from gplan.partition.goals import StepGoal
 from gplan.partition.placement import Placed, best_placement
 from gplan.partition.plan_evaluation import fits_memory, price
 from gplan.partition.problem import ROUNDING, Problem, Solution, nothing_recomputed, without_memory
@@ -31,8 +33,8 @@ from gplan.partition.solve import solve
 from gplan.partition.validation import why_not_selected
 from gplan.schedules.registry import schedule_info
 from gplan.schedules.request import PlanRequest
-from gplan.strategy_search.bounds import StrategyBounds
-from gplan.strategy_search.space import AUTO_RECOMPUTE, AUTO_SCHEDULES, SIMPLEST, Space, Strategy
+from gplan.strategy_search.bounds import SettingBounds
+from gplan.strategy_search.space import AUTO_RECOMPUTE, AUTO_SCHEDULES, SIMPLEST, Setting, Space
 
 NUM_RIVALS = 5
 """The settings beside the best one that are kept on a machine."""
@@ -43,7 +45,7 @@ _SHARE_OF_SOLVE = 0.1  # of a run's time for one solve, at least, where that is 
 _SHARE = 0.5  # of the time left, for the problems to come
 _NEARLY = 0.9  # of its time limit: a solver that takes less has finished by itself
 
-_Way: TypeAlias = tuple[Strategy, RecomputeMode]
+_Way: TypeAlias = tuple[Setting, RecomputeMode]
 
 
 @dataclass
@@ -59,19 +61,19 @@ class SettingSearch:
     downsets: DownSets | None
     progress: Progress
     best: Plan | None = None  # within the memory of the last run
-    bounds: dict[Strategy, float] = field(default_factory=dict)  # of the cost of every plan within that memory
+    bounds: dict[Setting, float] = field(default_factory=dict)  # of the cost of every plan within that memory
     num_left: int = 0  # settings that the last run neither proved nor ruled out
     undecided: set[_Way] = field(default_factory=set)  # in the last run: whether any plan fits
     plans: dict[tuple[_Way, int | None], Plan] = field(default_factory=dict)  # of all runs, by memory limit
     num_solved: int = 0
     is_interrupted: bool = False
     # the plan without a memory limit, and whether more time is of no use
-    _free: dict[Strategy, tuple[Placed | None, bool]] = field(default_factory=dict)
+    _free: dict[Setting, tuple[Placed | None, bool]] = field(default_factory=dict)
     _limited: dict[_Way, float] = field(default_factory=dict)  # bounds that were raised by solving
-    _last: dict[Strategy, Solution] = field(default_factory=dict)  # where the next search of a setting begins
+    _last: dict[Setting, Solution] = field(default_factory=dict)  # where the next search of a setting begins
     _deadline_s: float = 0.0  # of the last run
     _tables: dict[tuple[object, ...], StageTable] = field(default_factory=dict)
-    _closed: dict[_Way, StrategyBounds] = field(default_factory=dict)
+    _closed: dict[_Way, SettingBounds] = field(default_factory=dict)
 
     def run(self, memory_bytes: int | None, *, deadline_s: float, share: tuple[float, float]) -> None:
         """Find the best plan within the memory, which is at most that of the run before.
@@ -80,13 +82,13 @@ class SettingSearch:
         """
         self.best, self.undecided, started_s = self.best_fitting(memory_bytes), set(), time.perf_counter()
         first, self._deadline_s = self.space.recompute[0], deadline_s
-        self.progress(f"bounding {counted(len(self.space.strategies), 'setting')}", share[0])
-        for x in self.space.strategies:
+        self.progress(f"bounding {counted(len(self.space.settings), 'setting')}", share[0])
+        for x in self.space.settings:
             bounds = [self._bound(x, mode, memory_bytes) for mode in self._modes(x, memory_bytes)]
             self.bounds[x] = max(self.bounds.get(x, 0.0), min(bounds, default=INFINITY))
-        turn = list(self.space.strategies[::-1])  # of equal estimates 1F1B before GPipe, which keeps more
+        turn = list(self.space.settings[::-1])  # of equal estimates 1F1B before GPipe, which keeps more
         turn.sort(key=lambda x: self._weighted(self.closed_bounds(x, first).estimate_s, x))
-        unproven, by_bound = list[Strategy](), False
+        unproven, by_bound = list[Setting](), False
         least_s = min(_LEAST_SOLVE_S, _SHARE_OF_SOLVE * (deadline_s - started_s))
         num_ways = 1 if memory_bytes is None else 1 + len(self.space.recompute)  # that a setting may be balanced in
         try:
@@ -98,14 +100,14 @@ class SettingSearch:
                         break
                     continue
                 simple = [x for x in turn if x.schedule in SIMPLEST] if self.best is None else []
-                strategy = min(turn, key=self.bounds.__getitem__) if by_bound else (simple or turn)[0]
+                setting = min(turn, key=self.bounds.__getitem__) if by_bound else (simple or turn)[0]
                 by_bound = self.best is not None and not by_bound
-                self._report(strategy, share[1] - (share[1] - share[0]) * left_s / (deadline_s - started_s))
+                self._report(setting, share[1] - (share[1] - share[0]) * left_s / (deadline_s - started_s))
                 limit_s = max(least_s, _SHARE * left_s / (len(turn) * num_ways))
-                is_finished = self._balance(strategy, memory_bytes, time_limit_s=limit_s)
-                turn.remove(strategy)
+                is_finished = self._balance(setting, memory_bytes, time_limit_s=limit_s)
+                turn.remove(setting)
                 if not is_finished:
-                    unproven.append(strategy)
+                    unproven.append(setting)
         except KeyboardInterrupt:
             if self.best is None:
                 raise
@@ -121,13 +123,13 @@ class SettingSearch:
     @property
     def num_settings_text(self) -> str:
         """How many settings there are."""
-        num_settings = len(self.space.strategies)
+        num_settings = len(self.space.settings)
         return "one setting" if num_settings == 1 else f"{num_settings} settings"
 
     @property
     def open_text(self) -> str:
         """How many settings the last run neither proved nor ruled out."""
-        if len(self.space.strategies) == 1:
+        if len(self.space.settings) == 1:
             return "the one setting is still open"
         return f"{self.num_left} of {self.num_settings_text} {'is' if self.num_left == 1 else 'are'} still open"
 
@@ -147,55 +149,55 @@ class SettingSearch:
                 best = self._better(best, plan)
         return best
 
-    def closed_bounds(self, strategy: Strategy, recompute: RecomputeMode) -> StrategyBounds:
+    def closed_bounds(self, setting: Setting, recompute: RecomputeMode) -> SettingBounds:
         """The closed-form bounds of a setting; on a machine without transfers."""
-        way = (strategy, recompute)
+        way = (setting, recompute)
         if way not in self._closed:
-            problem = self.problem(strategy, recompute, None)
+            problem = self.problem(setting, recompute, None)
             if self.request.machine is not None:
                 problem = replace(problem, links=(FREE_LINK,) * (problem.num_stages - 1))
-            self._closed[way] = StrategyBounds(problem)
+            self._closed[way] = SettingBounds(problem)
         return self._closed[way]
 
-    def problem(self, strategy: Strategy, recompute: RecomputeMode, memory_bytes: int | None) -> Problem:
+    def problem(self, setting: Setting, recompute: RecomputeMode, memory_bytes: int | None) -> Problem:
         """The partition problem of a setting."""
         return Problem(
-            costs=self._table(strategy),
-            num_stages=strategy.num_stages,
-            schedule=strategy.schedule,
+            costs=self._table(setting),
+            num_stages=setting.num_stages,
+            schedule=setting.schedule,
             recompute=recompute,
             minimize="step-time",
             memory_bytes=memory_bytes,
             constraints=self.request.constraints,
         )
 
-    def _table(self, strategy: Strategy) -> StageTable:
+    def _table(self, setting: Setting) -> StageTable:
         """The costs of a setting, shared by all with equal ones; of one batch, their micro-batches are as many."""
-        num_beside = strategy.num_devices if self.profile.num_neighbours else 1  # that costs depend on
-        key = (strategy.microbatch_size, num_beside, strategy.num_replicas, strategy.sharding)
+        num_beside = setting.num_devices if self.profile.num_neighbours else 1  # that costs depend on
+        key = (setting.microbatch_size, num_beside, setting.num_replicas, setting.sharding)
         if key not in self._tables:
             plain = planned(
                 self.profile,
-                microbatch_size=strategy.microbatch_size,
+                microbatch_size=setting.microbatch_size,
                 num_devices=num_beside,
-                num_replicas=strategy.num_replicas,
-                sharding=strategy.sharding,
+                num_replicas=setting.num_replicas,
+                sharding=setting.sharding,
             )
             self._tables[key] = StageTable(
-                plain, strategy.num_microbatches, self.downsets, strategy.num_replicas, strategy.sharding
+                plain, setting.num_microbatches, self.downsets, setting.num_replicas, setting.sharding
             )
         return self._tables[key]
 
-    def _bound(self, strategy: Strategy, recompute: RecomputeMode, memory_bytes: int | None) -> float:
+    def _bound(self, setting: Setting, recompute: RecomputeMode, memory_bytes: int | None) -> float:
         """The closed-form bound of the cost; a machine's fastest device computes that much faster."""
-        bounds, machine = self.closed_bounds(strategy, recompute), self.request.machine
+        bounds, machine = self.closed_bounds(setting, recompute), self.request.machine
         if machine is not None:
-            return self._weighted(bounds.step_s / max([1.0, *(x.speed for x in machine.devices)]), strategy)
+            return self._weighted(bounds.step_s / max([1.0, *(x.speed for x in machine.devices)]), setting)
         step_s = bounds.step_s if memory_bytes is None else bounds.within_s(memory_bytes)
-        return self._weighted(step_s, strategy)
+        return self._weighted(step_s, setting)
 
-    def _weighted(self, step_s: float, strategy: Strategy) -> float:
-        return step_s * self.weight(strategy.total_devices)
+    def _weighted(self, step_s: float, setting: Setting) -> float:
+        return step_s * self.weight(setting.total_devices)
 
     @property
     def _cutoff(self) -> float:
@@ -211,34 +213,38 @@ class SettingSearch:
             return other
         return min(one, other, key=_plainness) if self.cost(other) <= self.cost(one) * (1 + ROUNDING) else one
 
-    def _balance(self, strategy: Strategy, memory_bytes: int | None, *, time_limit_s: float) -> bool:
+    def _balance(self, setting: Setting, memory_bytes: int | None, *, time_limit_s: float) -> bool:
         """Balance a setting for every way to recompute, and raise its bound; returns whether more time is of no use.
 
         It is first balanced without a memory limit: a plan that fits anyway is the best for every way to recompute.
         """
-        modes, least, is_finished = self._modes(strategy, memory_bytes), self.bounds[strategy], True
+        modes = [x for x in self._modes(setting, memory_bytes) if self._could_be_best(setting, x, memory_bytes)]
+        least, is_finished = self.bounds[setting], True
+        if not modes:
+            self.bounds[setting] = max(least, self._beyond)
+            return True
         if self.request.machine is None and (memory_bytes is None or {"never", "selected"} & {*modes}):
-            problem = self.problem(strategy, self._allowed(strategy)[0], memory_bytes)
+            problem = self.problem(setting, self._allowed(setting)[0], memory_bytes)
             kept = nothing_recomputed(problem)
-            free, is_finished = self._free.get(strategy, (None, False))
+            free, is_finished = self._free.get(setting, (None, False))
             if not is_finished and (free is None or fits_memory(kept, free.solution.stages)):
-                free, is_finished = self._free[strategy] = self._solved(without_memory(problem), strategy, time_limit_s)
-            least = INFINITY if free is None else max(least, self._weighted(free.solution.lower_bound_s, strategy))
+                free, is_finished = self._free[setting] = self._solved(without_memory(problem), setting, time_limit_s)
+            least = INFINITY if free is None else max(least, self._weighted(free.solution.lower_bound_s, setting))
             if free is None or fits_memory(kept, free.solution.stages):
                 if free is not None:
-                    self._record(strategy, memory_bytes, replace(free, problem=problem))
-                self.bounds[strategy] = least
+                    self._record(setting, memory_bytes, replace(free, problem=problem))
+                self.bounds[setting] = least
                 return is_finished
             is_finished = True
-        bounds = [INFINITY]
+        bounds = [self._beyond]
         for mode in modes:
-            way, is_settled = (strategy, mode), True
-            known = self._limited[way] if way in self._limited else self._bound(strategy, mode, memory_bytes)
-            bound = max(least, known)
+            way, is_settled = (setting, mode), True
+            bound = max(least, self._known(setting, mode, memory_bytes))
             if bound <= self._cutoff:
-                problem = self.problem(strategy, mode, memory_bytes)
+                problem = self.problem(setting, mode, memory_bytes)
                 try:
-                    found, is_settled = self._solved(problem, strategy, time_limit_s)
+                    cutoff_s = self._beyond / self.weight(setting.total_devices)
+                    found, is_settled = self._solved(problem, setting, time_limit_s, cutoff_s)
                 except NoPlanError:
                     self.undecided.add(way)
                     is_settled = False
@@ -247,28 +253,48 @@ class SettingSearch:
                     if found is None:
                         bound = INFINITY
                     else:
-                        self._record(strategy, memory_bytes, found)
-                        bound = max(bound, self._weighted(found.solution.lower_bound_s, strategy))
+                        self._record(setting, memory_bytes, found)
+                        bound = max(bound, self._weighted(found.solution.lower_bound_s, setting))
                     self._limited[way] = bound
             bounds.append(bound)
             is_finished = is_finished and is_settled
-        self.bounds[strategy] = min(bounds)
+        self.bounds[setting] = min(bounds)
         return is_finished
 
-    def _allowed(self, strategy: Strategy) -> list[RecomputeMode]:
-        """The ways to recompute that the request allows."""
-        return [x for x in self.space.recompute if self.request.allows(replace(strategy, recompute=x))]
+    @property
+    def _beyond(self) -> float:
+        """A cost that is just above the cutoff."""
+        return self._cutoff * (1 + ROUNDING)
 
-    def _modes(self, strategy: Strategy, memory_bytes: int | None) -> list[RecomputeMode]:
+    def _known(self, setting: Setting, mode: RecomputeMode, memory_bytes: int | None) -> float:
+        """The bound of a setting in one way to recompute."""
+        return max(self._limited.get((setting, mode), 0.0), self._bound(setting, mode, memory_bytes))
+
+    def _could_be_best(self, setting: Setting, mode: RecomputeMode, memory_bytes: int | None) -> bool:
+        """Whether bounds leave room for a plan of a setting that costs no more than the best one; raises its bound."""
+        known = self._known(setting, mode, memory_bytes)
+        if known <= self._cutoff < INFINITY and self.request.machine is None:
+            search = Search(problem=self.problem(setting, mode, memory_bytes), goal=StepGoal)
+            bound_s = search.bound_up_to(self._beyond / self.weight(setting.total_devices))
+            known = self._limited[setting, mode] = max(known, self._weighted(bound_s, setting))
+        return known <= self._cutoff
+
+    def _allowed(self, setting: Setting) -> list[RecomputeMode]:
+        """The ways to recompute that the request allows."""
+        return [x for x in self.space.recompute if self.request.allows(replace(setting, recompute=x))]
+
+    def _modes(self, setting: Setting, memory_bytes: int | None) -> list[RecomputeMode]:
         """The allowed ways to recompute that may fit; "selected" is never worse than "never"."""
-        modes, cannot_select = self._allowed(strategy), bool(why_not_selected(strategy.schedule))
+        modes, cannot_select = self._allowed(setting), bool(why_not_selected(setting.schedule))
         if cannot_select or "selected" in modes:
             modes = [x for x in modes if x != ("selected" if cannot_select else "never")]
         if self.request.machine is not None or memory_bytes is None:
             return modes
-        return [x for x in modes if not self.closed_bounds(strategy, x).exceeds_memory(memory_bytes)]
+        return [x for x in modes if not self.closed_bounds(setting, x).exceeds_memory(memory_bytes)]
 
-    def _solved(self, problem: Problem, strategy: Strategy, time_limit_s: float) -> tuple[Placed | None, bool]:
+    def _solved(
+        self, problem: Problem, setting: Setting, time_limit_s: float, cutoff_s: float = INFINITY
+    ) -> tuple[Placed | None, bool]:
         """The best partition, searched from the last one of the setting, and whether more time is of no use."""
         started_s, machine = time.perf_counter(), self.request.machine
         time_limit_s = min(time_limit_s, max(_SHORTEST_S, self._deadline_s - started_s))
@@ -277,27 +303,27 @@ class SettingSearch:
             solve_here = partial(solve, time_limit_s=time_limit_s)
             found = best_placement(problem, machine, solve_here, time_limit_s=time_limit_s)
         else:
-            solution = solve(problem, start=self._last.get(strategy), time_limit_s=time_limit_s)
+            solution = solve(problem, start=self._last.get(setting), time_limit_s=time_limit_s, cutoff_s=cutoff_s)
             found = None if solution is None else Placed(problem=problem, solution=solution)
         if found is not None:
-            self._last[strategy] = found.solution
+            self._last[setting] = found.solution
         return found, time.perf_counter() - started_s < _NEARLY * time_limit_s
 
-    def _record(self, strategy: Strategy, memory_bytes: int | None, found: Placed) -> None:
+    def _record(self, setting: Setting, memory_bytes: int | None, found: Placed) -> None:
         """Keep the plan; one whose layers are selected, and none is, recomputes never."""
         plan = price(found.problem, found.solution, solve_s=0.0)
         is_empty = plan.recompute == "selected" and not any(x.recompute_layers for x in plan.stages)
         if is_empty and "never" in self.space.recompute:
             plan = price(nothing_recomputed(found.problem), found.solution, solve_s=0.0)
-        key = ((strategy, plan.recompute), memory_bytes)
+        key = ((setting, plan.recompute), memory_bytes)
         self.plans[key] = self._better(self.plans.get(key), plan)
         self.best = self._better(self.best, plan)
 
-    def _report(self, strategy: Strategy, share: float) -> None:
+    def _report(self, setting: Setting, share: float) -> None:
         best = "no plan yet" if self.best is None else f"best {seconds_text(self.best.prediction.step_s)}"
         self.progress(
-            f"{best}; {counted(strategy.num_devices, 'device')}, {strategy.num_microbatches} micro-batches, "
-            f"{schedule_info(strategy.schedule).title}",
+            f"{best}; {counted(setting.num_devices, 'device')}, {setting.num_microbatches} micro-batches, "
+            f"{schedule_info(setting.schedule).title}",
             share,
         )
 

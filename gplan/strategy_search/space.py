@@ -1,6 +1,6 @@
-"""The strategies of a search: devices, replicas, micro-batches, schedule and recompute mode for one batch.
+"""The settings of a search: devices, replicas, micro-batches, schedule and recompute mode for one batch.
 
-All strategies have the same batch, so their steps can be compared. Of N devices, the number of replicas of K devices is
+All settings have the same batch, so their steps can be compared. Of N devices, the number of replicas of K devices is
 the largest one, at most N / K, that divides the batch. Micro-batches cut a replica's samples evenly, in profiled sizes
 where possible and else in sizes between them, whose costs are interpolated.
 """
@@ -50,7 +50,7 @@ AUTO_RECOMPUTE: tuple[RecomputeMode, ...] = ("never", "selected", "except-last",
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Strategy(PipelineSetting):
+class Setting(PipelineSetting):
     """One way to run the model; its recompute mode is open."""
 
     microbatch_size: int
@@ -69,16 +69,16 @@ def base_schedule(request: PlanRequest) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """All strategies and recompute modes of a search, and notes for the result."""
+    """All settings and recompute modes of a search, and notes for the result."""
 
-    strategies: tuple[Strategy, ...]
+    settings: tuple[Setting, ...]
     recompute: tuple[RecomputeMode, ...]
     per_device: bool  # maximise samples per second and device, instead of minimising the step
     notes: tuple[str, ...]
 
 
 def search_space(profile: Profile, request: PlanRequest) -> Space:
-    """All strategies that meet the request; raises UsageError where there is none."""
+    """All settings that meet the request; raises UsageError where there is none."""
     if request.machine is not None:
         most = len(request.machine.devices)
         request = replace(request, total_devices=most if request.num_devices == "auto" else None)
@@ -95,7 +95,7 @@ def search_space(profile: Profile, request: PlanRequest) -> Space:
     batch_cuts = {k: _batch_cuts(profile, request, k, batch_size) for k in device_counts}
     shardings = {r: _shardings(profile, request, r) for r, _ in batch_cuts.values()}
     every = tuple(
-        Strategy(
+        Setting(
             num_devices=k, num_replicas=r, num_microbatches=m, microbatch_size=size, schedule=name, sharding=sharding
         )
         for k, (r, cuts) in batch_cuts.items()
@@ -107,14 +107,14 @@ def search_space(profile: Profile, request: PlanRequest) -> Space:
     if not every:
         raise UsageError(_no_setting_text(profile, request, device_counts, batch_size))
     allowed = {x: [mode for mode in recompute if request.allows(replace(x, recompute=mode))] for x in every}
-    strategies = tuple(x for x, modes in allowed.items() if modes)
-    if not strategies:
+    settings = tuple(x for x, modes in allowed.items() if modes)
+    if not settings:
         schedule = "auto" if request.schedule == "auto" else schedule_info(request.schedule).title
         raise UsageError(
             f"none of {counted(len(every), 'setting')} is allowed with schedule {schedule} and recompute {request.recompute}; leave "
             "more open: --schedule auto, --recompute auto, --k auto or --microbatches auto"
         )
-    strategies, pinned = _with_single_stages(strategies, request)
+    settings, pinned = _with_single_stages(settings, request)
     per_device = request.num_devices == "auto" and request.total_devices is None
     if per_device:
         notes.append(
@@ -122,21 +122,21 @@ def search_space(profile: Profile, request: PlanRequest) -> Space:
             "--devices N asks for the shortest step on N devices"
         )
     notes += (*left_out, *pinned)
-    possible = tuple(mode for mode in recompute if any(mode in allowed[x] for x in strategies))
-    return Space(strategies=strategies, recompute=possible, per_device=per_device, notes=tuple(notes))
+    possible = tuple(mode for mode in recompute if any(mode in allowed[x] for x in settings))
+    return Space(settings=settings, recompute=possible, per_device=per_device, notes=tuple(notes))
 
 
 def _with_single_stages(
-    strategies: tuple[Strategy, ...], request: PlanRequest
-) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
-    """On a machine, and with pins, only strategies with one stage per device; with a note for pins.
+    settings: tuple[Setting, ...], request: PlanRequest
+) -> tuple[tuple[Setting, ...], tuple[str, ...]]:
+    """On a machine, and with pins, only settings with one stage per device; with a note for pins.
 
     Of schedules with chunks a stage's number is another part of the model.
     """
-    single = tuple(x for x in strategies if x.num_stages == x.num_devices)
+    single = tuple(x for x in settings if x.num_stages == x.num_devices)
     if request.machine is None:
-        if not request.constraints.pins or len(single) in (0, len(strategies)):
-            return strategies, ()
+        if not request.constraints.pins or len(single) in (0, len(settings)):
+            return settings, ()
         return single, ("--pin names stages, so schedules with several stages a device were left out",)
     most = len(request.machine.devices)
     single = tuple(x for x in single if x.num_devices <= most)

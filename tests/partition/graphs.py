@@ -15,7 +15,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from gplan.core import Constraints, Link, LinkPoint, MachineDevice, Pin, Profile, Value, ValueCost
-from gplan.partition.plan_evaluation import goal_s, in_stage_order, stages_of
+from gplan.partition.plan_evaluation import in_stage_order, objective_s, stages_of
 from gplan.partition.problem import Problem
 from gplan.schedules.registry import num_stages_of, schedule_info
 from tests.graphs import Graph
@@ -52,7 +52,12 @@ def is_allowed(problem: Problem, stages: Stages) -> bool:
 def best_goal_s(problem: Problem) -> float | None:
     """The smallest objective by brute force; None where nothing is allowed."""
     allowed = (stages for stages in every_partition(problem) if is_allowed(problem, stages))
-    return min((goal_s(problem, stages) for stages in allowed), default=None)
+    return min((_priced_s(problem, stages) for stages in allowed), default=None)
+
+
+def _priced_s(problem: Problem, stages: Sequence[Sequence[int]]) -> float:
+    laid, cuts = in_stage_order(problem, stages)
+    return objective_s(laid, stages_of(laid, cuts))
 
 
 def peak_excess_bytes(problem: Problem, stages: Stages) -> int:

@@ -11,16 +11,15 @@ from hypothesis import HealthCheck, given, settings
 
 from gplan.core import SharedWeight
 from gplan.partition import branch_and_bound
-from gplan.partition.batch_simulation import steps_s
+from gplan.partition.batch_simulation import goal_s, steps_s
 from gplan.partition.branch_and_bound import Incumbent, Search, SearchSpace, sweep
 from gplan.partition.candidates import CandidateLimit, candidates_within
 from gplan.partition.goals import StepGoal
 from gplan.partition.lagrangian import first_weighted_bounds
 from gplan.partition.minimax import smallest_largest
-from gplan.partition.plan_evaluation import fits_memory, goal_s, objective_s, stages_of
+from gplan.partition.plan_evaluation import fits_memory, objective_s, stages_of
 from gplan.partition.problem import Problem
-from gplan.partition.search import smallest
-from gplan.partition.solve import solve
+from gplan.partition.solve import smallest, solve
 from tests.partition.problems import (
     EVERY,
     all_cuts,

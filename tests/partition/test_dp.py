@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 
-from gplan.partition.dp import prefix_tables, suffix_tables
+from gplan.partition.candidates import prefix_tables, suffix_tables
 from gplan.partition.problem import Problem
 from tests.partition.problems import every_candidate, make_problem, problems
 

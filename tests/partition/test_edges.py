@@ -9,8 +9,9 @@ import pytest
 
 from gplan.core import Profile
 from gplan.core.errors import NoPlanError
+from gplan.partition.batch_simulation import goal_s
 from gplan.partition.diagnosis import no_plan_error
-from gplan.partition.plan_evaluation import goal_s, objective_s, stages_of
+from gplan.partition.plan_evaluation import objective_s, stages_of
 from gplan.partition.problem import Problem
 from gplan.partition.solve import solve
 from gplan.schedules.registry import num_stages_of, schedule_info

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gplan.partition.memory_feasibility import DeviceMemoryLimits
 from gplan.partition.plan_evaluation import fits_memory, stages_of
-from gplan.partition.problem import Problem, device_moments_of, device_peaks
+from gplan.partition.problem import Problem, device_peaks, moments_of
 from tests.partition.problems import EVERY, SHARED, all_cuts, every_candidate, make_problem, paths, peak_bytes, problems
 
 
@@ -48,7 +48,7 @@ def test_what_fits_is_never_ruled_out_before_it_is_whole(problem: Problem, data:
 def test_few_moments_are_left_of_many(schedule: str) -> None:
     problem = make_problem([1] * 24, num_stages=12, schedule=schedule, num_microbatches=64)
     num_actions = sum(len(order) for order in problem.made_schedule.orders) / problem.num_devices
-    assert len(device_moments_of(problem, 0).actions) < 0.4 * num_actions
+    assert len(moments_of(problem, *problem.stages_by_device[0]).actions) < 0.4 * num_actions
 
 
 def test_neighbours_on_one_device_hold_no_buffers_and_keep_nothing_that_was_sent() -> None:

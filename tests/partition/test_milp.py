@@ -9,8 +9,9 @@ from hypothesis import given, settings
 
 from gplan.core import Link, LinkPoint, MachineDevice, SharedWeight
 from gplan.core.errors import NoPlanError, UsageError
-from gplan.partition.milp.solving import smallest_by_milp
-from gplan.partition.plan_evaluation import goal_s, objective_s, stages_of
+from gplan.partition.batch_simulation import goal_s
+from gplan.partition.milp import smallest_by_milp
+from gplan.partition.plan_evaluation import objective_s, stages_of
 from gplan.partition.problem import Problem, Solution
 from tests.partition.graphs import OBJECTIVES, every_partition
 from tests.partition.problems import EVERY, best_objective_s, make_problem, peak_bytes, problems

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from gplan.core import Constraints, EngineCost, Link, LinkPoint, Pin, Profile, Value, ValueCost
 from gplan.core.machine import FREE_LINK
 from gplan.cost.stage_table import StageTable
-from gplan.partition.milp.solving import smallest_by_milp
-from gplan.partition.plan_evaluation import goal_s
+from gplan.partition.batch_simulation import goal_s
+from gplan.partition.milp import smallest_by_milp
 from gplan.partition.problem import Problem, Solution
 from gplan.partition.solve import with_down_sets
 from tests.made import make_profile

@@ -13,10 +13,9 @@ import highspy
 import pytest
 
 from gplan.core.errors import UsageError
-from gplan.partition.milp import program
-from gplan.partition.milp.program import available_solver
-from gplan.partition.milp.solving import smallest_by_milp
-from gplan.partition.plan_evaluation import goal_s
+from gplan.partition import milp
+from gplan.partition.batch_simulation import goal_s
+from gplan.partition.milp import available_solver, smallest_by_milp
 from gplan.partition.problem import Solution
 from tests.partition.problems import make_problem
 
@@ -24,7 +23,7 @@ MANY = [1 + 7 * i % 13 for i in range(40)]
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
-    monkeypatch.setattr(program, "is_available", lambda name: name not in missing)
+    monkeypatch.setattr(milp, "is_available", lambda name: name not in missing)
 
 
 def test_cbc_takes_over_where_highs_cannot_be_imported_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +66,7 @@ def test_highs_begins_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
         highs.cbMipImprovingSolution += lambda event: found.append(event.data_out.objective_function_value)
         highs.run()
 
-    monkeypatch.setattr(program, "_run_until_interrupted", run)
+    monkeypatch.setattr(milp, "_run_until_interrupted", run)
     best = smallest_by_milp(problem, start=Solution(stages=stages, lower_bound_s=0.0, solver="by hand"))
     assert best is not None
     assert found[0] / found[-1] == pytest.approx(goal_s(problem, stages) / best.lower_bound_s)
@@ -77,7 +76,7 @@ def test_highs_begins_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 STUBBORN = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
-from gplan.partition.milp.solving import smallest_by_milp
+from gplan.partition.milp import smallest_by_milp
 from tests.partition.problems import make_problem
 problem = make_problem([1 + 7 * i % 13 for i in range(60)], num_stages=12, num_microbatches=32, schedule="1f1b",
                        minimize="step-time")

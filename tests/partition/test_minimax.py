@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from gplan.core import Link
-from gplan.partition.candidates import CandidateLimit, candidates_within
-from gplan.partition.dp import suffix_tables
+from gplan.partition.candidates import CandidateLimit, candidates_within, suffix_tables
 from gplan.partition.minimax import smallest_largest
 from gplan.partition.plan_evaluation import stage_loads_s, stages_of
 from gplan.partition.problem import Problem

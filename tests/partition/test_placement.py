@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from gplan.core import HostLink, Link, Machine, MachineDevice
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.partition import placement as placement_module
+from gplan.partition.batch_simulation import goal_s
 from gplan.partition.placement import arrangements, best_placement
-from gplan.partition.plan_evaluation import goal_s
 from gplan.partition.problem import Problem
 from gplan.partition.solve import solve
 from gplan.strategy_search.planner import balance

@@ -9,7 +9,7 @@ import pytest
 from gplan.core import ActionKind, Link, SharedWeight, Timing
 from gplan.corrections import planned
 from gplan.partition.plan_evaluation import device_loads_s, objective_s, price, stage_loads_s, stages_of
-from gplan.partition.problem import Solution, recomputed_share
+from gplan.partition.problem import Solution, num_recomputed
 from gplan.simulation.simulator import simulate_schedule
 from tests.partition.problems import make_problem
 
@@ -22,11 +22,11 @@ def test_a_load_counts_compute_and_what_is_received_over_both_cuts() -> None:
     assert loads == (3 + 5, 6 + 5 + 7, 9 + 7)
 
 
-@pytest.mark.parametrize(("recompute", "share"), [("never", 0.0), ("except-last", 0.75), ("always", 1.0)])
-def test_recompute_adds_its_share_of_a_forward_to_the_load(recompute: str, share: float) -> None:
+@pytest.mark.parametrize(("recompute", "count"), [("never", 0), ("except-last", 3), ("always", 4)])
+def test_recompute_adds_its_share_of_a_forward_to_the_load(recompute: str, count: int) -> None:
     problem = make_problem([4, 8], num_stages=2, num_microbatches=4, recompute=recompute)
-    assert recomputed_share(problem) == share
-    assert stage_loads_s(problem, stages_of(problem, (1,))) == (12 + 4 * share, 24 + 8 * share)
+    assert num_recomputed(problem) == count
+    assert stage_loads_s(problem, stages_of(problem, (1,))) == (12 + count, 24 + 2 * count)
 
 
 def test_the_load_of_a_device_is_that_of_all_its_stages() -> None:

@@ -18,12 +18,13 @@ from gplan.core.errors import NoPlanError, UsageError
 from gplan.cost.part_table import rows_of
 from gplan.cost.stage_table import StageTable
 from gplan.partition import recompute, solve
+from gplan.partition.batch_simulation import goal_s
 from gplan.partition.diagnosis import feasibility_by_num_devices, is_feasible, no_plan_error, tightest_device
 from gplan.partition.minimax import smallest_largest
-from gplan.partition.plan_evaluation import goal_s, in_stage_order, objective_s, stages_of
-from gplan.partition.problem import Problem, nothing_recomputed, peak_moments_of, recomputed_share, without_memory
+from gplan.partition.plan_evaluation import in_stage_order, objective_s, stages_of
+from gplan.partition.problem import Problem, nothing_recomputed, num_recomputed, peak_moments_of, without_memory
 from gplan.partition.recompute import RecomputeSelector
-from gplan.partition.search import smallest
+from gplan.partition.solve import smallest
 from tests.made import make_profile
 from tests.partition.graphs import every_partition, graph_problems
 from tests.partition.problems import all_cuts, make_problem, problems
@@ -315,7 +316,7 @@ def test_milp_refuses_to_select_layers() -> None:
 
 
 def test_the_share_of_micro_batches_that_recompute_is_all_of_them() -> None:
-    assert recomputed_share(make_problem([1.0], num_stages=1, recompute="selected")) == 1.0
+    assert num_recomputed(make_problem([1.0], num_stages=1, recompute="selected")) == 4
 
 
 def test_with_too_many_branches_layers_are_selected_in_the_profiles_order_and_that_is_said(

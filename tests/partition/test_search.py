@@ -9,16 +9,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from gplan.core import Constraints, Pin, Value, ValueCost
+from gplan.core import Constraints, Pin, RecomputeMode, Value, ValueCost
 from gplan.core.errors import NoPlanError
 from gplan.partition import branch_and_bound
+from gplan.partition.batch_simulation import goal_s
 from gplan.partition.bounds import least_step_s
+from gplan.partition.branch_and_bound import Search
+from gplan.partition.goals import StepGoal
 from gplan.partition.minimax import stages_between
-from gplan.partition.plan_evaluation import goal_s, objective_s, stages_of
+from gplan.partition.plan_evaluation import objective_s, stages_of
 from gplan.partition.problem import Problem, Solution
-from gplan.partition.search import smallest, smallest_peak
-from gplan.partition.solve import solve, with_down_sets
+from gplan.partition.solve import smallest, smallest_peak, solve, with_down_sets
+from gplan.partition.validation import why_not_selected
 from tests.partition.graphs import best_goal_s, graph_problems
 from tests.partition.problems import (
     EVERY,
@@ -184,6 +188,28 @@ def test_no_step_is_below_the_least(problem: Problem) -> None:
     expected_s = best_objective_s(problem)
     if expected_s is not None:
         assert least_step_s(problem) <= expected_s * (1 + 1e-9)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    problems(minimize=["step-time"], schedules=EVERY),
+    st.sampled_from(["never", "always", "except-last", "selected"]),
+    st.sampled_from([0.7, 1.0, 1.3]),
+)
+def test_a_cutoff_hides_no_better_plan(problem: Problem, recompute: RecomputeMode, share: float) -> None:
+    if recompute == "selected" and why_not_selected(problem.schedule):
+        return
+    problem = replace(problem, recompute=recompute)
+    best_s = best_objective_s(problem)
+    if best_s is None:
+        return
+    cutoff_s = share * best_s
+    assert Search(problem=problem, goal=StepGoal).bound_up_to(cutoff_s) <= min(best_s, cutoff_s) * (1 + 1e-9)
+    found = solve(problem, cutoff_s=cutoff_s)
+    assert found is not None
+    found_s = objective_s(problem, stages_of(problem, found.cuts))
+    assert min(best_s, cutoff_s) * (1 - 1e-9) <= found.lower_bound_s <= best_s * (1 + 1e-9)
+    assert share < 1 or found_s == pytest.approx(best_s, rel=1e-9)
 
 
 def test_where_a_limit_has_too_many_candidates_the_bound_stays_below_the_plan(

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from gplan.core.errors import UsageError
 from gplan.partition import solve as choose_module
-from gplan.partition.plan_evaluation import goal_s
+from gplan.partition.batch_simulation import goal_s
 from gplan.partition.problem import Problem
 from gplan.partition.solve import solve, with_down_sets
 from tests.partition.graphs import best_goal_s, every_partition, graph_problems, is_allowed

@@ -14,13 +14,13 @@ from gplan.core import Constraints, Link, LinkPoint
 from gplan.core.errors import UsageError
 from gplan.cost.memory_moments import device_moments
 from gplan.cost.part_table import PARTS
+from gplan.partition.batch_simulation import goal_s
 from gplan.partition.diagnosis import is_feasible
-from gplan.partition.plan_evaluation import goal_s
 from gplan.partition.problem import Problem
 from gplan.partition.solve import solve, with_down_sets
 from gplan.partition.validation import why_not_selected
 from gplan.schedules.registry import make_schedule
-from gplan.strategy_search.bounds import StrategyBounds, least_in_flight
+from gplan.strategy_search.bounds import SettingBounds, least_in_flight
 from gplan.strategy_search.space import AUTO_SCHEDULES
 from tests.partition.graphs import best_goal_s, graph_problems
 from tests.partition.problems import EVERY, best_objective_s, make_problem, problems
@@ -32,7 +32,7 @@ def test_bound(problem: Problem) -> None:
     problem = replace(problem, memory_bytes=None)
     best_s = best_objective_s(problem)
     assert best_s is not None
-    assert StrategyBounds(problem).step_s <= best_s
+    assert SettingBounds(problem).step_s <= best_s
 
 
 @settings(max_examples=40, deadline=None)
@@ -40,7 +40,7 @@ def test_bound(problem: Problem) -> None:
 def test_graph_bound(problem: Problem) -> None:
     problem = with_down_sets(replace(problem, memory_bytes=None, machine_devices=(), links=()))
     best_s = best_goal_s(problem)
-    assert best_s is None or StrategyBounds(problem).step_s <= best_s
+    assert best_s is None or SettingBounds(problem).step_s <= best_s
 
 
 @settings(max_examples=100, deadline=None)
@@ -52,7 +52,7 @@ def test_memory_bound(problem: Problem, recompute: str) -> None:
     if recompute == "selected" and why_not_selected(problem.schedule):
         return
     problem = replace(problem, memory_bytes=problem.memory_bytes or 60, recompute=recompute)
-    assert not (StrategyBounds(problem).exceeds_memory(problem.memory_bytes or 0) and is_feasible(problem))
+    assert not (SettingBounds(problem).exceeds_memory(problem.memory_bytes or 0) and is_feasible(problem))
 
 
 @settings(max_examples=150, deadline=None)
@@ -62,7 +62,7 @@ def test_bound_within_memory(problem: Problem, recompute: str) -> None:
         return
     problem = replace(problem, memory_bytes=problem.memory_bytes or 60, recompute=recompute)
     found = solve(problem)
-    bound_s = StrategyBounds(problem).within_s(problem.memory_bytes or 0)
+    bound_s = SettingBounds(problem).within_s(problem.memory_bytes or 0)
     assert found is None or bound_s <= goal_s(problem, found.stages) * (1 + 1e-9)
 
 
@@ -86,7 +86,7 @@ def test_each_device_has_at_least_so_many_micro_batches_in_flight(name: str) -> 
 def test_memory_bound_counts_the_buffers_that_there_are() -> None:
     problem = make_problem([1.0, 1.0], output_bytes=[4, 0], num_stages=2, num_microbatches=8, schedule="1f1b")
     fits = [x for x in range(1, 200) if is_feasible(replace(problem, memory_bytes=x))]
-    assert not StrategyBounds(problem).exceeds_memory(fits[0])
+    assert not SettingBounds(problem).exceeds_memory(fits[0])
     assert fits[0] >= 32  # 8 buffers of 4 bytes
 
 
@@ -95,22 +95,22 @@ def test_memory_bound_counts_the_buffers_that_there_are() -> None:
 def test_graph_memory_bound(problem: Problem, memory_bytes: int) -> None:
     """What passes stages is held once, and activations may be sent out of where they were received."""
     problem = replace(problem, memory_bytes=memory_bytes, machine_devices=(), links=(), constraints=Constraints())
-    assert not StrategyBounds(with_down_sets(problem)).exceeds_memory(memory_bytes) or best_goal_s(problem) is None
+    assert not SettingBounds(with_down_sets(problem)).exceeds_memory(memory_bytes) or best_goal_s(problem) is None
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
 def test_equal_stages_give_the_closed_form(schedule: str) -> None:
     problem = make_problem([1.0] * 8, num_stages=4, num_microbatches=16, schedule=schedule, minimize="step-time")
     step_s = (16 + 3) * 6.0
-    assert StrategyBounds(problem).estimate_s == pytest.approx(step_s)
-    assert 0.9 * step_s < StrategyBounds(problem).step_s <= step_s * (1 + 1e-9)
+    assert SettingBounds(problem).estimate_s == pytest.approx(step_s)
+    assert 0.9 * step_s < SettingBounds(problem).step_s <= step_s * (1 + 1e-9)
 
 
 def test_chunks_are_guessed_to_wait_that_much_less() -> None:
     problem = make_problem(
         [1.0] * 8, num_stages=8, num_microbatches=16, schedule="interleaved-1f1b:2", minimize="step-time"
     )
-    least = StrategyBounds(problem)
+    least = SettingBounds(problem)
     assert problem.num_devices == 4
     assert least.estimate_s == pytest.approx((16 + 3 / 2) * 6.0)
     assert least.step_s == pytest.approx(16 * 6.0 + 3 / 2 * 3.0)  # every device waits for as many layers as its number
@@ -118,7 +118,7 @@ def test_chunks_are_guessed_to_wait_that_much_less() -> None:
 
 def test_bound_of_one_device_is_exact() -> None:
     problem = make_problem([1.0, 2.0], num_stages=1, num_microbatches=4, optimizer_s=5.0, weight_bytes=8)
-    assert StrategyBounds(problem).step_s == pytest.approx(4 * 9.0 + 5.0)
+    assert SettingBounds(problem).step_s == pytest.approx(4 * 9.0 + 5.0)
 
 
 def test_min_s_per_byte() -> None:

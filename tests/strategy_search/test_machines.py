@@ -12,8 +12,8 @@ import pytest
 from gplan.core import Constraints, Link, Machine, MachineDevice, Plan
 from gplan.core.errors import UsageError
 from gplan.core.machine import FREE_LINK
+from gplan.partition.batch_simulation import goal_s
 from gplan.partition.placement import Placed, best_placement
-from gplan.partition.plan_evaluation import goal_s
 from gplan.strategy_search import setting_search
 from gplan.strategy_search.planner import balance
 from tests.made import make_profile

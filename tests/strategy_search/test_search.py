@@ -41,7 +41,7 @@ def profiles(draw: st.DrawFn) -> Profile:
 
 def every_plan(profile: Profile, request: PlanRequest, memory_bytes: int | None) -> Iterator[Plan]:
     """The best plan of every setting, each way to recompute."""
-    for setting in search_space(profile, request).strategies:
+    for setting in search_space(profile, request).settings:
         for mode in AUTO_RECOMPUTE:
             if mode == "selected" and why_not_selected(setting.schedule):
                 continue

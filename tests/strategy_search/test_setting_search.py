@@ -34,8 +34,10 @@ class FakeSolver:
     limits_s: list[float] = field(default_factory=list)
     clock_s: float = 0.0
 
-    def solve(self, problem: Problem, *, start: Solution | None, time_limit_s: float) -> Solution | None:
-        """As `gplan.partition.balance.solve`."""
+    def solve(
+        self, problem: Problem, *, start: Solution | None, time_limit_s: float, cutoff_s: float
+    ) -> Solution | None:
+        """As `gplan.partition.solve.solve`; a cutoff is not used."""
         self.problems.append(problem)
         self.starts.append(start)
         self.limits_s.append(time_limit_s)

@@ -23,15 +23,15 @@ SPLIT = in_halves(PROFILE)
 
 def test_settings_have_the_batch_and_fit_the_devices() -> None:
     space = search_space(PROFILE, OPEN)
-    assert {x.num_devices for x in space.strategies} == {1, 2, 3, 4, 5, 6}
-    assert all(x.num_replicas * x.num_microbatches * x.microbatch_size == 32 for x in space.strategies)
-    assert all(x.total_devices <= 8 for x in space.strategies)
+    assert {x.num_devices for x in space.settings} == {1, 2, 3, 4, 5, 6}
+    assert all(x.num_replicas * x.num_microbatches * x.microbatch_size == 32 for x in space.settings)
+    assert all(x.total_devices <= 8 for x in space.settings)
     assert space.recompute == ("never", "selected", "except-last", "always")
     assert not space.per_device
 
 
 def test_schedules_need_layers_and_halves() -> None:
-    every = {k: {x.schedule for x in search_space(SPLIT, OPEN).strategies if x.num_devices == k} for k in range(1, 7)}
+    every = {k: {x.schedule for x in search_space(SPLIT, OPEN).settings if x.num_devices == k} for k in range(1, 7)}
     assert every[1] == {"gpipe", "1f1b"}
     assert every[2] == {*AUTO_SCHEDULES} - {"interleaved-1f1b:4"}
     assert every[4] == {"gpipe", "1f1b", "eager-1f1b", "zb-h1"}
@@ -48,7 +48,7 @@ def test_left_out_schedules_are_noted() -> None:
 
 def test_selected_recompute_limits_the_schedules() -> None:
     space = search_space(SPLIT, replace(OPEN, recompute="selected"))
-    assert {x.schedule for x in space.strategies} == {"gpipe", "1f1b", "eager-1f1b"}
+    assert {x.schedule for x in space.settings} == {"gpipe", "1f1b", "eager-1f1b"}
     assert "select no layers" in space.notes[0]
 
 
@@ -60,34 +60,34 @@ def test_custom_order_has_its_microbatches(num_devices: Any) -> None:
     request = replace(
         OPEN, schedule=OWN, num_devices=num_devices, total_devices=None, num_microbatches=None, batch_size=None
     )
-    (setting,) = search_space(PROFILE, request).strategies
+    (setting,) = search_space(PROFILE, request).settings
     assert (setting.num_devices, setting.num_microbatches, setting.microbatch_size) == (2, 2, 4)
 
 
 def test_custom_order_limits_microbatches() -> None:
     space = search_space(PROFILE, replace(OPEN, schedule=OWN, batch_size=8, total_devices=4))
-    assert {(x.num_devices, x.num_replicas, x.num_microbatches) for x in space.strategies} == {(2, 2, 1), (2, 2, 2)}
+    assert {(x.num_devices, x.num_replicas, x.num_microbatches) for x in space.settings} == {(2, 2, 1), (2, 2, 2)}
 
 
 def test_replicas_divide_the_batch() -> None:
     space = search_space(PROFILE, replace(OPEN, num_devices=1, total_devices=7))
-    assert {x.num_replicas for x in space.strategies} == {4}
+    assert {x.num_replicas for x in space.settings} == {4}
 
 
 def test_unprofiled_sizes_are_a_last_resort() -> None:
     profile = make_profile([1.0] * 6, microbatch_sizes=(2, 6))
     sizes = {
-        x.microbatch_size for x in search_space(profile, replace(OPEN, num_devices=2, total_devices=None)).strategies
+        x.microbatch_size for x in search_space(profile, replace(OPEN, num_devices=2, total_devices=None)).settings
     }
     assert sizes == {2}
-    odd = search_space(profile, replace(OPEN, num_devices=2, total_devices=None, batch_size=15)).strategies
+    odd = search_space(profile, replace(OPEN, num_devices=2, total_devices=None, batch_size=15)).settings
     assert {x.microbatch_size for x in odd} == {3, 5}
 
 
 def test_given_numbers_stay() -> None:
     request = replace(OPEN, num_devices=2, num_microbatches=4, schedule="1f1b", recompute="always", total_devices=4)
     space = search_space(PROFILE, request)
-    (setting,) = space.strategies
+    (setting,) = space.settings
     assert (setting.num_devices, setting.num_replicas, setting.num_microbatches, setting.microbatch_size) == (
         2,
         2,
@@ -99,7 +99,7 @@ def test_given_numbers_stay() -> None:
 
 def test_default_batch_is_noted() -> None:
     space = search_space(PROFILE, replace(OPEN, num_devices=2, total_devices=8, batch_size=None))
-    assert {x.num_replicas * x.num_microbatches * x.microbatch_size for x in space.strategies} == {4 * 8 * 4}
+    assert {x.num_replicas * x.num_microbatches * x.microbatch_size for x in space.settings} == {4 * 8 * 4}
     assert space.notes[0].startswith("the batch is 128 samples")
 
 
@@ -107,13 +107,13 @@ def test_default_microbatches() -> None:
     space = search_space(
         PROFILE, replace(OPEN, num_devices=2, num_microbatches=None, total_devices=None, batch_size=16)
     )
-    assert {(x.num_microbatches, x.microbatch_size) for x in space.strategies} == {(8, 2)}
+    assert {(x.num_microbatches, x.microbatch_size) for x in space.settings} == {(8, 2)}
 
 
 def test_without_devices_throughput_per_device_is_maximised() -> None:
     space = search_space(PROFILE, replace(OPEN, total_devices=None))
     assert space.per_device
-    assert {x.num_replicas for x in space.strategies} == {1}
+    assert {x.num_replicas for x in space.settings} == {1}
     assert "per device" in space.notes[0] or "and device" in space.notes[0]
 
 
@@ -149,7 +149,7 @@ def test_what_leaves_nothing_to_search_is_refused(changes: dict[str, object], me
 
 def test_what_replicas_divide() -> None:
     space = search_space(PROFILE, replace(OPEN, sharding="auto", schedule="gpipe"))
-    found = {(x.num_replicas > 1, x.sharding) for x in space.strategies}
+    found = {(x.num_replicas > 1, x.sharding) for x in space.settings}
     assert found == {(False, "none"), (True, "none"), (True, "optimizer"), (True, "weights")}
     space = search_space(PROFILE, replace(OPEN, sharding="weights"))
-    assert {(x.num_replicas > 1, x.sharding) for x in space.strategies} == {(False, "none"), (True, "weights")}
+    assert {(x.num_replicas > 1, x.sharding) for x in space.settings} == {(False, "none"), (True, "weights")}

@@ -34,8 +34,7 @@ from gplan.interop.traces.actions import (
 from gplan.interop.traces.reading import RankTrace, Times, read_trace
 from gplan.schedules.dependencies import OrderError, check_orders, dependencies_of
 from gplan.schedules.registry import every_schedule, make_schedule, schedule_info
-from gplan.simulation.exposed_communication import exposed_in, exposed_transfers
-from gplan.simulation.simulator import schedule_of, simulate
+from gplan.simulation.simulator import exposed_in, exposed_transfers, schedule_of, simulate
 
 _ENOUGH_STEPS = 3  # from this number of complete steps on, the first is left out
 _S_PER_US = 1e-6

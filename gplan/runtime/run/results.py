@@ -29,8 +29,7 @@ from gplan.core.units import counted, now_text
 from gplan.runtime.recorder import ActionTiming
 from gplan.runtime.run.run_options import RunOptions, StepRecord
 from gplan.runtime.validation import notes_on_machine
-from gplan.simulation.exposed_communication import exposed_in
-from gplan.simulation.simulator import schedule_of, timeline_of
+from gplan.simulation.simulator import exposed_in, schedule_of, timeline_of
 from gplan_profiler.host.host_info import gpu_state, software_versions
 from gplan_profiler.timing.clock import is_undisturbed
 from gplan_profiler.torch_compat import torch_notes

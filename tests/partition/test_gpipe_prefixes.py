@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 
 from gplan.partition.batch_simulation import steps_s
-from gplan.partition.bounds import StepBounds
-from gplan.partition.dominance import GPipePrefixes
+from gplan.partition.bounds import GPipePrefixes, StepBounds
 from gplan.partition.problem import Problem
 from tests.partition.problems import all_cuts, every_candidate, paths, problems
 

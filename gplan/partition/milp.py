@@ -10,17 +10,26 @@ in y: without workspaces, the latency of links, outputs kept because they were s
 
 Every plan found is priced by the cost model. One that does not fit, or costs more than the program says, is excluded
 and the program solved again, until no better one is left or the time is over. So the bound is always valid.
+
+HiGHS runs in process, CBC as a program of its own. After a time limit PuLP calls any answer optimal; only `sol_status`
+shows whether it is. PuLP's HiGHS ignores a warm start, so the start is set on the solver itself, which runs in a thread
+that Ctrl-C can stop. HiGHS runs without its presolve: that takes up to twice the time, but 1.14.0 (HiGHS issues 3043,
+3073, 3094) and 1.15.1 (a test has it) call plans optimal that are not.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise, permutations
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
+import pulp
 
 from gplan.core import Constraints, StageSeconds, ValueCost
 from gplan.core.errors import NoPlanError, UsageError
@@ -29,13 +38,178 @@ from gplan.cost.layer_sums import SecondsOf
 from gplan.cost.part_table import PARTS
 from gplan.graph.boundary import values_of
 from gplan.graph.layer_graph import LayerGraph
-from gplan.partition.batch_simulation import window_program
+from gplan.partition.batch_simulation import goal_s, window_program
 from gplan.partition.candidates import CandidateLimit, Candidates, TooManyCandidates, candidates_within
-from gplan.partition.milp import program as linear
-from gplan.partition.milp.program import Expression, LinearProgram, SolverName, Start, total, weighted
 from gplan.partition.minimax import least_load_s
-from gplan.partition.plan_evaluation import fits_memory, goal_s, load_s
-from gplan.partition.problem import Problem, Solution, device_moments_of
+from gplan.partition.plan_evaluation import fits_memory, load_s
+from gplan.partition.problem import Problem, Solution, moments_of
+
+Expression: TypeAlias = Any  # a number, variable or linear expression of PuLP, which has no types
+SolverName = Literal["HiGHS", "CBC"]
+Start = Mapping[Expression, int]  # values of the binaries of a known plan; empty: none
+
+_ROUNDING = 1e-9  # by which a row of numbers alone may be missed
+_POLL_S = 0.2  # how often Ctrl-C is looked for; the end of a solve is noticed at once
+_MISSING = {
+    "HiGHS": "the MILP was to be solved by HiGHS, but highspy cannot be imported; pip install highspy, or take CBC",
+    "CBC": "the MILP was to be solved by CBC, but PuLP has no CBC here; pip install 'pulp[cbc]', or take HiGHS",
+    None: "the MILP needs HiGHS or CBC and neither can be imported; pip install highspy",
+}
+
+
+class LinearProgram:
+    """What is to be minimised, `goal`, under rows that are added one by one."""
+
+    def __init__(self) -> None:
+        self.lp = pulp.LpProblem("gplan", pulp.LpMinimize)
+        self.is_contradictory = False  # a row of numbers alone does not hold
+        self._names = set[str]()
+        self.goal = self.variable("goal")
+        self.lp += self.goal
+
+    def limit_goal(self, high: float) -> None:
+        """Look for nothing worse than this."""
+        self.goal.upBound = high
+
+    def variable(self, name: str, *, high: float | None = None, is_binary: bool = False) -> Expression:
+        """A new variable from 0 to `high`; CBC refuses a program in which two have one name."""
+        assert name not in self._names, f"there are two variables {name}"
+        self._names.add(name)
+        kind = pulp.LpBinary if is_binary else pulp.LpContinuous
+        return self.lp.add_variable(name, 0, 1 if is_binary else high, kind)
+
+    def at_least(self, name: str, values: Iterable[Expression], *, high: float | None = None) -> Expression:
+        """A new variable that is at least 0 and each of these."""
+        variable = self.variable(name, high=high)
+        for value in values:
+            self.require(variable, at_least=value)
+        return variable
+
+    def require(self, larger: Expression, *, at_least: Expression) -> None:
+        """A row: the one is at least the other."""
+        difference = weighted([(1.0, larger), (-1.0, at_least)])
+        if isinstance(difference, float):
+            self.is_contradictory |= difference < -_ROUNDING
+        else:
+            self.lp += difference >= 0
+
+    def require_equal(self, one: Expression, other: Expression) -> None:
+        """Both are the same."""
+        self.require(one, at_least=other)
+        self.require(other, at_least=one)
+
+
+def weighted(terms: Iterable[tuple[float, Expression]]) -> Expression:
+    """The sum of factor times expression; a float where no variable is left.
+
+    >>> weighted([(2.0, 3), (1.0, 0.5)])
+    6.5
+    """
+    factors: defaultdict[Any, float] = defaultdict(float)
+    constant = 0.0
+    for factor, term in terms:
+        if isinstance(term, pulp.LpVariable):
+            factors[term] += factor
+        elif isinstance(term, pulp.LpAffineExpression):
+            constant += factor * term.constant
+            for variable, times in term.items():
+                factors[variable] += factor * times
+        else:
+            constant += float(factor) * float(term)
+    left = {variable: float(factor) for variable, factor in factors.items() if factor}
+    return pulp.LpAffineExpression(left, constant=constant) if left else constant
+
+
+def total(terms: Iterable[Expression]) -> Expression:
+    """The sum of some expressions."""
+    return weighted((1.0, term) for term in terms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverResult:
+    """How a solver ended; the values it found are in the program's variables."""
+
+    is_infeasible: bool
+    has_values: bool
+    is_proven: bool
+    bound: float  # of the goal, in units; 0 where the solver does not say
+
+
+def available_solver(requested: SolverName | None) -> SolverName:
+    """The solver to use: the one asked for, else HiGHS, else CBC.
+
+    Raises UsageError where it, or any, cannot be used.
+    """
+    names: tuple[SolverName, ...] = get_args(SolverName)
+    if requested not in (None, *names):
+        raise UsageError(f"there is no MILP solver {requested!r}; expected one of {', '.join(names)}")
+    for name in names if requested is None else (requested,):
+        if is_available(name):
+            return name
+    raise UsageError(_MISSING[requested])
+
+
+def is_available(name: SolverName) -> bool:
+    """Whether the solver can be used here."""
+    return bool((pulp.HiGHS(msg=False) if name == "HiGHS" else _cbc()).available())
+
+
+def run_solver(program: LinearProgram, name: SolverName, *, start: Start, time_limit_s: float) -> SolverResult:
+    """Solve a program; Ctrl-C stops the solver and is passed on."""
+    if program.is_contradictory:
+        return SolverResult(is_infeasible=True, has_values=False, is_proven=True, bound=0.0)
+    run = _run_highs if name == "HiGHS" else _run_cbc
+    run(program, start, time_limit_s)
+    status, is_optimal = program.lp.sol_status, program.lp.sol_status == pulp.LpSolutionOptimal
+    bound = program.lp.solverModel.getInfo().mip_dual_bound if name == "HiGHS" else 0.0
+    return SolverResult(
+        is_infeasible=program.lp.status == pulp.LpStatusInfeasible,
+        has_values=is_optimal or status == pulp.LpSolutionIntegerFeasible,
+        is_proven=is_optimal,
+        bound=float(pulp.value(program.goal)) if is_optimal else max(0.0, bound),
+    )
+
+
+def _run_highs(program: LinearProgram, start: Start, time_limit_s: float) -> None:
+    def run(lp: Any) -> None:
+        if start:
+            columns = np.array([variable.index for variable in start], dtype=np.int32)
+            lp.solverModel.setSolution(len(start), columns, np.array(list(start.values()), dtype=np.float64))
+        _run_until_interrupted(lp.solverModel)
+
+    solver = pulp.HiGHS(msg=False, gapRel=0.0, gapAbs=0.0, timeLimit=time_limit_s, presolve="off")
+    solver.callSolver = run
+    program.lp.solve(solver)
+
+
+def _run_until_interrupted(highs: Any) -> None:
+    highs.HandleUserInterrupt = True
+    highs.startSolve()
+    try:
+        while not highs.wait(_POLL_S)[0]:
+            pass
+    except KeyboardInterrupt:
+        highs.cancelSolve()
+        highs.wait()
+        raise
+
+
+def _run_cbc(program: LinearProgram, start: Start, time_limit_s: float) -> None:
+    for variable, value in start.items():
+        variable.setInitialValue(value)
+    with tempfile.TemporaryDirectory() as folder:
+        solver = _cbc(gapRel=0.0, timeLimit=time_limit_s, warmStart=bool(start))
+        solver.tmpDir = folder
+        program.lp.solve(solver)
+
+
+def _cbc(**options: Any) -> Any:
+    """PuLP's own CBC, or the one that is installed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        bundled = pulp.PULP_CBC_CMD(msg=False, **options)
+    return bundled if bundled.available() else pulp.COIN_CMD(msg=False, **options)
+
 
 Stages = tuple[tuple[int, ...], ...]
 
@@ -64,7 +238,7 @@ def smallest_by_milp(
         raise UsageError(
             "the MILP does not choose layers to recompute; expected recompute never, always or except-last"
         )
-    name, until_s, limit = linear.available_solver(solver), time.monotonic() + time_limit_s, seconds_text(time_limit_s)
+    name, until_s, limit = available_solver(solver), time.monotonic() + time_limit_s, seconds_text(time_limit_s)
     notes = ("highspy cannot be imported: the MILP was solved by CBC",) if name == "CBC" and solver is None else ()
     best, best_s = start, goal_s(problem, start.stages) if start else float("inf")
     least_s = least_load_s(problem) * (problem.num_microbatches if problem.minimize == "step-time" else 1)
@@ -73,7 +247,7 @@ def smallest_by_milp(
         known, left_s = made.values_for(best.stages) if best else {}, until_s - time.monotonic()
         if best is not None:
             made.program.limit_goal(best_s / made.unit_s * _SLACK)
-        outcome = linear.solve(made.program, name, start=known, time_limit_s=max(1e-3, left_s))
+        outcome = run_solver(made.program, name, start=known, time_limit_s=max(1e-3, left_s))
         if outcome.is_infeasible:
             break
         bound_s = max(bound_s, outcome.bound * made.unit_s)
@@ -187,11 +361,11 @@ class _StagePath(_Formulation):
             for k, some in enumerate(candidates)
         ]
         self.add_goal(times, most_update=max(float(x.times.optimizer_s.max()) for x in candidates) / unit_s)
-        for device, stages in enumerate(problem.stages_by_device if problem.has_chunks else ()):
+        for stages in problem.stages_by_device if problem.has_chunks else ():
             if limit := problem.memory_of(stages[0]):
                 own = [(candidates[k], problem.boundaries(k)) for k in stages]
                 parts = [problem.costs.part_rows(x.first, x.end, boundaries) / limit for x, boundaries in own]
-                for moment in device_moments_of(problem, device).counts:
+                for moment in moments_of(problem, *stages).counts:
                     held = (self.sum(k, counts @ size) for k, counts, size in zip(stages, moment, parts, strict=True))
                     self.program.require(_SLACK, at_least=total(held))
 
@@ -215,10 +389,10 @@ class _LinearPart(_Formulation):
         self.add_constraints(problem.constraints)
         self.crossing = [self.crossing_bytes(k, graph) for k in self.stages]
         self.add_goal([self.seconds(k) for k in self.stages])
-        for device, stages in enumerate(problem.stages_by_device):
+        for stages in problem.stages_by_device:
             if limit := problem.memory_of(stages[0]):
                 parts = [(i, PARTS.index(x), size) for i, k in enumerate(stages) for x, size in self.parts(k).items()]
-                for moment in device_moments_of(problem, device).counts:
+                for moment in moments_of(problem, *stages).counts:
                     held = weighted((moment[i, j] / limit, size) for i, j, size in parts if moment[i, j])
                     require(1 + 1 / limit, at_least=held)  # a byte for rounding
 

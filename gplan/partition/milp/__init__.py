@@ -1,1 +1,0 @@
-"""The planner's problem as a mixed-integer linear program (PuLP, HiGHS or CBC)."""
