@@ -35,8 +35,9 @@ from gplan_profiler.capture.grouping import (
 )
 from gplan_profiler.capture.inplace import written_state
 from gplan_profiler.capture.moving_averages import RunningNorm, cumulative_momentum_one, graph_calls, running_norms
-from gplan_profiler.capture.operation_layers import depends_on_values, groups_by_operation, may_draw
+from gplan_profiler.capture.operation_layers import depends_on_values, groups_by_operation
 from gplan_profiler.capture.sequence import SequentialChain
+from gplan_profiler.capture.state_readings import may_draw, repeat_state_readings, without_repeats
 from gplan_profiler.capture.trace import Trace
 from gplan_profiler.capture.tracing_ways import captured_in_steps
 
@@ -128,7 +129,8 @@ def exported(
     """The layers of a model in training mode by torch.export; raises ModelError, with the author's line."""
 
     def cut(traced: Trace) -> ExportedChain:
-        split_regions(traced.graph, traced.module, model)
+        split_regions(traced.graph, traced.module, model, traced.state)
+        copies = repeat_state_readings(traced.graph, traced.state)
         inseparable = inseparable_operations(traced.graph, traced.state, model)
         if granularity == "layer":
             groups = groups_by_module(traced.graph, model)
@@ -136,7 +138,8 @@ def exported(
             operations = operations_of(traced.graph, model)
             groups = groups_by_operation(traced, model)
             inseparable += [x.users for x in written_state(operations, traced.state) if x.users != x.writers]
-        return ExportedChain(model, traced, merged(traced.graph, groups, inseparable))
+        groups = merged(traced.graph, groups, inseparable)
+        return ExportedChain(model, traced, [replace(x, nodes=without_repeats(x.nodes, copies)) for x in groups])
 
     with cumulative_momentum_one(model), without_generation_cache(model):
         return captured_in_steps(model, inputs, cut, traced=traced)

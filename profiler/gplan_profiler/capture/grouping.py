@@ -8,7 +8,7 @@ operation for each of them, with the same setting. Granularity "op" is in gplan_
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from gplan.core.errors import ModelError
 from gplan_profiler.capture.authored_layers import unit_paths
 from gplan_profiler.capture.inplace import rewrite_in_place
+from gplan_profiler.capture.state_readings import repeat_state_readings, without_repeats
 from gplan_profiler.capture.trace import module_path, operation_name
 from gplan_profiler.capture.value_forms import has_fixed_size
 
@@ -132,21 +133,27 @@ def merged(graph: Graph, groups: Sequence[Group], inseparable: Iterable[Collecti
     return [Group(name, run[0].kind, nodes) for name, run, nodes in zip(names, runs, nodes_of, strict=True)]
 
 
-def split_regions(graph: Graph, owner: GraphModule, model: nn.Module) -> None:
-    """Replace every region of `graph`, whose inner graphs are attributes of `owner`, by one for each layer that it spans."""
+def split_regions(graph: Graph, owner: GraphModule, model: nn.Module, state: Container[Node]) -> None:
+    """Replace every region of `graph`, whose inner graphs are attributes of `owner`, by one for each layer that it spans.
+
+    `state` are the placeholders of weights, buffers and constants.
+    """
     for region in [x for x in graph.nodes if x.target in _PLACE_OF_BODY]:
         name = str(region.args[_PLACE_OF_BODY[region.target]].target)
         body: GraphModule = getattr(owner, name)
         if not any(x.op == "call_function" for x in body.graph.nodes):
             continue
-        split_regions(body.graph, body, model)
+        given = [x for x in body.graph.nodes if x.op == "placeholder"]
+        operands = zip(given, region.args[_PLACE_OF_BODY[region.target] + 1 :], strict=True)
+        state_inside = {x for x, operand in operands if operand in state}
+        split_regions(body.graph, body, model, state_inside)
+        copies = repeat_state_readings(body.graph, state_inside)
         groups = groups_by_module(body.graph, model)
         if len(groups) > 1:
-            given = [x for x in body.graph.nodes if x.op == "placeholder"]
             groups = merged(body.graph, groups, inseparable_operations(body.graph, given, model))
         body.recompile()
         if len(groups) > 1:
-            _replace(region, name, body, [x.nodes for x in groups], owner, model)
+            _replace(region, name, body, [without_repeats(x.nodes, copies) for x in groups], owner, model)
 
 
 def _replace(

@@ -173,6 +173,7 @@ def _traced(run: _ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], way: 
     module = program.graph_module
     for node in calls_in(module, torch.ops.aten._assert_tensor_metadata.default):  # of dtype and device, at every `.to`
         node.graph.erase_node(node)
+    _name_dtypes(module)
     put_custom_functions(module, run.functions)
     graph, copies = Graph(owning_module=module), dict[Node, Node]()  # the users of the exported graph can be incomplete
     for node in module.graph.nodes:
@@ -187,6 +188,16 @@ def _traced(run: _ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], way: 
             state[copies[node]] = StateTensor(canonical.get(id(tensor), name), tensor, name not in own)
     structure = program.call_spec.out_spec  # a slow property
     return Trace(graph, state, module, structure, run.left_out)
+
+
+def _name_dtypes(module: GraphModule) -> None:
+    """Replace casts to the dtype of another tensor by casts to that dtype, as they need no values of that tensor."""
+    for operator in (torch.ops.aten.type_as.default, torch.ops.aten.to.other):
+        for node in calls_in(module, operator):
+            source, other, *options = node.args
+            if source.meta["val"].device == other.meta["val"].device:  # type: ignore[union-attr]
+                node.target = torch.ops.aten.to.dtype
+                node.args = (source, other.meta["val"].dtype, *options)  # type: ignore[union-attr]
 
 
 @contextmanager
