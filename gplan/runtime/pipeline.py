@@ -49,6 +49,7 @@ from gplan_profiler.capture.chain import Chain, autocast
 from gplan_profiler.host.heartbeat import Heartbeat
 from gplan_profiler.host.host_info import keep_freed_memory
 from gplan_profiler.host.links import deprioritize_connection_threads
+from gplan_profiler.model.compiled import uncompiled
 from gplan_profiler.model.lazy_build import random_state_kept
 from gplan_profiler.model.load import loss_of_output
 from gplan_profiler.model.model_reference import SettingValue, describe_inputs, parse_input_shapes, resize_inputs
@@ -258,6 +259,7 @@ class Pipeline(StageState):
         self._agreement.begin(call, batch=given, num_rows=num_rows, is_full=num_rows == self.plan.batch_size)
         return inputs, targets
 
+    @uncompiled()
     def train(self, inputs: Any, targets: Any, *, scale: float = 1.0) -> Tensor:
         """Run a step with a batch that `agreed` returned."""
         runner = self.runner
@@ -293,6 +295,7 @@ class Pipeline(StageState):
         self.num_steps += 1
         return total
 
+    @uncompiled()
     def explain_not_finite(self, inputs: Any, loss: Tensor) -> str:
         """Name the first layer whose output is not finite in the last step, before its update. Collective."""
         inputs, num_rows = self._checked(inputs, None)
@@ -464,6 +467,7 @@ class Pipeline(StageState):
         self._evaluate(part, inputs, num_rows, keep)
         return [(found[m], part.microbatch_size) for m in sorted(found)]
 
+    @uncompiled()
     def _evaluate(self, part: Pass, inputs: Any, num_rows: int, output_fn: OutputFn) -> list[Tensor]:
         with torch.inference_mode(False), torch.no_grad(), self._random_streams.preserved():
             self._masters.round()

@@ -34,6 +34,7 @@ from gplan_profiler.host.host_info import (
 from gplan_profiler.host.host_load import HostMeter
 from gplan_profiler.host.links import check_measurable, measure_link
 from gplan_profiler.memory.chain_profile import layers_with_weights, values_of
+from gplan_profiler.model.compiled import uncompiled
 from gplan_profiler.model.data import LossFacts, call_model, check_microbatch_sizes, find_loss_reduction, sample_batches
 from gplan_profiler.model.error_location import is_out_of_memory
 from gplan_profiler.model.load import ModelFile
@@ -107,6 +108,7 @@ class ProfileOptions:
         )
 
 
+@uncompiled()
 def measure_profile(
     file: ModelFile,
     options: ProfileOptions,

@@ -25,6 +25,7 @@ from gplan.runtime.agreement import digest
 from gplan.runtime.microbatches import take_rows
 from gplan.runtime.sharded_tensors import full_tensor
 from gplan_profiler.capture.chain import model_state_restored
+from gplan_profiler.model.compiled import uncompiled
 from gplan_profiler.model.data import CoarsestNumbers, first_not_finite
 from gplan_profiler.model.error_location import describe
 from gplan_profiler.model.lazy_build import random_state_kept, seed_everything
@@ -88,6 +89,7 @@ class _PlainRun:
         )
 
 
+@uncompiled()
 def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Reference:
     """Run the plain model on the mini-batch; the model is not changed.
 

@@ -40,6 +40,7 @@ from gplan_profiler.capture.sequence import SequentialChain
 from gplan_profiler.capture.state_readings import may_draw, repeat_state_readings, without_repeats
 from gplan_profiler.capture.trace import Trace
 from gplan_profiler.capture.tracing_ways import captured_in_steps
+from gplan_profiler.model.compiled import uncompiled
 
 
 def capture(
@@ -68,7 +69,7 @@ def capture(
         model.train(training)
     own = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
     is_sequence = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and not any(own)
-    with autocast(precision), _no_other_autocast(precision):
+    with uncompiled(), autocast(precision), _no_other_autocast(precision):
         if is_sequence and granularity == "layer":
             chain: Chain = SequentialChain(model, inputs)  # type: ignore[arg-type]
         else:

@@ -37,6 +37,7 @@ from gplan_profiler.capture.opaque_calls import (
     put_custom_functions,
 )
 from gplan_profiler.capture.value_forms import stage_output
+from gplan_profiler.model.compiled import uncompiled
 from gplan_profiler.model.error_location import author_line, first_line
 
 
@@ -168,6 +169,7 @@ def _traced(run: _ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], way: 
         stack.enter_context(_without_needless_moves())
         stack.enter_context(replaced(torch.fx.config, do_not_emit_stack_traces=True))  # slower than the trace itself
         stack.enter_context(uncompiled())
+        stack.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
         stack.enter_context(_without_gradients(model))  # of another dtype they cannot become fake tensors
         program = torch.export.export(model, args, kwargs, strict=False)
     module = program.graph_module
@@ -242,13 +244,6 @@ def _without_needless_moves() -> AbstractContextManager[None]:
         return module if is_there and memory_format is None else plain(module, *args, **kwargs)
 
     return replaced(nn.Module, to=to)
-
-
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Inside, modules and functions that torch.compile wrapped run as the code that they were made from."""
-    with torch.compiler.set_stance("force_eager"), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
-        yield
 
 
 @contextmanager

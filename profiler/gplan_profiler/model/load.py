@@ -26,6 +26,7 @@ from gplan.core.errors import ModelError, UsageError
 from gplan.core.units import counted
 from gplan_profiler.capture.chain import Chain, autocast, call_arguments, modules_that_train
 from gplan_profiler.capture.sequence import as_sequential
+from gplan_profiler.model.compiled import uncompiled, unwrapped
 from gplan_profiler.model.error_location import describe, is_out_of_memory
 from gplan_profiler.model.lazy_build import (
     build_without_weights,
@@ -242,6 +243,7 @@ class OpenedFile:
     input_shapes: str | None  # of random inputs instead of the file's
     loss_reduction: LossReduction | None
 
+    @uncompiled()
     def load(self, *, seed: int, lazy: bool = False) -> ModelFile:
         """Build the model with weights drawn from `seed`; if `lazy`, without weights. The random state stays as it is.
 
@@ -256,6 +258,7 @@ class OpenedFile:
                 return model, inputs if self.input_shapes is None else parse_input_shapes(self.input_shapes)
 
         model, inputs = build_without_weights(build, what=self.name) if lazy else build()
+        model, compiled = unwrapped(model)
         _check_can_be_used(model, self.name)
         lost = to_fake_tensors(model)
         file = ModelFile(
@@ -265,7 +268,7 @@ class OpenedFile:
             functions=self.functions,
             fixed_inputs=materialise_inputs(inputs),
             loss_reduction=self.loss_reduction,
-            notes=lost_values_note(lost),
+            notes=(*lost_values_note(lost), *compiled),
             lost=lost,
         )
         return _with_own_loss(file)
@@ -316,6 +319,7 @@ def load_model_file(
     return open_model_file(reference, settings=settings, input_shapes=input_shapes).load(seed=seed, lazy=lazy)
 
 
+@uncompiled()
 def model_in_memory(
     model: nn.Module,
     *,
@@ -329,6 +333,7 @@ def model_in_memory(
 
     A model on the meta device becomes lazy.
     """
+    model, compiled = unwrapped(model)
     _check_can_be_used(model, type(model).__name__)
     lost = to_fake_tensors(model)
     given = {"loss": loss, "optimizer": optimizer, "batches": batches}
@@ -341,7 +346,7 @@ def model_in_memory(
         fixed_inputs=None if callable(inputs) else inputs,
         in_memory=True,
         loss_reduction=_checked_reduction(loss_reduction, type(model).__name__),
-        notes=lost_values_note(lost),
+        notes=(*lost_values_note(lost), *compiled),
         lost=lost,
     )
     return _with_own_loss(file)
