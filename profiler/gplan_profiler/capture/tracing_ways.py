@@ -38,6 +38,7 @@ from gplan_profiler.capture.value_forms import DATA_DEPENDENT
 from gplan_profiler.memory.allocations import tensors_in
 from gplan_profiler.model.error_location import describe, root_cause
 from gplan_profiler.model.lazy_build import fake_mode_of, random_state_kept, seed_everything
+from gplan_profiler.model.random_draws import line_of_first_draw
 
 _MOST_EPSILONS = 1000  # of the dtype, by which results of two orders of the same operations may differ
 _LARGEST_TOLERANCE = 0.05
@@ -69,8 +70,9 @@ def captured_in_steps(
                 break
             continue
         if before != _host_random_state() and not plain.has_no_values and plain.changes(host_seed=1):
+            line = plain.line_of_first_draw()
             raise ModelError(
-                f"{type(model).__name__} draws random numbers with Python or numpy in its forward; a trace would make them "
+                f"{type(model).__name__} draws random numbers with Python or numpy in its forward{f' ({line})' if line else ''}; a trace would make them "
                 "constants, the same at every step: draw them with torch (torch.rand), or switch this off, as "
                 "apply_spec_augment = False does in the configs of speech models"
             )
@@ -188,6 +190,10 @@ class _PlainModel:
             return _results_of(self._model, run, seed=seed, host_seed=host_seed)
         except Exception:  # what fails is reported where the model is run for its own sake
             return None
+
+    def line_of_first_draw(self) -> str | None:
+        """The author's line that first draws random numbers."""
+        return line_of_first_draw(lambda: self._results_with())
 
     def changes(self, *, seed: int = 0, host_seed: int = 0) -> bool:
         """Whether other seeds, of torch or of Python and numpy, give other results; True for a model that cannot be run."""

@@ -58,7 +58,7 @@ def author_line_of_dump(lines: Sequence[str]) -> str | None:
     """
     found = (_DUMPED_FRAME.match(line) for line in lines)
     frames = [(match[1], match[2]) for match in found if match is not None]
-    return next((f"{name}, line {number}" for name, number in frames if _is_authors(name)), None)
+    return next((f"{name}, line {number}" for name, number in frames if is_authors(name)), None)
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -70,10 +70,11 @@ def root_cause(error: BaseException) -> BaseException:
 
 def _author_frame(error: BaseException) -> traceback.FrameSummary | None:
     frames = traceback.extract_tb(error.__traceback__)
-    return next((frame for frame in reversed(frames) if _is_authors(frame.filename)), None)
+    return next((frame for frame in reversed(frames) if is_authors(frame.filename)), None)
 
 
-def _is_authors(filename: str) -> bool:
+def is_authors(filename: str) -> bool:
+    """Whether a file is the user's code."""
     if filename.startswith("<"):
         return False
     path = Path(filename).resolve()
