@@ -38,7 +38,7 @@ from gplan_profiler.capture.opaque_calls import (
 )
 from gplan_profiler.capture.value_forms import stage_output
 from gplan_profiler.model.compiled import uncompiled
-from gplan_profiler.model.error_location import author_line, first_line
+from gplan_profiler.model.error_location import OWN_GRADIENTS, author_line, first_line, own_gradients_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +322,10 @@ def _untraceable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                 f"{_who(path)} reads `.data` of the parameter {name} in its forward, which a trace "
                 "cannot follow; expected .detach(), which has the same values"
             )
+    if (text := own_gradients_text(error)) is not None:
+        return ModelError(f"{type(model).__name__} cannot be captured: {text}")
+    if _takes_gradients(model, args, kwargs):
+        return ModelError(f"{type(model).__name__} cannot be captured: {OWN_GRADIENTS}")
     where = author_line(error)
     reason = first_line(error) or type(error).__name__
     text = str(error).lower()
@@ -335,6 +339,22 @@ def _untraceable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         "or torch.cond, or define the model as an nn.Sequential or a list of stages, which is cut between its children "
         "without tracing"
     )
+
+
+def _takes_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the forward of a model calls torch.autograd itself."""
+    found = list[str]()
+
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        found.append("called")
+        raise UntraceableError("the forward computes gradients")
+
+    try:
+        with model_state_restored(model), replaced(torch.autograd, grad=refuse, backward=refuse):
+            model(*args, **kwargs)
+    except Exception:  # of a model that fails without export too, or on fake weights
+        pass
+    return bool(found)
 
 
 class _DataUses(TorchFunctionMode):

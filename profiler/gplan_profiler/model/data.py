@@ -16,7 +16,7 @@ from gplan.core import LossReduction
 from gplan.core.errors import ModelError, UsageError
 from gplan_profiler.capture.chain import flat_tensors, modules_that_train
 from gplan_profiler.memory.allocations import tensors_in
-from gplan_profiler.model.error_location import describe
+from gplan_profiler.model.error_location import describe, own_gradients_text
 from gplan_profiler.model.load import ModelFile
 from gplan_profiler.model.random_draws import line_of_first_draw
 
@@ -224,7 +224,9 @@ def call_model(file: ModelFile, inputs: Any) -> Any:
             f"{tuple(x.shape)} {x.dtype}".replace("torch.", "") for x in flat_tensors(inputs, what="inputs")
         )
         where = failing_module(file.model, error)
-        raise ModelError(f"the model fails on its inputs, {shapes}; in {where}: {describe(error)}") from error
+        raise ModelError(
+            f"the model fails on its inputs, {shapes}; in {where}: {own_gradients_text(error) or describe(error)}"
+        ) from error
 
 
 def first_not_finite(model: nn.Module, run: Callable[[], Any]) -> str | None:

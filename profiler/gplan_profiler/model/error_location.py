@@ -18,6 +18,12 @@ _OURS = Path(__file__).resolve().parents[1], Path(__file__).resolve().parents[2]
 _INSTALLED = tuple({Path(path).resolve() for name, path in sysconfig.get_paths().items() if "lib" in name})
 _INSTALLED_PARTS = frozenset({"site-packages", "dist-packages"})
 _MOST_CHARACTERS = 300
+OWN_GRADIENTS = (
+    "gradients that a model or a loss computes itself (torch.autograd.grad, .backward(), torch.func.grad), such as a gradient "
+    "penalty, forces or other gradients of inputs, are not supported, as a stage has its own layers only; supported is a loss "
+    "of the model's output and the target, whose gradients gplan computes"
+)
+_OF_GRADIENTS = ("torch/autograd/__init__.py", "torch/_functorch/eager_transforms.py")
 _DUMPED_FRAME = re.compile(r'  File "(.+)", line (\d+) in ')
 
 
@@ -59,6 +65,15 @@ def author_line_of_dump(lines: Sequence[str]) -> str | None:
     found = (_DUMPED_FRAME.match(line) for line in lines)
     frames = [(match[1], match[2]) for match in found if match is not None]
     return next((f"{name}, line {number}" for name, number in frames if is_authors(name)), None)
+
+
+def own_gradients_text(error: BaseException) -> str | None:
+    """What a model or loss that computes gradients itself can do instead; None if the error comes from other code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inner = next((i for i, x in reversed(list(enumerate(frames))) if is_authors(x.filename)), None)
+    if inner is None or not any(x.filename.replace("\\", "/").endswith(_OF_GRADIENTS) for x in frames[inner:]):
+        return None
+    return f"{describe(error)}: {OWN_GRADIENTS}"
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -27,7 +27,7 @@ from gplan.core.units import counted
 from gplan_profiler.capture.chain import Chain, autocast, call_arguments, modules_that_train
 from gplan_profiler.capture.sequence import as_sequential
 from gplan_profiler.model.compiled import uncompiled, unwrapped
-from gplan_profiler.model.error_location import describe, is_out_of_memory
+from gplan_profiler.model.error_location import describe, is_out_of_memory, own_gradients_text
 from gplan_profiler.model.lazy_build import (
     build_without_weights,
     fake_mode_of,
@@ -221,7 +221,8 @@ class ModelFile:
                 raise ModelError(f"{function} in {self.name} {takes}\n{_REMEDIES[function]}") from error
             except ValueError:
                 pass  # a function in C may have no signature
-            raise ModelError(f"{function} in {self.name} failed: {describe(error)}") from error
+            reason = (own_gradients_text(error) if function == "loss" else None) or describe(error)
+            raise ModelError(f"{function} in {self.name} failed: {reason}") from error
         if not isinstance(value, expected):
             raise ModelError(
                 f"{function} in {self.name} returned a {type(value).__name__}; expected {_KINDS[expected]}"
@@ -442,8 +443,14 @@ def _built(target: Any, settings: Mapping[str, SettingValue], reference: str) ->
 
 
 def _check_can_be_used(model: nn.Module, name: str) -> None:
-    """Raise ModelError for weights without a shape, and for a default device on which batches have no values."""
+    """Raise ModelError for names that cannot be printed, weights without a shape, and batches without values."""
     for place, module in model.named_modules():
+        for own in (place, *module._parameters, *module._buffers):
+            if not own.isprintable():
+                raise ModelError(
+                    f"{name} has a module, parameter or buffer of the name {own!r}; expected names without control characters, "
+                    "such as line breaks, which could put code into exported files: rename it"
+                )
         if any(is_lazy(x) for x in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             raise ModelError(
                 f"{place or 'the model'} of {name} is a {type(module).__name__}, whose weights have no shape before its first "
