@@ -47,7 +47,7 @@ from gplan.runtime.stage_state import StageState
 from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_samples, runs_on_gpus
 from gplan_profiler.capture.chain import Chain, autocast
 from gplan_profiler.host.heartbeat import Heartbeat
-from gplan_profiler.host.host_info import keep_freed_memory
+from gplan_profiler.host.host_info import cuda_problem, keep_freed_memory
 from gplan_profiler.host.links import deprioritize_connection_threads
 from gplan_profiler.model.compiled import uncompiled
 from gplan_profiler.model.lazy_build import random_state_kept
@@ -120,8 +120,8 @@ def own_device(plan: Plan, device: str | None) -> torch.device:
         raise UsageError(f"device {device!r} is not known; expected 'cpu', 'cuda' or 'cuda:1'") from error
     if found.type not in ("cpu", "cuda"):
         raise UsageError(f"device {device!r} cannot be used; expected 'cpu', 'cuda' or 'cuda:1'")
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device {device!r} needs a GPU; this process sees none: use device='cpu'")
+    if found.type == "cuda" and (problem := cuda_problem()) is not None:
+        raise UsageError(f"device {device!r}: {problem}; or use device='cpu'")
     if found.type != "cuda":
         return found
     index = found.index if found.index is not None else local_place()[0]
