@@ -47,8 +47,9 @@ from gplan.runtime.stage_state import StageState
 from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_samples, runs_on_gpus
 from gplan_profiler.capture.chain import Chain, autocast
 from gplan_profiler.host.heartbeat import Heartbeat
-from gplan_profiler.host.host_info import keep_freed_memory
+from gplan_profiler.host.host_info import cuda_problem, keep_freed_memory
 from gplan_profiler.host.links import deprioritize_connection_threads
+from gplan_profiler.model.compiled import uncompiled
 from gplan_profiler.model.lazy_build import random_state_kept
 from gplan_profiler.model.load import loss_of_output
 from gplan_profiler.model.model_reference import SettingValue, describe_inputs, parse_input_shapes, resize_inputs
@@ -119,8 +120,8 @@ def own_device(plan: Plan, device: str | None) -> torch.device:
         raise UsageError(f"device {device!r} is not known; expected 'cpu', 'cuda' or 'cuda:1'") from error
     if found.type not in ("cpu", "cuda"):
         raise UsageError(f"device {device!r} cannot be used; expected 'cpu', 'cuda' or 'cuda:1'")
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device {device!r} needs a GPU; this process sees none: use device='cpu'")
+    if found.type == "cuda" and (problem := cuda_problem()) is not None:
+        raise UsageError(f"device {device!r}: {problem}; or use device='cpu'")
     if found.type != "cuda":
         return found
     index = found.index if found.index is not None else local_place()[0]
@@ -258,6 +259,7 @@ class Pipeline(StageState):
         self._agreement.begin(call, batch=given, num_rows=num_rows, is_full=num_rows == self.plan.batch_size)
         return inputs, targets
 
+    @uncompiled()
     def train(self, inputs: Any, targets: Any, *, scale: float = 1.0) -> Tensor:
         """Run a step with a batch that `agreed` returned."""
         runner = self.runner
@@ -293,6 +295,7 @@ class Pipeline(StageState):
         self.num_steps += 1
         return total
 
+    @uncompiled()
     def explain_not_finite(self, inputs: Any, loss: Tensor) -> str:
         """Name the first layer whose output is not finite in the last step, before its update. Collective."""
         inputs, num_rows = self._checked(inputs, None)
@@ -464,6 +467,7 @@ class Pipeline(StageState):
         self._evaluate(part, inputs, num_rows, keep)
         return [(found[m], part.microbatch_size) for m in sorted(found)]
 
+    @uncompiled()
     def _evaluate(self, part: Pass, inputs: Any, num_rows: int, output_fn: OutputFn) -> list[Tensor]:
         with torch.inference_mode(False), torch.no_grad(), self._random_streams.preserved():
             self._masters.round()

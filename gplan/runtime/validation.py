@@ -22,6 +22,7 @@ from gplan.runtime.microbatches import count_rows, take_rows
 from gplan.schedules.validate import schedule_mismatch
 from gplan_profiler.capture.authored_layers import PLAIN
 from gplan_profiler.capture.chain import call_arguments
+from gplan_profiler.host.host_info import unused_gpu_notes
 from gplan_profiler.model.data import fitting_reductions, loss_tolerance
 from gplan_profiler.model.memory_budget import available_bytes
 from gplan_profiler.torch_compat import pytree
@@ -266,8 +267,9 @@ def notes_on_machine(plan: Plan) -> tuple[str, ...]:
     elif any(place.speed != 1.0 for place in places) or len({place.host for place in places}) > 1:
         made_for = ", ".join(f"{x.name} (host {x.host}, speed {x.speed:g})" for x in places)
     else:
-        return ()
+        return unused_gpu_notes()
     return (
+        *unused_gpu_notes(),
         f"the plan was made for another machine: {made_for}; every stage ran on cores of this host, so the measured run "
         "is not the predicted one",
     )

@@ -24,16 +24,19 @@ from gplan.core.units import counted, now_text
 from gplan_profiler.capture.chain import model_state_restored, routing_notes
 from gplan_profiler.host.host_info import (
     core_shares,
+    cuda_problem,
     device_share,
     gpu_state,
     max_neighbours,
     processor,
     software_versions,
+    unused_gpu_notes,
     usable_cores,
 )
 from gplan_profiler.host.host_load import HostMeter
 from gplan_profiler.host.links import check_measurable, measure_link
 from gplan_profiler.memory.chain_profile import layers_with_weights, values_of
+from gplan_profiler.model.compiled import uncompiled
 from gplan_profiler.model.data import LossFacts, call_model, check_microbatch_sizes, find_loss_reduction, sample_batches
 from gplan_profiler.model.error_location import is_out_of_memory
 from gplan_profiler.model.load import ModelFile
@@ -101,13 +104,16 @@ class ProfileOptions:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of the profile must know about these options."""
+        unused = unused_gpu_notes() if self.device_kind == "cpu" else ()
         if self.num_threads == 1 or not self.num_neighbours:
-            return ()
+            return unused
         return (
+            *unused,
             f"contention was measured beside processes of one thread, not of {self.num_threads}: it may be too low",
         )
 
 
+@uncompiled()
 def measure_profile(
     file: ModelFile,
     options: ProfileOptions,
@@ -241,12 +247,11 @@ def _check_device(device: str) -> None:
         return
     match = re.fullmatch(r"cuda(?::([0-9]+))?", device)
     if match is None:
-        raise UsageError(f"--device {device}: expected cpu, cuda, cuda:1 or meta")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(match[1] or 0) >= count:
-        raise UsageError(
-            f"--device {device}: torch {torch.__version__} sees {count} CUDA devices here; use --device cpu"
-        )
+        raise UsageError(f"--device {device}: expected auto, cpu, cuda, cuda:1 or meta")
+    if (problem := cuda_problem()) is not None:
+        raise UsageError(f"--device {device}: {problem}; or use --device cpu")
+    if int(match[1] or 0) >= (count := torch.cuda.device_count()):
+        raise UsageError(f"--device {device}: this host has {counted(count, 'CUDA device')}, numbered from 0")
 
 
 @contextmanager

@@ -189,6 +189,16 @@ def nested_traces_allowed() -> AbstractContextManager[object]:
     return found
 
 
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
+
+
+def is_compiled_function(function: object) -> bool:
+    """Whether torch.compile made a function."""
+    return "_torchdynamo_orig_callable" in getattr(function, "__dict__", ())
+
+
 def replace_clipping(total_norm: Callable[..., Tensor], clip: Callable[..., None]) -> None:
     """From now on torch's clipping computes the norm and scales by these functions, in this process."""
     vars(clip_grad)["_get_total_norm"] = vars(nn.utils)["get_total_norm"] = total_norm

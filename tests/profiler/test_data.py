@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gplan.core.errors import ModelError
-from gplan_profiler.model.data import LossFacts, find_loss_reduction, first_difference, first_not_finite
+from gplan_profiler.model.data import LossFacts, check_batch, find_loss_reduction, first_difference, first_not_finite
 from gplan_profiler.model.load import ModelFile, model_in_memory
 
 
@@ -133,3 +135,59 @@ def test_sound_model_has_no_faulty_module() -> None:
     assert first_not_finite(model, lambda: model(torch.ones(1, 2))) is None
     assert first_difference(model, lambda: model(torch.ones(1, 2))) is None
     assert not model._forward_hooks
+
+
+class Draws(nn.Module):
+    """Draws random numbers in its own forward, between its children."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.how == "noise":
+            x = x + torch.randn_like(x)
+        if self.how == "order":
+            x = x[torch.randperm(len(x))]
+        if self.how == "numpy":
+            x = x * float(np.random.rand())
+        for block in self.blocks:
+            if self.how != "skipped layers" or random.random() < 0.5:
+                x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ("noise", "x = x + torch.randn_like(x)"),
+        ("order", "x = x[torch.randperm(len(x))]"),
+        ("numpy", "x = x * float(np.random.rand())"),
+        ("skipped layers", 'if self.how != "skipped layers" or random.random() < 0.5:'),
+    ],
+)
+def test_random_numbers_of_the_models_own_forward_name_it_and_its_line(how: str, line: str) -> None:
+    with pytest.raises(ModelError) as raised:
+        find_loss_reduction(file_of(Draws(how), inputs=lambda n: torch.linspace(0.0, 1.0, 8 * n).view(n, 8)), 4)
+    assert "the model (Draws) draws random numbers (" in str(raised.value)
+    assert str(raised.value).count(f": {line})") == 1
+
+
+def test_random_numbers_of_a_child_name_the_child_and_its_line() -> None:
+    with pytest.raises(ModelError, match=r"1 \(Noise\) draws random numbers \(.*return x \+ torch.randn_like\(x\)\)"):
+        find_loss_reduction(file_of(nn.Sequential(nn.Linear(8, 8), Noise(), nn.Linear(8, 8))), 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "remedy"),
+    [
+        ((40, 8), r"such as \(4, 10, 8\), and let the model join them with x.flatten\(0, 1\)"),
+        ((2, 40), "transpose a tensor whose samples are in another dimension, such as the edges of graphs"),
+        ((3,), "drop the last batch"),
+    ],
+)
+def test_rows_that_are_no_samples_name_the_way_out(shape: tuple[int, ...], remedy: str) -> None:
+    with pytest.raises(ModelError, match=remedy):
+        check_batch(torch.zeros(shape), 4, what="the inputs")

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gplan.core.errors import ModelError, UsageError
+from gplan_profiler.capture.capture import capture
+from gplan_profiler.model.data import find_loss_reduction
 from gplan_profiler.model.load import load_model_file, model_in_memory, open_model_file
 from gplan_profiler.model.model_reference import parse_input_shapes
 
 GOOD = """
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 def model(width=4, depth: int = 1):
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
@@ -237,7 +240,7 @@ def test_a_loss_reduction_that_is_none_of_the_two_is_refused(file: Path) -> None
 
 OWN_LOSS = """
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 class Net(nn.Module):
     def __init__(self, form):
@@ -303,7 +306,7 @@ def test_modules_are_found_in_the_current_folder(
 
 UNUSABLE = """
 import torch
-from torch import nn
+from torch import Tensor, nn
 def model(): return {model}
 def optimizer(parameters): return torch.optim.{optimizer}(parameters)
 """
@@ -345,3 +348,63 @@ def test_optimizer_that_needs_a_closure_is_refused(tmp_path: Path) -> None:
     path.write_text(UNUSABLE.format(model="nn.Linear(2, 2)", optimizer="Rprop"))
     loaded = load_model_file(str(path))
     loaded.optimizer(list(loaded.model.parameters()))
+
+
+@pytest.mark.parametrize("kind", ["module", "parameter", "buffer"])
+def test_control_character_in_a_name_is_refused(kind: str) -> None:
+    model = nn.Linear(2, 2)
+    if kind == "module":
+        model.add_module("a\nb", nn.Linear(2, 2))
+    elif kind == "parameter":
+        model.register_parameter("a\x1bb", nn.Parameter(torch.zeros(2)))
+    else:
+        model.register_buffer("a\rb", torch.zeros(2))
+    with pytest.raises(ModelError, match=r"of the name 'a.*b'; expected names without control characters"):
+        model_in_memory(model)
+
+
+def penalty(output: Tensor, target: Tensor) -> Tensor:
+    return torch.autograd.grad(output.sum(), target, create_graph=True)[0].square().mean()
+
+
+def gradient_of_parts(output: Tensor, target: Tensor) -> Tensor:
+    output.sum().backward()
+    return output.mean()
+
+
+@pytest.mark.parametrize("loss", [penalty, gradient_of_parts])
+def test_loss_that_takes_gradients_itself_is_named(loss: Any) -> None:
+    file = model_in_memory(nn.Linear(2, 2), loss=loss, batches=lambda n: [(torch.ones(n, 2), torch.ones(n, 2))])
+    with pytest.raises(
+        ModelError, match=r"a gradient penalty, .*are not supported.*supported is a loss of the model's"
+    ):
+        find_loss_reduction(file, 2)
+
+
+class Forces(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.energy, self.how = nn.Linear(2, 1), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "function":
+            found: Tensor = torch.func.grad(lambda y: self.energy(y).sum())(x)
+            return found
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+def test_model_that_takes_gradients_itself_is_named() -> None:
+    for how in ("function", "grad"):
+        with pytest.raises(ModelError, match="gradients of inputs, are not supported"):
+            capture(Forces(how), torch.ones(3, 2))
+
+
+def test_other_errors_of_a_loss_do_not_speak_of_gradients() -> None:
+    file = model_in_memory(
+        nn.Linear(2, 2), loss=lambda o, t: o @ t, batches=lambda n: [(torch.ones(n, 2), torch.ones(5))]
+    )
+    with pytest.raises(ModelError) as raised:
+        file.loss(torch.ones(2, 2), torch.ones(5))
+    assert "gradient" not in str(raised.value)

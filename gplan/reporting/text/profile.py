@@ -147,7 +147,8 @@ def profile_view(
     for index, size in enumerate(sizes):
         if size in shown:
             rows = _rows(profile, index, sort=sort, is_folded=is_folded)
-            title = f"{profile.model.name}, micro-batch size {size}: times and bytes per micro-batch"
+            on_device = f", on {profile.device.name}" if profile.device.kind == "cuda" else ""
+            title = f"{profile.model.name}, micro-batch size {size}{on_device}: times and bytes per micro-batch"
             views.append(layer_table(title, rows, profile, sort=sort, is_limited=is_folded))
             views.extend(Text(line) for line in (*_origin_lines(profile, rows), _whole_line(profile, index)))
     for index, size in enumerate(sizes):

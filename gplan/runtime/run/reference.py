@@ -24,7 +24,8 @@ from gplan.runtime.agreement import digest
 from gplan.runtime.microbatches import take_rows
 from gplan.runtime.sharded_tensors import full_tensor
 from gplan_profiler.capture.chain import model_state_restored
-from gplan_profiler.model.data import CoarsestNumbers, first_not_finite
+from gplan_profiler.model.compiled import uncompiled
+from gplan_profiler.model.data import CoarsestNumbers, draws_random_numbers, first_not_finite
 from gplan_profiler.model.error_location import describe
 from gplan_profiler.model.lazy_build import random_state_kept, seed_everything
 from gplan_profiler.model.load import ModelFile
@@ -88,6 +89,7 @@ class _PlainRun:
         )
 
 
+@uncompiled()
 def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Reference:
     """Run the plain model on the mini-batch; the model is not changed.
 
@@ -117,8 +119,9 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
     random = _difference(divided, again, num_parts)
     if random is not None:
         raise UsageError(
-            f"the model draws random numbers: two runs on the same batch gave {random}; --check compares with the plain "
-            "model and needs dropout off: profile again, with --set dropout=0 where the file has that setting, and balance"
+            f"{draws_random_numbers(file, inputs)}: two runs on the same batch gave {random}; --check compares with the plain "
+            "model, which needs this off: for dropout profile again, with --set dropout=0 where the file has that setting, "
+            "and balance"
         )
     return divided.as_reference(num_parts, weights, whole_batch=in_one_piece)
 

@@ -31,6 +31,7 @@ from gplan_profiler.capture.chain import model_state_restored, routing_notes
 from gplan_profiler.host.host_info import software_versions
 from gplan_profiler.memory.allocations import StorageRecorder, gradient_bytes, optimizer_state_bytes
 from gplan_profiler.memory.chain_profile import SizeCosts, layers_with_weights, values_of
+from gplan_profiler.model.compiled import uncompiled
 from gplan_profiler.model.data import check_microbatch_sizes, sample_batch
 from gplan_profiler.model.error_location import describe
 from gplan_profiler.model.load import ModelFile
@@ -55,6 +56,7 @@ class ComputeOptions:
         check_microbatch_sizes(self.microbatch_sizes)
 
 
+@uncompiled()
 def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Progress = no_progress) -> Profile:
     """The profile of a model, with real or fake weights, on hardware that is not present.
 

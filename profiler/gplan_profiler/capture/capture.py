@@ -37,10 +37,12 @@ from gplan_profiler.capture.grouping import (
 )
 from gplan_profiler.capture.inplace import written_state
 from gplan_profiler.capture.moving_averages import RunningNorm, cumulative_momentum_one, graph_calls, running_norms
-from gplan_profiler.capture.operation_layers import depends_on_values, groups_by_operation, may_draw
+from gplan_profiler.capture.operation_layers import depends_on_values, groups_by_operation
 from gplan_profiler.capture.sequence import SequentialChain
+from gplan_profiler.capture.state_readings import may_draw, repeat_state_readings, without_repeats
 from gplan_profiler.capture.trace import Trace
 from gplan_profiler.capture.tracing_ways import captured_in_steps
+from gplan_profiler.model.compiled import uncompiled
 from gplan_profiler.torch_compat import autocast_replaced, pytree, replaced
 
 
@@ -72,7 +74,7 @@ def capture(
         model.train(training)
     own = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
     is_sequence = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and not any(own)
-    with autocast(precision), _no_other_autocast(precision):
+    with uncompiled(), autocast(precision), _no_other_autocast(precision):
         chain: Chain | None = None
         if not is_sequence or granularity == "op" or _may_be_divided(model, granularity, divided):
             try:
@@ -153,7 +155,8 @@ def exported(
         if granularity == "auto" and divided is None:
             parts = modules_to_divide(traced, model)
         units = unit_paths(model, parts)
-        split_regions(traced.graph, traced.module, model, units)
+        split_regions(traced.graph, traced.module, model, units, traced.state)
+        copies = repeat_state_readings(traced.graph, traced.state)
         inseparable = inseparable_operations(traced.graph, traced.state, model)
         own = {x.removesuffix("*").removesuffix(".") for x in parts if x.endswith("*")}
         if granularity == "op" or own:
@@ -164,7 +167,8 @@ def exported(
                 groups = joined_by_unit(groups, model, units, own)
         else:
             groups = groups_by_module(traced.graph, model, units)
-        chain = ExportedChain(model, traced, merged(traced.graph, groups, inseparable))
+        groups = merged(traced.graph, groups, inseparable)
+        chain = ExportedChain(model, traced, [replace(x, nodes=without_repeats(x.nodes, copies)) for x in groups])
         chain.divided = parts
         return chain
 

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
-from gplan_profiler.analytic.roofline import WorkCounter
+from gplan_profiler.analytic.work_counter import WorkCounter
 from gplan_profiler.capture.authored_layers import unit_paths
 from gplan_profiler.capture.trace import Trace, module_path
 from gplan_profiler.capture.value_forms import has_fixed_size
 from gplan_profiler.memory.allocations import tensors_in
+from gplan_profiler.torch_compat import pytree
 
 LARGEST_SHARE = 1 / 24
 MOST_LAYERS = 80

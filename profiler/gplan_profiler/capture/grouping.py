@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from gplan.core.errors import ModelError
 from gplan_profiler.capture.inplace import rewrite_in_place
+from gplan_profiler.capture.state_readings import repeat_state_readings, without_repeats
 from gplan_profiler.capture.trace import module_path, operation_name
 from gplan_profiler.capture.value_forms import has_fixed_size
 from gplan_profiler.torch_compat import pytree
@@ -168,21 +169,29 @@ def merged(graph: Graph, groups: Sequence[Group], inseparable: Iterable[Collecti
     return [Group(name, run[0].kind, nodes) for name, run, nodes in zip(names, runs, nodes_of, strict=True)]
 
 
-def split_regions(graph: Graph, owner: GraphModule, model: nn.Module, units: Mapping[str, str]) -> None:
-    """Replace every region of `graph`, whose inner graphs are attributes of `owner`, by one for each layer that it spans."""
+def split_regions(
+    graph: Graph, owner: GraphModule, model: nn.Module, units: Mapping[str, str], state: Container[Node]
+) -> None:
+    """Replace every region of `graph`, whose inner graphs are attributes of `owner`, by one for each layer that it spans.
+
+    `state` are the placeholders of weights, buffers and constants.
+    """
     for region in [x for x in graph.nodes if x.target in _PLACE_OF_BODY]:
         name = str(region.args[_PLACE_OF_BODY[region.target]].target)
         body: GraphModule = getattr(owner, name)
         if not any(x.op == "call_function" for x in body.graph.nodes):
             continue
-        split_regions(body.graph, body, model, units)
+        given = [x for x in body.graph.nodes if x.op == "placeholder"]
+        operands = zip(given, region.args[_PLACE_OF_BODY[region.target] + 1 :], strict=True)
+        state_inside = {x for x, operand in operands if operand in state}
+        split_regions(body.graph, body, model, units, state_inside)
+        copies = repeat_state_readings(body.graph, state_inside)
         groups = groups_by_module(body.graph, model, units)
         if len(groups) > 1:
-            given = [x for x in body.graph.nodes if x.op == "placeholder"]
             groups = merged(body.graph, groups, inseparable_operations(body.graph, given, model))
         body.recompile()
         if len(groups) > 1:
-            _replace(region, name, body, [x.nodes for x in groups], owner, units)
+            _replace(region, name, body, [without_repeats(x.nodes, copies) for x in groups], owner, units)
 
 
 def _replace(

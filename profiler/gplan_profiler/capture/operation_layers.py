@@ -33,14 +33,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-import torch
 from torch import nn
 from torch.fx import Graph, Node
 
 from gplan.core.errors import ModelError
 from gplan_profiler.capture.grouping import Group, distinct, in_trace_order
-from gplan_profiler.capture.inplace import aliased_arguments, written_arguments, written_state
 from gplan_profiler.capture.opaque_calls import CustomFunction, ModuleCall
+from gplan_profiler.capture.state_readings import is_cheap, is_view
 from gplan_profiler.capture.trace import Trace, module_path, operation_name
 from gplan_profiler.capture.value_forms import has_fixed_size
 from gplan_profiler.memory.allocations import tensors_in
@@ -53,7 +52,6 @@ _PRODUCTS = {
     "linalg_cholesky", "matrix_exp",
 }  # fmt: skip
 _PARTS_OF_PRODUCTS = ("conv", "attention", "fft_", "softmax")
-_DROPPING = {"p", "dropout_p", "dropout", "train", "training"}  # arguments that switch dropout off if they are 0
 _AS_GOOD = 0.9  # a cut is better only with less than this share of another's bytes
 _MAY_COPY = {"reshape", "contiguous", "flatten", "to", "reshape_as"}  # views that are not duplicated
 
@@ -93,7 +91,7 @@ def _wiring_of(traced: Trace) -> Wiring:
         if node.op in ("placeholder", "get_attr"):
             continue
         sources = {behind.get(x, x) for x in node.all_input_nodes}
-        if _is_view(node) and sources <= reads.keys():
+        if is_view(node) and sources <= reads.keys():
             behind[node] = next(iter(sources))
             views.append(node)
             continue
@@ -102,7 +100,7 @@ def _wiring_of(traced: Trace) -> Wiring:
             own.add(node)
         if node in own or not derived.isdisjoint(sources):
             derived.add(node)
-            if _is_view(node):  # of a parameter: its readers read the parameter
+            if not reads[node] and is_cheap(node):  # a view or cast of a parameter: its readers read the parameter
                 parameters.add(node)
     readers: dict[Node, set[Node]] = {node: set() for node in reads}
     for node, read in reads.items():
@@ -113,51 +111,9 @@ def _wiring_of(traced: Trace) -> Wiring:
         reads=reads,
         readers={node: frozenset(x) for node, x in readers.items()},
         of_parameters=frozenset(derived),
-        own_parameters=frozenset(x for x in own if not _is_view(x)),
+        own_parameters=frozenset(x for x in own if not is_view(x)),
         views=tuple(views),
     )
-
-
-def _duplicate_state_views(traced: Trace) -> None:
-    """Give every reader of a view of the state its own view, so that none crosses a cut."""
-    written = {x for touched in written_state(traced.graph.nodes, traced.state) for x in touched.users}
-    of_state = set(traced.state)
-    for node in traced.graph.nodes:
-        if node.op == "call_function" and _is_view(node) and node.all_input_nodes[0] in of_state:
-            of_state.add(node)
-    shared = of_state - written
-    for node in reversed(traced.graph.nodes):
-        if node.op == "call_function" and node in shared:
-            for reader in list(node.users)[1:]:
-                with traced.graph.inserting_before(reader):
-                    reader.replace_input_with(node, traced.graph.node_copy(node))
-
-
-def _is_view(node: Node) -> bool:
-    """Whether an operation is a view of its one operand, by its schema; a copy to another layout counts as one."""
-    if node.target is operator.getitem:
-        return True
-    if len(node.all_input_nodes) != 1 or not isinstance(node.target, OpOverload):
-        return False
-    source = node.all_input_nodes[0]
-    is_alias = aliased_arguments(node) == [source] and not any(True for _ in written_arguments(node))
-    before, after = ({x.dtype for x in tensors_in(y.meta.get("val"))} for y in (source, node))
-    return is_alias and before == after and operation_name(node) != "dropout"
-
-
-def may_draw(node: Node) -> bool:
-    """Whether the result of an operation may be random: by torch's tags, always for operations outside torch.
-
-    Operations with dropout are not random if its probability is 0 or training is off, by the arguments in the graph or
-    their defaults; computed arguments may be anything.
-    """
-    if not isinstance(node.target, OpOverload):
-        return isinstance(node.target, HigherOrderOperator | CustomFunction)
-    if node.target.namespace != "aten" or torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return node.target.namespace != "aten"
-    described = node.target._schema.arguments
-    given = {x.name: value for x, value in zip(described, node.args, strict=False)} | node.kwargs
-    return not any(given.get(x.name, x.default_value) == 0 for x in described if x.name in _DROPPING)
 
 
 def depends_on_values(node: Node) -> bool:
@@ -187,7 +143,6 @@ def groups_by_operation(traced: Trace, model: nn.Module) -> list[Group]:
 
     Raises ModelError for a model without operations on its inputs.
     """
-    _duplicate_state_views(traced)
     wiring = _wiring_of(traced)
     modules = dict(model.named_modules(remove_duplicate=False))
     leaves = {path for path, x in modules.items() if not any(True for _ in x.children())}

@@ -33,7 +33,8 @@ from gplan_profiler.capture.opaque_calls import (
     put_custom_functions,
 )
 from gplan_profiler.capture.value_forms import stage_output
-from gplan_profiler.model.error_location import author_line, first_line
+from gplan_profiler.model.compiled import uncompiled
+from gplan_profiler.model.error_location import OWN_GRADIENTS, author_line, first_line, own_gradients_text
 from gplan_profiler.torch_compat import (
     OpOverload,
     module_call,
@@ -43,6 +44,7 @@ from gplan_profiler.torch_compat import (
     parse_to,
     pytree,
     real_values_kept,
+    replaced,
     seen_as_plain_run,
     without_stack_traces,
 )
@@ -177,11 +179,13 @@ def _traced(run: _ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], way: 
         stack.enter_context(_without_needless_moves())
         stack.enter_context(without_stack_traces())  # slower than the trace itself
         stack.enter_context(uncompiled())
+        stack.enter_context(nested_traces_allowed())
         stack.enter_context(_without_gradients(model))  # of another dtype they cannot become fake tensors
         program = torch.export.export(model, args, kwargs, strict=False)
     module = program.graph_module
     for node in calls_in(module, torch.ops.aten._assert_tensor_metadata.default):  # of dtype and device, at every `.to`
         node.graph.erase_node(node)
+    _name_dtypes(module)
     put_custom_functions(module, run.functions)
     graph, copies = Graph(owning_module=module), dict[Node, Node]()  # the users of the exported graph can be incomplete
     for node in module.graph.nodes:
@@ -196,6 +200,16 @@ def _traced(run: _ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], way: 
             state[copies[node]] = StateTensor(canonical.get(id(tensor), name), tensor, name not in own)
     structure = program.call_spec.out_spec  # a slow property
     return Trace(graph, state, module, structure, run.left_out)
+
+
+def _name_dtypes(module: GraphModule) -> None:
+    """Replace casts to the dtype of another tensor by casts to that dtype, as they need no values of that tensor."""
+    for operator in (torch.ops.aten.type_as.default, torch.ops.aten.to.other):
+        for node in calls_in(module, operator):
+            source, other, *options = node.args
+            if source.meta["val"].device == other.meta["val"].device:  # type: ignore[union-attr]
+                node.target = torch.ops.aten.to.dtype
+                node.args = (source, other.meta["val"].dtype, *options)  # type: ignore[union-attr]
 
 
 @contextmanager
@@ -223,13 +237,6 @@ def _without_needless_moves() -> AbstractContextManager[None]:
         return module if is_there and memory_format is None else plain(module, *args, **kwargs)
 
     return module_moves_replaced(to)
-
-
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Inside, modules and functions that torch.compile wrapped run as the code that they were made from."""
-    with torch.compiler.set_stance("force_eager"), nested_traces_allowed():
-        yield
 
 
 @contextmanager
@@ -308,6 +315,10 @@ def _untraceable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                 f"{_who(path)} reads `.data` of the parameter {name} in its forward, which a trace "
                 "cannot follow; expected .detach(), which has the same values"
             )
+    if (text := own_gradients_text(error)) is not None:
+        return ModelError(f"{type(model).__name__} cannot be captured: {text}")
+    if _takes_gradients(model, args, kwargs):
+        return ModelError(f"{type(model).__name__} cannot be captured: {OWN_GRADIENTS}")
     where = author_line(error)
     reason = first_line(error) or type(error).__name__
     text = str(error).lower()
@@ -321,6 +332,22 @@ def _untraceable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         "or torch.cond, or define the model as an nn.Sequential or a list of stages, which is cut between its children "
         "without tracing"
     )
+
+
+def _takes_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the forward of a model calls torch.autograd itself."""
+    found = list[str]()
+
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        found.append("called")
+        raise UntraceableError("the forward computes gradients")
+
+    try:
+        with model_state_restored(model), replaced(torch.autograd, grad=refuse, backward=refuse):
+            model(*args, **kwargs)
+    except Exception:  # of a model that fails without export too, or on fake weights
+        pass
+    return bool(found)
 
 
 class _DataUses(TorchFunctionMode):

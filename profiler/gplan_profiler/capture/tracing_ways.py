@@ -32,11 +32,12 @@ from gplan.core.errors import ModelError
 from gplan_profiler.capture.authored_layers import attributes_restored, unit_paths
 from gplan_profiler.capture.chain import Chain, Tensors, call_arguments, flat_tensors, model_state_restored
 from gplan_profiler.capture.opaque_calls import recorded_calls
-from gplan_profiler.capture.trace import Trace, UntraceableError, Way, trace, uncompiled
+from gplan_profiler.capture.trace import Trace, UntraceableError, Way, trace
 from gplan_profiler.capture.value_forms import DATA_DEPENDENT
 from gplan_profiler.memory.allocations import tensors_in
 from gplan_profiler.model.error_location import describe, root_cause
 from gplan_profiler.model.lazy_build import fake_mode_of, random_state_kept, seed_everything
+from gplan_profiler.model.random_draws import line_of_first_draw
 from gplan_profiler.torch_compat import pytree
 
 _MOST_EPSILONS = 1000  # of the dtype, by which results of two orders of the same operations may differ
@@ -69,12 +70,13 @@ def captured_in_steps(
                 break
             continue
         if before != _host_random_state() and not plain.has_no_values and plain.changes(host_seed=1):
+            line = plain.line_of_first_draw()
             raise ModelError(
-                f"{type(model).__name__} draws random numbers with Python or numpy in its forward; a trace would make them "
+                f"{type(model).__name__} draws random numbers with Python or numpy in its forward{f' ({line})' if line else ''}; a trace would make them "
                 "constants, the same at every step: draw them with torch (torch.rand), or switch this off, as "
                 "apply_spec_augment = False does in the configs of speech models"
             )
-        chain.traced, chain.notes = "" if is_first else str(way), _notes_on(found, model, way)
+        chain.traced, chain.notes = "" if is_first else str(way), _notes_on(found, way)
         chain.lacks_tensors = DATA_DEPENDENT in found.left_out.values()
         if chain.traced == traced:
             return chain
@@ -95,7 +97,7 @@ def captured_in_steps(
     raise first_error
 
 
-def _notes_on(found: Trace, model: nn.Module, way: Way) -> tuple[str, ...]:
+def _notes_on(found: Trace, way: Way) -> tuple[str, ...]:
     """Notes on what the layers leave out of the model."""
     notes = list[str]()
     if found.left_out:
@@ -105,10 +107,6 @@ def _notes_on(found: Trace, model: nn.Module, way: Way) -> tuple[str, ...]:
         notes.append(
             "the model's control flow depends on values: its layers take the path of the batch that it was captured for, "
             "and training stops with an error at a batch that takes another one"
-        )
-    if any("_orig_mod" in x._modules for x in model.modules()):
-        notes.append(
-            "the model's own torch.compile has no effect on its layers, which run as the code that it was made from"
         )
     return tuple(notes)
 
@@ -185,14 +183,17 @@ class _PlainModel:
 
         def run() -> Any:
             args, kwargs = call_arguments(_copied(self._inputs))
-            with uncompiled():
-                leaves = pytree.tree_leaves(self._model(*args, **kwargs))
+            leaves = pytree.tree_leaves(self._model(*args, **kwargs))
             return [None if place in left_out else x for place, x in enumerate(leaves)]
 
         try:
             return _results_of(self._model, run, seed=seed, host_seed=host_seed)
         except Exception:  # what fails is reported where the model is run for its own sake
             return None
+
+    def line_of_first_draw(self) -> str | None:
+        """The author's line that first draws random numbers."""
+        return line_of_first_draw(lambda: self._results_with())
 
     def changes(self, *, seed: int = 0, host_seed: int = 0) -> bool:
         """Whether other seeds, of torch or of Python and numpy, give other results; True for a model that cannot be run."""

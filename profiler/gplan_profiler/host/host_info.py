@@ -13,8 +13,10 @@ import platform
 import resource
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 
@@ -26,6 +28,7 @@ _FIELDS = (
     ("power limit", "power.limit"),
     ("temperature, degrees C", "temperature.gpu"),
 )
+_GPUS = Path("/proc/driver/nvidia/gpus")  # of the driver
 _LONGEST_S = 10.0
 
 
@@ -89,6 +92,42 @@ def clock_id() -> str:
             return file.read().strip()
     except OSError:
         return platform.node()
+
+
+def cuda_problem() -> str | None:
+    """Why torch can use no CUDA device here, with what to do; None where it can."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available() and torch.cuda.device_count():
+            return None
+    build = f"torch {torch.__version__}"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"{build} is a build for CPUs; install one for CUDA"
+    if any("too old" in str(x.message) for x in caught):
+        return (
+            f"the NVIDIA driver is older than {build} needs, which is built for CUDA {torch.version.cuda}; update the driver, or "
+            "install a torch that is built for an older CUDA"
+        )
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None:
+        return f"CUDA_VISIBLE_DEVICES={hidden} leaves {build} no GPU; unset it, or name GPUs of this host"
+    return f"{build} sees no GPU here; see whether `nvidia-smi` lists one"
+
+
+def default_device() -> str:
+    """The device of "auto": CUDA where torch can use it."""
+    return "cpu" if cuda_problem() else "cuda"
+
+
+def unused_gpu_notes() -> tuple[str, ...]:
+    """A note for work on cores where this host has GPUs, also such as torch cannot use."""
+    problem = cuda_problem()
+    if problem is None:
+        count = torch.cuda.device_count()
+        return (
+            f"this host has {count} GPU{'s' * (count > 1)} that this does not use; `gplan profile --device cuda` does",
+        )
+    return (f"this host has an NVIDIA GPU that torch cannot use: {problem}",) if _GPUS.is_dir() else ()
 
 
 def usable_cores() -> list[int]:

@@ -14,10 +14,12 @@ from gplan.core import LossReduction
 from gplan.core.errors import ModelError, UsageError
 from gplan_profiler.capture.chain import flat_tensors, modules_that_train
 from gplan_profiler.memory.allocations import tensors_in
-from gplan_profiler.model.error_location import describe
+from gplan_profiler.model.error_location import describe, own_gradients_text
 from gplan_profiler.model.load import ModelFile
+from gplan_profiler.model.random_draws import line_of_first_draw
 from gplan_profiler.torch_compat import TorchDispatchMode, pytree
 
+_MOST_REPEATS = 5  # of a forward that may be random now and then
 _ROUNDINGS = 16.0  # epsilons by which the losses of a batch and of its parts may differ
 
 
@@ -53,10 +55,17 @@ def check_target(value: Any, batch_size: int, *, what: str) -> None:
     """Raise ModelError unless each tensor in a target, which may be anything, has `batch_size` rows."""
     for tensor in tensors_in(value):
         if tensor.dim() == 0 or tensor.shape[0] != batch_size:
-            raise ModelError(
-                f"{what} have shape {tuple(tensor.shape)}; expected {batch_size} samples in dimension 0 (drop the last "
-                "batch of a data set if it is shorter)"
-            )
+            shape = tuple(tensor.shape)
+            remedy = "drop the last batch of a data set if it is shorter"
+            if shape and shape[0] > batch_size:
+                rows = shape[0] // batch_size
+                remedy = (
+                    f"where a sample has several rows, as a graph has nodes and edges, pad all samples to one size, such as "
+                    f"{(batch_size, rows, *shape[1:])}, and let the model join them with x.flatten(0, 1)"
+                )
+            elif len(shape) > 1:
+                remedy += ", or transpose a tensor whose samples are in another dimension, such as the edges of graphs"
+            raise ModelError(f"{what} have shape {shape}; expected {batch_size} samples in dimension 0: {remedy}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,13 +187,13 @@ class CoarsestNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _not_reducible(file: ModelFile, inputs: Any, target: Any, whole: float, parts: list[float]) -> ModelError:
     """The error for a loss that is neither a mean nor a sum, or random."""
-    again = float(file.loss(call_model(file, inputs), target))
+    repeated = (float(file.loss(call_model(file, inputs), target)) for _ in range(_MOST_REPEATS))
+    again = next((x for x in repeated if x != whole), whole)
     if again != whole:
-        where = first_difference(file.model, lambda: call_model(file, inputs)) or "the loss"
+        where = draws_random_numbers(file, inputs)
         return ModelError(
-            f"the loss of {file.name} is {whole:.6g} and then {again:.6g} for the same batch in evaluation mode: {where} "
-            'draws random numbers; let it do so in training only (self.training), or state loss_reduction = "mean" (or '
-            '"sum") in the model file'
+            f"the loss of {file.name} is {whole:.6g} and then {again:.6g} for the same batch in evaluation mode: {where}; "
+            'let it do so in training only (self.training), or state loss_reduction = "mean" (or "sum") in the model file'
         )
     return ModelError(
         f"the loss of {file.name} is {whole:.6g} for a batch, and {parts[0]:.6g} and {parts[1]:.6g} for the first and the "
@@ -214,18 +223,32 @@ def call_model(file: ModelFile, inputs: Any) -> Any:
             f"{tuple(x.shape)} {x.dtype}".replace("torch.", "") for x in flat_tensors(inputs, what="inputs")
         )
         where = failing_module(file.model, error)
-        raise ModelError(f"the model fails on its inputs, {shapes}; in {where}: {describe(error)}") from error
+        raise ModelError(
+            f"the model fails on its inputs, {shapes}; in {where}: {own_gradients_text(error) or describe(error)}"
+        ) from error
 
 
 def first_not_finite(model: nn.Module, run: Callable[[], Any]) -> str | None:
     """The module whose output is the first one with a NaN or an infinity while `run` calls the model."""
-    return next((name for name, value in _fingerprints(model, run) if not math.isfinite(value)), None)
+    values = _fingerprints(model, run)
+    return next((x.module for x in values if x.given_to is None and not math.isfinite(x.total)), None)
 
 
 def first_difference(model: nn.Module, run: Callable[[], Any]) -> str | None:
-    """The module whose output first differs between two calls of `run`."""
+    """The module that first makes another value in a second call of `run`: in its output, or for a module inside."""
     pairs = zip(_fingerprints(model, run), _fingerprints(model, run), strict=False)
-    return next((name for (name, one), (_, other) in pairs if one != other), None)
+    return next((one.module for one, other in pairs if one != other), None)
+
+
+def draws_random_numbers(file: ModelFile, inputs: Any) -> str:
+    """The clause "... draws random numbers" for a model or loss that does, with the module and the author's line."""
+
+    def run() -> Any:
+        return call_model(file, inputs)
+
+    where = next(filter(None, (first_difference(file.model, run) for _ in range(_MOST_REPEATS))), "the loss")
+    line = None if where == "the loss" else line_of_first_draw(run)
+    return f"{where} draws random numbers" + (f" ({line})" if line else "")
 
 
 def failing_module(model: nn.Module, error: BaseException) -> str:
@@ -246,15 +269,30 @@ def _names(model: nn.Module) -> dict[nn.Module, str]:
     return {module: f"{name} ({type(module).__name__})" for module, name in names.items()}
 
 
-def _fingerprints(model: nn.Module, run: Callable[[], Any]) -> list[tuple[str, float]]:
-    """The name and the sum of the output of each module, in the order of their ends: the innermost first."""
-    found: list[tuple[str, float]] = []
-    names = _names(model)
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A value that a module returns, or gives to a module inside."""
 
-    def note(module: nn.Module, _arguments: object, output: object) -> None:
-        found.append((names[module], _sum(output)))
+    module: str
+    total: float  # of its elements, each with its own weight, so that another order is seen
+    given_to: str | None  # None: an output
 
-    hooks = [module.register_forward_hook(note) for module in names]
+
+def _fingerprints(model: nn.Module, run: Callable[[], Any]) -> list[_Value]:
+    """The values of a run in the order in which they are made."""
+    found = list[_Value]()
+    names, running = _names(model), list[nn.Module]()
+
+    def enter(module: nn.Module, arguments: Any) -> None:
+        if running:
+            found.append(_Value(names[running[-1]], _sum(arguments), names[module]))
+        running.append(module)
+
+    def leave(module: nn.Module, _arguments: object, output: object) -> None:
+        running.pop()
+        found.append(_Value(names[module], _sum(output), None))
+
+    hooks = [hook for x in names for hook in (x.register_forward_pre_hook(enter), x.register_forward_hook(leave))]
     try:
         run()
     finally:
@@ -264,4 +302,5 @@ def _fingerprints(model: nn.Module, run: Callable[[], Any]) -> list[tuple[str, f
 
 
 def _sum(output: object) -> float:
-    return math.fsum(float(x.detach().double().sum()) for x in tensors_in(output) if x.is_floating_point())
+    found = (x.detach().double().flatten() for x in tensors_in(output) if x.is_floating_point())
+    return math.fsum(float(x @ torch.linspace(0.5, 1.5, len(x)).to(x)) for x in found)

@@ -18,6 +18,12 @@ _OURS = Path(__file__).resolve().parents[1], Path(__file__).resolve().parents[2]
 _INSTALLED = tuple({Path(path).resolve() for name, path in sysconfig.get_paths().items() if "lib" in name})
 _INSTALLED_PARTS = frozenset({"site-packages", "dist-packages"})
 _MOST_CHARACTERS = 300
+OWN_GRADIENTS = (
+    "gradients that a model or a loss computes itself (torch.autograd.grad, .backward(), torch.func.grad), such as a gradient "
+    "penalty, forces or other gradients of inputs, are not supported, as a stage has its own layers only; supported is a loss "
+    "of the model's output and the target, whose gradients gplan computes"
+)
+_OF_GRADIENTS = ("torch/autograd/__init__.py", "torch/_functorch/eager_transforms.py")
 _DUMPED_FRAME = re.compile(r'  File "(.+)", line (\d+) in ')
 
 
@@ -58,7 +64,16 @@ def author_line_of_dump(lines: Sequence[str]) -> str | None:
     """
     found = (_DUMPED_FRAME.match(line) for line in lines)
     frames = [(match[1], match[2]) for match in found if match is not None]
-    return next((f"{name}, line {number}" for name, number in frames if _is_authors(name)), None)
+    return next((f"{name}, line {number}" for name, number in frames if is_authors(name)), None)
+
+
+def own_gradients_text(error: BaseException) -> str | None:
+    """What a model or loss that computes gradients itself can do instead; None if the error comes from other code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inner = next((i for i, x in reversed(list(enumerate(frames))) if is_authors(x.filename)), None)
+    if inner is None or not any(x.filename.replace("\\", "/").endswith(_OF_GRADIENTS) for x in frames[inner:]):
+        return None
+    return f"{describe(error)}: {OWN_GRADIENTS}"
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -70,10 +85,11 @@ def root_cause(error: BaseException) -> BaseException:
 
 def _author_frame(error: BaseException) -> traceback.FrameSummary | None:
     frames = traceback.extract_tb(error.__traceback__)
-    return next((frame for frame in reversed(frames) if _is_authors(frame.filename)), None)
+    return next((frame for frame in reversed(frames) if is_authors(frame.filename)), None)
 
 
-def _is_authors(filename: str) -> bool:
+def is_authors(filename: str) -> bool:
+    """Whether a file is the user's code."""
     if filename.startswith("<"):
         return False
     path = Path(filename).resolve()

@@ -17,6 +17,7 @@ from gplan.core import Precision
 from gplan.core.errors import ModelError, UsageError
 from gplan.core.units import bytes_text
 from gplan_profiler.capture.sequence import as_sequential
+from gplan_profiler.model.compiled import uncompiled
 from gplan_profiler.model.lazy_build import random_state_kept
 from gplan_profiler.model.load import ModelFile, ModelTooLargeError, model_in_memory, open_model_file
 from gplan_profiler.model.memory_budget import headroom
@@ -66,6 +67,7 @@ class GivenModel:
         model = self.model if isinstance(self.model, nn.Module) else as_sequential(self.model)
         return in_precision(model_in_memory(model, **self.functions), self.precision)
 
+    @uncompiled()
     def load_for_measuring(self, *, batch_size: int = 1, device: str = "cpu", num_copies: int = 1) -> ModelFile:
         """The model with weights where `num_copies` of it fit in memory while it is measured, else a lazy one with a note.
 

@@ -25,7 +25,8 @@ from gplan.core.errors import ModelError, UsageError
 from gplan.core.units import counted
 from gplan_profiler.capture.chain import Chain, autocast, call_arguments, modules_that_train
 from gplan_profiler.capture.sequence import as_sequential
-from gplan_profiler.model.error_location import describe, is_out_of_memory
+from gplan_profiler.model.compiled import uncompiled, unwrapped
+from gplan_profiler.model.error_location import describe, is_out_of_memory, own_gradients_text
 from gplan_profiler.model.lazy_build import (
     build_without_weights,
     fake_mode_of,
@@ -221,7 +222,8 @@ class ModelFile:
                 raise ModelError(f"{function} in {self.name} {takes}\n{_REMEDIES[function]}") from error
             except ValueError:
                 pass  # a function in C may have no signature
-            raise ModelError(f"{function} in {self.name} failed: {describe(error)}") from error
+            reason = (own_gradients_text(error) if function == "loss" else None) or describe(error)
+            raise ModelError(f"{function} in {self.name} failed: {reason}") from error
         if not isinstance(value, expected):
             raise ModelError(
                 f"{function} in {self.name} returned a {type(value).__name__}; expected {_KINDS[expected]}"
@@ -243,6 +245,7 @@ class OpenedFile:
     input_shapes: str | None  # of random inputs instead of the file's
     loss_reduction: LossReduction | None
 
+    @uncompiled()
     def load(self, *, seed: int, lazy: bool = False) -> ModelFile:
         """Build the model with weights drawn from `seed`; if `lazy`, without weights. The random state stays as it is.
 
@@ -257,6 +260,7 @@ class OpenedFile:
                 return model, inputs if self.input_shapes is None else parse_input_shapes(self.input_shapes)
 
         model, inputs = build_without_weights(build, what=self.name) if lazy else build()
+        model, compiled = unwrapped(model)
         _check_can_be_used(model, self.name)
         lost = to_fake_tensors(model)
         file = ModelFile(
@@ -266,7 +270,7 @@ class OpenedFile:
             functions=self.functions,
             fixed_inputs=materialise_inputs(inputs),
             loss_reduction=self.loss_reduction,
-            notes=lost_values_note(lost),
+            notes=(*lost_values_note(lost), *compiled),
             lost=lost,
         )
         return _with_own_loss(file)
@@ -317,6 +321,7 @@ def load_model_file(
     return open_model_file(reference, settings=settings, input_shapes=input_shapes).load(seed=seed, lazy=lazy)
 
 
+@uncompiled()
 def model_in_memory(
     model: nn.Module,
     *,
@@ -330,6 +335,7 @@ def model_in_memory(
 
     A model on the meta device becomes lazy.
     """
+    model, compiled = unwrapped(model)
     _check_can_be_used(model, type(model).__name__)
     lost = to_fake_tensors(model)
     given = {"loss": loss, "optimizer": optimizer, "batches": batches}
@@ -342,7 +348,7 @@ def model_in_memory(
         fixed_inputs=None if callable(inputs) else inputs,
         in_memory=True,
         loss_reduction=_checked_reduction(loss_reduction, type(model).__name__),
-        notes=lost_values_note(lost),
+        notes=(*lost_values_note(lost), *compiled),
         lost=lost,
     )
     return _with_own_loss(file)
@@ -438,8 +444,14 @@ def _built(target: Any, settings: Mapping[str, SettingValue], reference: str) ->
 
 
 def _check_can_be_used(model: nn.Module, name: str) -> None:
-    """Raise ModelError for weights without a shape, and for a default device on which batches have no values."""
+    """Raise ModelError for names that cannot be printed, weights without a shape, and batches without values."""
     for place, module in model.named_modules():
+        for own in (place, *module._parameters, *module._buffers):
+            if not own.isprintable():
+                raise ModelError(
+                    f"{name} has a module, parameter or buffer of the name {own!r}; expected names without control characters, "
+                    "such as line breaks, which could put code into exported files: rename it"
+                )
         if any(is_lazy(x) for x in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             raise ModelError(
                 f"{place or 'the model'} of {name} is a {type(module).__name__}, whose weights have no shape before its first "

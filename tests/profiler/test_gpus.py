@@ -1,0 +1,88 @@
+"""What a user of a GPU is told: which device is measured, and why a GPU is not used. torch's answers are simulated."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from gplan.core.errors import UsageError
+from gplan.runtime.pipeline import own_device
+from gplan.runtime.validation import notes_on_machine
+from gplan_profiler.host.host_info import cuda_problem, default_device, unused_gpu_notes
+from gplan_profiler.measure import ProfileOptions
+from tests.runtime.plans import plan_for, small_example
+
+Host = Callable[..., None]
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    """A host whose torch sees a number of GPUs, is built for a CUDA version or none, and warns."""
+
+    def see(*, gpus: int, cuda: str | None = "13.0", warning: str = "") -> None:
+        def is_available() -> bool:
+            if warning:
+                warnings.warn(warning, stacklevel=1)
+            return gpus > 0
+
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "is_available", is_available)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+
+    return see
+
+
+OLD = "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040)."
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"gpus": 0, "cuda": None}, "is a build for CPUs; install one for CUDA"),
+        (
+            {"gpus": 0, "warning": OLD},
+            "the NVIDIA driver is older than torch .* built for CUDA 13.0; update the driver",
+        ),
+        ({"gpus": 0}, "sees no GPU here; see whether `nvidia-smi` lists one"),
+    ],
+)
+def test_missing_cuda_is_one_sentence(host: Host, facts: dict[str, object], reason: str) -> None:
+    host(**facts)
+    assert default_device() == "cpu"
+    with pytest.raises(UsageError, match=f"--device cuda: .*{reason}"):
+        ProfileOptions(device="cuda")
+    plan = plan_for(small_example("transformer_lm"), num_devices=2)
+    with pytest.raises(UsageError, match=reason):
+        own_device(plan, "cuda")
+
+
+def test_hidden_gpus_are_named(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host(gpus=0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "CUDA_VISIBLE_DEVICES= leaves torch" in str(cuda_problem())
+
+
+def test_gpus_are_the_default_and_those_unused_are_noted(host: Host) -> None:
+    plan = plan_for(small_example("transformer_lm"), num_devices=2)
+    host(gpus=4)
+    assert default_device() == "cuda"
+    note = "this host has 4 GPUs that this does not use; `gplan profile --device cuda` does"
+    assert note in ProfileOptions(device="cpu").notes
+    assert note in notes_on_machine(plan)
+    assert note not in ProfileOptions(device="cuda:1", contention=0).notes
+
+
+def test_index_beyond_the_gpus(host: Host) -> None:
+    host(gpus=1)
+    with pytest.raises(UsageError, match="--device cuda:1: this host has 1 CUDA device, numbered from 0"):
+        ProfileOptions(device="cuda:1")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without GPUs")
+def test_host_without_gpus_has_no_note() -> None:
+    assert default_device() == "cpu"
+    assert unused_gpu_notes() == () or "that torch cannot use" in unused_gpu_notes()[0]
