@@ -107,10 +107,13 @@ def layout(
     from gplan.interop.planning import best_for_receiver
     from gplan.interop.receivers import RECEIVERS as RECEIVER_RULES
     from gplan.schedules.registry import default_num_microbatches
-    from gplan_profiler.analytic.decoder_config import Widths, parse_settings
-    from gplan_profiler.analytic.decoder_profile import decoder_profile
+    from gplan_profiler.analytic.decoder_config import Widths, load_decoder, parse_settings
+    from gplan_profiler.analytic.decoder_profile import decoder_profile, num_parameters
     from gplan_profiler.analytic.hardware import load_hardware
 
+    total, active = num_parameters(load_decoder(config, parse_settings(settings)))
+    text = f"{config}: {total / 1e9:.2f} billion parameters"
+    click.echo(text + (f", {active / 1e9:.2f} billion of them for each token" if active < total else ""), err=True)
     widths = Widths(tensor=tensor, expert=expert, data=data, sequence_length=sequence_length)
     profile = decoder_profile(
         config,

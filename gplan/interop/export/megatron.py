@@ -48,9 +48,15 @@ def to_megatron(plan: Plan, profile: Profile | None) -> Export:
         *_recompute(plan, decoder),
     ]
     lines = [f"{name} {shlex.quote(str(value))}" for name, value in arguments]
-    if profile is not None and not profile.shared_weights:
+    if profile is not None and not _ties_head(profile):
         lines.append("--untie-embeddings-and-output-weights")
     return Export(format="megatron", text=" \\\n".join(lines) + "\n", notes=_notes(plan, profile, decoder))
+
+
+def _ties_head(profile: Profile) -> bool:
+    """Whether the head reads the embedding's weight; multi-token prediction reads it too, without tying the head."""
+    last = len(profile.layers) - 1
+    return any({0, last} <= {*x.layers} for x in profile.tied_weights)
 
 
 def to_verl(plan: Plan, profile: Profile | None) -> Export:

@@ -103,6 +103,8 @@ def operations_seconds(operations: Sequence[Operation], hardware: Hardware, *, d
             own_s += x.work.num_operations * x.shape.num_flops / rate
         elif x.kernel in hardware.kernels:
             own_s += kind_seconds(x.work, hardware, dtype=dtype, kernel=x.kernel)
+        elif x.shape is not None and x.dtype != dtype:
+            own_s += kind_seconds(x.work, hardware, dtype=x.dtype)
         else:
             others.append(x)
     device_s = own_s + sum(kind_seconds(x, hardware, dtype=dtype) for x in total_work(others))
