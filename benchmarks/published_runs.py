@@ -40,7 +40,7 @@ from gplan_profiler.analytic.decoder_config import Decoder, Widths
 from gplan_profiler.analytic.decoder_profile import DecoderProfile
 from gplan_profiler.analytic.hardware import Hardware, described_hardware, load_hardware
 from gplan_profiler.analytic.shapes import AttentionShape, MatmulShape, ShapeTable
-from gplan_profiler.analytic.trainers import LEGACY, MEGATRON, NANOTRON, Trainer
+from gplan_profiler.analytic.trainers import LEGACY, MEGATRON, NANOTRON, OVERLAPPING, Trainer
 
 DATA = SHARED / "published_runs" / "given.csv"
 B200_FILE = SHARED / "gpu_runs" / "b200_efficiency.json"
@@ -82,9 +82,9 @@ SOURCES: dict[str, Source] = {  # by the beginning of the name
     "Activation recomputation": Source(trainer=LEGACY),
     "FlagPerf": Source(),
     "Megatron-LM CI": Source(),
-    "Megatron-Bridge": Source(fuses_cross_entropy=True, reduction_hidden=0.9),
-    "NeMo": Source(fuses_cross_entropy=True, reduction_hidden=0.9),
-    "NVIDIA DGX Cloud": Source(fuses_cross_entropy=True, reduction_hidden=0.9),
+    "Megatron-Bridge": Source(trainer=OVERLAPPING, fuses_cross_entropy=True, reduction_hidden=0.9),
+    "NeMo": Source(trainer=OVERLAPPING, fuses_cross_entropy=True, reduction_hidden=0.9),
+    "NVIDIA DGX Cloud": Source(trainer=OVERLAPPING, fuses_cross_entropy=True, reduction_hidden=0.9),
 }
 SCHEDULES = {
     "none": "1f1b",
@@ -162,6 +162,7 @@ def case_of(row: Mapping[str, Any]) -> Case:
             context=number["cp"],
             expert=number["ep"],
             data=number["dp"],
+            pipeline=number["pp"],
             sequence_length=number["seq"],
         ),
         source=row["source"],
@@ -249,7 +250,7 @@ def predict(case: Case) -> Plan:
         widths=case.widths,
         hardware=hardware_of(case.hardware),
         fuses_cross_entropy=source.fuses_cross_entropy,
-        divides_state=case.widths.replicas == 1 or case.sharding == "none",
+        divides_state=case.widths.replicas == 1,
         recomputed=frozenset(range(case.decoder.num_hidden_layers if case.recomputes == "full" else 0)),
         trainer=source.trainer,
         products=case.products,

@@ -62,23 +62,20 @@ def exchange_s(hardware: Hardware, widths: Widths, exchange: Exchange) -> float:
     return (1 - exchange.hidden) * seconds
 
 
-def pipeline_link(hardware: Hardware, widths: Widths, *, hidden: float = 0.0) -> Link:
-    """The link between stages, with the collectives of a stage's replicas once a step.
+def pipeline_link(hardware: Hardware, widths: Widths, *, hidden: float = 0.0, tensor_bytes: float = 1e9) -> Link:
+    """The link between stages, with the collectives of a stage's replicas once a step, of so many bytes each.
 
     `hidden` is the share of the replicas' collectives that the last backward and the first forward of a step hide.
     """
     stride, num_replicas = widths.tensor, widths.replicas
-    link = hardware.link if widths.ranks < hardware.devices_per_node else hardware.network
+    is_near = widths.ranks < hardware.devices_per_node or widths.devices <= hardware.devices_per_node
+    link = hardware.link if is_near else hardware.network
     if num_replicas < 2:
         return link
     collectives = []
     for kind in COLLECTIVE_KINDS:
         messages = num_messages(kind, num_replicas)
-        large = 1e9
-        fixed_s, whole_s = (
-            (1 - hidden) * collective_s(hardware, kind, x, size=num_replicas, stride=stride) for x in (1e-9, large)
-        )
-        per_byte = (whole_s - fixed_s) / large * num_replicas / messages
-        message = Link(latency_s=fixed_s / messages, bytes_per_s=1 / per_byte)
+        whole_s = (1 - hidden) * collective_s(hardware, kind, tensor_bytes, size=num_replicas, stride=stride)
+        message = Link(latency_s=0.0, bytes_per_s=tensor_bytes * messages / num_replicas / whole_s)
         collectives.append(Collective(kind=kind, num_devices=num_replicas, message=message))
     return Link(latency_s=link.latency_s, bytes_per_s=link.bytes_per_s, collectives=tuple(collectives))

@@ -90,10 +90,11 @@ class Widths:
         0  # ranks that divide each expert; 0: as many as `tensor`, or 1 where those do not go into the ranks
     )
     data: int = 1
+    pipeline: int = 1  # devices of a pipeline; they only count for where groups lie
     sequence_length: int = 4096
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "context", "expert", "data", "sequence_length"):
+        for name in ("tensor", "context", "expert", "data", "pipeline", "sequence_length"):
             if getattr(self, name) < 1:
                 raise UsageError(f"the {name.replace('_', '-')} size is {getattr(self, name)}; expected at least 1")
         if self.expert_tensor < 0:
@@ -107,6 +108,11 @@ class Widths:
     def ranks(self) -> int:
         """Of a pipeline stage, over all replicas."""
         return self.tensor * self.context * self.data
+
+    @property
+    def devices(self) -> int:
+        """Of the whole job."""
+        return self.ranks * self.pipeline
 
     @property
     def replicas(self) -> int:

@@ -100,8 +100,7 @@ class Part:
 
         The host starts operations while the device computes, so the slower of both counts.
         """
-        host = replace(hardware, launch_s=trainer.host_s) if hardware.kind == "cuda" else hardware
-        is_spread = widths.ranks > hardware.devices_per_node
+        own = trainer.on(hardware)
         found = []
         for way, moved in (("forward", "before"), ("backward", "behind")):
             operations = [y for x in self.kernels for y in getattr(x, way)]
@@ -109,10 +108,11 @@ class Part:
             waited_s = sum(exchange_s(hardware, widths, x) for x in exchanges)
             tensor = sum(x.group == "tensor" for x in exchanges)
             waited_s += trainer.sizes_s * sum(x.waits for x in self.kernels)
-            host_s = trainer.exchange_host_s * tensor * widths.tensor * is_spread + trainer.host_s * sum(
-                x.work.num_operations for x in operations
-            )
-            found.append(max(operations_seconds(operations, host, dtype=DTYPE) + waited_s, host_s))
+            if trainer.holds_gradients and way == "backward":  # read, and added to those of float32
+                operations += _moved("pointwise", (ELEMENT + 2 * GRADIENT) * (self.parameters + self.experts))
+            started_s = trainer.exchange_host_s(widths, hardware.devices_per_node) * tensor
+            host_s = started_s + trainer.host_s * sum(x.work.num_operations for x in operations)
+            found.append(max(operations_seconds(operations, own, dtype=DTYPE) + waited_s, host_s))
         once_s, back_s = found
         return once_s, back_s + self.is_recomputed * once_s
 
@@ -294,7 +294,7 @@ class LayerKernels:
                 before=sums,
             )  # fmt: skip
         else:  # float32: converted, its maximum found and subtracted, exponentiated, summed, divided; back: scaled, converted
-            passes_over, converted = 8, (ELEMENT + LOGIT) * logits
+            passes_over, converted = 6, (ELEMENT + LOGIT) * logits
             loss = Kernel(
                 forward=_moved("reduction", converted + passes_over * LOGIT * logits, kernel="unfused-cross-entropy"),
                 backward=_moved("reduction", 2 * LOGIT * logits + converted, kernel="unfused-cross-entropy"),
@@ -345,11 +345,12 @@ class LayerKernels:
         k, n = (width_in // split, width_out) if by_input else (width_in, width_out // split)
         tokens = self.tokens
         dtype = DTYPE if is_split else self.products  # the output layer stays in bfloat16
+        made = ELEMENT if self.trainer.holds_gradients else GRADIENT
         return Kernel(
             forward=(_product(tokens, k, n, dtype=dtype),),
             backward=(
                 _product(tokens, n, k, layout="NN", dtype=dtype),
-                _product(n, tokens, k, layout="NT", out_bytes=GRADIENT, dtype=dtype),
+                _product(n, tokens, k, layout="NT", out_bytes=made, dtype=dtype),
             ),
             keeps=keeps,
             makes=ELEMENT * tokens * n,

@@ -127,7 +127,7 @@ class DecoderProfile:
             loss=(),
             loss_reduction="mean",
             step=self._step(parts, tied),
-            link=pipeline_link(self.hardware, self.widths, hidden=self.reduction_hidden),
+            link=pipeline_link(self.hardware, self.widths, hidden=self.reduction_hidden, **self._messages(parts)),
             overhead_s=0.0,
             whole_model=(),
             created=now_text(),
@@ -139,6 +139,10 @@ class DecoderProfile:
             ),
             precision=Precision.named("mixed"),
         )
+
+    def _messages(self, parts: tuple[Part, ...]) -> dict[str, float]:
+        """The bytes of a collective between replicas where each tensor has its own: a block has six, two of them small."""
+        return {"tensor_bytes": GRADIENT * parts[1].parameters / 6} if self.trainer.exchanges_tensors else {}
 
     def _tied(self, last: int) -> tuple[SharedWeight, ...]:
         """The embedding, where other layers use it too."""

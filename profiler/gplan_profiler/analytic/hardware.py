@@ -195,7 +195,16 @@ def load_hardware(name_or_path: str) -> Hardware:
 
 def hardware_table() -> dict[str, Any]:
     """The devices of the built-in table, hardware.toml."""
-    return {name: entry for name, entry in _TABLE.items() if name != "collectives"}
+    return {name: _whole(entry) for name, entry in _TABLE.items() if name != "collectives"}
+
+
+def _whole(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry of the table with what it takes from the device that it is like."""
+    if "like" not in entry:
+        return entry
+    other = _whole(_TABLE[entry["like"]])
+    own = {key: value for key, value in entry.items() if key != "like"}
+    return {**other, **own, "sources": {**other["sources"], **entry.get("sources", {})}}
 
 
 def described_hardware(content: dict[str, Any], *, name: str, place: str) -> Hardware:
