@@ -73,13 +73,15 @@ class Source:
     reduction_hidden: float = 0.0  # share of the replicas' collectives beside computing
 
 
+SINGLE = replace(LEGACY, stores_scores=True)  # before flash attention
 SOURCES: dict[str, Source] = {  # by the beginning of the name
     "SimuMax": Source(fuses_cross_entropy=True),
     "Vocabulary Parallelism": Source(trainer=LEGACY, decoder={"tie_word_embeddings": False}),
-    "Zero Bubble": Source(trainer=LEGACY),
+    "Zero Bubble": Source(trainer=SINGLE),
     "Ultra-Scale Playbook": Source(trainer=NANOTRON),
-    "BigScience": Source(trainer=replace(LEGACY, divides_sequence=False)),
-    "Activation recomputation": Source(trainer=LEGACY),
+    "BigScience": Source(trainer=replace(SINGLE, divides_sequence=False)),
+    "Activation recomputation": Source(trainer=SINGLE),
+    "Megatron-LM SC'21": Source(trainer=replace(SINGLE, divides_sequence=False)),
     "FlagPerf": Source(),
     "Megatron-LM CI": Source(),
     "Megatron-Bridge": Source(trainer=OVERLAPPING, fuses_cross_entropy=True, reduction_hidden=0.9),
@@ -120,6 +122,7 @@ class Case:
     blocks: tuple[int, ...]  # of each stage
     sharding: str
     recomputes: str
+    trainer: Trainer
     products: str = "bfloat16"
 
 
@@ -173,8 +176,17 @@ def case_of(row: Mapping[str, Any]) -> Case:
         blocks=blocks_of(decoder, num_stages, source_of(row["source"]).trainer, row["notes"]),
         sharding="none" if row["optimizer_sharding"] in ("none", "") else "optimizer",
         recomputes="full" if recompute.startswith("full") else "none",
+        trainer=trainer_of(row),
         products=precision,
     )
+
+
+def trainer_of(row: Mapping[str, Any]) -> Trainer:
+    """The trainer of a row, with what its notes say of attention."""
+    trainer = source_of(row["source"]).trainer
+    if row["recompute"].startswith("selective"):
+        trainer = replace(trainer, recomputes_scores=True)
+    return replace(trainer, stores_scores=True) if "attention-backend=unfused" in row["notes"] else trainer
 
 
 def decoder_of(row: Mapping[str, Any]) -> Decoder:
@@ -252,12 +264,13 @@ def predict(case: Case) -> Plan:
         fuses_cross_entropy=source.fuses_cross_entropy,
         divides_state=case.widths.replicas == 1,
         recomputed=frozenset(range(case.decoder.num_hidden_layers if case.recomputes == "full" else 0)),
-        trainer=source.trainer,
+        trainer=case.trainer,
         products=case.products,
         reduction_hidden=source.reduction_hidden,
     )
     profile = made.profile((case.microbatch_size,))
-    stages = [x for i, x in enumerate(case.blocks) if x or i == len(case.blocks) - 1]  # one with nothing is no stage
+    last = len(case.blocks) - 1
+    stages = [x for i, x in enumerate(case.blocks) if x or i in (0, last)]  # one with nothing is no stage
     ends = np.cumsum(stages)[:-1]
     schedule = case.schedule if len(stages) == len(case.blocks) else "1f1b"
     request = PlanRequest(

@@ -432,17 +432,34 @@ class LayerKernels:
             )
             for shape, size in zip(shapes, (kept, 2 * kept), strict=True)
         ]
-        forward, backward = (Operation(work=work, shape=shape) for work, shape in zip(works, shapes, strict=True))
+        fused = [(Operation(work=work, shape=shape),) for work, shape in zip(works, shapes, strict=True)]
+        forward, backward = self._single_products(*shapes, ring) if self.trainer.stores_scores else fused
+        stored = 0
+        if self.trainer.recomputes_scores:
+            backward = (*forward, *backward)
+        elif self.trainer.stores_scores:
+            stored = (2 * ELEMENT + 1) * heads * self.tokens * self.widths.sequence_length
         chunks = ring * (keys + values)
         return Kernel(
-            forward=(forward,),
-            backward=(backward,),
+            forward=forward,
+            backward=backward,
             before=self._exchanges("all_gather", chunks, group="context", hidden=True),
             behind=self._exchanges("all_gather", 2 * chunks, group="context", hidden=True),
-            keeps=kept + sums,
+            keeps=kept + (stored if self.trainer.stores_scores else sums),
             makes=value,
             input_gradient=query + keys + values,
+            beside=0 if stored else self.trainer.stores_scores * (2 * ELEMENT + 1) * heads * self.tokens * sequence,
         )
+
+    def _single_products(self, forward: AttentionShape, backward: AttentionShape, ring: int) -> list[tuple[Operation, ...]]:
+        """Attention of the whole square: two products and a softmax with dropout, forward; four and both, backward."""
+        heads, side = forward.batch * forward.heads * ring, forward.sequence
+        scores = ELEMENT * heads * side**2
+        one = _product(side, forward.qk_dim, side, groups=heads)
+        two = _product(side, side, forward.v_dim, groups=heads)
+        moved = _moved("normalization", 2 * scores), _moved("normalization", 3 * scores)
+        dropped = _moved("pointwise", 2.5 * scores)
+        return [(one, *moved[0], *dropped, two), (two, one, *dropped, *moved[1], one, two)]
 
     def _perceptron(self, width: int) -> tuple[Kernel, ...]:
         hidden = self.decoder.hidden_size

@@ -36,6 +36,8 @@ class Trainer:
     sizes_s: float = (
         0.0  # a layer of experts waits in each direction for the sizes of their tokens, then for its kernels
     )
+    stores_scores: bool = False  # attention in single products: keeps the softmax, its dropout's mask and result
+    recomputes_scores: bool = False  # attention runs again in the backward (selective recompute)
     holds_gradients: bool = False  # in bfloat16 beside those of float32
     exchanges_tensors: bool = False  # replicas exchange one tensor after the other
     holds_empty_gradients: bool = False  # one for each shape of a weight
