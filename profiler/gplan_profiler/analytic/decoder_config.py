@@ -339,13 +339,30 @@ def decoder_names() -> tuple[str, ...]:
     return tuple(_known())
 
 
+def _known_name(name: str) -> str:
+    """The name in the table that a name means, such as a Hugging Face id; "" for none.
+
+    >>> _known_name("meta-llama/Llama-3.1-70B-Instruct"), _known_name("llama-3-8b"), _known_name("gpt-9")
+    ('llama3-70b', 'llama3-8b', '')
+    """
+
+    def plain(text: str) -> str:
+        text = re.sub(
+            r"[^a-z0-9]", "", re.sub(r"-(instruct|base|chat|hf|v\d[\d.]*)\b", "", text.lower().split("/")[-1])
+        )
+        return re.sub(r"^llama3[123](?=\d+b)", "llama3", text.removeprefix("meta"))
+
+    return next((x for x in _known() if plain(x) == plain(name)), "")
+
+
 def load_decoder(name: str, settings: Mapping[str, Any] = MappingProxyType({})) -> Decoder:
     """A configuration by its name, or from a config.json, with other values for some keys.
 
     Raises UsageError or FileError for what is no configuration.
     """
-    path = Path(name)
-    if name in _known():
+    path, known = Path(name), _known_name(name)
+    if known:
+        name = known
         found: Any = {key: value for key, value in _known()[name].items() if key != "source"}
     elif path.suffix == ".json":
         try:

@@ -451,7 +451,9 @@ class LayerKernels:
             beside=0 if stored else self.trainer.stores_scores * (2 * ELEMENT + 1) * heads * self.tokens * sequence,
         )
 
-    def _single_products(self, forward: AttentionShape, backward: AttentionShape, ring: int) -> list[tuple[Operation, ...]]:
+    def _single_products(
+        self, forward: AttentionShape, backward: AttentionShape, ring: int
+    ) -> list[tuple[Operation, ...]]:
         """Attention of the whole square: two products and a softmax with dropout, forward; four and both, backward."""
         heads, side = forward.batch * forward.heads * ring, forward.sequence
         scores = ELEMENT * heads * side**2

@@ -118,7 +118,10 @@ class DecoderProfile:
         return Profile(
             model=ModelId(
                 name=self.name,
-                settings=tuple((x, str(getattr(self.widths, x))) for x in self.widths.__slots__),
+                settings=tuple(
+                    (x, str(self.widths.of_expert if x == "expert_tensor" else getattr(self.widths, x)))
+                    for x in self.widths.__slots__
+                ),
                 digest=sha256(repr(self).encode()).hexdigest()[:16],
             ),
             device=self.hardware.device(),
@@ -249,11 +252,16 @@ def decoder_profile(
     found = DecoderProfile(name=name, decoder=load_decoder(name, settings), widths=widths, hardware=hardware)
     if min(microbatch_sizes) < 1:
         raise UsageError(f"a micro-batch has {min(microbatch_sizes)} samples; expected at least 1")
+    check_widths(found.decoder, widths)
+    return found.profile(microbatch_sizes)
+
+
+def check_widths(decoder: Decoder, widths: Widths) -> None:
+    """Raise UsageError for widths that do not divide a model."""
     for what, count, width in (
-        ("heads", found.decoder.num_attention_heads, widths.tensor),
-        ("experts", found.decoder.routed_experts, widths.expert),
+        ("heads", decoder.num_attention_heads, widths.tensor),
+        ("experts", decoder.routed_experts, widths.expert),
         ("tokens of a sequence", widths.sequence_length, widths.context * widths.tensor),
     ):
         if count % width:
             raise UsageError(f"{count} {what} cannot be divided over {width} ranks; expected a divisor of {count}")
-    return found.profile(microbatch_sizes)

@@ -33,7 +33,9 @@ from gplan_profiler.memory.allocations import storage_key, tensors_in
 
 _ATEN = torch.ops.aten
 _USUAL_PRODUCT = 1e12  # FLOPs of a product that reaches the share of its kind
-_SIZE_EXPONENT = 0.04  # smaller ones reach less: on A100, 0.66 of the peak at 0.14 TFLOP and 0.75 at 3.2 (published runs)
+_SIZE_EXPONENT = (
+    0.04  # smaller ones reach less: on A100, 0.66 of the peak at 0.14 TFLOP and 0.75 at 3.2 (published runs)
+)
 _MATMULS = {
     "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "mv", "addmv", "dot", "mkldnn_rnn_layer",
     "mkldnn_rnn_layer_backward",
