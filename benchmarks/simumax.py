@@ -20,7 +20,6 @@ from typing import Any
 
 import msgspec
 
-from gplan.core.checks import COLLECTIVE_KINDS
 from gplan.core.errors import FileError
 from gplan_profiler.analytic.hardware import hardware_table
 
@@ -55,6 +54,7 @@ class _Bandwidth(msgspec.Struct):
 class _NetworkOp(msgspec.Struct):
     efficient_factor: float | None = None
     latency_us: float | None = None
+    fixed_latency_us: float = 0.0
 
 
 class _Network(msgspec.Struct):
@@ -67,6 +67,25 @@ class _Network(msgspec.Struct):
         share = base.efficient_factor if found.efficient_factor is None else found.efficient_factor
         latency_us = base.latency_us if found.latency_us is None else found.latency_us
         return {"latency_s": latency_us / 1e6, "bytes_per_s": base.gbps * _GIB * share}
+
+    def collectives(self) -> dict[str, dict[str, float]]:
+        """The rates of collectives, as shares of the rate of transfers between neighbours."""
+        kinds = {
+            "all_reduce": "all_reduce",
+            "all_gather": "all_gather",
+            "reduce_scatter": "reduce_scatter",
+            "all2all": "all_to_all",
+        }
+        rate = self.link("p2p")["bytes_per_s"]
+        return {
+            kind: {
+                "share": self.link(name)["bytes_per_s"] / rate,
+                "start_s": self.op[name].fixed_latency_us / 1e6,
+                "rank_s": self.link(name)["latency_s"],
+            }
+            for name, kind in kinds.items()
+            if name in self.op
+        }
 
 
 class _Accelerator(msgspec.Struct):
@@ -116,11 +135,6 @@ def read_system_file(path: Path) -> dict[str, Any]:
         ) from error
     peak = product.tflops * 1e12
     of_bytes = memory.shares(bytes_per_s)
-    collectives = [
-        {"kind": kind, "num_devices": max(2, system.num_per_node), "message": network.link(kind)}
-        for kind in COLLECTIVE_KINDS
-        if kind in network.op
-    ]
     attention = min(1.0, ops["sdp_fwd"].efficient_factor if "sdp_fwd" in ops else product.efficient_factor)
     efficiency = {
         "matmul": {"flops": product.efficient_factor, "bandwidth": of_bytes["bandwidth"]},
@@ -140,8 +154,10 @@ def read_system_file(path: Path) -> dict[str, Any]:
         "bytes_per_s": bytes_per_s,
         "launch_s": base.get("launch_s", _LAUNCH_S),
         "flops_per_s": {"float32": peak, "float16": peak, **base.get("flops_per_s", {}), "bfloat16": peak},
-        "link": {**network.link("p2p"), "collective": collectives},
-        "all_to_all": network.link("all2all"),
+        "link": network.link("p2p"),
+        "network": base.get("network", network.link("p2p")),
+        "devices_per_node": system.num_per_node,
+        "collectives": network.collectives(),
         "efficiency": efficiency | others,
         "kernels": {name: bandwidth[key].shares(bytes_per_s) for key, name in kernels.items() if key in bandwidth},
         "shapes": shapes,

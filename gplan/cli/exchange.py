@@ -58,84 +58,73 @@ def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, 
 
 @click.command()
 @click.argument("config")
-@click.option("--pp", "num_devices", type=int, required=True, help="Devices in one pipeline.")
-@click.option("--vpp", "num_chunks", type=int, default=1, show_default=True, help="Stages on each device.")
+@click.option("--gpus", "num_gpus", type=int, help="Devices of the machine: every width that is not given is chosen.")
+@click.option("--gpus-per-node", type=int, help="Devices that fast links connect.  [default: that of the hardware]")
 @click.option("--hardware", default="h100", show_default=True, help="A built-in device, or a TOML or JSON file.")
+@click.option(
+    "--network", help="Link of one device to another node, such as 50GB/s,5us.  [default: that of the hardware]"
+)
+@click.option("--pp", "num_devices", type=int, help="Devices in one pipeline.  [default with --gpus: chosen]")
+@click.option("--vpp", "num_chunks", type=int, help="Stages on each device.  [default: 1; with --gpus: chosen]")
+@click.option("--tensor", "--tp", type=int, help="Tensor-parallel size.  [default: 1; with --gpus: chosen]")
+@click.option("--context", "--cp", type=int, help="Context-parallel size.  [default: 1; with --gpus: chosen]")
+@click.option("--expert", "--ep", type=int, help="Expert-parallel size.  [default: 1; with --gpus: chosen]")
+@click.option(
+    "--expert-tensor", "--etp", type=int, default=0, help="Ranks that divide each expert.  [default: the tensor size]"
+)
+@click.option("--data", "--dp", type=int, help="Data-parallel size, over which optimizer state is divided.")
+@click.option("--batch-size", "--gbs", type=int, help="With --gpus: samples of a step on all.  [default: 1024]")
+@click.option("--microbatches", type=int, help="Without --gpus: micro-batches per step and pipeline.  [default: 4 K]")
+@click.option(
+    "--microbatch-size", "--mbs", type=int, help="Samples per micro-batch.  [default: 1; with --gpus: chosen]"
+)
+@click.option("--recompute", type=click.Choice(["never", "always"]),
+              help="Whether activations are recomputed in the backward.  [default: never; with --gpus: chosen]")  # fmt: skip
+@click.option(
+    "--sequence-length", "--seq-length", type=int, default=4096, show_default=True, help="Tokens of a sample."
+)
 @click.option(
     "--to", "receiver", default="megatron", show_default=True, type=click.Choice(RECEIVERS), help="The trainer."
 )
-@click.option("--tensor", type=int, default=1, show_default=True, help="Tensor-parallel size.")
-@click.option("--expert", type=int, default=1, show_default=True, help="Expert-parallel size.")
-@click.option(
-    "--data", type=int, default=1, show_default=True, help="Data-parallel size, over which optimizer state is divided."
-)
-@click.option("--sequence-length", type=int, default=4096, show_default=True, help="Tokens of a sample.")
-@click.option("--microbatches", type=int, help="Micro-batches per step and pipeline.  [default: 4 K]")
-@click.option("--microbatch-size", type=int, default=1, show_default=True, help="Samples per micro-batch.")
-@click.option("--recompute", default="never", show_default=True, type=click.Choice(["never", "always"]),
-              help="Whether activations are recomputed in the backward.")  # fmt: skip
 @memory_option("that of the hardware")
 @click.option(
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Another value for a key of the configuration."
 )
-@click.option("--time-limit", type=float, metavar="SECONDS", help="Longest search.  [default: 10]")
+@click.option("--time-limit", type=float, metavar="SECONDS", help="Longest search.  [default: 10; with --gpus: 20]")
 @click.option(
     "--profile", "profile_file", default=PROFILE_FILE, show_default=True, type=PATH, help="Where to write the profile."
 )
 @output_option(PLAN_FILE)
 @json_option
-def layout(
-    config: str, num_devices: int, num_chunks: int, hardware: str, receiver: str, tensor: int, expert: int, data: int,
-    sequence_length: int, microbatches: int | None, microbatch_size: int, recompute: str, memory_bytes: int | None,
-    settings: tuple[str, ...], time_limit: float | None, profile_file: Path, output: Path, as_json: bool,
-) -> None:  # fmt: skip
-    """Compute a language model's costs from its configuration, and print the best layout for a trainer.
+def layout(config: str, profile_file: Path, output: Path, as_json: bool, **dials: Any) -> None:
+    """Choose how a language model is split over a machine, from its configuration alone, and print a trainer's arguments.
 
     \b
-    CONFIG is llama3-8b, llama3-70b, mixtral-8x7b, qwen3-0.6b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, kimi-k2, or the
-    config.json of such a model.
+    CONFIG is llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, qwen3-0.6b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3,
+    kimi-k2, or the config.json of such a model.
     \b
     Examples:
-      gplan layout llama3-70b --pp 8 --vpp 5 --tensor 4 --microbatches 32
-      gplan layout deepseek-v3 --pp 16 --vpp 2 --tensor 2 --expert 64 --data 64 --microbatches 128 --hardware h100
+      gplan layout llama-3-70b --gpus 64 --hardware h100 --batch-size 1024
+      gplan layout config.json --gpus 16 --hardware a100 --tp 4
+      gplan layout llama3-70b --pp 8 --vpp 5 --tp 4 --microbatches 32
+      gplan layout deepseek-v3 --pp 16 --vpp 2 --tp 2 --ep 64 --etp 1 --dp 64 --microbatches 128
       gplan layout config.json --pp 4 --to torchtitan --set num_hidden_layers=40
     """
-    from dataclasses import replace
-
     from gplan.files import json_files
     from gplan.interop.export.exporters import export
-    from gplan.interop.planning import best_for_receiver
-    from gplan.interop.receivers import RECEIVERS as RECEIVER_RULES
-    from gplan.schedules.registry import default_num_microbatches
-    from gplan_profiler.analytic.decoder_config import Widths, parse_settings
-    from gplan_profiler.analytic.decoder_profile import decoder_profile
-    from gplan_profiler.analytic.hardware import load_hardware
+    from gplan.interop.width_search import layout_of
+    from gplan.reporting.text.widths import widths_text
 
-    widths = Widths(tensor=tensor, expert=expert, data=data, sequence_length=sequence_length)
-    profile = decoder_profile(
-        config,
-        load_hardware(hardware),
-        widths=widths,
-        microbatch_sizes=(microbatch_size,),
-        settings=parse_settings(settings),
-    )
-    plan = best_for_receiver(
-        profile,
-        receiver=receiver,
-        num_devices=num_devices,
-        num_chunks=num_chunks,
-        num_microbatches=default_num_microbatches(num_devices) if microbatches is None else microbatches,
-        recompute=recompute,
-        memory_bytes=memory_bytes,
-        time_limit_s=time_limit,
-    )
-    has_replicas = RECEIVER_RULES[receiver].replicas
-    made = export(replace(plan, num_replicas=data if has_replicas else 1), to=receiver, profile=profile)
-    made = replace(made, notes=(*profile.notes, *made.notes))
-    json_files.save(profile, profile_file)
-    json_files.save(plan, output)
+    found = layout_of(config, on_start=lambda text: click.echo(text, err=True), **dials)
+    best = found.found[0]
+    made = export(best.exported, to=dials["receiver"], profile=best.profile)
+    json_files.save(best.profile, profile_file)
+    json_files.save(best.plan, output)
+    for line in () if as_json else widths_text(found):
+        click.echo(line, err=True)
     print_result(made, lambda: made.text.removesuffix("\n"), as_json=as_json)
-    for note in () if as_json else (*plan.notes, *made.notes, f"wrote {profile_file} and {output}"):
+    notes = (*best.plan.notes, *best.profile.notes, *made.notes, f"wrote {profile_file} and {output}")
+    for note in () if as_json else notes:
         click.echo(f"note: {note}", err=True)
 
 

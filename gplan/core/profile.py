@@ -296,6 +296,11 @@ class Profile:
         self._check_values()
 
     @property
+    def tied_weights(self) -> tuple[SharedWeight, ...]:
+        """The shared weights that are parameters; others are buffers of which a stage holds one for several layers."""
+        return tuple(x for x in self.shared_weights if x.num_parameters)
+
+    @property
     def is_for_megatron(self) -> bool:
         """Whether it was computed for Megatron-LM, whose pipeline frees what torch's keeps."""
         return MEGATRON_LM in dict(self.versions)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -59,6 +59,7 @@ def read_layout(text: str, profile: Profile, *, receiver: str) -> Layout:
 # Megatron-LM and verl
 
 _LAYOUT = re.compile(r"parallel[-_]layout[=\s]*[\"'\\]*([EtmL|()*,\d]+)")
+_SIZES = re.compile(r"--(pipeline-model-parallel-size|decoder-(?:first|last)-pipeline-num-layers)[= ]+(\d{1,5})\b")
 _MOST_LETTERS = 100_000  # far more than any model has layers
 _LETTERS = {"E": "embedding", "t": "transformer layer", "m": "multi-token prediction", "L": "loss"}
 
@@ -90,8 +91,10 @@ def stage_letters(layout: str) -> tuple[str, ...]:
 def _megatron(text: str, names: Sequence[str]) -> tuple[int, ...]:
     title = RECEIVERS["megatron"].title
     found = _LAYOUT.search(text)
-    stages = stage_letters(found[1] if found else text.strip().strip("\"'"))
     decoder = decoder_of(names, title)
+    if not found and (sizes := dict(_SIZES.findall(text.replace("_", "-")))).get("pipeline-model-parallel-size"):
+        return _block_ends(_first_and_last(sizes, len(decoder.blocks)), names, title)
+    stages = stage_letters(found[1] if found else text.strip().strip("\"'"))
     letters = "".join(stages)
     _check_count(letters, "t", len(decoder.blocks))
     _check_count(letters, "m", len(decoder.prediction))
@@ -104,6 +107,24 @@ def _megatron(text: str, names: Sequence[str]) -> tuple[int, ...]:
         )
     num_layers = {"E": len(decoder.embeddings), "t": 1, "m": 1, "L": len(decoder.head)}
     return tuple(accumulate(sum(num_layers[letter] for letter in stage) for stage in stages))
+
+
+def _first_and_last(sizes: Mapping[str, str], num_blocks: int) -> list[int]:
+    """Blocks of each stage by the arguments from before layouts: equally many, the first and last as given."""
+    num_stages = int(sizes["pipeline-model-parallel-size"])
+    given: list[int | None] = [None] * num_stages
+    for name, place in (("first", 0), ("last", -1)):
+        if value := sizes.get(f"decoder-{name}-pipeline-num-layers"):
+            given[place] = int(value)
+    if num_stages < 1 or not (rest := given.count(None)):
+        return [x or 0 for x in given]
+    share, left = divmod(num_blocks - sum(x or 0 for x in given), rest)
+    if left or share < 1:
+        raise UsageError(
+            f"{num_blocks} blocks on {num_stages} stages leave {num_blocks - sum(x or 0 for x in given)} for {rest} stages; "
+            "expected equally many on each: give --decoder-first-pipeline-num-layers or a layout"
+        )
+    return [share if x is None else x for x in given]
 
 
 def _check_count(letters: str, letter: str, expected: int) -> None:
@@ -127,8 +148,10 @@ def _module_lists(receiver: str, rename: Callable[[str], str]) -> Callable[[str,
         ):
             raise UsageError(f"expected a list of lists of modules, one for each stage, as {title} takes")
         stage_of: dict[str, int] = {}
+        known = {rename(module) for name in names for module in modules_of(name)}
+        older = {"output": "lm_head"} if "output" not in known else {}  # the head, as torchtitan called it before
         for stage, modules in enumerate(lists):
-            for module in map(rename, modules):
+            for module in (older.get(x, x) for x in map(rename, modules)):
                 if module.split(".")[-1] != ROTARY:
                     if module in stage_of:
                         raise UsageError(f"{module} is on stages {stage_of[module]} and {stage}; expected one stage")

@@ -394,13 +394,13 @@ def _check_blocks(decoder: DecoderLayers, profile: Profile | None, title: str) -
         maker = -1 if value.producer is None else value.producer
         if maker in decoder.blocks and value.consumers[-1] > maker + 1:
             raise _not_a_decoder(f"the output of {profile.layers[maker].name} is read beyond the next layer", title)
-    for shared in profile.shared_weights:
+    for shared in profile.tied_weights:
         if any(layer in decoder.blocks for layer in shared.layers):
             raise _not_a_decoder(f"{shared.name} is shared by blocks", title)
 
 
 def _tied(profile: Profile | None, title: str) -> Iterator[Indivisible]:
-    for shared in () if profile is None else profile.shared_weights:
+    for shared in () if profile is None else profile.tied_weights:
         why = f"and {shared.name} is used on several stages; {title} does not sum its gradients: untie it, or use it on one stage"
         yield Indivisible(first=shared.layers[0], last=shared.layers[-1], why=why)
 
@@ -484,9 +484,9 @@ def check_granularity(name: str, model: ModelId, granularity: Granularity, layer
 def check_weights(name: str, profile: Profile | None) -> None:
     """Raise UsageError for tied weights where the receiver takes none."""
     receiver = receiver_named(name)
-    if receiver.tied == "refused" and profile is not None and profile.shared_weights:
+    if receiver.tied == "refused" and profile is not None and profile.tied_weights:
         raise UsageError(
-            f"{profile.shared_weights[0].name} is used by several layers; {receiver.title} refuses a parameter in two children; "
+            f"{profile.tied_weights[0].name} is used by several layers; {receiver.title} refuses a parameter in two children; "
             "untie it, or use another format"
         )
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_runs
+from benchmarks.simumax import read_system_file
 from gplan.core.errors import FileError
+from gplan_profiler.analytic.hardware import Hardware, described_hardware
 from gplan_profiler.analytic.shapes import AttentionShape, MatmulShape, Shape
 
 SYSTEM: dict[str, Any] = {
@@ -56,10 +57,14 @@ SYSTEM: dict[str, Any] = {
 }
 
 
+def hardware_of(path: Path) -> Hardware:
+    return described_hardware(read_system_file(path), name=path.stem, place=str(path))
+
+
 def test_a_published_efficiency_file_is_hardware(tmp_path: Path) -> None:
     path = tmp_path / "published.json"
     path.write_text(json.dumps(SYSTEM))
-    hardware = gpu_runs.hardware_of(path)
+    hardware = hardware_of(path)
     shares: dict[Shape, float] = {
         MatmulShape(m=64, k=32, n=16): 0.4,
         MatmulShape(m=16, k=64, n=32, layout="NT", accumulate=True, out_dtype="float32"): 0.3,
@@ -73,10 +78,11 @@ def test_a_published_efficiency_file_is_hardware(tmp_path: Path) -> None:
     assert hardware.efficiency("pointwise").latency_s == 3e-5
     assert hardware.efficiency("reduction", "cross-entropy").bandwidth == 0.25
     assert hardware.link.bytes_per_s == 450 * 2**30
-    assert hardware.link.ring_message("reduce_scatter", 4).latency_s == 3.5e-5
+    scattered = hardware.collectives["reduce_scatter"]
+    assert (scattered.share, scattered.rank_s) == (2.0, 3.5e-5)  # of the rate between neighbours
     path.write_text(json.dumps({**SYSTEM, "networks": {}}))
     with pytest.raises(FileError, match="has no 'inter_node'; expected a SimuMax system file"):
-        gpu_runs.hardware_of(path)
+        hardware_of(path)
     path.write_text("{}")
     with pytest.raises(FileError, match="missing required field `sys_name`"):
-        gpu_runs.hardware_of(path)
+        hardware_of(path)

@@ -197,6 +197,8 @@ READ = [
     ("vllm", "export VLLM_PP_LAYER_PARTITION='2,1,1'\nvllm serve m --tensor-parallel-size=2 --port 8000\n"),
     ("vllm", 'os.environ["VLLM_PP_LAYER_PARTITION"] = "2,1,1"\n'),
     ("vllm", "VLLM_PP_LAYER_PARTITION=2,1,1 2>log vllm serve m"),
+    ("megatron", "pretrain_gpt.py --num-layers 4 --pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 2"),
+    ("megatron", "--pipeline-model-parallel-size=3 --decoder-first-pipeline-num-layers=2 --decoder-last-pipeline-num-layers=1"),
     ("megatron", "# layout tuned by hand\ntorchrun pretrain.py --pipeline-model-parallel-layout 'Ett|t|tL'"),
 ]  # fmt: skip
 

@@ -13,7 +13,7 @@ from gplan.core.errors import FileError, UsageError
 from gplan.corrections.sharding import sharded
 from gplan.cost.stage_table import StageTable
 from gplan_profiler.analytic.decoder_config import Widths, decoder_names, load_decoder
-from gplan_profiler.analytic.decoder_profile import DecoderProfile, decoder_profile
+from gplan_profiler.analytic.decoder_profile import DecoderProfile, decoder_profile, num_parameters
 from gplan_profiler.analytic.hardware import load_hardware
 
 H100 = load_hardware("h100")
@@ -56,7 +56,7 @@ def test_a_forward_has_two_flops_for_each_active_parameter_and_token() -> None:
 
 
 def test_work_memory_and_weights_are_divided() -> None:
-    whole, split = profile_of("deepseek-v3"), profile_of("deepseek-v3", tensor=2, expert=64, data=64)
+    whole, split = profile_of("deepseek-v3"), profile_of("deepseek-v3", tensor=2, expert=64, expert_tensor=1, data=64)
     for before, after in zip(whole.layers[1:5], split.layers[1:5], strict=True):
         assert after.costs[0].stash_bytes == before.costs[0].stash_bytes // 2
         flops = [sum(x.num_flops for x in layer.costs[0].forward_work) for layer in (before, after)]
@@ -105,7 +105,9 @@ def test_a_config_file_is_read_with_other_values(tmp_path: Path) -> None:
 
 
 def test_experts_are_divided_over_ranks_that_are_there() -> None:
-    with pytest.raises(UsageError, match="experts are divided by 64; expected a divisor of tensor x data = 2 x 4"):
+    with pytest.raises(
+        UsageError, match="experts are divided by 64; expected a divisor of tensor x context x data = 2 x 1 x 4"
+    ):
         Widths(tensor=2, expert=64, data=4)
     with pytest.raises(UsageError, match="the sequence-length size is 0"):
         Widths(sequence_length=0)
@@ -219,6 +221,44 @@ def test_attention_to_a_window_is_counted_by_pairs_of_tokens(tmp_path: Path) -> 
         )
         assert windowed / full == pytest.approx(2 * pairs[kind] / sequence**2, rel=1e-3)
         assert profile.layers[1].costs[0].forward.median_s < profile.layers[2].costs[0].forward.median_s
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"moe_every": 2, "n_expert_groups": 4}, "moe_every, n_expert_groups"),
+        ({"model_type": "qwen3_next", "linear_conv_kernel_dim": 4, "attn_output_gate": True}, "linear_conv_kernel_dim"),
+        ({"layers_block_type": ["mamba", "attention"]}, "layers_block_type"),
+        ({"hybrid_override_pattern": "M-M*"}, "hybrid_override_pattern"),
+    ],
+)
+def test_keys_that_change_layers_are_refused(keys: dict[str, object], named: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **keys}))
+    with pytest.raises(FileError, match=f"has {named}.* not computed; remove"):
+        load_decoder(str(tmp_path / "config.json"))
+
+
+def test_experts_by_the_keys_of_ernie(tmp_path: Path) -> None:
+    """ERNIE 4.5: 21.8 billion parameters, of which a token takes 3, and the embedding."""
+    keys = {
+        "model_type": "ernie4_5_moe", "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28,
+        "num_attention_heads": 20, "num_key_value_heads": 4, "vocab_size": 103424, "moe_num_experts": 64,
+        "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_intermediate_size": 1536, "moe_k": 6,
+        "moe_layer_interval": 1, "tie_word_embeddings": True,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    total, active = num_parameters(load_decoder(str(tmp_path / "config.json")))
+    assert (total / 1e9, active / 1e9) == (pytest.approx(21.8, abs=0.1), pytest.approx(3.0 + 0.265, abs=0.1))
+
+
+@pytest.mark.parametrize("tensor", [2, 8])
+def test_experts_are_divided_by_the_tensor_width(tensor: int) -> None:
+    whole, split = profile_of("mixtral-8x7b").layers[1], profile_of("mixtral-8x7b", tensor=tensor).layers[1]
+    assert split.weight_bytes == pytest.approx(whole.weight_bytes / tensor, rel=1e-3)
+    replicated = decoder_profile("mixtral-8x7b", H100, widths=Widths(tensor=tensor, expert_tensor=1)).layers[1]
+    assert replicated.weight_bytes > 0.9 * whole.weight_bytes
+    flops = [sum(x.num_flops for x in layer.costs[0].forward_work) for layer in (whole, split, replicated)]
+    assert flops[1:] == [pytest.approx(flops[0] / tensor, rel=1e-3)] * 2
 
 
 def test_keys_that_are_not_used_are_told(tmp_path: Path) -> None:

@@ -43,14 +43,14 @@ def test_flops_of_shapes_are_those_of_the_products() -> None:
 def test_a_file_of_ones_own_has_shapes_kernels_and_links(tmp_path: Path) -> None:
     text = MINE.replace(
         "[efficiency]",
-        "all_to_all = { latency_s = 2e-5, bytes_per_s = 5e9 }\n"
+        "network = { latency_s = 2e-5, bytes_per_s = 5e9 }\ncollectives = { all_to_all = { share = 0.5 } }\n"
         "[shapes]\nmatmul = [{ m = 64, k = 32, n = 16, flops = 0.25 }]\n"
         "attention = [{ batch = 1, sequence = 64, heads = 8, qk_dim = 16, v_dim = 16, flops = 1.25 }]\n"
         "[kernels]\ncross-entropy = { flops = 1.0, bandwidth = 0.2, latency_s = 1e-5 }\n[efficiency]",
     )
     hardware = load_hardware(written(tmp_path, text))
-    assert hardware.all_to_all is not None
-    assert hardware.all_to_all.bytes_per_s == 5e9
+    assert hardware.network.bytes_per_s == 5e9
+    assert (hardware.collectives["all_to_all"].share, hardware.collectives["all_gather"].share) == (0.5, 0.674)
     shape = MatmulShape(m=64, k=32, n=16)
     flops = shape.num_flops
     product = Operation(work=Work(kind="matmul", num_operations=1, num_flops=flops, num_bytes=1), shape=shape)

@@ -46,11 +46,49 @@ def to_megatron(plan: Plan, profile: Profile | None) -> Export:
         ("--micro-batch-size", plan.microbatch_size),
         ("--global-batch-size", plan.batch_size),
         *_recompute(plan, decoder),
+        *_widths(profile),
     ]
+    if plan.num_devices == 1:  # a layout is for two pipeline ranks or more
+        arguments = [x for x in arguments if x[0] != "--pipeline-model-parallel-layout"]
     lines = [f"{name} {shlex.quote(str(value))}" for name, value in arguments]
-    if profile is not None and not profile.shared_weights:
+    if profile is not None and not _ties_head(profile):
         lines.append("--untie-embeddings-and-output-weights")
+    lines += _switches(profile)
     return Export(format="megatron", text=" \\\n".join(lines) + "\n", notes=_notes(plan, profile, decoder))
+
+
+def _computed_widths(profile: Profile | None) -> dict[str, int]:
+    """The widths of a computed profile; none of a measured one."""
+    if profile is None or not profile.is_for_megatron:
+        return {}
+    return {name: int(value) for name, value in profile.model.settings if value.isdecimal()}
+
+
+def _widths(profile: Profile | None) -> list[tuple[str, str | int]]:
+    """The sizes of parallel groups beside the pipeline that are not 1."""
+    widths = _computed_widths(profile)
+    names = {
+        "tensor": "--tensor-model-parallel-size",
+        "context": "--context-parallel-size",
+        "expert": "--expert-model-parallel-size",
+    }
+    found: list[tuple[str, str | int]] = [(names[x], widths[x]) for x in names if widths.get(x, 1) > 1]
+    if widths.get("expert_tensor", 1) != widths.get("tensor", 1):
+        found.append(("--expert-tensor-parallel-size", widths["expert_tensor"]))
+    return found
+
+
+def _switches(profile: Profile | None) -> list[str]:
+    """What the computed costs take for granted: the divided sequence, and the optimizer's state divided by replicas."""
+    widths = _computed_widths(profile)
+    found = ["--sequence-parallel"] * (widths.get("tensor", 1) > 1)
+    return found + ["--use-distributed-optimizer"] * (widths.get("data", 1) * widths.get("context", 1) > 1)
+
+
+def _ties_head(profile: Profile) -> bool:
+    """Whether the head reads the embedding's weight; multi-token prediction reads it too, without tying the head."""
+    last = len(profile.layers) - 1
+    return any({0, last} <= {*x.layers} for x in profile.tied_weights)
 
 
 def to_verl(plan: Plan, profile: Profile | None) -> Export:
@@ -132,7 +170,7 @@ def _notes(plan: Plan, profile: Profile | None, decoder: DecoderLayers) -> tuple
     notes = [
         f"E stands for {', '.join(names[: decoder.blocks.start])}; L for {', '.join(names[head.start :])} and the loss",
         f"{plan.num_microbatches} micro-batches follow from the batch sizes with data-parallel size {plan.num_replicas}; a pipeline has "
-        f"{plan.num_devices} ranks, times the tensor-parallel size",
+        f"{plan.num_devices} ranks, times those of tensor and context",
         "Megatron-LM calls this argument experimental",
     ]
     blocks = [] if profile is None else [profile.layers[i] for i in decoder.blocks]

@@ -40,7 +40,7 @@ def split_weights(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
     stage_of = {name: stage.index for stage in plan.stages for name in stage.layer_names}
     return tuple(
         shared.name
-        for shared in profile.shared_weights
+        for shared in profile.tied_weights
         if len({stage_of[profile.layers[layer].name] for layer in shared.layers}) > 1
     )
 

@@ -197,7 +197,7 @@ def _row(profile: Profile, members: tuple[int, ...], index: int) -> LayerRow:
         weight_bytes=layer.weight_bytes,
         gradient_bytes=layer.gradient_bytes,
         cost=layer.costs[index],
-        is_sharing=any(members[0] in weight.layers for weight in profile.shared_weights),
+        is_sharing=any(members[0] in weight.layers for weight in profile.tied_weights),
     )
 
 
@@ -274,7 +274,7 @@ def _model_lines(profile: Profile) -> Iterator[str]:
             f"in {found.gradients}" + (f", master weights in float32{in_state}" if found.master_weights else "")
         )
     by_users: dict[tuple[int, ...], list[SharedWeight]] = {}
-    for weight in profile.shared_weights:
+    for weight in profile.tied_weights:
         by_users.setdefault(weight.layers, []).append(weight)
     for layers, weights in by_users.items():
         users = ", ".join(profile.layers[i].name for i in layers)

@@ -1,6 +1,7 @@
 """The sizes of language models: the config.json of Hugging Face, or by name.
 
-A key that is neither used nor known to leave layers as they are is named in `Decoder.unused`, and so in the profile's notes.
+A key that is neither used nor known to leave layers as they are is refused if it speaks of experts, layers or attention,
+and else named in `Decoder.unused`, and so in the profile's notes.
 Checked against the parameters of Hugging Face's own models of `FAMILIES`; another family is computed as a Llama, and a
 note says so.
 """
@@ -50,6 +51,15 @@ _SAME_KEY = {
     "no_rope_layer_interval": "full_attention_interval",
     "experts_per_token": "num_experts_per_tok",
     "num_mtp_layers": "num_nextn_predict_layers",
+    "moe_num_experts": "num_experts",
+    "moe_k": "num_experts_per_tok",
+    "moe_topk": "num_experts_per_tok",
+    "num_experts_per_token": "num_experts_per_tok",
+    "moe_num_shared_experts": "n_shared_experts",
+    "num_shared_experts": "n_shared_experts",
+    "moe_layer_start_index": "first_k_dense_replace",
+    "moe_layer_interval": "interleave_moe_layer_step",
+    "num_dense_layers": "first_k_dense_replace",
 }
 _NO_EFFECT = re.compile(  # on the weights of layers and their work
     r".*(_token_ids?|_token_index|_dropout|_eps|_coef|_range|rope.*|_scal(e|ing|ar|ing_factor)|_map)|_.*|"
@@ -57,7 +67,14 @@ _NO_EFFECT = re.compile(  # on the weights of layers and their work
     r"pretraining_tp|norm_topk_prob|output_.*|return_dict|router_jitter_noise|n_group|topk_group|topk_method|scoring_func|"
     r"seq_aux|aux_loss_alpha|ep_size|qk_head_dim|for_llm_compression|attn_temperature_tuning|floor_scale|"
     r"swiglu_(alpha|limit)|initial_context_length|cache_implementation|chunk_size_feed_forward|"
-    r"is_encoder_decoder|id2label|label2id|problem_type|name_or_path|model_type"
+    r"is_encoder_decoder|id2label|label2id|problem_type|name_or_path|model_type|"
+    r".*(multiplier|jitter_noise|loss_weight|aux_loss.*|dropout.*|capacity.*)|attn_implementation|attn_scale|"
+    r"moe_use_aux_free|moe_norm_min"
+)
+_SMALL_EFFECT = re.compile(r".*(softcap|softcapping)|use_qk_norm|(vision|audio)_.*")  # named in a note
+_CHANGES_LAYERS = re.compile(  # a word of a key that probably changes what layers compute
+    r"(?:.*_)?(n?experts?|moe|n?layers?|blocks?|attn|attention|linear|conv\d?d?|mamba|ssm|mixer|hybrid|mlp|ffn|n?heads?|lora|"
+    r"latent|sparse|sliding|window|n_embd|rank)(?:_.*)?"
 )
 
 
@@ -66,18 +83,50 @@ class Widths:
     """How the layers of a stage are divided, and the size of a sample."""
 
     tensor: int = 1
+    context: int = 1  # ranks that divide the tokens of a sequence
     expert: int = 1
+    expert_tensor: int = (
+        0  # ranks that divide each expert; 0: as many as `tensor`, or 1 where those do not go into the ranks
+    )
     data: int = 1
+    pipeline: int = 1  # devices of a pipeline; they only count for where groups lie
     sequence_length: int = 4096
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "expert", "data", "sequence_length"):
+        for name in ("tensor", "context", "expert", "data", "pipeline", "sequence_length"):
             if getattr(self, name) < 1:
                 raise UsageError(f"the {name.replace('_', '-')} size is {getattr(self, name)}; expected at least 1")
-        if (self.tensor * self.data) % self.expert:
-            raise UsageError(
-                f"experts are divided by {self.expert}; expected a divisor of tensor x data = {self.tensor} x {self.data} ranks"
-            )
+        if self.expert_tensor < 0:
+            raise UsageError(f"the expert-tensor size is {self.expert_tensor}; expected at least 1")
+        if self.ranks % (self.expert * (self.expert_tensor or 1)):
+            by = f"{self.expert} x {self.expert_tensor}" if self.expert_tensor > 1 else f"{self.expert}"
+            product = f"tensor x context x data = {self.tensor} x {self.context} x {self.data}"
+            raise UsageError(f"experts are divided by {by}; expected a divisor of {product} ranks")
+
+    @property
+    def ranks(self) -> int:
+        """Of a pipeline stage, over all replicas."""
+        return self.tensor * self.context * self.data
+
+    @property
+    def devices(self) -> int:
+        """Of the whole job."""
+        return self.ranks * self.pipeline
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights outside of experts, sum their gradients and divide the optimizer's state."""
+        return self.context * self.data
+
+    @property
+    def of_expert(self) -> int:
+        """Ranks that divide each expert; Megatron-LM's default is the tensor width."""
+        return self.expert_tensor or (1 if self.ranks % (self.expert * self.tensor) else self.tensor)
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.ranks // (self.expert * self.of_expert)
 
 
 class Decoder(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +176,9 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     has_sinks: bool = False
     has_expert_biases: bool = False
     has_shared_gate: bool = False
+    is_gated: bool = True  # the perceptron: a gate times up; else up alone
+    has_norm_biases: bool = False
+    learned_positions: int = 0
     unused: tuple[str, ...] = ()  # sentences on keys that were not used, and so may change what is computed
 
     def __post_init__(self) -> None:
@@ -167,6 +219,11 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     def routed_experts(self) -> int:
         """Experts of a layer that has them, of which each token takes a few."""
         return self.num_experts or self.n_routed_experts or self.num_local_experts
+
+    @property
+    def num_gates(self) -> int:
+        """Values of a perceptron's first product for each of its intermediate size."""
+        return 1 + self.is_gated
 
     @property
     def expert_width(self) -> int:
@@ -233,7 +290,7 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         elif self.attention_bias or self.qkv_bias:
             biases = self.query_width + 2 * self.key_width + self.attention_bias * self.hidden_size
         own = self.has_head_norms * 2 * self._head + self.has_sinks * self.num_attention_heads
-        return self.num_block_norms * self.hidden_size + latent + biases + own
+        return self.num_block_norms * (1 + self.has_norm_biases) * self.hidden_size + latent + biases + own
 
     def is_sparse(self, block: int) -> bool:
         """Whether a block has experts."""
@@ -281,13 +338,30 @@ def decoder_names() -> tuple[str, ...]:
     return tuple(_known())
 
 
+def _known_name(name: str) -> str:
+    """The name in the table that a name means, such as a Hugging Face id; "" for none.
+
+    >>> _known_name("meta-llama/Llama-3.1-70B-Instruct"), _known_name("llama-3-8b"), _known_name("gpt-9")
+    ('llama3-70b', 'llama3-8b', '')
+    """
+
+    def plain(text: str) -> str:
+        text = re.sub(
+            r"[^a-z0-9]", "", re.sub(r"-(instruct|base|chat|hf|v\d[\d.]*)\b", "", text.lower().split("/")[-1])
+        )
+        return re.sub(r"^llama3[123](?=\d+b)", "llama3", text.removeprefix("meta"))
+
+    return next((x for x in _known() if plain(x) == plain(name)), "")
+
+
 def load_decoder(name: str, settings: Mapping[str, Any] = MappingProxyType({})) -> Decoder:
     """A configuration by its name, or from a config.json, with other values for some keys.
 
     Raises UsageError or FileError for what is no configuration.
     """
-    path = Path(name)
-    if name in _known():
+    path, known = Path(name), _known_name(name)
+    if known:
+        name = known
         found: Any = {key: value for key, value in _known()[name].items() if key != "source"}
     elif path.suffix == ".json":
         try:
@@ -299,7 +373,13 @@ def load_decoder(name: str, settings: Mapping[str, Any] = MappingProxyType({})) 
     if strange := [key for key in settings if key not in _KEYS]:
         raise UsageError(f"a decoder has no {strange[0]}; expected one of {', '.join(_KEYS)}")
     try:
-        return msgspec.convert({**_described(found), **settings}, Decoder)
+        described = _described(found)
+        if isinstance(described, dict) and (strange := described.pop("refused", [])):
+            raise FileError(
+                f"{name} has {', '.join(strange)}: layers with {'these keys' if strange[1:] else 'this key'} are not computed; remove "
+                "what leaves the layers as they are without it, or profile the model itself with gplan profile --device meta"
+            )
+        return msgspec.convert({**described, **settings}, Decoder)
     except (msgspec.ValidationError, TypeError) as error:
         raise FileError(
             f"{name} is no configuration of a decoder: {error}; expected the keys of Llama: {', '.join(_SIZES)}"
@@ -330,9 +410,11 @@ def _described(found: Any) -> Any:
     flat = {**found, **inner, "text_config": None} if isinstance(inner, Mapping) else found
     flat = {_SAME_KEY.get(key, key): value for key, value in flat.items()}
     family = str(flat.get("model_type") or "llama").removesuffix("_text")
-    not_used = [x for x, value in flat.items() if value and x not in _KEYS and not _NO_EFFECT.fullmatch(x)]
+    unknown = [x for x, value in flat.items() if value and x not in _KEYS and not _NO_EFFECT.fullmatch(x)]
+    refused = [x for x in unknown if _CHANGES_LAYERS.fullmatch(x) and not _SMALL_EFFECT.fullmatch(x)]
+    not_used = [x for x in unknown if x not in refused]
     notes = [f"{x} of the configuration is not used; layers are computed as without it" for x in not_used]
     if family not in FAMILIES:
         notes.append(f"the layers of {family} are computed as those of Llama with the same keys")
     given = {**FAMILIES.get(family, {}), **{key: x for key, x in flat.items() if key in _KEYS}}
-    return {key: value for key, value in given.items() if value is not None} | {"unused": notes}
+    return {key: value for key, value in given.items() if value is not None} | {"unused": notes, "refused": refused}

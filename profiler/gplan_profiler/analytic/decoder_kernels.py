@@ -18,10 +18,12 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from gplan.core import OperationKind, Work
+from gplan_profiler.analytic.collectives import Exchange, Group, exchange_s
 from gplan_profiler.analytic.decoder_config import Decoder, Widths
-from gplan_profiler.analytic.hardware import Hardware, KernelName
+from gplan_profiler.analytic.hardware import ExchangeKind, Hardware, KernelName
 from gplan_profiler.analytic.roofline import Operation, operations_seconds, total_work
 from gplan_profiler.analytic.shapes import AttentionShape, Layout, MatmulShape
+from gplan_profiler.analytic.trainers import MEGATRON, Trainer
 
 DTYPE = "bfloat16"
 ELEMENT = 2  # bytes of a weight or activation
@@ -40,7 +42,9 @@ class Kernel:
     input_gradient: int = 0  # bytes that its backward makes and hands on
     beside: int = 0  # bytes that its backward needs beside that, and leaves free
     in_place: bool = False  # whether that gradient is written over what the kernel keeps
-    exchanged: int = 0  # bytes that ranks with other experts exchange, in each direction
+    before: tuple[Exchange, ...] = ()  # collectives of the forward
+    behind: tuple[Exchange, ...] = ()  # those of the backward
+    waits: bool = False  # whether the host reads sizes that the device has computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,17 +95,25 @@ class Part:
                 handed, residual = residual, 0  # the sum of both paths
         return max(0, most - stash)
 
-    def seconds(self, hardware: Hardware, *, num_ranks: int) -> tuple[float, float]:
-        """Seconds of forward and backward; `num_ranks` exchange the tokens of their experts."""
-        link = hardware.all_to_all or hardware.link
-        exchange_s = sum(
-            (num_ranks - 1) * float(link.transfers_s(x.exchanged / num_ranks)) for x in self.kernels if x.exchanged
-        )
-        forward, backward = (
-            operations_seconds([y for x in self.kernels for y in getattr(x, way)], hardware, dtype=DTYPE)
-            for way in ("forward", "backward")
-        )
-        once_s, back_s = forward + exchange_s, backward + exchange_s
+    def seconds(self, hardware: Hardware, widths: Widths, trainer: Trainer = MEGATRON) -> tuple[float, float]:
+        """Seconds of forward and backward with their collectives.
+
+        The host starts operations while the device computes, so the slower of both counts.
+        """
+        own = trainer.on(hardware)
+        found = []
+        for way, moved in (("forward", "before"), ("backward", "behind")):
+            operations = [y for x in self.kernels for y in getattr(x, way)]
+            exchanges = [y for x in self.kernels for y in getattr(x, moved)]
+            waited_s = sum(exchange_s(hardware, widths, x) for x in exchanges)
+            tensor = sum(x.group == "tensor" for x in exchanges)
+            waited_s += trainer.sizes_s * sum(x.waits for x in self.kernels)
+            if trainer.holds_gradients and way == "backward":  # read, and added to those of float32
+                operations += _moved("pointwise", (ELEMENT + 2 * GRADIENT) * (self.parameters + self.experts))
+            started_s = trainer.exchange_host_s(widths, hardware.devices_per_node) * tensor
+            host_s = started_s + trainer.host_s * sum(x.work.num_operations for x in operations)
+            found.append(max(operations_seconds(operations, own, dtype=DTYPE) + waited_s, host_s))
+        once_s, back_s = found
         return once_s, back_s + self.is_recomputed * once_s
 
     def work(self, way: str) -> tuple[Work, ...]:
@@ -115,14 +127,16 @@ def _moved(kind: OperationKind, *amounts: float, kernel: KernelName | None = Non
     return tuple(Operation(work=x, kernel=kernel) for x in work)
 
 
-def _product(m: int, k: int, n: int, *, groups: int = 1, layout: Layout = "TN", out_bytes: int = ELEMENT) -> Operation:
+def _product(
+    m: int, k: int, n: int, *, groups: int = 1, layout: Layout = "TN", out_bytes: int = ELEMENT, dtype: str = DTYPE
+) -> Operation:
     shape = MatmulShape(
-        m=m, k=k, n=n, groups=groups, layout=layout, accumulate=out_bytes == GRADIENT,
+        m=m, k=k, n=n, groups=groups, layout=layout, accumulate=out_bytes == GRADIENT, dtype=dtype,
         out_dtype="float32" if out_bytes == GRADIENT else DTYPE,
     )  # fmt: skip
     moved = ELEMENT * (m * k + k * n) + (2 if shape.accumulate else 1) * out_bytes * m * n
     work = Work(kind="matmul", num_operations=1, num_flops=shape.num_flops, num_bytes=groups * moved)
-    return Operation(work=work, shape=shape)
+    return Operation(work=work, shape=shape, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,42 +150,84 @@ class LayerKernels:
     widths: Widths
     microbatch_size: int
     fuses_cross_entropy: bool
+    trainer: Trainer = MEGATRON
+    products: str = DTYPE  # in which the products of weights multiply
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch."""
-        return self.microbatch_size * self.widths.sequence_length
+        """Of a micro-batch, on a rank that divides the sequence with others."""
+        return self.microbatch_size * self.widths.sequence_length // self.widths.context
 
     def _bytes(self, width: float) -> int:
         """Of so many values for each token, divided over the tensor-parallel ranks."""
         return int(ELEMENT * self.tokens * width) // self.widths.tensor
 
+    def _rows(self, width: float) -> int:
+        """Bytes of so many values for each token where ranks divide the tokens, not the values."""
+        return int(ELEMENT * self.tokens * width) // (self.widths.tensor if self.trainer.divides_sequence else 1)
+
     @property
     def hidden_bytes(self) -> int:
         """Of the hidden states."""
-        return self._bytes(self.decoder.hidden_size)
+        return self._rows(self.decoder.hidden_size)
+
+    def _exchanges(
+        self, kind: ExchangeKind, num_bytes: float, *, group: Group = "tensor", hidden: bool = False
+    ) -> tuple[Exchange, ...]:
+        """A collective of these bytes on the whole group; none of a group of one."""
+        sizes = {"tensor": self.widths.tensor, "context": self.widths.context, "expert": self.widths.expert}
+        if (sizes | {"expert_tensor": self.widths.of_expert})[group] == 1 or not num_bytes:
+            return ()
+        share = self.trainer.hidden_share if hidden else 0.0
+        return (Exchange(kind=kind, group=group, num_bytes=int(num_bytes), hidden=share),)
+
+    def _into(self, kernel: Kernel, width: int) -> Kernel:
+        """A product whose input, `width` values a token, all tensor ranks read whole: gathered, or already the same.
+
+        The input is gathered again for the gradient of the weight.
+        """
+        whole = ELEMENT * self.tokens * width
+        if not self.trainer.divides_sequence:
+            return replace(kernel, behind=self._exchanges("all_reduce", whole, hidden=True))
+        again = self._exchanges("all_gather", whole, hidden=True)
+        scattered = self._exchanges("reduce_scatter", whole, hidden=True)
+        return replace(kernel, before=self._exchanges("all_gather", whole), behind=(*again, *scattered))
+
+    def _out_of(self, kernel: Kernel, width: int) -> Kernel:
+        """A product whose result, `width` values a token, is the sum over all tensor ranks: scattered, or held by each."""
+        whole = ELEMENT * self.tokens * width
+        if not self.trainer.divides_sequence:
+            return replace(kernel, before=self._exchanges("all_reduce", whole))
+        return replace(
+            kernel,
+            before=self._exchanges("reduce_scatter", whole),
+            behind=self._exchanges("all_gather", whole),
+        )
 
     def block(self, name: str, *, is_sparse: bool, attended: float = 1.0) -> Part:
         """Attention and a perceptron or experts, each added to the hidden states; attention to a share of earlier tokens."""
         model, split = self.decoder, self.widths.tensor
         after = [self._norm(model.hidden_size, keeps=self.hidden_bytes)] * (model.num_block_norms > 2)
         before = self._latent_products() if model.kv_lora_rank else self._direct_products()
-        projected = self._linear(model.value_width, model.hidden_size, keeps=0, by_input=True)
+        projected = self._out_of(
+            self._linear(model.value_width, model.hidden_size, keeps=0, by_input=True), model.hidden_size
+        )
         norm = self._norm(model.hidden_size)
         attention = (norm, *before, self._core(attended), projected, *after, self._sum())
         matrices, held = list(model.attention_matrices), model.block_values
         experts, routed = 0, list[tuple[int, int]]()
         if is_sparse:
-            routed = [(model.hidden_size, 2 * model.expert_width), (model.expert_width, model.hidden_size)]
+            own = model.expert_width // self.widths.of_expert
+            routed = [(model.hidden_size, 2 * own), (own, model.hidden_size)]
             local = -(-model.routed_experts // self.widths.expert)
-            biases = (2 * model.expert_width + model.hidden_size) * model.has_expert_biases
+            biases = (2 * own + model.hidden_size) * model.has_expert_biases
             experts = local * (sum(map(prod, routed)) + biases)
             held += (model.hidden_size + model.has_expert_biases) * model.routed_experts
             held += model.hidden_size * model.has_shared_gate
             matrices += self._gated(model.shared_width) if model.shared_width else []
             gated = self._experts(local)
         else:
-            held += (2 * model.dense_width + model.hidden_size) * model.mlp_bias
+            held += (model.num_gates * model.dense_width + model.hidden_size) * model.mlp_bias
             matrices += self._gated(model.dense_width)
             gated = self._perceptron(model.dense_width)
         perceptron = (self._norm(model.hidden_size, keeps=self.hidden_bytes), *gated, *after, self._sum())
@@ -192,14 +248,18 @@ class LayerKernels:
         table, is_tied = model.vocab_size * model.hidden_size // split, model.ties_embedding
         moved = _moved("indexing", 2 * self.hidden_bytes, *[2 * self.hidden_bytes] * (self.microbatch_size > 1))
         added = _moved("pointwise", ELEMENT * table, (ELEMENT + 2 * GRADIENT) * table)  # cleared, then added
-        kernel = Kernel(
-            forward=moved,
-            backward=(*_moved("indexing", 2 * self.hidden_bytes), *added),
-            makes=self.hidden_bytes,
-            beside=ELEMENT * table,
+        kernel = self._out_of(
+            Kernel(
+                forward=moved,
+                backward=(*_moved("indexing", 2 * self.hidden_bytes), *added),
+                makes=self.hidden_bytes,
+                beside=ELEMENT * table,
+            ),
+            model.hidden_size,
         )
+        positions = model.learned_positions * model.hidden_size
         return Part(
-            name="model.embed_tokens", kind="Embedding", kernels=(kernel,), parameters=0 if is_tied else table,
+            name="model.embed_tokens", kind="Embedding", kernels=(kernel,), parameters=positions + (0 if is_tied else table),
             output=self.hidden_bytes,
         )  # fmt: skip
 
@@ -223,35 +283,40 @@ class LayerKernels:
         output = (model.hidden_size, model.vocab_size // split)
         passes, table = 1 + model.num_nextn_predict_layers, prod(output)
         logits = self.tokens * output[1]
-        layer = self._linear(*output, keeps=self.hidden_bytes, beside=ELEMENT * table, is_split=True)
+        layer = self._into(
+            self._linear(*output, keeps=self.hidden_bytes, beside=ELEMENT * table, is_split=True), model.hidden_size
+        )
+        sums = self._exchanges("all_reduce", LOGIT * self.tokens) * 3  # largest logit, sum, logit of the target
         if self.fuses_cross_entropy:  # counted as the published share of it is: read and written both ways
             moved = _moved("reduction", 2 * ELEMENT * logits, kernel="cross-entropy")
             loss = Kernel(
-                forward=moved, backward=moved, keeps=ELEMENT * logits, input_gradient=ELEMENT * logits, in_place=True
-            )
+                forward=moved, backward=moved, keeps=ELEMENT * logits, input_gradient=ELEMENT * logits, in_place=True,
+                before=sums,
+            )  # fmt: skip
         else:  # float32: converted, its maximum found and subtracted, exponentiated, summed, divided; back: scaled, converted
-            passes_over, converted = 8, (ELEMENT + LOGIT) * logits
+            passes_over, converted = 6, (ELEMENT + LOGIT) * logits
             loss = Kernel(
                 forward=_moved("reduction", converted + passes_over * LOGIT * logits, kernel="unfused-cross-entropy"),
                 backward=_moved("reduction", 2 * LOGIT * logits + converted, kernel="unfused-cross-entropy"),
                 keeps=LOGIT * logits,
-                makes=ELEMENT * logits,
-                input_gradient=ELEMENT * logits,
+                makes=(ELEMENT + 2 * LOGIT * self.trainer.casts_logits) * logits,
+                input_gradient=(ELEMENT + LOGIT * self.trainer.casts_logits) * logits,
+                before=sums,
             )
         return Part(
             name="model.norm..lm_head",
             kind="Head",
             kernels=(self._norm(model.hidden_size), *[layer, loss] * passes),
-            parameters=model.hidden_size + (0 if model.tie_word_embeddings else table),
+            parameters=model.hidden_size * (1 + model.has_norm_biases) + (0 if model.tie_word_embeddings else table),
         )
 
     def _gated(self, width: int) -> list[tuple[int, int]]:
-        """A gated perceptron: gate and up in one product, and down."""
-        return [(self.decoder.hidden_size, 2 * width), (width, self.decoder.hidden_size)]
+        """A perceptron: gate and up in one product, or up alone, and down."""
+        return [(self.decoder.hidden_size, self.decoder.num_gates * width), (width, self.decoder.hidden_size)]
 
     def _norm(self, width: int, *, keeps: int = 0) -> Kernel:
         """Keeps its input, which is counted as the layer's before where `keeps` is 0."""
-        size = self._bytes(width)
+        size = self._rows(width) if width == self.decoder.hidden_size else self._bytes(width)
         return Kernel(
             forward=_moved("normalization", 2 * size),
             backward=_moved("normalization", 3 * size),
@@ -279,9 +344,14 @@ class LayerKernels:
         split = 1 if is_split else self.widths.tensor
         k, n = (width_in // split, width_out) if by_input else (width_in, width_out // split)
         tokens = self.tokens
+        dtype = DTYPE if is_split else self.products  # the output layer stays in bfloat16
+        made = ELEMENT if self.trainer.holds_gradients else GRADIENT
         return Kernel(
-            forward=(_product(tokens, k, n),),
-            backward=(_product(tokens, n, k, layout="NN"), _product(n, tokens, k, layout="NT", out_bytes=GRADIENT)),
+            forward=(_product(tokens, k, n, dtype=dtype),),
+            backward=(
+                _product(tokens, n, k, layout="NN", dtype=dtype),
+                _product(n, tokens, k, layout="NT", out_bytes=made, dtype=dtype),
+            ),
             keeps=keeps,
             makes=ELEMENT * tokens * n,
             input_gradient=ELEMENT * tokens * k,
@@ -292,7 +362,10 @@ class LayerKernels:
         """One product; queries are copied out of its result, queries and keys normalized and rotated, values copied."""
         model = self.decoder
         query, keys = self._bytes(model.query_width), self._bytes(model.key_width)
-        product = self._linear(model.hidden_size, model.query_width + 2 * model.key_width, keeps=self.hidden_bytes)
+        product = self._into(
+            self._linear(model.hidden_size, model.query_width + 2 * model.key_width, keeps=self.hidden_bytes),
+            model.hidden_size,
+        )
         moved = _moved("pointwise", 2 * query, 2 * query, 2 * keys, 2 * keys)
         rotation = Kernel(
             forward=moved,
@@ -313,14 +386,17 @@ class LayerKernels:
             queries = [
                 self._linear(model.hidden_size, model.q_lora_rank, keeps=hidden),
                 self._norm(model.q_lora_rank, keeps=self._bytes(model.q_lora_rank)),
-                self._linear(model.q_lora_rank, model.query_width, keeps=self._bytes(model.q_lora_rank)),
+                self._into(
+                    self._linear(model.q_lora_rank, model.query_width, keeps=self._bytes(model.q_lora_rank)),
+                    model.q_lora_rank,
+                ),
             ]
         else:
-            queries = [self._linear(model.hidden_size, model.query_width, keeps=hidden)]
+            queries = [self._into(self._linear(model.hidden_size, model.query_width, keeps=hidden), model.hidden_size)]
         keys = [
             self._linear(model.hidden_size, latent, keeps=0),
             self._norm(rank, keeps=self._bytes(latent)),
-            self._linear(rank, expanded, keeps=self._bytes(rank)),
+            self._into(self._linear(rank, expanded, keeps=self._bytes(rank)), latent),
         ]
         query, value = self._bytes(model.query_width), self._bytes(model.value_width)
         moved = _moved("pointwise", 2 * query, 2 * query, 2 * query, 2 * value)  # rotated, and joined to whole heads
@@ -336,7 +412,8 @@ class LayerKernels:
         keys = query if model.kv_lora_rank else self._bytes(model.key_width)
         values = value if model.kv_lora_rank else keys
         sums = 4 * self.tokens * heads
-        sequence = self.widths.sequence_length
+        ring = self.widths.context  # chunks of keys and values, which go round the ranks that divide the sequence
+        sequence = self.widths.sequence_length // ring
         shapes = [
             AttentionShape(
                 batch=self.microbatch_size, sequence=sequence, heads=heads, kv_heads=kv_heads,
@@ -349,37 +426,65 @@ class LayerKernels:
         works = [
             Work(
                 kind="attention",
-                num_operations=1,
+                num_operations=ring,
                 num_bytes=size,
-                num_flops=round(attended * (shape.num_flops // 2)),  # causal: half
+                num_flops=round(ring * attended * (shape.num_flops // 2)),  # causal: half
             )
             for shape, size in zip(shapes, (kept, 2 * kept), strict=True)
         ]
-        forward, backward = (Operation(work=work, shape=shape) for work, shape in zip(works, shapes, strict=True))
+        fused = [(Operation(work=work, shape=shape),) for work, shape in zip(works, shapes, strict=True)]
+        forward, backward = self._single_products(*shapes, ring) if self.trainer.stores_scores else fused
+        stored = 0
+        if self.trainer.recomputes_scores:
+            backward = (*forward, *backward)
+        elif self.trainer.stores_scores:
+            stored = (2 * ELEMENT + 1) * heads * self.tokens * self.widths.sequence_length
+        chunks = ring * (keys + values)
         return Kernel(
-            forward=(forward,),
-            backward=(backward,),
-            keeps=kept + sums,
+            forward=forward,
+            backward=backward,
+            before=self._exchanges("all_gather", chunks, group="context", hidden=True),
+            behind=self._exchanges("all_gather", 2 * chunks, group="context", hidden=True),
+            keeps=kept + (stored if self.trainer.stores_scores else sums),
             makes=value,
             input_gradient=query + keys + values,
+            beside=0 if stored else self.trainer.stores_scores * (2 * ELEMENT + 1) * heads * self.tokens * sequence,
         )
+
+    def _single_products(
+        self, forward: AttentionShape, backward: AttentionShape, ring: int
+    ) -> list[tuple[Operation, ...]]:
+        """Attention of the whole square: two products and a softmax with dropout, forward; four and both, backward."""
+        heads, side = forward.batch * forward.heads * ring, forward.sequence
+        scores = ELEMENT * heads * side**2
+        one = _product(side, forward.qk_dim, side, groups=heads)
+        two = _product(side, side, forward.v_dim, groups=heads)
+        moved = _moved("normalization", 2 * scores), _moved("normalization", 3 * scores)
+        dropped = _moved("pointwise", 2.5 * scores)
+        return [(one, *moved[0], *dropped, two), (two, one, *dropped, *moved[1], one, two)]
 
     def _perceptron(self, width: int) -> tuple[Kernel, ...]:
         hidden = self.decoder.hidden_size
         return (
-            self._linear(hidden, 2 * width, keeps=self.hidden_bytes),
+            self._into(self._linear(hidden, self.decoder.num_gates * width, keeps=self.hidden_bytes), hidden),
             self._activation(self._bytes(width)),
-            self._linear(width, hidden, keeps=self._bytes(width), by_input=True),
+            self._out_of(self._linear(width, hidden, keeps=self._bytes(width), by_input=True), hidden),
         )
 
     def _activation(self, size: int) -> Kernel:
-        """The gate's activation times the other half; keeps both halves."""
+        """The gate's activation times the other half, or a plain one; keeps its input."""
+        gates = self.decoder.num_gates
+        forward: tuple[int, ...] = (1 + gates,)
+        backward: tuple[int, ...] = (1 + 2 * gates,)
+        kept = gates
+        if gates > 1 and not self.trainer.fuses_gate:  # the activation, then the product of both halves
+            forward, backward, kept = (2, 3), (3, 3, 4), gates + 1
         return Kernel(
-            forward=_moved("pointwise", 3 * size),
-            backward=_moved("pointwise", 5 * size),
-            keeps=2 * size,
+            forward=_moved("pointwise", *(x * size for x in forward)),
+            backward=_moved("pointwise", *(x * size for x in backward)),
+            keeps=kept * size,
             makes=size,
-            input_gradient=2 * size,
+            input_gradient=gates * size,
         )
 
     def _experts(self, local: int) -> tuple[Kernel, ...]:
@@ -388,12 +493,13 @@ class LayerKernels:
         The hidden states after the norm are kept for the router; experts keep their tokens, which are copied for them. Each
         expert gets as many from every rank, rounded up.
         """
-        model, hidden, num_ranks = self.decoder, self.hidden_bytes, self.widths.expert
-        taken, width = model.num_experts_per_tok, model.expert_width
+        model, hidden, num_ranks = self.decoder, self.hidden_bytes, self.widths.expert * self.widths.of_expert
+        taken, width = model.num_experts_per_tok, model.expert_width // self.widths.of_expert
         own = self.tokens // self.widths.tensor  # tokens of this rank: the sequence is divided here
         rows = -(-own * taken // model.routed_experts)  # of each expert, from one rank
         moved = ELEMENT * rows * model.routed_experts  # bytes for each value of a token
         sent = moved * model.hidden_size
+        gathered = sent * self.widths.of_expert  # by the ranks that divide an expert
         scores = 4 * own * model.routed_experts
         router = Kernel(
             forward=(_product(own, model.hidden_size, model.routed_experts), *_moved("reduction", *[scores] * 4)),
@@ -418,19 +524,27 @@ class LayerKernels:
             )
             for way in ways
         )
-        exchanged = sent if num_ranks > 1 else 0
+        moves = self._exchanges("all_to_all", sent, group="expert")
+        wide = (
+            self._exchanges("all_gather", gathered, group="expert_tensor"),
+            self._exchanges("reduce_scatter", gathered, group="expert_tensor"),
+        )
         tokens_in = Kernel(
-            forward=out[0], backward=back[1], makes=sent, input_gradient=hidden, beside=sent, exchanged=exchanged
+            forward=out[0], backward=back[1], makes=gathered, input_gradient=hidden, beside=gathered, waits=True,
+            before=(*moves, *wide[0]), behind=(*wide[1], *moves),
         )  # fmt: skip
-        tokens_out = Kernel(forward=out[1], backward=back[0], makes=hidden, input_gradient=sent, exchanged=exchanged)
-        gated, inside = self._activation(moved * width), (local, rows * num_ranks)
+        tokens_out = Kernel(
+            forward=out[1], backward=back[0], makes=hidden, input_gradient=gathered,
+            before=(*wide[1], *moves), behind=(*moves, *wide[0]),
+        )  # fmt: skip
+        gated, inside = self._activation(moved * self.widths.of_expert * width), (local, rows * num_ranks)
         return (
             router,
             *shared,
             tokens_in,
-            _grouped(*inside, model.hidden_size, 2 * width, keeps=sent),
+            _grouped(*inside, model.hidden_size, model.num_gates * width, keeps=gathered),
             gated,
-            _grouped(*inside, width, model.hidden_size, keeps=moved * width),
+            _grouped(*inside, width, model.hidden_size, keeps=moved * self.widths.of_expert * width),
             tokens_out,
         )
 

@@ -5,8 +5,8 @@ they keep and what they take are those of Megatron-LM (gplan_profiler/analytic/d
 bytes, gradients of 4, and 12 bytes of optimizer state, which the data-parallel ranks divide. Activations are divided by
 the tensor-parallel size (sequence parallelism), experts by the expert-parallel size. Seconds are by the roofline and the
 device's shares by shape. A step clears, scales and checks the gradients, then Adam reads and writes the state. Layers have
-the names of Hugging Face models, by which exports name modules. Left out: collectives within a layer but for the exchange
-of experts' tokens, and imbalance between experts.
+the names of Hugging Face models, by which exports name modules. Collectives within layers and between replicas are those of
+the widths, by `collectives`; other trainers differ as `trainers` says. Left out: imbalance between experts.
 """
 
 from __future__ import annotations
@@ -14,22 +14,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
 from gplan.core import Layer, LayerCost, ModelId, Precision, Profile, SharedWeight, StepCost, Timing
 from gplan.core.errors import UsageError
 from gplan.core.layer_cost import Leftover
-from gplan.core.profile import MEGATRON_LM, ParameterSize
+from gplan.core.profile import ParameterSize
 from gplan.core.units import now_text
+from gplan_profiler.analytic.collectives import pipeline_link
 from gplan_profiler.analytic.decoder_config import Decoder, Widths, load_decoder
 from gplan_profiler.analytic.decoder_kernels import (
+    DTYPE,
     ELEMENT,
     GRADIENT,
     LayerKernels,
     Part,
 )
 from gplan_profiler.analytic.hardware import Hardware
+from gplan_profiler.analytic.trainers import MEGATRON, Trainer
 
 _STATE = 12  # bytes of the optimizer's state: master weights and two moments
 _GRADIENT_PASSES = 4  # over the gradients once a step: cleared, scaled (read and written), checked for NaN
@@ -47,11 +51,16 @@ class DecoderProfile:
     fuses_cross_entropy: bool = False
     divides_state: bool = True  # over the data-parallel ranks; else that is left to the sharding of a plan
     recomputed: frozenset[int] = frozenset()  # blocks that run again in the backward, one by one
+    trainer: Trainer = MEGATRON
+    products: str = DTYPE  # in which the layers' products multiply, such as "float8"
+    reduction_hidden: float = 0.0  # share of the replicas' collectives that run beside computing
 
     def parts(self, microbatch_size: int = 1) -> tuple[Part, ...]:
         """Embedding, blocks, multi-token prediction, and the head with norm and loss."""
         model = self.decoder
-        kernels = LayerKernels(model, self.widths, microbatch_size, self.fuses_cross_entropy)
+        kernels = LayerKernels(
+            model, self.widths, microbatch_size, self.fuses_cross_entropy, self.trainer, self.products
+        )
         sequence = self.widths.sequence_length
         looks = [(model.is_sparse(i), model.attended(i, sequence)) for i in range(model.num_hidden_layers)]
         made = {x: kernels.block("", is_sparse=x[0], attended=x[1]) for x in set(looks)}
@@ -64,8 +73,7 @@ class DecoderProfile:
     @property
     def _ranks(self) -> tuple[int, int]:
         """Over how many ranks gradients are summed and the optimizer's state is divided, and those of experts."""
-        split = self.widths
-        return split.data, max(1, split.data * split.tensor // split.expert)
+        return self.widths.replicas, self.widths.expert_replicas
 
     def _summed(self, part: Part) -> int:
         """Parameters whose gradients other ranks sum too; experts that no other rank has are not among them."""
@@ -78,8 +86,9 @@ class DecoderProfile:
         if self._summed(part) < part.parameters + part.experts:
             more = (GRADIENT + _STATE) * part.experts
         else:
-            more = _STATE * part.experts // expert_ranks - _STATE * part.experts // ranks
-        return ELEMENT * (part.parameters + part.experts) + more
+            more = max(0, _STATE * part.experts // expert_ranks - _STATE * part.experts // ranks)
+        held = ELEMENT * (1 + self.trainer.holds_gradients)
+        return held * (part.parameters + part.experts) + more
 
     def profile(self, microbatch_sizes: tuple[int, ...]) -> Profile:
         """The computed profile; with the weights are counted the state of experts that fewer ranks divide, and the
@@ -104,10 +113,15 @@ class DecoderProfile:
         )
         shared = self._tied(len(parts) - 1)
         tied = sum(x.num_parameters for x in shared)
+        if self.trainer.holds_empty_gradients:
+            shared = (*shared, *_empty_gradients(parts))
         return Profile(
             model=ModelId(
                 name=self.name,
-                settings=tuple((x, str(getattr(self.widths, x))) for x in self.widths.__slots__),
+                settings=tuple(
+                    (x, str(self.widths.of_expert if x == "expert_tensor" else getattr(self.widths, x)))
+                    for x in self.widths.__slots__
+                ),
                 digest=sha256(repr(self).encode()).hexdigest()[:16],
             ),
             device=self.hardware.device(),
@@ -116,19 +130,22 @@ class DecoderProfile:
             loss=(),
             loss_reduction="mean",
             step=self._step(parts, tied),
-            link=self.hardware.link,
+            link=pipeline_link(self.hardware, self.widths, hidden=self.reduction_hidden, **self._messages(parts)),
             overhead_s=0.0,
             whole_model=(),
             created=now_text(),
-            versions=((MEGATRON_LM, "core 0.14"),),
+            versions=((self.trainer.name, self.trainer.version),),
             origin="computed",
             notes=(
                 f"computed from the sizes of {self.name} for {self.hardware.name}; nothing was built or measured",
-                "collectives within layers are not counted, but for the exchange of experts' tokens",
                 *self.decoder.unused,
             ),
             precision=Precision.named("mixed"),
         )
+
+    def _messages(self, parts: tuple[Part, ...]) -> dict[str, float]:
+        """The bytes of a collective between replicas where each tensor has its own: a block has six, two of them small."""
+        return {"tensor_bytes": GRADIENT * parts[1].parameters / 6} if self.trainer.exchanges_tensors else {}
 
     def _tied(self, last: int) -> tuple[SharedWeight, ...]:
         """The embedding, where other layers use it too."""
@@ -167,7 +184,7 @@ class DecoderProfile:
         )
 
     def _cost(self, part: Part, size: int) -> LayerCost:
-        forward_s, backward_s = part.seconds(self.hardware, num_ranks=self.widths.expert)
+        forward_s, backward_s = part.seconds(self.hardware, self.widths, self.trainer)
         half = Timing.exactly(0.5 * backward_s, origin="computed")
         own = part.backward_workspace_bytes
         return LayerCost(
@@ -189,6 +206,40 @@ class DecoderProfile:
         )
 
 
+def _empty_gradients(parts: tuple[Part, ...]) -> list[SharedWeight]:
+    """Empty gradients as weights that several layers share: a stage holds one of each shape of a product's weight.
+
+    Where products add to the gradients themselves, autograd gets such a bfloat16 tensor of Transformer Engine in their
+    place (`get_dummy_wgrad`).
+    """
+    users_of = dict[tuple[int, int], tuple[int, ...]]()
+    for layer, part in enumerate(parts):
+        for shape in dict.fromkeys(part.weights):
+            users_of[shape] = (*users_of.get(shape, ()), layer)
+    return [
+        SharedWeight(
+            name=f"empty gradient of {shape[0]} x {shape[1]}",
+            layers=users if len(users) > 1 else (users[0], len(parts) - 1),
+            num_parameters=0,
+            weight_bytes=ELEMENT * prod(shape),
+            gradient_bytes=0,
+        )
+        for shape, users in users_of.items()
+    ]
+
+
+def num_parameters(decoder: Decoder) -> tuple[int, int]:
+    """Parameters of a model, and those that a token uses, without multi-token prediction."""
+    kernels = LayerKernels(decoder, Widths(), 1, fuses_cross_entropy=False)
+    blocks = [kernels.block("", is_sparse=decoder.is_sparse(i)) for i in range(decoder.num_hidden_layers)]
+    table = decoder.vocab_size * decoder.hidden_size * decoder.ties_embedding
+    whole = [kernels.embedding(), *blocks, kernels.head()]
+    experts = sum(x.experts for x in blocks)
+    taken = experts * decoder.num_experts_per_tok // max(1, decoder.routed_experts)
+    total = table + sum(x.parameters for x in whole) + experts
+    return total, total - experts + taken
+
+
 def decoder_profile(
     name: str,
     hardware: Hardware,
@@ -201,10 +252,16 @@ def decoder_profile(
     found = DecoderProfile(name=name, decoder=load_decoder(name, settings), widths=widths, hardware=hardware)
     if min(microbatch_sizes) < 1:
         raise UsageError(f"a micro-batch has {min(microbatch_sizes)} samples; expected at least 1")
+    check_widths(found.decoder, widths)
+    return found.profile(microbatch_sizes)
+
+
+def check_widths(decoder: Decoder, widths: Widths) -> None:
+    """Raise UsageError for widths that do not divide a model."""
     for what, count, width in (
-        ("heads", found.decoder.num_attention_heads, widths.tensor),
-        ("experts", found.decoder.routed_experts, widths.expert),
+        ("heads", decoder.num_attention_heads, widths.tensor),
+        ("experts", decoder.routed_experts, widths.expert),
+        ("tokens of a sequence", widths.sequence_length, widths.context * widths.tensor),
     ):
         if count % width:
             raise UsageError(f"{count} {what} cannot be divided over {width} ranks; expected a divisor of {count}")
-    return found.profile(microbatch_sizes)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -28,6 +28,8 @@ from gplan_profiler.analytic.shapes import AttentionShape, MatmulShape, Shape, S
 KernelName: TypeAlias = Literal["cross-entropy", "unfused-cross-entropy", "permute-forward", "permute-backward"]
 """Kernels whose rates may differ from those of their kind: cross-entropies, and how tokens go to experts and back."""
 
+ExchangeKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+
 HardwareKind: TypeAlias = Literal["cuda", "tpu", "cpu"]
 KINDS: tuple[OperationKind, ...] = get_args(OperationKind)
 PRODUCTS: tuple[OperationKind, ...] = ("matmul", "convolution", "attention")
@@ -37,6 +39,10 @@ _LEAST_FLOPS_PER_S = 1e9  # lower numbers are probably in another unit
 _LEAST_LINK = 1e6
 _MOST_SHARE = 2.0  # a causal attention that counts the whole square may reach twice the peak
 _LEAST = {"bytes_per_s": 1e8, "memory_bytes": 1e6}
+_TABLE: dict[str, Any] = msgspec.toml.decode(
+    resources.files("gplan_profiler.analytic").joinpath("hardware.toml").read_text(encoding="utf-8")
+)
+_USUAL_COLLECTIVES: dict[str, Any] = _TABLE["collectives"]
 
 
 class Efficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,9 +53,17 @@ class Efficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     latency_s: float = 0.0  # of each operation, beside the bytes it moves
 
 
+class CollectiveRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a collective reaches within a node."""
+
+    share: float  # of the link's rate, by the bytes on the wire
+    start_s: float = 0.0
+    rank_s: float = 0.0  # for each further rank of the group
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One device and its link to a neighbour."""
+    """One device and its links: to a neighbour in its node, and over the network to a device of another node."""
 
     name: str
     kind: HardwareKind
@@ -62,7 +76,10 @@ class Hardware:
     sources: tuple[tuple[str, str], ...]  # where the figures come from, by group
     shapes: ShapeTable = field(default_factory=ShapeTable)  # shares by shape, in place of `efficiencies`
     kernels: Mapping[KernelName, Efficiency] = field(default_factory=dict)  # in place of those of their kind
-    all_to_all: Link | None = None  # at the rate of ranks that exchange the tokens of experts; None: `link`
+    network: Link
+    devices_per_node: int = 8
+    network_share: float = 1.0  # of the network's rate that collectives reach
+    collectives: Mapping[ExchangeKind, CollectiveRate] = field(default_factory=dict)  # one for every kind
 
     def __post_init__(self) -> None:
         check_positive(self, "bytes_per_s")
@@ -140,7 +157,10 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: float | None = None
     shapes: _ShapeShares = _ShapeShares()
     kernels: dict[KernelName, Efficiency] = {}
-    all_to_all: MessageTable | None = None
+    network: MessageTable | None = None  # None: as the link
+    devices_per_node: int = 8
+    network_share: float | None = None  # None, and no collectives: those of the table's own entry "collectives"
+    collectives: dict[ExchangeKind, CollectiveRate] = {}
 
 
 def hardware_names() -> tuple[str, ...]:
@@ -173,9 +193,17 @@ def load_hardware(name_or_path: str) -> Hardware:
 
 
 def hardware_table() -> dict[str, Any]:
-    """The built-in table, hardware.toml."""
-    text = resources.files("gplan_profiler.analytic").joinpath("hardware.toml").read_text(encoding="utf-8")
-    return msgspec.toml.decode(text, type=dict[str, Any])
+    """The devices of the built-in table, hardware.toml."""
+    return {name: _whole(entry) for name, entry in _TABLE.items() if name != "collectives"}
+
+
+def _whole(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry of the table with what it takes from the device that it is like."""
+    if "like" not in entry:
+        return entry
+    other = _whole(_TABLE[entry["like"]])
+    own = {key: value for key, value in entry.items() if key != "like"}
+    return {**other, **own, "sources": {**other["sources"], **entry.get("sources", {})}}
 
 
 def described_hardware(content: dict[str, Any], *, name: str, place: str) -> Hardware:
@@ -188,7 +216,8 @@ def described_hardware(content: dict[str, Any], *, name: str, place: str) -> Har
         ) from error
     _check(entry, place)
     try:
-        link, all_to_all = entry.link.link(), entry.all_to_all.link() if entry.all_to_all else None
+        link = entry.link.link()
+        network = entry.network.link() if entry.network else replace(link, collectives=())
     except ValueError as error:
         raise FileError(f"{place}: {error}") from error
     return Hardware(
@@ -203,7 +232,13 @@ def described_hardware(content: dict[str, Any], *, name: str, place: str) -> Har
         sources=tuple(msgspec.structs.asdict(entry.sources).items()),
         shapes=ShapeTable(dict(entry.shapes.rows)),
         kernels=entry.kernels,
-        all_to_all=all_to_all,
+        network=network,
+        devices_per_node=entry.devices_per_node,
+        network_share=_USUAL_COLLECTIVES["network_share"] if entry.network_share is None else entry.network_share,
+        collectives={
+            kind: entry.collectives.get(kind) or CollectiveRate(**_USUAL_COLLECTIVES[kind])
+            for kind in get_args(ExchangeKind)
+        },
     )
 
 
@@ -217,7 +252,12 @@ def _check(entry: _Entry, place: str) -> None:
     if entry.memory_bytes is None and entry.kind != "cpu":
         raise FileError(f"{place} has no memory_bytes; expected the memory of one device, such as 80e9")
     rates = {f"flops_per_s.{dtype}": value for dtype, value in entry.flops_per_s.items()}
-    links: dict[str, MessageTable | None] = {"link": entry.link, "all_to_all": entry.all_to_all}
+    links: dict[str, MessageTable | None] = {"link": entry.link, "network": entry.network}
+    if entry.devices_per_node < 1:
+        raise FileError(f"{place}: devices_per_node is {entry.devices_per_node}; expected at least 1, such as 8")
+    for name, rate in entry.collectives.items():
+        if not (0 < rate.share <= _MOST_SHARE and 0 <= rate.start_s < 1 and 0 <= rate.rank_s < 1):
+            raise FileError(f"{place}: collectives.{name} is {rate}; expected a share of the link and seconds below 1")
     links |= {f"link.collective.{x.kind}.{x.num_devices}": x.message for x in entry.link.collective}
     if few := [x for x in entry.link.collective if x.num_devices < 2]:
         raise FileError(f"{place}: num_devices of {few[0].kind} is {few[0].num_devices}; expected at least 2")

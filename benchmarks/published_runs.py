@@ -1,0 +1,460 @@
+"""Published pipeline runs on GPUs, predicted from sizes and widths alone, beside what was measured.
+
+    python benchmarks/published_runs.py                      the rows of ../shared/data/published_runs; a minute or two
+    python benchmarks/published_runs.py --data rows.csv      other rows with the same columns
+    python benchmarks/published_runs.py --source nanotron    some sources alone; with --rows each row too
+    python benchmarks/published_runs.py --report             writes reports/published-runs/ too
+    python benchmarks/published_runs.py --left-out           errors of shares by shape, each measured one left out in turn
+
+A row is a model's sizes, a GPU, widths, a schedule and what was measured. `SOURCES` says which trainer ran it and what its
+models have that no column says. Layers are cut as the trainer cuts them. Nothing is fitted to a row: efficiencies are
+those of the device (`hardware.toml`; for B200 the file that SimuMax measured) and traits those of the trainer
+(`trainers.py`). Of each group of one model on one number of GPUs: Spearman's rank correlation of predicted and measured
+throughput, and the regret, by how much the run that is predicted fastest was slower than the fastest. Rows that cannot be
+predicted are counted with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from simumax import read_system_file
+from suite import DATA as SHARED
+from suite import markdown, options_of, write_report
+
+from gplan.core import Constraints, Plan
+from gplan.core.errors import GplanError, UsageError
+from gplan.core.units import percent_text
+from gplan.partition.balance import best_plan, problem_of
+from gplan.schedules.request import PlanRequest
+from gplan_profiler.analytic.decoder_config import Decoder, Widths
+from gplan_profiler.analytic.decoder_profile import DecoderProfile
+from gplan_profiler.analytic.hardware import Hardware, described_hardware, load_hardware
+from gplan_profiler.analytic.shapes import AttentionShape, MatmulShape, ShapeTable
+from gplan_profiler.analytic.trainers import LEGACY, MEGATRON, NANOTRON, OVERLAPPING, Trainer
+
+DATA = SHARED / "published_runs" / "given.csv"
+B200_FILE = SHARED / "gpu_runs" / "b200_efficiency.json"
+GIB = 2**30
+PADDING = 128  # Megatron-LM pads the vocabulary to a multiple of this for each tensor-parallel rank
+GPT: dict[str, Any] = {
+    "is_gated": False, "has_norm_biases": True, "mlp_bias": True, "attention_bias": True, "vocab_size": 50257,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {  # what no column says, by a part of the model's name
+    r"deepseek.?v2": {**LATENT, "n_shared_experts": 2},
+    r"deepseek.?v3": {**LATENT, "n_shared_experts": 1},
+    r"qwen3": {"head_dim": 128, "has_head_norms": True},
+    r"gpt.?oss": {"head_dim": 64, "attention_bias": True, "has_sinks": True, "has_expert_biases": True},
+    r"\b(gpt|bert)\b(?!.?oss)": GPT,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What all runs of a source have in common."""
+
+    trainer: Trainer = MEGATRON
+    decoder: Mapping[str, Any] = field(default_factory=dict)
+    fuses_cross_entropy: bool = False
+    reduction_hidden: float = 0.0  # share of the replicas' collectives beside computing
+
+
+SINGLE = replace(LEGACY, stores_scores=True)  # before flash attention
+SOURCES: dict[str, Source] = {  # by the beginning of the name
+    "SimuMax": Source(fuses_cross_entropy=True),
+    "Vocabulary Parallelism": Source(trainer=LEGACY, decoder={"tie_word_embeddings": False}),
+    "Zero Bubble": Source(trainer=SINGLE),
+    "Ultra-Scale Playbook": Source(trainer=NANOTRON),
+    "BigScience": Source(trainer=replace(SINGLE, divides_sequence=False)),
+    "Activation recomputation": Source(trainer=SINGLE),
+    "Megatron-LM SC'21": Source(trainer=replace(SINGLE, divides_sequence=False)),
+    "FlagPerf": Source(),
+    "Megatron-LM CI": Source(),
+    "Megatron-Bridge": Source(trainer=OVERLAPPING, fuses_cross_entropy=True, reduction_hidden=0.9),
+    "NeMo": Source(trainer=OVERLAPPING, fuses_cross_entropy=True, reduction_hidden=0.9),
+    "NVIDIA DGX Cloud": Source(trainer=OVERLAPPING, fuses_cross_entropy=True, reduction_hidden=0.9),
+}
+SCHEDULES = {
+    "none": "1f1b",
+    "": "1f1b",
+    "1f1b": "1f1b",
+    "interleaved-1f1b": "interleaved-1f1b",
+    "zero-bubble ZB-1p": "zb-h1",
+}
+GPUS = {
+    "GB200": "gb200",
+    "GB300": "gb300",
+    "B200": "b200",
+    "H100": "h100",
+    "H200": "h200",
+    "A100": "a100",
+    "A800": "a800",
+}
+PRECISIONS = {"mxfp8": "float8", "fp8": "float8", "nvfp4": "float4"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run: a model on pipelines of devices."""
+
+    decoder: Decoder
+    hardware: str
+    widths: Widths
+    source: str
+    num_devices: int  # of a pipeline
+    num_microbatches: int
+    microbatch_size: int
+    schedule: str
+    blocks: tuple[int, ...]  # of each stage
+    sharding: str
+    recomputes: str
+    trainer: Trainer
+    products: str = "bfloat16"
+
+
+class NotPredictedError(Exception):
+    """Why a row cannot be predicted."""
+
+
+def source_of(name: str) -> Source:
+    """The traits of a source by its name; those of Megatron-LM for one that is not listed."""
+    return next((x for prefix, x in SOURCES.items() if name.startswith(prefix)), Source())
+
+
+def case_of(row: Mapping[str, Any]) -> Case:
+    """The case of a row; raises NotPredictedError for one that says too little, or what gplan has no words for."""
+    for key in ("layers", "hidden", "heads", "seq", "num_gpus", "tp", "pp", "dp", "mbs", "gbs"):
+        if not row[key]:
+            raise NotPredictedError(f"{key} is not given")
+    number = {
+        key: int(float(row[key] or 1)) for key in ("layers", "tp", "pp", "vpp", "dp", "cp", "ep", "mbs", "gbs", "seq")
+    }
+    kind = SCHEDULES.get(str(row["schedule"]).partition(" (")[0])
+    if kind is None:
+        raise NotPredictedError(f"schedule {row['schedule']}")
+    hardware = next((name for part, name in GPUS.items() if part in row["gpu"]), "")
+    precision = next((x for part, x in PRECISIONS.items() if part in row["precision"].lower()), "bfloat16")
+    if not hardware or precision == "float4":
+        raise NotPredictedError(f"{row['gpu']} with {row['precision']}")
+    if "LoRA" in row["notes"]:
+        raise NotPredictedError("most weights are frozen")
+    num_stages = number["pp"] * number["vpp"] if kind == "interleaved-1f1b" else number["pp"]
+    num_microbatches, rest = divmod(number["gbs"], number["mbs"] * number["dp"])
+    if rest or num_stages > number["layers"] + 2:
+        raise NotPredictedError("its counts do not fit together")
+    decoder, recompute = decoder_of(row), str(row["recompute"])
+    return Case(
+        decoder=decoder,
+        hardware=hardware,
+        widths=Widths(
+            tensor=number["tp"],
+            context=number["cp"],
+            expert=number["ep"],
+            data=number["dp"],
+            pipeline=number["pp"],
+            sequence_length=number["seq"],
+        ),
+        source=row["source"],
+        num_devices=number["pp"],
+        num_microbatches=num_microbatches,
+        microbatch_size=number["mbs"],
+        schedule=f"{kind}:{number['vpp']}" if kind == "interleaved-1f1b" else kind,
+        blocks=blocks_of(decoder, num_stages, source_of(row["source"]).trainer, row["notes"]),
+        sharding="none" if row["optimizer_sharding"] in ("none", "") else "optimizer",
+        recomputes="full" if recompute.startswith("full") else "none",
+        trainer=trainer_of(row),
+        products=precision,
+    )
+
+
+def trainer_of(row: Mapping[str, Any]) -> Trainer:
+    """The trainer of a row, with what its notes say of attention."""
+    trainer = source_of(row["source"]).trainer
+    if row["recompute"].startswith("selective"):
+        trainer = replace(trainer, recomputes_scores=True)
+    return replace(trainer, stores_scores=True) if "attention-backend=unfused" in row["notes"] else trainer
+
+
+def decoder_of(row: Mapping[str, Any]) -> Decoder:
+    """The model of a row; the vocabulary is padded as Megatron-LM pads it."""
+    source, number = source_of(row["source"]), lambda key: int(float(row[key] or 0))
+    family = next((x for part, x in FAMILIES.items() if re.search(part, row["model"].lower())), {})
+    notes = row["notes"].lower()
+    vocabulary = int(float(re.sub(r"[^\d.].*", "", row["vocab"]) or family.get("vocab_size", 50257)))
+    multiple = 1 if source.trainer.counts_blocks else PADDING * number("tp")
+    keys: dict[str, Any] = {
+        **family,
+        "hidden_size": number("hidden"),
+        "num_hidden_layers": number("layers"),
+        "intermediate_size": number("ffn") or 4 * number("hidden"),
+        "num_attention_heads": number("heads"),
+        "num_key_value_heads": number("kv_heads"),
+        "vocab_size": -(-vocabulary // multiple) * multiple,
+        "n_routed_experts": number("experts"),
+        "num_experts_per_tok": number("topk"),
+        "moe_intermediate_size": number("moe_ffn"),
+        **source.decoder,
+    }
+    if keys.get("is_gated") is False:
+        keys["learned_positions"] = number("seq")
+    if "tied embeddings" in notes or "untie" in notes or "untied" in notes:
+        keys["tie_word_embeddings"] = "untie" not in notes
+    if "swiglu" in notes or "swiglu" in row["model"]:
+        keys["is_gated"] = True
+    return Decoder(**keys)
+
+
+def blocks_of(decoder: Decoder, num_stages: int, trainer: Trainer, notes: str) -> tuple[int, ...]:
+    """How many blocks each stage has, as the trainer cuts them, or as a row's own times per stage say."""
+    count = decoder.num_hidden_layers
+    if times := re.search(r"layers redistributed.*?F us per stage ([\d ]+)", notes):
+        found = [int(x) for x in times[1].split()]
+        block = min(found) / (count // num_stages)
+        blocks = [round(x / block) for x in found[:-1]]
+        return (*blocks, count - sum(blocks))
+    if trainer.counts_blocks:
+        hidden = decoder.hidden_size
+        block = 4 * hidden**2 + 3 * hidden * decoder.intermediate_size
+        costs, stages = [*[block] * count, decoder.vocab_size * hidden], [0] * num_stages
+        stage, done, whole = 0, 0, sum([*[block] * count, decoder.vocab_size * hidden])
+        for cost in costs[:-1]:
+            stages[stage] += 1
+            done += cost
+            stage += stage + 1 < num_stages and done > whole * (stage + 1) / num_stages
+        return tuple(stages)
+    for ends in ((0, 0), (1, 1), (0, 1)):  # as if embedding and head were a block
+        if (count + sum(ends)) % num_stages == 0:
+            share = (count + sum(ends)) // num_stages
+            return (share - ends[0], *[share] * (num_stages - 2), share - ends[1]) if num_stages > 1 else (count,)
+    share, more = divmod(count, num_stages)
+    return tuple(share + (i < more) for i in range(num_stages))
+
+
+@lru_cache
+def hardware_of(name: str) -> Hardware:
+    """The device of a run."""
+    if name == "b200" and B200_FILE.exists():
+        return described_hardware(read_system_file(B200_FILE), name=name, place=str(B200_FILE))
+    return load_hardware(name)
+
+
+@cache
+def predict(case: Case) -> Plan:
+    """The plan that the run is, with its predicted step and memory."""
+    source = source_of(case.source)
+    made = DecoderProfile(
+        name="published",
+        decoder=case.decoder,
+        widths=case.widths,
+        hardware=hardware_of(case.hardware),
+        fuses_cross_entropy=source.fuses_cross_entropy,
+        divides_state=case.widths.replicas == 1,
+        recomputed=frozenset(range(case.decoder.num_hidden_layers if case.recomputes == "full" else 0)),
+        trainer=case.trainer,
+        products=case.products,
+        reduction_hidden=source.reduction_hidden,
+    )
+    profile = made.profile((case.microbatch_size,))
+    last = len(case.blocks) - 1
+    stages = [x for i, x in enumerate(case.blocks) if x or i in (0, last)]  # one with nothing is no stage
+    ends = np.cumsum(stages)[:-1]
+    schedule = case.schedule if len(stages) == len(case.blocks) else "1f1b"
+    request = PlanRequest(
+        num_devices=case.num_devices if len(stages) == len(case.blocks) else len(stages),
+        num_microbatches=case.num_microbatches,
+        microbatch_size=case.microbatch_size,
+        schedule=schedule,
+        num_replicas=case.widths.replicas,
+        sharding=case.sharding if case.widths.replicas > 1 else "none",
+        memory_bytes=10**15,
+        constraints=Constraints(cut_after=tuple(profile.layers[end].name for end in ends)),
+    )
+    return best_plan(problem_of(profile, request))
+
+
+def step_s(row: Mapping[str, Any]) -> float:
+    """The measured seconds of a step."""
+    value, unit = float(row["value"]), row["unit"]
+    if unit in ("ms", "s"):
+        return value / (1000 if unit == "ms" else 1)
+    samples, gpus = float(row["gbs"]), float(row["num_gpus"])
+    tokens = samples * float(row["seq"])
+    if unit == "tokens/s/GPU":
+        return tokens / gpus / value
+    if unit == "samples/s/GPU":
+        return samples / gpus / value
+    layers, hidden, vocabulary = (float(row[x]) for x in ("layers", "hidden", "vocab"))
+    passes = 96 if "WITH recompute" in row["notes"] else 72  # Narayanan et al. 2021, equation 3
+    flops = passes * tokens * layers * hidden**2
+    flops *= 1 + float(row["seq"]) / (6 * hidden) + vocabulary / (16 * layers * hidden * passes / 96)
+    rate = 312e12 * value / 100 if unit.startswith("%") else 1e12 * value
+    return flops / gpus / rate
+
+
+def compared(rows: pd.DataFrame) -> pd.DataFrame:
+    """Predicted beside published for each row; `reason` says why one was not predicted."""
+    found = []
+    for row in rows.to_dict("records"):
+        line = {
+            key: row[key]
+            for key in (
+                "source",
+                "model",
+                "gpu",
+                "num_gpus",
+                "tp",
+                "pp",
+                "vpp",
+                "dp",
+                "cp",
+                "ep",
+                "mbs",
+                "gbs",
+                "seq",
+                "schedule",
+            )
+        }
+        try:
+            case = case_of(row)
+            plan = predict(case)
+            peaks = [x / GIB for x in plan.device_peak_bytes]
+            peak = peaks[-1] if "LAST rank" in row["notes"] else max(peaks)
+            line |= {"measured_s": step_s(row), "predicted_s": plan.prediction.step_s, "predicted_gib": peak}
+            line |= {"measured_gib": float(row["peak_memory_gib"] or "nan"), "reason": ""}
+        except (NotPredictedError, GplanError, ValueError) as error:
+            line["reason"] = str(error)[:90]
+        found.append(line)
+    made = pd.DataFrame(found)
+    made["error"] = made.predicted_s / made.measured_s - 1
+    made["memory_error"] = made.predicted_gib / made.measured_gib - 1
+    return made
+
+
+def orders(made: pd.DataFrame) -> pd.DataFrame:
+    """Spearman's rank correlation and the regret of each group of one model on one number of GPUs."""
+    found = []
+    predicted = made[made.reason == ""]
+    for key, group in predicted.groupby(["source", "model", "gpu", "num_gpus", "seq", "gbs"]):
+        if len(group) > 3:
+            chosen = group.measured_s[group.predicted_s.idxmin()]
+            found.append({
+                "source": key[0], "model": key[1], "num_gpus": key[3], "rows": len(group),
+                "spearman": group.predicted_s.rank().corr(group.measured_s.rank()),
+                "regret": chosen / group.measured_s.min() - 1,
+            })  # fmt: skip
+    return pd.DataFrame(found, columns=["source", "model", "num_gpus", "rows", "spearman", "regret"])
+
+
+def tables(made: pd.DataFrame) -> Iterator[str]:
+    """The lines of both tables: errors by source, and the order within groups."""
+
+    def texts(errors: pd.Series[float]) -> list[str]:
+        known = errors.dropna()
+        if known.empty:
+            return [""] * 5
+        parts = [known.median(), *known.abs().quantile([0.5, 0.25, 0.75, 0.9])]
+        return [percent_text(float(x), signed=i == 0) for i, x in enumerate(parts)]
+
+    ordered, lines = orders(made), []
+    for source, group in made.groupby("source", sort=False):
+        own = ordered[ordered.source == source]
+        ranks = ["", ""] if own.empty else [f"{own.spearman.median():.2f}", percent_text(float(own.regret.median()))]
+        memory = texts(group.memory_error)
+        lines.append(
+            [
+                source,
+                f"{(group.reason == '').sum()} of {len(group)}",
+                *texts(group.error),
+                memory[0],
+                memory[1],
+                memory[4],
+                len(own) or "",
+                *ranks,
+            ]
+        )
+    heads = [
+        "source",
+        "predicted",
+        "step: median error",
+        "median size",
+        "first quartile",
+        "third",
+        "nine of ten within",
+    ]
+    heads += ["memory: median error", "median size", "nine of ten within", "groups", "Spearman", "regret"]
+    yield from markdown(heads, lines)
+    yield ""
+    reasons = made[made.reason != ""].groupby(["source", "reason"]).size()
+    yield from markdown(["source", "not predicted", "rows"], [[*key, count] for key, count in reasons.items()])  # type: ignore[misc]
+    yield ""
+    rows = [
+        [x.source, x.model, x.num_gpus, x.rows, f"{x.spearman:.2f}", percent_text(x.regret)]
+        for x in ordered.itertuples()
+    ]
+    yield from markdown(["source", "model", "GPUs", "rows", "Spearman", "regret"], rows)
+
+
+def left_out(table: ShapeTable) -> Iterator[str]:
+    """Errors of the share of each shape by the others, for products and attention; beside, those of the mean of all."""
+    for kind in (MatmulShape, AttentionShape):
+        known = {shape: share for shape, share in table.shares.items() if isinstance(shape, kind)}
+        errors, of_mean = list[float](), list[float]()
+        for shape, share in known.items():
+            others = {x: y for x, y in known.items() if x != shape}
+            found = ShapeTable(others).share(shape)
+            if found is not None:
+                errors.append(abs(found / share - 1))
+                of_mean.append(abs(fmean(others.values()) / share - 1))
+        figures = [percent_text(f(x)) for x in (errors, of_mean) for f in (fmean, median)]
+        yield (
+            f"{len(errors)} of {kind.__name__}: mean error {figures[0]}, median {figures[1]}; one number for all: "
+            f"mean {figures[2]}, median {figures[3]}"
+        )
+
+
+def main() -> None:
+    """Print the tables; with `--report` also write them with every row."""
+    parser = options_of(__doc__, "published-runs")
+    parser.add_argument("--data", type=Path, default=DATA, help="file with the rows")
+    parser.add_argument("--source", default="", help="only sources whose names have this")
+    parser.add_argument("--rows", action="store_true", help="print each row too")
+    parser.add_argument("--report", action="store_true", help="write README.md and rows.csv of --output")
+    parser.add_argument("--left-out", action="store_true", help="errors of the interpolation between shapes instead")
+    options: argparse.Namespace = parser.parse_args()
+    if options.left_out:
+        print(*left_out(hardware_of("b200").shapes), sep="\n")
+        return
+    if not options.data.exists():
+        parser.error(f"{options.data} is not there; name a file of rows with --data")
+    rows = pd.read_csv(options.data, dtype=str, keep_default_na=False)
+    made = compared(rows[rows.source.str.contains(options.source, regex=False)])
+    if made.empty:
+        raise UsageError(f"no source has {options.source!r} in its name")
+    if options.rows:
+        shown = made.drop(columns=["source", "gpu", "reason"]) if options.source else made
+        print(shown.round(3).to_string())
+    if options.report:
+        readme = options.output / "README.md"
+        before = readme.read_text().partition("<!-- tables -->")[0] if readme.exists() else ""
+        made.round(4).to_csv(options.output / "rows.csv", index=False)
+        write_report(options.output, [before + "<!-- tables -->", *tables(made)])
+    else:
+        print(*tables(made), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
