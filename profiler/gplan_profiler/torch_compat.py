@@ -153,6 +153,11 @@ def checkpoint_replaced(*, kept: Callable[..., Any], reentrant: object) -> Abstr
     return replaced(torch.utils.checkpoint, _checkpoint_without_reentrant_generator=kept, CheckpointFunction=reentrant)
 
 
+def gradient_calls_replaced(call: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Inside, `torch.autograd.grad` and `backward` call this function."""
+    return replaced(torch.autograd, grad=call, backward=call)
+
+
 def seen_as_plain_run() -> AbstractContextManager[None]:
     """Inside, libraries that ask torch.compiler take the path of a plain run, not that for torch.export."""
     return replaced(torch.compiler, is_exporting=lambda: False, is_compiling=lambda: False)

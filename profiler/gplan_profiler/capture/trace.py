@@ -37,6 +37,7 @@ from gplan_profiler.model.compiled import uncompiled
 from gplan_profiler.model.error_location import OWN_GRADIENTS, author_line, first_line, own_gradients_text
 from gplan_profiler.torch_compat import (
     OpOverload,
+    gradient_calls_replaced,
     module_call,
     module_calls_replaced,
     module_moves_replaced,
@@ -44,7 +45,6 @@ from gplan_profiler.torch_compat import (
     parse_to,
     pytree,
     real_values_kept,
-    replaced,
     seen_as_plain_run,
     without_stack_traces,
 )
@@ -343,7 +343,7 @@ def _takes_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         raise UntraceableError("the forward computes gradients")
 
     try:
-        with model_state_restored(model), replaced(torch.autograd, grad=refuse, backward=refuse):
+        with model_state_restored(model), gradient_calls_replaced(refuse):
             model(*args, **kwargs)
     except Exception:  # of a model that fails without export too, or on fake weights
         pass
