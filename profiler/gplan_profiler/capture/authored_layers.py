@@ -28,22 +28,25 @@ def unit_paths(model: nn.Module, divided: Container[str] = ()) -> dict[str, str]
     A unit is a block of a ModuleList, a child of a Sequential, or a child of the model. From the model downwards, these
     modules are opened instead: the model itself; a Sequential, ModuleList or ModuleDict; the only child with parameters
     of an opened module; a child of an opened module that contains a ModuleList (GPT-2's `transformer`, BERT's
-    `encoder`), unless it is itself an entry of a list; and the modules at the paths `divided`.
+    `encoder`), unless it is itself an entry of a list; and the modules at the paths `divided`. Inside these
+    only modules with parameters are units.
     """
     units: dict[str, str] = {}
-    opened: list[tuple[str, nn.Module]] = [("", model)]
+    opened: list[tuple[str, nn.Module, bool]] = [("", model, False)]
     while opened:
-        path, module = opened.pop()
+        path, module, is_part = opened.pop()
         children = dict(module.named_children())
         weighty = [name for name, child in children.items() if next(child.parameters(), None) is not None]
         for name, child in children.items():
             child_path = f"{path}.{name}" if path else name
+            if is_part and name not in weighty:
+                continue
             has_list = any(isinstance(x, nn.ModuleList) and len(x) > 1 for x in child.modules())
             is_entry = isinstance(module, _LISTS)
             is_opened = isinstance(child, _LISTS) or (not is_entry and (weighty == [name] or has_list))
             is_opened |= child_path in divided
             if is_opened and any(True for _ in child.children()):
-                opened.append((child_path, child))
+                opened.append((child_path, child, is_part or child_path in divided))
             else:
                 units.update(dict.fromkeys((x for x, _ in child.named_modules(prefix=child_path)), child_path))
     return units
