@@ -694,7 +694,7 @@ def outcome_of(name: str, folder: Path) -> str:
             if error.code:
                 return f"`{command[0]}` exit {error.code}: {output.getvalue().strip().splitlines()[-1][:300]}"
     text = " ".join(output.getvalue().split())
-    found = text.find("gradients equal: ")
+    found = text.find("gradients equal")
     return text[found : text.index(" over ", found)] if found >= 0 else "no line on gradients"
 
 
