@@ -442,7 +442,7 @@ def damaged(file: Path, draw: random.Random) -> str:
     else:
         file.write_bytes(content)
     if how.endswith(("checksum", "torch file")):
-        for sums in file.parent.rglob("checksums"):
+        for sums in {*file.parent.rglob("checksums")} - {file}:
             lines = (
                 sums.read_text().replace(before, hashlib.blake2b(bytes(content)).hexdigest()).splitlines(keepends=True)
             )
@@ -528,13 +528,14 @@ def used(words: Sequence[str], changes: Sequence[str]) -> bool:
 
 def verb(words: Sequence[str]) -> tuple[int, str]:
     """The exit code of the command line, and what it printed."""
-    output = io.StringIO()
+    stream = io.BytesIO()  # as --json writes bytes
+    output = io.TextIOWrapper(stream, encoding="utf-8", errors="backslashreplace", write_through=True)
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             command_line(words)
         except SystemExit as error:
-            return int(error.code or 0), output.getvalue()
-    return 0, output.getvalue()
+            return int(error.code or 0), stream.getvalue().decode()
+    return 0, stream.getvalue().decode()
 
 
 def calls_for(kind: str, which: int, draw: random.Random) -> list[list[str]]:
