@@ -1,14 +1,17 @@
 """Damaged profiles, plans and runs, loaded and then used: each ends in a result or in one clear message.
 
     python benchmarks/mutated_files.py                       50,000 files, some 8 minutes on 2 cores
-    python benchmarks/mutated_files.py --only 1234           one file again, with its traceback
+    python benchmarks/mutated_files.py --only 1234           one file again, with its traceback; from -1 down a checkpoint
+    python benchmarks/mutated_files.py --count 800 --checkpoints 200 --report reports/hostile-files
 
 Small valid files are made first, by gplan itself: profiles that are measured and computed, of a chain with tied weights
 and of a model with branches; plans with chunks, a custom order, replicas, places of a machine, a frontier; runs and a
 verification. Each case takes one of them, changes numbers, keys, entries or bytes, loads it, and where it can be loaded
 gives it to the verbs of the command line that read such a file. A GplanError is a clear message; any other exception, a
 case of more than 20 s or of more memory than 2 GiB, a message that does not name the file, and a table with an infinity
-in it are failures. The exit code is 1 if there are any.
+in it are failures. A checkpoint has one of its files damaged, lost, or replaced by a pickle that runs a command, also with
+checksums that fit, and a run resumes from it: other losses than those of the whole checkpoint are a failure. So is,
+always, a command that was run. The exit code is 1 if there are any.
 """
 
 from __future__ import annotations
@@ -16,14 +19,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import hashlib
 import io
 import json
 import math
 import multiprocessing
 import os
+import pickle
 import random
 import re
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -32,11 +38,12 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias
 
+import torch
 from suite import example
 
 import gplan
@@ -85,6 +92,8 @@ def main() -> None:
     """Make the files, change and use them on all workers, and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=50_000)
+    parser.add_argument("--checkpoints", type=int, default=200, help="cases with a checkpoint, besides")
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="write the summary there too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", type=int, metavar="INDEX", help="one case, in this process")
@@ -95,17 +104,29 @@ def main() -> None:
         if options.only is not None:
             os.environ["GPLAN_SHOW_TRACEBACK"] = "1"
             start_worker(Path(folder), originals)
-            outcomes = [tried(options.seed, options.only)]
+            outcomes = tried_all(options.seed, range(options.only, options.only + 1))
         else:
-            outcomes = list(on_workers(Path(folder), originals, options.seed, options.count, options.workers))
-    print(summary(outcomes, time.perf_counter() - started_s))
+            outcomes = list(
+                on_workers(Path(folder), originals, options.seed, options.count, options.checkpoints, options.workers)
+            )
+    text = summary(outcomes, time.perf_counter() - started_s)
+    print(text)
+    if options.report is not None:
+        options.report.mkdir(parents=True, exist_ok=True)
+        made = f"python benchmarks/mutated_files.py --count {options.count} --checkpoints {options.checkpoints} --seed {options.seed}"
+        head = f"# Damaged and hostile files\n\nMade by `{made}`. A failure is a traceback, a command that was run, or other losses"
+        (options.report / "README.md").write_text(f"{head} than those of the whole checkpoint.\n\n```\n{text}\n```\n")
     sys.exit(1 if any(x.error for x in outcomes) else 0)
 
 
-def on_workers(folder: Path, originals: Json, seed: int, count: int, num_workers: int) -> Iterator[Outcome]:
+def on_workers(
+    folder: Path, originals: Json, seed: int, count: int, num_checkpoints: int, num_workers: int
+) -> Iterator[Outcome]:
     """The outcomes of all cases, in any order, with progress on standard error."""
     num_done, num_failed, started_s = 0, 0, time.perf_counter()
-    batches = [range(i, min(i + BATCH, count)) for i in range(0, count, BATCH)]
+    batches = [range(-i - 1, -min(i + BATCH, num_checkpoints) - 1, -1) for i in range(0, num_checkpoints, BATCH)]
+    batches += [range(i, min(i + BATCH, count)) for i in range(0, count, BATCH)]
+    count += num_checkpoints
     with multiprocessing.get_context("spawn").Pool(num_workers, start_worker, (folder, originals)) as pool:
         for outcomes in pool.imap_unordered(partial(tried_all, seed), batches):
             num_done, failures = num_done + len(outcomes), [x for x in outcomes if x.error]
@@ -153,6 +174,8 @@ def make_originals(folder: Path) -> dict[str, list[Json]]:
     branched = gplan.profile(example("unet"), settings=BRANCHED, microbatch_sizes=[1], **quick)
     computed = gplan.profile(chain, settings=CHAIN, microbatch_sizes=[1], device="meta", hardware="h100")
     plans = made_plans(folder, measured, branched, computed)
+    gplan.run(plans[0], engine="virtual", num_steps=1, save_every=1, checkpoints=folder / "checkpoints")
+    gplan.save(plans[0], folder / "of_checkpoint.json")
     runs = [gplan.run(plan, engine="virtual", num_steps=3, check=True) for plan in plans[:4]]
     verified = gplan.verify(plans[0], measured, engine="virtual", num_steps=6, num_rounds=1, num_rivals=1)
     made: dict[str, list[Any]] = {
@@ -206,7 +229,8 @@ NUMBERS: tuple[float, ...] = (
 )  # fmt: skip
 TEXTS = ("", " ", "x", "0", "1e9", "nan", "\u0000", "\n", "[red]", "[/]", "\ud800", "é" * 50, "x" * 10_000, "custom:", "custom:0F0 0B0",
          "gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b:2", "interleaved-1f1b:999999999", "looped-bfs:2", "custom:0F999999999",
-         "computed", "always", "selected", "max-stage", "../..", "%s", "{0}")  # fmt: skip
+         "x\nimport os; os.system('touch executed')", "'+__import__('os').system('touch executed')+'", "$(touch executed)",
+         "\"\"\"\nopen('executed', 'w')\n\"\"\"", "<script>alert(1)</script>", "computed", "always", "selected", "max-stage", "../..", "%s", "{0}")  # fmt: skip
 
 
 class Mutation:
@@ -347,12 +371,14 @@ def text_of(path: Place) -> str:
 # what is done with them
 
 _ORIGINALS: dict[str, list[Json]] = {}
+_CHECKPOINTS: dict[str, Path] = {}  # the folder of one, and its plan
 
 
 def start_worker(folder: Path, originals: dict[str, list[Json]]) -> None:
     """Put the files that verbs need beside the changed one into a folder of this process, and limit its memory."""
     _ORIGINALS.update(originals)
     os.chdir(tempfile.mkdtemp(dir=folder))
+    _CHECKPOINTS.update({"folder": folder / "checkpoints", "plan": folder / "of_checkpoint.json"})
     os.environ["GPLAN_DEBUG"] = "1"
     for kind, contents in originals.items():
         for i, content in enumerate(contents):
@@ -369,7 +395,83 @@ def too_long(_signal: int, _frame: FrameType | None) -> None:
 
 
 def tried_all(seed: int, indices: range) -> list[Outcome]:
-    return [tried(seed, index) for index in indices]
+    return [tried(seed, index) if index >= 0 else tried_checkpoint(seed, index) for index in indices]
+
+
+class Bomb:
+    """What a hostile pickle holds."""
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, ("touch executed",)
+
+
+@cache
+def losses_of_whole() -> tuple[float, ...]:
+    """The losses after the checkpoint that is not damaged."""
+    return resumed(_CHECKPOINTS["folder"])
+
+
+def resumed(checkpoints: Path) -> tuple[float, ...]:
+    plan = gplan.load(_CHECKPOINTS["plan"])
+    assert isinstance(plan, gplan.Plan)
+    return gplan.run(plan, engine="virtual", num_steps=2, checkpoints=checkpoints, resume=checkpoints).losses
+
+
+def damaged(file: Path, draw: random.Random) -> str:
+    """Damage one file of a checkpoint, or replace it, and say how."""
+    how = draw.choice(
+        ("byte", "byte", "bit", "cut off", "removed", "emptied", "pickle", "pickle with its checksum", "torch file")
+    )
+    content = bytearray(file.read_bytes())
+    place = draw.randrange(len(content))
+    if how in ("byte", "bit"):
+        content[place] ^= 1 << draw.randrange(8) if how == "bit" else draw.randrange(1, 256)
+    elif how == "cut off":
+        del content[place:]
+    elif how == "emptied":
+        content.clear()
+    elif how == "torch file":
+        saved_bytes = io.BytesIO()
+        torch.save({"state": Bomb()}, saved_bytes)
+        content = bytearray(saved_bytes.getvalue())
+    elif how != "removed":
+        content = bytearray(pickle.dumps(Bomb()))
+    before = hashlib.blake2b(file.read_bytes()).hexdigest()
+    if how == "removed":
+        file.unlink()
+    else:
+        file.write_bytes(content)
+    if how.endswith(("checksum", "torch file")):
+        for sums in {*file.parent.rglob("checksums")} - {file}:
+            lines = (
+                sums.read_text().replace(before, hashlib.blake2b(bytes(content)).hexdigest()).splitlines(keepends=True)
+            )
+            own = hashlib.blake2b("".join(lines[:-1]).encode()).hexdigest()
+            sums.write_text("".join(lines[:-1]) + own + lines[-1][len(own) :])
+    return how
+
+
+def tried_checkpoint(seed: int, index: int) -> Outcome:
+    """Damage one file of a checkpoint and resume from it."""
+    draw, started_s = random.Random(f"{seed}:{index}"), time.perf_counter()
+    shutil.rmtree("damaged", ignore_errors=True)
+    shutil.copytree(_CHECKPOINTS["folder"], "damaged")
+    file = draw.choice(sorted(x for x in Path("damaged").rglob("*") if x.is_file() and x.stat().st_size))
+    how, outcome, found = damaged(file, draw), "used", dict[str, Any]()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            if resumed(Path("damaged")) != losses_of_whole():
+                raise AssertionError("resumed silently with other values")
+    except gplan.GplanError:
+        outcome = "refused when loaded"
+    except Exception as error:
+        outcome = "failed"
+        found = {"error": f"{type(error).__name__}: {error}", "where": place_of(error)}
+    if Path("executed").exists():
+        Path("executed").unlink()
+        outcome, found = "failed", {"error": "a command of the file was run", "where": "a checkpoint"}
+    found.update({"changes": (f"{file}: {how}",), "verb": "run --resume"} if found else {})
+    return Outcome(index=index, kind="checkpoint", outcome=outcome, seconds=time.perf_counter() - started_s, **found)
 
 
 def tried(seed: int, index: int) -> Outcome:
@@ -394,6 +496,9 @@ def tried(seed: int, index: int) -> Outcome:
             for words in calls:
                 if not used(words, changes):
                     outcome = "refused when used"
+        if Path("executed").exists():
+            Path("executed").unlink()
+            raise AssertionError("a command of the file was run")
     except (Exception, TookTooLongError) as error:
         signal.setitimer(signal.ITIMER_REAL, 0)
         if os.environ.get("GPLAN_SHOW_TRACEBACK"):
@@ -423,13 +528,14 @@ def used(words: Sequence[str], changes: Sequence[str]) -> bool:
 
 def verb(words: Sequence[str]) -> tuple[int, str]:
     """The exit code of the command line, and what it printed."""
-    output = io.StringIO()
+    stream = io.BytesIO()  # as --json writes bytes
+    output = io.TextIOWrapper(stream, encoding="utf-8", errors="backslashreplace", write_through=True)
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             command_line(words)
         except SystemExit as error:
-            return int(error.code or 0), output.getvalue()
-    return 0, output.getvalue()
+            return int(error.code or 0), stream.getvalue().decode()
+    return 0, stream.getvalue().decode()
 
 
 def calls_for(kind: str, which: int, draw: random.Random) -> list[list[str]]:

@@ -5,14 +5,14 @@
 
 Each is written here after the published architecture that its first line names, with the habits of such code: a loss
 in the forward, tied weights by cast, skips in lists, einsum, buffers, fft, scans, routing, parametrizations.
-`gplan profile`, `gplan balance --k 2` and `gplan run --check` are processes of their own.
+The verbs run in this process, and the two stages with the virtual engine.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
+import contextlib
+import io
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from gplan.cli import main as command_line
 
 WIDTH, VOCAB, LENGTH = 32, 64, 16
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, torch.Generator], Any], str]] = {}
@@ -681,14 +683,18 @@ def outcome_of(name: str, folder: Path) -> str:
         ["profile", __file__, "--set", f"name={name}", "--microbatch-size", "2", "--budget", "0.2", "--contention", "0",
          "--link", "1GB/s,10us", "-o", profile],
         ["balance", profile, "--k", "2", "--microbatches", "4", "-o", plan],
-        ["run", "--plan", plan, "--check", "--steps", "3", "-o", run],
+        ["run", "--plan", plan, "--check", "--steps", "3", "--engine", "virtual", "-o", run],
     )  # fmt: skip
     for command in commands:
-        done = subprocess.run([sys.executable, "-m", "gplan", *command], capture_output=True, text=True, timeout=300)
-        if done.returncode:
-            return f"`{command[0]}` exit {done.returncode}: {done.stderr.strip().splitlines()[-1][:300]}"
-    text = " ".join(done.stdout.split())
-    found = text.find("gradients equal: ")
+        output = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                command_line(command)
+        except SystemExit as error:
+            if error.code:
+                return f"`{command[0]}` exit {error.code}: {output.getvalue().strip().splitlines()[-1][:300]}"
+    text = " ".join(output.getvalue().split())
+    found = text.find("gradients equal")
     return text[found : text.index(" over ", found)] if found >= 0 else "no line on gradients"
 
 
@@ -710,8 +716,8 @@ def main() -> None:
             "# Public architectures in small, written as their repositories write them\n\n"
             "Made by `python benchmarks/public_models.py`, which has the models. Typed for each NAME:\n\n"
             "    gplan profile benchmarks/public_models.py --set name=NAME --microbatch-size 2 --budget 0.2 --contention 0 "
-            "--link 1GB/s,10us\n    gplan balance --k 2 --microbatches 4\n    gplan run --check --steps 3\n\n"
-            f"**{len(rows_) - failed} of {len(rows_)} trained in two processes with the plain model's gradients.**\n\n"
+            "--link 1GB/s,10us\n    gplan balance --k 2 --microbatches 4\n    gplan run --check --steps 3 --engine virtual\n\n"
+            f"**{len(rows_) - failed} of {len(rows_)} trained in two stages with the plain model's gradients.**\n\n"
             "| NAME | after | outcome |\n|---|---|---|\n"
         )
         report = Path(__file__).resolve().parents[1] / "reports" / "public-models" / "README.md"

@@ -47,10 +47,10 @@ def timelines_of(subject: Subject) -> dict[str, Timeline]:
 
 
 def side_text(subject: Subject, side: str) -> str:
-    """The name of a side in charts and tables, with its origin."""
+    """The name of a side in charts and tables, a measured one with its engine."""
     if side == MEASURED and isinstance(subject, Run):
         return f"measured ({subject.engine} engine)"
-    return "predicted (computed)"
+    return "predicted"
 
 
 def stage_loads(subject: Subject) -> dict[str, list[Load]]:

@@ -106,7 +106,7 @@ def test_predicted_and_measured_panels_share_one_time_axis_that_holds_both() -> 
 
 def test_the_panels_say_where_their_figures_come_from() -> None:
     titles = [axes.get_title(loc="left") for axes in pipeline_chart(make_run(engine="virtual")).axes]
-    assert titles == ["Predicted (computed)", "Measured (virtual engine): simulated devices"]
+    assert titles == ["Predicted", "Measured (virtual engine): simulated devices"]
 
 
 def test_a_plan_alone_has_one_panel_and_no_measured_end() -> None:

@@ -89,4 +89,4 @@ def test_capacity_is_the_limit_else_what_the_device_has_else_nothing() -> None:
 def test_sides_are_named_by_how_their_figures_came_about() -> None:
     run = make_run(engine="virtual")
     assert side_text(run, MEASURED) == "measured (virtual engine)"
-    assert side_text(run, PREDICTED) == side_text(run.plan, PREDICTED) == "predicted (computed)"
+    assert side_text(run, PREDICTED) == side_text(run.plan, PREDICTED) == "predicted"

@@ -101,7 +101,7 @@ def test_the_rules_find_what_is_against_them(spoil: Callable[[list[Event]], obje
 
 def test_devices_of_the_prediction_come_before_those_of_the_measurement(events: list[Event]) -> None:
     names = process_names(events)
-    assert names[1] == "predicted (computed): device 0"
+    assert names[1] == "predicted: device 0"
     assert names[5] == "measured (torch engine): device 0"
     assert sorted(names) == list(range(1, 9))
 

@@ -67,7 +67,8 @@ _STRIP_CAPTION = (
 )
 _ERRORS = (
     "<p>An error is the difference between prediction and measurement, divided by the measurement; for the bubble it is the "
-    "difference in percentage points. A positive error is a prediction that was too high.</p>"
+    "difference in percentage points. A positive error is a prediction that was too high; the nearer to 0, the better, for the "
+    "bubble too.</p>"
 )
 
 Section = tuple[str, str, str]

@@ -71,8 +71,8 @@ def test_each_transfer_begins_and_ends_at_its_time_after_its_action(schedule: st
 
 
 def test_both_sides_are_there_for_a_run_and_one_for_a_plan() -> None:
-    assert [x["name"] for x in chart_of(make_run())["sides"]] == ["predicted (computed)", "measured (torch engine)"]
-    assert [x["name"] for x in chart_of(make_plan())["sides"]] == ["predicted (computed)"]
+    assert [x["name"] for x in chart_of(make_run())["sides"]] == ["predicted", "measured (torch engine)"]
+    assert [x["name"] for x in chart_of(make_plan())["sides"]] == ["predicted"]
 
 
 def test_no_name_can_end_the_element_that_it_is_in() -> None:

@@ -126,7 +126,7 @@ def test_the_page_is_well_formed_and_its_ids_are_unique(run_page: str) -> None:
 
 def test_a_run_page_has_measured_computed_and_the_error(run_page: str) -> None:
     run, words = small_run(), Reader(run_page).text
-    for expected in ("measured (torch engine)", "predicted (computed)", "How it was measured", "Stages", "The plan"):
+    for expected in ("measured (torch engine)", "predicted", "How it was measured", "Stages", "The plan"):
         assert expected in words
     assert f"error {100 * (run.plan.prediction.step_s / run.timeline.step_s - 1):+.1f} %" in words
 
@@ -135,7 +135,7 @@ def test_a_plan_page_claims_nothing_measured() -> None:
     plan = make_plan(3, num_stages=2, num_microbatches=1)
     html = page(plan, svg_drawings(plan), analysis_of(plan, None))
     words = Reader(html).text
-    assert "computed" in words
+    assert "predicted" in words
     assert "How it was measured" not in words
     sheet_and_script = re.compile(r"<(style|script)>.*?</\1>", re.DOTALL)
     assert "measured" not in Reader(sheet_and_script.sub("", html)).text

@@ -101,9 +101,7 @@ def test_nothing_that_a_name_says_is_carried_out(seen: dict[str, Any]) -> None:
 
 
 def test_arrow_keys_go_from_box_to_box_and_say_where(seen: dict[str, Any]) -> None:
-    assert seen["first"].startswith(
-        "predicted (computed): forward of micro-batch 0, stage 0 on device 0; starts at 0 s"
-    )
+    assert seen["first"].startswith("predicted: forward of micro-batch 0, stage 0 on device 0; starts at 0 s")
     assert "forward of micro-batch 1, stage 0" in seen["second"]
     assert "device 1" in seen["below"]
     assert "optimizer, stage 0 on device 0" in seen["last"] or "waits: optimizer" in seen["last"]
