@@ -150,7 +150,10 @@ def autocast_replaced(enter: Callable[..., Any]) -> AbstractContextManager[None]
 
 def checkpoint_replaced(*, kept: Callable[..., Any], reentrant: object) -> AbstractContextManager[None]:
     """Inside, torch's checkpoint is `kept` (a generator function), and its reentrant form is `reentrant`."""
-    return replaced(torch.utils.checkpoint, _checkpoint_without_reentrant_generator=kept, CheckpointFunction=reentrant)
+    module = torch.utils.checkpoint
+    name = "_checkpoint_without_reentrant_generator_impl"  # since torch 2.14
+    name = name if name in vars(module) else name.removesuffix("_impl")
+    return replaced(module, **{name: kept}, CheckpointFunction=reentrant)
 
 
 def gradient_calls_replaced(call: Callable[..., Any]) -> AbstractContextManager[None]:
@@ -302,11 +305,14 @@ def reset_sharded(module: Any) -> None:
 
     Gradients of earlier steps stay, which `FSDPModule.reset_iter_state` of torch 2.15 drops.
     """
-    kept = [(x, x.grad) for x in module.parameters()]
+    root = _sharded_states(module)
+    groups = [group for state in root._state_ctx.all_states for group in _groups(state)]
+    divided = [x.sharded_param for group in groups for x in group.fsdp_params]
+    kept = [(x, x.grad) for x in divided]
     if hasattr(module, "reset_iter_state"):  # torch 2.13 and newer
         module.reset_iter_state()
     else:
-        _reset_before_2_13(_sharded_states(module))
+        _reset_before_2_13(root)
     for parameter, gradient in kept:
         parameter.grad = gradient
 
