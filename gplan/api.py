@@ -80,7 +80,7 @@ def profile(
     `loss_reduction` stand for what a model file would define. A model that does not fit in memory, or is on the meta
     device, is measured layer by layer.
 
-    `device` is "auto" (CUDA where torch can use it, with one GPU only if `link` is given; else the CPU), "cpu", "cuda", "cuda:1", or "meta": then seconds are computed for `hardware` (a name such as "h100", or
+    `device` is "auto" (CUDA where torch can use it, else the CPU), "cpu", "cuda", "cuda:1", or "meta": then seconds are computed for `hardware` (a name such as "h100", or
     a TOML or JSON file), and bytes come from a run on fake tensors.
     `reduce_slowdown` is the factor on backwards beside which replicas reduce gradients.
 
@@ -116,7 +116,7 @@ def profile(
     if device == "meta":
         computed = _computed(given, tuple(microbatch_sizes), hardware, link, granularity, progress)
         return computed if reduce_slowdown is None else beside_reduction(computed, reduce_slowdown)
-    device = default_device(has_link=link is not None) if device == "auto" else device
+    device = default_device() if device == "auto" else device
     _check_nothing_to_compute(device, {"--hardware": hardware, "--reduce-slowdown": reduce_slowdown})
     options = ProfileOptions(
         microbatch_sizes=tuple(microbatch_sizes),

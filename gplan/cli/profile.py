@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.option("--microbatch-size", default="4", show_default=True, metavar="N[,N...]", help="Samples per micro-batch.")
 @click.option("--input-shape", metavar="SHAPE", help="Inputs, if the file describes none, such as 8,512:int64.")
 @click.option("--device", default="auto", show_default=True,
-              help="auto (cuda with two GPUs, or with one and --link; else cpu), cpu, cuda or cuda:1; meta computes the times for --hardware.")  # fmt: skip
+              help="auto (cuda where torch can use a GPU, else cpu), cpu, cuda or cuda:1; meta computes the times for --hardware.")  # fmt: skip
 @click.option("--hardware", metavar="NAME|FILE", help="With --device meta: b200, h100, h200, a100, v100, p100, tpu-v2, "
               "tpu-v3, cpu, or a TOML or JSON file.")  # fmt: skip
 @click.option("--reduce-slowdown", type=float, metavar="FACTOR",

@@ -20,7 +20,7 @@ from gplan.core import Device, EngineCost, Granularity, Link, Profile
 from gplan.core.errors import ModelError, UsageError
 from gplan.core.profile import SAMPLING_BUDGET_S
 from gplan.core.progress import Progress, no_progress, part
-from gplan.core.units import counted, now_text
+from gplan.core.units import bytes_text, counted, now_text, seconds_text
 from gplan_profiler.capture.chain import model_state_restored, routing_notes
 from gplan_profiler.host.host_info import (
     core_shares,
@@ -34,7 +34,7 @@ from gplan_profiler.host.host_info import (
     usable_cores,
 )
 from gplan_profiler.host.host_load import HostMeter
-from gplan_profiler.host.links import check_measurable, measure_link
+from gplan_profiler.host.links import ASSUMED_GPU_LINK, is_measurable, measure_link
 from gplan_profiler.memory.chain_profile import layers_with_weights, values_of
 from gplan_profiler.model.compiled import uncompiled
 from gplan_profiler.model.data import LossFacts, call_model, check_microbatch_sizes, find_loss_reduction, sample_batches
@@ -72,8 +72,6 @@ class ProfileOptions:
         if not self.budget_s > 0:
             raise UsageError(f"the time to sample is {self.budget_s:g} s; expected more than 0")
         _check_device(self.device)
-        if self.link is None:
-            check_measurable(self.device_kind)
         self._check_contention()
 
     def _check_contention(self) -> None:
@@ -104,11 +102,16 @@ class ProfileOptions:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of the profile must know about these options."""
-        unused = unused_gpu_notes() if self.device_kind == "cpu" else ()
+        found = unused_gpu_notes() if self.device_kind == "cpu" else ()
+        if self.link is None and not is_measurable(self.device_kind):
+            rate, latency = bytes_text(ASSUMED_GPU_LINK.bytes_per_s), seconds_text(ASSUMED_GPU_LINK.latency_s)
+            found = (
+                f"this host has one GPU: its link to others is assumed, {rate}/s and {latency}; state it with --link",
+            )
         if self.num_threads == 1 or not self.num_neighbours:
-            return unused
+            return found
         return (
-            *unused,
+            *found,
             f"contention was measured beside processes of one thread, not of {self.num_threads}: it may be too low",
         )
 
@@ -157,8 +160,10 @@ def measure_profile(
         progress("measuring the optimizer's step again", _SHARE_OF_LAYERS)
         steps.sample()
         load = host.load()
-    progress("measuring the link between two processes", 0.9)
-    link = options.link or measure_link(device_kind=options.device_kind)
+    link = options.link or ASSUMED_GPU_LINK
+    if options.link is None and is_measurable(options.device_kind):
+        progress("measuring the link between two processes", 0.9)
+        link = measure_link(device_kind=options.device_kind)
     engine = None
     if measure_engine is not None:
         progress("measuring the engine between two processes", 0.95)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from gplan.core import Link
 from gplan.core.errors import UsageError
 from gplan.runtime.pipeline import own_device
 from gplan.runtime.validation import notes_on_machine
@@ -52,7 +53,7 @@ OLD = "CUDA initialization: The NVIDIA driver on your system is too old (found v
 )
 def test_missing_cuda_is_one_sentence(host: Host, facts: dict[str, object], reason: str) -> None:
     host(**facts)
-    assert default_device(has_link=True) == "cpu"
+    assert default_device() == "cpu"
     with pytest.raises(UsageError, match=f"--device cuda: .*{reason}"):
         ProfileOptions(device="cuda")
     plan = plan_for(small_example("transformer_lm"), num_devices=2)
@@ -69,18 +70,19 @@ def test_hidden_gpus_are_named(host: Host, monkeypatch: pytest.MonkeyPatch) -> N
 def test_gpus_are_the_default_and_those_unused_are_noted(host: Host) -> None:
     plan = plan_for(small_example("transformer_lm"), num_devices=2)
     host(gpus=4)
-    assert default_device(has_link=False) == "cuda"
+    assert default_device() == "cuda"
     note = "this host has 4 GPUs that this does not use; `gplan profile --device cuda` does"
     assert note in ProfileOptions(device="cpu").notes
     assert note in notes_on_machine(plan)
     assert note not in ProfileOptions(device="cuda:1", contention=0).notes
 
 
-def test_one_gpu_needs_a_link(host: Host) -> None:
-    """The link to another one cannot be measured, so the CPU is the default without it, which a note says."""
+def test_link_of_one_gpu_is_assumed_unless_given(host: Host) -> None:
     host(gpus=1)
-    assert (default_device(has_link=False), default_device(has_link=True)) == ("cpu", "cuda")
-    assert "1 GPU that this does not use; `gplan profile --device cuda --link" in ProfileOptions(device="cpu").notes[0]
+    assert default_device() == "cuda"
+    assert "its link to others is assumed" in ProfileOptions(device="cuda").notes[0]
+    assert not ProfileOptions(device="cuda", link=Link(latency_s=1e-6, bytes_per_s=1e9)).notes
+    assert "1 GPU that this does not use; `gplan profile --device cuda`" in ProfileOptions(device="cpu").notes[0]
 
 
 def test_index_beyond_the_gpus(host: Host) -> None:
@@ -91,5 +93,5 @@ def test_index_beyond_the_gpus(host: Host) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without GPUs")
 def test_host_without_gpus_has_no_note() -> None:
-    assert default_device(has_link=True) == "cpu"
+    assert default_device() == "cpu"
     assert unused_gpu_notes() == () or "that torch cannot use" in unused_gpu_notes()[0]

@@ -114,11 +114,9 @@ def cuda_problem() -> str | None:
     return f"{build} sees no GPU here; see whether `nvidia-smi` lists one"
 
 
-def default_device(*, has_link: bool) -> str:
-    """The device of "auto": CUDA where torch can use it, and with one GPU only if the link to others is given."""
-    if cuda_problem() is not None or (torch.cuda.device_count() == 1 and not has_link):
-        return "cpu"
-    return "cuda"
+def default_device() -> str:
+    """The device of "auto": CUDA where torch can use it."""
+    return "cpu" if cuda_problem() is not None else "cuda"
 
 
 def unused_gpu_notes() -> tuple[str, ...]:
@@ -126,9 +124,8 @@ def unused_gpu_notes() -> tuple[str, ...]:
     problem = cuda_problem()
     if problem is None:
         count = torch.cuda.device_count()
-        link = " --link 25GB/s,5us" if count == 1 else ""
         return (
-            f"this host has {count} GPU{'s' * (count > 1)} that this does not use; `gplan profile --device cuda{link}` does",
+            f"this host has {count} GPU{'s' * (count > 1)} that this does not use; `gplan profile --device cuda` does",
         )
     return (f"this host has an NVIDIA GPU that torch cannot use: {problem}",) if _GPUS.is_dir() else ()
 

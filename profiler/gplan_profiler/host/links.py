@@ -28,9 +28,7 @@ import torch
 import torch.distributed as dist
 
 from gplan.core import Collective, CollectiveKind, Link, LinkPoint
-from gplan.core.errors import UsageError
 from gplan.core.machine import num_messages
-from gplan.core.units import counted
 from gplan_profiler.host.host_info import pin_to_share
 from gplan_profiler.host.host_load import thread_times, waited_for_others_s
 from gplan_profiler.host.processes import end_with_parent, run_processes
@@ -75,26 +73,25 @@ _SILENCE = timedelta(seconds=30)
 _TIMEOUT_S = 60.0  # without any output of the two processes
 
 
+ASSUMED_GPU_LINK = Link(latency_s=10e-6, bytes_per_s=25e9)
+"""Between GPUs where only one is there: about that of PCIe 4.0 with 16 lanes."""
+
+
+def is_measurable(device_kind: str) -> bool:
+    """Whether this host has two devices of this kind."""
+    return device_kind != "cuda" or torch.cuda.device_count() > 1
+
+
 def measure_link(*, device_kind: str = "cpu") -> Link:
     """The link between two processes of this host, with one core each ("cpu") or one GPU each ("cuda").
 
-    Raises UsageError with fewer than two GPUs, RunError if the processes cannot connect.
+    Raises RunError if the processes cannot connect.
     """
-    check_measurable(device_kind)
     with tempfile.TemporaryDirectory(prefix="gplan-link-") as place:
         run_processes("gplan_profiler.host.links", [device_kind, place], num_processes=2, timeout_s=_TIMEOUT_S)
         content = (Path(place) / "times.json").read_bytes()
     times, reduced = msgspec.json.decode(content, type=tuple[list[tuple[int, float]], list[tuple[int, float]]])
     return replace(fit_link(*zip(*times, strict=True)), collectives=(fit_collective("all_reduce", 2, reduced),))
-
-
-def check_measurable(device_kind: str) -> None:
-    """Raise UsageError for a "cuda" link on a host with fewer than two GPUs."""
-    if device_kind == "cuda" and (num_gpus := torch.cuda.device_count()) < 2:
-        raise UsageError(
-            f"this host has {counted(num_gpus, 'GPU')}; measuring the link between two needs at least 2; state the link with "
-            "--link, such as --link 25GB/s,5us"
-        )
 
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
