@@ -48,7 +48,7 @@ def to_megatron(plan: Plan, profile: Profile | None) -> Export:
         *_recompute(plan, decoder),
         *_widths(profile),
     ]
-    if plan.num_devices == 1:  # a layout is for two pipeline ranks or more
+    if plan.num_devices == 1 and _computed_widths(profile):  # a layout is for two pipeline ranks or more
         arguments = [x for x in arguments if x[0] != "--pipeline-model-parallel-layout"]
     lines = [f"{name} {shlex.quote(str(value))}" for name, value in arguments]
     if profile is not None and not _ties_head(profile):
