@@ -32,13 +32,12 @@ from gplan.schedules.request import PlanRequest
 from gplan_profiler.analytic.decoder_config import Decoder, Widths, load_decoder, parse_settings
 from gplan_profiler.analytic.decoder_profile import DecoderProfile, check_widths, num_parameters
 from gplan_profiler.analytic.hardware import Hardware, load_hardware
+from gplan_profiler.analytic.trainers import CONTEXT_BYTES, RESERVED_SHARE
 
 _MICROBATCH_SIZES = (1, 2, 4, 8)
 _MOST_TENSOR, _MOST_CHUNKS = 8, 10
 _EACH_S = 3.0  # of one exact cut
 _NUM_SHOWN = 10
-_RESERVED = 0.92  # share of the memory that tensors get: the allocator keeps some 4 to 9 % more than is allocated (published runs)
-_CONTEXT_BYTES = 1.5e9  # of the driver and of NCCL, outside the allocator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +107,7 @@ class WidthSearch:
         """For tensors on a device."""
         if self.memory_bytes is not None:
             return self.memory_bytes
-        return int(_RESERVED * (self.hardware.memory_bytes or 10**15) - _CONTEXT_BYTES)
+        return int(RESERVED_SHARE * ((self.hardware.memory_bytes or 10**15) - CONTEXT_BYTES))
 
     def _values(self, name: str, choices: Sequence[int]) -> Sequence[int]:
         given = self.fixed.get(name)

@@ -141,6 +141,7 @@ class DecoderProfile:
             origin="computed",
             notes=(
                 f"computed from the sizes of {self.name} for {self.hardware.name}; nothing was built or measured",
+                *filter(None, [self.trainer.expected]),
                 *self.decoder.unused,
             ),
             precision=Precision.named("mixed"),
