@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from gplan.core.errors import NoPlanError, UsageError
+from gplan.interop.export.exporters import export
+from gplan.interop.layouts import read_layout
 from gplan.interop.width_search import WidthSearch, layout_of
-from gplan_profiler.analytic.decoder_config import load_decoder
+from gplan_profiler.analytic.decoder_config import Widths, load_decoder
 from gplan_profiler.analytic.hardware import load_hardware
 from tests.interop.test_receivers import gplan_exits
 
@@ -80,3 +82,25 @@ def test_layout_on_a_machine(
     assert "predicted: a step of" in captured.err and "the best of" in captured.err
     assert gplan_exits("layout", "llama3-8b", "--gpus", "4", "--network", "400Gb/s") == 2
     assert "write the bandwidth in bytes" in capsys.readouterr().err
+
+
+def test_multi_token_prediction_does_not_tie_the_head() -> None:
+    dials: dict[str, Any] = dict.fromkeys(
+        ("tensor", "context", "expert", "data", "num_devices", "num_chunks", "microbatch_size", "recompute")
+    )
+    common: dict[str, Any] = {**dials, "num_devices": 2, "receiver": "megatron", "hardware": "h200"}
+    settings = ["num_hidden_layers=16", "num_nextn_predict_layers=1", "hidden_size=1024", "intermediate_size=4096"]
+    for tied, flag in ((False, True), (True, False)):
+        found = layout_of(
+            "llama3-8b", **common, settings=[*settings, f"tie_word_embeddings={str(tied).lower()}"]
+        ).found[0]
+        text = export(found.exported, to="megatron", profile=found.profile).text
+        assert ("--untie-embeddings-and-output-weights" in text) is flag
+        assert "--mtp-num-layers 1" in text
+
+
+def test_the_older_name_of_torchtitans_head_is_read() -> None:
+    profile = search(fixed={}).profile_of(Widths(), 1)
+    layers = [f"layers.{i}" for i in range(6)]
+    text = str([["tok_embeddings", *layers[:4]], [*layers[4:], "norm", "output"]])
+    assert read_layout(text, profile, receiver="torchtitan").cuts == (5,)
