@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from gplan.core import Link, Plan, Profile
@@ -171,7 +172,7 @@ class WidthSearch:
         profile, devices = self.profile_of(choice.widths, choice.microbatch_size), choice.widths.pipeline
         costs = [x.costs[0] for x in profile.layers]
         seconds = self._seconds(choice)
-        held = (
+        held: float = (
             sum(x.weight_bytes + x.gradient_bytes for x in profile.layers)
             + profile.step.state_bytes // choice.widths.replicas
         )
@@ -218,11 +219,7 @@ class WidthSearch:
         started = time.perf_counter()
         choices = list(self.choices())
         if not choices:
-            given = ", ".join(f"{name} {value}" for name, value in self.fixed.items() if value is not None)
-            raise UsageError(
-                f"no widths divide {self.num_devices} devices, {self.decoder.num_attention_heads} heads and a batch of "
-                f"{self.batch_size} samples{' with ' + given if given else ''}; try a batch that is a multiple of {self.num_devices}"
-            )
+            raise UsageError(self._no_choice_text())
         bounds = sorted((self.bound_s(x), i) for i, x in enumerate(choices))
         open_bounds = [x for x in bounds if x[0] < float("inf")]
         found, others, ruled_out = list[Found](), list[tuple[Choice, float]](), Counter[str]()
@@ -260,6 +257,21 @@ class WidthSearch:
             found=tuple(found), others=tuple(others[:_NUM_SHOWN]), lower_bound_s=min(bounds_s), ruled_out=+ruled_out,
             num_choices=len(choices),
         )  # fmt: skip
+
+    def _no_choice_text(self) -> str:
+        """Why no counts fit together, with the nearest that may."""
+        given = {name: value for name, value in self.fixed.items() if isinstance(value, int)}
+        whole = prod(given.get(x, 1) for x in ("tensor", "context", "pipeline", "data"))
+        if self.num_devices % whole:
+            return (
+                f"the widths that are given need a multiple of {whole} devices, not {self.num_devices}; try "
+                f"{-(-self.num_devices // whole) * whole} devices, or leave a width open"
+            )
+        return (
+            f"no widths divide {self.num_devices} devices, {self.decoder.num_attention_heads} heads and a batch of {self.batch_size} "
+            f"samples{' with ' + ', '.join(f'{x} {y}' for x, y in given.items()) if given else ''}; try a batch that is a multiple "
+            f"of {self.num_devices}"
+        )
 
     def _nothing_text(self, choices: Sequence[Choice]) -> str:
         """What the model needs at least, where nothing fits."""

@@ -53,7 +53,9 @@ def test_a_memory_that_nothing_fits_names_a_machine_that_may() -> None:
     tight = replace(load_hardware("rtx4090"), memory_bytes=4_000_000_000)
     with pytest.raises(NoPlanError, match=r"fits on no split of 4 devices .* try some \d+ devices"):
         search(hardware=tight, decoder=load_decoder("llama3-8b")).run()
-    with pytest.raises(UsageError, match="no widths divide 3 devices, 8 heads and a batch of 16 samples"):
+    with pytest.raises(UsageError, match="no widths divide 3 devices, 8 heads and a batch of 7 samples"):
+        search(num_devices=3, batch_size=7, fixed={"microbatch_size": 4}).run()
+    with pytest.raises(UsageError, match="need a multiple of 2 devices, not 3; try 4 devices"):
         search(num_devices=3, fixed={"tensor": 2}).run()
 
 
