@@ -358,42 +358,44 @@ def layout_of(
     if network is not None:
         bytes_per_s, latency_s = parse_link(network)
         device = replace(device, network=Link(latency_s=latency_s, bytes_per_s=bytes_per_s))
-    if num_gpus is None:
-        if dials["num_devices"] is None:
-            raise UsageError(
-                "give --gpus N to have all widths chosen for N devices, or --pp K for a pipeline of K devices"
-            )
-        given = {name: dials[name] or 1 for name in ("tensor", "context", "expert", "data")}
-        widths = Widths(
-            **given, expert_tensor=expert_tensor, pipeline=dials["num_devices"], sequence_length=sequence_length
-        )
-        check_widths(decoder, widths)
-        count = default_num_microbatches(widths.pipeline) if microbatches is None else microbatches
-        size = dials["microbatch_size"] or 1
-        if size < 1:
-            raise UsageError(f"a micro-batch has {size} samples; expected at least 1")
-        choice = Choice(
-            widths=widths, num_chunks=1 if dials["num_chunks"] is None else dials["num_chunks"], microbatch_size=size,
-            recompute=dials["recompute"] or "never", num_microbatches=count,
-        )  # fmt: skip
-        search = WidthSearch(
-            name=config, decoder=decoder, hardware=device, num_devices=widths.devices, batch_size=size * count * widths.data,
-            sequence_length=sequence_length, receiver=receiver, memory_bytes=memory_bytes or device.memory_bytes,
-        )  # fmt: skip
-        profile = search.profile_of(widths, size)
-        plan = best_for_receiver(
-            profile, receiver=receiver, num_chunks=choice.num_chunks, memory_bytes=search.usable_bytes,
-            time_limit_s=time_limit, **search.counts_of(choice),
-        )  # fmt: skip
-        one = Found(choice=choice, plan=plan, profile=profile, receiver=receiver)
-        bound_s = plan.proof.lower_bound_s
-        return Widest(found=(one,), others=(), lower_bound_s=bound_s, ruled_out=Counter(), num_choices=1)
-    if num_gpus < 1:
-        raise UsageError(f"asked for {num_gpus} devices; expected at least 1")
     fixed = {**dials, "pipeline": dials["num_devices"]}
     search = WidthSearch(
-        name=config, decoder=decoder, hardware=device, num_devices=num_gpus, batch_size=batch_size or 1024,
+        name=config, decoder=decoder, hardware=device, num_devices=num_gpus or 1, batch_size=batch_size or 1024,
         sequence_length=sequence_length, receiver=receiver, memory_bytes=memory_bytes, fixed=fixed,
         time_limit_s=20.0 if time_limit is None else time_limit,
     )  # fmt: skip
+    if num_gpus is None:
+        whole = replace(search, memory_bytes=memory_bytes or device.memory_bytes)
+        return _of_given_widths(whole, dials, expert_tensor, microbatches, time_limit)
+    if num_gpus < 1:
+        raise UsageError(f"asked for {num_gpus} devices; expected at least 1")
     return search.run()
+
+
+def _of_given_widths(
+    search: WidthSearch, dials: dict[str, Any], expert_tensor: int, microbatches: int | None, time_limit_s: float | None
+) -> Widest:
+    """The layout of one setting, with the best cut; `search` says the model and the device."""
+    if dials["num_devices"] is None:
+        raise UsageError("give --gpus N to have all widths chosen for N devices, or --pp K for a pipeline of K devices")
+    given = {name: dials[name] or 1 for name in ("tensor", "context", "expert", "data")}
+    widths = Widths(
+        **given, expert_tensor=expert_tensor, pipeline=dials["num_devices"], sequence_length=search.sequence_length
+    )
+    check_widths(search.decoder, widths)
+    count = default_num_microbatches(widths.pipeline) if microbatches is None else microbatches
+    size = dials["microbatch_size"] or 1
+    if size < 1:
+        raise UsageError(f"a micro-batch has {size} samples; expected at least 1")
+    choice = Choice(
+        widths=widths, num_chunks=1 if dials["num_chunks"] is None else dials["num_chunks"], microbatch_size=size,
+        recompute=dials["recompute"] or "never", num_microbatches=count,
+    )  # fmt: skip
+    profile = search.profile_of(widths, size)
+    plan = best_for_receiver(
+        profile, receiver=search.receiver, num_chunks=choice.num_chunks, memory_bytes=search.usable_bytes,
+        time_limit_s=time_limit_s, **search.counts_of(choice),
+    )  # fmt: skip
+    one = Found(choice=choice, plan=plan, profile=profile, receiver=search.receiver)
+    bound_s = plan.proof.lower_bound_s
+    return Widest(found=(one,), others=(), lower_bound_s=bound_s, ruled_out=Counter(), num_choices=1)
