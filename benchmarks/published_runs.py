@@ -40,7 +40,15 @@ from gplan_profiler.analytic.decoder_config import Decoder, Widths
 from gplan_profiler.analytic.decoder_profile import DecoderProfile
 from gplan_profiler.analytic.hardware import Hardware, described_hardware, load_hardware
 from gplan_profiler.analytic.shapes import AttentionShape, MatmulShape, ShapeTable
-from gplan_profiler.analytic.trainers import LEGACY, MEGATRON, NANOTRON, OVERLAPPING, Trainer
+from gplan_profiler.analytic.trainers import (
+    CONTEXT_BYTES,
+    LEGACY,
+    MEGATRON,
+    NANOTRON,
+    OVERLAPPING,
+    RESERVED_SHARE,
+    Trainer,
+)
 
 DATA = SHARED / "published_runs" / "given.csv"
 B200_FILE = SHARED / "gpu_runs" / "b200_efficiency.json"
@@ -70,6 +78,9 @@ class Source:
     trainer: Trainer = MEGATRON
     decoder: Mapping[str, Any] = field(default_factory=dict)
     fuses_cross_entropy: bool = False
+    memory: str = (
+        "allocated"  # the counter of its peaks: what tensors have, what the allocator reserved, or the device's
+    )
     reduction_hidden: float = 0.0  # share of the replicas' collectives beside computing
 
 
@@ -78,11 +89,11 @@ SOURCES: dict[str, Source] = {  # by the beginning of the name
     "SimuMax": Source(fuses_cross_entropy=True),
     "Vocabulary Parallelism": Source(trainer=LEGACY, decoder={"tie_word_embeddings": False}),
     "Zero Bubble": Source(trainer=SINGLE),
-    "Ultra-Scale Playbook": Source(trainer=NANOTRON),
-    "BigScience": Source(trainer=replace(SINGLE, divides_sequence=False)),
+    "Ultra-Scale Playbook": Source(trainer=NANOTRON, memory="reserved"),
+    "BigScience": Source(trainer=replace(SINGLE, divides_sequence=False), memory="device"),
     "Activation recomputation": Source(trainer=SINGLE),
     "Megatron-LM SC'21": Source(trainer=replace(SINGLE, divides_sequence=False)),
-    "FlagPerf": Source(),
+    "FlagPerf": Source(memory="device"),
     "Megatron-LM CI": Source(),
     "Megatron-Bridge": Source(trainer=OVERLAPPING, fuses_cross_entropy=True, reduction_hidden=0.9),
     "NeMo": Source(trainer=OVERLAPPING, fuses_cross_entropy=True, reduction_hidden=0.9),
@@ -331,7 +342,9 @@ def compared(rows: pd.DataFrame) -> pd.DataFrame:
         try:
             case = case_of(row)
             plan = predict(case)
-            peaks = [x / GIB for x in plan.device_peak_bytes]
+            counter = source_of(row["source"]).memory
+            share = 1.0 if counter == "allocated" else RESERVED_SHARE
+            peaks = [(x / share + CONTEXT_BYTES * (counter == "device")) / GIB for x in plan.device_peak_bytes]
             peak = peaks[-1] if "LAST rank" in row["notes"] else max(peaks)
             line |= {"measured_s": step_s(row), "predicted_s": plan.prediction.step_s, "predicted_gib": peak}
             line |= {"measured_gib": float(row["peak_memory_gib"] or "nan"), "reason": ""}

@@ -119,7 +119,7 @@ def layout(config: str, profile_file: Path, output: Path, as_json: bool, **dials
     best = found.found[0]
     made = export(best.exported, to=dials["receiver"], profile=best.profile)
     json_files.save(best.profile, profile_file)
-    json_files.save(best.plan, output)
+    json_files.save(best.exported, output)
     for line in () if as_json else widths_text(found):
         click.echo(line, err=True)
     print_result(made, lambda: made.text.removesuffix("\n"), as_json=as_json)

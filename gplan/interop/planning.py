@@ -126,6 +126,8 @@ def import_plan(
             "--schedule"
         )
     counts = {"num_devices": num_devices, "num_microbatches": num_microbatches}
+    if (replicas := int(dict(profile.model.settings).get("replicas", "1"))) > 1:  # of a computed profile
+        options = {"num_replicas": replicas, "sharding": "optimizer", **options}
     rules.check(schedule, recompute=options.get("recompute", "never"), **counts)
     common = {**counts, "schedule": schedule, **options}
     names = [layer.name for layer in profile.layers]

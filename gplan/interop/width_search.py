@@ -6,9 +6,8 @@ below in closed form: with T seconds of a micro-batch on all layers together, K 
 a step takes at least T / K * (M + (K - 1) / v), as every stage of a 1F1B order waits for those before it at the start
 and for those behind it at the end, and at least M times the smallest possible load of the device with the largest, as
 blocks are whole. A setting is left out where 1 / K of the state of all layers and of the stash that the first device
-holds at once are more than the memory. In the order of their bounds, settings are
-priced with an even cut, until no bound is below the fastest; the fastest of them are then cut exactly for the trainer.
-The smallest bound of all that were not cut exactly proves the gap.
+holds at once are more than the memory. In the order of their bounds, settings are cut exactly for the trainer, until no
+bound is below the fastest plan or the time is out; the smallest bound that is left proves the gap.
 """
 
 from __future__ import annotations
@@ -17,30 +16,29 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from math import prod
 from typing import Any
 
-from gplan.core import Constraints, Link, Plan, Profile
-from gplan.core.errors import GplanError, NoPlanError, UsageError
+from gplan.core import Link, Plan, Profile
+from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import parse_link
-from gplan.interop.planning import best_for_receiver
+from gplan.interop.planning import ForReceiver, best_for_receiver
 from gplan.interop.receivers import RECEIVERS
-from gplan.partition.balance import best_plan, problem_of
+from gplan.partition.balance import problem_of
+from gplan.partition.plan_evaluation import price
+from gplan.partition.solve import solve
 from gplan.schedules.registry import default_num_microbatches
 from gplan.schedules.request import PlanRequest
 from gplan_profiler.analytic.decoder_config import Decoder, Widths, load_decoder, parse_settings
 from gplan_profiler.analytic.decoder_profile import DecoderProfile, check_widths, num_parameters
 from gplan_profiler.analytic.hardware import Hardware, load_hardware
+from gplan_profiler.analytic.trainers import CONTEXT_BYTES, RESERVED_SHARE
 
 _MICROBATCH_SIZES = (1, 2, 4, 8)
 _MOST_TENSOR, _MOST_CHUNKS = 8, 10
 _EACH_S = 3.0  # of one exact cut
 _NUM_SHOWN = 10
-_PRICING = 0.6  # share of the time for even cuts
-_RESERVED = 0.92  # share of the memory that tensors get: the allocator keeps some 4 to 9 % more than is allocated (published runs)
-_CONTEXT_BYTES = 1.5e9  # of the driver and of NCCL, outside the allocator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +84,7 @@ class Found:
     @property
     def step_s(self) -> float:
         """Predicted."""
-        return self.plan.prediction.step_s + self.further_s
+        return self.plan.prediction.step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +104,11 @@ class WidthSearch:
     _profiles: dict[tuple[Widths, int], Profile] = field(default_factory=dict, repr=False, compare=False)
 
     @property
-    def _memory_bytes(self) -> int:
+    def usable_bytes(self) -> int:
         """For tensors on a device."""
         if self.memory_bytes is not None:
             return self.memory_bytes
-        return int(_RESERVED * (self.hardware.memory_bytes or 10**15) - _CONTEXT_BYTES)
+        return int(RESERVED_SHARE * ((self.hardware.memory_bytes or 10**15) - CONTEXT_BYTES))
 
     def _values(self, name: str, choices: Sequence[int]) -> Sequence[int]:
         given = self.fixed.get(name)
@@ -174,7 +172,7 @@ class WidthSearch:
         profile, devices = self.profile_of(choice.widths, choice.microbatch_size), choice.widths.pipeline
         costs = [x.costs[0] for x in profile.layers]
         seconds = self._seconds(choice)
-        held = (
+        held: float = (
             sum(x.weight_bytes + x.gradient_bytes for x in profile.layers)
             + profile.step.state_bytes // choice.widths.replicas
         )
@@ -182,7 +180,7 @@ class WidthSearch:
             chunks = choice.num_chunks
             warm = devices if chunks == 1 else (chunks - 1) * devices + 2 * devices - 1
             held += sum(x.stash_bytes for x in costs) / chunks * min(warm, choice.num_microbatches * chunks)
-        if held / devices > self._memory_bytes:
+        if held / devices > self.usable_bytes:
             return float("inf")
         evenly_s = sum(seconds) / devices * (choice.num_microbatches + (devices - 1) / choice.num_chunks)
         return max(evenly_s, choice.num_microbatches * _least_load_s(seconds, devices))
@@ -193,83 +191,87 @@ class WidthSearch:
         passes = 1 + (choice.recompute == "always")
         return [passes * x.forward.median_s + x.backward.median_s for x in costs]
 
-    def planned(self, choice: Choice, *, is_exact: bool, each_s: float | None = _EACH_S) -> Found:
-        """A setting with its best cut, or an even one; raises NoPlanError where that does not fit the memory."""
-        profile, replicas = self.profile_of(choice.widths, choice.microbatch_size), choice.widths.replicas
-        common: dict[str, Any] = {
+    def planned(self, choice: Choice) -> Plan | None:
+        """The best cut of a setting; None where none fits the memory."""
+        rules = ForReceiver.of(self.receiver, self.profile_of(choice.widths, choice.microbatch_size))
+        schedule = rules.default_schedule if choice.num_chunks == 1 else f"interleaved-1f1b:{choice.num_chunks}"
+        counts = self.counts_of(choice)
+        rules.check(schedule, **{x: counts[x] for x in ("num_devices", "num_microbatches", "recompute")})
+        request = PlanRequest(
+            schedule=schedule, constraints=rules.constraints, memory_bytes=self.usable_bytes, **counts
+        )
+        started = time.perf_counter()
+        problem = problem_of(self.profile_of(choice.widths, choice.microbatch_size), request)
+        solution = solve(problem, solver="auto", time_limit_s=_EACH_S)
+        return None if solution is None else price(problem, solution, solve_s=time.perf_counter() - started)
+
+    def counts_of(self, choice: Choice) -> dict[str, Any]:
+        """A setting as arguments of the planner."""
+        replicas = choice.widths.replicas
+        return {
             "num_devices": choice.widths.pipeline, "num_microbatches": choice.num_microbatches,
-            "microbatch_size": choice.microbatch_size, "recompute": choice.recompute, "memory_bytes": self._memory_bytes,
+            "microbatch_size": choice.microbatch_size, "recompute": choice.recompute,
             "num_replicas": replicas, "sharding": "optimizer" if replicas > 1 else "none",
         }  # fmt: skip
-        if is_exact:
-            plan = best_for_receiver(
-                profile, receiver=self.receiver, num_chunks=choice.num_chunks, time_limit_s=each_s, **common
-            )
-            return Found(choice=choice, plan=plan, profile=profile, receiver=self.receiver, is_exact=True)
-        seconds, devices = self._seconds(choice), choice.widths.pipeline
-        ends = even_cut(seconds, devices * choice.num_chunks)
-        stages = [sum(seconds[a:b]) for a, b in zip((0, *ends), (*ends, len(seconds)), strict=True)]
-        load_s = max(sum(stages[i::devices]) for i in range(devices))  # each further micro-batch takes as long
-        common["num_microbatches"] = min(choice.num_microbatches, 2 * devices)
-        schedule = "1f1b" if choice.num_chunks == 1 else f"interleaved-1f1b:{choice.num_chunks}"
-        constraints = Constraints(cut_after=tuple(profile.layers[end - 1].name for end in ends))
-        request = PlanRequest(schedule=schedule, constraints=constraints, **{**common, "memory_bytes": 10**15})
-        plan = best_plan(problem_of(profile, request))
-        if plan.peak_bytes > self._memory_bytes:
-            raise NoPlanError(f"an even cut takes {plan.peak_bytes} bytes")
-        further_s = load_s * (choice.num_microbatches - plan.num_microbatches)
-        return Found(choice=choice, plan=plan, profile=profile, receiver=self.receiver, further_s=further_s)
 
-    def run(self, on_plan: Callable[[Found], None] = lambda _: None) -> Widest:
+    def run(self) -> Widest:
         """The fastest settings; raises UsageError where no counts fit, NoPlanError where no setting fits the memory."""
         started = time.perf_counter()
         choices = list(self.choices())
         if not choices:
-            given = ", ".join(f"{name} {value}" for name, value in self.fixed.items() if value is not None)
-            raise UsageError(
-                f"no widths divide {self.num_devices} devices, {self.decoder.num_attention_heads} heads and a batch of "
-                f"{self.batch_size} samples{' with ' + given if given else ''}; try a batch that is a multiple of {self.num_devices}"
-            )
-        bounds = sorted(((self.bound_s(x), i) for i, x in enumerate(choices)))
-        found, ruled_out = list[Found](), Counter[str]()
-        ruled_out["too large for the memory, by state and stash of an even cut"] = sum(
-            x == float("inf") for x, _ in bounds
-        )
-        best_s, left_s = float("inf"), float("inf")
-        for bound, index in bounds:
-            if bound == float("inf"):
-                break
-            if bound >= best_s and len(found) >= _NUM_SHOWN:
+            raise UsageError(self._no_choice_text())
+        bounds = sorted((self.bound_s(x), i) for i, x in enumerate(choices))
+        open_bounds = [x for x in bounds if x[0] < float("inf")]
+        found, others, ruled_out = list[Found](), list[tuple[Choice, float]](), Counter[str]()
+        ruled_out["too large for the memory, by state and stash of an even cut"] = len(bounds) - len(open_bounds)
+        best_s = float("inf")
+        for bound, index in open_bounds:
+            late = bool(found) and time.perf_counter() - started > self.time_limit_s
+            if bound >= best_s:
                 ruled_out["slower than the best by their bounds"] += 1
-            elif time.perf_counter() - started > _PRICING * self.time_limit_s and found:
-                left_s = min(left_s, bound)
-                ruled_out["not priced within the time"] += 1
+                others.append((choices[index], bound))
+            elif late:
+                ruled_out["not planned within the time"] += 1
+                others.append((choices[index], bound))
             else:
                 try:
-                    found.append(self.planned(choices[index], is_exact=False))
-                    best_s = min(best_s, found[-1].step_s)
-                    on_plan(found[-1])
+                    plan = self.planned(choices[index])
                 except NoPlanError:
-                    ruled_out["too large for the memory with an even cut"] += 1
-                except GplanError as error:
+                    ruled_out["no cut found within its time that fits the memory"] += 1
+                    others.append((choices[index], bound))
+                    continue
+                except UsageError as error:
                     ruled_out[str(error)[:80]] += 1
+                    continue
+                if plan is None:
+                    ruled_out["no cut fits the memory"] += 1
+                    continue
+                profile = self.profile_of(choices[index].widths, choices[index].microbatch_size)
+                found.append(Found(choice=choices[index], plan=plan, profile=profile, receiver=self.receiver))
+                best_s = min(best_s, found[-1].step_s)
         if not found:
             raise NoPlanError(self._nothing_text(choices))
         found.sort(key=lambda x: x.step_s)
-        for place, one in enumerate(found[:_NUM_SHOWN]):
-            exact = [x.step_s for x in found if x.is_exact]
-            late = time.perf_counter() - started > self.time_limit_s
-            if exact and (late or self.bound_s(one.choice) >= min(exact)):
-                continue
-            with suppress(NoPlanError):
-                found[place] = self.planned(one.choice, is_exact=True)
-                on_plan(found[place])
-        found.sort(key=lambda x: (x.step_s, not x.is_exact))
-        if not found[0].is_exact:  # an even cut was priced as faster than the exact ones
-            found.insert(0, found.pop(next(i for i, x in enumerate(found) if x.is_exact)))
-        own = [x.plan.proof.lower_bound_s if x.is_exact else self.bound_s(x.choice) for x in found]
-        bound_s = min(left_s, found[0].step_s, *own)
-        return Widest(found=tuple(found), lower_bound_s=bound_s, ruled_out=+ruled_out, num_choices=len(choices))
+        bounds_s = [best_s, *(x.plan.proof.lower_bound_s for x in found), *(x for _, x in others)]
+        return Widest(
+            found=tuple(found), others=tuple(others[:_NUM_SHOWN]), lower_bound_s=min(bounds_s), ruled_out=+ruled_out,
+            num_choices=len(choices),
+        )  # fmt: skip
+
+    def _no_choice_text(self) -> str:
+        """Why no counts fit together, with the nearest that may."""
+        given = {name: value for name, value in self.fixed.items() if isinstance(value, int)}
+        whole = prod(given.get(x, 1) for x in ("tensor", "context", "pipeline", "data"))
+        if self.num_devices % whole:
+            return (
+                f"the widths that are given need a multiple of {whole} devices, not {self.num_devices}; try "
+                f"{-(-self.num_devices // whole) * whole} devices, or leave a width open"
+            )
+        return (
+            f"no widths divide {self.num_devices} devices, {self.decoder.num_attention_heads} heads and a batch of {self.batch_size} "
+            f"samples{' with ' + ', '.join(f'{x} {y}' for x, y in given.items()) if given else ''}; try a batch that is a multiple "
+            f"of {self.num_devices}"
+        )
 
     def _nothing_text(self, choices: Sequence[Choice]) -> str:
         """What the model needs at least, where nothing fits."""
@@ -279,9 +281,9 @@ class WidthSearch:
             for widths in {x.widths for x in choices}
             for profile in (self.profile_of(widths, _MICROBATCH_SIZES[0]),)
         )
-        more = -(-int(least * self.num_devices * 1.3) // self._memory_bytes)
+        more = -(-int(least * self.num_devices * 1.3) // self.usable_bytes)
         return (
-            f"{self.name} fits on no split of {self.num_devices} devices with {self._memory_bytes / 2**30:.0f} GiB for tensors; weights, "
+            f"{self.name} fits on no split of {self.num_devices} devices with {self.usable_bytes / 2**30:.0f} GiB for tensors; weights, "
             f"gradients and optimizer alone take {least / 2**30:.0f} GiB a device; try some {max(more, 2 * self.num_devices)} devices"
         )
 
@@ -291,6 +293,7 @@ class Widest:
     """What a search found, fastest first."""
 
     found: tuple[Found, ...]
+    others: tuple[tuple[Choice, float], ...]  # not planned, with their bounds in seconds
     lower_bound_s: float
     ruled_out: Counter[str]
     num_choices: int
@@ -299,21 +302,6 @@ class Widest:
     def gap(self) -> float:
         """By how much the fastest may be improved at most, as a share of its step."""
         return 1 - self.lower_bound_s / self.found[0].step_s
-
-
-def even_cut(seconds: Sequence[float], num_stages: int) -> list[int]:
-    """Where stages of about equal seconds end, but for the last; each has a layer.
-
-    >>> even_cut([0, 1, 1, 1, 1, 2], 3)
-    [3, 5]
-    """
-    done, whole = [0.0, *accumulate(seconds)], sum(seconds)
-    ends = list[int]()
-    for stage in range(1, num_stages):
-        least, most = (ends[-1] if ends else 0) + 1, len(seconds) - (num_stages - stage)
-        target = whole * stage / num_stages
-        ends.append(min(range(least, most + 1), key=lambda end: abs(done[end] - target)))
-    return ends
 
 
 def _least_load_s(seconds: Sequence[float], num_devices: int) -> float:
@@ -368,38 +356,46 @@ def layout_of(
             raise UsageError(f"--gpus-per-node is {gpus_per_node}; expected at least 1, such as 8")
         device = replace(device, devices_per_node=gpus_per_node)
     if network is not None:
-        latency_s, bytes_per_s = parse_link(network)
+        bytes_per_s, latency_s = parse_link(network)
         device = replace(device, network=Link(latency_s=latency_s, bytes_per_s=bytes_per_s))
-    if num_gpus is None:
-        if dials["num_devices"] is None:
-            raise UsageError(
-                "give --gpus N to have all widths chosen for N devices, or --pp K for a pipeline of K devices"
-            )
-        given = {name: dials[name] or 1 for name in ("tensor", "context", "expert", "data")}
-        widths = Widths(
-            **given, expert_tensor=expert_tensor, pipeline=dials["num_devices"], sequence_length=sequence_length
-        )
-        check_widths(decoder, widths)
-        count = default_num_microbatches(widths.pipeline) if microbatches is None else microbatches
-        size = dials["microbatch_size"] or 1
-        if size < 1:
-            raise UsageError(f"a micro-batch has {size} samples; expected at least 1")
-        choice = Choice(
-            widths=widths, num_chunks=1 if dials["num_chunks"] is None else dials["num_chunks"], microbatch_size=size,
-            recompute=dials["recompute"] or "never", num_microbatches=count,
-        )  # fmt: skip
-        search = WidthSearch(
-            name=config, decoder=decoder, hardware=device, num_devices=widths.devices, batch_size=size * count * widths.data,
-            sequence_length=sequence_length, receiver=receiver, memory_bytes=memory_bytes or device.memory_bytes,
-        )  # fmt: skip
-        one = search.planned(choice, is_exact=True, each_s=time_limit)
-        return Widest(found=(one,), lower_bound_s=one.plan.proof.lower_bound_s, ruled_out=Counter(), num_choices=1)
-    if num_gpus < 1:
-        raise UsageError(f"asked for {num_gpus} devices; expected at least 1")
     fixed = {**dials, "pipeline": dials["num_devices"]}
     search = WidthSearch(
-        name=config, decoder=decoder, hardware=device, num_devices=num_gpus, batch_size=batch_size or 1024,
+        name=config, decoder=decoder, hardware=device, num_devices=num_gpus or 1, batch_size=batch_size or 1024,
         sequence_length=sequence_length, receiver=receiver, memory_bytes=memory_bytes, fixed=fixed,
         time_limit_s=20.0 if time_limit is None else time_limit,
     )  # fmt: skip
+    if num_gpus is None:
+        whole = replace(search, memory_bytes=memory_bytes or device.memory_bytes)
+        return _of_given_widths(whole, dials, expert_tensor, microbatches, time_limit)
+    if num_gpus < 1:
+        raise UsageError(f"asked for {num_gpus} devices; expected at least 1")
     return search.run()
+
+
+def _of_given_widths(
+    search: WidthSearch, dials: dict[str, Any], expert_tensor: int, microbatches: int | None, time_limit_s: float | None
+) -> Widest:
+    """The layout of one setting, with the best cut; `search` says the model and the device."""
+    if dials["num_devices"] is None:
+        raise UsageError("give --gpus N to have all widths chosen for N devices, or --pp K for a pipeline of K devices")
+    given = {name: dials[name] or 1 for name in ("tensor", "context", "expert", "data")}
+    widths = Widths(
+        **given, expert_tensor=expert_tensor, pipeline=dials["num_devices"], sequence_length=search.sequence_length
+    )
+    check_widths(search.decoder, widths)
+    count = default_num_microbatches(widths.pipeline) if microbatches is None else microbatches
+    size = dials["microbatch_size"] or 1
+    if size < 1:
+        raise UsageError(f"a micro-batch has {size} samples; expected at least 1")
+    choice = Choice(
+        widths=widths, num_chunks=1 if dials["num_chunks"] is None else dials["num_chunks"], microbatch_size=size,
+        recompute=dials["recompute"] or "never", num_microbatches=count,
+    )  # fmt: skip
+    profile = search.profile_of(widths, size)
+    plan = best_for_receiver(
+        profile, receiver=search.receiver, num_chunks=choice.num_chunks, memory_bytes=search.usable_bytes,
+        time_limit_s=time_limit_s, **search.counts_of(choice),
+    )  # fmt: skip
+    one = Found(choice=choice, plan=plan, profile=profile, receiver=search.receiver)
+    bound_s = plan.proof.lower_bound_s
+    return Widest(found=(one,), others=(), lower_bound_s=bound_s, ruled_out=Counter(), num_choices=1)

@@ -26,6 +26,7 @@ def profile_of(name: str, **widths: int) -> Profile:
 PUBLISHED = {  # parameters in billions, by the model cards; DeepSeek-V3's 671 are without multi-token prediction
     "llama3-8b": 8.03,
     "llama3-70b": 70.55,
+    "llama3-405b": 405.85,
     "mixtral-8x7b": 46.70,
     "qwen3-0.6b": 0.596,
     "qwen3-30b-a3b": 30.53,

@@ -26,6 +26,7 @@ CPU = Hardware(
     flops_per_s=(("float32", 1e11), ("bfloat16", 2e11)),
     launch_s=1e-5,
     link=Link(latency_s=0.0, bytes_per_s=1e9),
+    network=Link(latency_s=0.0, bytes_per_s=1e9),
     efficiencies={kind: Efficiency(flops=0.5, bandwidth=0.25) for kind in KINDS},
     sources=(("memory", "made"),),
 )

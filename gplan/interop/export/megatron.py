@@ -23,7 +23,7 @@ from math import gcd
 
 from gplan.core import Plan, Profile
 from gplan.core.errors import UsageError
-from gplan.interop.export.requirements import Export, skipping_values
+from gplan.interop.export.requirements import Export, computed_widths, skipping_values
 from gplan.interop.receivers import RECEIVERS, DecoderLayers, check_plan, decoder_of
 
 _TITLE = RECEIVERS["megatron"].title
@@ -48,7 +48,7 @@ def to_megatron(plan: Plan, profile: Profile | None) -> Export:
         *_recompute(plan, decoder),
         *_widths(profile),
     ]
-    if plan.num_devices == 1:  # a layout is for two pipeline ranks or more
+    if plan.num_devices == 1 and computed_widths(profile):  # a layout is for two pipeline ranks or more
         arguments = [x for x in arguments if x[0] != "--pipeline-model-parallel-layout"]
     lines = [f"{name} {shlex.quote(str(value))}" for name, value in arguments]
     if profile is not None and not _ties_head(profile):
@@ -57,16 +57,9 @@ def to_megatron(plan: Plan, profile: Profile | None) -> Export:
     return Export(format="megatron", text=" \\\n".join(lines) + "\n", notes=_notes(plan, profile, decoder))
 
 
-def _computed_widths(profile: Profile | None) -> dict[str, int]:
-    """The widths of a computed profile; none of a measured one."""
-    if profile is None or not profile.is_for_megatron:
-        return {}
-    return {name: int(value) for name, value in profile.model.settings if value.isdecimal()}
-
-
 def _widths(profile: Profile | None) -> list[tuple[str, str | int]]:
     """The sizes of parallel groups beside the pipeline that are not 1."""
-    widths = _computed_widths(profile)
+    widths = computed_widths(profile)
     names = {
         "tensor": "--tensor-model-parallel-size",
         "context": "--context-parallel-size",
@@ -80,7 +73,7 @@ def _widths(profile: Profile | None) -> list[tuple[str, str | int]]:
 
 def _switches(profile: Profile | None) -> list[str]:
     """What the computed costs take for granted: the divided sequence, and the optimizer's state divided by replicas."""
-    widths = _computed_widths(profile)
+    widths = computed_widths(profile)
     found = ["--sequence-parallel"] * (widths.get("tensor", 1) > 1)
     return found + ["--use-distributed-optimizer"] * (widths.get("data", 1) * widths.get("context", 1) > 1)
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gplan.core import Plan, Profile
-from gplan.interop.export.requirements import Export, quoted
+from gplan.interop.export.requirements import Export, computed_widths, quoted
 from gplan.interop.export.torch_pipelining import CSV_FILE, torch_schedule
 from gplan.interop.receivers import RECEIVERS, check_plan, child_name, decoder_of, modules_of
 
@@ -46,6 +46,12 @@ def to_torchtitan(plan: Plan, profile: Profile | None) -> Export:
     order = f'pipeline_parallel_schedule="{schedule.name or _schedule_for_file(plan)}",'
     order += "" if schedule.name else f'\n            pipeline_parallel_schedule_csv="{CSV_FILE}",'
     imports = "from torchtitan.distributed.activation_checkpoint import FullAC\n" if plan.recompute == "always" else ""
+    degrees = {
+        "tensor": "tensor_parallel_degree", "context": "context_parallel_degree", "expert": "expert_parallel_degree",
+        "data": "data_parallel_shard_degree",
+    }  # fmt: skip
+    split = computed_widths(profile)
+    widths = "".join(f"{degrees[x]}={split[x]},\n            " for x in degrees if split.get(x, 1) > 1)
     text = f'''from dataclasses import replace
 
 {imports}from torchtitan.trainer import Trainer
@@ -61,7 +67,7 @@ def planned(config: Trainer.Config) -> Trainer.Config:
         parallelism=replace(
             config.parallelism,
             pipeline_parallel_degree={plan.num_devices},
-            {order}
+            {widths}{order}
             pipeline_parallel_microbatch_size={plan.microbatch_size},
             module_fqns_per_model_part=MODULES,
         ),

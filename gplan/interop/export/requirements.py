@@ -59,3 +59,10 @@ def stage_comments(plan: Plan, *, what: str) -> str:
 def quoted(names: Sequence[str]) -> str:
     """Names as a list of strings that is valid JSON and Python."""
     return json.dumps(list(names), ensure_ascii=False)
+
+
+def computed_widths(profile: Profile | None) -> dict[str, int]:
+    """The widths of a computed profile by their names, such as tensor; none of a measured one."""
+    if profile is None or not profile.is_for_megatron:
+        return {}
+    return {name: int(value) for name, value in profile.model.settings if value.isdecimal()}

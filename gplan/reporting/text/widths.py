@@ -20,6 +20,8 @@ def widths_text(found: Widest) -> Iterator[str]:
     for place, one in enumerate(found.found[:_NUM_SHOWN], 1):
         slower = "" if place == 1 else f", {percent_text(one.step_s / best.step_s - 1)} slower"
         yield f"  {place:2}. {one.choice}: {seconds_text(one.step_s)}{slower}, {bytes_text(one.plan.peak_bytes)}"
+    for choice, bound_s in found.others[: max(0, _NUM_SHOWN - len(found.found))]:
+        yield f"   -  {choice}: {seconds_text(bound_s)} at least"
     for reason, count in found.ruled_out.most_common():
         yield f"  {count} settings: {reason}"
 

@@ -433,7 +433,7 @@ class LayerKernels:
             for shape, size in zip(shapes, (kept, 2 * kept), strict=True)
         ]
         fused = [(Operation(work=work, shape=shape),) for work, shape in zip(works, shapes, strict=True)]
-        forward, backward = self._single_products(*shapes, ring) if self.trainer.stores_scores else fused
+        forward, backward = self._single_products(shapes[0], ring) if self.trainer.stores_scores else fused
         stored = 0
         if self.trainer.recomputes_scores:
             backward = (*forward, *backward)
@@ -451,9 +451,7 @@ class LayerKernels:
             beside=0 if stored else self.trainer.stores_scores * (2 * ELEMENT + 1) * heads * self.tokens * sequence,
         )
 
-    def _single_products(
-        self, forward: AttentionShape, backward: AttentionShape, ring: int
-    ) -> list[tuple[Operation, ...]]:
+    def _single_products(self, forward: AttentionShape, ring: int) -> list[tuple[Operation, ...]]:
         """Attention of the whole square: two products and a softmax with dropout, forward; four and both, backward."""
         heads, side = forward.batch * forward.heads * ring, forward.sequence
         scores = ELEMENT * heads * side**2

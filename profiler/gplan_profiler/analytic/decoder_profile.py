@@ -35,6 +35,8 @@ from gplan_profiler.analytic.decoder_kernels import (
 from gplan_profiler.analytic.hardware import Hardware
 from gplan_profiler.analytic.trainers import MEGATRON, Trainer
 
+UNDIVIDED = "replicas"
+"""The setting that says over how many replicas a plan is to divide the optimizer's state, where the profile does not."""
 _STATE = 12  # bytes of the optimizer's state: master weights and two moments
 _GRADIENT_PASSES = 4  # over the gradients once a step: cleared, scaled (read and written), checked for NaN
 _UPDATE_BYTES = 4 + 2 * _STATE + ELEMENT + 4  # of a parameter: gradient, state read and written, weight, norm
@@ -121,7 +123,8 @@ class DecoderProfile:
                 settings=tuple(
                     (x, str(self.widths.of_expert if x == "expert_tensor" else getattr(self.widths, x)))
                     for x in self.widths.__slots__
-                ),
+                )
+                + (() if self.divides_state else ((UNDIVIDED, str(self.widths.replicas)),)),
                 digest=sha256(repr(self).encode()).hexdigest()[:16],
             ),
             device=self.hardware.device(),
@@ -138,6 +141,7 @@ class DecoderProfile:
             origin="computed",
             notes=(
                 f"computed from the sizes of {self.name} for {self.hardware.name}; nothing was built or measured",
+                *filter(None, [self.trainer.expected]),
                 *self.decoder.unused,
             ),
             precision=Precision.named("mixed"),
