@@ -89,12 +89,9 @@ def exit_code(arguments: Sequence[str] | None) -> int:
     """Run a verb; print its error, if any, and return its exit code."""
     warnings.formatwarning = _warning_line
     try:
-        from gplan.core.errors import needs_torch
-
-        with needs_torch("this verb"):
-            code = cli.main(
-                args=list(arguments) if arguments is not None else None, prog_name="gplan", standalone_mode=False
-            )
+        code = cli.main(
+            args=list(arguments) if arguments is not None else None, prog_name="gplan", standalone_mode=False
+        )
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return error.exit_code
@@ -106,8 +103,10 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         click.echo(f"interrupted; {detail or 'no file was left half-written'}", err=True)
         return INTERRUPTED
     except Exception as error:
-        from gplan.core.errors import GplanError, is_interrupt
+        from gplan.core.errors import GplanError, UsageError, is_interrupt, missing_torch_text
 
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            error = UsageError(missing_torch_text("this verb"))
         if isinstance(error, GplanError):
             click.echo(f"error: {error}", err=True)
             return error.exit_code

@@ -60,9 +60,12 @@ def needs_torch(what: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise UsageError(
-            f"{what} needs torch, which is not installed here; install it with: pip install 'gplan[torch]'"
-        ) from None
+        raise UsageError(missing_torch_text(what)) from None
+
+
+def missing_torch_text(what: str) -> str:
+    """The message where torch is not installed, with the command that mends it."""
+    return f"{what} needs torch, which is not installed here; install it with: pip install 'gplan[torch]'"
 
 
 def is_interrupt(error: BaseException | None) -> bool:

@@ -245,7 +245,7 @@ def test_a_profile_for_hardware_elsewhere_is_computed_and_says_so(
         (["--device", "meta"], 2, "name it: .*h100.* or a TOML or JSON file"),
         (["--device", "meta", "--hardware", "abacus"], 2, "abacus"),
         (["--hardware", "h100"], 2, "--hardware goes with device 'meta'"),
-        (["--device", "tpu"], 2, "expected cpu, cuda, cuda:1 or meta"),
+        (["--device", "tpu"], 2, "expected auto, cpu, cuda, cuda:1 or meta"),
         (["--contention", "9999"], 2, "has cores for"),
         (["--output", "model.py/p.json"], 3, "cannot be written"),
     ],
