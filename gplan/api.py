@@ -87,7 +87,7 @@ def profile(
     `contention` processes do the same work beside (by default as many as the remaining cores of a CPU allow, at most 7).
     The link, and on a CPU what the engine itself takes, are measured between two processes where `link` is not given.
     `granularity` "layer" takes the blocks and children that the author wrote as layers; "auto" divides those that take
-    more than 1/24 of the model, so that cuts balance; "op" makes every operation a layer, which needs a model that
+    more than 1/32 of the model, so that cuts balance; "op" makes every operation a layer, which needs a model that
     torch.export can trace.
 
     `precision` is that of the training, by default as the model is made: "float32", "bfloat16" (all in one type), "mixed"

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+PART = ""
+"""In place of a unit: the module belongs to the unit before it or after it, whichever makes the smaller cut."""
 
 
 def unit_paths(model: nn.Module, divided: Container[str] = ()) -> dict[str, str]:
@@ -29,7 +31,7 @@ def unit_paths(model: nn.Module, divided: Container[str] = ()) -> dict[str, str]
     modules are opened instead: the model itself; a Sequential, ModuleList or ModuleDict; the only child with parameters
     of an opened module; a child of an opened module that contains a ModuleList (GPT-2's `transformer`, BERT's
     `encoder`), unless it is itself an entry of a list; and the modules at the paths `divided`. Inside these
-    only modules with parameters are units.
+    only modules with a weight matrix are units; others, such as norms and activations, have `PART` in place of a unit.
     """
     units: dict[str, str] = {}
     opened: list[tuple[str, nn.Module, bool]] = [("", model, False)]
@@ -39,16 +41,16 @@ def unit_paths(model: nn.Module, divided: Container[str] = ()) -> dict[str, str]
         weighty = [name for name, child in children.items() if next(child.parameters(), None) is not None]
         for name, child in children.items():
             child_path = f"{path}.{name}" if path else name
-            if is_part and name not in weighty:
-                continue
             has_list = any(isinstance(x, nn.ModuleList) and len(x) > 1 for x in child.modules())
             is_entry = isinstance(module, _LISTS)
             is_opened = isinstance(child, _LISTS) or (not is_entry and (weighty == [name] or has_list))
             is_opened |= child_path in divided
+            has_matrix = any(x.dim() > 1 for x in child.parameters())
             if is_opened and any(True for _ in child.children()):
                 opened.append((child_path, child, is_part or child_path in divided))
             else:
-                units.update(dict.fromkeys((x for x, _ in child.named_modules(prefix=child_path)), child_path))
+                unit = PART if is_part and not has_matrix else child_path
+                units.update(dict.fromkeys((x for x, _ in child.named_modules(prefix=child_path)), unit))
     return units
 
 

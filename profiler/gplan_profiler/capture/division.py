@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from gplan_profiler.analytic.work_counter import WorkCounter
-from gplan_profiler.capture.authored_layers import unit_paths
+from gplan_profiler.capture.authored_layers import PART, unit_paths
 from gplan_profiler.capture.trace import Trace, module_path
 from gplan_profiler.capture.value_forms import has_fixed_size
 from gplan_profiler.memory.allocations import tensors_in
 from gplan_profiler.torch_compat import pytree
 
-LARGEST_SHARE = 1 / 24
+LARGEST_SHARE = 1 / 32
 MOST_LAYERS = 80
 _FLOPS_PER_BYTE = 20.0  # between a CPU's and a GPU's
 _LEAST_WORK = 1e7  # FLOPs, about a millisecond of a CPU's core
@@ -48,7 +48,7 @@ def divided(traced: Trace, model: nn.Module) -> tuple[str, ...]:
     shares = _Shares.of(traced, model)
     found, tried = set[str](), set[str]()
     while True:
-        units = {*unit_paths(model, found).values()}
+        units = {*unit_paths(model, found).values()} - {PART}
         share = {x: shares.of_module(x) for x in units - tried}
         largest = max(share.values(), default=0.0)
         if largest <= LARGEST_SHARE:
@@ -56,7 +56,7 @@ def divided(traced: Trace, model: nn.Module) -> tuple[str, ...]:
         alike = {x for x in share if share[x] >= _EQUAL * largest}
         tried |= alike
         more = found | {x for x in alike if any(True for _ in model.get_submodule(x).children())}
-        if shares.num_calls({*unit_paths(model, more).values()}) <= MOST_LAYERS:
+        if shares.num_calls({*unit_paths(model, more).values()} - {PART}) <= MOST_LAYERS:
             found = more
     paths = unit_paths(model, found)
     outside = {path for path, _ in model.named_modules()} - paths.keys()

@@ -8,8 +8,10 @@ operation for each of them, with the same setting. Granularity "op" is in gplan_
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,10 +19,12 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from gplan.core.errors import ModelError
+from gplan_profiler.capture.authored_layers import PART
 from gplan_profiler.capture.inplace import rewrite_in_place
 from gplan_profiler.capture.state_readings import repeat_state_readings, without_repeats
 from gplan_profiler.capture.trace import module_path, operation_name
 from gplan_profiler.capture.value_forms import has_fixed_size
+from gplan_profiler.memory.allocations import tensors_in
 from gplan_profiler.torch_compat import pytree
 
 _PLACE_OF_BODY: dict[Any, int] = {  # among the arguments
@@ -51,29 +55,57 @@ def operations_of(graph: Graph, model: nn.Module) -> list[Node]:
 def groups_by_module(graph: Graph, model: nn.Module, units: Mapping[str, str]) -> list[Group]:
     """Consecutive operations of one call of a unit form a layer; those between units belong to the unit before them.
 
-    `units` has the path of the unit of every module inside one (`unit_paths`).
+    Between the parts of a divided layer they are cut where the fewest bytes cross instead, as late as possible. `units`
+    has the path of the unit of every module inside one (`unit_paths`).
     """
-    nodes: list[list[Node]] = []
+    operations = operations_of(graph, model)
     owners: list[tuple[str, str]] = []  # the unit and its call
-    home: dict[Node, int] = {}
-    for node in operations_of(graph, model):
+    places: list[tuple[int, int]] = []  # for each layer, where it may begin at the earliest and at the latest
+    after_unit = 0  # the place after the last operation of a unit
+    for place, node in enumerate(operations):
         if node.target is operator.getitem:  # stays with the operation that makes the tuple
-            index = home[node.args[0]]  # type: ignore[index]
-        else:
-            unit = units.get(module_path(node))
-            owner = None if unit is None else (unit, call_of(node, unit))
-            if not nodes or (owner is not None and owners[-1] not in (owner, _NO_UNIT)):
-                nodes.append([])
-                owners.append(owner or _NO_UNIT)
-            elif owner is not None:
-                owners[-1] = owner  # operations before the first unit belong to it
-            index = len(nodes) - 1
-        nodes[index].append(node)
-        home[node] = index
+            after_unit += after_unit == place
+            continue
+        unit = units.get(module_path(node)) or None
+        owner = None if unit is None else (unit, call_of(node, unit))
+        if not owners or (owner is not None and owners[-1] not in (owner, _NO_UNIT)):
+            owners.append(owner or _NO_UNIT)
+            places.append((after_unit, place))
+        elif owner is not None:
+            owners[-1] = owner  # operations before the first unit belong to it
+        if owner is not None:
+            after_unit = place + 1
+    starts = [0, *_starts(operations, places[1:], units)]
+    nodes: list[list[Node]] = [[] for _ in owners]
+    home: dict[Node, int] = {}
+    for place, node in enumerate(operations):
+        is_entry = node.target is operator.getitem
+        home[node] = home[node.args[0]] if is_entry else bisect_right(starts, place) - 1  # type: ignore[index]
+        nodes[home[node]].append(node)
     names = distinct([unit or type(model).__name__ for unit, _ in owners])
     kinds = [type(model.get_submodule(unit)).__name__ for unit, _ in owners]
-    in_order = in_trace_order(graph, nodes)
-    return [Group(name, kind, group) for name, kind, group in zip(names, kinds, in_order, strict=True)]
+    return [Group(name, kind, tuple(group)) for name, kind, group in zip(names, kinds, nodes, strict=True)]
+
+
+def _starts(operations: Sequence[Node], places: Sequence[tuple[int, int]], units: Mapping[str, str]) -> Iterator[int]:
+    """Where layers begin that may begin at some places, the earliest and the latest; see `groups_by_module`."""
+    index = {node: place for place, node in enumerate(operations)}
+    change = [0] * (len(operations) + 1)  # in the bytes that cross a cut before an operation
+    for place, node in enumerate(operations):
+        last = max((index.get(x, len(operations)) for x in node.users), default=place)
+        tensors = (x for x in tensors_in(node.meta.get("val")) if has_fixed_size(x))
+        num_bytes = sum(x.numel() * x.element_size() for x in tensors)
+        change[place + 1] += num_bytes
+        if last < len(operations):
+            change[last + 1] -= num_bytes
+    crossing = [*accumulate(change)]
+    for earliest, latest in places:
+        between = operations[earliest:latest]
+        if any(units.get(module_path(x)) == PART for x in between):
+            possible = [x for x in range(earliest, latest + 1) if operations[x].target is not operator.getitem]
+            yield min(possible, key=lambda place: (crossing[place], -place))
+        else:
+            yield latest
 
 
 def joined_by_unit(
@@ -86,7 +118,7 @@ def joined_by_unit(
     found, ended, current = list[Group](), set[tuple[str, str]](), _NO_UNIT
     for group in operations:
         path = module_path(group.nodes[0])
-        unit = units.get(path)
+        unit = units.get(path) or None
         owner = _NO_UNIT if unit is None else (unit, call_of(group.nodes[0], unit))
         if path in own:
             found.append(group)
