@@ -92,7 +92,8 @@ def measure_engine(*, num_threads: int = 1) -> EngineCost:
     Raises RunError if they cannot communicate.
     """
     profile = computed_profile(
-        load_model_file(__file__), ComputeOptions(hardware=load_hardware("cpu"), microbatch_sizes=(1,))
+        load_model_file(__file__),
+        ComputeOptions(granularity="layer", hardware=load_hardware("cpu"), microbatch_sizes=(1,)),
     )
     profile = replace(profile, device=replace(profile.device, num_threads=num_threads))
     schedule = f"looped-bfs:{NUM_STAGES // 2}"
