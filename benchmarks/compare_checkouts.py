@@ -417,7 +417,12 @@ class Worker:
 
 def environment(checkout: Path) -> dict[str, str]:
     """In which Python imports gplan from a checkout, and its libraries compute in one thread."""
-    return {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{checkout}{os.pathsep}{checkout / 'profiler'}",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
 
 
 # Profiles and cases.
@@ -432,8 +437,8 @@ def make_profiles(names: Iterable[str], checkout: Path, folder: Path) -> dict[st
         if not path.exists():
             print(f"profiling {name}", flush=True)
             command = [sys.executable, "-m", "gplan", "profile", str(checkout / "examples" / f"{example}.py")]
-            command += ["--budget", "1", "--json", "--output", str(path), *options.split()]
-            done = subprocess.run(command, env=environment(checkout), capture_output=True, text=True)
+            command += ["--budget", "1", "--json", "--output", str(path.resolve()), *options.split()]
+            done = subprocess.run(command, cwd=checkout, env=environment(checkout), capture_output=True, text=True)
             if done.returncode:
                 print(f"left out {name}: {done.stderr.strip()[-500:]}", flush=True)
                 continue
