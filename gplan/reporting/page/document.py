@@ -217,6 +217,7 @@ def _bar(share: float) -> str:
 # The figures at the top of the page, and the facts about the measurement and the plan at its end
 
 
+_BUBBLE_LEGEND = "idle time, the less the better"
 _ENGINES = {"virtual": "virtual: one process computed every action; the devices and links are simulated"}
 
 
@@ -239,14 +240,14 @@ def headlines(subject: Subject) -> tuple[Headline, ...]:
     if isinstance(subject, Run):
         comparison = compare(subject)
         found = [_headline(x, comparison.row(x)) for x in (STEP_TIME, BUBBLE)]
-        found[0] = replace(found[0], detail=rate)
+        found = [replace(x, detail=y) for x, y in zip(found, (rate, _BUBBLE_LEGEND), strict=True)]
         if measured_peaks(subject):
             peak = max((x for x in comparison.rows if x.quantity == PEAK_MEMORY), key=lambda x: x.measured)
             found.append(_headline(f"peak memory, device {peak.device}", peak))
         return tuple(found)
     return (
         Headline(name=STEP_TIME, predicted=seconds_text(step_s), detail=rate),
-        Headline(name=BUBBLE, predicted=percent_text(plan.prediction.bubble)),
+        Headline(name=BUBBLE, predicted=percent_text(plan.prediction.bubble), detail=_BUBBLE_LEGEND),
         Headline(name="largest peak memory", predicted=bytes_text(subject.peak_bytes)),
     )
 
