@@ -21,6 +21,24 @@ RECEIVERS = ("torchtitan", "megatron", "verl", "automodel", "deepspeed", "torchg
 """The trainers that plans are made for, exported to and read from."""
 
 PATH: Any = click.Path(path_type=Path)
+
+
+class Advanced(click.Option):
+    """An option that most users never need: the help lists it below the others."""
+
+
+class Verb(click.Command):
+    """A verb, with its options in two sections of the help: those most users need, and those declared `Advanced`."""
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [x for x in self.get_params(context) if isinstance(x, click.Option)]
+        for title, is_advanced in (("Options", False), ("Advanced", True)):
+            shown = [x.get_help_record(context) for x in options if isinstance(x, Advanced) is is_advanced]
+            if records := [x for x in shown if x is not None]:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -39,7 +57,7 @@ engine_option = click.option(
     help="torch: one process per device. virtual: one process computes everything, the devices are simulated.",
 )  # fmt: skip
 timeout_option = click.option(
-    "--timeout", default=120.0, show_default=True, metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
+    "--timeout", cls=Advanced, default=120.0, show_default=True, metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
     help="Give up after this long without progress.",
 )  # fmt: skip
 
@@ -57,9 +75,8 @@ def _parsed_bytes(_context: click.Context, _parameter: click.Parameter, text: st
 
 
 SCHEDULE_HELP = (
-    "gpipe, 1f1b, eager-1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-v, 1f1b-cap; name:4 has 4 stages per device, 1f1b-cap:4 at most 4 "
-    "micro-batches in flight; or a file "
-    "with the order of actions."
+    "gpipe, 1f1b, eager-1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-v, 1f1b-cap; name:4: 4 stages per device, "
+    "1f1b-cap:4: at most 4 micro-batches in flight; or a file with the order of actions."
 )
 
 

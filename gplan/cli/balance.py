@@ -14,6 +14,8 @@ from gplan.cli.arguments import (
     PROFILE_FILE,
     RECEIVERS,
     SCHEDULE_HELP,
+    Advanced,
+    Verb,
     memory_option,
     output_option,
     schedule_named,
@@ -34,7 +36,7 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
         raise click.BadParameter(f"{text!r} is neither a whole number nor auto") from None
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("profile", default=PROFILE_FILE, type=PATH)
 @click.option("--k", "num_devices", metavar="N|auto", callback=_count, help="Devices in one pipeline.")
 @click.option("--devices", type=int, help="Devices in all: stages times replicas.  [--k is then auto]")
@@ -46,32 +48,37 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
 @click.option(
     "--schedule", metavar="NAME|FILE|auto", help=f"{SCHEDULE_HELP}  [default: gpipe; with --for the receiver's]"
 )
-@click.option("--recompute", default="never", show_default=True,
+@click.option("--recompute", default="never", show_default=True, metavar="MODE",
               type=click.Choice(["never", "always", "except-last", "selected", "auto"]),
-              help="Which activations to recompute in the backward instead of keeping them: none, those of whole stages "
-                   "(also except for the last micro-batch), or of the layers that the planner selects.")  # fmt: skip
-@click.option("--shard", default="none", show_default=True, type=click.Choice(["none", "optimizer", "weights", "auto"]),
-              help="What the replicas of a stage (--devices) divide among them: nothing, the optimizer's state (ZeRO-1), or the "
-                   "weights too (FSDP).")  # fmt: skip
+              help="Which activations to recompute instead of keeping them: never, always (whole stages), except-last (not for the last micro-batch), "
+                   "selected (layers that the planner selects), or auto.")  # fmt: skip
+@click.option("--shard", default="none", show_default=True, metavar="WHAT", type=click.Choice(["none", "optimizer", "weights", "auto"]),
+              help="What the replicas of a stage (--devices) divide among them: none, optimizer (its state: ZeRO-1), weights (these too: FSDP), or auto.")  # fmt: skip
 @memory_option("that of the profile or machine; no limit if it has none")
-@click.option("--minimize", default="step-time", show_default=True, type=click.Choice(["step-time", "max-stage"]),
-              help="The objective: the simulated step, or the slowest stage with its transfers.")  # fmt: skip
-@click.option("--solver", default="auto", show_default=True, type=click.Choice(["auto", "dp", "milp", "cbc"]),
-              help="dp: dynamic programming with branch and bound. milp: a mixed-integer program, solved by HiGHS; cbc: the same "
-    "program, solved by CBC.")  # fmt: skip
+@click.option("--minimize", cls=Advanced, default="step-time", show_default=True, metavar="GOAL", type=click.Choice(["step-time", "max-stage"]),
+              help="step-time: the simulated step; max-stage: the slowest stage with its transfers.")  # fmt: skip
+@click.option("--solver", cls=Advanced, default="auto", show_default=True, metavar="NAME", type=click.Choice(["auto", "dp", "milp", "cbc"]),
+              help="dp: dynamic programming with branch and bound; milp or cbc: a mixed-integer program by HiGHS or CBC; auto.")  # fmt: skip
 @click.option(
     "--time-limit",
+    cls=Advanced,
     type=float,
     metavar="SECONDS",
     help="Longest search.  [default: 10; with auto 18, --machine 20, MILP 60]",
 )
-@click.option("--machine", metavar="FILE", type=PATH, help="A TOML file with devices and links that differ.")
-@click.option("--cut-after", multiple=True, metavar="LAYER", help="End a stage after this layer; given K-1 times, it fixes the "
+@click.option(
+    "--machine", cls=Advanced, metavar="FILE", type=PATH, help="A TOML file with devices and links that differ."
+)
+@click.option("--cut-after", cls=Advanced, multiple=True, metavar="LAYER", help="End a stage after this layer; given K-1 times, it fixes the "
               "partition.")  # fmt: skip
-@click.option("--keep-together", multiple=True, metavar="A..B", help="Keep the layers from A to B on one stage.")
-@click.option("--pin", multiple=True, metavar="LAYER=STAGE", help="Put a layer on a stage, counted from 0.")
-@click.option("--for", "receiver", type=click.Choice(RECEIVERS),
-              help="The best plan that this trainer can run, beside the best one without its rules.")  # fmt: skip
+@click.option(
+    "--keep-together", cls=Advanced, multiple=True, metavar="A..B", help="Keep the layers from A to B on one stage."
+)
+@click.option(
+    "--pin", cls=Advanced, multiple=True, metavar="LAYER=STAGE", help="Put a layer on a stage, counted from 0."
+)
+@click.option("--for", "receiver", metavar="TRAINER", type=click.Choice(RECEIVERS),
+              help=f"The best plan that this trainer can run: {', '.join(RECEIVERS)}.")  # fmt: skip
 @output_option(PLAN_FILE)
 @json_option
 def balance(
@@ -87,15 +94,9 @@ def balance(
     Examples:
       gplan balance --k 2
       gplan balance --k 4 --microbatches 16 --schedule 1f1b --memory 16GiB --recompute always
-      gplan balance --k 4 --schedule interleaved-1f1b:2
-      gplan balance --schedule my_order.csv
-      gplan balance --k 4 --minimize max-stage --solver milp
       gplan balance --k 4 --cut-after blocks.5 --keep-together blocks.0..blocks.2 --pin head=3
-      gplan balance --k 8 --machine cluster.toml
       gplan balance --k 2 --machine cluster.toml --batch-size 32 --microbatches auto --schedule auto
-      gplan balance --devices 64 --memory 80GiB --microbatches auto --schedule auto --recompute auto
-      gplan balance --devices 64 --memory 80GiB --shard auto --schedule auto
-      gplan balance --k 8 --batch-size 256 --microbatches auto --recompute selected
+      gplan balance --devices 64 --memory 80GiB --schedule auto --recompute auto --shard auto
       gplan balance --k 8 --schedule interleaved-1f1b:2 --for megatron
     """
     from gplan import api

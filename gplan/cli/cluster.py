@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from gplan.cli.arguments import MACHINE_FILE, output_option, timeout_option
+from gplan.cli.arguments import MACHINE_FILE, Verb, output_option, timeout_option
 from gplan.cli.output import json_option, print_result, progress_bar
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]),
               help="What the processes send from: gloo on CPUs, nccl on GPUs.  [default: cuda where each has a GPU]")  # fmt: skip
 @timeout_option

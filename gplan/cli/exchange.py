@@ -14,6 +14,7 @@ from gplan.cli.arguments import (
     PROFILE_FILE,
     RECEIVERS,
     RUN_FILE,
+    Verb,
     memory_option,
     output_option,
     profile_of_plan,
@@ -22,7 +23,7 @@ from gplan.cli.arguments import (
 from gplan.cli.output import json_option, print_result
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("plan", default=PLAN_FILE, type=PATH)
 @click.option("--to", required=True, type=click.Choice([*RECEIVERS, "csv", "json"]), help="The trainer or format.")
 @click.option("-o", "--output", type=PATH, help="The file to write.  [default: print it]")
@@ -56,7 +57,7 @@ def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, 
         click.echo(f"note: {note}", err=True)
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("config")
 @click.option("--gpus", "num_gpus", type=int, help="Devices of the machine: every width that is not given is chosen.")
 @click.option("--gpus-per-node", type=int, help="Devices that fast links connect.  [default: that of the hardware]")
@@ -128,7 +129,7 @@ def layout(config: str, profile_file: Path, output: Path, as_json: bool, **dials
         click.echo(f"note: {note}", err=True)
 
 
-@click.command(name="import-plan")
+@click.command(cls=Verb, name="import-plan")
 @click.argument("layout")
 @click.option("--from", "receiver", required=True, type=click.Choice(RECEIVERS), help="The trainer.")
 @click.option(
@@ -203,7 +204,7 @@ def _text(layout: str) -> str:
         raise FileError(f"{layout} cannot be read: {error}; expected a text with the layout") from error
 
 
-@click.command(name="import-trace")
+@click.command(cls=Verb, name="import-trace")
 @click.argument("traces", nargs=-1, required=True, metavar="TRACE...", type=PATH)
 @click.option("--plan", "plan_file", type=PATH, help="The plan that was run.")
 @click.option("--run", "run_file", type=PATH, help=f"With --plan: where to write the run.  [default: {RUN_FILE}]")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gplan.cli.arguments import PROFILE_FILE, output_option
+from gplan.cli.arguments import PROFILE_FILE, Advanced, Verb, output_option
 from gplan.cli.output import json_option, print_result, progress_bar
 from gplan.core.profile import SAMPLING_BUDGET_S
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gplan.core import Granularity, Link, PrecisionName
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("model")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="An argument of the model's constructor.")
 @click.option("--microbatch-size", default="4", show_default=True, metavar="N[,N...]", help="Samples per micro-batch.")
@@ -25,25 +25,27 @@ if TYPE_CHECKING:
               help="auto (cuda where torch can use a GPU, else cpu), cpu, cuda or cuda:1; meta computes the times for --hardware.")  # fmt: skip
 @click.option("--hardware", metavar="NAME|FILE", help="With --device meta: b200, h100, h200, a100, v100, p100, tpu-v2, "
               "tpu-v3, cpu, or a TOML or JSON file.")  # fmt: skip
-@click.option("--reduce-slowdown", type=float, metavar="FACTOR",
+@click.option("--reduce-slowdown", cls=Advanced, type=float, metavar="FACTOR",
               help="With --device meta: how many times as long backwards take, as replicas reduce gradients beside them, such as "
                    "1.15.")  # fmt: skip
-@click.option("--threads", default=1, show_default=True, help="CPU cores of one pipeline device.")
-@click.option("--contention", type=int, metavar="N",
+@click.option("--threads", cls=Advanced, default=1, show_default=True, help="CPU cores of one pipeline device.")
+@click.option("--contention", cls=Advanced, type=int, metavar="N",
               help="Processes that do the same work at the same time.  [default: as many as the remaining cores allow, at most 7; on a GPU none]")  # fmt: skip
 @click.option(
-    "--link", metavar="RATE,LATENCY", help="The link between devices, such as 25GB/s,5us.  [default: measured]"
+    "--link",
+    cls=Advanced,
+    metavar="RATE,LATENCY",
+    help="The link between devices, such as 25GB/s,5us.  [default: measured]",
 )
-@click.option("--granularity", type=click.Choice(["auto", "layer", "op"]), default="auto", show_default=True,
-              help="What counts as a layer: a module that the author wrote as a unit (layer), the parts of those that are too "
-                   "large for a good cut (auto), or one operation (op).")  # fmt: skip
+@click.option("--granularity", cls=Advanced, metavar="SIZE", type=click.Choice(["auto", "layer", "op"]), default="auto", show_default=True,
+              help="What counts as a layer: layer: the author's modules; auto: also the parts of large ones; op: one operation.")  # fmt: skip
 @click.option("--precision", default="model", show_default=True, metavar="NAME",
               help="What is trained in: model (as the file makes it), float32, bfloat16, mixed (float32 master weights, states "
                    "and gradients beside bfloat16), mixed-bf16-gradients, or autocast.")  # fmt: skip
 @click.option("--budget", default=SAMPLING_BUDGET_S, show_default=True, metavar="SECONDS",
               help="When sampling of the layers ends, after at least ten rounds, per micro-batch size; memory, optimizer "
                    "and link come on top.")  # fmt: skip
-@click.option("--seed", default=0, show_default=True, help="Seed of the weights.")
+@click.option("--seed", cls=Advanced, default=0, show_default=True, help="Seed of the weights.")
 @output_option(PROFILE_FILE)
 @json_option
 def profile(

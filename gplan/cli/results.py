@@ -13,6 +13,7 @@ from gplan.cli.arguments import (
     PROFILE_FILE,
     REPORT_FOLDER,
     RUN_FILE,
+    Verb,
     output_option,
     profile_of_plan,
     profile_option,
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("file", default=PROFILE_FILE, type=PATH)
 @click.option("--sort", type=click.Choice(["cost", "order", "memory"]),
               help="Which layers of a profile come first.  [default: cost]")  # fmt: skip
@@ -70,7 +71,7 @@ def show(file: Path, sort: Any, microbatch_size: int | None, show_all: bool, as_
     print_result(value, lambda: view, as_json=as_json)
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("plan", default=PLAN_FILE, type=PATH)
 @profile_option
 @json_option
@@ -94,7 +95,7 @@ def explain(plan: Path, profile_file: Path, as_json: bool) -> None:
     print_result(explanation, lambda: explanation_view(explanation), as_json=as_json)
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("subject", required=False, type=PATH)
 @click.option(
     "--profile", "profile_file", type=PATH,

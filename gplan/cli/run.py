@@ -12,6 +12,8 @@ from gplan.cli.arguments import (
     PATH,
     PLAN_FILE,
     RUN_FILE,
+    Advanced,
+    Verb,
     engine_option,
     output_option,
     profile_of_plan,
@@ -20,7 +22,7 @@ from gplan.cli.arguments import (
 from gplan.cli.output import json_option, print_result, progress_bar
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("model", required=False)
 @click.option("--plan", "plan_file", default=PLAN_FILE, show_default=True, type=PATH, help="The plan to run.")
 @engine_option
@@ -30,6 +32,7 @@ from gplan.cli.output import json_option, print_result, progress_bar
 )
 @click.option(
     "--seed",
+    cls=Advanced,
     default=0,
     show_default=True,
     help="Seed of the initial weights, of dropout and of random batches; a resumed run keeps the saved one.",
@@ -37,11 +40,13 @@ from gplan.cli.output import json_option, print_result, progress_bar
 @click.option("--weights", type=PATH, metavar="PATH",
               help="Start from these values: a safetensors or torch file, or a folder of them.")  # fmt: skip
 @click.option("--save-every", type=int, metavar="N", help="Write a checkpoint after every N steps.")
-@click.option("--checkpoints", default=CHECKPOINTS, show_default=True, type=PATH, help="The folder of checkpoints.")
+@click.option(
+    "--checkpoints", cls=Advanced, default=CHECKPOINTS, show_default=True, type=PATH, help="The folder of checkpoints."
+)
 @click.option("--resume", is_flag=False, flag_value="", metavar="[PATH]", default=None,
               help="Continue from PATH, or from the latest checkpoint in the folder if there is one. The plan may "
                    "differ from the one that wrote it.")  # fmt: skip
-@click.option("--profile", "profile_file", type=PATH, metavar="FILE",
+@click.option("--profile", "profile_file", cls=Advanced, type=PATH, metavar="FILE",
               help="The profile that the plan was made from.  [default: gplan.profile.json, if it is that]")  # fmt: skip
 @timeout_option
 @output_option(RUN_FILE)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from gplan.cli.arguments import PATH, PLAN_FILE, SCHEDULE_HELP, schedule_counts, schedule_named
+from gplan.cli.arguments import PATH, PLAN_FILE, SCHEDULE_HELP, Verb, schedule_counts, schedule_named
 from gplan.cli.output import json_option, print_result
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _ALL = "all"
 _DEFAULT = "gpipe"
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("plan", required=False, type=PATH)
 @click.option("--k", "num_devices", metavar="N", type=click.IntRange(min=1), help="Devices.")
 @click.option("--schedule", metavar="NAME|FILE|all", help=f"{SCHEDULE_HELP}  [default: {_DEFAULT}, or the plan's]")

@@ -11,6 +11,7 @@ from gplan.cli.arguments import (
     PATH,
     PLAN_FILE,
     VERIFICATION_FILE,
+    Verb,
     engine_option,
     output_option,
     profile_option,
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from gplan.core import Verification
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("plan", default=PLAN_FILE, type=PATH)
 @profile_option
 @engine_option

@@ -104,7 +104,7 @@ def with_equal_speed(run: Run, profile: Profile) -> Run:
         for x in (plan.prediction.step_s, after.step_s)
     )
     known = f"fixed work (a yardstick) took {speed.ratio:.3f} ± {speed.uncertainty:.3f} times as long as in the profile"
-    said = f": the step's error is {raw}, and {equal} at equal host speed"
+    said = f": the step's error is {raw}, and {equal} at equal host speed (predicted for a host as fast as in this run)"
     if not speed.is_certain:
         said = f", which is no certain difference: the step's error of {raw} stays as it is"
     return replace(run, equal_speed=speed, notes=(*run.notes, known + said))

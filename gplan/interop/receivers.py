@@ -393,7 +393,13 @@ def _check_blocks(decoder: DecoderLayers, profile: Profile | None, title: str) -
     for value in profile.values:
         maker = -1 if value.producer is None else value.producer
         if maker in decoder.blocks and value.consumers[-1] > maker + 1:
-            raise _not_a_decoder(f"the output of {profile.layers[maker].name} is read beyond the next layer", title)
+            name, reader = profile.layers[maker].name, value.consumers[-1]
+            where = f"by {profile.layers[reader].name}" if reader < len(profile.layers) else "as an output of the model"
+            raise UsageError(
+                f"the output of {name} is read beyond the next layer, {where}; {title} gives a block nothing but the output of "
+                f"the block before it: let the layers after {name} pass the value on in their own output, or train with "
+                "gplan run, which sends it to every stage that reads it"
+            )
     for shared in profile.tied_weights:
         if any(layer in decoder.blocks for layer in shared.layers):
             raise _not_a_decoder(f"{shared.name} is shared by blocks", title)

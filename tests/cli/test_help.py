@@ -16,7 +16,7 @@ from gplan.cli import main
 from gplan.cli.balance import balance
 from gplan.cli.exchange import export
 from gplan.cli.run import run
-from gplan.cli.verbs import VERBS
+from gplan.cli.verbs import VERBS, cli
 from gplan.cli.verify import verify
 from gplan.core import RecomputeMode
 from gplan.interop.export.exporters import FORMATS
@@ -49,6 +49,40 @@ def test_help_has_examples_and_json(verb: str, capsys: pytest.CaptureFixture[str
     text = help_text(capsys, verb)
     assert re.search(rf"Examples:\n    (torchrun .* -m )?gplan {verb}\s", text)
     assert "--json" in text
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_fits_one_screen(verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    lines = help_text(capsys, verb).splitlines()
+    assert len(lines) <= 45
+
+
+@pytest.mark.parametrize(
+    ("verb", "common", "advanced"),
+    [
+        ("profile", ("--set", "--device", "--output", "--help"), ("--granularity", "--contention")),
+        ("balance", ("--k", "--memory", "--json"), ("--solver", "--pin")),
+        ("run", ("--steps", "--resume"), ("--timeout",)),
+    ],
+)
+def test_common_options_stand_before_the_advanced_ones(
+    verb: str, common: tuple[str, ...], advanced: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, _, last = help_text(capsys, verb).partition("\nOptions:\n")[2].partition("\nAdvanced:\n")
+    for names, there, elsewhere in ((common, first, last), (advanced, last, first)):
+        for name in names:
+            at_line_start = re.compile(rf"^  (-\w, )?{name}\b", re.MULTILINE)
+            assert at_line_start.search(there) and not at_line_start.search(elsewhere)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_lists_each_option_once(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_text(capsys, verb)
+    command = cli.get_command(click.Context(cli), verb)
+    assert command is not None
+    for x in (x for x in command.params if isinstance(x, click.Option)):
+        assert len(re.findall(rf"^  (?:-+[-\w]+, )*{x.opts[-1]}(?![-\w])", text, re.MULTILINE)) == 1
 
 
 def test_help_lists_every_verb_on_a_line(capsys: pytest.CaptureFixture[str]) -> None:

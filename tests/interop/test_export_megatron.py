@@ -226,7 +226,10 @@ def test_the_profile_shows_blocks_that_differ_share_or_skip() -> None:
     chain = tuple(value(i, i + 1) for i in range(5))
     skips = replace(plain, values=(*chain, value(1, 3)))
     for profile, told in (
-        (skips, "the output of layers.0 is read beyond the next layer"),
+        (
+            skips,
+            "the output of layers.0 is read beyond the next layer, by layers.2; .* pass the value on .* or train with gplan run",
+        ),
         (replace(plain, shared_weights=(shared(1, 3),)), "tied.weight is shared by blocks"),
     ):
         with pytest.raises(UsageError, match=told):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -68,6 +70,24 @@ def test_a_mean_over_what_is_not_padding_is_refused() -> None:
     )
     with pytest.raises(ModelError, match="weight every sample equally"):
         find_loss_reduction(file, 7)
+
+
+@pytest.mark.parametrize("padded_batch", [0, 1, 3])
+def test_padding_in_a_later_batch_is_found_too(padded_batch: int) -> None:
+    def batches(batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        for i in count():
+            target = (
+                torch.tensor([0, 0, 1, 1, 2, 3])[:batch_size] if i == padded_batch else torch.arange(batch_size) % 3 + 1
+            )
+            yield torch.randn(batch_size, 8, generator=generator), target
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, ignore_index=0)
+
+    torch.manual_seed(0)
+    with pytest.raises(ModelError, match="ignored or padding tokens"):
+        find_loss_reduction(model_in_memory(nn.Linear(8, 4), batches=batches, loss=loss), 6)
 
 
 def test_what_the_file_says_of_its_loss_is_taken() -> None:
@@ -169,6 +189,8 @@ class Draws(nn.Module):
     ],
 )
 def test_random_numbers_of_the_models_own_forward_name_it_and_its_line(how: str, line: str) -> None:
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
     with pytest.raises(ModelError) as raised:
         find_loss_reduction(file_of(Draws(how), inputs=lambda n: torch.linspace(0.0, 1.0, 8 * n).view(n, 8)), 4)
     assert "the model (Draws) draws random numbers (" in str(raised.value)

@@ -118,6 +118,10 @@ def test_a_file_that_is_missing_or_no_python_is_named(tmp_path: Path) -> None:
         ("from torch.nn import Module as Models\ndef mo_del(): pass", "but mo_del: rename it"),
         ("from torch.nn import Linear as Model", "but Model: rename it"),
         (
+            "from torch.nn import Linear as Modal\nclass MODEL(Modal): pass\nclass Models(Modal): pass",
+            "has no model, but MODEL: rename it",
+        ),
+        (
             "from torch import nn\nfrom torch.nn import Module as MyModel\nclass Net(nn.Module):\n  pass",
             "has no model; it has Net",
         ),
@@ -128,6 +132,15 @@ def test_a_file_that_does_not_import_is_answered_with_its_line(tmp_path: Path, t
     path.write_text(text)
     with pytest.raises(ModelError, match=told):
         load_model_file(str(path))
+
+
+def test_own_class_is_proposed_before_imported_ones(tmp_path: Path) -> None:
+    path = tmp_path / "language.py"
+    path.write_text("from torch.nn import RMSNorm, Module\nclass LM(Module): pass\n")
+    with pytest.raises(ModelError, match=r"has no lm, but LM: rename it, or write .*language.py:LM"):
+        load_model_file(f"{path}:lm")
+    with pytest.raises(ModelError, match=r"has no rms; it has LM: write .*language.py:LM"):
+        load_model_file(f"{path}:rms")
 
 
 def test_unknown_setting_lists_known_settings(file: Path) -> None:

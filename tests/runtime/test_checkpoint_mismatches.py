@@ -49,6 +49,15 @@ def test_another_model_refused(tmp_path: Path) -> None:
         load_with(saved(tmp_path), digest="another")
 
 
+def test_another_precision_named(tmp_path: Path) -> None:
+    path, own = saved(tmp_path), training(adam)
+    for parameter in own.state.parameters.values():
+        parameter.data = parameter.data.bfloat16()
+    expected = "holds parameters in float32, this plan trains in bfloat16: the precision differs; go on with a plan"
+    with pytest.raises(FileError, match=expected):
+        load_checkpoint(path, own.state, digest="another", group=None)
+
+
 def test_missing_names_refused(tmp_path: Path) -> None:
     extra = {f"extra.{i}": torch.zeros(1) for i in range(5)}
     with pytest.raises(FileError, match=r"lacks 5 tensors of the model \(extra\.0, extra\.1, extra\.2 and 2 more\)"):

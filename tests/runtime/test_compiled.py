@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 import gplan
 from gplan.runtime.run.run_options import RunOptions
-from gplan_profiler.model.load import ModelFile, model_in_memory
+from gplan_profiler.model.load import ModelFile, load_model_file, model_in_memory
 from tests.runtime.plans import measured, plan_for, run_virtually
 
 WIDTH = 8
@@ -102,6 +103,25 @@ def test_compiled_model_is_profiled_and_trained(make: Callable[[], Any]) -> None
     run = run_virtually(file, plan, RunOptions(num_steps=1, check=True))
     assert run.check is not None
     assert run.check.passed
+
+
+MODEL_FILE = """
+import torch
+from torch import nn
+def once(*layers): return torch.compile(nn.Sequential(*layers))
+def twice(): return torch.compile(once(nn.Linear(8, 8), nn.Linear(8, 4)))
+def with_inputs(): return twice(), torch.ones(2, 8)
+ready = torch.compile(twice())
+build = torch.compile(torch.compile(twice))
+"""
+
+
+@pytest.mark.parametrize("name", ["twice", "with_inputs", "ready", "build"])
+def test_model_compiled_twice_is_the_model(name: str, tmp_path: Path) -> None:
+    (tmp_path / "doubled.py").write_text(MODEL_FILE)
+    file = load_model_file(f"{tmp_path}/doubled.py:{name}")
+    assert [type(x) for x in file.model.children()] == [nn.Linear, nn.Linear]
+    assert any("torch.compile has no effect" in x for x in file.notes)
 
 
 def test_profile_has_a_note() -> None:

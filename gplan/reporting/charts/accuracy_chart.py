@@ -34,7 +34,6 @@ Mark = tuple[str, str]  # shape and colour
 _IDLE: Mark = ("D", FAINT.light)
 _MARKS: dict[str, Mark] = {
     STEP_TIME: ("*", INK.light),
-    THROUGHPUT: ("h", INK.light),
     BUBBLE: ("P", INK.light),
     FORWARD: ("^", ACTIONS[ActionKind.FORWARD].colour),
     BACKWARD: ("v", ACTIONS[ActionKind.BACKWARD].colour),
@@ -76,7 +75,8 @@ def errors_chart(subject: Subject) -> Figure | None:
     """The error of every compared quantity, a line for each; None for a plan."""
     if not isinstance(subject, Run):
         return None
-    rows = [row for row in compare(subject).rows if row.error is not None and (row.predicted or row.measured)]
+    rows = [x for x in compare(subject).rows if x.quantity != THROUGHPUT]  # which the step tells
+    rows = [row for row in rows if row.error is not None and (row.predicted or row.measured)]
     names = list(dict.fromkeys(row.quantity for row in rows))
     figure = blank_figure(1.0 + 0.21 * max(12, len(names)), width_inches=HALF_INCHES)
     axes = figure.subplots()

@@ -7,7 +7,7 @@ All text from files is escaped.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from statistics import median
@@ -19,7 +19,6 @@ from gplan.evaluate.compare import (
     BUBBLE,
     PEAK_MEMORY,
     STEP_TIME,
-    THROUGHPUT,
     ComparisonRow,
     compare,
     samples_per_s,
@@ -64,11 +63,6 @@ _BEGINNING = """<!DOCTYPE html>
 _STRIP_CAPTION = (
     "The width of a layer is its forward and backward time of one micro-batch. A block is a stage, a gap is a cut. Point "
     "at a layer or a stage for its name and times."
-)
-_ERRORS = (
-    "<p>An error is the difference between prediction and measurement, divided by the measurement; for the bubble it is the "
-    "difference in percentage points. A positive error is a prediction that was too high; the nearer to 0, the better, for the "
-    "bubble too.</p>"
 )
 
 Section = tuple[str, str, str]
@@ -124,10 +118,13 @@ def _top(subject: Subject, analysis: PlanAnalysis) -> Iterator[str]:
     if analysis.explanation is not None:
         words = (escape(x).replace(" %", "&nbsp;%") for x in headline(analysis.explanation))  # no line begins with %
         yield f'<div class="words">{"".join(f"<p>{x}</p>" for x in words)}</div>'
-    own = subject.all_notes if isinstance(subject, Run) else (*plan.notes, *stale_prediction_notes(plan))
-    notes = "".join(f"<li>{escape(note)}</li>" for note in own)
-    if notes:
+    if notes := "".join(f"<li>{escape(note)}</li>" for note in dict.fromkeys(_notes_of(subject))):
         yield f'<ul class="warn">{notes}</ul>'
+
+
+def _notes_of(subject: Subject) -> tuple[str, ...]:
+    """The notes at the top of the page."""
+    return subject.all_notes if isinstance(subject, Run) else (*subject.notes, *stale_prediction_notes(subject))
 
 
 def _card(figure: Headline) -> str:
@@ -140,7 +137,7 @@ def _card(figure: Headline) -> str:
     lines = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs if value)
     return (
         f'<div class="card"><h3>{escape(figure.name)}</h3><div class="big">{escape(big)}</div>'
-        f'<div class="small">{origin}</div>{f"<dl>{lines}</dl>" if lines else ""}</div>'
+        f'<div class="small">{escape(", ".join(filter(None, (origin, figure.detail))))}</div>{f"<dl>{lines}</dl>" if lines else ""}</div>'
     )
 
 
@@ -160,23 +157,25 @@ def _sections(subject: Subject, drawings: Sequence[Drawing], analysis: PlanAnaly
     if isinstance(subject, Run):
         parts = attribution_table(subject)
         why = f"<p>{OTHER_ORDER}.</p>" if parts is None else f"<h3>{parts.title.capitalize()}</h3>{table(parts)}"
-        compared = charts("accuracy", "errors") + _ERRORS + table(comparison_table(subject)) + why
+        compared = charts("accuracy", "errors") + table(comparison_table(subject)) + why
         yield "accuracy", "Predicted against measured", compared
     yield "choices", "Other choices", charts("choices", "frontier")
     if analysis.explanation is not None:
-        yield "reasons", "Why this plan", _reasons(analysis.explanation)
-    measured = f"<h3>Measured</h3>{table(devices_table(subject))}" if isinstance(subject, Run) else ""
-    yield "stages", "Stages and devices", table(stages_table(plan, simulate(plan))) + measured
+        yield "reasons", "Why this plan", _reasons(analysis.explanation, told=_notes_of(subject))
+    stages = table(stages_table(plan, simulate(plan)))
+    if isinstance(subject, Run):
+        stages = f"<h3>Predicted</h3>{stages}<h3>Measured</h3>{table(devices_table(subject))}"
+    yield "stages", "Stages and devices", stages
     if isinstance(subject, Run):
         yield "measuring", "How it was measured", _facts_list(run_facts(subject))
     yield "plan", "The plan", _facts_list(plan_facts(plan))
 
 
-def _reasons(explanation: Explanation) -> str:
-    """The tables of an explanation."""
+def _reasons(explanation: Explanation, *, told: Sequence[str]) -> str:
+    """The tables of an explanation, and its notes but those that were `told`."""
     shares = [x / explanation.step_s for x in step_parts(explanation.bottleneck).values()]
     step, options = step_table(explanation), options_table(explanation)
-    parts = [f'<p class="warn">{escape(note)}</p>' for note in explanation.notes]
+    parts = [f'<p class="warn">{escape(note)}</p>' for note in explanation.notes if note not in told]
     parts.append(f"<h3>{step.title}</h3>{table(step, shares=shares)}")
     if options is None:
         parts.append(f"<p>What would help is not known: {escape(explanation.options[0].reason)}.</p>")
@@ -206,7 +205,7 @@ def table(shown: FittedTable, *, shares: Sequence[float] = ()) -> str:
     for row, share in zip(rows, shares, strict=False):
         row[-1] = f"<td{kinds[-1]}>{_bar(share)}</td>"
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    below = f"<p>{escape(shown.below)}</p>" if shown.below else ""
+    below = "".join(f"<p>{escape(x)}</p>" for x in shown.notes_below(shown.keys))
     return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{below}'
 
 
@@ -218,6 +217,7 @@ def _bar(share: float) -> str:
 # The figures at the top of the page, and the facts about the measurement and the plan at its end
 
 
+_BUBBLE_LEGEND = "idle time, the less the better"
 _ENGINES = {"virtual": "virtual: one process computed every action; the devices and links are simulated"}
 
 
@@ -229,23 +229,25 @@ class Headline:
     predicted: str
     measured: str | None = None
     error: str | None = None
+    detail: str = ""  # of the large figure
 
 
 def headlines(subject: Subject) -> tuple[Headline, ...]:
-    """Step time, throughput, bubble and the largest peak memory of a device."""
+    """The step time with its samples per second, the bubble and the largest peak memory of a device."""
+    plan = plan_of(subject)
+    step_s = subject.timeline.step_s if isinstance(subject, Run) else plan.prediction.step_s
+    rate = quantity_text(samples_per_s(plan, step_s), "samples_per_s")
     if isinstance(subject, Run):
         comparison = compare(subject)
-        found = [_headline(x, comparison.row(x)) for x in (STEP_TIME, THROUGHPUT, BUBBLE)]
+        found = [_headline(x, comparison.row(x)) for x in (STEP_TIME, BUBBLE)]
+        found = [replace(x, detail=y) for x, y in zip(found, (rate, _BUBBLE_LEGEND), strict=True)]
         if measured_peaks(subject):
             peak = max((x for x in comparison.rows if x.quantity == PEAK_MEMORY), key=lambda x: x.measured)
             found.append(_headline(f"peak memory, device {peak.device}", peak))
         return tuple(found)
-    step_s, bubble = subject.prediction.step_s, subject.prediction.bubble
-    rate = quantity_text(samples_per_s(subject, step_s), "samples_per_s")
     return (
-        Headline(name=STEP_TIME, predicted=seconds_text(step_s)),
-        Headline(name=THROUGHPUT, predicted=rate),
-        Headline(name=BUBBLE, predicted=percent_text(bubble)),
+        Headline(name=STEP_TIME, predicted=seconds_text(step_s), detail=rate),
+        Headline(name=BUBBLE, predicted=percent_text(plan.prediction.bubble), detail=_BUBBLE_LEGEND),
         Headline(name="largest peak memory", predicted=bytes_text(subject.peak_bytes)),
     )
 
@@ -261,8 +263,6 @@ def run_facts(run: Run) -> list[Fact]:
         *([("loss, first to last step", f"{run.losses[0]:.4g} to {run.losses[-1]:.4g}")] if run.losses else []),
         ("gradients compared with the plain model", check_text(run.check) if run.check else "not checked"),
         ("date", run.created),
-        ("profiled on", device_text(run.plan.device)),
-        ("link, as profiled", link_text(run.plan.link)),
         ("versions", ", ".join(f"{name} {version}" for name, version in run.versions) or "–"),
     ]
 

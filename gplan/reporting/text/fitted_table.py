@@ -45,6 +45,9 @@ class FittedTable:
     groups: Mapping[str, Sequence[str]] = field(default_factory=dict)  # a common head above neighbouring columns
     spare: Sequence[str] = ()  # columns that may be dropped, in this order
     below: str = ""  # printed under the table
+    legend: Mapping[str, str] = field(
+        default_factory=dict
+    )  # what a column means, printed under the table if it is shown
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -58,6 +61,11 @@ class FittedTable:
     def group(self, key: str) -> str:
         """The common head of a column and its neighbours; "" if it has none."""
         return next((name for name, keys in self.groups.items() if key in keys), "")
+
+    def notes_below(self, kept: Sequence[str]) -> list[str]:
+        """What is printed under the table where these columns are shown: `below`, and a line with the legend."""
+        legend = "; ".join(f"{self.head(key)}: {words}" for key, words in self.legend.items() if key in kept)
+        return [x for x in (self.below, legend) if x]
 
     def is_left(self, key: str) -> bool:
         """Whether a column's text begins at the left."""
@@ -102,8 +110,7 @@ class FittedTable:
                 padding = " " * (widths[key] - cell_len(cells[key]))
                 texts.append(cells[key] + padding if self.is_left(key) else padding + cells[key])
             yield Text(_GAP.join(texts).rstrip(), style=style, no_wrap=True, overflow="ellipsis")
-        if self.below:
-            yield Text(self.below, style="dim")
+        yield from (Text(x, style="dim") for x in self.notes_below(kept))
         if left_out := [key for key in self.keys if key not in kept]:
             more = f"set COLUMNS={2 * width} to show more"
             yield Text(f"left out in {width} columns: {', '.join(left_out)} ({more})", style="dim")

@@ -19,6 +19,7 @@ from gplan.core.precision import AS_MADE
 from gplan.core.profile import group_equal
 from gplan.core.units import (
     bytes_text,
+    counted,
     error_text,
     flops_text,
     intensity_text,
@@ -38,11 +39,11 @@ _PASSES = ("forward", "backward")  # their quartiles are shown
 _HALVES = ("first backward", "input gradient", "weight gradient")
 _SPREADS = tuple(f"spread of {x}" for x in _PASSES)
 _SPARE = (
-    "kind", *_HALVES, "pending", "gradient", "bar", "output", "workspace", "intensity", *_SPREADS, "contention", "rate",
+    "kind", *_HALVES, "pending", "gradient", "bar", "output", "workspace", "intensity", *_SPREADS, "slowdown", "rate",
     "stash", "weights", "share",
 )  # fmt: skip
 _SPARE_BY_MEMORY = (
-    "kind", *_SPREADS, *_HALVES, "intensity", "contention", "rate", "bar", "gradient", "pending", "output", "backward",
+    "kind", *_SPREADS, *_HALVES, "intensity", "slowdown", "rate", "bar", "gradient", "pending", "output", "backward",
     "forward", "workspace", "share",
 )  # fmt: skip
 
@@ -84,7 +85,7 @@ def layer_table(title: str, rows: Sequence[LayerRow], profile: Profile, *, sort:
     """One line per row, sorted; a limited table says how many rows it leaves out.
 
     A share and a bar are of all layers of the row, the other figures of one. A time whose origin is not the profile's
-    is marked with the first letter of its origin. Halves of the backward, contention and counted operations have columns
+    is marked with the first letter of its origin. Halves of the backward, slowdown by contention and counted operations have columns
     where the profile has them.
     """
 
@@ -106,7 +107,7 @@ def layer_table(title: str, rows: Sequence[LayerRow], profile: Profile, *, sort:
                 spread = (timing.high_s - timing.low_s) / 2 / (timing.median_s or 1.0)
                 found[f"spread of {key}"] = percent_text(spread) if timing.median_s else "–"
         if profile.num_neighbours:
-            found["contention"] = f"× {row.cost.contention:.2f}"
+            found["slowdown"] = f"× {row.cost.contention:.2f}"
         if has_work:
             time_s, flops, num_bytes = row.time_s / row.num_layers, row.num_flops, row.work_bytes
             found["rate"] = f"{flops_text(flops / time_s)}/s" if flops and time_s else "–"
@@ -129,6 +130,15 @@ def layer_table(title: str, rows: Sequence[LayerRow], profile: Profile, *, sort:
         left=("kind", "bar"),
         heads={"bar": "", **dict.fromkeys(_SPREADS, "±")},
         spare=_SPARE_BY_MEMORY if sort == "memory" else _SPARE,
+        legend={
+            _SPREADS[0]: "half the distance of the quartiles",
+            "slowdown": f"of times while {counted(profile.num_neighbours, 'other process')} of the host compute",
+            "rate": "operations per second",
+            "share": "of all weights, gradients and stashes"
+            if sort == "memory"
+            else "of forward and backward of all layers",
+            "stash": "what a micro-batch keeps for its backward",
+        },
     )
     num_last = _LAST_IN_ORDER if sort == "order" else 0
     return limited(table, num_last=num_last, remedy="gplan show --all") if is_limited else table
@@ -220,11 +230,6 @@ def _origin_lines(profile: Profile, rows: Sequence[LayerRow]) -> Iterator[str]:
     marks = "".join(f"; {x[0]}: {x}" for x in origins if x != profile.origin)
     work = "; operations counted" if any(row.num_flops for row in rows) else ""
     yield f"times and bytes {profile.origin}{marks}{work}"
-    if profile.num_neighbours:
-        yield (
-            "contention: the factor on the times while other processes compute on the host "
-            f"({profile.num_neighbours} during the measurement)"
-        )
 
 
 def _whole_line(profile: Profile, index: int) -> str:

@@ -126,6 +126,7 @@ def _check_origin(saved: CheckpointReader, state: RankState, *, digest: str) -> 
         found = "no format line" if header is None else f"format {header['format']!r}"
         raise FileError(f"{saved.path} has {found}; expected {FORMAT!r}, a checkpoint that gplan saved")
     if header["digest"] != digest:
+        _check_precision(saved, state)
         raise FileError(
             f"{saved.path} is of a model with digest {header['digest']}, this one has {digest}; build the model "
             "with the settings it was trained with, or use a checkpoint of this model"
@@ -136,6 +137,20 @@ def _check_origin(saved: CheckpointReader, state: RankState, *, digest: str) -> 
     ):
         if was != now:
             raise FileError(f"{saved.path} was saved with the {what} {was}, the run has {now}; make the same ones")
+
+
+def _check_precision(saved: CheckpointReader, state: RankState) -> None:
+    """Raise FileError where the parameters are those of this model, stored in another dtype."""
+    found = {name: saved.empty(("model", name)) for name in state.parameters if ("model", name) in saved.keys}
+    pairs = [(was, state.parameters[name]) for name, was in found.items() if was is not None]
+    if len(pairs) != len(state.parameters) or any(was.shape != now.shape for was, now in pairs):
+        return
+    before, after = (sorted({str(x.dtype).removeprefix("torch.") for x in side}) for side in zip(*pairs, strict=True))
+    if before != after:
+        raise FileError(
+            f"{saved.path} holds parameters in {' and '.join(before)}, this plan trains in {' and '.join(after)}: the precision "
+            "differs; go on with a plan whose profile has the precision of the checkpoint (gplan profile --precision)"
+        )
 
 
 def _check_holdings(saved: CheckpointReader, records: Sequence[RankRecord], everyone: Sequence[_Names]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from gplan_profiler.model.load import ModelFile
 from gplan_profiler.model.random_draws import line_of_first_draw
 from gplan_profiler.torch_compat import TorchDispatchMode, pytree
 
+_NUM_LOSS_BATCHES = 4  # that show how a loss combines samples
 _MOST_REPEATS = 5  # of a forward that may be random now and then
 _ROUNDINGS = 16.0  # epsilons by which the losses of a batch and of its parts may differ
 
@@ -80,11 +82,13 @@ class LossFacts:
 def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu") -> LossFacts:
     """Whether the loss is a mean or a sum over the samples, stated by the file or found from a batch and its two parts.
 
-    Raises ModelError for a model that does not accept its inputs, and for a loss that is neither, such as a mean over
-    tokens without padding: the losses of micro-batches would not add up to that of the batch.
+    Several batches count, as one of them may happen to have no padding. Raises ModelError for a model that does not accept
+    its inputs, and for a loss that is neither, such as a mean over tokens without padding: the losses of micro-batches
+    would not add up to that of the batch.
     """
     batch_size = max(2, batch_size)
-    inputs, target = sample_batch(file, batch_size, device=device)
+    batches = islice(sample_batches(file, batch_size, device=device), _NUM_LOSS_BATCHES)
+    inputs, target = next(batches)
     versions = [x._version for x in file.model.parameters()]
     training = modules_that_train(file.model)
     file.model.eval()
@@ -116,6 +120,9 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
             found = found or _reduction(whole, parts, batch_size, tolerance=loss_tolerance(loss))
             if found is None:
                 raise _not_reducible(file, inputs, target, whole, parts)
+            if file.loss_reduction is None:
+                for batch in batches:
+                    _check_reduction(file, *batch, batch_size, found)
             combined = _combined(parts, batch_size)[found]
             is_same = abs(combined - whole) <= _ROUNDINGS * numbers.epsilon * abs(whole)
             is_random = not is_same and float(file.loss(call_model(file, inputs), target)) != whole
@@ -135,6 +142,16 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
         if versions != [x._version for x in file.model.parameters()]:
             with torch.no_grad():  # a model that changes its weights for evaluation changes them back
                 call_model(file, inputs)
+
+
+def _check_reduction(file: ModelFile, inputs: Any, target: Any, batch_size: int, found: LossReduction) -> None:
+    """Raise ModelError where the loss of a further batch is not the mean, or sum, of those of its parts, as that of the
+    first batch was."""
+    loss = file.loss(call_model(file, inputs), target)
+    parts = [float(file.loss(call_model(file, x), y)) for x, y in _two_parts(inputs, target, batch_size)]
+    fitting = fitting_reductions(float(loss), parts, batch_size, tolerance=loss_tolerance(loss))
+    if found not in fitting and all(map(math.isfinite, (float(loss), *parts))):
+        raise _not_reducible(file, inputs, target, float(loss), parts)
 
 
 def find_reduction_of_outputs(file: ModelFile, output: Any, target: Any, batch_size: int) -> LossReduction:

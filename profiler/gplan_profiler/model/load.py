@@ -25,7 +25,7 @@ from gplan.core.errors import ModelError, UsageError
 from gplan.core.units import counted
 from gplan_profiler.capture.chain import Chain, autocast, call_arguments, modules_that_train
 from gplan_profiler.capture.sequence import as_sequential
-from gplan_profiler.model.compiled import uncompiled, unwrapped
+from gplan_profiler.model.compiled import compiled_once, uncompiled, unwrapped
 from gplan_profiler.model.error_location import describe, is_out_of_memory, own_gradients_text
 from gplan_profiler.model.lazy_build import (
     build_without_weights,
@@ -411,7 +411,7 @@ def loss_of_output(output: Any, _target: object = None) -> Tensor:
 
 def _built(target: Any, settings: Mapping[str, SettingValue], reference: str) -> tuple[nn.Module, Any]:
     """The model, and the inputs returned with it or None."""
-    made = target
+    made = target = compiled_once(target)
     if not isinstance(target, nn.Module | list | tuple):
         if not callable(target):
             kind = type(target).__name__
@@ -433,9 +433,9 @@ def _built(target: Any, settings: Mapping[str, SettingValue], reference: str) ->
             raise ModelError(
                 f"{reference} could not build its model{given and f' with {given}'}: {describe(error)}"
             ) from error
-    inputs = None
-    if isinstance(made, tuple) and len(made) == 2 and not isinstance(made[1], nn.Module):
-        made, inputs = made
+    inputs, made = None, compiled_once(made)
+    if isinstance(made, tuple) and len(made) == 2 and not isinstance(compiled_once(made[1]), nn.Module):
+        made, inputs = compiled_once(made[0]), made[1]
     if isinstance(made, list | tuple):
         made = as_sequential(made)
     if not isinstance(made, nn.Module):

@@ -5,20 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gplan.core import GradientCheck, Proof
-from gplan.core.units import bytes_text, seconds_text
+from gplan.core.units import bytes_text, quantity_text, seconds_text
+from gplan.evaluate.compare import samples_per_s
 from gplan.reporting.page.document import headlines, plan_facts, run_facts, table
 from gplan.reporting.text.fitted_table import FittedTable, Line
-from gplan.reporting.text.run import devices_table
+from gplan.reporting.text.run import comparison_table, devices_table
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan
 
 
 def test_the_headline_of_a_run_has_measured_predicted_and_error() -> None:
     run = make_run()
-    step, rate, bubble, peak = headlines(run)
+    step, bubble, peak = headlines(run)
     assert step.measured == seconds_text(run.timeline.step_s)
     assert step.predicted == seconds_text(run.plan.prediction.step_s)
     assert step.error and step.error.startswith("-"), "the run was slower than predicted"
-    assert rate.error and rate.error.startswith("+")
+    assert step.detail == quantity_text(samples_per_s(run.plan, run.timeline.step_s), "samples_per_s")
     assert bubble.error and bubble.error.endswith("points")
     largest = max(range(4), key=lambda i: run.peak_bytes[i])
     assert peak.name == f"peak memory, device {largest}"
@@ -28,16 +29,16 @@ def test_the_headline_of_a_run_has_measured_predicted_and_error() -> None:
 def test_the_headline_of_a_plan_has_nothing_measured() -> None:
     plan = make_plan()
     assert {x.measured for x in headlines(plan)} == {None}
-    assert headlines(plan)[3].predicted == bytes_text(max(plan.device_peak_bytes))
+    assert headlines(plan)[2].predicted == bytes_text(max(plan.device_peak_bytes))
 
 
 def test_each_device_has_its_stages_and_what_it_computes_and_waits() -> None:
     run = make_run(make_scheduled_plan("interleaved-1f1b:2"))
     first, second = devices_table(run).lines
     assert (tuple(first.cells.values())[:2], tuple(second.cells.values())[:2]) == (("0", "0 2"), ("1", "1 3"))
-    assert tuple(first.cells.values())[3] == seconds_text(run.timeline.busy_s(0))
-    loop_s = run.timeline.loop_end_s - run.timeline.loop_start_s
-    assert tuple(second.cells.values())[5] == seconds_text(loop_s - run.timeline.busy_s(1))
+    timeline = run.timeline
+    assert first.cells["compute"] == seconds_text(timeline.busy_s(0))
+    assert second.cells["idle"] == seconds_text(timeline.step_s - timeline.busy_s(1) - timeline.update_s(1))
 
 
 def test_a_table_is_html_with_escaped_cells_groups_in_heads_and_bars() -> None:
@@ -56,7 +57,7 @@ def test_a_table_is_html_with_escaped_cells_groups_in_heads_and_bars() -> None:
 def test_memory_that_was_not_measured_has_no_headline() -> None:
     run = make_run(make_plan(4, num_stages=2))
     run = replace(run, peak_bytes=(0, 0))
-    assert [x.name for x in headlines(run)] == ["step time", "throughput", "bubble"]
+    assert [x.name for x in headlines(run)] == ["step time", "bubble"]
 
 
 def test_how_it_was_measured_tells_steps_warm_up_and_refused() -> None:
@@ -98,3 +99,14 @@ def test_capacity_and_settings_are_among_the_facts_of_the_plan() -> None:
     assert facts["limit of each device"] == "1.00 GiB"
     assert facts["model"] == "made (depth=4)"
     assert dict(plan_facts(make_plan()))["memory of each device"] == "unknown"
+
+
+def test_a_run_tells_a_fact_once_and_its_signs() -> None:
+    run = make_run()
+    shown = comparison_table(run)
+    assert "throughput" not in {x.cells["quantity"] for x in shown.lines}
+    below = " ".join(shown.notes_below(shown.keys))
+    assert below.count("error: ") == 1 and "the nearer to 0 the better" in below
+    assert set(devices_table(run).keys) == {"device", "stages", "compute", "optimizer", "idle"}
+    facts = [*run_facts(run), *plan_facts(run.plan)]
+    assert len({name for name, _ in facts}) == len(facts)

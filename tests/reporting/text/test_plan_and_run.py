@@ -31,7 +31,7 @@ def test_a_plan_keeps_its_times_and_peak_memory_in_every_width(width: int) -> No
 def test_a_run_keeps_predicted_and_measured_in_every_width(width: int) -> None:
     lines = printed(run_view(make_run()), width=width)
     assert all(len(line) <= width for line in lines)
-    assert sum(line.endswith((" %", " points")) for line in lines) == 3 + 6 + 4 * 4
+    assert sum(line.endswith((" %", " points")) for line in lines) == 2 + 6 + 4 * 4
     assert any(line.split()[0] in ("warm-up", "idle", "idle:") for line in lines)
 
 

@@ -36,7 +36,9 @@ def first_cells(lines: list[str]) -> list[str]:
     """What the rows of the (only) table begin with, from below its header to the first sentence."""
     start = next(i for i, line in enumerate(lines) if line.startswith("layer ")) + 1
     end = next(
-        i for i, line in enumerate(lines) if line.startswith(("left out", "times and bytes")) or "more rows" in line
+        i
+        for i, line in enumerate(lines)
+        if line.startswith(("left out", "±: ", "rate: ", "share: ")) or "more rows" in line
     )
     return [line.split("  ")[0] for line in lines[start:end]]
 
@@ -112,12 +114,12 @@ def test_by_memory_the_layer_that_holds_most_comes_first_and_its_bytes_are_kept_
 
 def test_contention_rates_and_halves_have_columns_only_where_there_are_figures() -> None:
     plain = make_profile([0.001, 0.001], output_bytes=4)
-    assert not {"contention", "rate", "intensity", "gradient"} & set(header(plain)) - {"gradient"}
+    assert not {"slowdown", "rate", "intensity", "gradient"} & set(header(plain)) - {"gradient"}
     work = (Work(kind="matmul", num_operations=1, num_flops=6_000_000, num_bytes=100_000),)
     full = with_costs(
         replace(plain, num_neighbours=1), contention=1.25, forward_work=work, weight_gradient=Timing.exactly(0.0007)
     )
-    assert {"contention", "rate", "intensity"} <= set(header(full))
+    assert {"slowdown", "rate", "intensity"} <= set(header(full))
     text = "\n".join(printed(profile_view(full), width=200))
     assert "weight gradient" in text and "first backward" not in text
     for cell in ("× 1.25", "2.00 GFLOP/s", "60.0 FLOP/B", "700 µs"):
