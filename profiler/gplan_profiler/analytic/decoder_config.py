@@ -214,6 +214,8 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(
                 "layers have indexed_attention; expected index_topk, index_head_dim, index_n_heads, q_lora_rank"
             )
+        if "moe" in kinds_found and not self.routed_experts:
+            raise ValueError("layer_types has moe, and there are no experts; expected n_routed_experts")
         if not self.has_one_part and kinds_found & {"mlp", "moe"}:
             raise ValueError(
                 "layer_types has mlp or moe; expected attention, but in Nemotron-H (model_type nemotron_h)"

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 _TABLE = Path(__file__).with_name("families.toml")
-_RULES = ("like", "same_keys", "ignored", "neutral", "when", "defaults", "intermediate_ratio")
+_RULES = ("like", "same_keys", "ignored", "neutral", "needs", "when", "defaults", "intermediate_ratio")
 
 _SAME_KEY = {
     "n_embd": "hidden_size",
@@ -83,7 +83,8 @@ def families() -> dict[str, dict[str, Any]]:
         own = tables[name]
         base = whole(own["like"]) if "like" in own else {}
         joined = {x: {**base.get(x, {}), **own.get(x, {})} for x in ("same_keys", "neutral")}
-        return {**base, **own, **joined, "ignored": [*base.get("ignored", []), *own.get("ignored", [])]}
+        lists = {x: [*base.get(x, []), *own.get(x, [])] for x in ("ignored", "needs")}
+        return {**base, **own, **joined, **lists}
 
     return {name: whole(name) for name in tables}
 
@@ -125,6 +126,9 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
             f"remove {'them' if refused[1:] else 'it'} (--set {refused[0]}=null) if the layers are those of {name} without, or "
             "profile the model itself with gplan profile --device meta"
         )
+    held = {*values, *(["experts"] if values.keys() & {"num_experts", "num_local_experts", "n_routed_experts"} else [])}
+    if missing := [x for x in family["needs"] if x not in held]:
+        raise ValueError(f"has no {', '.join(missing)}; expected them in a model of the model_type {name}")
     given = {**{x: y for x, y in family.items() if x not in _RULES}, **values}
     for conditions, follows in family.get("when", []):
         own = {**family.get("defaults", {}), **{x: y for x, y in flat.items() if y is not None}}
