@@ -186,6 +186,7 @@ SMALL = {
     "vocab_size": 99,
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GRANITE = {"num_local_experts": 0, "shared_intermediate_size": 128}
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,15 @@ def test_attention_to_a_window_is_counted_by_pairs_of_tokens(tmp_path: Path) -> 
         ({"layer_types": ["wavelet"] * 6}, "layer_types has wavelet; expected chunked_attention or full_attention"),
         ({"linear_key_head_dim": 8}, "linear_key_head_dim speaks of linear attention"),
         ({"index_topk": 64}, "index_topk is 64; expected a model_type with indexed attention"),
-        ({"model_type": "qwen3_next", "linear_conv_kernel_dim": 4}, "linear_num_key_heads, .* is missing"),
+        ({"model_type": "qwen3_next", "linear_conv_kernel_dim": 4}, "has no num_key_value_heads, head_dim, experts"),
+        (
+            {"model_type": "granitemoehybrid", "layer_types": ["mamba"] * 6, "mamba_d_conv": 4, **GRANITE},
+            "linear_num_key_heads.* missing",
+        ),
+        (
+            {"model_type": "mixtral", "num_key_value_heads": 2},
+            "has no experts; expected them in a model of the model_type mixtral",
+        ),
         ({"model_type": "granitemoehybrid", "mamba_proj_bias": True}, "has mamba_proj_bias"),
         ({"model_type": "minimax_m2", "use_qk_norm": False}, "has use_qk_norm"),
         ({"model_type": "gpt_9"}, "has the model_type gpt_9, whose layers are not known; expected .* llama,"),
@@ -281,7 +290,14 @@ def test_experts_are_divided_by_the_tensor_width(tensor: int) -> None:
 
 def test_keys_that_are_not_used_are_told(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    text = {**SMALL, "final_logit_softcapping": 7, "attention_dropout": 0.1, "index_head_dim": None}
+    text = {
+        **SMALL,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "final_logit_softcapping": 7,
+        "attention_dropout": 0.1,
+        "index_head_dim": None,
+    }
     path.write_text(
         json.dumps({"model_type": "vision_thing", "mode": 3, "text_config": {**text, "model_type": "gemma2"}})
     )

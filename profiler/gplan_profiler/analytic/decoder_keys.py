@@ -66,7 +66,7 @@ _NO_EFFECT = re.compile(  # on the weights of layers and their work
     r"(embedding|residual|attention|logits|lm_head|key|ssm_in|ssm_out)_multipliers?|(logits|logit|routed|attn|embedding)_scal(e|ing)(_factor)?|"
     r"routed_scaling_factor|query_pre_attn_scalar|attn_scale|floor_scale|attn_temperature_tuning|"
     r"norm_topk_prob|n_group|topk_group|topk_method|scoring_func|moe_(use_aux_free|norm_min|gate|router_[a-z]*_func)|"
-    r"moe_router_(topk_scaling_factor|score_function|use_sigmoid|bias_update_speed)|moe_expert_capacity[a-z_]*|num_expert_group|"
+    r"moe_router_(topk_scaling_factor|score_function|use_sigmoid|bias_update_speed)|moe_(expert_)?capacity[a-z_]*|num_expert_group|"
     r"qk_head_dim|swiglu_(alpha|limit)|for_llm_compression|time_step_(limit|min|max|floor|rank)|attention_(probs_)?dropout|"
     r"(num_)?logits_to_keep|use_bidirectional_attention|mamba_expand|is_llama_config|tf_legacy_loss|use_mambapy|"
     r"torch_dtype|architecture|quantization_config|pruned_heads|text_config|sub_configs"
