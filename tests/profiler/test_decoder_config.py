@@ -32,12 +32,28 @@ PUBLISHED = {  # parameters in billions, by the model cards; DeepSeek-V3's 671 a
     "qwen3-30b-a3b": 30.53,
     "qwen3-235b-a22b": 235.09,
     "kimi-k2": 1026.5,
+    "gpt-oss-20b": 20.91,
+    "gpt-oss-120b": 116.83,
+    "qwen3-next-80b-a3b": 79.67,
+    "glm-4.5-air": 106.85,  # without the layer that predicts further
+    "glm-4.5": 352.80,
+    "llama4-scout-17b-16e": 107.77,
+    "llama4-maverick-17b-128e": 400.71,
+    "gemma-3-27b": 27.01,
+    "olmo-3-7b": 7.30,
+    "deepseek-v3.2": 671.88,
 }
 
 
 @pytest.mark.parametrize(("name", "billions"), PUBLISHED.items())
 def test_parameters_are_those_published(name: str, billions: float) -> None:
-    assert profile_of(name).num_parameters / 1e9 == pytest.approx(billions, rel=2e-3)
+    assert num_parameters(load_decoder(name))[0] / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+def test_models_are_found_by_their_ids() -> None:
+    assert load_decoder("deepseek-ai/DeepSeek-V3.2-Exp") == load_decoder("deepseek-v3.2") != load_decoder("deepseek-v3")
+    with pytest.raises(UsageError, match="no model is named deepseek-ai/DeepSeek-V2"):
+        load_decoder("deepseek-ai/DeepSeek-V2")
 
 
 def test_deepseek_has_671_billion_parameters_and_a_layer_that_predicts_further() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gplan_profiler.analytic.decoder_config import Widths, load_decoder
-from gplan_profiler.analytic.decoder_profile import decoder_profile
+from gplan_profiler.analytic.decoder_profile import decoder_profile, num_parameters
 from gplan_profiler.analytic.hardware import load_hardware
 
 transformers = pytest.importorskip("transformers")
@@ -133,3 +133,8 @@ def test_parameters_are_those_of_the_model_itself(name: str, tmp_path: Path) -> 
     if not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None):
         windows = ["sliding_attention"] * config.num_hidden_layers
     assert attended == [x in LOCAL for x in windows]
+    products = sum(x.num_flops for layer in profile.layers for x in layer.costs[0].forward_work if x.kind == "matmul")
+    total, active = num_parameters(load_decoder(str(path)))
+    looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    assert products == pytest.approx(2 * 4096 * (active - looked_up), rel=0.04), "weights that no product reads"
+    assert total >= active

@@ -442,7 +442,7 @@ def _known_name(name: str) -> str:
 
     def plain(text: str) -> str:
         text = re.sub(
-            r"[^a-z0-9]", "", re.sub(r"-(instruct|base|chat|hf|v\d[\d.]*)\b", "", text.lower().split("/")[-1])
+            r"[^a-z0-9]", "", re.sub(r"-(instruct|base|chat|hf|it|pt|exp|v0[\d.]*)\b", "", text.lower().split("/")[-1])
         )
         return re.sub(r"^llama3[123](?=\d+b)", "llama3", text.removeprefix("meta"))
 
