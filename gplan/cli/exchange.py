@@ -101,8 +101,8 @@ def layout(config: str, profile_file: Path, output: Path, as_json: bool, **dials
     """Choose how a language model is split over a machine, from its configuration alone, and print a trainer's arguments.
 
     \b
-    CONFIG is llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, qwen3-0.6b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3,
-    kimi-k2, or the config.json of such a model.
+    CONFIG is the config.json of a language model, or a name such as llama3-70b, mixtral-8x7b, qwen3-235b-a22b, deepseek-v3,
+    kimi-k2, gpt-oss-120b, glm-4.5, llama4-scout-17b-16e or gemma-3-27b. Keys that are not understood are refused.
     \b
     Examples:
       gplan layout llama-3-70b --gpus 64 --hardware h100 --batch-size 1024

@@ -10,7 +10,7 @@ import pytest
 from gplan.core import Link
 from gplan.cost.stage_table import StageTable
 from gplan_profiler.analytic.collectives import collective_s, pipeline_link
-from gplan_profiler.analytic.decoder_config import Widths, load_decoder
+from gplan_profiler.analytic.decoder_config import BlockKind, Widths, load_decoder
 from gplan_profiler.analytic.decoder_kernels import LayerKernels
 from gplan_profiler.analytic.decoder_profile import DecoderProfile
 from gplan_profiler.analytic.hardware import CollectiveRate, load_hardware
@@ -60,7 +60,7 @@ def test_stages_are_neighbours_in_a_node_or_across() -> None:
 
 def block_exchanges(trainer: object, **widths: int) -> list[tuple[str, str, int]]:
     kernels = LayerKernels(load_decoder("llama3-8b"), Widths(**widths), 1, False, trainer)  # type: ignore[arg-type]
-    block = kernels.block("", is_sparse=False)
+    block = kernels.block("", BlockKind())
     return [(x.kind, x.group, x.num_bytes) for kernel in block.kernels for x in kernel.before]
 
 

@@ -32,12 +32,28 @@ PUBLISHED = {  # parameters in billions, by the model cards; DeepSeek-V3's 671 a
     "qwen3-30b-a3b": 30.53,
     "qwen3-235b-a22b": 235.09,
     "kimi-k2": 1026.5,
+    "gpt-oss-20b": 20.91,
+    "gpt-oss-120b": 116.83,
+    "qwen3-next-80b-a3b": 79.67,
+    "glm-4.5-air": 106.85,  # without the layer that predicts further
+    "glm-4.5": 352.80,
+    "llama4-scout-17b-16e": 107.77,
+    "llama4-maverick-17b-128e": 400.71,
+    "gemma-3-27b": 27.01,
+    "olmo-3-7b": 7.30,
+    "deepseek-v3.2": 671.88,
 }
 
 
 @pytest.mark.parametrize(("name", "billions"), PUBLISHED.items())
 def test_parameters_are_those_published(name: str, billions: float) -> None:
-    assert profile_of(name).num_parameters / 1e9 == pytest.approx(billions, rel=2e-3)
+    assert num_parameters(load_decoder(name))[0] / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+def test_models_are_found_by_their_ids() -> None:
+    assert load_decoder("deepseek-ai/DeepSeek-V3.2-Exp") == load_decoder("deepseek-v3.2") != load_decoder("deepseek-v3")
+    with pytest.raises(UsageError, match="no model is named deepseek-ai/DeepSeek-V2"):
+        load_decoder("deepseek-ai/DeepSeek-V2")
 
 
 def test_deepseek_has_671_billion_parameters_and_a_layer_that_predicts_further() -> None:
@@ -90,7 +106,7 @@ def test_a_config_file_is_read_with_other_values(tmp_path: Path) -> None:
         (
             "layer_types",
             ["full_attention", "mamba"],
-            "layer_types has mamba; expected chunked_attention or full_attention",
+            "layer_types speaks of linear attention or Mamba; expected full_attention, or a model_type with such layers",
         ),
     ):
         path.write_text(json.dumps({**config, key: value}))
@@ -186,6 +202,7 @@ SMALL = {
     "vocab_size": 99,
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GRANITE = {"num_local_experts": 0, "shared_intermediate_size": 128}
 
 
 @pytest.mark.parametrize(
@@ -225,18 +242,43 @@ def test_attention_to_a_window_is_counted_by_pairs_of_tokens(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("keys", "named"),
+    ("keys", "told"),
     [
-        ({"moe_every": 2, "n_expert_groups": 4}, "moe_every, n_expert_groups"),
-        ({"model_type": "qwen3_next", "linear_conv_kernel_dim": 4, "attn_output_gate": True}, "linear_conv_kernel_dim"),
-        ({"layers_block_type": ["mamba", "attention"]}, "layers_block_type"),
-        ({"hybrid_override_pattern": "M-M*"}, "hybrid_override_pattern"),
+        ({"moe_every": 2, "n_expert_groups": 4}, "has moe_every, n_expert_groups, .* not computed; remove them"),
+        ({"hc_mult": 4}, r"has hc_mult, .* not computed; remove it \(--set hc_mult=null\)"),
+        ({"gate": "swish", "fold": [2]}, "has gate, fold"),
+        ({"hybrid_override_pattern": "M-M*"}, "has hybrid_override_pattern"),
+        ({"layers_block_type": ["mamba", "attention"] * 3}, "layer_types speaks of linear attention"),
+        ({"layer_types": ["wavelet"] * 6}, "layer_types has wavelet; expected chunked_attention or full_attention"),
+        ({"linear_key_head_dim": 8}, "linear_key_head_dim speaks of linear attention"),
+        ({"index_topk": 64}, "index_topk is 64; expected a model_type with indexed attention"),
+        ({"model_type": "qwen3_next", "linear_conv_kernel_dim": 4}, "has no num_key_value_heads, head_dim, experts"),
+        (
+            {"model_type": "granitemoehybrid", "layer_types": ["mamba"] * 6, "mamba_d_conv": 4, **GRANITE},
+            "linear_num_key_heads.* missing",
+        ),
+        (
+            {"model_type": "mixtral", "num_key_value_heads": 2},
+            "has no experts; expected them in a model of the model_type mixtral",
+        ),
+        ({"model_type": "granitemoehybrid", "mamba_proj_bias": True}, "has mamba_proj_bias"),
+        ({"model_type": "minimax_m2", "use_qk_norm": False}, "has use_qk_norm"),
+        ({"model_type": "gpt_9"}, "has the model_type gpt_9, whose layers are not known; expected .* llama,"),
     ],
 )
-def test_keys_that_change_layers_are_refused(keys: dict[str, object], named: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **keys}))
-    with pytest.raises(FileError, match=f"has {named}.* not computed; remove"):
-        load_decoder(str(tmp_path / "config.json"))
+def test_keys_that_change_layers_are_refused(keys: dict[str, object], told: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SMALL, **keys}))
+    with pytest.raises(FileError, match=told):
+        load_decoder(str(path))
+
+
+def test_a_key_without_effect_is_set_to_null(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SMALL, "model_type": "gpt_9", "hc_mult": 1}))
+    changed = load_decoder(str(path), {"hc_mult": None, "model_type": "llama"})
+    path.write_text(json.dumps(SMALL))
+    assert changed == load_decoder(str(path))
 
 
 def test_experts_by_the_keys_of_ernie(tmp_path: Path) -> None:
@@ -264,11 +306,19 @@ def test_experts_are_divided_by_the_tensor_width(tensor: int) -> None:
 
 def test_keys_that_are_not_used_are_told(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    text = {**SMALL, "index_topk": 7, "attention_dropout": 0.1, "index_head_dim": None}
-    path.write_text(json.dumps({"model_type": "vision_thing", "text_config": text, "vision_config": {"depth": 3}}))
+    text = {
+        **SMALL,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "final_logit_softcapping": 7,
+        "attention_dropout": 0.1,
+        "index_head_dim": None,
+    }
+    path.write_text(
+        json.dumps({"model_type": "vision_thing", "mode": 3, "text_config": {**text, "model_type": "gemma2"}})
+    )
     assert load_decoder(str(path)).unused == (
-        "vision_config of the configuration is not used; layers are computed as without it",
-        "index_topk of the configuration is not used; layers are computed as without it",
-        "the layers of vision_thing are computed as those of Llama with the same keys",
+        "mode of the configuration is not used; layers are computed as without it",
+        "final_logit_softcapping of the configuration is not used; layers are computed as without it",
     )
     assert not any(load_decoder(name).unused for name in decoder_names())

@@ -1,81 +1,33 @@
 """The sizes of language models: the config.json of Hugging Face, or by name.
 
-A key that is neither used nor known to leave layers as they are is refused if it speaks of experts, layers or attention,
-and else named in `Decoder.unused`, and so in the profile's notes.
-Checked against the parameters of Hugging Face's own models of `FAMILIES`; another family is computed as a Llama, and a
-note says so.
+Keys are read, or refused, by `decoder_keys`; parameters are checked against Hugging Face's own models of each family.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from gplan.core.errors import FileError, UsageError
+from gplan_profiler.analytic.decoder_keys import decoder_values
 
 _TABLE = Path(__file__).with_name("decoders.toml")
 _SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size")
 _MOST_LAYERS = 10_000  # of a model; more would take all memory
 _KINDS = {
-    "layer_types": {"full_attention", "sliding_attention", "chunked_attention"},
+    "layer_types": {
+        "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "linear_attention", "mlp", "moe",
+    },
     "mlp_layer_types": {"dense", "sparse"},
-}
-
-_QWEN: dict[str, Any] = {"use_sliding_window": False}
-_GEMMA: dict[str, Any] = {"num_block_norms": 4, "tie_word_embeddings": True}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "mixtral": {},
-    "qwen2": {**_QWEN, "qkv_bias": True},
-    "qwen2_moe": {**_QWEN, "qkv_bias": True, "has_shared_gate": True},
-    "qwen3": {**_QWEN, "has_head_norms": True},
-    "qwen3_moe": {**_QWEN, "has_head_norms": True},
-    "llama4": {"n_shared_experts": 1, "attention_chunk_size": 8192, "full_attention_interval": 4},
-    "deepseek_v3": {},
-    "gpt_oss": {"attention_bias": True, "has_sinks": True, "has_expert_biases": True, "full_attention_interval": 2},
-    "gemma2": {**_GEMMA, "sliding_window": 4096, "full_attention_interval": 2},
-    "gemma3": {**_GEMMA, "sliding_window": 4096, "has_head_norms": True, "full_attention_interval": 6},
-}
-"""By `model_type`, without `_text`: what no key says, and keys whose default there is another one."""
-
-_SAME_KEY = {
-    "sliding_window_pattern": "full_attention_interval",
-    "no_rope_layer_interval": "full_attention_interval",
-    "experts_per_token": "num_experts_per_tok",
-    "num_mtp_layers": "num_nextn_predict_layers",
-    "moe_num_experts": "num_experts",
-    "moe_k": "num_experts_per_tok",
-    "moe_topk": "num_experts_per_tok",
-    "num_experts_per_token": "num_experts_per_tok",
-    "moe_num_shared_experts": "n_shared_experts",
-    "num_shared_experts": "n_shared_experts",
-    "moe_layer_start_index": "first_k_dense_replace",
-    "moe_layer_interval": "interleave_moe_layer_step",
-    "num_dense_layers": "first_k_dense_replace",
-}
-_NO_EFFECT = re.compile(  # on the weights of layers and their work
-    r".*(_token_ids?|_token_index|_dropout|_eps|_coef|_range|rope.*|_scal(e|ing|ar|ing_factor)|_map)|_.*|"
-    r"(torch_)?dtype|architectures|transformers_version|use_cache|hidden_act|hidden_activation|max_position_embeddings|"
-    r"pretraining_tp|norm_topk_prob|output_.*|return_dict|router_jitter_noise|n_group|topk_group|topk_method|scoring_func|"
-    r"seq_aux|aux_loss_alpha|ep_size|qk_head_dim|for_llm_compression|attn_temperature_tuning|floor_scale|"
-    r"swiglu_(alpha|limit)|initial_context_length|cache_implementation|chunk_size_feed_forward|"
-    r"is_encoder_decoder|id2label|label2id|problem_type|name_or_path|model_type|"
-    r".*(multiplier|jitter_noise|loss_weight|aux_loss.*|dropout.*|capacity.*)|attn_implementation|attn_scale|"
-    r"moe_use_aux_free|moe_norm_min"
-)
-_SMALL_EFFECT = re.compile(r".*(softcap|softcapping)|use_qk_norm|(vision|audio)_.*")  # named in a note
-_CHANGES_LAYERS = re.compile(  # a word of a key that probably changes what layers compute
-    r"(?:.*_)?(n?experts?|moe|n?layers?|blocks?|attn|attention|linear|conv\d?d?|mamba|ssm|mixer|hybrid|mlp|ffn|n?heads?|lora|"
-    r"latent|sparse|sliding|window|n_embd|rank)(?:_.*)?"
-)
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,14 +81,24 @@ class Widths:
         return self.ranks // (self.expert * self.of_expert)
 
 
+@dataclass(frozen=True, slots=True)
+class BlockKind:
+    """What a block computes."""
+
+    mixer: str = "full_attention"  # a kind of attention; "": none
+    feed: str = "dense"  # or "sparse", with experts; "": none
+    attended: float = 1.0  # share of all earlier tokens that a token attends to
+    is_rotary: bool = True  # whether positions rotate queries and keys
+
+
 class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes of a language model, by the names of Hugging Face configurations; 0 where a model has no such part."""
 
     hidden_size: int
     num_hidden_layers: int
-    intermediate_size: int
     num_attention_heads: int
     vocab_size: int
+    intermediate_size: int = 0  # 0 only where all blocks have experts of their own size
     num_key_value_heads: int = 0
     head_dim: int | None = None
     tie_word_embeddings: bool = False
@@ -162,28 +124,58 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     moe_layers: tuple[int, ...] | None = None
     mlp_layer_types: tuple[str, ...] = ()
     layer_types: tuple[str, ...] = ()
-    no_rope_layers: tuple[int, ...] = ()  # 0: without rotary positions, and with attention to all tokens
+    no_rope_layers: tuple[int, ...] = ()  # 0: without rotary positions; chunks are only attended to with them
+    no_rope_interval: int = 0  # one of so many layers is without rotary positions
     sliding_window: int = 0
     attention_chunk_size: int = 0
     use_sliding_window: bool = True
     max_window_layers: int = 0
-    full_attention_interval: int = 0  # 0: windows in all blocks
-    attention_bias: bool = False
+    full_attention_interval: int = 0  # 0: `other_attention` in all blocks
+    other_attention: str = ""  # of layers that are not full attention; "": by the window or the chunk that is given
+    moe_layer_end_index: int = _MOST_LAYERS
+    attention_bias: bool = False  # of all products of the attention
     qkv_bias: bool = False
+    attention_out_bias: bool = False
     mlp_bias: bool = False
+    lm_head_bias: bool = False
     num_block_norms: int = 2
+    norms_after: bool = False  # norms of the branches' results in place of their inputs
+    is_parallel: bool = False  # attention and perceptron read the same hidden states
+    has_one_part: bool = False  # a block is attention, a perceptron or experts
+    attn_output_gate: bool = False
     has_head_norms: bool = False  # of queries and keys
+    has_head_norm_weights: bool = True
+    heads_norm_apart: bool = False  # each head has its own weights
     has_sinks: bool = False
     has_expert_biases: bool = False
+    has_router_bias: bool = False
     has_shared_gate: bool = False
     is_gated: bool = True  # the perceptron: a gate times up; else up alone
     has_norm_biases: bool = False
+    has_norm_weights: bool = True
+    index_n_heads: int = 0  # of the indexer, that selects the tokens to attend to
+    index_head_dim: int = 0
+    index_topk: int = 0
+    linear_num_key_heads: int = 0  # of linear attention and Mamba-2, whose groups are key heads; 0: as attention
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0  # Mamba-2: of the state
+    linear_value_head_dim: int | Literal["auto"] = 0
+    linear_conv_kernel_dim: int = 0
+    linear_conv_bias: bool = False
+    linear_chunk: int = 64  # tokens that are computed at once
+    linear_num_decays: int = 0  # values that each head projects from the hidden states
+    linear_values_per_head: int = 0  # parameters of a head alone
+    linear_norms_apart: bool = False  # each head has its own weights
+    linear_is_delta: bool = False  # the delta rule: values are corrected by what the state holds
     learned_positions: int = 0
     unused: tuple[str, ...] = ()  # sentences on keys that were not used, and so may change what is computed
 
     def __post_init__(self) -> None:
+        has_own = self.moe_intermediate_size and all(
+            map(self.is_sparse, range(min(self.num_hidden_layers, _MOST_LAYERS)))
+        )
         for name in _SIZES:
-            if getattr(self, name) < 1:
+            if getattr(self, name) < 1 and not (name == "intermediate_size" and has_own):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         for name in self.__struct_fields__:
             if isinstance(value := getattr(self, name), int) and value < 0:
@@ -215,6 +207,34 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.num_attention_heads} heads share a hidden_size of {self.hidden_size}; expected no more heads than that"
             )
 
+        if self.mlp_bias and self.routed_experts:
+            raise ValueError("mlp_bias is true and there are experts; expected a model that has one of both")
+        kinds_found = {self._kind(i) for i in range(self.num_hidden_layers)}
+        if "indexed_attention" in kinds_found and not (self.index_topk and self.index_head_dim and self.q_lora_rank):
+            raise ValueError(
+                "layers have indexed_attention; expected index_topk, index_head_dim, index_n_heads, q_lora_rank"
+            )
+        if "moe" in kinds_found and not self.routed_experts:
+            raise ValueError("layer_types has moe, and there are no experts; expected n_routed_experts")
+        if not self.has_one_part and kinds_found & {"mlp", "moe"}:
+            raise ValueError(
+                "layer_types has mlp or moe; expected attention, but in Nemotron-H (model_type nemotron_h)"
+            )
+        linear = [x for x in self.__struct_fields__ if re.match(r"linear_(num|key|value|conv)", x) and getattr(self, x)]
+        if ("linear_attention" in kinds_found or linear) and not (self.linear_num_decays or self.linear_norms_apart):
+            raise ValueError(
+                f"{linear[0] if linear else 'layer_types'} speaks of linear attention or Mamba; expected full_attention, or a "
+                "model_type with such layers: granitemoehybrid, minimax, nemotron_h, qwen3_next, qwen3_5"
+            )
+        sizes = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+        missing = [x for x in sizes if not getattr(self, x)]
+        if "linear_attention" in kinds_found and self.linear_num_decays and missing:
+            raise ValueError(f"{', '.join(missing)} of linear attention or Mamba is missing; expected at least 1")
+        if self.index_topk and "indexed_attention" not in kinds_found:
+            raise ValueError(
+                f"index_topk is {self.index_topk}; expected a model_type with indexed attention, such as deepseek_v32"
+            )
+
     @property
     def routed_experts(self) -> int:
         """Experts of a layer that has them, of which each token takes a few."""
@@ -233,7 +253,8 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def dense_width(self) -> int:
         """The intermediate size of a block without experts."""
-        return self.intermediate_size_mlp or self.intermediate_size
+        shared = 0 if self.routed_experts else self.shared_expert_intermediate_size
+        return self.intermediate_size_mlp or shared or self.intermediate_size
 
     @property
     def shared_width(self) -> int:
@@ -270,27 +291,76 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         """The products of a block's attention, as (in, out)."""
         hidden = self.hidden_size
         if not self.kv_lora_rank:
-            return (hidden, self.query_width + 2 * self.key_width), (self.value_width, hidden)
+            queries = (1 + self.attn_output_gate) * self.query_width
+            return (hidden, queries + 2 * self.key_width), (self.value_width, hidden)
         expanded = self.num_attention_heads * (self.qk_nope_head_dim + self.v_head_dim)
-        queries = (
+        latent_queries = (
             [(hidden, self.q_lora_rank), (self.q_lora_rank, self.query_width)]
             if self.q_lora_rank
             else [(hidden, self.query_width)]
         )
         latent = (hidden, self.kv_lora_rank + self.qk_rope_head_dim)
-        return (*queries, latent, (self.kv_lora_rank, expanded), (self.value_width, hidden))
+        return (*latent_queries, latent, (self.kv_lora_rank, expanded), (self.value_width, hidden))
 
     @property
-    def block_values(self) -> int:
-        """Parameters of a block outside of matrices, without those of its perceptron: norms, biases and sinks."""
+    def attention_values(self) -> int:
+        """Parameters of a block's attention outside of matrices: norms, biases and sinks."""
         latent = self.kv_lora_rank and self.kv_lora_rank + self.q_lora_rank
-        biases = 0
+        biases = (self.attention_bias or self.attention_out_bias) * self.hidden_size
         if self.attention_bias and self.kv_lora_rank:
-            biases = self.q_lora_rank + self.kv_lora_rank + self.qk_rope_head_dim + self.hidden_size
+            biases += self.q_lora_rank + self.kv_lora_rank + self.qk_rope_head_dim
         elif self.attention_bias or self.qkv_bias:
-            biases = self.query_width + 2 * self.key_width + self.attention_bias * self.hidden_size
-        own = self.has_head_norms * 2 * self._head + self.has_sinks * self.num_attention_heads
-        return self.num_block_norms * (1 + self.has_norm_biases) * self.hidden_size + latent + biases + own
+            biases += self.attention_matrices[0][1]
+        norms = self.query_width + self.key_width if self.heads_norm_apart else 2 * self._head
+        own = self.has_head_norms * self.has_head_norm_weights * norms + self.has_sinks * self.num_attention_heads
+        return latent + biases + own
+
+    @property
+    def norm_values(self) -> int:
+        """Parameters of a norm of the hidden states."""
+        return (self.has_norm_weights + self.has_norm_biases) * self.hidden_size
+
+    @property
+    def index_matrices(self) -> tuple[tuple[int, int], ...]:
+        """The products of an indexer: queries from the latent ones, and one key with a weight for each head."""
+        size = self.index_head_dim
+        return (self.q_lora_rank, self.index_n_heads * size), (self.hidden_size, size + self.index_n_heads)
+
+    @property
+    def linear_heads(self) -> int:
+        """Heads of linear attention, each with its state."""
+        return self.linear_num_value_heads or self.num_attention_heads
+
+    @property
+    def linear_sizes(self) -> tuple[int, int]:
+        """Of a state of linear attention: key by value."""
+        width = self.linear_value_head_dim
+        value = 2 * self.hidden_size // self.linear_heads if width == "auto" else width or self._head
+        return self.linear_key_head_dim or self._head, value
+
+    @property
+    def linear_widths(self) -> tuple[int, int]:
+        """Of queries, keys and values together, and of the values, over all heads."""
+        key, value = self.linear_sizes
+        key_heads = self.linear_num_key_heads or self.linear_heads
+        return 2 * key_heads * key + self.linear_heads * value, self.linear_heads * value
+
+    @property
+    def linear_matrices(self) -> tuple[tuple[int, int], ...]:
+        """The products of linear attention: queries, keys, values, a gate and decays; and the output."""
+        joined, values = self.linear_widths
+        decays = self.linear_num_decays * self.linear_heads
+        return (self.hidden_size, joined + values + decays), (values, self.hidden_size)
+
+    @property
+    def linear_values(self) -> int:
+        """Parameters of linear attention outside of matrices: convolution, decays and norm."""
+        joined, values = self.linear_widths
+        convolution = joined * (
+            self.linear_conv_kernel_dim + (self.linear_conv_bias and self.linear_conv_kernel_dim > 0)
+        )
+        norm = values if self.linear_norms_apart else self.linear_sizes[1]
+        return convolution + self.linear_values_per_head * self.linear_heads + norm
 
     def is_sparse(self, block: int) -> bool:
         """Whether a block has experts."""
@@ -303,23 +373,48 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(self.moe_layer_freq, tuple):
             return bool(self.moe_layer_freq[block]) if self.moe_layer_freq[block:] else True
         is_dense = block < self.first_k_dense_replace or block in self.mlp_only_layers or block % self.moe_layer_freq
+        is_dense = is_dense or block > self.moe_layer_end_index
         return not (is_dense or (block + 1) % (self.decoder_sparse_step * self.interleave_moe_layer_step))
+
+    def _is_rotary(self, block: int) -> bool:
+        if self.no_rope_layers[block:]:
+            return bool(self.no_rope_layers[block])
+        return not self.no_rope_interval or (block + 1) % self.no_rope_interval > 0
+
+    def _kind(self, block: int) -> str:
+        """The kind of a block's layer; those after the last, which predict further, have full attention."""
+        other = self.other_attention or ("chunked_attention" if self.attention_chunk_size else "sliding_attention")
+        interval = self.full_attention_interval
+        if self.layer_types:
+            return self.layer_types[block] if self.layer_types[block:] else "full_attention"
+        if interval or other != "chunked_attention":
+            is_full = block < self.max_window_layers or (interval and not (block + 1) % interval)
+        else:
+            is_full = not self._is_rotary(block)
+        return "full_attention" if is_full else other
+
+    def block_kind(self, block: int, sequence: int) -> BlockKind:
+        """What a block computes for sequences of so many tokens."""
+        kind = self._kind(block)
+        feed = "sparse" if self.is_sparse(block) else "dense"
+        if self.has_one_part and block < self.num_hidden_layers:
+            feed = {"mlp": "dense", "moe": "sparse"}.get(kind, "")
+        mixer = "" if kind in ("mlp", "moe") else kind
+        return BlockKind(mixer, feed, self._attended(kind, sequence), self._is_rotary(block))
 
     def attended(self, block: int, sequence: int) -> float:
         """Which share of all earlier tokens a token of a block attends to, on average over a sequence."""
-        window = self.attention_chunk_size or (self.sliding_window if self.use_sliding_window else 0)
+        return self._attended(self._kind(block), sequence)
+
+    def _attended(self, kind: str, sequence: int) -> float:
+        window = {
+            "sliding_attention": self.sliding_window if self.use_sliding_window else 0,
+            "chunked_attention": self.attention_chunk_size,
+            "indexed_attention": self.index_topk,
+        }.get(kind, 0)
         if not 0 < window < sequence:
             return 1.0
-        if self.layer_types:
-            is_local = self.layer_types[block] != "full_attention"
-        elif self.no_rope_layers:
-            is_local = bool(self.no_rope_layers[block])
-        else:
-            interval = self.full_attention_interval
-            is_local = block >= self.max_window_layers and (not interval or (block + 1) % interval > 0)
-        if not is_local:
-            return 1.0
-        if self.attention_chunk_size:
+        if kind == "chunked_attention":
             chunks, rest = divmod(sequence, window)
             return (chunks * window**2 + rest**2) / sequence**2
         return 1 - (1 - window / sequence) ** 2
@@ -347,7 +442,7 @@ def _known_name(name: str) -> str:
 
     def plain(text: str) -> str:
         text = re.sub(
-            r"[^a-z0-9]", "", re.sub(r"-(instruct|base|chat|hf|v\d[\d.]*)\b", "", text.lower().split("/")[-1])
+            r"[^a-z0-9]", "", re.sub(r"-(instruct|base|chat|hf|it|pt|exp|v0[\d.]*)\b", "", text.lower().split("/")[-1])
         )
         return re.sub(r"^llama3[123](?=\d+b)", "llama3", text.removeprefix("meta"))
 
@@ -365,25 +460,26 @@ def load_decoder(name: str, settings: Mapping[str, Any] = MappingProxyType({})) 
         found: Any = {key: value for key, value in _known()[name].items() if key != "source"}
     elif path.suffix == ".json":
         try:
-            found = msgspec.json.decode(path.read_bytes())
-        except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
+            found = json.loads(path.read_bytes())  # accepts Infinity, which transformers writes
+        except (OSError, ValueError, RecursionError) as error:
             raise FileError(f"{path} cannot be read: {error}; expected the config.json of a model") from error
     else:
         raise UsageError(f"no model is named {name}; expected {', '.join(decoder_names())}, or a config.json")
-    if strange := [key for key in settings if key not in _KEYS]:
+    keys = {*_KEYS, "model_type"}
+    if strange := [key for key, value in settings.items() if key not in keys and value is not None]:
         raise UsageError(f"a decoder has no {strange[0]}; expected one of {', '.join(_KEYS)}")
+    if not isinstance(found, dict):
+        raise FileError(
+            f"{name} is no configuration of a decoder; expected an object with the keys of Llama: {', '.join(_SIZES)}"
+        )
     try:
-        described = _described(found)
-        if isinstance(described, dict) and (strange := described.pop("refused", [])):
-            raise FileError(
-                f"{name} has {', '.join(strange)}: layers with {'these keys' if strange[1:] else 'this key'} are not computed; remove "
-                "what leaves the layers as they are without it, or profile the model itself with gplan profile --device meta"
-            )
-        return msgspec.convert({**described, **settings}, Decoder)
-    except (msgspec.ValidationError, TypeError) as error:
+        return msgspec.convert(decoder_values(found, settings, _KEYS), Decoder)
+    except msgspec.ValidationError as error:
         raise FileError(
             f"{name} is no configuration of a decoder: {error}; expected the keys of Llama: {', '.join(_SIZES)}"
         ) from error
+    except ValueError as error:
+        raise FileError(f"{name} {error}") from error
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
@@ -400,21 +496,3 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
         except msgspec.DecodeError as error:
             raise UsageError(f"--set {text}: expected a key and a number, true or false") from error
     return found
-
-
-def _described(found: Any) -> Any:
-    """The keys of a Decoder: those of the language model in a larger one, with what its family adds. Null is a default."""
-    if not isinstance(found, Mapping):
-        return found
-    inner = found.get("text_config")
-    flat = {**found, **inner, "text_config": None} if isinstance(inner, Mapping) else found
-    flat = {_SAME_KEY.get(key, key): value for key, value in flat.items()}
-    family = str(flat.get("model_type") or "llama").removesuffix("_text")
-    unknown = [x for x, value in flat.items() if value and x not in _KEYS and not _NO_EFFECT.fullmatch(x)]
-    refused = [x for x in unknown if _CHANGES_LAYERS.fullmatch(x) and not _SMALL_EFFECT.fullmatch(x)]
-    not_used = [x for x in unknown if x not in refused]
-    notes = [f"{x} of the configuration is not used; layers are computed as without it" for x in not_used]
-    if family not in FAMILIES:
-        notes.append(f"the layers of {family} are computed as those of Llama with the same keys")
-    given = {**FAMILIES.get(family, {}), **{key: x for key, x in flat.items() if key in _KEYS}}
-    return {key: value for key, value in given.items() if value is not None} | {"unused": notes, "refused": refused}

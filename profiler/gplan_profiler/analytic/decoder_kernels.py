@@ -19,7 +19,7 @@ from math import prod
 
 from gplan.core import OperationKind, Work
 from gplan_profiler.analytic.collectives import Exchange, Group, exchange_s
-from gplan_profiler.analytic.decoder_config import Decoder, Widths
+from gplan_profiler.analytic.decoder_config import BlockKind, Decoder, Widths
 from gplan_profiler.analytic.hardware import ExchangeKind, Hardware, KernelName
 from gplan_profiler.analytic.roofline import Operation, operations_seconds, total_work
 from gplan_profiler.analytic.shapes import AttentionShape, Layout, MatmulShape
@@ -140,6 +140,17 @@ def _product(
 
 
 @dataclass(frozen=True, slots=True)
+class _Branch:
+    """A branch of a block without its norms."""
+
+    kernels: tuple[Kernel, ...]
+    matrices: tuple[tuple[int, int], ...]
+    values: int  # parameters outside of matrices, which are not divided
+    experts: int = 0  # parameters of the device's experts
+    routed: tuple[tuple[int, int], ...] = ()  # the matrices of one
+
+
+@dataclass(frozen=True, slots=True)
 class LayerKernels:
     """The layers of a decoder for one micro-batch, a tensor-parallel rank's share.
 
@@ -204,42 +215,73 @@ class LayerKernels:
             behind=self._exchanges("all_gather", whole),
         )
 
-    def block(self, name: str, *, is_sparse: bool, attended: float = 1.0) -> Part:
-        """Attention and a perceptron or experts, each added to the hidden states; attention to a share of earlier tokens."""
+    def block(self, name: str, kind: BlockKind) -> Part:
+        """Attention and a perceptron or experts, each with its norms, added to the hidden states."""
         model, split = self.decoder, self.widths.tensor
-        after = [self._norm(model.hidden_size, keeps=self.hidden_bytes)] * (model.num_block_norms > 2)
-        before = self._latent_products() if model.kv_lora_rank else self._direct_products()
-        projected = self._out_of(
-            self._linear(model.value_width, model.hidden_size, keeps=0, by_input=True), model.hidden_size
-        )
-        norm = self._norm(model.hidden_size)
-        attention = (norm, *before, self._core(attended), projected, *after, self._sum())
-        matrices, held = list(model.attention_matrices), model.block_values
-        experts, routed = 0, list[tuple[int, int]]()
-        if is_sparse:
-            own = model.expert_width // self.widths.of_expert
-            routed = [(model.hidden_size, 2 * own), (own, model.hidden_size)]
-            local = -(-model.routed_experts // self.widths.expert)
-            biases = (2 * own + model.hidden_size) * model.has_expert_biases
-            experts = local * (sum(map(prod, routed)) + biases)
-            held += (model.hidden_size + model.has_expert_biases) * model.routed_experts
-            held += model.hidden_size * model.has_shared_gate
-            matrices += self._gated(model.shared_width) if model.shared_width else []
-            gated = self._experts(local)
-        else:
-            held += (model.num_gates * model.dense_width + model.hidden_size) * model.mlp_bias
-            matrices += self._gated(model.dense_width)
-            gated = self._perceptron(model.dense_width)
-        perceptron = (self._norm(model.hidden_size, keeps=self.hidden_bytes), *gated, *after, self._sum())
+        found = [*([self._mixer(kind)] if kind.mixer else []), *([self._feed(kind)] if kind.feed else [])]
+        branches = [(*self._with_norms(x.kernels, is_first=not i), self._sum()) for i, x in enumerate(found)]
+        matrices = [y for x in found for y in x.matrices]
+        num_norms = len(found) * (model.num_block_norms // 2) or 1
         return Part(
             name=name,
-            kind="SparseBlock" if is_sparse else "DenseBlock",
-            kernels=(*attention, *perceptron),
-            branches=(len(attention), len(perceptron)),
-            parameters=held + sum(map(prod, matrices)) // split,
-            experts=experts,
-            weights=tuple({*((a, b // split) for a, b in matrices), *routed}),
+            kind={"sparse": "SparseBlock", "dense": "DenseBlock"}.get(kind.feed, "AttentionBlock"),
+            kernels=tuple(y for x in branches for y in x),
+            branches=tuple(map(len, branches)),
+            parameters=num_norms * model.norm_values + sum(x.values for x in found) + sum(map(prod, matrices)) // split,
+            experts=sum(x.experts for x in found),
+            weights=tuple({*((a, b // split) for a, b in matrices), *(y for x in found for y in x.routed)}),
             output=self.hidden_bytes,
+        )
+
+    def _with_norms(self, kernels: tuple[Kernel, ...], *, is_first: bool) -> tuple[Kernel, ...]:
+        """A branch with the norms of its input and its result; the block's input is kept by the layer before."""
+        model = self.decoder
+        reads_input = is_first or model.is_parallel
+        norm = self._norm(model.hidden_size, keeps=0 if reads_input else self.hidden_bytes)
+        behind = [self._norm(model.hidden_size, keeps=self.hidden_bytes)] * (
+            model.num_block_norms > 2 or model.norms_after
+        )
+        if not model.norms_after and (is_first or model.num_block_norms > 1):
+            return (norm, *kernels, *behind)
+        if reads_input:  # its first kernel reads what is kept already
+            kernels = (replace(kernels[0], keeps=kernels[0].keeps - self.hidden_bytes), *kernels[1:])
+        return (*kernels, *behind)
+
+    def _mixer(self, kind: BlockKind) -> _Branch:
+        """Attention of a kind, or linear attention."""
+        model = self.decoder
+        if kind.mixer == "linear_attention":
+            return _Branch(self._linear_attention(), model.linear_matrices, model.linear_values)
+        before = self._latent_products() if model.kv_lora_rank else self._direct_products(is_rotary=kind.is_rotary)
+        matrices, values = model.attention_matrices, model.attention_values
+        if kind.mixer == "indexed_attention":
+            before, matrices = (*before, *self._index(kind.attended)), (*matrices, *model.index_matrices)
+            values += 2 * model.index_head_dim
+        value = self._bytes(model.value_width)
+        gate = Kernel(
+            forward=_moved("pointwise", 3 * value), backward=_moved("pointwise", 5 * value), keeps=2 * value, makes=value,
+            input_gradient=2 * value,
+        )  # fmt: skip
+        projected = self._linear(model.value_width, model.hidden_size, keeps=0, by_input=True)
+        core = (self._core(kind.attended), *[gate] * model.attn_output_gate)
+        return _Branch((*before, *core, self._out_of(projected, model.hidden_size)), matrices, values)
+
+    def _feed(self, kind: BlockKind) -> _Branch:
+        """A perceptron, or experts with a router."""
+        model, hidden = self.decoder, self.decoder.hidden_size
+        if kind.feed == "dense":
+            values = (model.num_gates * model.dense_width + hidden) * model.mlp_bias
+            return _Branch(self._perceptron(model.dense_width), tuple(self._gated(model.dense_width)), values)
+        own = model.expert_width // self.widths.of_expert
+        routed = ((hidden, model.num_gates * own), (own, hidden))
+        local = -(-model.routed_experts // self.widths.expert)
+        biases = (model.num_gates * own + hidden) * model.has_expert_biases
+        return _Branch(
+            kernels=self._experts(local),
+            matrices=tuple(self._gated(model.shared_width)) if model.shared_width else (),
+            values=(hidden + model.has_router_bias) * model.routed_experts + hidden * model.has_shared_gate,
+            experts=local * (sum(map(prod, routed)) + biases),
+            routed=routed,
         )
 
     def embedding(self) -> Part:
@@ -266,7 +308,7 @@ class LayerKernels:
     def prediction(self, name: str) -> Part:
         """A block after a projection of the hidden states beside the next token's embedding, both normalized."""
         model = self.decoder
-        block = self.block(name, is_sparse=model.is_sparse(model.num_hidden_layers))
+        block = self.block(name, model.block_kind(model.num_hidden_layers, self.widths.sequence_length))
         hidden = model.hidden_size
         joined = (*[self._norm(hidden)] * 2, self._linear(2 * hidden, hidden, keeps=self._bytes(2 * hidden)))
         return replace(
@@ -274,7 +316,7 @@ class LayerKernels:
             kind="MultiTokenPrediction",
             kernels=(*joined, *block.kernels),
             branches=(len(joined) + block.branches[0], block.branches[1]),
-            parameters=block.parameters + 2 * hidden * hidden // self.widths.tensor + 3 * hidden,
+            parameters=block.parameters + 2 * hidden * hidden // self.widths.tensor + 3 * model.norm_values,
         )
 
     def head(self) -> Part:
@@ -307,7 +349,7 @@ class LayerKernels:
             name="model.norm..lm_head",
             kind="Head",
             kernels=(self._norm(model.hidden_size), *[layer, loss] * passes),
-            parameters=model.hidden_size * (1 + model.has_norm_biases) + (0 if model.tie_word_embeddings else table),
+            parameters=model.norm_values + model.lm_head_bias * output[1] + (0 if model.tie_word_embeddings else table),
         )
 
     def _gated(self, width: int) -> list[tuple[int, int]]:
@@ -358,18 +400,18 @@ class LayerKernels:
             beside=beside,
         )
 
-    def _direct_products(self) -> tuple[Kernel, ...]:
+    def _direct_products(self, *, is_rotary: bool) -> tuple[Kernel, ...]:
         """One product; queries are copied out of its result, queries and keys normalized and rotated, values copied."""
         model = self.decoder
         query, keys = self._bytes(model.query_width), self._bytes(model.key_width)
         product = self._into(
-            self._linear(model.hidden_size, model.query_width + 2 * model.key_width, keeps=self.hidden_bytes),
+            self._linear(*model.attention_matrices[0], keeps=self.hidden_bytes),
             model.hidden_size,
         )
-        moved = _moved("pointwise", 2 * query, 2 * query, 2 * keys, 2 * keys)
+        rotated = [2 * query, 2 * keys] * is_rotary
         rotation = Kernel(
-            forward=moved,
-            backward=_moved("pointwise", 2 * query, 2 * keys, 2 * (query + 2 * keys)),
+            forward=_moved("pointwise", 2 * query, *rotated, 2 * keys),
+            backward=_moved("pointwise", *rotated, 2 * (query + 2 * keys)),
             makes=query + 2 * keys,
             input_gradient=query + 2 * keys,
         )
@@ -402,6 +444,71 @@ class LayerKernels:
         moved = _moved("pointwise", 2 * query, 2 * query, 2 * query, 2 * value)  # rotated, and joined to whole heads
         joined = Kernel(forward=moved, backward=moved, makes=2 * query + value, input_gradient=2 * query + value)
         return (*queries, *keys, joined)
+
+    def _index(self, attended: float) -> tuple[Kernel, ...]:
+        """The indexer: scores of all earlier tokens, of which the largest are attended to; trained on those alone."""
+        model = self.decoder
+        width, keys = model.index_n_heads * model.index_head_dim, model.index_head_dim + model.index_n_heads
+        pairs = self.tokens * self.widths.sequence_length // 2  # causal
+        flops = 2 * pairs * width // self.widths.tensor
+        read = self._bytes(width) + ELEMENT * self.tokens * keys
+        works = [
+            Work(kind="attention", num_operations=1, num_flops=round(share * flops), num_bytes=size)
+            for share, size in ((1.0, read), (2 * attended, 2 * read))
+        ]
+        selected = _moved("reduction", 4 * pairs, 4 * pairs)  # float32 scores, written and read
+        scores = Kernel(
+            forward=(Operation(work=works[0]), *selected), backward=(Operation(work=works[1]),), keeps=read, makes=4 * pairs,
+            input_gradient=read,
+        )  # fmt: skip
+        return *(self._linear(*x, keeps=0) for x in model.index_matrices), scores
+
+    def _linear_attention(self) -> tuple[Kernel, ...]:
+        """Gated DeltaNet, lightning attention or Mamba-2, whose recurrence is computed by chunks of tokens.
+
+        Within a chunk as causal attention; between chunks each head reads and updates its state of key by value. The
+        delta rule also solves a triangular system for each chunk. The backward computes states again.
+        """
+        model = self.decoder
+        joined, values = (self._bytes(x) for x in model.linear_widths)
+        key, value = model.linear_sizes
+        heads, chunk = model.linear_heads, model.linear_chunk
+        scores = chunk * key * (model.linear_num_key_heads or heads)
+        flops = scores + heads * (chunk * value + 4 * key * value)
+        if model.linear_is_delta:
+            flops += heads * (2 * chunk * key + chunk * value + chunk**2 // 3 + 2 * key * value)
+        states = self._bytes(2 * heads * key * value / chunk)  # written and read
+        works = [
+            Work(kind="attention", num_operations=1, num_flops=round(x * flops * self.tokens) // self.widths.tensor,
+                 num_bytes=size)
+            for x, size in ((1.0, joined + values + states), (2.5, 2 * (joined + values + states)))
+        ]  # fmt: skip
+        convolution = Kernel(
+            forward=_moved("pointwise", 2 * joined), backward=_moved("pointwise", 4 * joined), keeps=joined, makes=joined,
+            input_gradient=joined,
+        )  # fmt: skip
+        ring = self.widths.context  # ranks that divide the sequence hand their states on
+        handed = self._exchanges(
+            "all_gather",
+            (ring > 1) * 4 * ring * self.microbatch_size * heads * key * value // self.widths.tensor,
+            group="context",
+        )
+        core = Kernel(
+            forward=(Operation(work=works[0]),), backward=(Operation(work=works[1]),), before=handed, behind=handed,
+            keeps=joined + values, makes=values, input_gradient=joined,
+        )  # fmt: skip
+        norm = Kernel(  # of the result, times the gate
+            forward=_moved("normalization", 3 * values), backward=_moved("normalization", 5 * values), keeps=2 * values,
+            makes=values, input_gradient=2 * values,
+        )  # fmt: skip
+        inner, outer = model.linear_matrices
+        return (
+            self._into(self._linear(*inner, keeps=self.hidden_bytes), model.hidden_size),
+            *[convolution] * (model.linear_conv_kernel_dim > 0),
+            core,
+            norm,
+            self._out_of(self._linear(*outer, keeps=0, by_input=True), model.hidden_size),
+        )
 
     def _core(self, attended: float) -> Kernel:
         """Causal attention to a share of the earlier tokens; with sums over keys in float32."""

@@ -64,10 +64,10 @@ class DecoderProfile:
             model, self.widths, microbatch_size, self.fuses_cross_entropy, self.trainer, self.products
         )
         sequence = self.widths.sequence_length
-        looks = [(model.is_sparse(i), model.attended(i, sequence)) for i in range(model.num_hidden_layers)]
-        made = {x: kernels.block("", is_sparse=x[0], attended=x[1]) for x in set(looks)}
+        kinds = [model.block_kind(i, sequence) for i in range(model.num_hidden_layers)]
+        made = {x: kernels.block("", x) for x in set(kinds)}
         blocks = [
-            replace(made[x], name=f"model.layers.{i}", is_recomputed=i in self.recomputed) for i, x in enumerate(looks)
+            replace(made[x], name=f"model.layers.{i}", is_recomputed=i in self.recomputed) for i, x in enumerate(kinds)
         ]
         further = [kernels.prediction(f"mtp.{i}") for i in range(model.num_nextn_predict_layers)]
         return (kernels.embedding(), *blocks, *further, kernels.head())
@@ -235,7 +235,7 @@ def _empty_gradients(parts: tuple[Part, ...]) -> list[SharedWeight]:
 def num_parameters(decoder: Decoder) -> tuple[int, int]:
     """Parameters of a model, and those that a token uses, without multi-token prediction."""
     kernels = LayerKernels(decoder, Widths(), 1, fuses_cross_entropy=False)
-    blocks = [kernels.block("", is_sparse=decoder.is_sparse(i)) for i in range(decoder.num_hidden_layers)]
+    blocks = [kernels.block("", decoder.block_kind(i, 1)) for i in range(decoder.num_hidden_layers)]
     table = decoder.vocab_size * decoder.hidden_size * decoder.ties_embedding
     whole = [kernels.embedding(), *blocks, kernels.head()]
     experts = sum(x.experts for x in blocks)
@@ -264,6 +264,7 @@ def check_widths(decoder: Decoder, widths: Widths) -> None:
     """Raise UsageError for widths that do not divide a model."""
     for what, count, width in (
         ("heads", decoder.num_attention_heads, widths.tensor),
+        ("linear attention heads", decoder.linear_num_value_heads, widths.tensor),
         ("experts", decoder.routed_experts, widths.expert),
         ("tokens of a sequence", widths.sequence_length, widths.context * widths.tensor),
     ):

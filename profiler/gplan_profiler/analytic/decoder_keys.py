@@ -1,0 +1,171 @@
+"""The keys of a Hugging Face config.json as those of `Decoder`: other names, defaults of families, and keys that change nothing.
+
+What a family adds to the layers of Llama stands in families.toml. A key that is neither read nor known to leave layers as
+they are is refused, and so is an unknown family; what has a small effect, or is no part of the language model, is named in
+a note. Sources: the configuration and model classes of Hugging Face's transformers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+_TABLE = Path(__file__).with_name("families.toml")
+_RULES = ("like", "same_keys", "ignored", "neutral", "needs", "when", "defaults", "intermediate_ratio")
+
+_SAME_KEY = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "num_layers": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "sliding_window_pattern": "full_attention_interval",
+    "no_rope_layer_interval": "no_rope_interval",
+    "experts_per_token": "num_experts_per_tok",
+    "num_mtp_layers": "num_nextn_predict_layers",
+    "moe_num_experts": "num_experts",
+    "moe_k": "num_experts_per_tok",
+    "moe_topk": "num_experts_per_tok",
+    "num_experts_per_token": "num_experts_per_tok",
+    "moe_num_shared_experts": "n_shared_experts",
+    "num_shared_experts": "n_shared_experts",
+    "moe_layer_start_index": "first_k_dense_replace",
+    "moe_layer_interval": "interleave_moe_layer_step",
+    "num_dense_layers": "first_k_dense_replace",
+    "layers_block_type": "layer_types",
+}
+_LAYER_KINDS = {  # other names in layer_types
+    "attention": "full_attention",
+    "mamba": "linear_attention",
+    "*": "full_attention",
+    "M": "linear_attention",
+    "-": "mlp",
+    "E": "moe",
+    0: "linear_attention",
+    1: "full_attention",
+}
+_NO_EFFECT = re.compile(  # on the weights of layers and their work
+    r"_.*|architectures|auto_map|(torch_)?dtype|(transformers|unsloth|adapter_transformers)_version|model_type|name_or_path|"
+    r"(bos|eos|pad|sep|cls|mask|unk|eod|im_start|im_end|image|video|audio|boi|eoi|decoder_start)_token(_id|_ids|_index)?|"
+    r"[a-z_]*_token_(id|index)|(id2label|label2id|problem_type|finetuning_task|task_specific_params|return_dict)|"
+    r"use_cache|use_return_dict|is_(encoder_decoder|decoder)|output_(attentions|hidden_states|router_logits)|torchscript|"
+    r"(hidden|mlp_hidden|ffn)_act|hidden_activation|activation_function|pretraining_tp|tp_plan|ep_size|cache_implementation|"
+    r"chunk_size_feed_forward|tokenizer_class|prefix|use_flash_attn|use_bfloat16|fp32_[a-z_]*|attn_implementation|gradient_checkpointing|"
+    r"(original_|initial_)?(max_position_embeddings|context_length)|model_max_length|max_sequence_length|max_window_size|seq_length|"
+    r"rope_(theta|scaling|parameters|type|ratio|local_base_freq|interleave|interleaved|traditional)|layer_rope_theta|"
+    r"rotary_(dim|pct|emb_base|base)|partial_rotary_factors?|use_rotary_pos_emb|mrope_[a-z_]*|apply_yarn_scaling|"
+    r"(rms_|layer_|layer_?norm_|norm_|rmsnorm_)?(eps|epsilon)|(rms_norm|layer_norm|layernorm)_(eps|epsilon)|"
+    r"initializer_(range|factor|cutoff_factor)|init_(method|std)|embedding_initializer_range|"
+    r"([a-z]+_)?(dropout|pdrop)(_prob|_rate)?|(router_)?jitter_noise|(router|input)_jitter_noise|"
+    r"(router_aux_loss|aux_loss|router_z_loss|z_loss|moe_aux_loss|output_router)(_coef|_alpha|_weight)?|aux_loss_alpha|seq_aux|"
+    r"(embedding|residual|attention|logits|lm_head|key|ssm_in|ssm_out)_multipliers?|(logits|logit|routed|attn|embedding)_scal(e|ing)(_factor)?|"
+    r"routed_scaling_factor|query_pre_attn_scalar|attn_scale|floor_scale|attn_temperature_tuning|"
+    r"norm_topk_prob|n_group|topk_group|topk_method|scoring_func|moe_(use_aux_free|norm_min|gate|router_[a-z]*_func)|"
+    r"moe_router_(topk_scaling_factor|score_function|use_sigmoid|bias_update_speed)|moe_(expert_)?capacity[a-z_]*|num_expert_group|"
+    r"qk_head_dim|swiglu_(alpha|limit)|for_llm_compression|time_step_(limit|min|max|floor|rank)|attention_(probs_)?dropout|"
+    r"(num_)?logits_to_keep|use_bidirectional_attention|mamba_expand|is_llama_config|tf_legacy_loss|use_mambapy|"
+    r"torch_dtype|architecture|quantization_config|pruned_heads|text_config|sub_configs"
+)
+_NOTED = re.compile(r"[a-z_]*softcap(ping)?|clip_qkv|(vision|audio|image|video|mm|projector|multimodal|spatial)_.*")
+
+
+@cache
+def families() -> dict[str, dict[str, Any]]:
+    """What a family adds to the layers of Llama, by its `model_type` without `_text`, with what it inherits."""
+    tables = msgspec.toml.decode(_TABLE.read_text(encoding="utf-8"), type=dict[str, dict[str, Any]])
+
+    def whole(name: str) -> dict[str, Any]:
+        own = tables[name]
+        base = whole(own["like"]) if "like" in own else {}
+        joined = {x: {**base.get(x, {}), **own.get(x, {})} for x in ("same_keys", "neutral")}
+        lists = {x: [*base.get(x, []), *own.get(x, [])] for x in ("ignored", "needs")}
+        return {**base, **own, **joined, **lists}
+
+    return {name: whole(name) for name in tables}
+
+
+def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The values of a `Decoder`, whose fields are `known`: those of the language model in a larger one. Null is a default.
+
+    `settings` replace keys of the file. Raises ValueError for a family or a key that is not understood.
+    """
+    inner = found.get("text_config")
+    inner = inner if isinstance(inner, Mapping) else {}
+    flat = {**found, **inner, **settings}
+    name = str(flat.get("model_type") or "llama")
+    family = families().get(name.removesuffix("_text"))
+    if family is None:
+        raise ValueError(
+            f"has the model_type {name}, whose layers are not known; expected {', '.join(sorted(families()))}, or one of these by "
+            '--set model_type="llama" where the layers are the same'
+        )
+    renamed = {**_SAME_KEY, **family["same_keys"]}
+    ignored, neutral = family["ignored"], family["neutral"]
+    values, notes, refused = dict[str, Any](), list[str](), list[str]()
+    for key, value in flat.items():
+        targets = renamed.get(key, key)
+        targets = [targets] if isinstance(targets, str) else targets
+        if key in ignored or value is None:
+            continue
+        if key in neutral:
+            if not {*(value if isinstance(value, list) else [value])} <= {*neutral[key]}:
+                refused.append(key)
+        elif targets[0] in known:
+            values.update(dict.fromkeys(targets, value))
+        elif value and not _NO_EFFECT.fullmatch(key):
+            is_outside = bool(inner) and key not in inner and key not in settings
+            (notes if is_outside or _NOTED.fullmatch(key) else refused).append(key)
+    if refused:
+        raise ValueError(
+            f"has {', '.join(refused)}, which may change what layers compute and {'are' if refused[1:] else 'is'} not computed; "
+            f"remove {'them' if refused[1:] else 'it'} (--set {refused[0]}=null) if the layers are those of {name} without, or "
+            "profile the model itself with gplan profile --device meta"
+        )
+    held = {*values, *(["experts"] if values.keys() & {"num_experts", "num_local_experts", "n_routed_experts"} else [])}
+    if missing := [x for x in family["needs"] if x not in held]:
+        raise ValueError(f"has no {', '.join(missing)}; expected them in a model of the model_type {name}")
+    given = {**{x: y for x, y in family.items() if x not in _RULES}, **values}
+    for conditions, follows in family.get("when", []):
+        own = {**family.get("defaults", {}), **{x: y for x, y in flat.items() if y is not None}}
+        if all(own.get(x) in allowed for x, allowed in conditions.items()):
+            given.update(follows)
+    if not given.get("intermediate_size") and "intermediate_ratio" in family:
+        given["intermediate_size"] = family["intermediate_ratio"] * given.get("hidden_size", 0)
+    unused = [f"{x} of the configuration is not used; layers are computed as without it" for x in notes]
+    return {x: _plain(x, y) for x, y in _with_kinds(given).items()} | {"unused": unused}
+
+
+def _with_kinds(given: dict[str, Any]) -> dict[str, Any]:
+    """Kinds of layers by their usual names, from a list or a pattern such as M-M* or LLLG."""
+    kinds, interval = given.get("layer_types"), given.get("full_attention_interval")
+    if isinstance(interval, str):
+        if interval != "L" * (len(interval) - 1) + "G":
+            raise ValueError(f"has the sliding_window_pattern {interval}; expected L for windows and one G at the end")
+        given["full_attention_interval"] = len(interval)
+    if kinds:
+        given["layer_types"] = [_LAYER_KINDS.get(x, x) for x in kinds]
+        given.setdefault("num_hidden_layers", len(kinds))
+    return given
+
+
+_LISTS = {
+    "layer_types",
+    "mlp_layer_types",
+    "moe_layer_freq",
+    "moe_layers",
+    "mlp_only_layers",
+    "no_rope_layers",
+    "unused",
+}
+
+
+def _plain(key: str, value: Any) -> Any:
+    """A number for each layer as one number, if all are equal."""
+    if key in _LISTS or not isinstance(value, list) or not value or any(x != value[0] for x in value):
+        return value
+    return value[0]
