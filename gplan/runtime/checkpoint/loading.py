@@ -143,7 +143,7 @@ def _check_precision(saved: CheckpointReader, state: RankState) -> None:
     """Raise FileError where the parameters are those of this model, stored in another dtype."""
     found = {name: saved.empty(("model", name)) for name in state.parameters if ("model", name) in saved.keys}
     pairs = [(was, state.parameters[name]) for name, was in found.items() if was is not None]
-    if len(pairs) != len(state.parameters) or any(was.shape != now.shape for was, now in pairs):
+    if not pairs or len(pairs) != len(state.parameters) or any(was.shape != now.shape for was, now in pairs):
         return
     before, after = (sorted({str(x.dtype).removeprefix("torch.") for x in side}) for side in zip(*pairs, strict=True))
     if before != after:
