@@ -331,9 +331,9 @@ def test_layout_of_a_known_model_in_one_command(here: Path, capsys: pytest.Captu
         "num_attention_heads": 4,
         "vocab_size": 99,
     }
-    Path("config.json").write_text(json.dumps({**sizes, "index_topk": 2}))
+    Path("config.json").write_text(json.dumps({**sizes, "attn_logit_softcapping": 2}))
     assert gplan_exits("layout", "config.json", "--pp", "2") == 0
-    assert "note: index_topk of the configuration is not used" in capsys.readouterr().err
+    assert "note: attn_logit_softcapping of the configuration is not used" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENT, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
          "first_k_dense_replace": 1, "index_topk": 64, "index_head_dim": 16, "index_n_heads": 4},
     ),
+    "DeepSeek-V2": (
+        "deepseek_v2",
+        {**LATENT, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1},
+    ),
+    "dots.llm1": (
+        "dots1",
+        {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 48,
+         "first_k_dense_replace": 1},
+    ),
+    "Nemotron-4": ("nemotron", {}),
+    "StableLM": ("stablelm", {**WHOLE, "use_qkv_bias": True}),
+    "EXAONE with experts": ("exaone_moe", {**WHOLE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
     "GLM-4": ("glm4", {"pad_token_id": 0}),
     "GLM-4.5": (
         "glm4_moe",

@@ -474,7 +474,7 @@ def load_decoder(name: str, settings: Mapping[str, Any] = MappingProxyType({})) 
         )
     try:
         return msgspec.convert(decoder_values(found, settings, _KEYS), Decoder)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, TypeError) as error:
         raise FileError(
             f"{name} is no configuration of a decoder: {error}; expected the keys of Llama: {', '.join(_SIZES)}"
         ) from error

@@ -113,7 +113,7 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
         if key in ignored or value is None:
             continue
         if key in neutral:
-            if not {*(value if isinstance(value, list) else [value])} <= {*neutral[key]}:
+            if any(x not in neutral[key] for x in (value if isinstance(value, list) else [value])):
                 refused.append(key)
         elif targets[0] in known:
             values.update(dict.fromkeys(targets, value))
@@ -147,8 +147,8 @@ def _with_kinds(given: dict[str, Any]) -> dict[str, Any]:
         if interval != "L" * (len(interval) - 1) + "G":
             raise ValueError(f"has the sliding_window_pattern {interval}; expected L for windows and one G at the end")
         given["full_attention_interval"] = len(interval)
-    if kinds:
-        given["layer_types"] = [_LAYER_KINDS.get(x, x) for x in kinds]
+    if isinstance(kinds, list | str) and kinds:
+        given["layer_types"] = [_LAYER_KINDS.get(x, x) if isinstance(x, str | int) else x for x in kinds]
         given.setdefault("num_hidden_layers", len(kinds))
     return given
 
