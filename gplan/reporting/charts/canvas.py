@@ -155,17 +155,20 @@ def legend(figure: Figure, handles: Sequence[Handle], *, most_in_a_row: int = 6)
 
 
 def end_of_name(name: str, longest: int) -> str:
-    """A name of at most `longest` characters: its last parts, which identify a layer, else its last characters.
+    """A name of at most `longest` characters: its last parts, else its last characters, with its last number before them.
 
     >>> end_of_name("transformer.blocks.10.mlp", 16), end_of_name("head", 9), end_of_name("multihead_attention", 9)
     ('…blocks.10.mlp', 'head', '…ttention')
+    >>> end_of_name("blocks.4.attention.query_key_value", 16)
+    '4…uery_key_value'
     """
     if len(name) <= longest:
         return name
     parts = name.split(".")
     tails = (".".join(parts[i:]) for i in range(1, len(parts)))
     tail = next((tail for tail in tails if len(tail) < longest), name[len(name) - longest + 1 :])
-    return f"…{tail}"
+    number = next((x for x in reversed(parts) if x.isdigit() and x not in tail.split(".")), "")
+    return f"{number}…{tail[-(longest - 1 - len(number)) :]}"
 
 
 def to_png(figure: Figure) -> bytes:
