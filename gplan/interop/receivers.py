@@ -475,16 +475,13 @@ def constraints_for(name: str, profile: Profile) -> Constraints:
 
 
 def check_granularity(name: str, model: ModelId, granularity: Granularity, layer: str) -> None:
-    """Raise UsageError for layers that are single operations, or parts of the modules between which a receiver cuts."""
+    """Raise UsageError for layers that are single operations or parts of the author's: receivers cut between modules."""
     title, again = receiver_named(name).title, "profile with --granularity layer and plan again"
-    single = [x.removesuffix("*").removesuffix(".") for x in model.divided if x.endswith("*")]
-    if granularity == "op" or single:
-        where = f"such as {layer}" if granularity == "op" else f"of {single[0] or 'the model itself'}"
-        raise UsageError(f"the plan cuts between operations, {where}; {title} cuts between modules; {again}")
-    if model.divided and receiver_named(name).cuts != "calls":
-        raise UsageError(
-            f"the layers are parts of {model.divided[0]} and others; {title} cuts between whole ones; {again}"
-        )
+    if granularity == "op":
+        raise UsageError(f"the plan cuts between operations, such as {layer}; {title} cuts between modules; {again}")
+    if model.divided:
+        first = model.divided[0].removesuffix("*").removesuffix(".") or "the model"
+        raise UsageError(f"the layers are parts of {first} and others; {title} cuts between whole modules; {again}")
 
 
 def check_weights(name: str, profile: Profile | None) -> None:

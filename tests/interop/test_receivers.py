@@ -34,6 +34,11 @@ def named_profile(plan: Plan) -> Profile:
     return profiled(plan.layer_names)
 
 
+def divided(profile: Profile) -> Profile:
+    """The profile, as if its layers were parts of blocks."""
+    return replace(profile, model=replace(profile.model, divided=("layers.0", "layers.1")))
+
+
 def language_model(num_blocks: int = 10, *, head_s: float = 4.0, path: str = "layers") -> Profile:
     """Embedding, equal blocks, norm and a head that takes longer than a block."""
     names = transformer(num_blocks, path=path)
@@ -162,6 +167,7 @@ def test_settings_that_a_receiver_has_not_are_named(receiver: str, settings: Pip
         ("torchtitan", profiled(["a.b.c", "d"]), "a.b.c is too deep"),
         ("torchgpipe", profiled("abc", shared_weights=(shared(0, 2),)), "untie it"),
         ("megatron", replace(profiled(transformer(2)), granularity="op"), "--granularity layer"),
+        ("pytorch", divided(profiled(transformer(2))), "parts of layers.0 and others; .* --granularity layer"),
     ],
 )
 def test_models_that_a_receiver_cannot_take_are_refused(receiver: str, profile: Profile, told: str) -> None:
