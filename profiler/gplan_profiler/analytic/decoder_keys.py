@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,9 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
     family = families().get(name.removesuffix("_text"))
     if family is None:
         raise ValueError(
-            f"has the model_type {name}, whose layers are not known; expected {', '.join(sorted(families()))}, or one of these by "
-            '--set model_type="llama" where the layers are the same'
+            f"has the model_type {name}, whose layers are not known; of the {len(families())} that are, these are spelt alike: "
+            f"{', '.join(get_close_matches(name, families(), n=5, cutoff=0.4)) or 'none'}; where the layers are the same as "
+            "those of one, name it with --set 'model_type=\"llama\"'"
         )
     renamed = {**_SAME_KEY, **family["same_keys"]}
     ignored, neutral = family["ignored"], family["neutral"]
