@@ -8,6 +8,7 @@ from typing import Any
 from gplan.core import Constraints, Plan, Profile
 from gplan.core.errors import UsageError
 from gplan.core.units import percent_text
+from gplan.interop.author_layers import author_layers, authored_profile
 from gplan.interop.layouts import read_layout
 from gplan.interop.receivers import constraints_for, indivisible, most_stages, receiver_named, settings_problem
 from gplan.partition.balance import alternative_of, best_plan, problem_of
@@ -29,8 +30,9 @@ class ForReceiver:
     @classmethod
     def of(cls, name: str, profile: Profile) -> ForReceiver:
         """The rules for a profile; raises UsageError for a model that the receiver cannot take."""
-        constraints, names = constraints_for(name, profile), [layer.name for layer in profile.layers]
-        most, why = most_stages(names, indivisible(name, names, profile))
+        constraints, whole = constraints_for(name, profile), authored_profile(profile)
+        names = [layer.name for layer in whole.layers]
+        most, why = most_stages(names, indivisible(name, names, whole))
         return cls(name=name, constraints=constraints, most_stages=most, why_no_more=why)
 
     def allows(self, setting: PipelineSetting) -> bool:
@@ -107,7 +109,9 @@ def import_plan(
     Raises UsageError for a layout that does not fit the profile, NoPlanError for one that does not fit the memory.
     """
     rules = ForReceiver.of(receiver, profile)
-    found = read_layout(layout, profile, receiver=receiver)
+    found = read_layout(layout, authored_profile(profile), receiver=receiver)
+    parts = author_layers([layer.name for layer in profile.layers], profile.model.divided)
+    found = replace(found, cuts=tuple(parts[x][1].start for x in found.cuts))
     for what, count in (("devices", num_devices), ("micro-batches", num_microbatches)):
         if count is not None and count < 1:
             raise UsageError(f"asked for {count} {what}; expected at least 1")

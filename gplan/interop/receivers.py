@@ -19,6 +19,7 @@ from gplan.core import RECOMPUTE_MODES, Constraints, Granularity, ModelId, Plan,
 from gplan.core.errors import UsageError
 from gplan.evaluate.replanning import setting_of
 from gplan.graph.layer_graph import LayerGraph
+from gplan.interop.author_layers import author_layers, authored_profile
 from gplan.schedules.registry import make_schedule, schedule_info
 from gplan.schedules.request import PipelineSetting
 
@@ -464,9 +465,12 @@ def is_remade(names: Sequence[str], value: Value) -> bool:
 def constraints_for(name: str, profile: Profile) -> Constraints:
     """What a receiver asks of the partition of a profile; raises UsageError for a model that it cannot take."""
     check_granularity(name, profile.model, profile.granularity, profile.layers[0].name)
-    names = [layer.name for layer in profile.layers]
-    check_weights(name, profile)
-    kept = dict.fromkeys((x.first, x.last) for x in indivisible(name, names, profile))
+    whole, names = authored_profile(profile), [layer.name for layer in profile.layers]
+    parts = [layers for _, layers in author_layers(names, profile.model.divided)]
+    check_weights(name, whole)
+    ranges = [(x.first, x.last) for x in indivisible(name, [layer.name for layer in whole.layers], whole)]
+    ranges += [(i, i) for i, layers in enumerate(parts) if len(layers) > 1]  # no layer is cut apart
+    kept = dict.fromkeys((parts[first].start, parts[last].stop - 1) for first, last in ranges)
     inner = {x for x in kept if any(x != y and y[0] <= x[0] and x[1] <= y[1] for y in kept)}
     return Constraints(
         keep_together=tuple((names[first], names[last]) for first, last in kept if (first, last) not in inner),
@@ -475,13 +479,14 @@ def constraints_for(name: str, profile: Profile) -> Constraints:
 
 
 def check_granularity(name: str, model: ModelId, granularity: Granularity, layer: str) -> None:
-    """Raise UsageError for layers that are single operations or parts of the author's: receivers cut between modules."""
+    """Raise UsageError for layers that are single operations."""
     title, again = receiver_named(name).title, "profile with --granularity layer and plan again"
     if granularity == "op":
         raise UsageError(f"the plan cuts between operations, such as {layer}; {title} cuts between modules; {again}")
-    if model.divided:
-        first = model.divided[0].removesuffix("*").removesuffix(".") or "the model"
-        raise UsageError(f"the layers are parts of {first} and others; {title} cuts between whole modules; {again}")
+    single = [x.removesuffix("*").removesuffix(".") for x in model.divided if x.endswith("*")]
+    if single:
+        where = single[0] or "the model itself"
+        raise UsageError(f"the plan cuts between operations of {where}; {title} cuts between modules; {again}")
 
 
 def check_weights(name: str, profile: Profile | None) -> None:

@@ -34,9 +34,10 @@ def named_profile(plan: Plan) -> Profile:
     return profiled(plan.layer_names)
 
 
-def divided(profile: Profile) -> Profile:
-    """The profile, as if its layers were parts of blocks."""
-    return replace(profile, model=replace(profile.model, divided=("layers.0", "layers.1")))
+def divided(names: list[str], *modules: str) -> Profile:
+    """A profile whose layers are parts of some modules."""
+    profile = profiled(names)
+    return replace(profile, granularity="auto", model=replace(profile.model, divided=modules))
 
 
 def language_model(num_blocks: int = 10, *, head_s: float = 4.0, path: str = "layers") -> Profile:
@@ -167,7 +168,7 @@ def test_settings_that_a_receiver_has_not_are_named(receiver: str, settings: Pip
         ("torchtitan", profiled(["a.b.c", "d"]), "a.b.c is too deep"),
         ("torchgpipe", profiled("abc", shared_weights=(shared(0, 2),)), "untie it"),
         ("megatron", replace(profiled(transformer(2)), granularity="op"), "--granularity layer"),
-        ("pytorch", divided(profiled(transformer(2))), "parts of layers.0 and others; .* --granularity layer"),
+        ("pytorch", divided(["stem", "h.0.a.linear"], "h.0.a.*"), "operations of h.0.a; .* --granularity layer"),
     ],
 )
 def test_models_that_a_receiver_cannot_take_are_refused(receiver: str, profile: Profile, told: str) -> None:
@@ -180,6 +181,29 @@ def test_more_stages_than_a_receiver_can_divide_are_refused_with_the_reason() ->
     rules = ForReceiver.of("torchtitan", tied)
     with pytest.raises(UsageError, match=r"2 stages, of this model at most 1: .* does not sum its gradients: untie it"):
         rules.check("1f1b", num_devices=2, num_microbatches=4, recompute="never")
+
+
+PARTS = ["stem", *(f"layers.{i}.{part}" for i in range(4) for part in ("attention", "mlp")), "norm", "head"]
+DIVIDED = tuple(f"layers.{i}" for i in range(4))
+
+
+def test_parts_of_a_divided_layer_stay_together() -> None:
+    profile = divided(PARTS, *DIVIDED)
+    found = best_for_receiver(profile, receiver="megatron", num_devices=2, num_microbatches=4)
+    assert all(cut % 2 for cut in found.cuts)  # between two blocks
+    text = export(found, to="megatron", profile=profile).text
+    assert "'Ett|ttL'" in text and "--num-layers 4" in text
+    back = import_plan(text, profile, receiver="megatron", num_microbatches=4)
+    assert back.cuts == found.cuts
+
+
+@pytest.mark.parametrize("receiver", ["torchtitan", "pytorch", "megatron"])
+def test_a_cut_inside_a_module_is_refused_with_the_remedy(receiver: str) -> None:
+    profile = divided(PARTS, *DIVIDED)
+    constraints = Constraints(cut_after=("layers.1.attention",))
+    plan = gplan.balance(profile, num_devices=2, num_microbatches=4, schedule="1f1b", constraints=constraints)
+    with pytest.raises(UsageError, match=rf"cuts layers.1 apart, before layers.1.mlp; .* again with --for {receiver}"):
+        export(plan, to=receiver, profile=profile)
 
 
 # Layouts read back

@@ -12,12 +12,13 @@ from dataclasses import replace
 
 from gplan.core import Plan, Profile
 from gplan.core.errors import UsageError
+from gplan.interop.author_layers import authored_plan, authored_profile
 from gplan.interop.export.layer_counts import to_deepspeed, to_inference, to_torchgpipe
 from gplan.interop.export.megatron import to_megatron, to_verl
 from gplan.interop.export.module_lists import to_automodel, to_torchtitan
 from gplan.interop.export.requirements import Export
 from gplan.interop.export.torch_pipelining import to_csv, to_pytorch
-from gplan.interop.receivers import RECEIVERS
+from gplan.interop.receivers import RECEIVERS, check_granularity
 
 
 def to_json(plan: Plan, profile: Profile | None) -> Export:
@@ -69,9 +70,11 @@ def export(plan: Plan, *, to: str, profile: Profile | None = None) -> Export:
     """The plan in the syntax of another project; raises UsageError for what that project cannot express."""
     if to not in FORMATS:
         raise UsageError(f"format {to!r} is not known; expected one of {', '.join(FORMATS)}")
-    made = FORMATS[to](plan, profile)
     if to not in RECEIVERS:
-        return made
+        return FORMATS[to](plan, profile)
+    check_granularity(to, plan.model, plan.granularity, plan.layer_names[0])
+    plan = authored_plan(plan, receiver=to, title=RECEIVERS[to].title)
+    made = FORMATS[to](plan, None if profile is None else authored_profile(profile))
     notes = [
         *made.notes,
         f"the format, not this plan, was checked with {RECEIVERS[to].checked_with}: {RECEIVERS[to].how}",
