@@ -129,7 +129,7 @@ class SettingBounds:
         def is_possible(x: float) -> bool:
             most = np.minimum(rho * x, memory_bytes / in_flight)
             used = np.concatenate([[0.0], np.cumsum(in_flight * most)])  # the devices with the fewest in flight first
-            most_kept = float((most * np.clip((left - used[:-1]) / (in_flight * most), 0.0, 1.0)).sum())
+            most_kept = float(np.clip((left - used[:-1]) / in_flight, 0.0, most).sum())
             if problem.recompute == "never":
                 return most_kept >= kept
             return problem.num_devices * x + saved_s * most_kept >= whole_s + whole_again_s
