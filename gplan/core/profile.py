@@ -210,6 +210,28 @@ class SharedWeight(Sharable):
         return self.updated_bytes
 
 
+OPERATIONS = ".*"
+"""After a module's path in `ModelId.divided`: the module's own operations are layers. The model itself is "*"."""
+
+
+def operations_entry(path: str) -> str:
+    """The entry of `ModelId.divided` for a module whose own operations are layers.
+
+    >>> operations_entry("blocks.3"), operations_entry("")
+    ('blocks.3.*', '*')
+    """
+    return f"{path}{OPERATIONS}".removeprefix(".")
+
+
+def modules_by_operation(divided: Sequence[str]) -> tuple[str, ...]:
+    """The modules whose own operations are layers, from `ModelId.divided`; the model itself is "".
+
+    >>> modules_by_operation(["*", "blocks.2", "blocks.3.*"])
+    ('', 'blocks.3')
+    """
+    return tuple(f".{x}".removesuffix(OPERATIONS).removeprefix(".") for x in divided if x.endswith("*"))
+
+
 MEGATRON_LM = "Megatron-LM"
 """The trainer of a computed profile, by its name among the versions."""
 

@@ -17,6 +17,7 @@ from typing import Literal
 
 from gplan.core import RECOMPUTE_MODES, Constraints, Granularity, ModelId, Plan, Profile, RecomputeMode, Value
 from gplan.core.errors import UsageError
+from gplan.core.profile import modules_by_operation
 from gplan.evaluate.replanning import setting_of
 from gplan.graph.layer_graph import LayerGraph
 from gplan.interop.author_layers import author_layers, authored_profile
@@ -483,8 +484,7 @@ def check_granularity(name: str, model: ModelId, granularity: Granularity, layer
     title, again = receiver_named(name).title, "profile with --granularity layer and plan again"
     if granularity == "op":
         raise UsageError(f"the plan cuts between operations, such as {layer}; {title} cuts between modules; {again}")
-    single = [x.removesuffix("*").removesuffix(".") for x in model.divided if x.endswith("*")]
-    if single:
+    if single := modules_by_operation(model.divided):
         where = single[0] or "the model itself"
         raise UsageError(f"the plan cuts between operations of {where}; {title} cuts between modules; {again}")
 
@@ -512,7 +512,6 @@ def check_plan(name: str, plan: Plan, profile: Profile | None) -> None:
     """Raise UsageError for a plan that a receiver cannot run, with the reason and what to do."""
     title = receiver_named(name).title
     check_order(plan, profile, title)
-    check_granularity(name, plan.model, plan.granularity, plan.layer_names[0])
     names = plan.layer_names
     kept = indivisible(name, names, profile)
     check_weights(name, profile)

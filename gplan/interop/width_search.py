@@ -69,10 +69,6 @@ class Found:
     plan: Plan
     profile: Profile
     receiver: str
-    is_exact: bool = (
-        False  # whether its cut is the best one, with all micro-batches; else even, with two for each device
-    )
-    further_s: float = 0.0  # of the micro-batches that are not in the plan
 
     @property
     def exported(self) -> Plan:

@@ -1,4 +1,4 @@
-"""What a user of a GPU is told: which device is measured, and why a GPU is not used. torch's answers are simulated."""
+"""Which device is measured, and the sentence where a GPU is not used; what torch says of GPUs is simulated."""
 
 from __future__ import annotations
 

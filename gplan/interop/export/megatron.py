@@ -72,7 +72,7 @@ def _widths(profile: Profile | None) -> list[tuple[str, str | int]]:
 
 
 def _switches(profile: Profile | None) -> list[str]:
-    """What the computed costs take for granted: the divided sequence, and the optimizer's state divided by replicas."""
+    """The flags without which the computed costs do not hold: sequence parallelism, and the distributed optimizer."""
     widths = computed_widths(profile)
     found = ["--sequence-parallel"] * (widths.get("tensor", 1) > 1)
     return found + ["--use-distributed-optimizer"] * (widths.get("data", 1) * widths.get("context", 1) > 1)

@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from gplan.core import Granularity
 from gplan.core.errors import ModelError, UsageError
 from gplan.core.precision import AS_MADE, Precision
+from gplan.core.profile import modules_by_operation
 from gplan_profiler.capture.authored_layers import unit_paths
 from gplan_profiler.capture.chain import AtLayer, Chain, Route, Tensors, TensorSpec, autocast
 from gplan_profiler.capture.division import MOST_LAYERS
@@ -158,7 +159,7 @@ def exported(
         split_regions(traced.graph, traced.module, model, units, traced.state)
         copies = repeat_state_readings(traced.graph, traced.state)
         inseparable = inseparable_operations(traced.graph, traced.state, model)
-        own = {x.removesuffix("*").removesuffix(".") for x in parts if x.endswith("*")}
+        own = modules_by_operation(parts)
         if granularity == "op" or own:
             operations = operations_of(traced.graph, model)
             groups = groups_by_operation(traced, model)

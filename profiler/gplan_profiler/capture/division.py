@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from gplan.core.profile import operations_entry
 from gplan_profiler.analytic.work_counter import WorkCounter
 from gplan_profiler.capture.authored_layers import PART, unit_paths
 from gplan_profiler.capture.trace import Trace, module_path
@@ -34,18 +35,10 @@ _LEAST_WORK = 1e7  # FLOPs, about a millisecond of a CPU's core
 _EQUAL = 0.99  # of another share, which counts as the same one
 
 
-def operations_of_path(path: str) -> str:
-    """The entry for a module whose own operations are layers.
-
-    >>> operations_of_path("blocks.3"), operations_of_path("")
-    ('blocks.3.*', '*')
-    """
-    return f"{path}.*".removeprefix(".")
-
-
 def divided(traced: Trace, model: nn.Module) -> tuple[str, ...]:
     """The modules of a traced model that must be divided, sorted; before any operation of the trace is replaced."""
     shares = _Shares.of(traced, model)
+    with_children = {path for path, x in model.named_modules() if any(True for _ in x.children())}
     found, tried = set[str](), set[str]()
     while True:
         units = {*unit_paths(model, found).values()} - {PART}
@@ -55,14 +48,13 @@ def divided(traced: Trace, model: nn.Module) -> tuple[str, ...]:
             break
         alike = {x for x in share if share[x] >= _EQUAL * largest}
         tried |= alike
-        more = found | {x for x in alike if any(True for _ in model.get_submodule(x).children())}
+        more = found | (alike & with_children)
         if shares.num_calls({*unit_paths(model, more).values()} - {PART}) <= MOST_LAYERS:
             found = more
     paths = unit_paths(model, found)
     outside = {path for path, _ in model.named_modules()} - paths.keys()
-    leaves = {x for x in tried & units if not any(True for _ in model.get_submodule(x).children())}
-    single = outside | leaves  # whose own operations are in no smaller module
-    own = {operations_of_path(x) for x in single if shares.of_own_operations(x) > LARGEST_SHARE}
+    single = outside | ((tried & units) - with_children)  # whose own operations are in no smaller module
+    own = {operations_entry(x) for x in single if shares.of_own_operations(x) > LARGEST_SHARE}
     if isinstance(model, nn.Sequential):  # whose children are layers as they are, also those that are lists
         found |= {x for x, _ in model.named_children() if x not in units and shares.of_module(x) > LARGEST_SHARE}
     return tuple(sorted(found | own))
