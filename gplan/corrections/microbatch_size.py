@@ -10,6 +10,7 @@ from gplan.core.layer_cost import LayerCost, Leftover, Timing
 from gplan.core.profile import Profile, ValueCost
 
 _NUMBERS = tuple(x.name for x in fields(LayerCost) if x.name.endswith("_bytes"))
+_FACTORS = tuple(x.name for x in fields(LayerCost) if x.type == "float")
 _TIMINGS = tuple(x.name for x in fields(LayerCost) if str(x.type).startswith("Timing"))
 
 
@@ -71,9 +72,9 @@ def _between(low: LayerCost, high: LayerCost, microbatch_size: int) -> LayerCost
     timings = {x: _timing_between(getattr(low, x), getattr(high, x), share) for x in _TIMINGS}
     return LayerCost(
         microbatch_size=microbatch_size,
-        contention=_mixed(low.contention, high.contention, share),
         leftovers=tuple(_leftovers_between(low.leftovers, high.leftovers, share)),
         **numbers,  # type: ignore[arg-type]
+        **{x: _mixed(getattr(low, x), getattr(high, x), share) for x in _FACTORS},
         **timings,  # type: ignore[arg-type]
     )
 

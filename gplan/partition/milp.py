@@ -450,8 +450,8 @@ class _LinearPart(_Formulation):
             loss_s = (whole_s - layers_s.sum()) * (k == self.stages[-1])
             return weighted([(scale, self.sum(k, layers_s)), ((costs.overhead_s + loss_s) * scale, 1)])
 
-        update = step.spread_s * min(1.0, step.contention) / profile.whole_update_amount * scale
-        fixed = step.fixed_part_s * min(1.0, step.contention) + costs.around_s * (k == 0)
+        update = step.spread_s / profile.whole_update_amount * scale
+        fixed = step.fixed_part_s + costs.around_s * (k == 0)
         halves: tuple[SecondsOf, ...] = ("input_gradient", "weight_gradient") if costs.sums.has_halves else ()
         return StageSeconds(
             forward_s=of_pass("forward"),

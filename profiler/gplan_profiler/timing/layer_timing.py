@@ -52,7 +52,7 @@ from gplan_profiler.timing.bench import (
     split_backward_obstacle,
 )
 from gplan_profiler.timing.clock import Clock, Samples
-from gplan_profiler.timing.neighbours import BESIDE_OTHERS, NEIGHBOUR_FAILED, contention, neighbours
+from gplan_profiler.timing.neighbours import BESIDE_OTHERS, NEIGHBOUR_FAILED, neighbours, slow_down
 from gplan_profiler.timing.rounds import NO_CORRECTIONS, Corrections, TimingRounds, corrections_of, net
 from gplan_profiler.torch_compat import pytree
 
@@ -315,7 +315,7 @@ def _layer_cost(
         first_backward=backward("first backward", corrections.backward_cut_s),
         input_gradient=first_half,
         weight_gradient=second_half,
-        contention=contention(pairs),
+        contention=slow_down(pairs),
         forward_work=total_work(analysis.forward) if analysis else (),
         backward_work=total_work(analysis.backward) if analysis else (),
         **memory.fields,

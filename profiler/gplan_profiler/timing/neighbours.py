@@ -1,4 +1,4 @@
-"""Processes that do the same work on the host's other cores, to measure contention for memory bandwidth and caches.
+"""Processes that do the same work on the host's other cores, to measure how much longer it takes beside them.
 
 Each neighbour is a fork of this process with its own weights and cores. It does the work once, so that it has its own
 copy of every page that the work writes. Then it is stopped (SIGSTOP). Inside `running` it repeats the work. It has one
@@ -22,7 +22,7 @@ from gplan_profiler.timing.clock import Samples
 
 BESIDE_OTHERS = " beside others"
 """Suffix of the names of samples while the neighbours compute."""
-NEIGHBOUR_FAILED = "a neighbour process failed: the measured contention is too low"
+NEIGHBOUR_FAILED = "a neighbour process failed: the measured slow-down is too low"
 _STUCK_S = 10.0  # without computing, before the first stop
 _POLL_S = 0.005
 _LEAD_S = 0.1
@@ -63,7 +63,7 @@ class Neighbours:
             os.kill(process_id, number)
 
 
-def contention(pairs: Sequence[tuple[Samples, Samples]]) -> float:
+def slow_down(pairs: Sequence[tuple[Samples, Samples]]) -> float:
     """The total time beside neighbours over the total time alone, by pairs (alone, beside); 1 if not measured."""
     alone_s, beside_s = (sum(x.timing().median_s for x in samples) for samples in zip(*pairs, strict=True))
     return max(1.0, beside_s / alone_s) if alone_s and beside_s else 1.0

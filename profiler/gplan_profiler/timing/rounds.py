@@ -1,6 +1,6 @@
 """Time layers in rounds: all layers forward, the loss, all layers backward, so that caches and clocks are as in a step.
 
-Each round also runs the user's model, all layers as one stage, and all layers beside other processes (contention). Every
+Each round also runs the user's model, all layers as one stage, and all layers beside other processes. Every
 other round runs a recomputed stage; the rounds between run a backward that creates gradients, and the two halves of a split
 backward. Sampling ends when the standard errors of every relevant median and of the sum of the layers are small.
 `Corrections` turns the time of a layer on its own into its time within a stage.
