@@ -23,7 +23,7 @@ from gplan.cli.arguments import (
 from gplan.cli.output import json_option, print_result, progress_bar
 
 if TYPE_CHECKING:
-    from gplan.core import Constraints, Pin
+    from gplan.core import Constraints
 
 
 def _count(_context: click.Context, _parameter: click.Parameter, text: str | None) -> int | str | None:
@@ -136,29 +136,18 @@ def balance(
 
 
 def _constraints(cut_after: Sequence[str], keep_together: Sequence[str], pin: Sequence[str]) -> Constraints:
-    from gplan.core import Constraints
-
-    return Constraints(
-        cut_after=tuple(cut_after),
-        keep_together=tuple(_pair(text) for text in keep_together),
-        pins=tuple(_pin(text) for text in pin),
-    )
-
-
-def _pair(text: str) -> tuple[str, str]:
+    from gplan.core import Constraints, Pin
     from gplan.core.errors import UsageError
 
-    first, dots, last = text.partition("..")
-    if not (first and dots and last):
-        raise UsageError(f"--keep-together {text}: expected two layers, such as --keep-together blocks.2..blocks.5")
-    return first, last
-
-
-def _pin(text: str) -> Pin:
-    from gplan.core import Pin
-    from gplan.core.errors import UsageError
-
-    layer, _, stage = text.rpartition("=")
-    if not layer or not stage.isdecimal():
-        raise UsageError(f"--pin {text}: expected a layer and a stage counted from 0, such as --pin head=3")
-    return Pin(layer=layer, stage=int(stage))
+    pairs, pins = list[tuple[str, str]](), list[Pin]()
+    for text in keep_together:
+        first, dots, last = text.partition("..")
+        if not (first and dots and last):
+            raise UsageError(f"--keep-together {text}: expected two layers, such as --keep-together blocks.2..blocks.5")
+        pairs.append((first, last))
+    for text in pin:
+        layer, _, stage = text.rpartition("=")
+        if not layer or not stage.isdecimal():
+            raise UsageError(f"--pin {text}: expected a layer and a stage counted from 0, such as --pin head=3")
+        pins.append(Pin(layer=layer, stage=int(stage)))
+    return Constraints(cut_after=tuple(cut_after), keep_together=tuple(pairs), pins=tuple(pins))

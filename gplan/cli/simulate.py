@@ -65,7 +65,8 @@ def simulate(
     from gplan.core.errors import UsageError
     from gplan.core.units import seconds_text
     from gplan.reporting.text.steps import plain_text, trial_view, trials_view
-    from gplan.schedules.registry import schedule_info
+    from gplan.schedules.custom import is_custom_order
+    from gplan.schedules.registry import every_schedule, schedule_info
     from gplan.simulation.schedule_trial import plan_trial
 
     name = schedule if schedule in (None, _ALL) else schedule_named(schedule)
@@ -83,7 +84,9 @@ def simulate(
         return _given_trial(name or _DEFAULT, num_devices, microbatches, given)
 
     if name == _ALL:
-        trials, left_out = _every(trial_of, _schedules(loaded))
+        names = every_schedule(1 if loaded is None else loaded.num_stages // loaded.num_devices)
+        own = [loaded.schedule] if loaded is not None and is_custom_order(loaded.schedule) else []
+        trials, left_out = _every(trial_of, [*names, *own])
         print_result(
             {"trials": trials, "left_out": left_out},
             lambda: trials_view(trials, left_out=left_out, time_text=time_text),
@@ -103,15 +106,6 @@ def _load_plan(path: Path, num_devices: int | None, given: Mapping[str, str]) ->
     for option in (*(["k"] if num_devices is not None else []), *given):
         raise UsageError(f"{path} has its own devices and costs; leave out --{option}, or the plan")
     return plan
-
-
-def _schedules(plan: Plan | None) -> list[str]:
-    """Every schedule, with as many stages per device as the plan if the number is free; and the plan's own order."""
-    from gplan.schedules.custom import is_custom_order
-    from gplan.schedules.registry import every_schedule
-
-    names = every_schedule(1 if plan is None else plan.num_stages // plan.num_devices)
-    return [*names, plan.schedule] if plan is not None and is_custom_order(plan.schedule) else names
 
 
 def _given_trial(name: str, num_devices: int | None, microbatches: int | None, given: Mapping[str, str]) -> Trial:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gplan.core import LayerCost, Profile, StepCost
+from gplan.core import LayerCost, Profile
 
 
 def beside_each_other(profile: Profile, *, num_devices: int) -> Profile:
@@ -26,8 +26,12 @@ def beside_each_other(profile: Profile, *, num_devices: int) -> Profile:
         update_contention=1.0,
         tied_update_s=_tied_update_s(profile, num_devices),
     )
-    longer = profile.with_costs(lambda cost: _lengthened(cost, share))
-    return replace(longer, step=step, num_neighbours=0, shares_host=True)
+
+    def lengthened(cost: LayerCost) -> LayerCost:
+        by = _factor(cost.contention, share)
+        return replace(cost.corrected(forward=by, backward=by, recompute=by), contention=1.0)
+
+    return replace(profile.with_costs(lengthened), step=step, num_neighbours=0, shares_host=True)
 
 
 def without_contention(profile: Profile) -> Profile:
@@ -54,11 +58,6 @@ def _factor(contention: float, share: float) -> float:
     return 1.0 + (contention - 1.0) * share
 
 
-def _lengthened(cost: LayerCost, share: float) -> LayerCost:
-    by = _factor(cost.contention, share)
-    return replace(cost.corrected(forward=by, backward=by, recompute=by), contention=1.0)
-
-
 def _tied_update_s(profile: Profile, num_devices: int) -> float:
     """Seconds that an update takes longer beside that of another device which holds one of the stage's weights.
 
@@ -66,15 +65,10 @@ def _tied_update_s(profile: Profile, num_devices: int) -> float:
     share of the updates of all devices. Every device that can hold a shared weight updates it; of several replicas one
     counts.
     """
-    step = profile.step
+    step, held = profile.step, (*profile.layers, *profile.shared_weights)
     together = _factor(step.update_contention, _share(min(1, num_devices - 1), profile.num_neighbours))
-    return max(0.0, together - 1.0) * _shorter_update_s(profile, step, num_devices)
-
-
-def _shorter_update_s(profile: Profile, step: StepCost, num_devices: int) -> float:
-    held = (*profile.layers, *profile.shared_weights)
-    again = (
-        (min(num_devices, len(x.layers)) - 1) * x.update_amount for x in profile.shared_weights
-    )  # by the other devices that have them
+    # by the other devices that have shared weights
+    again = ((min(num_devices, len(x.layers)) - 1) * x.update_amount for x in profile.shared_weights)
     amount = max(0.0, sum(x.update_amount for x in held)) + sum(again)
-    return step.spread_s * amount / profile.whole_update_amount / num_devices
+    shorter_s = step.spread_s * amount / profile.whole_update_amount / num_devices
+    return max(0.0, together - 1.0) * shorter_s

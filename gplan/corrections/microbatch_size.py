@@ -74,7 +74,7 @@ def _between(low: LayerCost, high: LayerCost, microbatch_size: int) -> LayerCost
         microbatch_size=microbatch_size,
         leftovers=tuple(_leftovers_between(low.leftovers, high.leftovers, share)),
         **numbers,  # type: ignore[arg-type]
-        **{x: _mixed(getattr(low, x), getattr(high, x), share) for x in _FACTORS},
+        **{x: _mixed(getattr(low, x), getattr(high, x), share) for x in _FACTORS},  # type: ignore[arg-type]
         **timings,  # type: ignore[arg-type]
     )
 

@@ -83,7 +83,8 @@ def _divided(held: Held, num_replicas: int, sharding: Sharding, *, in_place: boo
     """A layer or a shared weight with what one replica holds of it."""
     known = held.parameters
     if not known and (held.num_parameters or held.gradient_bytes):  # else all of it is buffers, which stay whole
-        known = _evenly(held.weight_bytes, is_trained=held.gradient_bytes > 0)
+        size = held.weight_bytes  # of parameters of unknown sizes, as if they could be divided anywhere
+        known = (ParameterSize(num_rows=size, num_bytes=size, is_trained=held.gradient_bytes > 0),) if size else ()
     divided = [x for x in known if x.num_rows and (x.is_trained or sharding == "weights")]
     trained = [x for x in divided if x.is_trained]
     part_bytes, updated_bytes = (sum(x.part_bytes(num_replicas) for x in some) for some in (divided, trained))
@@ -107,11 +108,6 @@ def _divided(held: Held, num_replicas: int, sharding: Sharding, *, in_place: boo
         else [-(-held.largest_trained_bytes // num_replicas)]
     )
     return replace(held, weight_bytes=weight_bytes, share=share, largest_trained_bytes=max(largest, default=0))
-
-
-def _evenly(num_bytes: int, *, is_trained: bool) -> tuple[ParameterSize, ...]:
-    """Parameters of unknown sizes, as if they could be divided anywhere."""
-    return (ParameterSize(num_rows=num_bytes, num_bytes=num_bytes, is_trained=is_trained),) if num_bytes else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -217,11 +217,10 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float |
     >>> rank_correlation([1, 2, 3], [10, 30, 20]), rank_correlation([1, 2, 3], [1, 1, 1])
     (0.5, None)
     """
-    ranks = [_ranks(values) for values in (first, second)]
+    ranks = [
+        [sum(x < y for x in values) + (sum(x == y for x in values) - 1) / 2 for y in values]
+        for values in (first, second)
+    ]
     if len(first) < 3 or any(len(set(x)) == 1 for x in ranks):
         return None
     return round(float(np.corrcoef(np.array(ranks))[0, 1]), 12)
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    return [sum(x < y for x in values) + (sum(x == y for x in values) - 1) / 2 for y in values]

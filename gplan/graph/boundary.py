@@ -153,18 +153,6 @@ class PassThrough:
         every, unsaved = self._activations
         return every(first, end), unsaved(first, end)
 
-    def saved_later_bytes(self, first: Ints, end: Ints) -> Ints:
-        """[E]: of the activations that cross both cuts, those that only layers behind the stage keep."""
-        return self._saved_later(first, end)
-
-    def gradient_bytes(self, first: Ints, end: Ints) -> Ints:
-        """[E]: bytes of the gradients that autograd copies from the receive buffer to send them back."""
-        return self._gradients(first, end)
-
-    def returned_bytes(self, first: Ints, end: Ints) -> Ints:
-        """[E]: bytes of the gradients that the first half of a split backward sends back as they were received."""
-        return self._returned(first, end)
-
     @cached_property
     def _activations(self) -> tuple[StageBytesOf, StageBytesOf]:
         every = [((x.producer, x.consumers), x.costs[0].num_bytes) for x in self._storages]
@@ -172,12 +160,16 @@ class PassThrough:
         return self._passing(every, is_unread=False), self._passing(unsaved, is_unread=False)
 
     @cached_property
-    def _saved_later(self) -> StageBytesOf:
+    def saved_later_bytes(self) -> StageBytesOf:
+        """Of the activations that cross both cuts, those that only layers behind the stage keep."""
         return self._passing(self.saved_later, is_unread=False)
 
     @cached_property
-    def _gradients(self) -> StageBytesOf:
-        """A gradient that is a view passes the consumer that makes the view: it counts as read by the layer after that."""
+    def gradient_bytes(self) -> StageBytesOf:
+        """Bytes of the gradients that autograd copies from the receive buffer to send them back.
+
+        A gradient that is a view passes the consumer that makes the view: it counts as read by the layer after that.
+        """
         sizes = dict[Way, int]()
         for value in self._storages:
             cost, consumers = value.costs[0], value.consumers
@@ -193,7 +185,8 @@ class PassThrough:
         return self._passing(list(sizes.items()), is_unread=True)
 
     @cached_property
-    def _returned(self) -> StageBytesOf:
+    def returned_bytes(self) -> StageBytesOf:
+        """Bytes of the gradients that the first half of a split backward sends back as they were received."""
         sizes = [((x.producer, x.consumers), x.costs[0].gradient_bytes) for x in self._storages]
         return self._passing(sizes, is_unread=True)
 
@@ -203,8 +196,6 @@ class PassThrough:
 
     def _passing(self, outputs: Sequence[Output], *, is_unread: bool) -> StageBytesOf:
         """The bytes of what is made before and read after stages that are neither the first nor the last."""
-        passing, last = (
-            self.downsets.pass_through([x for x in outputs if x[1]], is_unread=is_unread),
-            self.downsets.size - 1,
-        )
+        passing = self.downsets.pass_through([x for x in outputs if x[1]], is_unread=is_unread)
+        last = self.downsets.size - 1
         return lambda first, end: ((first > 0) & (end < last)) * passing(first, end)

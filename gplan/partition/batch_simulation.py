@@ -78,7 +78,7 @@ def simulate_window(
     zero = np.zeros(window[0].forward_s.shape)
     leaving = ActionKind.FORWARD, program.last_stage
     hops = [
-        _delay_s(delay, zero, recomputes=key.recomputes) if (key.kind, key.stage) == leaving else hop
+        zero + (delay.recomputed_s if key.recomputes else delay.kept_s) if (key.kind, key.stage) == leaving else hop
         for key, hop in zip(program.hops, program.hops_s(window), strict=True)
     ]
     free, back_s = [zero] * len(program.stages), zero
@@ -93,10 +93,6 @@ def simulate_window(
         for stage in stages:
             free[device] = free[device] + window[stage].optimizer_s
     return WindowEnds(back_s=back_s, optimizer_s=np.maximum.reduce(free))
-
-
-def _delay_s(delay: Delay, zero: Floats, *, recomputes: bool) -> Floats:
-    return zero + (delay.recomputed_s if recomputes else delay.kept_s)
 
 
 def window_program(problem: Problem, first_stage: int, last_stage: int) -> ActionProgram:

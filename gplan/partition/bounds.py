@@ -109,22 +109,17 @@ class StepBounds:
     @cached_property
     def _alone_s(self) -> list[Floats]:
         """[E] for each stage: what its own order takes among pure delays."""
-        return [self._alone(stage) for stage in range(self.problem.num_stages)]
-
-    def _alone(self, stage: int) -> Floats:
-        some = self.candidates[stage]
-        delay = self.delay_after(stage, slice(None))
-        ends = simulate_window(self.problem, [some.times], first_stage=stage, delay=delay)
-        kept, again = self._around_before_s
-        around_s = (again if self._recomputes_last(stage) else kept)[stage][some.first]
-        bound: Floats = np.maximum(around_s + ends.back_s, self._forward_before_s[stage][some.first] + ends.optimizer_s)
-        return bound
-
-    def _recomputes_last(self, stage: int) -> bool:
-        """Whether the micro-batch that leaves the stage last is recomputed on its way back."""
-        problem = self.problem
-        last = _last_back(problem.schedule, problem.num_devices, problem.num_microbatches)[stage]
-        return is_recomputed(last, num_microbatches=problem.num_microbatches, recompute=problem.recompute)
+        problem, found = self.problem, list[Floats]()
+        num_microbatches, (kept, again) = problem.num_microbatches, self._around_before_s
+        last_back = _last_back(problem.schedule, problem.num_devices, num_microbatches)
+        for stage, some in enumerate(self.candidates):
+            delay = self.delay_after(stage, slice(None))
+            ends = simulate_window(problem, [some.times], first_stage=stage, delay=delay)
+            is_again = is_recomputed(last_back[stage], num_microbatches=num_microbatches, recompute=problem.recompute)
+            around_s = (again if is_again else kept)[stage][some.first]
+            forward_s = self._forward_before_s[stage][some.first]
+            found.append(np.maximum(around_s + ends.back_s, forward_s + ends.optimizer_s))
+        return found
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -32,18 +32,12 @@ Combine: TypeAlias = Callable[[Floats, Floats], Floats]
 INFINITY = float("inf")
 
 
-class StagePairs(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePairs:
     """The candidates of one stage, [E] each, by rising first position."""
 
-    @property
-    def first(self) -> Ints:
-        """Where they begin."""
-        ...
-
-    @property
-    def end(self) -> Ints:
-        """Where they end."""
-        ...
+    first: Ints
+    end: Ints
 
 
 def suffix_tables(
@@ -138,11 +132,9 @@ class TooManyCandidates(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidates:
-    """The candidates of one stage, [E] each, by rising first position, then by rising end."""
+class Candidates(StagePairs):
+    """Candidates with their times, also by rising end."""
 
-    first: Ints
-    end: Ints
     times: StageSeconds[Floats]
     load_s: Floats
 
@@ -235,34 +227,21 @@ def path_of(candidates: Sequence[Candidates], ends: Sequence[int] | Ints) -> Int
 
 def fitting(problem: Problem, stage: int, candidates: Candidates) -> Candidates:
     """The candidates of a stage that fit the memory of its device, with the layers recomputed that must be for that."""
-    limit = problem.memory_of(stage)
+    limit, first, end = problem.memory_of(stage), candidates.first, candidates.end
     if limit is None or not len(candidates):
         return candidates
     if problem.recompute == "selected":
-        return _selecting(problem, stage, candidates, limit)
-    if problem.has_chunks:
-        return candidates.take(_own_peaks(problem, stage, candidates) <= limit)
-    return candidates.take(problem.peak_bytes(stage, candidates.first, candidates.end) <= limit)
-
-
-def _own_peaks(problem: Problem, stage: int, candidates: Candidates) -> Ints:
-    """[E]: the most that a device with several stages holds of one of them."""
-    device = problem.devices[stage]
-    own = problem.stages_by_device[device].index(stage)
-    parts = problem.costs.part_rows(candidates.first, candidates.end, problem.boundaries(stage))
-    counts = moments_of(problem, *problem.stages_by_device[device]).counts[:, own]
-    peaks: Ints = (counts @ parts).max(axis=0)
-    return peaks
-
-
-def _selecting(problem: Problem, stage: int, candidates: Candidates, limit_bytes: int) -> Candidates:
-    peak_moments = peak_moments_of(problem, stage)
-    seconds = problem.selector.seconds(
-        candidates.first, candidates.end, peak_moments, limit_bytes=limit_bytes
-    ) / problem.speed(stage)
-    times = replace(candidates.times, recompute_s=seconds)
-    selected = replace(candidates, times=times, load_s=loads_s(problem, stage, candidates.first, times))
-    return selected.take(np.isfinite(seconds))
+        peak_moments = peak_moments_of(problem, stage)
+        seconds = problem.selector.seconds(first, end, peak_moments, limit_bytes=limit) / problem.speed(stage)
+        times = replace(candidates.times, recompute_s=seconds)
+        selected = replace(candidates, times=times, load_s=loads_s(problem, stage, first, times))
+        return selected.take(np.isfinite(seconds))
+    if problem.has_chunks:  # the most that the device holds of this stage alone
+        stages = problem.stages_by_device[problem.devices[stage]]
+        counts = moments_of(problem, *stages).counts[:, stages.index(stage)]
+        parts = problem.costs.part_rows(first, end, problem.boundaries(stage))
+        return candidates.take((counts @ parts).max(axis=0) <= limit)
+    return candidates.take(problem.peak_bytes(stage, first, end) <= limit)
 
 
 def pairs_within(
@@ -332,7 +311,12 @@ class _Maker:
             count += len(some)
             if count > most:
                 raise TooManyCandidates
-        return _joined(parts)
+        return Candidates(
+            first=np.concatenate([x.first for x in parts]),
+            end=np.concatenate([x.end for x in parts]),
+            times=StageSeconds.joined([x.times for x in parts]),
+            load_s=np.concatenate([x.load_s for x in parts]),
+        )
 
     def _ends(self, stage: int) -> Ints:
         """Where the stage may end: what crosses there fits into the loads on both sides, and into the step."""
@@ -370,12 +354,3 @@ class _Maker:
         if problem.recompute == "selected" and self._cap.by_load:
             return candidates.take(candidates.load_s <= self._cap.seconds_of(stage, candidates.first))
         return candidates
-
-
-def _joined(parts: list[Candidates]) -> Candidates:
-    return Candidates(
-        first=np.concatenate([p.first for p in parts]),
-        end=np.concatenate([p.end for p in parts]),
-        times=StageSeconds.joined([p.times for p in parts]),
-        load_s=np.concatenate([p.load_s for p in parts]),
-    )

@@ -176,8 +176,8 @@ class LoadGoal(Goal):
 
     def of_prefixes(self, paths: Ints) -> tuple[Floats, Floats]:
         """With the least of each stage that is to come; the labels are what each device does so far."""
-        come = [0.0 if stage < paths.shape[1] else float(x) for stage, x in enumerate(self._least)]
-        more = [sum(come[stage] for stage in stages) for stages in self.problem.stages_by_device]
+        so_far, least = paths.shape[1], [float(some.load_s.min()) for some in self.candidates]
+        more = [sum(least[k] for k in stages if k >= so_far) for stages in self.problem.stages_by_device]
         loads = self._loads(paths)
         return (loads + np.array(more)).max(axis=1), loads
 
@@ -187,10 +187,6 @@ class LoadGoal(Goal):
         for stage in range(paths.shape[1]):
             loads[:, self.problem.devices[stage]] += self.candidates[stage].load_s[paths[:, stage]]
         return loads
-
-    @cached_property
-    def _least(self) -> list[float]:
-        return [float(some.load_s.min()) for some in self.candidates]
 
 
 @dataclass(frozen=True)

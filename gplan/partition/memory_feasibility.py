@@ -18,7 +18,15 @@ import numpy as np
 from gplan.cost.memory_moments import Moments
 from gplan.cost.stage_table import DeviceBoundaries, StageTable
 from gplan.graph.down_sets import Bools, Floats, Ints
-from gplan.partition.candidates import INFINITY, Candidates, TooManyCandidates, best_path, pairs_within, suffix_tables
+from gplan.partition.candidates import (
+    INFINITY,
+    Candidates,
+    StagePairs,
+    TooManyCandidates,
+    best_path,
+    pairs_within,
+    suffix_tables,
+)
 from gplan.partition.problem import Problem, moments_of, peak_moments_of
 from gplan.partition.recompute import PeakMoments
 from gplan.partition.validation import ConstraintCheck
@@ -32,11 +40,9 @@ _RISES = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 2.0, 4.0, 10.0, 100.0, INFINITY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FittingStages:
-    """The stages that need no more than a limit and what they need, [E] each, by rising first position."""
+class FittingStages(StagePairs):
+    """The stages that need no more than a limit and what they need, [E]."""
 
-    first: Ints
-    end: Ints
     peak_bytes: Floats
 
     def take(self, chosen: Bools) -> FittingStages:
@@ -49,7 +55,8 @@ def any_fits(problem: Problem) -> bool:
 
     Raises TooManyCandidates where the stages that might fit are too many to be looked at.
     """
-    return _least_within(problem, _limits(problem)) is not None
+    limits = (problem.memory_of(stage) for stage in range(problem.num_stages))
+    return _least_within(problem, [INFINITY if x is None else float(x) for x in limits]) is not None
 
 
 def least_peak(problem: Problem) -> tuple[int, list[int]]:
@@ -106,12 +113,6 @@ def bytes_before(costs: StageTable) -> dict[str, Floats]:
         "stash": costs.sums.stash.astype(np.float64),
         "recomputed_stash": costs.sums.stash.astype(np.float64),
     }
-
-
-def _limits(problem: Problem) -> list[float]:
-    """[K]: bytes of each stage's device."""
-    limits = (problem.memory_of(stage) for stage in range(problem.num_stages))
-    return [INFINITY if limit is None else float(limit) for limit in limits]
 
 
 def _extended(reached: Bools, some: FittingStages) -> Bools:

@@ -12,11 +12,12 @@ that is better than one within the cap is within it too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
-from gplan.graph.down_sets import Floats, Ints, position_of
+from gplan.graph.down_sets import Ints, position_of
 from gplan.partition.candidates import (
     INFINITY,
     CandidateLimit,
@@ -39,7 +40,8 @@ from gplan.partition.problem import (
     without_memory,
 )
 
-_STEPS = (1.0, 1.01, 1.03, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 100.0)
+_STEPS = (1.0, 1.01, 1.03, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 100.0, INFINITY)
+"""Loads to look up to, as multiples of the least that is possible."""
 
 
 def smallest_largest(problem: Problem) -> Solution | None:
@@ -52,11 +54,13 @@ def smallest_largest(problem: Problem) -> Solution | None:
         free = smallest_largest(without_memory(problem))
         if free is None or fits_memory(nothing_recomputed(problem), free.stages):
             return free
-        if not _may_fit(problem):
-            return None
+        with suppress(TooManyCandidates):  # then it is not known
+            if not any_fits(problem):
+                return None
         least_s = free.lower_bound_s
-    for cap_s in _rising_caps(least_s):
-        candidates = candidates_within(problem, CandidateLimit.of_load(cap_s, num_stages=problem.num_stages))
+    for times in _STEPS:
+        cap = CandidateLimit.of_load(least_s * times * (1 + 1e-12), num_stages=problem.num_stages)
+        candidates = candidates_within(problem, cap)
         if candidates is not None:
             break
     else:
@@ -68,14 +72,6 @@ def smallest_largest(problem: Problem) -> Solution | None:
     return with_valid_bound(
         problem, Solution(stages=stages_between(problem, ends), lower_bound_s=largest_s, solver="dp")
     )
-
-
-def _may_fit(problem: Problem) -> bool:
-    """Whether any partition fits the memory, or that is not known."""
-    try:
-        return any_fits(problem)
-    except TooManyCandidates:
-        return True
 
 
 def stages_between(problem: Problem, ends: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -93,13 +89,6 @@ def least_load_s(problem: Problem) -> float:
     return max(even_s, (float(layers_compute_s(problem).max()) + overhead_s) / max(speeds))
 
 
-def _rising_caps(least_s: float) -> Iterator[float]:
-    """Loads to look up to: ever more above the least that is possible, at last all."""
-    for times in _STEPS:
-        yield least_s * times * (1 + 1e-12)
-    yield INFINITY
-
-
 def _settle_ties(problem: Problem, candidates: list[Candidates], largest_s: float) -> list[int]:
     """Where the stages end: with that largest load, the smallest second-largest, then the fewest bytes across cuts."""
     size, costs = problem.costs.num_positions, problem.costs
@@ -109,14 +98,10 @@ def _settle_ties(problem: Problem, candidates: list[Candidates], largest_s: floa
     second_s = float(suffix_tables(kept, loads, np.maximum, num_positions=size, exempt=free)[0, 1, 0])
     crossing = (costs.crossing.activation_bytes + costs.crossing.gradient_bytes).astype(np.float64)
     one = [crossing[x.first] for x in kept]
-    most = [_up_to(x.load_s, second_s, values) for x, values in zip(kept, one, strict=True)]
+    most = [np.where(x.load_s <= second_s, values, INFINITY) for x, values in zip(kept, one, strict=True)]
     tables = suffix_tables(kept, most, np.add, num_positions=size, exempt=one)
     path = best_path(kept, tables, most, np.add, exempt=one)
     return [int(some.end[i]) for some, i in zip(kept, path, strict=True)]
-
-
-def _up_to(loads: Floats, limit_s: float, values: Floats) -> Floats:
-    return np.where(loads <= limit_s, values, INFINITY)
 
 
 def ends_of_stages(problem: Problem, stages: Sequence[Sequence[int]]) -> Ints:

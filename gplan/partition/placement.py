@@ -100,7 +100,9 @@ def arrangements(machine: Machine, num_stages: int) -> Iterator[tuple[MachineDev
 
 def host_by_host(machine: Machine, num_stages: int) -> Iterator[tuple[MachineDevice, ...]]:
     """Arrangements that visit each host once, its devices by falling memory, in every order of the hosts that differs."""
-    hosts = {host: _by_memory(machine, host) for host in dict.fromkeys(device.host for device in machine.devices)}
+    hosts: dict[str, list[MachineDevice]] = {x.host: [] for x in machine.devices}
+    for device in sorted(machine.devices, key=lambda x: -(math.inf if x.memory_bytes is None else x.memory_bytes)):
+        hosts[device.host].append(device)
 
     def unused(chosen: tuple[MachineDevice, ...]) -> Iterator[Sequence[MachineDevice]]:
         visited = {device.host for device in chosen}
@@ -123,23 +125,14 @@ def _differing(
             return
         for devices in next_devices(chosen):
             longer = (*chosen, *devices)[:num_stages]
-            key = (_cost_key(machine, longer), _rest_key(machine, longer))
+            figures = tuple((device.speed, device.memory_bytes) for device in longer)
+            links = tuple(machine.link(a, b) for a, b in pairwise(longer))
+            key = figures, links, _rest_key(machine, longer)
             if key not in seen:
                 seen.add(key)
                 yield from grow(longer)
 
     return grow(())
-
-
-def _by_memory(machine: Machine, host: str) -> list[MachineDevice]:
-    there = [device for device in machine.devices if device.host == host]
-    return sorted(there, key=lambda device: -(math.inf if device.memory_bytes is None else device.memory_bytes))
-
-
-def _cost_key(machine: Machine, devices: Sequence[MachineDevice]) -> tuple[object, ...]:
-    """Everything about an arrangement that costs depend on."""
-    figures = tuple((device.speed, device.memory_bytes) for device in devices)
-    return figures, tuple(machine.link(a, b) for a, b in pairwise(devices))
 
 
 def _rest_key(machine: Machine, devices: Sequence[MachineDevice]) -> tuple[object, ...]:

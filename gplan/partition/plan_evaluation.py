@@ -97,18 +97,13 @@ def stages_of(problem: Problem, cuts: Sequence[int]) -> tuple[Stage, ...]:
     the layers stay in order."""
     bounds = [0, *cuts, problem.num_layers]
     stages = [stage_of(problem, index, first, end) for index, (first, end) in enumerate(pairwise(bounds))]
-    if problem.has_chunks:
-        stages = _sharing_devices(problem, stages)
-    return tuple(stages)
-
-
-def _sharing_devices(problem: Problem, stages: Sequence[Stage]) -> list[Stage]:
-    """The stages with what each holds when its device holds most."""
-    schedule, found = problem.made_schedule, dict[int, StageMemory]()
+    if not problem.has_chunks:
+        return tuple(stages)
+    schedule, found = problem.made_schedule, dict[int, StageMemory]()  # of each when its device holds most
     for device, own in enumerate(problem.stages_by_device):
         parts = {k: x for k in own if (x := stages[k].parts) is not None}
         found |= device_memory(schedule, device, parts, recompute=problem.recompute)
-    return [replace(stage, memory=found[stage.index]) for stage in stages]
+    return tuple(replace(stage, memory=found[stage.index]) for stage in stages)
 
 
 def objective_s(problem: Problem, stages: Sequence[Stage]) -> float:

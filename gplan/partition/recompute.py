@@ -140,7 +140,10 @@ class RecomputeSelector:
             if level is not None:
                 front = self._front(int(first[i]), int(end[i]), level)
                 found[i] = front.seconds[index]
-                self._note_error(int(first[i]), int(end[i]), front.error_s, float(found[i]))
+                if front.error_s:
+                    whole_s = float(self.costs.sums.seconds("backward", first[i : i + 1], end[i : i + 1])[0] + found[i])
+                    rest_s = whole_s - front.error_s
+                    self._inflations.append(whole_s / rest_s if rest_s > 0 else math.inf)
         return found
 
     def choice(self, first: int, end: int, peak_moments: PeakMoments, *, limit_bytes: int | None) -> RecomputeChoice:
@@ -309,12 +312,6 @@ class RecomputeSelector:
         forward, backward = (workspaces.largest(x, first, end) for x in DIRECTIONS)
         emptied = _selecting(parts, forward=forward, backward=backward, kept_bytes=np.zeros_like(parts.stash))
         return _Base(emptied, workspaces.beside_backward(first, end))
-
-    def _note_error(self, first: int, end: int, error_s: float, recompute_s: float) -> None:
-        if error_s:
-            one, other = np.array([first]), np.array([end])
-            whole_s = float(self.costs.sums.seconds("backward", one, other)[0]) + recompute_s
-            self._inflations.append(whole_s / (whole_s - error_s) if error_s < whole_s else math.inf)
 
 
 def _peak_of(moments: Moments, parts: StageBytes[Ints]) -> Ints:

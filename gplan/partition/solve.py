@@ -116,10 +116,10 @@ def _without_candidates(problem: Problem, solver: str, time_limit_s: float | Non
     return _by_milp(problem, solver, max(0.1 * limit_s, deadline_s - time.perf_counter()), start=start)
 
 
-def _start(problem: Problem) -> Solution | None:
+def _start(problem: Problem, *, share: float = 0.1) -> Solution | None:
     """The plan of the other methods, where they have one soon, for the mixed-integer program to start from."""
     try:
-        return _by_programs(problem, 0.1 * TIME_LIMIT_S)
+        return _by_programs(problem, share * TIME_LIMIT_S)
     except (TooManyCandidates, NoPlanError):
         return None
 
@@ -127,10 +127,7 @@ def _start(problem: Problem) -> Solution | None:
 def _on_prefixes(problem: Problem) -> Solution | None:
     """The best plan that keeps the layers in the profile's order, as a plan to start from: nothing is proven."""
     chain = replace(problem, costs=replace(problem.costs, given_downsets=Prefixes(problem.num_layers)))
-    try:
-        found = _by_programs(chain, 0.5 * TIME_LIMIT_S)
-    except (TooManyCandidates, NoPlanError):
-        return None
+    found = _start(chain, share=0.5)
     return None if found is None else replace(found, lower_bound_s=0.0)
 
 
@@ -268,7 +265,9 @@ def _starts(problem: Problem, given: Ints | None, *, deadline_s: float) -> list[
     now_s = time.perf_counter()
     if not known or now_s - started_s > _SHARE_OF_FIRST * (deadline_s - now_s):
         return known
-    return [*known, *_moved_to_fit(problem, unlimited, deadline_s=_part_of(deadline_s))]
+    free = without_memory(problem)  # moves that make the largest peak smaller may lead to one that fits
+    moved = _peak_search(free, None).moved(_known_peak(free, unlimited), deadline_s=_part_of(deadline_s))
+    return [*known, moved.ends] if moved.value <= (problem.memory_of(0) or 0) else known
 
 
 def _better(problem: Problem, starts: Sequence[Ints]) -> list[Ints]:
@@ -291,13 +290,6 @@ def _found_to_fit(problem: Problem, *, deadline_s: float) -> list[Ints]:
         f"memory that was found to fit is {bytes_text(int(known.value))}; allow more time (--time-limit), or give each device "
         "more memory"
     )
-
-
-def _moved_to_fit(problem: Problem, start: Solution, *, deadline_s: float) -> list[Ints]:
-    """The partition to which moves lead that make the largest peak smaller, if it fits."""
-    free = without_memory(problem)
-    moved = _peak_search(free, None).moved(_known_peak(free, start), deadline_s=deadline_s)
-    return [moved.ends] if moved.value <= (problem.memory_of(0) or 0) else []
 
 
 def _stages_by_themselves(problem: Problem) -> Solution | None:

@@ -51,11 +51,14 @@ class SettingBounds:
     def step_s(self) -> float:
         """A lower bound of the simulated step."""
         through_s = through_all_s(self.problem) + self._again_s
-        bounds = [through_s, self._shared_s, self._packed_s]
+        again_s = self._num_again * self._whole_again_s / self.problem.num_devices
+        bounds = [through_s, again_s + shared_step_s(self.problem, tail_s=self.tail_s), self._packed_s]
         if self.problem.schedule == "gpipe":
             bounds.append(through_s + (self._num - 1) * self.largest_s)
         elif self.problem.schedule in NUM_WARMUP:
-            bounds += [self._beside_s(through_s), self._one_by_one_s(through_s)]
+            share, fixed_s = self._hides[0]
+            beside_s = through_s + max(0.0, (self._num - 1 - share) * self.largest_s - fixed_s)
+            bounds += [beside_s, self._one_by_one_s(through_s)]
         elif not self.problem.has_chunks:
             bounds.append(self._num * self.largest_s)
         return max(bounds) * (1 - _SLACK)
@@ -201,16 +204,11 @@ class SettingBounds:
         return reduced + float(costs.update_alone_s(*costs.all_layers)[0]) + costs.around_s
 
     @property
-    def _shared_s(self) -> float:
-        again_s = self._num_again * self._whole_again_s / self.problem.num_devices
-        return again_s + shared_step_s(self.problem, tail_s=self.tail_s)
-
-    @property
     def _num_again(self) -> int:
         """Micro-batches that all stages recompute."""
         return 0 if self.problem.recompute == "selected" else num_recomputed(self.problem)
 
-    @cached_property
+    @property
     def _packed_s(self) -> float:
         """What the layers of some device take in a step, as so many devices cannot share them out evenly."""
         again_s = self.problem.costs.sums.layer_s("last_recompute")
@@ -237,26 +235,18 @@ class SettingBounds:
         hidden = [min(self._num, forwards) - 1 for forwards in num_warmup]
         return [(count * share, count * (0.5 - share) * self._overhead_s) for count in hidden]
 
-    def _beside_s(self, through_s: float) -> float:
-        share, fixed_s = self._hides[0]
-        return through_s + max(0.0, (self._num - 1 - share) * self.largest_s - fixed_s)
-
     def _one_by_one_s(self, through_s: float) -> float:
         """The least T for which stages may be large enough for all layers together."""
-        low, high = through_s, through_s + self._num * self.through_s
+        num, low, high = self._num, through_s, through_s + self._num * self.through_s
         for _ in range(_HALVINGS):
-            middle = 0.5 * (low + high)
-            low, high = (low, middle) if self._allows(middle, through_s) else (middle, high)
+            middle, before_s = 0.5 * (low + high), 0.0
+            for share, fixed_s in self._hides:
+                most_s = (middle - before_s) / num
+                if num - 1 - share > 0:
+                    most_s = min(most_s, (middle - through_s + fixed_s) / (num - 1 - share))
+                before_s += most_s
+            low, high = (low, middle) if before_s >= self.through_s else (middle, high)
         return low
-
-    def _allows(self, step_s: float, through_s: float) -> bool:
-        num, before_s = self._num, 0.0
-        for share, fixed_s in self._hides:
-            most_s = (step_s - before_s) / num
-            if num - 1 - share > 0:
-                most_s = min(most_s, (step_s - through_s + fixed_s) / (num - 1 - share))
-            before_s += most_s
-        return before_s >= self.through_s
 
 
 @lru_cache(maxsize=4096)

@@ -102,7 +102,12 @@ class SettingSearch:
                 simple = [x for x in turn if x.schedule in SIMPLEST] if self.best is None else []
                 setting = min(turn, key=self.bounds.__getitem__) if by_bound else (simple or turn)[0]
                 by_bound = self.best is not None and not by_bound
-                self._report(setting, share[1] - (share[1] - share[0]) * left_s / (deadline_s - started_s))
+                best = "no plan yet" if self.best is None else f"best {seconds_text(self.best.prediction.step_s)}"
+                self.progress(
+                    f"{best}; {counted(setting.num_devices, 'device')}, {setting.num_microbatches} micro-batches, "
+                    f"{schedule_info(setting.schedule).title}",
+                    share[1] - (share[1] - share[0]) * left_s / (deadline_s - started_s),
+                )
                 limit_s = max(least_s, _SHARE * left_s / (len(turn) * num_ways))
                 is_finished = self._balance(setting, memory_bytes, time_limit_s=limit_s)
                 turn.remove(setting)
@@ -318,14 +323,6 @@ class SettingSearch:
         key = ((setting, plan.recompute), memory_bytes)
         self.plans[key] = self._better(self.plans.get(key), plan)
         self.best = self._better(self.best, plan)
-
-    def _report(self, setting: Setting, share: float) -> None:
-        best = "no plan yet" if self.best is None else f"best {seconds_text(self.best.prediction.step_s)}"
-        self.progress(
-            f"{best}; {counted(setting.num_devices, 'device')}, {setting.num_microbatches} micro-batches, "
-            f"{schedule_info(setting.schedule).title}",
-            share,
-        )
 
 
 def _plainness(plan: Plan) -> tuple[object, ...]:

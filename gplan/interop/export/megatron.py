@@ -51,7 +51,8 @@ def to_megatron(plan: Plan, profile: Profile | None) -> Export:
     if plan.num_devices == 1 and computed_widths(profile):  # a layout is for two pipeline ranks or more
         arguments = [x for x in arguments if x[0] != "--pipeline-model-parallel-layout"]
     lines = [f"{name} {shlex.quote(str(value))}" for name, value in arguments]
-    if profile is not None and not _ties_head(profile):
+    # Multi-token prediction reads the embedding's weight too, without tying the head.
+    if profile is not None and not any({0, len(profile.layers) - 1} <= {*x.layers} for x in profile.tied_weights):
         lines.append("--untie-embeddings-and-output-weights")
     lines += _switches(profile)
     return Export(format="megatron", text=" \\\n".join(lines) + "\n", notes=_notes(plan, profile, decoder))
@@ -76,12 +77,6 @@ def _switches(profile: Profile | None) -> list[str]:
     widths = computed_widths(profile)
     found = ["--sequence-parallel"] * (widths.get("tensor", 1) > 1)
     return found + ["--use-distributed-optimizer"] * (widths.get("data", 1) * widths.get("context", 1) > 1)
-
-
-def _ties_head(profile: Profile) -> bool:
-    """Whether the head reads the embedding's weight; multi-token prediction reads it too, without tying the head."""
-    last = len(profile.layers) - 1
-    return any({0, last} <= {*x.layers} for x in profile.tied_weights)
 
 
 def to_verl(plan: Plan, profile: Profile | None) -> Export:

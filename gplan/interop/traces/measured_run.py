@@ -296,7 +296,8 @@ def traced_run(traced: Traced, plan: Plan) -> Run:
 def _check_plan(traced: Traced, plan: Plan) -> None:
     """Raise FileError unless the traced devices have the plan's stages, micro-batches and actions."""
     measured = traced.timeline
-    places = [sorted(x) for x in (measured.stages_by_device, (_stages(plan, i) for i in range(plan.num_devices)))]
+    own = [tuple(x.index for x in plan.stages_of(device)) for device in range(plan.num_devices)]
+    places = [sorted(x) for x in (measured.stages_by_device, own)]
     ran = {x.action for x in measured.loop_spans}
     planned = {x for order in schedule_of(plan).orders for x in order}
     if places[0] != places[1]:
@@ -312,10 +313,6 @@ def _check_plan(traced: Traced, plan: Plan) -> None:
     else:
         return
     raise FileError(f"the traces have {found}; the plan has {expected}; give the plan that was run, or none")
-
-
-def _stages(plan: Plan, device: int) -> tuple[int, ...]:
-    return tuple(x.index for x in plan.stages_of(device))
 
 
 def _notes(traced: Traced, timeline: Timeline, plan: Plan) -> Iterator[str]:

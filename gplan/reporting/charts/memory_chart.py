@@ -145,7 +145,11 @@ def holdings_chart(subject: Subject) -> Figure | None:
     held = memory_timeline(plan)
     if not held:
         return None
-    peaks = [_peak(x, plan.stages_of(device)[0].memory.moment) for device, x in enumerate(held)]
+    peaks = list[Holding]()
+    for device, own in enumerate(held):  # of several moments of a device's peak the one that the plan names
+        most = [x for x in own if x.num_bytes == fullest(own).num_bytes]
+        named = plan.stages_of(device)[0].memory.moment
+        peaks.append(next((x for x in most if x.action == named), most[0]))
     shown = sorted(sorted(range(len(held)), key=lambda device: -peaks[device].num_bytes)[:_MOST_DEVICES])
     most_bytes = max(*(x.num_bytes for x in peaks), *measured, 1)
     capacity = near_capacity(plan, most_bytes)
@@ -195,13 +199,6 @@ def draw_holdings(axes: Axes, held: Sequence[Holding], *, scale: float, time_sca
             where = np.append(edges[:-1][is_new], edges[-1])
             axes.stairs(high[is_new], where, baseline=low[is_new], fill=True, color=look.colour, linewidth=0)
         low = high
-
-
-def _peak(held: Sequence[Holding], moment: str) -> Holding:
-    """The moment of a device's peak; of several, the one that the plan names."""
-    num_bytes = fullest(held).num_bytes
-    most = [x for x in held if x.num_bytes == num_bytes]
-    return next((x for x in most if x.action == moment), most[0])
 
 
 def _mark_peak(axes: Axes, plan: Plan, peak: Holding, lines: Sequence[int], *, scale: float, time_scale: float) -> None:

@@ -76,10 +76,11 @@ def page(subject: Subject, drawings: Sequence[Drawing], analysis: PlanAnalysis) 
     """The whole HTML file for a plan or a run, with its charts."""
     title = escape(plan_of(subject).model.name)
     sections = [x for x in _sections(subject, drawings, analysis) if x[2]]
+    links = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, heading, _ in sections)
     body = "\n".join(
         (
             *_top(subject, analysis),
-            _contents(sections),
+            f'<nav aria-label="Contents"><ul>{links}</ul></nav>',
             *(f'<section id="{name}">\n<h2>{title}</h2>\n{html}\n</section>' for name, title, html in sections),
             "<footer>Made by gplan. Predicted figures come from the cost model and the simulator.</footer>",
         )
@@ -141,11 +142,6 @@ def _card(figure: Headline) -> str:
     )
 
 
-def _contents(sections: Sequence[Section]) -> str:
-    links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title, _ in sections)
-    return f'<nav aria-label="Contents"><ul>{links}</ul></nav>'
-
-
 def _sections(subject: Subject, drawings: Sequence[Drawing], analysis: PlanAnalysis) -> Iterator[Section]:
     """The sections below the headlines; those without content have empty HTML."""
     plan = plan_of(subject)
@@ -203,15 +199,11 @@ def table(shown: FittedTable, *, shares: Sequence[float] = ()) -> str:
         for line in shown.lines
     ]
     for row, share in zip(rows, shares, strict=False):
-        row[-1] = f"<td{kinds[-1]}>{_bar(share)}</td>"
+        bar = f'<span class="bar"><i style="width:{100 * min(1.0, max(0.0, share)):.1f}%"></i></span>'
+        row[-1] = f'<td{kinds[-1]}>{bar}<span class="value">{percent_text(share)}</span></td>'
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     below = "".join(f"<p>{escape(x)}</p>" for x in shown.notes_below(shown.keys))
     return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{below}'
-
-
-def _bar(share: float) -> str:
-    width = f"{100 * min(1.0, max(0.0, share)):.1f}%"
-    return f'<span class="bar"><i style="width:{width}"></i></span><span class="value">{percent_text(share)}</span>'
 
 
 # The figures at the top of the page, and the facts about the measurement and the plan at its end
@@ -293,5 +285,4 @@ def plan_facts(plan: Plan) -> list[Fact]:
 
 def _headline(name: str, row: ComparisonRow) -> Headline:
     predicted, measured = (quantity_text(x, row.unit) for x in (row.predicted, row.measured))
-    error = error_text(row.error, row.unit)
-    return Headline(name=name, predicted=predicted, measured=measured, error=error)
+    return Headline(name=name, predicted=predicted, measured=measured, error=error_text(row.error, row.unit))

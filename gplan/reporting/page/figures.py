@@ -244,21 +244,26 @@ _LEAST_SHARE = 0.002  # of the strip, so that no layer is lost to sight
 
 def strip(plan: Plan) -> str:
     """The HTML of the strip; its layers show their names and times to whoever points at them."""
-    all_s = sum(_stage_s(plan, stage) for stage in plan.stages)
+    all_s = sum(map(_stage_s, plan.stages))
     blocks = "".join(_block(plan, stage, all_s) for stage in plan.stages)
     kinds = ["strip", *["few"] * (plan.num_stages <= _FEW_STAGES), *["dense"] * (len(plan.layer_names) > _MANY_LAYERS)]
     return f'<ol class="{" ".join(kinds)}">{blocks}</ol>'
 
 
 def _block(plan: Plan, stage: Stage, all_s: float) -> str:
-    own_s, least_s = _stage_s(plan, stage), _LEAST_SHARE * (all_s or 1.0)
-    grow = sum(max(least_s, time_s) for _, time_s in _layers(plan, stage)) / (all_s or 1.0)
+    own_s, least_s = _stage_s(stage), _LEAST_SHARE * (all_s or 1.0)
+    grow = sum(max(least_s, time_s) for _, time_s in _layers(stage)) / (all_s or 1.0)
     share = f" ({100 * own_s / all_s:.0f} %)" if all_s else ""
-    layers = "".join(_layer(words, max(least_s, time_s) / (all_s or 1.0)) for words, time_s in _layers(plan, stage))
-    words = "\n".join(
-        (f"stage {stage.index} on device {plan.devices[stage.index]}", f"layers: {stage.layers_text}",
-         f"{seconds_text(own_s)} per micro-batch{share}", *_cut_words(plan, stage))
-    )  # fmt: skip
+    layers = "".join(_layer(words, max(least_s, time_s) / (all_s or 1.0)) for words, time_s in _layers(stage))
+    lines = [
+        f"stage {stage.index} on device {plan.devices[stage.index]}",
+        f"layers: {stage.layers_text}",
+        f"{seconds_text(own_s)} per micro-batch{share}",
+    ]
+    if stage.index < plan.num_stages - 1:
+        sent, back = bytes_text(stage.cost.activation_bytes), bytes_text(stage.cost.gradient_bytes)
+        lines.append(f"cut after {stage.layer_names[-1]}: {sent} forward, {back} back")
+    words = "\n".join(lines)
     return (
         f'<li style="flex-grow:{1000 * grow:.2f}"><div class="layers">{layers}</div>'
         f'<button type="button" class="stage" title="{escape(words)}"><b>{stage.index}</b>'
@@ -273,7 +278,7 @@ def _layer(words: str, share: float) -> str:
     return f'<i style="flex-grow:{1000 * share:.2f}" title="{escape(words)}">{shown}</i>'
 
 
-def _layers(plan: Plan, stage: Stage) -> Iterator[tuple[str, float]]:
+def _layers(stage: Stage) -> Iterator[tuple[str, float]]:
     """Each layer in words, and the seconds that a micro-batch takes there."""
     for name, (forward_s, backward_s) in zip(stage.layer_names, stage.layer_times_s, strict=True):
         again = "\nrecomputed in the backward" if name in stage.recompute_layers else ""
@@ -281,13 +286,6 @@ def _layers(plan: Plan, stage: Stage) -> Iterator[tuple[str, float]]:
         yield f"{name}\n{what}\nstage {stage.index}{again}", forward_s + backward_s
 
 
-def _stage_s(plan: Plan, stage: Stage) -> float:
+def _stage_s(stage: Stage) -> float:
     """Seconds of all layers of a stage for one micro-batch."""
     return sum(map(sum, stage.layer_times_s))
-
-
-def _cut_words(plan: Plan, stage: Stage) -> tuple[str, ...]:
-    if stage.index == plan.num_stages - 1:
-        return ()
-    sent, back = bytes_text(stage.cost.activation_bytes), bytes_text(stage.cost.gradient_bytes)
-    return (f"cut after {stage.layer_names[-1]}: {sent} forward, {back} back",)

@@ -160,7 +160,11 @@ def profile_view(
             on_device = f", on {profile.device.name}" if profile.device.kind == "cuda" else ""
             title = f"{profile.model.name}, micro-batch size {size}{on_device}: times and bytes per micro-batch"
             views.append(layer_table(title, rows, profile, sort=sort, is_limited=is_folded))
-            views.extend(Text(line) for line in (*_origin_lines(profile, rows), _whole_line(profile, index)))
+            origins = dict.fromkeys(timing.origin for row in rows for timing in row.cost.timings.values())
+            marks = "".join(f"; {x[0]}: {x}" for x in origins if x != profile.origin)
+            work = "; operations counted" if any(row.num_flops for row in rows) else ""
+            views.append(Text(f"times and bytes {profile.origin}{marks}{work}"))
+            views.append(Text(_whole_line(profile, index)))
     for index, size in enumerate(sizes):
         if size not in shown:
             seconds = profile.one_stage_s(index)
@@ -222,14 +226,6 @@ def _names(profile: Profile, members: tuple[int, ...]) -> tuple[str, ...]:
         return f"{ends}, {count} layers like {source}", f"{count} layers like {source}", f"{count} like {source}"
     shorter = f"{first.name} and {count - 1} like it", f"{first.name} × {count}"
     return (f"{ends}, {count} layers alike", *shorter) if members[-1] - members[0] == count - 1 else shorter
-
-
-def _origin_lines(profile: Profile, rows: Sequence[LayerRow]) -> Iterator[str]:
-    """Where the figures of the table come from."""
-    origins = dict.fromkeys(timing.origin for row in rows for timing in row.cost.timings.values())
-    marks = "".join(f"; {x[0]}: {x}" for x in origins if x != profile.origin)
-    work = "; operations counted" if any(row.num_flops for row in rows) else ""
-    yield f"times and bytes {profile.origin}{marks}{work}"
 
 
 def _whole_line(profile: Profile, index: int) -> str:

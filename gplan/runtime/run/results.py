@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from statistics import fmean
 
@@ -148,8 +147,11 @@ def _run(
     first_replica = ranks[: plan.num_devices]
     growing = {i for i in timed if any(_is_growing(own[i]) for own in first_replica)}
     settled = _enough([i for i in timed if i not in growing], timed)
-    is_own_work = partial(_is_own_work, plan, num_ranks=len(ranks))
-    clean = [i for i in settled if _is_clean([x for own in ranks for x in own[i].actions if is_own_work(x)])]
+    clean = []
+    for i in settled:
+        own_work = [x for own in ranks for x in own[i].actions if _is_own_work(plan, x, num_ranks=len(ranks))]
+        if is_undisturbed(sum(x.end_s - x.start_s for x in own_work), sum(x.busy_s for x in own_work)):
+            clean.append(i)
     chosen, num_disturbed = _enough(clean, settled), len(settled) - len(clean)
     return Run(
         plan=plan,
@@ -232,10 +234,6 @@ def _is_own_work(plan: Plan, timing: ActionTiming, *, num_ranks: int) -> bool:
     if plan.num_replicas == 1 or num_ranks == 1:
         return True
     return plan.sharding != "weights" and timing.action.kind is not ActionKind.OPTIMIZER
-
-
-def _is_clean(actions: Sequence[ActionTiming]) -> bool:
-    return is_undisturbed(sum(x.end_s - x.start_s for x in actions), sum(x.busy_s for x in actions))
 
 
 def _measured_timeline(plan: Plan, steps: Sequence[Sequence[StepRecord]]) -> Timeline:
