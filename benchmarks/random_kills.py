@@ -38,7 +38,7 @@ import gplan
 from gplan.core import Link, Plan, Run
 from gplan.core.errors import FileError
 from gplan.core.units import seconds_text
-from gplan.runtime.checkpoint.folder import newest_intact, verify_checksums
+from gplan.runtime.checkpoint.folder import newest_complete, verify_checksums
 from gplan_profiler.host.host_info import processor, software_versions
 
 MODEL = ROOT / "benchmarks" / "failing_model.py"
@@ -280,7 +280,7 @@ def newest(checkpoints: Path, fault: Fault) -> tuple[str, str]:
     due, following = f"step-{saved:06d}" if saved else "", f"step-{saved + SAVE_EVERY:06d}"
     if not checkpoints.is_dir() or not list(checkpoints.glob("step-*")):
         return "", "" if not due else "no checkpoint is there"
-    path = newest_intact(checkpoints)
+    path = newest_complete(checkpoints)
     if path is None:
         return "", "no checkpoint is whole"
     try:

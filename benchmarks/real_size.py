@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pandas as pd
 from host_speed import yardstick_of
@@ -40,7 +40,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 OPTIMIZERS = ("adamw", "sgd")
 KEY = ("model", "optimizer", "engine", "num_devices", "schedule", "recompute")
-Numbers = TypeVar("Numbers", float, "pd.Series[float]")
 
 
 def main() -> None:
@@ -172,11 +171,6 @@ def _summary(runs: pd.DataFrame) -> str:
         _text("bubble at equal speed", bubbles.equal_speed_error, points=True),
     ]
     return f"{len(steps)} runs: {'; '.join(x for x in texts if x)}."
-
-
-def slowdown(error: Numbers, equal_speed_error: Numbers) -> Numbers:
-    """By a step's two errors: how many times longer than in the profile it takes because the host is slower."""
-    return (1 + equal_speed_error) / (1 + error)
 
 
 def _text(name: str, errors: pd.Series[float], *, points: bool = False) -> str:
