@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -245,9 +245,11 @@ def _literal(text: str, keys: Sequence[str]) -> object:
         found = error.msg if isinstance(error, SyntaxError) else str(error) or "too deep"
         raise UsageError(f"{place} is no Python: {found}; expected a literal or a module") from error
     body = tree.body[0] if len(tree.body) == 1 else None
-    values = (
-        [body.value] if isinstance(body, ast.Expr) and not isinstance(body.value, ast.Call) else [*_values(tree, keys)]
-    )
+    values = [body.value] if isinstance(body, ast.Expr) and not isinstance(body.value, ast.Call) else []
+    for node in () if values else ast.walk(tree):  # what is assigned to one of the names, or passed by it
+        if isinstance(node, ast.keyword | ast.Assign):
+            targets = [node.arg] if isinstance(node, ast.keyword) else [getattr(x, "id", None) for x in node.targets]
+            values += [node.value] * any(x in keys for x in targets)
     for value in values:
         try:
             return ast.literal_eval(value)
@@ -255,17 +257,6 @@ def _literal(text: str, keys: Sequence[str]) -> object:
             continue
     named = f", alone or named {' or '.join(keys)}" if keys else " such as 16,16"
     raise UsageError(f"{text.strip()[:40]!r} holds no layout; expected a literal{named}")
-
-
-def _values(tree: ast.AST, keys: Sequence[str]) -> Iterator[ast.expr]:
-    """What is assigned to one of these names, or passed by it."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.keyword | ast.Assign):
-            targets = (
-                [node.arg] if isinstance(node, ast.keyword) else [x.id for x in node.targets if isinstance(x, ast.Name)]
-            )
-            if any(x in keys for x in targets):
-                yield node.value
 
 
 _READERS: dict[str, Callable[[str, Sequence[str]], tuple[int, ...]]] = {

@@ -168,14 +168,14 @@ class TorchEngine:
             self._passes[key] = _SentPass(work, self._stages, self._device, self._group)
         state = self._passes[key]
         state.begin(work)
-        named = _named if is_profiler_running() else _unnamed
+        is_named = is_profiler_running()  # naming steps takes as long as all other work per action
         self.recorder.heartbeat.enter_wait("neighbours")
         with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", message="FSDP2-wrapped module .* returned a view"
             )  # no layer writes to one
             for step in state.steps:
-                with named(step):
+                with record_function(f"PP:{step}") if is_named else _NOTHING:  # as torch's pipelining names them
                     if isinstance(step, Action):
                         self._run_action(step, state)
                     elif isinstance(step, Send):
@@ -282,13 +282,3 @@ class _SentPass(PassState):
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-def _named(step: Step) -> AbstractContextManager[object]:
-    """Name a step as torch's pipelining does, for traces."""
-    return record_function(f"PP:{step}")
-
-
-def _unnamed(_step: Step) -> AbstractContextManager[object]:
-    """Naming steps takes as long as all other work per action; it is done while a profiler runs."""
-    return _NOTHING

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +83,13 @@ def save_checkpoint(
     part: Path | None = None
     try:
         prepared = ranks.run_on_all(prepare)
-        _check_alike(prepared)
+        for rank, other in enumerate(prepared):  # they are saved by index
+            for what in ("optimizers", "schedulers"):
+                first, own = getattr(prepared[0], what), getattr(other, what)
+                if first != own:
+                    raise UsageError(
+                        f"rank 0 has the {what} {first}, rank {rank} has {own}; make the same on all ranks"
+                    )
         part = partial_path(final, prepared[0].token)
         content: dict[Key, object] = {("model", name): tensor for name, tensor in state.model.items()}
         for index, named in enumerate(states):
@@ -124,14 +130,3 @@ def save_checkpoint(
 def _without_numpy(value: dict[str, Any]) -> dict[str, Any]:
     """The values with numpy's numbers, such as a learning rate, as plain ones."""
     return {name: x.item() if isinstance(x, np.generic) else x for name, x in value.items()}
-
-
-def _check_alike(prepared: Sequence[_Prepared]) -> None:
-    """All ranks must have the same classes of optimizers and schedulers, as they are saved by index."""
-    for rank, other in enumerate(prepared):
-        for what, first, own in (
-            ("optimizers", prepared[0].optimizers, other.optimizers),
-            ("schedulers", prepared[0].schedulers, other.schedulers),
-        ):
-            if first != own:
-                raise UsageError(f"rank 0 has the {what} {first}, rank {rank} has {own}; make the same on all ranks")

@@ -14,7 +14,7 @@ belong to each of its parameters. Unnamed parameters without elements stand for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypedDict
 
@@ -123,7 +123,12 @@ def load_optimizer_state(
     by_name = {name: group for saved in ranks for group in saved for name in group["params"]}
     by_number = _numbered(groups, names)
     saved_values = [_saved_values(index, row, by_name, ranks) for index, row in enumerate(names)]
-    replaced = [x for group, saved in zip(groups, saved_values, strict=True) for x in _replaced(group, saved)]
+    replaced = []
+    for group, saved in zip(groups, saved_values, strict=True):
+        scheduled = {"lr"} if "initial_lr" in saved else set()  # of a schedule's learning rate, where it began
+        keys = sorted(group.keys() & saved.keys() - _PARAMETER_KEYS - _SPEED_KEYS - scheduled)
+        odd = [key for key in keys if not equal_values(group[key], saved[key])]
+        replaced += [f"{key} {saved[key]!r}, not {group[key]!r}" for key in odd]
     optimizer.load_state_dict(
         {
             "state": {number: dict(state[name]) for number, name in by_number.items() if state.get(name)},
@@ -136,14 +141,6 @@ def load_optimizer_state(
             if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device)
     return replaced
-
-
-def _replaced(now: Group, saved: Group) -> Iterator[str]:
-    """The hyperparameters that are other ones in a checkpoint; of a schedule's learning rate, where it began."""
-    scheduled = {"lr"} if "initial_lr" in saved else set()
-    for key in sorted(now.keys() & saved.keys() - _PARAMETER_KEYS - _SPEED_KEYS - scheduled):
-        if not equal_values(now[key], saved[key]):
-            yield f"{key} {saved[key]!r}, not {now[key]!r}"
 
 
 def group_names(

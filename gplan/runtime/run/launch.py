@@ -102,10 +102,13 @@ def run_plan(
     )
     if engine == "virtual":
         return run_virtual_engine(source_of(), plan, options, report=report)
+    given = {"--steps": options.num_steps, "--seed": options.seed, "--save-every": options.save_every}
+    flags = {"--check": options.check, "--resume": options.resume is not None, "--weights": options.weights is not None}
+    words = [f"{name} {x}" for name, x in given.items() if x is not None] + [name for name, x in flags.items() if x]
     facts = {
         "plan": hashlib.sha256(json_files.to_json(plan)).hexdigest()[:12],
         **({"model file": digest} if isinstance(model, str) and (digest := file_digest(model)) else {}),
-        "options": _options_text(options),
+        "options": " ".join(words),
     }
     return run_torchrun_rank(source_of, plan, options, facts=facts, report=report)
 
@@ -125,14 +128,6 @@ def _check_started(plan: Plan, engine: EngineName) -> None:
             f"torchrun started 1 process, the plan needs {plan.num_ranks}: use --nproc-per-node {plan.num_ranks}, or "
             "--engine virtual without torchrun"
         )
-
-
-def _options_text(options: RunOptions) -> str:
-    """The options that all processes must share, as on the command line."""
-    given = {"--steps": options.num_steps, "--seed": options.seed, "--save-every": options.save_every}
-    flags = {"--check": options.check, "--resume": options.resume is not None, "--weights": options.weights is not None}
-    words = [f"{name} {x}" for name, x in given.items() if x is not None] + [name for name, x in flags.items() if x]
-    return " ".join(words)
 
 
 def _check_nothing_is_replaced(options: RunOptions) -> None:

@@ -195,20 +195,28 @@ def model_state_restored(model: nn.Module) -> Iterator[None]:
     """Restore the model's buffers, gradients and modes, and the random state, at the end."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    devices = sorted({x.device.index for x in parameters if x.device.type == "cuda" and x.device.index is not None})
+    places = {x.device for x in model.parameters() if x.device.type == "cuda"}
+    devices = sorted(x.index for x in places if x.index is not None)
     try:
-        with torch.random.fork_rng(devices=devices):
+        with without_gradients(model), torch.random.fork_rng(devices=devices):
             yield
     finally:
         for module, training in modes:
             module.training = training
         for buffer, kept in buffers:
             buffer.data.copy_(kept)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+
+
+@contextmanager
+def without_gradients(model: nn.Module) -> Iterator[None]:
+    """Inside, the model's parameters begin without gradients; at the end they have their own again."""
+    gradients = [(x, x.grad) for x in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
             parameter.grad = gradient
 
 

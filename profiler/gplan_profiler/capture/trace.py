@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from gplan.core.errors import ModelError
 from gplan_profiler.capture.authored_layers import attributes_restored, caches_empty, named_state
-from gplan_profiler.capture.chain import call_arguments, model_state_restored
+from gplan_profiler.capture.chain import call_arguments, model_state_restored, without_gradients
 from gplan_profiler.capture.inplace import writers
 from gplan_profiler.capture.known_values import known_constants, state_of_batch
 from gplan_profiler.capture.opaque_calls import (
@@ -180,7 +180,7 @@ def _traced(run: _ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], way: 
         stack.enter_context(without_stack_traces())  # slower than the trace itself
         stack.enter_context(uncompiled())
         stack.enter_context(nested_traces_allowed())
-        stack.enter_context(_without_gradients(model))  # of another dtype they cannot become fake tensors
+        stack.enter_context(without_gradients(model))  # of another dtype they cannot become fake tensors
         program = torch.export.export(model, args, kwargs, strict=False)
     module = program.graph_module
     for node in calls_in(module, torch.ops.aten._assert_tensor_metadata.default):  # of dtype and device, at every `.to`
@@ -210,18 +210,6 @@ def _name_dtypes(module: GraphModule) -> None:
             if source.meta["val"].device == other.meta["val"].device:  # type: ignore[union-attr]
                 node.target = torch.ops.aten.to.dtype
                 node.args = (source, other.meta["val"].dtype, *options)  # type: ignore[union-attr]
-
-
-@contextmanager
-def _without_gradients(model: nn.Module) -> Iterator[None]:
-    gradients = [(x, x.grad) for x in model.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
 def _without_needless_moves() -> AbstractContextManager[None]:

@@ -239,12 +239,8 @@ def measure_bytes(
     tied = tied_uses(layers)
     calls = layers_apart(layers, tied)
     with traced_allocations(device) as trace:
-        passage = pass_through(calls, inputs, loss, now=now_ns, address_of=_address)
+        passage = pass_through(calls, inputs, loss, now=now_ns, address_of=lambda x: x.untyped_storage().data_ptr())
     return with_sums(layer_bytes(trace, passage), tied)
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 @dataclass(slots=True)
