@@ -65,9 +65,3 @@ class PlanRequest:
         """Whether any dial is to be searched."""
         dials = (self.num_devices, self.num_microbatches, self.schedule, self.recompute, self.sharding)
         return self.total_devices is not None or "auto" in dials
-
-    @property
-    def num_stages(self) -> int:
-        """The stages of one replica; only where devices and schedule are given."""
-        assert isinstance(self.num_devices, int), "the number of devices is open"
-        return num_stages_of(self.schedule, self.num_devices)
