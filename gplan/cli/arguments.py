@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -105,24 +105,6 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except OSError:  # such as a name that is too long
         return False
-
-
-NumberT = TypeVar("NumberT", int | None, int | str | None)
-
-
-def schedule_counts(schedule: str, num_devices: NumberT, num_microbatches: NumberT) -> tuple[NumberT, NumberT]:
-    """The numbers of devices and micro-batches (or "auto") as given, else those of an order from a file.
-
-    Raises UsageError where both are given and differ.
-    """
-    from gplan.schedules.registry import check_custom_counts, schedule_info
-
-    check_custom_counts(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
-    found = schedule_info(schedule)
-    return (
-        found.num_devices if num_devices is None else num_devices,
-        found.num_microbatches if num_microbatches is None else num_microbatches,
-    )
 
 
 def profile_of_plan(plan: Plan, path: Path | None) -> tuple[Profile | None, str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from gplan.cli.arguments import PATH, PLAN_FILE, SCHEDULE_HELP, Verb, schedule_counts, schedule_named
+from gplan.cli.arguments import PATH, PLAN_FILE, SCHEDULE_HELP, Verb, schedule_named
 from gplan.cli.output import json_option, print_result
 
 if TYPE_CHECKING:
@@ -110,12 +110,12 @@ def _load_plan(path: Path, num_devices: int | None, given: Mapping[str, str]) ->
 
 def _given_trial(name: str, num_devices: int | None, microbatches: int | None, given: Mapping[str, str]) -> Trial:
     from gplan.core.errors import UsageError
-    from gplan.schedules.registry import default_num_microbatches
+    from gplan.schedules.registry import custom_counts, default_num_microbatches
     from gplan.simulation.schedule_trial import given_trial
 
     costs = _costs(given)
     longest = max(map(len, (costs.forward, costs.backward, costs.optimizer)))
-    k, m = schedule_counts(name, num_devices, microbatches)
+    k, m = custom_counts(name, num_devices=num_devices, num_microbatches=microbatches)
     k = (longest if longest > 1 else None) if k is None else k
     if k is None:
         raise UsageError("how many devices? give --k 4")

@@ -42,7 +42,7 @@ from gplan.partition.validation import (
     check_sharding,
     check_split_backward,
 )
-from gplan.schedules.registry import canonical, check_custom_counts, num_stages_of, schedule_info
+from gplan.schedules.registry import canonical, custom_counts, num_stages_of, schedule_info
 from gplan.schedules.request import PlanRequest
 
 
@@ -87,7 +87,7 @@ def problem_of(profile: Profile, request: PlanRequest) -> Problem:
     assert isinstance(num_devices, int) and isinstance(num_microbatches, int), "no dial is open"
     check_choice("recompute", request.recompute, RECOMPUTE_MODES)
     check_choice("minimize", request.minimize, OBJECTIVES)
-    check_custom_counts(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
+    custom_counts(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
     counts = {"num_devices": num_devices, "num_microbatches": num_microbatches, "num_replicas": request.num_replicas}
     check_counts(profile, schedule, **counts)
     check_recompute(schedule, request.recompute)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from gplan.core import Action, ActionKind, Schedule
 from gplan.core.errors import UsageError
@@ -20,6 +20,8 @@ from gplan.schedules.custom import custom_order, is_custom_order
 from gplan.schedules.gpipe import looped_bfs
 from gplan.schedules.one_f_one_b import capped_1f1b, eager_1f1b, interleaved_1f1b, one_f_one_b
 from gplan.schedules.zero_bubble import zb_h1, zb_v
+
+Number = TypeVar("Number", bound=int | str | None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +164,7 @@ def make_schedule(name: str, *, num_devices: int, num_microbatches: int) -> Sche
     info = schedule_info(name)
     if is_custom_order(name):
         most = custom_order(name).num_microbatches
-        check_custom_counts(name, num_devices=num_devices, num_microbatches=max(num_microbatches, most))
+        custom_counts(name, num_devices=num_devices, num_microbatches=max(num_microbatches, most))
         orders = [[x for x in order if x.microbatch < num_microbatches] for order in custom_order(name).orders]
     else:
         num_actions = num_microbatches * num_stages_of(name, num_devices) * (3 if info.splits_backward else 2)
@@ -180,12 +182,15 @@ def make_schedule(name: str, *, num_devices: int, num_microbatches: int) -> Sche
     )
 
 
-def check_custom_counts(
-    name: str, *, num_devices: int | str | None = None, num_microbatches: int | str | None = None
-) -> None:
-    """Raise UsageError if a requested number differs from the one in a custom order; None requests nothing.
+def custom_counts(
+    name: str, *, num_devices: Number, num_microbatches: Number
+) -> tuple[Number | int | None, Number | int | None]:
+    """The numbers of devices and micro-batches as requested, else those of a custom order; None requests nothing.
 
-    >>> check_custom_counts("custom:0F0 0B0", num_devices=1, num_microbatches=1)
+    Raises UsageError where both are there and differ.
+
+    >>> custom_counts("custom:0F0 0B0", num_devices=None, num_microbatches=1)
+    (1, 1)
     """
     info = schedule_info(name)
     pairs = {"device": (num_devices, info.num_devices), "micro-batch": (num_microbatches, info.num_microbatches)}
@@ -196,3 +201,7 @@ def check_custom_counts(
                 f"asked for {found}, but the custom order has {counted(fixed, what)}; leave the number out, or write "
                 "another order"
             )
+    return (
+        info.num_devices if num_devices is None else num_devices,
+        info.num_microbatches if num_microbatches is None else num_microbatches,
+    )

@@ -33,7 +33,7 @@ from gplan.partition.diagnosis import (
 from gplan.partition.problem import Problem
 from gplan.partition.solve import TooManyDownSets, where_to_cut
 from gplan.partition.validation import check_choice, check_constraints, check_counts, check_limits, why_not_selected
-from gplan.schedules.registry import check_custom_counts, default_num_microbatches, num_stages_of, schedule_info
+from gplan.schedules.registry import custom_counts, default_num_microbatches, num_stages_of, schedule_info
 from gplan.schedules.request import PlanRequest, any_setting
 from gplan.strategy_search.setting_search import NUM_RIVALS, SettingSearch
 from gplan.strategy_search.space import base_schedule, search_space
@@ -65,10 +65,9 @@ def with_counts(request: PlanRequest) -> PlanRequest:
     four micro-batches a device."""
     num_devices, num_microbatches, schedule = request.num_devices, request.num_microbatches, request.schedule
     if schedule != "auto":
-        check_custom_counts(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
-        info = schedule_info(schedule)
-        num_devices = info.num_devices if num_devices is None else num_devices
-        num_microbatches = info.num_microbatches if num_microbatches is None else num_microbatches
+        num_devices, num_microbatches = custom_counts(
+            schedule, num_devices=num_devices, num_microbatches=num_microbatches
+        )
     if num_devices is None:
         if request.total_devices is None:
             raise UsageError("how many devices? give --k 4, --k auto, or the devices in all: --devices 8")

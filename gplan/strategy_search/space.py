@@ -27,7 +27,6 @@ from gplan.partition.validation import (
 )
 from gplan.schedules.registry import (
     canonical,
-    check_custom_counts,
     default_num_microbatches,
     num_stages_of,
     schedule_info,
@@ -161,9 +160,6 @@ def check_request(profile: Profile, request: PlanRequest) -> None:
             raise UsageError(f"asked for {count} {name}; expected at least 1")
     check_choice("recompute", request.recompute, (*AUTO_RECOMPUTE, "auto"))
     schedule = base_schedule(request)
-    check_custom_counts(
-        schedule, num_microbatches=None if request.num_microbatches == "auto" else request.num_microbatches
-    )
     check_recompute(schedule, request.recompute)
     check_choice("sharding", request.sharding, (*SHARDINGS, "auto"))
     if request.sharding != "auto":
