@@ -356,13 +356,6 @@ def save(value: json_files.Value, path: str | Path) -> None:
     json_files.save(value, Path(path))
 
 
-def is_main_process() -> bool:
-    """Whether this process prints and writes for a run; ranks of torchrun above 0 do not."""
-    from gplan.runtime.run import launch
-
-    return launch.is_main_process()
-
-
 def plan_settings(plan: Plan) -> dict[str, SettingValue]:
     """The settings that the plan's model was built with."""
     from gplan_profiler.model.model_reference import parse_setting

@@ -29,11 +29,12 @@ def cluster(device: str | None, timeout: float, output: Path, as_json: bool) -> 
     from gplan.files.json_files import check_writable
     from gplan.files.machine_file import save_machine
     from gplan.reporting.text.machine import machine_view
+    from gplan.runtime.run.launch import is_main_process
 
-    if api.is_main_process():
+    if is_main_process():
         check_writable(output)
     with progress_bar() as progress:
         machine = api.cluster(device=device, timeout_s=timeout, progress=progress)
-    if api.is_main_process():
+    if is_main_process():
         save_machine(machine, output)
         print_result(machine, lambda: machine_view(machine), as_json=as_json, written=output)

@@ -92,7 +92,9 @@ def run(
             timeout_s=timeout,
             progress=lambda i, loss: progress(f"step {i + 1} of {steps}, loss {loss:.4f}", (i + 1) / steps),
         )
-    if not api.is_main_process():
+    from gplan.runtime.run.launch import is_main_process
+
+    if not is_main_process():
         return
     json_files.save(result, output)
     print_result(result, lambda: run_view(result), as_json=as_json, written=output)

@@ -15,8 +15,6 @@ draws random numbers may draw them in another order in its layers: then the firs
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -37,7 +35,7 @@ from gplan_profiler.capture.value_forms import DATA_DEPENDENT
 from gplan_profiler.memory.allocations import tensors_in
 from gplan_profiler.model.error_location import describe, root_cause
 from gplan_profiler.model.lazy_build import fake_mode_of, random_state_kept, seed_everything
-from gplan_profiler.model.random_draws import line_of_first_draw
+from gplan_profiler.model.random_draws import host_random_state, line_of_first_draw
 from gplan_profiler.torch_compat import pytree
 
 _MOST_EPSILONS = 1000  # of the dtype, by which results of two orders of the same operations may differ
@@ -59,7 +57,7 @@ def captured_in_steps(
     plain = _PlainModel(model, inputs)
     for attempt in _ways(model, inputs):
         way, is_first = attempt.way, attempt.way == Way()
-        before = _host_random_state()
+        before = host_random_state()
         try:
             found = trace(model, inputs, way)
             chain = cut(found)
@@ -69,7 +67,7 @@ def captured_in_steps(
             if not plain.has_no_values and plain.results is None:  # the model itself fails
                 break
             continue
-        if before != _host_random_state() and not plain.has_no_values and plain.changes(host_seed=1):
+        if before != host_random_state() and not plain.has_no_values and plain.changes(host_seed=1):
             line = plain.line_of_first_draw()
             raise ModelError(
                 f"{type(model).__name__} draws random numbers with Python or numpy in its forward{f' ({line})' if line else ''}; a trace would make them "
@@ -285,13 +283,6 @@ Results: TypeAlias = Mapping[str, Excerpt | None]
 def _copied(inputs: object) -> Any:
     """The inputs in memory of their own, as a forward may write into them."""
     return pytree.tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), inputs)
-
-
-def _host_random_state() -> tuple[Any, ...]:
-    """The state of the random numbers of Python and numpy."""
-    numpy = sys.modules.get("numpy")
-    _, keys, place, *_ = numpy.random.get_state() if numpy else (None, b"", 0)
-    return random.getstate(), bytes(keys), place
 
 
 def _results_of(model: nn.Module, run: Callable[[], Any], *, seed: int = 0, host_seed: int = 0) -> Results:

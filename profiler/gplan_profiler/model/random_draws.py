@@ -57,7 +57,12 @@ def line_of_first_draw(run: Callable[[], object]) -> str | None:
 
 def _states() -> tuple[Any, ...]:
     """The states of the generators."""
-    numpy = sys.modules.get("numpy")
     on_gpu = [x.tolist() for x in torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return host_random_state(), bytes(torch.random.get_rng_state().numpy()), on_gpu
+
+
+def host_random_state() -> tuple[Any, ...]:
+    """The states of the generators of Python and numpy."""
+    numpy = sys.modules.get("numpy")
     host = None if numpy is None else [x.tolist() if hasattr(x, "tolist") else x for x in numpy.random.get_state()]
-    return random.getstate(), host, bytes(torch.random.get_rng_state().numpy()), on_gpu
+    return random.getstate(), host
