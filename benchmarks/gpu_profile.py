@@ -24,7 +24,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from host_speed import yardstick_of
 from real_size import MODELS
 from suite import ROOT, error_text, markdown, options_of, points_text, write_report
 from torch import Tensor, nn
@@ -158,7 +157,7 @@ def rows_of(case: Case, options: argparse.Namespace) -> Iterator[Row]:
         )
         start_s = time.monotonic()
         run = gplan.run(plan, profile=profile, engine="virtual", num_steps=options.steps)
-        found = {f"yardstick {name}": ratio for name, ratio in yardstick_of(run).items()}
+        found = {} if run.equal_speed is None else {"yardstick ratio": run.equal_speed.ratio}
         found["run seconds"] = time.monotonic() - start_s
         of_run = {"num_devices": num_devices, "recompute": recompute}
         for x in gplan.compare(run).rows:

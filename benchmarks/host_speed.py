@@ -10,19 +10,17 @@ and its profile is kept beside the rows while the runs go on.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
+from suite import REPORTS, Rows, example, options_of, write_report
 
 import gplan
-from gplan.core import Run
 from gplan.core.units import percent_text
 from gplan.evaluate.compare import STEP_TIME
 
-ROOT = Path(__file__).parent.parent
 SHARES = {"compute": 0.40, "memory": 0.15, "interpreter": 0.45}
 """Of the time of the fixed work (`FixedWork` of gplan_profiler/host/host_load.py)."""
 BANDS = ((0.0, 0.02), (0.02, 0.05), (0.05, 0.1), (0.1, 9.0))
@@ -31,31 +29,27 @@ HEAD = "| raw: median | worst | three parts: median | worst | one ratio: median 
 
 def main() -> None:
     """Make the runs that are asked for, then write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, "host-speed")
     parser.add_argument("--runs", type=int, default=0, help="how many more")
     parser.add_argument("--every", type=float, default=180.0, metavar="SECONDS", help="from one start to the next")
     parser.add_argument("--steps", type=int, default=60, help="of each run")
-    parser.add_argument("--output", type=Path, default=ROOT / "reports" / "host-speed")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "rows.csv"
-    rows = pd.read_csv(path) if path.exists() else pd.DataFrame()
+    rows = Rows(options.output / "rows.csv", key=["at"])
     for index in range(options.runs):
         start_s = time.monotonic()
-        rows = pd.concat([rows, pd.DataFrame([measured(options.output, options.steps)])], ignore_index=True)
-        rows.to_csv(path, index=False)
+        rows.add(measured(options.output, options.steps))
         if index + 1 < options.runs:
             time.sleep(max(0.0, options.every - (time.monotonic() - start_s)))
-    saved = pd.read_csv(ROOT / "reports" / "host-speed" / "saved.csv")
-    (options.output / "README.md").write_text("\n".join([*saved_text(saved), *rows_text(rows), ""]))
-    print((options.output / "README.md").read_text())
+    saved = pd.read_csv(REPORTS / "host-speed" / "saved.csv")
+    write_report(options.output, [*saved_text(saved), *rows_text(rows.table())])
 
 
 def measured(folder: Path, num_steps: int) -> dict[str, object]:
     """A run of the demo's plan: both errors of the step, and the ratio of the yardsticks."""
     path = folder / "profile.json"
     if not path.exists():
-        gplan.save(gplan.profile(str(ROOT / "examples" / "transformer_lm.py"), microbatch_sizes=[4]), path)
+        gplan.save(gplan.profile(example("transformer_lm"), microbatch_sizes=[4]), path)
     profile = gplan.load(path)
     run = gplan.run(gplan.balance(profile, num_devices=2, num_microbatches=8), profile=profile, num_steps=num_steps)
     step, speed = gplan.compare(run).row(STEP_TIME), run.equal_speed
@@ -67,11 +61,6 @@ def measured(folder: Path, num_steps: int) -> dict[str, object]:
         "ratio": speed and speed.ratio,
         "uncertainty": speed and speed.uncertainty,
     }
-
-
-def yardstick_of(run: Run) -> dict[str, float]:
-    """The ratio of the yardsticks in run and profile; {} where it is not known."""
-    return {} if run.equal_speed is None else {"ratio": run.equal_speed.ratio}
 
 
 def saved_text(saved: pd.DataFrame) -> Iterator[str]:
