@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from gplan.core import OperationKind, Work
+from gplan.core.layer_cost import Lifetime
 from gplan_profiler.analytic.collectives import Exchange, Group, exchange_s
 from gplan_profiler.analytic.decoder_config import BlockKind, Decoder, Widths
 from gplan_profiler.analytic.hardware import ExchangeKind, Hardware, KernelName
@@ -28,7 +29,7 @@ from gplan_profiler.analytic.trainers import MEGATRON, Trainer
 DTYPE = "bfloat16"
 ELEMENT = 2  # bytes of a weight or activation
 LOGIT = 4  # of an unfused logit
-GRADIENT = 4  # of a gradient
+GRADIENT = 4  # of a gradient that is float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class Kernel:
     before: tuple[Exchange, ...] = ()  # collectives of the forward
     behind: tuple[Exchange, ...] = ()  # those of the backward
     waits: bool = False  # whether the host reads sizes that the device has computed
+    keeps_own: bool = False  # whether all that it keeps is its own, and nothing of what it reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,53 @@ class Part:
             if i in starts:
                 handed, residual = residual, 0  # the sum of both paths
         return max(0, most - stash)
+
+    @property
+    def tensors(self) -> tuple[Lifetime, ...]:
+        """The tensors of a forward and a backward and when they are there, but for the layer's input and its gradient.
+
+        Kernels take the times 0, 1 and so on, forward, (again) and backward. The result of the last is kept until the
+        backward begins, when the gradient of it comes.
+        """
+        again = len(self.kernels) * self.is_recomputed
+        found = self._forward_tensors(0, keeps=not self.is_recomputed)
+        if again:
+            found += self._forward_tensors(again, keeps=True)
+        return tuple(Lifetime(*x) for x in (*found, *self._backward_tensors(again)) if x[0])
+
+    def _forward_tensors(self, start: int, *, keeps: bool) -> list[tuple[int, int, int]]:
+        count = len(self.kernels)
+        end = count * (2 + self.is_recomputed)
+        made, found = 0, list[list[int]]()
+        for i, x in enumerate(self.kernels):
+            back = end - 1 - i if keeps else start + count - 1
+            kept_input = made if x.keeps >= made and not x.keeps_own else 0
+            if kept_input:
+                found[-1][2] = back
+            found += [[x.keeps - kept_input, start + i, back], [x.makes, start + i, min(start + i + 1, start + count - 1)]]
+            made = x.makes
+        if start == 0 and self.output:
+            found[-1][2] = count
+        return [(a, b, c) for a, b, c in found]
+
+    def _backward_tensors(self, again: int) -> list[tuple[int, int, int]]:
+        count = len(self.kernels)
+        starts = {sum(self.branches[:i]) for i in range(len(self.branches))}
+        first = count + again
+        handed, residual = [self.output, count, first], None
+        found = [handed]
+        for time, (i, x) in enumerate(reversed(list(enumerate(self.kernels))), first):
+            if residual is None and self.branches:
+                residual = handed
+            handed[2] = max(handed[2], time)
+            given = [0 if x.in_place or not i else x.input_gradient, time, time + 1]
+            found += [given, [x.beside, time, time]]
+            if residual is not None:
+                residual[2] = time
+            handed = given
+            if i in starts:
+                residual = None
+        return [(a, b, c) for a, b, c in found]
 
     def seconds(self, hardware: Hardware, widths: Widths, trainer: Trainer = MEGATRON) -> tuple[float, float]:
         """Seconds of forward and backward with their collectives.
@@ -289,7 +338,7 @@ class LayerKernels:
         model, split = self.decoder, self.widths.tensor
         table, is_tied = model.vocab_size * model.hidden_size // split, model.ties_embedding
         moved = _moved("indexing", 2 * self.hidden_bytes, *[2 * self.hidden_bytes] * (self.microbatch_size > 1))
-        added = _moved("pointwise", ELEMENT * table, (ELEMENT + 2 * GRADIENT) * table)  # cleared, then added
+        added = _moved("pointwise", ELEMENT * table, (ELEMENT + 2 * self.trainer.gradient_bytes) * table)  # cleared, then added
         kernel = self._out_of(
             Kernel(
                 forward=moved,
@@ -342,6 +391,7 @@ class LayerKernels:
                 backward=_moved("reduction", 2 * LOGIT * logits + converted, kernel="unfused-cross-entropy"),
                 keeps=LOGIT * logits,
                 makes=(ELEMENT + 2 * LOGIT * self.trainer.casts_logits) * logits,
+                keeps_own=True,
                 input_gradient=(ELEMENT + LOGIT * self.trainer.casts_logits) * logits,
                 before=sums,
             )
@@ -370,7 +420,8 @@ class LayerKernels:
     def _sum(self) -> Kernel:
         """Adds a branch to the hidden states; the result is kept by what follows."""
         moved = _moved("pointwise", 3 * self.hidden_bytes)
-        return Kernel(forward=moved, backward=moved, makes=self.hidden_bytes)
+        mask = self.hidden_bytes // ELEMENT * self.trainer.keeps_masks
+        return Kernel(forward=moved, backward=moved, keeps=mask, makes=self.hidden_bytes)
 
     def _linear(
         self,
@@ -387,7 +438,7 @@ class LayerKernels:
         k, n = (width_in // split, width_out) if by_input else (width_in, width_out // split)
         tokens = self.tokens
         dtype = DTYPE if is_split else self.products  # the output layer stays in bfloat16
-        made = ELEMENT if self.trainer.holds_gradients else GRADIENT
+        made = ELEMENT if self.trainer.holds_gradients else self.trainer.gradient_bytes
         return Kernel(
             forward=(_product(tokens, k, n, dtype=dtype),),
             backward=(

@@ -28,7 +28,6 @@ from gplan_profiler.analytic.decoder_config import Decoder, Widths, load_decoder
 from gplan_profiler.analytic.decoder_kernels import (
     DTYPE,
     ELEMENT,
-    GRADIENT,
     LayerKernels,
     Part,
 )
@@ -86,7 +85,7 @@ class DecoderProfile:
         """Of the weights, and what experts hold beyond a share of 1 / ranks of the state of all summed parameters."""
         ranks, expert_ranks = self._ranks
         if self._summed(part) < part.parameters + part.experts:
-            more = (GRADIENT + _STATE) * part.experts
+            more = (self.trainer.gradient_bytes + _STATE) * part.experts
         else:
             more = max(0, _STATE * part.experts // expert_ranks - _STATE * part.experts // ranks)
         held = ELEMENT * (1 + self.trainer.holds_gradients)
@@ -107,7 +106,7 @@ class DecoderProfile:
                 kind=part.kind,
                 num_parameters=part.parameters + part.experts,
                 weight_bytes=self._weight_bytes(part),
-                gradient_bytes=GRADIENT * self._summed(part),
+                gradient_bytes=self.trainer.gradient_bytes * self._summed(part),
                 parameters=(ParameterSize(num_rows=self._summed(part), num_bytes=ELEMENT * self._summed(part)),),
                 costs=tuple(costs[size][i] for size in microbatch_sizes),
             )
@@ -149,7 +148,7 @@ class DecoderProfile:
 
     def _messages(self, parts: tuple[Part, ...]) -> dict[str, float]:
         """The bytes of a collective between replicas where each tensor has its own: a block has six, two of them small."""
-        return {"tensor_bytes": GRADIENT * parts[1].parameters / 6} if self.trainer.exchanges_tensors else {}
+        return {"tensor_bytes": self.trainer.gradient_bytes * parts[1].parameters / 6} if self.trainer.exchanges_tensors else {}
 
     def _tied(self, last: int) -> tuple[SharedWeight, ...]:
         """The embedding, where other layers use it too."""
@@ -164,7 +163,7 @@ class DecoderProfile:
                 layers=tuple(users),
                 num_parameters=table,
                 weight_bytes=ELEMENT * table,
-                gradient_bytes=GRADIENT * table,
+                gradient_bytes=self.trainer.gradient_bytes * table,
             ),
         )
 
@@ -178,7 +177,7 @@ class DecoderProfile:
         rate = self.hardware.bytes_per_s * self.hardware.efficiency("pointwise").bandwidth
         stated = 1 if self.divides_state else ranks
         update_bytes = _UPDATE_BYTES * (dense / ranks + experts / expert_ranks)
-        passed_bytes = _GRADIENT_PASSES * GRADIENT * (dense + experts)
+        passed_bytes = _GRADIENT_PASSES * self.trainer.gradient_bytes * (dense + experts)
         return StepCost(
             optimizer=Timing.exactly(stated * update_bytes / rate, origin="computed"),
             zero_grad=Timing.exactly(stated * passed_bytes / rate, origin="computed"),
@@ -207,6 +206,8 @@ class DecoderProfile:
             leftovers=(Leftover(num_later=1, num_bytes=part.output),) if 0 < part.output <= own else (),
             forward_work=part.work("forward"),
             backward_work=part.work("backward"),
+            tensors=part.tensors,
+            num_forward_times=len(part.kernels),
         )
 
 

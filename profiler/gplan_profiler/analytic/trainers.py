@@ -43,6 +43,8 @@ class Trainer:
     )
     stores_scores: bool = False  # attention in single products: keeps the softmax, its dropout's mask and result
     recomputes_scores: bool = False  # attention runs again in the backward (selective recompute)
+    gradient_bytes: int = 4  # of a value in which gradients are summed
+    keeps_masks: bool = False  # of dropout behind each branch, one byte a value, also where nothing is dropped
     holds_gradients: bool = False  # in bfloat16 beside those of float32
     exchanges_tensors: bool = False  # replicas exchange one tensor after the other
     holds_empty_gradients: bool = False  # one for each shape of a weight
@@ -76,7 +78,9 @@ MEGATRON = Trainer(
     name=MEGATRON_LM, version="core 0.14", host_s=4e-6, sizes_s=9e-4, holds_empty_gradients=True, expected=_EXPECTED
 )
 OVERLAPPING = replace(MEGATRON, hidden_share=0.8)
-LEGACY = Trainer(name=MEGATRON_LM, version="2023", host_s=4e-6, product_share=0.95, attention_share=0.7)
+LEGACY = Trainer(
+    name=MEGATRON_LM, version="2023", host_s=4e-6, product_share=0.95, attention_share=0.7, gradient_bytes=2, keeps_masks=True
+)
 NANOTRON = Trainer(
     name="nanotron", version="0.4", host_s=1.2e-4, product_share=0.87, attention_share=0.75, rank_host_s=2e-4, exchanges_tensors=True, fuses_gate=False,
     holds_gradients=True, casts_logits=True, counts_blocks=True,
