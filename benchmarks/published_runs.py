@@ -34,21 +34,14 @@ from suite import markdown, options_of, write_report
 from gplan.core import Constraints, Plan
 from gplan.core.errors import GplanError, UsageError
 from gplan.core.units import percent_text
+from gplan.cost.reserved_bytes import CONTEXT_BYTES, RESERVED_SHARE, device_reserved_bytes
 from gplan.partition.balance import best_plan, problem_of
 from gplan.schedules.request import PlanRequest
 from gplan_profiler.analytic.decoder_config import Decoder, Widths
 from gplan_profiler.analytic.decoder_profile import DecoderProfile
 from gplan_profiler.analytic.hardware import Hardware, described_hardware, load_hardware
 from gplan_profiler.analytic.shapes import AttentionShape, MatmulShape, ShapeTable
-from gplan_profiler.analytic.trainers import (
-    CONTEXT_BYTES,
-    LEGACY,
-    MEGATRON,
-    NANOTRON,
-    OVERLAPPING,
-    RESERVED_SHARE,
-    Trainer,
-)
+from gplan_profiler.analytic.trainers import LEGACY, MEGATRON, NANOTRON, OVERLAPPING, Trainer
 
 DATA = SHARED / "published_runs" / "given.csv"
 B200_FILE = SHARED / "gpu_runs" / "b200_efficiency.json"

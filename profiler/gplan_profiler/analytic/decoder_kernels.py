@@ -32,6 +32,9 @@ LOGIT = 4  # of an unfused logit
 GRADIENT = 4  # of a gradient that is float32
 
 
+_EXCHANGES = {"forward": "before", "backward": "behind"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """A kernel of a layer's forward, with that of its backward, for one micro-batch."""
@@ -60,6 +63,7 @@ class Part:
     parameters: int  # held by the device, that every data-parallel rank has
     experts: int = 0  # the same of routed experts
     weights: tuple[tuple[int, int], ...] = ()  # the matrices of products that Transformer Engine runs
+    matrices: tuple[int, ...] = ()  # the parameters of each large tensor
     output: int = 0  # bytes handed on and kept by the next layer; 0: the loss
     is_recomputed: bool = False  # whether it runs again before its backward and keeps its output alone
 
@@ -149,21 +153,33 @@ class Part:
 
         The host starts operations while the device computes, so the slower of both counts.
         """
-        own = trainer.on(hardware)
-        found = []
-        for way, moved in (("forward", "before"), ("backward", "behind")):
-            operations = [y for x in self.kernels for y in getattr(x, way)]
-            exchanges = [y for x in self.kernels for y in getattr(x, moved)]
-            waited_s = sum(exchange_s(hardware, widths, x) for x in exchanges)
-            tensor = sum(x.group == "tensor" for x in exchanges)
-            waited_s += trainer.sizes_s * sum(x.waits for x in self.kernels)
-            if trainer.holds_gradients and way == "backward":  # read, and added to those of float32
-                operations += _moved("pointwise", (ELEMENT + 2 * GRADIENT) * (self.parameters + self.experts))
-            started_s = trainer.exchange_host_s(widths, hardware.devices_per_node) * tensor
-            host_s = started_s + trainer.host_s * sum(x.work.num_operations for x in operations)
-            found.append(max(operations_seconds(operations, own, dtype=DTYPE) + waited_s, host_s))
-        once_s, back_s = found
+        once_s, back_s = (max(self._clocks_s(way, hardware, widths, trainer)) for way in ("forward", "backward"))
         return once_s, back_s + self.is_recomputed * once_s
+
+    def _clocks_s(self, way: str, hardware: Hardware, widths: Widths, trainer: Trainer) -> tuple[float, float]:
+        """Seconds of the device, its waits included, and of the host."""
+        operations = [y for x in self.kernels for y in getattr(x, way)]
+        exchanges = [y for x in self.kernels for y in getattr(x, _EXCHANGES[way])]
+        waited_s = sum(exchange_s(hardware, widths, x) for x in exchanges)
+        waited_s += trainer.sizes_s * sum(x.waits for x in self.kernels)
+        if trainer.holds_gradients and way == "backward":  # read, and added to those of float32
+            operations += _moved("pointwise", (ELEMENT + 2 * GRADIENT) * (self.parameters + self.experts))
+        tensor = sum(x.group == "tensor" for x in exchanges)
+        started_s = trainer.exchange_host_s(widths, hardware.devices_per_node) * tensor
+        host_s = started_s + trainer.host_s * sum(x.work.num_operations for x in operations)
+        return operations_seconds(operations, trainer.on(hardware), dtype=DTYPE) + waited_s, host_s
+
+    def late_bytes(self, hardware: Hardware, widths: Widths, trainer: Trainer) -> int:
+        """What a forward's scattered sums leave in use while the host is ahead of the device.
+
+        The allocator takes a tensor back that another stream reads once that has read it. Until then the host starts
+        further layers; of those that the device has not reached yet, such tensors are held as their activations are.
+        """
+        if not trainer.frees_late:
+            return 0
+        device_s, host_s = self._clocks_s("forward", hardware, widths, trainer)
+        summed = sum(y.num_bytes for x in self.kernels for y in x.before if y.kind == "reduce_scatter")
+        return round(max(0.0, 1 - host_s / device_s) * summed)
 
     def work(self, way: str) -> tuple[Work, ...]:
         """Counted work of the forward or the backward."""
@@ -279,6 +295,7 @@ class LayerKernels:
             parameters=num_norms * model.norm_values + sum(x.values for x in found) + sum(map(prod, matrices)) // split,
             experts=sum(x.experts for x in found),
             weights=tuple({*((a, b // split) for a, b in matrices), *(y for x in found for y in x.routed)}),
+            matrices=tuple(prod(x) // split for x in matrices),
             output=self.hidden_bytes,
         )
 
@@ -351,7 +368,7 @@ class LayerKernels:
         positions = model.learned_positions * model.hidden_size
         return Part(
             name="model.embed_tokens", kind="Embedding", kernels=(kernel,), parameters=positions + (0 if is_tied else table),
-            output=self.hidden_bytes,
+            matrices=() if is_tied else (table,), output=self.hidden_bytes,
         )  # fmt: skip
 
     def prediction(self, name: str) -> Part:
@@ -400,6 +417,7 @@ class LayerKernels:
             kind="Head",
             kernels=(self._norm(model.hidden_size), *[layer, loss] * passes),
             parameters=model.norm_values + model.lm_head_bias * output[1] + (0 if model.tie_word_embeddings else table),
+            matrices=() if model.tie_word_embeddings else (table,),
         )
 
     def _gated(self, width: int) -> list[tuple[int, int]]:

@@ -37,6 +37,7 @@ from gplan_profiler.analytic.trainers import MEGATRON, Trainer
 UNDIVIDED = "replicas"
 """The setting that says over how many replicas a plan is to divide the optimizer's state, where the profile does not."""
 _STATE = 12  # bytes of the optimizer's state: master weights and two moments
+_MASTER = 4  # of a master weight, and of its gradient while it is updated
 _GRADIENT_PASSES = 4  # over the gradients once a step: cleared, scaled (read and written), checked for NaN
 _UPDATE_BYTES = 4 + 2 * _STATE + ELEMENT + 4  # of a parameter: gradient, state read and written, weight, norm
 
@@ -107,7 +108,10 @@ class DecoderProfile:
                 num_parameters=part.parameters + part.experts,
                 weight_bytes=self._weight_bytes(part),
                 gradient_bytes=self.trainer.gradient_bytes * self._summed(part),
-                parameters=(ParameterSize(num_rows=self._summed(part), num_bytes=ELEMENT * self._summed(part)),),
+                parameters=tuple(
+                    ParameterSize(num_rows=x, num_bytes=ELEMENT * x)
+                    for x in (*part.matrices, self._summed(part) - sum(part.matrices))
+                ),
                 costs=tuple(costs[size][i] for size in microbatch_sizes),
             )
             for i, part in enumerate(parts)
@@ -183,7 +187,7 @@ class DecoderProfile:
             zero_grad=Timing.exactly(stated * passed_bytes / rate, origin="computed"),
             optimizer_name="Adam",
             state_bytes=stated * _STATE * (tied + sum(map(self._summed, parts))) // ranks,
-            workspace_bytes=0,
+            workspace_bytes=_MASTER * (tied + sum(map(self._summed, parts))) * (self.trainer.gradient_bytes < _MASTER),
         )
 
     def _cost(self, part: Part, size: int) -> LayerCost:
@@ -196,7 +200,7 @@ class DecoderProfile:
             backward=Timing.exactly(backward_s, origin="computed"),
             input_gradient=half,
             weight_gradient=half,
-            stash_bytes=part.stash_bytes,
+            stash_bytes=part.stash_bytes + part.late_bytes(self.hardware, self.widths, self.trainer),
             forward_workspace_bytes=part.forward_workspace_bytes,
             backward_workspace_bytes=own,
             output_bytes=part.output,
