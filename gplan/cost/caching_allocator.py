@@ -102,9 +102,7 @@ class CachingAllocator:
             self._ends[block.is_small] = block
 
     def _split(self, block: Block, size: int) -> None:
-        rest = Block(
-            block.num_bytes - size, block.address + size, block.is_small, before=block, after=block.after
-        )
+        rest = Block(block.num_bytes - size, block.address + size, block.is_small, before=block, after=block.after)
         if block.after:
             block.after.before = rest
         block.after, block.num_bytes = rest, size
@@ -129,10 +127,8 @@ class CachingAllocator:
                 end.after = block
             self._ends[is_small] = block
             return block
-        if is_small:
-            segment = _SMALL_SEGMENT
-        else:
-            segment = _LARGE_SEGMENT if size < _LARGE else _rounded(size, _SMALL_SEGMENT)
+        segment = _SMALL_SEGMENT if is_small else max(_LARGE_SEGMENT, size)
+        segment = _rounded(segment if size < _LARGE else size, _SMALL_SEGMENT)
         self._reserve(segment)
         self._next_address += segment
         return Block(segment, self._next_address - segment, is_small)

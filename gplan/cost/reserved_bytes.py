@@ -5,7 +5,7 @@ the first update makes the rest. What an update needs for a moment is allocated 
 input of a micro-batch before its forward. Only for profiles that have the tensors of layers (`LayerCost.tensors`), which
 are those computed from a language model's sizes; expandable segments are not assumed.
 
-Steady micro-batches repeat: of more than three for each device, three are replayed.
+Steady micro-batches repeat: of more than two for each device, two are replayed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RESERVED_SHARE = 0.93
 CONTEXT_BYTES = 1_500_000_000
 """Of a device that the driver and NCCL take outside the allocator; assumed."""
 
-_REPLAYED = 3  # micro-batches for each device
+_REPLAYED = 2  # micro-batches for each device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

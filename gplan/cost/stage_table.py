@@ -21,7 +21,14 @@ from gplan.core import Link, Profile, Sharding, StageBytes, StageCost, StageTime
 from gplan.core.profile import BUCKET_BYTES
 from gplan.corrections.sharding import EXCHANGED
 from gplan.cost.layer_sums import LayerSums, SecondsOf
-from gplan.cost.microbatch_bytes import JUST_IN_TIME, MEGATRON, PREALLOCATED, MicrobatchTerms, TransferMemory, microbatch_bytes
+from gplan.cost.microbatch_bytes import (
+    JUST_IN_TIME,
+    MEGATRON,
+    PREALLOCATED,
+    MicrobatchTerms,
+    TransferMemory,
+    microbatch_bytes,
+)
 from gplan.cost.part_table import PartTable, first_of, parts_of, rows_of
 from gplan.cost.workspaces import Workspaces
 from gplan.graph.boundary import Crossing, PassThrough, crossing_of, saved_outputs, unsaved_outputs

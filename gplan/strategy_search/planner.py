@@ -75,7 +75,9 @@ def _with_reserved(profile: Profile, request: PlanRequest, solved: Callable[[Pla
             return found
         beside = max(x - y for x, y in zip(reserved, found.device_peak_bytes, strict=True)) + CONTEXT_BYTES
         within = replace(request, memory_bytes=max(1, min(limit - beside, (within.memory_bytes or limit) - 1)))
-    return replace(found, notes=(*found.notes, "the fullest device needs more with what its allocator reserves than it has"))
+    return replace(
+        found, notes=(*found.notes, "the fullest device needs more with what its allocator reserves than it has")
+    )
 
 
 def balance(profile: Profile, *, progress: Progress = no_progress, **dials: Any) -> Plan:

@@ -93,9 +93,7 @@ def reserved_text(plan: Plan) -> str:
     if not plan.reserved_bytes:
         return ""
     total, reserved = bytes_text(plan.device_total_bytes), bytes_text(max(plan.reserved_bytes))
-    return (
-        f"the fullest device allocates {bytes_text(plan.peak_bytes)}, reserves {reserved}, and needs {total} with CUDA's context and NCCL"
-    )
+    return f"the fullest device allocates {bytes_text(plan.peak_bytes)}, reserves {reserved}, and needs {total} with CUDA's context and NCCL"
 
 
 def sharding_text(plan: Plan) -> str:

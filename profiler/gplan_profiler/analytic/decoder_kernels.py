@@ -123,7 +123,10 @@ class Part:
             kept_input = made if x.keeps >= made and not x.keeps_own else 0
             if kept_input:
                 found[-1][2] = back
-            found += [[x.keeps - kept_input, start + i, back], [x.makes, start + i, min(start + i + 1, start + count - 1)]]
+            found += [
+                [x.keeps - kept_input, start + i, back],
+                [x.makes, start + i, min(start + i + 1, start + count - 1)],
+            ]
             made = x.makes
         if start == 0 and self.output:
             found[-1][2] = count
@@ -355,7 +358,9 @@ class LayerKernels:
         model, split = self.decoder, self.widths.tensor
         table, is_tied = model.vocab_size * model.hidden_size // split, model.ties_embedding
         moved = _moved("indexing", 2 * self.hidden_bytes, *[2 * self.hidden_bytes] * (self.microbatch_size > 1))
-        added = _moved("pointwise", ELEMENT * table, (ELEMENT + 2 * self.trainer.gradient_bytes) * table)  # cleared, then added
+        added = _moved(
+            "pointwise", ELEMENT * table, (ELEMENT + 2 * self.trainer.gradient_bytes) * table
+        )  # cleared, then added
         kernel = self._out_of(
             Kernel(
                 forward=moved,
@@ -616,6 +621,7 @@ class LayerKernels:
         elif self.trainer.stores_scores:
             stored = (2 * ELEMENT + 1) * heads * self.tokens * self.widths.sequence_length
         chunks = ring * (keys + values)
+        kept_again = 2 * ELEMENT if stored else 2 * ELEMENT + 1  # gradients of both squares, or what was not stored
         return Kernel(
             forward=forward,
             backward=backward,
@@ -624,7 +630,7 @@ class LayerKernels:
             keeps=kept + (stored if self.trainer.stores_scores else sums),
             makes=value,
             input_gradient=query + keys + values,
-            beside=0 if stored else self.trainer.stores_scores * (2 * ELEMENT + 1) * heads * self.tokens * sequence,
+            beside=self.trainer.stores_scores * kept_again * heads * self.tokens * sequence,
         )
 
     def _single_products(self, forward: AttentionShape, ring: int) -> list[tuple[Operation, ...]]:

@@ -31,6 +31,7 @@ from gplan_profiler.analytic.decoder_kernels import (
     LayerKernels,
     Part,
 )
+from gplan_profiler.analytic.expected_errors import expected_error
 from gplan_profiler.analytic.hardware import Hardware
 from gplan_profiler.analytic.trainers import MEGATRON, Trainer
 
@@ -144,15 +145,19 @@ class DecoderProfile:
             origin="computed",
             notes=(
                 f"computed from the sizes of {self.name} for {self.hardware.name}; nothing was built or measured",
-                *filter(None, [self.trainer.expected]),
                 *self.decoder.unused,
             ),
+            plan_notes=(expected_error(self.trainer.name, self.hardware.name),),
             precision=Precision.named("mixed"),
         )
 
     def _messages(self, parts: tuple[Part, ...]) -> dict[str, float]:
         """The bytes of a collective between replicas where each tensor has its own: a block has six, two of them small."""
-        return {"tensor_bytes": self.trainer.gradient_bytes * parts[1].parameters / 6} if self.trainer.exchanges_tensors else {}
+        return (
+            {"tensor_bytes": self.trainer.gradient_bytes * parts[1].parameters / 6}
+            if self.trainer.exchanges_tensors
+            else {}
+        )
 
     def _tied(self, last: int) -> tuple[SharedWeight, ...]:
         """The embedding, where other layers use it too."""

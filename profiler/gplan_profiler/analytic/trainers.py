@@ -19,6 +19,7 @@ from gplan.core.profile import MEGATRON_LM, NANOTRON_NAME
 from gplan_profiler.analytic.decoder_config import Widths
 from gplan_profiler.analytic.hardware import Hardware
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
     """What one trainer does differently from others."""
@@ -44,7 +45,6 @@ class Trainer:
     exchanges_tensors: bool = False  # replicas exchange one tensor after the other
     holds_empty_gradients: bool = False  # one for each shape of a weight
     casts_logits: bool = False  # to float32 before a loss that keeps float32
-    expected: str = ""  # how far predictions of its published runs were off
     counts_blocks: bool = False  # cuts between blocks by the parameters of their products, the head's among them
 
     def on(self, hardware: Hardware) -> Hardware:
@@ -65,16 +65,18 @@ class Trainer:
         return self.rank_host_s * widths.tensor * (0.7 + 0.3 * num_nodes)
 
 
-_EXPECTED = (
-    "158 published runs of Megatron-LM and its forks were predicted within 5 % (step) and 5 % (memory) in half of the cases, "
-    "within 22 % and 14 % in nine of ten: reports/published-runs"
-)
 MEGATRON = Trainer(
-    name=MEGATRON_LM, version="core 0.14", host_s=4e-6, sizes_s=9e-4, holds_empty_gradients=True, expected=_EXPECTED
+    name=MEGATRON_LM, version="core 0.14", host_s=4e-6, sizes_s=9e-4, holds_empty_gradients=True
 )
 OVERLAPPING = replace(MEGATRON, hidden_share=0.8)
 LEGACY = Trainer(
-    name=MEGATRON_LM, version="2023", host_s=4e-6, product_share=0.95, attention_share=0.7, gradient_bytes=2, keeps_masks=True
+    name=MEGATRON_LM,
+    version="2023",
+    host_s=4e-6,
+    product_share=0.95,
+    attention_share=0.7,
+    gradient_bytes=2,
+    keeps_masks=True,
 )
 NANOTRON = Trainer(
     name=NANOTRON_NAME, version="0.4", host_s=1.2e-4, product_share=0.87, attention_share=0.75, rank_host_s=2e-4, exchanges_tensors=True, fuses_gate=False,
