@@ -5,7 +5,7 @@ the first update makes the rest. What an update needs for a moment is allocated 
 input of a micro-batch before its forward. Only for profiles that have the tensors of layers (`LayerCost.tensors`), which
 are those computed from a language model's sizes; expandable segments are not assumed.
 
-Steady micro-batches repeat: of more than two for each device, two are replayed.
+Steady micro-batches repeat: a few more than fill the pipeline are replayed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RESERVED_SHARE = 0.93
 CONTEXT_BYTES = 1_500_000_000
 """Of a device that the driver and NCCL take outside the allocator; assumed."""
 
-_REPLAYED = 2  # micro-batches for each device
+_MORE = 4  # micro-batches than devices are replayed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def device_reserved_bytes(plan: Plan, profile: Profile) -> tuple[int, ...]:
     layers = {x.name: x for x in profile.layers}
     num_microbatches, num_devices = plan.num_microbatches, plan.num_devices
     made = make_schedule(plan.schedule, num_devices=num_devices, num_microbatches=num_microbatches)
-    few = _REPLAYED * num_devices
+    few = 2 * num_devices if plan.has_chunks else num_devices + _MORE
     if num_microbatches > few and not plan.schedule.startswith("custom"):
         made = make_schedule(plan.schedule, num_devices=num_devices, num_microbatches=few)
     found = []

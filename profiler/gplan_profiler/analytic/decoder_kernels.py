@@ -178,9 +178,10 @@ class Part:
         The allocator takes a tensor back that another stream reads once that has read it. Until then the host starts
         further layers; of those that the device has not reached yet, such tensors are held as their activations are.
         """
-        if not trainer.frees_late:
+        if not trainer.frees_late or widths.tensor > hardware.devices_per_node:  # across nodes each keeps the host busy
             return 0
-        device_s, host_s = self._clocks_s("forward", hardware, widths, trainer)
+        device_s, _ = self._clocks_s("forward", hardware, widths, trainer)
+        host_s = trainer.host_s * sum(y.work.num_operations for x in self.kernels for y in x.forward)
         summed = sum(y.num_bytes for x in self.kernels for y in x.before if y.kind == "reduce_scatter")
         return round(max(0.0, 1 - host_s / device_s) * summed)
 
@@ -412,9 +413,9 @@ class LayerKernels:
                 forward=_moved("reduction", converted + passes_over * LOGIT * logits, kernel="unfused-cross-entropy"),
                 backward=_moved("reduction", 2 * LOGIT * logits + converted, kernel="unfused-cross-entropy"),
                 keeps=LOGIT * logits,
-                makes=(ELEMENT + 2 * LOGIT * self.trainer.casts_logits) * logits,
+                makes=(LOGIT if self.trainer.casts_logits else ELEMENT) * logits,
                 keeps_own=True,
-                input_gradient=(ELEMENT + LOGIT * self.trainer.casts_logits) * logits,
+                input_gradient=ELEMENT * logits,
                 before=sums,
             )
         return Part(
