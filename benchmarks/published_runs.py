@@ -401,7 +401,11 @@ def tables(made: pd.DataFrame) -> Iterator[str]:
                 memory[0],
                 memory[1],
                 memory[4],
-                *([x for i, x in enumerate(texts(group.reserved_error)) if i in (1, 4)] if "reserved_error" in made else ["", ""]),
+                *(
+                    [x for i, x in enumerate(texts(group.reserved_error)) if i in (1, 4)]
+                    if "reserved_error" in made
+                    else ["", ""]
+                ),
                 len(own) or "",
                 *ranks,
             ]
@@ -415,7 +419,13 @@ def tables(made: pd.DataFrame) -> Iterator[str]:
         "third",
         "nine of ten within",
     ]
-    heads += ["memory: median error", "median size", "nine of ten within", "reserved: median size", "nine of ten within"]
+    heads += [
+        "memory: median error",
+        "median size",
+        "nine of ten within",
+        "reserved: median size",
+        "nine of ten within",
+    ]
     heads += ["groups", "Spearman", "regret"]
     yield from markdown(heads, lines)
     yield ""

@@ -92,25 +92,24 @@ def replay(
 
     A split backward frees with its second half.
     """
-    for x in stages.values():
-        for num_bytes in x.buffers:
-            allocator.allocate(num_bytes)
+    for num_bytes in [y for x in stages.values() for y in x.buffers]:
+        allocator.allocate(num_bytes)
     inputs, kept = dict[tuple[int, int], Block](), dict[tuple[int, int], list[_Held]]()
     for step in range(num_steps):
         for stage, kind, microbatch in order:
             own, key = stages[stage], (stage, microbatch)
             if kind is ActionKind.FORWARD:
-                inputs[key] = allocator.allocate(own.received)
+                if own.received:
+                    inputs[key] = allocator.allocate(own.received)
                 kept[key] = [_run(allocator, [], *_times(x)[0]) for x in own.layers]
             elif kind is not ActionKind.INPUT_GRADIENT:
                 for layer, held in zip(reversed(own.layers), reversed(kept.pop(key)), strict=True):
                     _run(allocator, held, *_times(layer)[1])
-                allocator.free(inputs.pop(key))
-        needed = [allocator.allocate(x) for own in stages.values() for x in own.update]
-        if step == 0:
-            for own in stages.values():
-                for num_bytes in own.states:
-                    allocator.allocate(num_bytes)
+                if key in inputs:
+                    allocator.free(inputs.pop(key))
+        needed = [allocator.allocate(y) for x in stages.values() for y in x.update]
+        for num_bytes in [y for x in stages.values() for y in x.states] if step == 0 else []:
+            allocator.allocate(num_bytes)
         for block in needed:
             allocator.free(block)
 

@@ -31,9 +31,7 @@ class ExpectedError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         half, most = percent_text(self.step_half), percent_text(self.step_most)
         memory = ""
         if self.num_memories >= _FEWEST:
-            memory = (
-                f"; memory within {percent_text(self.memory_half)} and {percent_text(self.memory_most)} in {self.num_memories}"
-            )
+            memory = f"; memory within {percent_text(self.memory_half)} and {percent_text(self.memory_most)} in {self.num_memories}"
         return (
             f"published runs like this one ({kind}): the step was predicted within {half} in half of {self.num_runs} cases, "
             f"within {most} in nine of ten{memory}"

@@ -65,9 +65,7 @@ class Trainer:
         return self.rank_host_s * widths.tensor * (0.7 + 0.3 * num_nodes)
 
 
-MEGATRON = Trainer(
-    name=MEGATRON_LM, version="core 0.14", host_s=4e-6, sizes_s=9e-4, holds_empty_gradients=True
-)
+MEGATRON = Trainer(name=MEGATRON_LM, version="core 0.14", host_s=4e-6, sizes_s=9e-4, holds_empty_gradients=True)
 OVERLAPPING = replace(MEGATRON, hidden_share=0.8)
 LEGACY = Trainer(
     name=MEGATRON_LM,
