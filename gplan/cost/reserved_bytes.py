@@ -10,13 +10,13 @@ Steady micro-batches repeat: a few more than fill the pipeline are replayed.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 from gplan.core import ActionKind, Plan, Profile
-from gplan.core.layer_cost import LayerCost, Lifetime
+from gplan.core.layer_cost import LayerCost
 from gplan.cost.caching_allocator import Block, CachingAllocator
 from gplan.schedules.registry import make_schedule
 
@@ -94,17 +94,20 @@ def replay(
     """
     for num_bytes in [y for x in stages.values() for y in x.buffers]:
         allocator.allocate(num_bytes)
-    inputs, kept = dict[tuple[int, int], Block](), dict[tuple[int, int], list[_Held]]()
+    events = {index: [_events(layer) for layer in x.layers] for index, x in stages.items()}
+    inputs, passes = dict[tuple[int, int], Block](), dict[tuple[int, int], list[_Blocks]]()
     for step in range(num_steps):
         for stage, kind, microbatch in order:
             own, key = stages[stage], (stage, microbatch)
             if kind is ActionKind.FORWARD:
                 if own.received:
                     inputs[key] = allocator.allocate(own.received)
-                kept[key] = [_run(allocator, [], *_times(x)[0]) for x in own.layers]
+                passes[key] = [{} for _ in own.layers]
+                for (forward, _), blocks in zip(events[stage], passes[key], strict=True):
+                    _run(allocator, forward, blocks)
             elif kind is not ActionKind.INPUT_GRADIENT:
-                for layer, held in zip(reversed(own.layers), reversed(kept.pop(key)), strict=True):
-                    _run(allocator, held, *_times(layer)[1])
+                for (_, backward), blocks in zip(reversed(events[stage]), reversed(passes.pop(key)), strict=True):
+                    _run(allocator, backward, blocks)
                 if key in inputs:
                     allocator.free(inputs.pop(key))
         needed = [allocator.allocate(y) for x in stages.values() for y in x.update]
@@ -114,27 +117,28 @@ def replay(
             allocator.free(block)
 
 
-_Held = list[tuple[Block, int]]
-"""Blocks in use, with the times at which they are freed."""
+_Events: TypeAlias = tuple[tuple[int, int], ...]
+_Blocks: TypeAlias = dict[int, Block]
+"""The blocks in use of a layer's pass, by the numbers of their tensors."""
 
 
 @lru_cache(maxsize=1024)
-def _times(layer: LayerCost) -> tuple[tuple[int, tuple[tuple[Lifetime, ...], ...]], ...]:
-    """The first time of the forward and of the backward, and what is made at each time from there on."""
-    border, end = layer.num_forward_times, 1 + max(x.freed for x in layer.tensors)
-    made = defaultdict[int, list[Lifetime]](list)
-    for x in layer.tensors:
-        made[x.made].append(x)
-    ways = range(border), range(border, end)
-    return tuple((way.start, tuple(tuple(made[time]) for time in way)) for way in ways)
+def _events(layer: LayerCost) -> tuple[_Events, _Events]:
+    """The events of a forward, then of a backward: a tensor's number with its bytes where it is made, with 0 where freed.
+
+    What is made at a time comes before what is freed at it.
+    """
+    events = list[tuple[int, bool, int, int]]()
+    for number, x in enumerate(layer.tensors):
+        events += [(x.made, False, number, x.num_bytes), (x.freed, True, number, 0)]
+    ways = ([x for x in events if (x[0] >= layer.num_forward_times) is way] for way in (False, True))
+    forward, backward = (tuple(x[2:] for x in sorted(way)) for way in ways)
+    return forward, backward
 
 
-def _run(allocator: CachingAllocator, held: _Held, start: int, made: Sequence[Sequence[Lifetime]]) -> _Held:
-    """Allocate what is made at each time and free what ends there; what is still in use."""
-    for time, tensors in enumerate(made, start):
-        held = [*held, *((allocator.allocate(x.num_bytes), x.freed) for x in tensors)]
-        for block, freed in held:
-            if freed <= time:
-                allocator.free(block)
-        held = [x for x in held if x[1] > time]
-    return held
+def _run(allocator: CachingAllocator, events: Sequence[tuple[int, int]], blocks: _Blocks) -> None:
+    for number, num_bytes in events:
+        if num_bytes:
+            blocks[number] = allocator.allocate(num_bytes)
+        else:
+            allocator.free(blocks.pop(number))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -105,7 +107,7 @@ def test_laws(steps: list[tuple[int, int]], is_expandable: bool) -> None:
             one.free(used.pop(victim))
         spans = sorted((x.address, x.address + x.num_bytes, x.is_small) for x in used)
         same = [[x for x in spans if x[2] is pool] for pool in (True, False)] if is_expandable else [spans]
-        assert all(x[1] <= y[0] for own in same for x, y in zip(own, own[1:], strict=False))
+        assert all(x[1] <= y[0] for own in same for x, y in pairwise(own))
         assert one.allocated_bytes == sum(x.num_bytes for x in used) <= one.reserved_bytes <= one.most_reserved_bytes
     reserved = one.reserved_bytes
     for block in used:
