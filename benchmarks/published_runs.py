@@ -267,8 +267,8 @@ def hardware_of(name: str) -> Hardware:
 
 
 @cache
-def predict(case: Case) -> Plan:
-    """The plan that the run is, with its predicted step and memory."""
+def predict(case: Case, *, reserves: bool = False) -> Plan:
+    """The plan that the run is, with its predicted step and memory; with `reserves` what allocators reserve too."""
     source = source_of(case.source)
     made = DecoderProfile(
         name="published",
@@ -298,7 +298,7 @@ def predict(case: Case) -> Plan:
         constraints=Constraints(cut_after=tuple(profile.layers[end].name for end in ends)),
     )
     plan = best_plan(problem_of(profile, request))
-    return replace(plan, reserved_bytes=device_reserved_bytes(plan, profile))
+    return replace(plan, reserved_bytes=device_reserved_bytes(plan, profile)) if reserves else plan
 
 
 def step_s(row: Mapping[str, Any]) -> float:
@@ -345,15 +345,16 @@ def compared(rows: pd.DataFrame) -> pd.DataFrame:
         }
         try:
             case = case_of(row)
-            plan = predict(case)
             counter = source_of(row["source"]).memory
+            stated = re.search(r"max.reserved (GiB|MiB) ([\d.]+)", row["notes"])
+            plan = predict(case, reserves=bool(stated) or counter != "allocated")
             reserved = plan.reserved_bytes or [x / RESERVED_SHARE for x in plan.device_peak_bytes]
             peaks = plan.device_peak_bytes if counter == "allocated" else reserved
             peak = peaks[-1] if "LAST rank" in row["notes"] else max(peaks)
             peak += CONTEXT_BYTES * (counter == "device")
             line |= {"measured_s": step_s(row), "predicted_s": plan.prediction.step_s, "predicted_gib": peak / GIB}
             line |= {"measured_gib": float(row["peak_memory_gib"] or "nan"), "reason": ""}
-            if stated := re.search(r"max.reserved (GiB|MiB) ([\d.]+)", row["notes"]):
+            if stated:
                 line |= {"predicted_reserved_gib": max(reserved) / GIB}
                 line |= {"measured_reserved_gib": float(stated[2]) / (1024 if stated[1] == "MiB" else 1)}
         except (NotPredictedError, GplanError, ValueError) as error:
