@@ -31,27 +31,25 @@ from simumax import read_system_file
 from suite import DATA as SHARED
 from suite import markdown, options_of, write_report
 
-from gplan.core import Constraints, Plan
+from gplan.core import Constraints, Plan, StageCost
 from gplan.core.errors import GplanError, UsageError
 from gplan.core.units import percent_text
+from gplan.cost.reserved_bytes import CONTEXT_BYTES, RESERVED_SHARE, device_reserved_bytes
 from gplan.partition.balance import best_plan, problem_of
+from gplan.schedules.registry import make_schedule
 from gplan.schedules.request import PlanRequest
+from gplan.simulation.simulator import step_and_bubble
+from gplan_profiler.analytic import expected_errors
 from gplan_profiler.analytic.decoder_config import Decoder, Widths
 from gplan_profiler.analytic.decoder_profile import DecoderProfile
+from gplan_profiler.analytic.expected_errors import ALL
 from gplan_profiler.analytic.hardware import Hardware, described_hardware, load_hardware
 from gplan_profiler.analytic.shapes import AttentionShape, MatmulShape, ShapeTable
-from gplan_profiler.analytic.trainers import (
-    CONTEXT_BYTES,
-    LEGACY,
-    MEGATRON,
-    NANOTRON,
-    OVERLAPPING,
-    RESERVED_SHARE,
-    Trainer,
-)
+from gplan_profiler.analytic.trainers import LEGACY, MEGATRON, NANOTRON, OVERLAPPING, Trainer
 
 DATA = SHARED / "published_runs" / "given.csv"
 B200_FILE = SHARED / "gpu_runs" / "b200_efficiency.json"
+EXPECTED = Path(expected_errors.__file__).with_name("expected_errors.toml")
 GIB = 2**30
 PADDING = 128  # Megatron-LM pads the vocabulary to a multiple of this for each tensor-parallel rank
 GPT: dict[str, Any] = {
@@ -82,19 +80,24 @@ class Source:
         "allocated"  # the counter of its peaks: what tensors have, what the allocator reserved, or the device's
     )
     reduction_hidden: float = 0.0  # share of the replicas' collectives beside computing
+    times_count: bool = True  # whether its times say anything of the GPUs
 
 
 SINGLE = replace(LEGACY, stores_scores=True)  # before flash attention
 SOURCES: dict[str, Source] = {  # by the beginning of the name
     "SimuMax": Source(fuses_cross_entropy=True),
     "Vocabulary Parallelism": Source(trainer=LEGACY, decoder={"tie_word_embeddings": False}),
-    "Zero Bubble": Source(trainer=SINGLE),
+    "Zero Bubble": Source(
+        trainer=SINGLE, memory="reserved"
+    ),  # what its authors' scripts read later; the paper does not say
     "Ultra-Scale Playbook": Source(trainer=NANOTRON, memory="reserved"),
-    "BigScience": Source(trainer=replace(SINGLE, divides_sequence=False), memory="device"),
+    "BigScience": Source(  # in bfloat16
+        trainer=replace(SINGLE, divides_sequence=False, gradient_bytes=4), memory="device"
+    ),
     "Activation recomputation": Source(trainer=SINGLE),
     "Megatron-LM SC'21": Source(trainer=replace(SINGLE, divides_sequence=False)),
     "FlagPerf": Source(memory="device"),
-    "Megatron-LM CI": Source(),
+    "Megatron-LM CI": Source(times_count=False),
     "Megatron-Bridge": Source(trainer=OVERLAPPING, fuses_cross_entropy=True, reduction_hidden=0.9),
     "NeMo": Source(trainer=OVERLAPPING, fuses_cross_entropy=True, reduction_hidden=0.9),
     "NVIDIA DGX Cloud": Source(trainer=OVERLAPPING, fuses_cross_entropy=True, reduction_hidden=0.9),
@@ -264,8 +267,8 @@ def hardware_of(name: str) -> Hardware:
 
 
 @cache
-def predict(case: Case) -> Plan:
-    """The plan that the run is, with its predicted step and memory."""
+def predict(case: Case, *, reserves: bool = False) -> Plan:
+    """The plan that the run is, with its predicted step and memory; with `reserves` what allocators reserve too."""
     source = source_of(case.source)
     made = DecoderProfile(
         name="published",
@@ -294,7 +297,8 @@ def predict(case: Case) -> Plan:
         memory_bytes=10**15,
         constraints=Constraints(cut_after=tuple(profile.layers[end].name for end in ends)),
     )
-    return best_plan(problem_of(profile, request))
+    plan = best_plan(problem_of(profile, request))
+    return replace(plan, reserved_bytes=device_reserved_bytes(plan, profile)) if reserves else plan
 
 
 def step_s(row: Mapping[str, Any]) -> float:
@@ -341,19 +345,26 @@ def compared(rows: pd.DataFrame) -> pd.DataFrame:
         }
         try:
             case = case_of(row)
-            plan = predict(case)
             counter = source_of(row["source"]).memory
-            share = 1.0 if counter == "allocated" else RESERVED_SHARE
-            peaks = [(x / share + CONTEXT_BYTES * (counter == "device")) / GIB for x in plan.device_peak_bytes]
+            stated = re.search(r"max.reserved (GiB|MiB) ([\d.]+)", row["notes"])
+            plan = predict(case, reserves=bool(stated) or counter != "allocated")
+            reserved = plan.reserved_bytes or [x / RESERVED_SHARE for x in plan.device_peak_bytes]
+            peaks = plan.device_peak_bytes if counter == "allocated" else reserved
             peak = peaks[-1] if "LAST rank" in row["notes"] else max(peaks)
-            line |= {"measured_s": step_s(row), "predicted_s": plan.prediction.step_s, "predicted_gib": peak}
+            peak += CONTEXT_BYTES * (counter == "device")
+            line |= {"measured_s": step_s(row), "predicted_s": plan.prediction.step_s, "predicted_gib": peak / GIB}
             line |= {"measured_gib": float(row["peak_memory_gib"] or "nan"), "reason": ""}
+            if stated:
+                line |= {"predicted_reserved_gib": max(reserved) / GIB}
+                line |= {"measured_reserved_gib": float(stated[2]) / (1024 if stated[1] == "MiB" else 1)}
         except (NotPredictedError, GplanError, ValueError) as error:
             line["reason"] = str(error)[:90]
         found.append(line)
     made = pd.DataFrame(found)
     made["error"] = made.predicted_s / made.measured_s - 1
     made["memory_error"] = made.predicted_gib / made.measured_gib - 1
+    if "measured_reserved_gib" in made:
+        made["reserved_error"] = made.predicted_reserved_gib / made.measured_reserved_gib - 1
     return made
 
 
@@ -395,6 +406,11 @@ def tables(made: pd.DataFrame) -> Iterator[str]:
                 memory[0],
                 memory[1],
                 memory[4],
+                *(
+                    [x for i, x in enumerate(texts(group.reserved_error)) if i in (1, 4)]
+                    if "reserved_error" in made
+                    else ["", ""]
+                ),
                 len(own) or "",
                 *ranks,
             ]
@@ -408,7 +424,14 @@ def tables(made: pd.DataFrame) -> Iterator[str]:
         "third",
         "nine of ten within",
     ]
-    heads += ["memory: median error", "median size", "nine of ten within", "groups", "Spearman", "regret"]
+    heads += [
+        "memory: median error",
+        "median size",
+        "nine of ten within",
+        "reserved: median size",
+        "nine of ten within",
+    ]
+    heads += ["groups", "Spearman", "regret"]
     yield from markdown(heads, lines)
     yield ""
     reasons = made[made.reason != ""].groupby(["source", "reason"]).size()
@@ -419,6 +442,42 @@ def tables(made: pd.DataFrame) -> Iterator[str]:
         for x in ordered.itertuples()
     ]
     yield from markdown(["source", "model", "GPUs", "rows", "Spearman", "regret"], rows)
+
+
+def expected(made: pd.DataFrame) -> str:
+    """The file of expected errors, in TOML: by trainer, and by GPU in it."""
+    known = made[(made.reason == "") & made.source.map(lambda x: source_of(x).times_count)]
+    trainers = known.source.map(lambda x: source_of(x).trainer.name)
+    gpus = known.gpu.map(lambda x: next(name for part, name in GPUS.items() if part in x))
+    lines = list[str]()
+    for trainer, of_trainer in known.groupby(trainers):
+        kinds = {ALL: of_trainer} | {str(x): y for x, y in of_trainer.groupby(gpus)}
+        for kind, group in kinds.items():
+            step, memory = group.error.abs(), group.memory_error.dropna().abs()
+            lines += [f'[{trainer}."{kind}"]', f"num_runs = {len(group)}"]
+            lines += [f"step_{name} = {step.quantile(x):.4f}" for name, x in (("half", 0.5), ("most", 0.9))]
+            if len(memory):
+                lines.append(f"num_memories = {len(memory)}")
+                lines += [f"memory_{name} = {memory.quantile(x):.4f}" for name, x in (("half", 0.5), ("most", 0.9))]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def replayed(rows: pd.DataFrame) -> list[float]:
+    """Errors of the steps of 1F1B, simulated from the forward and backward of each stage where a row states them."""
+    errors = list[float]()
+    for row in rows[rows.schedule == "1f1b"].to_dict("records"):
+        stated = [re.search(rf"{way} us per stage ([\d ]+)", row["notes"]) for way in "FB"]
+        forwards, backwards = ([1e-6 * float(y) for y in x[1].split()] if x else [] for x in stated)
+        if not forwards or len(forwards) != len(backwards):
+            continue
+        none: Any = dict.fromkeys(("recompute_s", "optimizer_s", "activation_s", "gradient_s"), 0.0)
+        none |= {"activation_bytes": 0, "gradient_bytes": 0}
+        costs = [StageCost(forward_s=x, backward_s=y, **none) for x, y in zip(forwards, backwards, strict=True)]
+        count = int(float(row["gbs"]) / float(row["mbs"]) / float(row["dp"]))
+        schedule = make_schedule("1f1b", num_devices=len(costs), num_microbatches=count)
+        errors.append(step_and_bubble(schedule, costs, recompute="never")[0] / step_s(row) - 1)
+    return errors
 
 
 def left_out(table: ShapeTable) -> Iterator[str]:
@@ -457,6 +516,11 @@ def main() -> None:
     made = compared(rows[rows.source.str.contains(options.source, regex=False)])
     if made.empty:
         raise UsageError(f"no source has {options.source!r} in its name")
+    errors = replayed(rows)
+    simulated = ["", f"1F1B simulated from published times of stages: {len(errors)} rows"]
+    if errors:
+        least, most = (percent_text(x, signed=True) for x in (min(errors), max(errors)))
+        simulated[1] += f", errors of the step from {least} to {most}."
     if options.rows:
         shown = made.drop(columns=["source", "gpu", "reason"]) if options.source else made
         print(shown.round(3).to_string())
@@ -464,9 +528,10 @@ def main() -> None:
         readme = options.output / "README.md"
         before = readme.read_text().partition("<!-- tables -->")[0] if readme.exists() else ""
         made.round(4).to_csv(options.output / "rows.csv", index=False)
-        write_report(options.output, [before + "<!-- tables -->", *tables(made)])
+        EXPECTED.write_text(expected(made))
+        write_report(options.output, [before + "<!-- tables -->", *tables(made), *simulated])
     else:
-        print(*tables(made), sep="\n")
+        print(*tables(made), *simulated, sep="\n")
 
 
 if __name__ == "__main__":

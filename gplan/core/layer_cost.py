@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import sqrt
+from typing import NamedTuple
 
 from gplan.core.checks import OperationKind, Origin, check_amounts, check_factor, check_positive, check_slow_down
 
@@ -92,6 +93,17 @@ class Leftover:
         check_positive(self, "num_later")
 
 
+class Lifetime(NamedTuple):
+    """A tensor of a layer's forward or backward, by times that count both through: made at the first, free after the second.
+
+    The forward has the times below `LayerCost.num_forward_times`. What is there at its end is kept until the backward.
+    """
+
+    num_bytes: int
+    made: int
+    freed: int
+
+
 def leftovers_of(pairs: Iterable[tuple[int, int]]) -> tuple[Leftover, ...]:
     """Leftovers by (num_later, num_bytes); those of the same layer are added up."""
     found: dict[int, int] = {}
@@ -129,6 +141,8 @@ class LayerCost:
     contention: float = 1.0  # slow-down of all times while other processes on the host do the same
     forward_work: tuple[Work, ...] = ()
     backward_work: tuple[Work, ...] = ()
+    tensors: tuple[Lifetime, ...] = ()  # all of them, for the allocator; without: not known
+    num_forward_times: int = 0
 
     def __post_init__(self) -> None:
         check_positive(self, "microbatch_size")

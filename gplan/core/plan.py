@@ -257,6 +257,8 @@ class Plan:
     frontier: tuple[Alternative, ...] = ()  # of a search: by rising step time and falling peak memory, with this plan
     rivals: tuple[Alternative, ...] = ()  # to compare it with, such as the best one without the user's constraints
     precision: Precision = field(default_factory=Precision)  # that it trains in, as profiled
+    reserved_bytes: tuple[int, ...] = ()  # that the allocator of each device reserves at most; (): not known
+    context_bytes: int = 0  # of a device that the driver and NCCL take beside it
 
     def __post_init__(self) -> None:
         check_positive(self, "num_microbatches", "microbatch_size", "num_replicas")
@@ -298,6 +300,11 @@ class Plan:
         """Bytes that the stage's device may use: the limit, or what its device of a machine has; None: no limit."""
         limits = [self.memory_limit_bytes, stage.machine_device.memory_bytes if stage.machine_device else None]
         return min((x for x in limits if x is not None), default=None)
+
+    @property
+    def device_total_bytes(self) -> int:
+        """What the fullest device needs: all that its allocator reserves, and what is taken beside it."""
+        return max(self.reserved_bytes or self.device_peak_bytes) + self.context_bytes
 
     @property
     def is_for_machine(self) -> bool:

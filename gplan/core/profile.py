@@ -234,6 +234,7 @@ def modules_by_operation(divided: Sequence[str]) -> tuple[str, ...]:
 
 MEGATRON_LM = "Megatron-LM"
 """The trainer of a computed profile, by its name among the versions."""
+NANOTRON_NAME = "nanotron"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,6 +327,11 @@ class Profile:
     def is_for_megatron(self) -> bool:
         """Whether it was computed for Megatron-LM, whose pipeline frees what torch's keeps."""
         return MEGATRON_LM in dict(self.versions)
+
+    @property
+    def sums_in_place(self) -> bool:
+        """Whether it was computed for a trainer that has all gradients in one buffer, and receives what is next alone."""
+        return self.is_for_megatron or NANOTRON_NAME in dict(self.versions)
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ def sharded(profile: Profile, *, num_replicas: int, sharding: Sharding) -> Profi
     """The profile of one of R replicas; itself where nothing is divided."""
     if num_replicas == 1 or sharding == "none":
         return profile
-    in_place = profile.is_for_megatron and sharding == "optimizer"
+    in_place = profile.sums_in_place and sharding == "optimizer"
 
     def divided(held: Held) -> Held:
         return _divided(held, num_replicas, sharding, in_place=in_place, has_masters=profile.precision.master_weights)

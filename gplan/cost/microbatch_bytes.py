@@ -35,6 +35,10 @@ MEGATRON = TransferMemory(most_buffers=1, keeps_sent=False, frees_outputs=True)
 of an output are freed after it was sent (`deallocate_output_tensor` in pipeline_parallel/schedules.py)."""
 
 
+JUST_IN_TIME = TransferMemory(most_buffers=1, keeps_sent=False)
+"""nanotron's: the same, but an output is kept until its backward (`PipelineTrainBatchState` in pipeline_parallel/state.py)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchTerms(Generic[Term]):
     """Bytes of one micro-batch on a stage. What does not apply is 0, which is also the default."""

@@ -21,7 +21,14 @@ from gplan.core import Link, Profile, Sharding, StageBytes, StageCost, StageTime
 from gplan.core.profile import BUCKET_BYTES
 from gplan.corrections.sharding import EXCHANGED
 from gplan.cost.layer_sums import LayerSums, SecondsOf
-from gplan.cost.microbatch_bytes import MEGATRON, PREALLOCATED, MicrobatchTerms, TransferMemory, microbatch_bytes
+from gplan.cost.microbatch_bytes import (
+    JUST_IN_TIME,
+    MEGATRON,
+    PREALLOCATED,
+    MicrobatchTerms,
+    TransferMemory,
+    microbatch_bytes,
+)
 from gplan.cost.part_table import PartTable, first_of, parts_of, rows_of
 from gplan.cost.workspaces import Workspaces
 from gplan.graph.boundary import Crossing, PassThrough, crossing_of, saved_outputs, unsaved_outputs
@@ -241,7 +248,9 @@ class StageTable:
     @cached_property
     def transfers(self) -> TransferMemory:
         """How long the engine that the profile is for holds what is sent and received."""
-        return MEGATRON if self.profile.is_for_megatron else PREALLOCATED
+        if self.profile.is_for_megatron:
+            return MEGATRON
+        return JUST_IN_TIME if self.profile.sums_in_place else PREALLOCATED
 
     @property
     def num_buffers(self) -> int:
@@ -402,7 +411,7 @@ class StageTable:
 
         0 where nothing is averaged in copies: without whole replicas, and in Megatron-LM, which has gradients in one buffer.
         """
-        if self.num_replicas == 1 or self.is_sharded or self.profile.is_for_megatron:
+        if self.num_replicas == 1 or self.is_sharded or self.profile.sums_in_place:
             return 0.0
         return max(1.0, self.profile.step.master_bytes / self._trained_bytes)
 

@@ -23,6 +23,7 @@ from typing import Any
 from gplan.core import Link, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import parse_link
+from gplan.cost.reserved_bytes import CONTEXT_BYTES, RESERVED_SHARE
 from gplan.interop.planning import ForReceiver, best_for_receiver
 from gplan.interop.receivers import RECEIVERS
 from gplan.partition.balance import problem_of
@@ -33,7 +34,6 @@ from gplan.schedules.request import PlanRequest
 from gplan_profiler.analytic.decoder_config import Decoder, Widths, load_decoder, parse_settings
 from gplan_profiler.analytic.decoder_profile import DecoderProfile, check_widths, num_parameters
 from gplan_profiler.analytic.hardware import Hardware, load_hardware
-from gplan_profiler.analytic.trainers import CONTEXT_BYTES, RESERVED_SHARE
 
 _MICROBATCH_SIZES = (1, 2, 4, 8)
 _MOST_TENSOR, _MOST_CHUNKS = 8, 10

@@ -10,7 +10,7 @@ less memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, product
@@ -20,6 +20,7 @@ from gplan.core import OBJECTIVES, Alternative, Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.progress import Progress, no_progress
 from gplan.core.units import bytes_text, counted, memory_size_text, seconds_text
+from gplan.cost.reserved_bytes import CONTEXT_BYTES, device_reserved_bytes
 from gplan.graph.down_sets import DownSets, Prefixes
 from gplan.partition.balance import alternative_of, balance_fixed
 from gplan.partition.candidates import TooManyCandidates
@@ -38,6 +39,8 @@ from gplan.schedules.request import PlanRequest, any_setting
 from gplan.strategy_search.setting_search import NUM_RIVALS, SettingSearch
 from gplan.strategy_search.space import base_schedule, search_space
 
+_NUM_TRIES = 4  # of searches for a plan that fits with what the allocators reserve
+
 
 def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_progress) -> Plan:
     """The best plan for a request, with a lower bound and the gap in `Plan.proof`.
@@ -46,9 +49,35 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
     """
     request = with_counts(request)
     if not request.is_open:
-        return balance_fixed(profile, _with_microbatch_size(profile, request))
+        request = _with_microbatch_size(profile, request)
+        return _with_reserved(profile, request, lambda x: balance_fixed(profile, x))
     _check_searchable(request)
-    return search(profile, request, progress=progress)
+    return _with_reserved(profile, request, lambda x: search(profile, x, progress=progress))
+
+
+def _with_reserved(profile: Profile, request: PlanRequest, solved: Callable[[PlanRequest], Plan]) -> Plan:
+    """The plan for a request with what the allocators reserve, where the profile has the layers' tensors.
+
+    Plans are searched by what tensors have. Where the chosen one fits no device with all that its allocator reserves and
+    what is taken beside that, plans are searched again in so much less memory, a few times.
+    """
+    within = request
+    for _ in range(_NUM_TRIES):
+        found = solved(within)
+        reserved = device_reserved_bytes(found, profile)
+        if not reserved:
+            return found
+        limit = profile.device.memory_bytes if request.memory_bytes is None else request.memory_bytes
+        found = replace(
+            found, reserved_bytes=reserved, context_bytes=CONTEXT_BYTES, memory_limit_bytes=limit,
+        )  # fmt: skip
+        if limit is None or found.device_total_bytes <= limit or request.machine is not None:
+            return found
+        beside = max(x - y for x, y in zip(reserved, found.device_peak_bytes, strict=True)) + CONTEXT_BYTES
+        within = replace(request, memory_bytes=max(1, min(limit - beside, (within.memory_bytes or limit) - 1)))
+    return replace(
+        found, notes=(*found.notes, "the fullest device needs more with what its allocator reserves than it has")
+    )
 
 
 def balance(profile: Profile, *, progress: Progress = no_progress, **dials: Any) -> Plan:

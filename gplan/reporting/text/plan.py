@@ -82,10 +82,18 @@ def plan_view(plan: Plan) -> RenderableType:
         lines.append(
             f"after its last backward a stage takes up to {seconds_text(longest_s)} to sum the gradients of {whose}{gathered}"
         )
-    lines += [text for text in [sharding_text(plan)] if text]
+    lines += [text for text in [sharding_text(plan), reserved_text(plan)] if text]
     return Group(
         stages_table(plan, timeline), *map(Text, lines), *note_lines((*plan.notes, *doubts)), *_comparisons(plan)
     )
+
+
+def reserved_text(plan: Plan) -> str:
+    """What the fullest device allocates, reserves and needs; "" where that is not known."""
+    if not plan.reserved_bytes:
+        return ""
+    total, reserved = bytes_text(plan.device_total_bytes), bytes_text(max(plan.reserved_bytes))
+    return f"the fullest device allocates {bytes_text(plan.peak_bytes)}, reserves {reserved}, and needs {total} with CUDA's context and NCCL"
 
 
 def sharding_text(plan: Plan) -> str:

@@ -30,4 +30,9 @@ def _details(one: Found) -> str:
     split, choice = one.choice.widths, one.choice
     tokens = choice.num_microbatches * choice.microbatch_size * split.data * split.sequence_length
     rate = tokens / one.step_s / split.devices
-    return f"{rate:,.0f} tokens/s for each of {split.devices} devices, at most {bytes_text(one.plan.peak_bytes)} of tensors on one"
+    memory = f"at most {bytes_text(one.plan.peak_bytes)} of tensors on one"
+    if one.plan.reserved_bytes:
+        memory += (
+            f", {bytes_text(one.plan.device_total_bytes)} with all that its allocator reserves, CUDA's context and NCCL"
+        )
+    return f"{rate:,.0f} tokens/s for each of {split.devices} devices, {memory}"

@@ -40,6 +40,9 @@ from gplan_profiler.model.precision import MASTER_DTYPE, master_bytes, round_int
 from gplan_profiler.timing.bench import bench_of_chain, layers_to_measure
 from gplan_profiler.torch_compat import FakeTensorMode
 
+_NOT_COMPARED = (
+    "how far the prediction may be off is not known: no run was compared with a profile computed from a model file"
+)
 _STAGE_LAUNCHES = 10  # a stage's call and the start of autograd's engine, in launches of an operation: assumed
 
 
@@ -87,7 +90,11 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
         origin="computed",
         precision=file.precision,
         notes=(*file.notes, *first.chain.notes, *_notes(file, hardware)),
-        plan_notes=(*file.notes_on_missing, *routing_notes(first.chain, how="it was computed from the shapes")),
+        plan_notes=(
+            *file.notes_on_missing,
+            *routing_notes(first.chain, how="it was computed from the shapes"),
+            _NOT_COMPARED,
+        ),
         granularity=options.granularity,
         values=values,
     )

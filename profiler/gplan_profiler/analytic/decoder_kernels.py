@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from gplan.core import OperationKind, Work
+from gplan.core.layer_cost import Lifetime
 from gplan_profiler.analytic.collectives import Exchange, Group, exchange_s
 from gplan_profiler.analytic.decoder_config import BlockKind, Decoder, Widths
 from gplan_profiler.analytic.hardware import ExchangeKind, Hardware, KernelName
@@ -28,7 +29,10 @@ from gplan_profiler.analytic.trainers import MEGATRON, Trainer
 DTYPE = "bfloat16"
 ELEMENT = 2  # bytes of a weight or activation
 LOGIT = 4  # of an unfused logit
-GRADIENT = 4  # of a gradient
+GRADIENT = 4  # of a gradient that is float32
+
+
+_EXCHANGES = {"forward": "before", "backward": "behind"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +49,7 @@ class Kernel:
     before: tuple[Exchange, ...] = ()  # collectives of the forward
     behind: tuple[Exchange, ...] = ()  # those of the backward
     waits: bool = False  # whether the host reads sizes that the device has computed
+    keeps_own: bool = False  # whether all that it keeps is its own, and nothing of what it reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +63,7 @@ class Part:
     parameters: int  # held by the device, that every data-parallel rank has
     experts: int = 0  # the same of routed experts
     weights: tuple[tuple[int, int], ...] = ()  # the matrices of products that Transformer Engine runs
+    matrices: tuple[int, ...] = ()  # the parameters of each large tensor
     output: int = 0  # bytes handed on and kept by the next layer; 0: the loss
     is_recomputed: bool = False  # whether it runs again before its backward and keeps its output alone
 
@@ -95,26 +101,89 @@ class Part:
                 handed, residual = residual, 0  # the sum of both paths
         return max(0, most - stash)
 
+    @property
+    def tensors(self) -> tuple[Lifetime, ...]:
+        """The tensors of a forward and a backward and when they are there, but for the layer's input and its gradient.
+
+        Kernels take the times 0, 1 and so on, forward, (again) and backward. The result of the last is kept until the
+        backward begins, when the gradient of it comes.
+        """
+        again = len(self.kernels) * self.is_recomputed
+        found = self._forward_tensors(0, keeps=not self.is_recomputed)
+        if again:
+            found += self._forward_tensors(again, keeps=True)
+        return tuple(Lifetime(*x) for x in (*found, *self._backward_tensors(again)) if x[0])
+
+    def _forward_tensors(self, start: int, *, keeps: bool) -> list[tuple[int, int, int]]:
+        count = len(self.kernels)
+        end = count * (2 + self.is_recomputed)
+        made, found = 0, list[list[int]]()
+        for i, x in enumerate(self.kernels):
+            back = end - 1 - i if keeps else start + count - 1
+            kept_input = made if x.keeps >= made and not x.keeps_own else 0
+            if kept_input:
+                found[-1][2] = back
+            found += [
+                [x.keeps - kept_input, start + i, back],
+                [x.makes, start + i, min(start + i + 1, start + count - 1)],
+            ]
+            made = x.makes
+        if start == 0 and self.output:
+            found[-1][2] = count
+        return [(a, b, c) for a, b, c in found]
+
+    def _backward_tensors(self, again: int) -> list[tuple[int, int, int]]:
+        count = len(self.kernels)
+        starts = {sum(self.branches[:i]) for i in range(len(self.branches))}
+        first = count + again
+        handed, residual = [self.output, count, first], None
+        found = [handed]
+        for time, (i, x) in enumerate(reversed(list(enumerate(self.kernels))), first):
+            if residual is None and self.branches:
+                residual = handed
+            handed[2] = max(handed[2], time)
+            given = [0 if x.in_place or not i else x.input_gradient, time, time + 1]
+            found += [given, [x.beside, time, time]]
+            if residual is not None:
+                residual[2] = time
+            handed = given
+            if i in starts:
+                residual = None
+        return [(a, b, c) for a, b, c in found]
+
     def seconds(self, hardware: Hardware, widths: Widths, trainer: Trainer = MEGATRON) -> tuple[float, float]:
         """Seconds of forward and backward with their collectives.
 
         The host starts operations while the device computes, so the slower of both counts.
         """
-        own = trainer.on(hardware)
-        found = []
-        for way, moved in (("forward", "before"), ("backward", "behind")):
-            operations = [y for x in self.kernels for y in getattr(x, way)]
-            exchanges = [y for x in self.kernels for y in getattr(x, moved)]
-            waited_s = sum(exchange_s(hardware, widths, x) for x in exchanges)
-            tensor = sum(x.group == "tensor" for x in exchanges)
-            waited_s += trainer.sizes_s * sum(x.waits for x in self.kernels)
-            if trainer.holds_gradients and way == "backward":  # read, and added to those of float32
-                operations += _moved("pointwise", (ELEMENT + 2 * GRADIENT) * (self.parameters + self.experts))
-            started_s = trainer.exchange_host_s(widths, hardware.devices_per_node) * tensor
-            host_s = started_s + trainer.host_s * sum(x.work.num_operations for x in operations)
-            found.append(max(operations_seconds(operations, own, dtype=DTYPE) + waited_s, host_s))
-        once_s, back_s = found
+        once_s, back_s = (max(self._clocks_s(way, hardware, widths, trainer)) for way in ("forward", "backward"))
         return once_s, back_s + self.is_recomputed * once_s
+
+    def _clocks_s(self, way: str, hardware: Hardware, widths: Widths, trainer: Trainer) -> tuple[float, float]:
+        """Seconds of the device, its waits included, and of the host."""
+        operations = [y for x in self.kernels for y in getattr(x, way)]
+        exchanges = [y for x in self.kernels for y in getattr(x, _EXCHANGES[way])]
+        waited_s = sum(exchange_s(hardware, widths, x) for x in exchanges)
+        waited_s += trainer.sizes_s * sum(x.waits for x in self.kernels)
+        if trainer.holds_gradients and way == "backward":  # read, and added to those of float32
+            operations += _moved("pointwise", (ELEMENT + 2 * GRADIENT) * (self.parameters + self.experts))
+        tensor = sum(x.group == "tensor" for x in exchanges)
+        started_s = trainer.exchange_host_s(widths, hardware.devices_per_node) * tensor
+        host_s = started_s + trainer.host_s * sum(x.work.num_operations for x in operations)
+        return operations_seconds(operations, trainer.on(hardware), dtype=DTYPE) + waited_s, host_s
+
+    def late_bytes(self, hardware: Hardware, widths: Widths, trainer: Trainer) -> int:
+        """What a forward's scattered sums leave in use while the host is ahead of the device.
+
+        The allocator takes a tensor back that another stream reads once that has read it. Until then the host starts
+        further layers; of those that the device has not reached yet, such tensors are held as their activations are.
+        """
+        if not trainer.frees_late or widths.tensor > hardware.devices_per_node:  # across nodes each keeps the host busy
+            return 0
+        device_s, _ = self._clocks_s("forward", hardware, widths, trainer)
+        host_s = trainer.host_s * sum(y.work.num_operations for x in self.kernels for y in x.forward)
+        summed = sum(y.num_bytes for x in self.kernels for y in x.before if y.kind == "reduce_scatter")
+        return round(max(0.0, 1 - host_s / device_s) * summed)
 
     def work(self, way: str) -> tuple[Work, ...]:
         """Counted work of the forward or the backward."""
@@ -230,6 +299,7 @@ class LayerKernels:
             parameters=num_norms * model.norm_values + sum(x.values for x in found) + sum(map(prod, matrices)) // split,
             experts=sum(x.experts for x in found),
             weights=tuple({*((a, b // split) for a, b in matrices), *(y for x in found for y in x.routed)}),
+            matrices=tuple(prod(x) // split for x in matrices),
             output=self.hidden_bytes,
         )
 
@@ -289,7 +359,9 @@ class LayerKernels:
         model, split = self.decoder, self.widths.tensor
         table, is_tied = model.vocab_size * model.hidden_size // split, model.ties_embedding
         moved = _moved("indexing", 2 * self.hidden_bytes, *[2 * self.hidden_bytes] * (self.microbatch_size > 1))
-        added = _moved("pointwise", ELEMENT * table, (ELEMENT + 2 * GRADIENT) * table)  # cleared, then added
+        added = _moved(
+            "pointwise", ELEMENT * table, (ELEMENT + 2 * self.trainer.gradient_bytes) * table
+        )  # cleared, then added
         kernel = self._out_of(
             Kernel(
                 forward=moved,
@@ -302,7 +374,7 @@ class LayerKernels:
         positions = model.learned_positions * model.hidden_size
         return Part(
             name="model.embed_tokens", kind="Embedding", kernels=(kernel,), parameters=positions + (0 if is_tied else table),
-            output=self.hidden_bytes,
+            matrices=() if is_tied else (table,), output=self.hidden_bytes,
         )  # fmt: skip
 
     def prediction(self, name: str) -> Part:
@@ -341,8 +413,9 @@ class LayerKernels:
                 forward=_moved("reduction", converted + passes_over * LOGIT * logits, kernel="unfused-cross-entropy"),
                 backward=_moved("reduction", 2 * LOGIT * logits + converted, kernel="unfused-cross-entropy"),
                 keeps=LOGIT * logits,
-                makes=(ELEMENT + 2 * LOGIT * self.trainer.casts_logits) * logits,
-                input_gradient=(ELEMENT + LOGIT * self.trainer.casts_logits) * logits,
+                makes=(LOGIT if self.trainer.casts_logits else ELEMENT) * logits,
+                keeps_own=True,
+                input_gradient=ELEMENT * logits,
                 before=sums,
             )
         return Part(
@@ -350,6 +423,7 @@ class LayerKernels:
             kind="Head",
             kernels=(self._norm(model.hidden_size), *[layer, loss] * passes),
             parameters=model.norm_values + model.lm_head_bias * output[1] + (0 if model.tie_word_embeddings else table),
+            matrices=() if model.tie_word_embeddings else (table,),
         )
 
     def _gated(self, width: int) -> list[tuple[int, int]]:
@@ -370,7 +444,8 @@ class LayerKernels:
     def _sum(self) -> Kernel:
         """Adds a branch to the hidden states; the result is kept by what follows."""
         moved = _moved("pointwise", 3 * self.hidden_bytes)
-        return Kernel(forward=moved, backward=moved, makes=self.hidden_bytes)
+        mask = self.hidden_bytes // ELEMENT * self.trainer.keeps_masks
+        return Kernel(forward=moved, backward=moved, keeps=mask, makes=self.hidden_bytes)
 
     def _linear(
         self,
@@ -387,7 +462,7 @@ class LayerKernels:
         k, n = (width_in // split, width_out) if by_input else (width_in, width_out // split)
         tokens = self.tokens
         dtype = DTYPE if is_split else self.products  # the output layer stays in bfloat16
-        made = ELEMENT if self.trainer.holds_gradients else GRADIENT
+        made = ELEMENT if self.trainer.holds_gradients else self.trainer.gradient_bytes
         return Kernel(
             forward=(_product(tokens, k, n, dtype=dtype),),
             backward=(
@@ -547,6 +622,7 @@ class LayerKernels:
         elif self.trainer.stores_scores:
             stored = (2 * ELEMENT + 1) * heads * self.tokens * self.widths.sequence_length
         chunks = ring * (keys + values)
+        kept_again = 2 * ELEMENT if stored else 2 * ELEMENT + 1  # gradients of both squares, or what was not stored
         return Kernel(
             forward=forward,
             backward=backward,
@@ -555,7 +631,7 @@ class LayerKernels:
             keeps=kept + (stored if self.trainer.stores_scores else sums),
             makes=value,
             input_gradient=query + keys + values,
-            beside=0 if stored else self.trainer.stores_scores * (2 * ELEMENT + 1) * heads * self.tokens * sequence,
+            beside=self.trainer.stores_scores * kept_again * heads * self.tokens * sequence,
         )
 
     def _single_products(self, forward: AttentionShape, ring: int) -> list[tuple[Operation, ...]]:

@@ -28,16 +28,17 @@ from gplan_profiler.analytic.decoder_config import Decoder, Widths, load_decoder
 from gplan_profiler.analytic.decoder_kernels import (
     DTYPE,
     ELEMENT,
-    GRADIENT,
     LayerKernels,
     Part,
 )
+from gplan_profiler.analytic.expected_errors import expected_error
 from gplan_profiler.analytic.hardware import Hardware
 from gplan_profiler.analytic.trainers import MEGATRON, Trainer
 
 UNDIVIDED = "replicas"
 """The setting that says over how many replicas a plan is to divide the optimizer's state, where the profile does not."""
 _STATE = 12  # bytes of the optimizer's state: master weights and two moments
+_MASTER = 4  # of a master weight, and of its gradient while it is updated
 _GRADIENT_PASSES = 4  # over the gradients once a step: cleared, scaled (read and written), checked for NaN
 _UPDATE_BYTES = 4 + 2 * _STATE + ELEMENT + 4  # of a parameter: gradient, state read and written, weight, norm
 
@@ -86,10 +87,12 @@ class DecoderProfile:
         """Of the weights, and what experts hold beyond a share of 1 / ranks of the state of all summed parameters."""
         ranks, expert_ranks = self._ranks
         if self._summed(part) < part.parameters + part.experts:
-            more = (GRADIENT + _STATE) * part.experts
+            more = (self.trainer.gradient_bytes + _STATE) * part.experts
         else:
             more = max(0, _STATE * part.experts // expert_ranks - _STATE * part.experts // ranks)
-        held = ELEMENT * (1 + self.trainer.holds_gradients)
+        held = ELEMENT * (
+            1 + self.trainer.holds_gradients * (1 + (ranks > 1))
+        )  # with replicas in buckets too, which DDP sums
         return held * (part.parameters + part.experts) + more
 
     def profile(self, microbatch_sizes: tuple[int, ...]) -> Profile:
@@ -107,8 +110,11 @@ class DecoderProfile:
                 kind=part.kind,
                 num_parameters=part.parameters + part.experts,
                 weight_bytes=self._weight_bytes(part),
-                gradient_bytes=GRADIENT * self._summed(part),
-                parameters=(ParameterSize(num_rows=self._summed(part), num_bytes=ELEMENT * self._summed(part)),),
+                gradient_bytes=self.trainer.gradient_bytes * self._summed(part),
+                parameters=tuple(
+                    ParameterSize(num_rows=x, num_bytes=ELEMENT * x)
+                    for x in (*part.matrices, self._summed(part) - sum(part.matrices))
+                ),
                 costs=tuple(costs[size][i] for size in microbatch_sizes),
             )
             for i, part in enumerate(parts)
@@ -141,15 +147,19 @@ class DecoderProfile:
             origin="computed",
             notes=(
                 f"computed from the sizes of {self.name} for {self.hardware.name}; nothing was built or measured",
-                *filter(None, [self.trainer.expected]),
                 *self.decoder.unused,
             ),
+            plan_notes=(expected_error(self.trainer.name, self.hardware.name),),
             precision=Precision.named("mixed"),
         )
 
     def _messages(self, parts: tuple[Part, ...]) -> dict[str, float]:
         """The bytes of a collective between replicas where each tensor has its own: a block has six, two of them small."""
-        return {"tensor_bytes": GRADIENT * parts[1].parameters / 6} if self.trainer.exchanges_tensors else {}
+        return (
+            {"tensor_bytes": self.trainer.gradient_bytes * parts[1].parameters / 6}
+            if self.trainer.exchanges_tensors
+            else {}
+        )
 
     def _tied(self, last: int) -> tuple[SharedWeight, ...]:
         """The embedding, where other layers use it too."""
@@ -164,7 +174,7 @@ class DecoderProfile:
                 layers=tuple(users),
                 num_parameters=table,
                 weight_bytes=ELEMENT * table,
-                gradient_bytes=GRADIENT * table,
+                gradient_bytes=self.trainer.gradient_bytes * table,
             ),
         )
 
@@ -178,13 +188,13 @@ class DecoderProfile:
         rate = self.hardware.bytes_per_s * self.hardware.efficiency("pointwise").bandwidth
         stated = 1 if self.divides_state else ranks
         update_bytes = _UPDATE_BYTES * (dense / ranks + experts / expert_ranks)
-        passed_bytes = _GRADIENT_PASSES * GRADIENT * (dense + experts)
+        passed_bytes = _GRADIENT_PASSES * self.trainer.gradient_bytes * (dense + experts)
         return StepCost(
             optimizer=Timing.exactly(stated * update_bytes / rate, origin="computed"),
             zero_grad=Timing.exactly(stated * passed_bytes / rate, origin="computed"),
             optimizer_name="Adam",
             state_bytes=stated * _STATE * (tied + sum(map(self._summed, parts))) // ranks,
-            workspace_bytes=0,
+            workspace_bytes=_MASTER * (tied + sum(map(self._summed, parts))) * (self.trainer.gradient_bytes < _MASTER),
         )
 
     def _cost(self, part: Part, size: int) -> LayerCost:
@@ -197,7 +207,7 @@ class DecoderProfile:
             backward=Timing.exactly(backward_s, origin="computed"),
             input_gradient=half,
             weight_gradient=half,
-            stash_bytes=part.stash_bytes,
+            stash_bytes=part.stash_bytes + part.late_bytes(self.hardware, self.widths, self.trainer),
             forward_workspace_bytes=part.forward_workspace_bytes,
             backward_workspace_bytes=own,
             output_bytes=part.output,
@@ -207,6 +217,8 @@ class DecoderProfile:
             leftovers=(Leftover(num_later=1, num_bytes=part.output),) if 0 < part.output <= own else (),
             forward_work=part.work("forward"),
             backward_work=part.work("backward"),
+            tensors=part.tensors,
+            num_forward_times=len(part.kernels),
         )
 
 

@@ -15,14 +15,9 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from gplan.core import OperationKind
-from gplan.core.profile import MEGATRON_LM
+from gplan.core.profile import MEGATRON_LM, NANOTRON_NAME
 from gplan_profiler.analytic.decoder_config import Widths
 from gplan_profiler.analytic.hardware import Hardware
-
-RESERVED_SHARE = 0.93
-"""Of what torch's allocator reserves, tensors have so much: 0.961 on B200 and 0.908 on A100, medians of published runs."""
-CONTEXT_BYTES = 1_500_000_000
-"""Of a device that the driver and NCCL take outside the allocator; assumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +38,13 @@ class Trainer:
     )
     stores_scores: bool = False  # attention in single products: keeps the softmax, its dropout's mask and result
     recomputes_scores: bool = False  # attention runs again in the backward (selective recompute)
+    gradient_bytes: int = 4  # of a value in which gradients are summed
+    keeps_masks: bool = False  # of dropout behind each branch, one byte a value, also where nothing is dropped
     holds_gradients: bool = False  # in bfloat16 beside those of float32
+    frees_late: bool = False  # tensors of collectives, as torch does unless TORCH_NCCL_AVOID_RECORD_STREAMS is set
     exchanges_tensors: bool = False  # replicas exchange one tensor after the other
     holds_empty_gradients: bool = False  # one for each shape of a weight
     casts_logits: bool = False  # to float32 before a loss that keeps float32
-    expected: str = ""  # how far predictions of its published runs were off
     counts_blocks: bool = False  # cuts between blocks by the parameters of their products, the head's among them
 
     def on(self, hardware: Hardware) -> Hardware:
@@ -68,16 +65,18 @@ class Trainer:
         return self.rank_host_s * widths.tensor * (0.7 + 0.3 * num_nodes)
 
 
-_EXPECTED = (
-    "158 published runs of Megatron-LM and its forks were predicted within 5 % (step) and 5 % (memory) in half of the cases, "
-    "within 22 % and 14 % in nine of ten: reports/published-runs"
-)
-MEGATRON = Trainer(
-    name=MEGATRON_LM, version="core 0.14", host_s=4e-6, sizes_s=9e-4, holds_empty_gradients=True, expected=_EXPECTED
-)
+MEGATRON = Trainer(name=MEGATRON_LM, version="core 0.14", host_s=4e-6, sizes_s=9e-4, holds_empty_gradients=True)
 OVERLAPPING = replace(MEGATRON, hidden_share=0.8)
-LEGACY = Trainer(name=MEGATRON_LM, version="2023", host_s=4e-6, product_share=0.95, attention_share=0.7)
+LEGACY = Trainer(
+    name=MEGATRON_LM,
+    version="2023",
+    host_s=4e-6,
+    product_share=0.95,
+    attention_share=0.7,
+    gradient_bytes=2,
+    keeps_masks=True,
+)
 NANOTRON = Trainer(
-    name="nanotron", version="0.4", host_s=1.2e-4, product_share=0.87, attention_share=0.75, rank_host_s=2e-4, exchanges_tensors=True, fuses_gate=False,
-    holds_gradients=True, casts_logits=True, counts_blocks=True,
+    name=NANOTRON_NAME, version="0.4", host_s=1.2e-4, product_share=0.87, attention_share=0.75, rank_host_s=2e-4, exchanges_tensors=True, fuses_gate=False,
+    holds_gradients=True, casts_logits=True, counts_blocks=True, frees_late=True,
 )  # fmt: skip

@@ -1,0 +1,101 @@
+"""Reserved bytes of plans: tensors of a computed profile replayed in the order of a schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gplan.core import ActionKind, Profile
+from gplan.core.errors import NoPlanError
+from gplan.core.layer_cost import LayerCost, Lifetime, Timing
+from gplan.cost.caching_allocator import CachingAllocator
+from gplan.cost.reserved_bytes import CONTEXT_BYTES, StageTensors, device_reserved_bytes, replay
+from gplan.strategy_search.planner import balance
+from gplan_profiler.analytic.decoder_config import Widths, load_decoder
+from gplan_profiler.analytic.decoder_profile import DecoderProfile
+from gplan_profiler.analytic.hardware import load_hardware
+from gplan_profiler.analytic.trainers import LEGACY, MEGATRON, NANOTRON, Trainer
+
+MIB = 2**20
+
+
+def computed(trainer: Trainer = MEGATRON, *, num_layers: int = 8, name: str = "llama3-8b") -> Profile:
+    decoder = load_decoder(name, {"num_hidden_layers": num_layers})
+    made = DecoderProfile(
+        name=name, decoder=decoder, widths=Widths(tensor=2, sequence_length=2048), hardware=load_hardware("h100"),
+        trainer=trainer,
+    )  # fmt: skip
+    return made.profile((1,))
+
+
+def layer(*tensors: tuple[int, int, int], num_forward_times: int) -> LayerCost:
+    second = Timing.exactly(1.0)
+    return LayerCost(
+        microbatch_size=1, forward=second, backward=second, stash_bytes=0, forward_workspace_bytes=0,
+        backward_workspace_bytes=0, output_bytes=0, output_gradient_bytes=0, output_unsaved_bytes=0,
+        tensors=tuple(Lifetime(*x) for x in tensors), num_forward_times=num_forward_times,
+    )  # fmt: skip
+
+
+def test_small_replay_by_hand() -> None:
+    """Two micro-batches in flight keep 12 MiB each; a transient of 30 MiB and the state of 14 have segments of their own."""
+    one = layer((12 * MIB, 0, 3), (30 * MIB, 1, 1), num_forward_times=2)
+    stage = StageTensors(layers=(one,), buffers=(100 * MIB,), states=(14 * MIB,))
+    order = [
+        (0, ActionKind.FORWARD, 0),
+        (0, ActionKind.FORWARD, 1),
+        (0, ActionKind.BACKWARD, 0),
+        (0, ActionKind.BACKWARD, 1),
+    ]
+    first = CachingAllocator()
+    replay(first, {0: stage}, order, num_steps=1)
+    # 100; 12 and 30; the second micro-batch's 12 are taken from the free 30, so its transient is new
+    # the update's state takes 14 of the free 30
+    assert first.most_reserved_bytes == (100 + 12 + 30 + 30) * MIB
+    two, three = CachingAllocator(), CachingAllocator()
+    replay(two, {0: stage}, order)
+    replay(three, {0: stage}, order, num_steps=3)
+    assert two.most_reserved_bytes == three.most_reserved_bytes  # a steady loop adds nothing
+
+
+@pytest.mark.parametrize("trainer", [MEGATRON, LEGACY, replace(NANOTRON, frees_late=False)])
+@pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x7b"])
+def test_tensors_add_up_to_stash(trainer: Trainer, name: str) -> None:
+    for one in computed(trainer, num_layers=2, name=name).layers:
+        cost = one.costs[0]
+        border = cost.num_forward_times
+        assert sum(x.num_bytes for x in cost.tensors if x.made < border <= x.freed) == cost.stash_bytes, one.name
+        assert all(0 <= x.made <= x.freed for x in cost.tensors)
+
+
+def test_plan_says_what_is_reserved() -> None:
+    profile = computed()
+    plan = balance(profile, num_devices=4, num_microbatches=16, schedule="1f1b")
+    assert len(plan.reserved_bytes) == 4 and plan.context_bytes == CONTEXT_BYTES
+    for reserved, allocated in zip(plan.reserved_bytes, plan.device_peak_bytes, strict=True):
+        assert allocated <= reserved < 1.25 * allocated
+    assert plan.device_total_bytes == max(plan.reserved_bytes) + CONTEXT_BYTES
+
+
+def test_limit_counts_reserved_bytes() -> None:
+    """A plan whose tensors alone would fit is cut again, or refused."""
+    profile = computed()
+    free = balance(profile, num_devices=4, num_microbatches=16, schedule="1f1b")
+    limit = free.device_total_bytes - 1
+    assert free.peak_bytes < limit
+    try:
+        tight = balance(profile, num_devices=4, num_microbatches=16, schedule="1f1b", memory_bytes=limit)
+    except NoPlanError:
+        return
+    assert tight.device_total_bytes <= limit
+    assert tight.memory_limit_bytes == limit
+
+
+def test_profile_without_tensors_has_no_reserved_bytes() -> None:
+    profile = computed(num_layers=4)
+    bare = replace(
+        profile, layers=tuple(replace(x, costs=tuple(replace(y, tensors=()) for y in x.costs)) for x in profile.layers)
+    )
+    plan = balance(bare, num_devices=2, num_microbatches=8, schedule="1f1b")
+    assert plan.reserved_bytes == () and device_reserved_bytes(plan, bare) == ()
