@@ -717,7 +717,7 @@ def main() -> None:
             "# Public architectures in small, written as their repositories write them\n\n"
             "Made by `python benchmarks/public_models.py`, which has the models. Typed for each NAME:\n\n"
             "    gplan profile benchmarks/public_models.py --set name=NAME --microbatch-size 2 --budget 0.2 --contention 0 "
-            "--link 1GB/s,10us\n    gplan balance --k 2 --microbatches 4\n    gplan run --check --steps 3 --engine {options.engine}\n\n"
+            f"--link 1GB/s,10us\n    gplan balance --k 2 --microbatches 4\n    gplan run --check --steps 3 --engine {options.engine}\n\n"
             f"**{len(rows_) - failed} of {len(rows_)} trained in two stages with the plain model's gradients.**\n\n"
             "| NAME | after | outcome |\n|---|---|---|\n"
         )
