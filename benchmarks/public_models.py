@@ -1,11 +1,11 @@
 """Small models in the manner of code that people train from, beyond transformers: profiled, balanced for K = 2, run.
 
     python benchmarks/public_models.py                  all, and the report in reports/public-models
-    python benchmarks/public_models.py --models unet    these only, printed
+    python benchmarks/public_models.py --models unet    these only, printed; with --engine torch on two processes
 
 Each is written here after the published architecture that its first line names, with the habits of such code: a loss
 in the forward, tied weights by cast, skips in lists, einsum, buffers, fft, scans, routing, parametrizations.
-The verbs run in this process, and the two stages with the virtual engine.
+The verbs run in this process, and the two stages with the virtual engine, unless another is given.
 """
 
 from __future__ import annotations
@@ -676,14 +676,14 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def outcome_of(name: str, folder: Path) -> str:
+def outcome_of(name: str, folder: Path, engine: str) -> str:
     """What the three verbs end in: the line on gradients, or the first error."""
     profile, plan, run = (str(folder / f"{name}.{x}.json") for x in ("profile", "plan", "run"))
     commands = (
         ["profile", __file__, "--set", f"name={name}", "--microbatch-size", "2", "--budget", "0.2", "--contention", "0",
          "--link", "1GB/s,10us", "-o", profile],
         ["balance", profile, "--k", "2", "--microbatches", "4", "-o", plan],
-        ["run", "--plan", plan, "--check", "--steps", "3", "--engine", "virtual", "-o", run],
+        ["run", "--plan", plan, "--check", "--steps", "3", "--engine", engine, "-o", run],
     )  # fmt: skip
     for command in commands:
         output = io.StringIO()
@@ -702,12 +702,13 @@ def main() -> None:
     """Run them and print a table, or write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=MODELS)
+    parser.add_argument("--engine", choices=("virtual", "torch"), default="virtual")
     options = parser.parse_args()
     rows_, failed = [], 0
     with tempfile.TemporaryDirectory() as folder:
         for name in options.models or MODELS:
             started_s = time.perf_counter()
-            outcome = outcome_of(name, Path(folder))
+            outcome = outcome_of(name, Path(folder), options.engine)
             failed += not outcome.startswith("gradients equal")
             rows_.append(f"| {name} | {MODELS[name][2]} | {outcome} |")
             print(f"{rows_[-1]} {time.perf_counter() - started_s:.0f} s", flush=True)
@@ -716,7 +717,7 @@ def main() -> None:
             "# Public architectures in small, written as their repositories write them\n\n"
             "Made by `python benchmarks/public_models.py`, which has the models. Typed for each NAME:\n\n"
             "    gplan profile benchmarks/public_models.py --set name=NAME --microbatch-size 2 --budget 0.2 --contention 0 "
-            "--link 1GB/s,10us\n    gplan balance --k 2 --microbatches 4\n    gplan run --check --steps 3 --engine virtual\n\n"
+            f"--link 1GB/s,10us\n    gplan balance --k 2 --microbatches 4\n    gplan run --check --steps 3 --engine {options.engine}\n\n"
             f"**{len(rows_) - failed} of {len(rows_)} trained in two stages with the plain model's gradients.**\n\n"
             "| NAME | after | outcome |\n|---|---|---|\n"
         )

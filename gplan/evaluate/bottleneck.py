@@ -65,7 +65,7 @@ class Bottleneck:
     layers: tuple[LayerShare, ...]  # the slowest first, up to half of the device's compute and their equals
     num_layers: int  # of all its stages
     busy_s: float  # computing
-    filling_s: float  # idle while the pipeline fills and drains, the transfers of that included
+    filling_s: float  # while the pipeline fills and drains: idle, transfers, and an update while others compute
     imbalance_s: float  # idle because another device was slower
     communication_s: float  # idle during a transfer
     engine_s: float  # idle during the engine's own work
@@ -83,8 +83,9 @@ def find_bottleneck(plan: Plan, *, memory_gain_s: float | None) -> Bottleneck:
     busy_s = max(busy)
     device = busy.index(busy_s)
     stages, idle = plan.stages_of(device), idle_by_device(timeline)[device]
-    filling_s = idle[IdleCause.WARM_UP] + idle[IdleCause.DRAIN]
     tail_s = timeline.step_s - timeline.loop_end_s
+    early_update_s = timeline.update_s(device) + idle[IdleCause.OPTIMIZER] - tail_s
+    filling_s = idle[IdleCause.WARM_UP] + idle[IdleCause.DRAIN] + early_update_s
     cuts, exposed_s = exposed_cuts(plan)
     losses: dict[Binding, tuple[float, float]] = {  # seconds, and from which on they bind the step
         "memory": (memory_gain_s or 0.0, MEMORY_SHARE * timeline.step_s),

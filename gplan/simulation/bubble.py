@@ -10,18 +10,17 @@ Equal stages: every action takes its mean over the stages; transfers, with waits
 they took. The first stage, whose inputs need no gradient, has its whole backward in the second half. So equal stages have
 no imbalance.
 
-These five are the idle time of the loop: its length times the devices, less all forwards and backwards. An update of
-weights while others still compute counts as drain. After the loop
+These five are the idle time of the loop: its length times the devices, less all forwards, backwards and updates in it,
+which the bubble counts as idle. After the loop
   optimizer        is what a device waits, before or after its own updates, until the last device's are done
-and all six are the idle time of the step, from its first forward to its last update: its length times the devices, less
-all forwards and backwards, less the updates as far as they come after the loop.
+and all six are the idle time of the step, from its first forward to its last update, of each device: `Timeline.idle_s`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import add
 
@@ -34,7 +33,11 @@ _ROUNDING, _ALIKE = 1e-12, 1e-9  # of the loop: no piece at all; as long as with
 
 def idle_pieces(timeline: Timeline) -> tuple[Idle, ...]:
     """Every idle piece of the step, by device, then by time; O(K M) for K stages and M micro-batches."""
-    found = [*_loop_pieces(_loop_of(timeline)), *_optimizer_pieces(timeline)]
+    updates = [x for x in timeline.spans if x.action.kind is ActionKind.OPTIMIZER]
+    found = list(_loop_pieces(_loop_of(timeline)))
+    for update in updates:  # one of a device that is done while others still compute
+        found = [part for piece in found for part in _without(piece, update)]
+    found += _optimizer_pieces(timeline, updates)
     shortest_s = _ROUNDING * (timeline.loop_end_s - timeline.loop_start_s)
     return tuple(sorted((x for x in found if x.duration_s > shortest_s), key=lambda x: (x.device, x.start_s)))
 
@@ -195,15 +198,20 @@ def _equal_s(loop: _Loop) -> list[float]:
     return equal
 
 
-def _optimizer_pieces(timeline: Timeline) -> Iterator[Idle]:
+def _without(piece: Idle, update: Span) -> tuple[Idle, ...]:
+    """What is left of a piece before and after an update; both can be empty."""
+    if piece.device != update.device or not piece.start_s < update.end_s or not update.start_s < piece.end_s:
+        return (piece,)
+    return replace(piece, end_s=max(piece.start_s, update.start_s)), replace(
+        piece, start_s=min(piece.end_s, update.end_s)
+    )
+
+
+def _optimizer_pieces(timeline: Timeline, updates: Sequence[Span]) -> Iterator[Idle]:
     """What each device waits between the end of the loop and that of the step, around its own updates."""
-    updates: list[list[Span]] = [[] for _ in range(timeline.num_devices)]
-    for span in timeline.spans:
-        if span.action.kind is ActionKind.OPTIMIZER:
-            updates[span.device].append(span)
     loop_end_s, step_s = timeline.loop_end_s, timeline.step_s
-    for device, spans in enumerate(updates):
+    for device in range(timeline.num_devices):
         free_s = loop_end_s
-        for start_s, end_s in (*((x.start_s, x.end_s) for x in spans), (step_s, step_s)):
+        for start_s, end_s in (*((x.start_s, x.end_s) for x in updates if x.device == device), (step_s, step_s)):
             yield Idle(device=device, cause=IdleCause.OPTIMIZER, start_s=free_s, end_s=max(free_s, start_s))
             free_s = max(free_s, end_s)

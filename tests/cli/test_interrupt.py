@@ -55,6 +55,16 @@ def test_signal_to_the_process_alone_ends_it_as_an_interrupt(tmp_path: Path, nam
     assert done.stderr.strip().splitlines() == ["interrupted; no file was left half-written"]
 
 
+def test_interrupt_that_the_shell_ignores_stays_ignored_and_sigterm_ends(tmp_path: Path) -> None:
+    sends = "[os.kill(os.getpid(), x) for x in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)]"
+    (tmp_path / "model.py").write_text(MODEL.format(sends=sends))
+    script = 'trap "" INT HUP; exec "$0" -m gplan profile model.py'  # as nohup, and `&` in a script, have it
+    command = ["sh", "-c", script, sys.executable]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (143, "")
+    assert done.stderr.strip().splitlines() == ["interrupted; no file was left half-written"]
+
+
 def test_forked_worker_is_ended_by_the_signal_alone(tmp_path: Path) -> None:
     sends = "pid = os.fork() or time.sleep(60); time.sleep(0.5); os.kill(pid, 15); print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])); 1 / 0"
     (tmp_path / "model.py").write_text(MODEL.format(sends=sends))

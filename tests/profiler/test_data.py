@@ -197,6 +197,30 @@ def test_random_numbers_of_the_models_own_forward_name_it_and_its_line(how: str,
     assert str(raised.value).count(f": {line})") == 1
 
 
+class Keeps(nn.Module):
+    """Adds a share of its last output, or how often it was called, or noise of its own generator."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.last, self.calls = what, torch.zeros(()), 0
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        shifts = {"last": self.last, "calls": self.calls, "noise": torch.rand((), generator=self.generator)}
+        x = x + shifts[self.what]
+        self.last = x.detach().mean()
+        return x
+
+
+@pytest.mark.parametrize("what", ["last", "calls", "noise"])
+def test_values_kept_from_call_to_call_are_no_draws_of_random_numbers(what: str) -> None:
+    with pytest.raises(
+        ModelError, match=r"1 \(Keeps\) keeps values from call to call or draws .* generator of its own"
+    ):
+        find_loss_reduction(file_of(nn.Sequential(nn.Linear(8, 8), Keeps(what), nn.Linear(8, 8))), 4)
+
+
 def test_random_numbers_of_a_child_name_the_child_and_its_line() -> None:
     with pytest.raises(ModelError, match=r"1 \(Noise\) draws random numbers \(.*return x \+ torch.randn_like\(x\)\)"):
         find_loss_reduction(file_of(nn.Sequential(nn.Linear(8, 8), Noise(), nn.Linear(8, 8))), 4)

@@ -291,6 +291,19 @@ def test_the_only_scalar_that_a_model_returns_is_its_loss(tmp_path: Path, form: 
         assert loaded.loss(loaded.forward(inputs), target).item() >= 0
 
 
+@pytest.mark.parametrize("wrong", ["output.detach()", "output.round().bool().float()", "output.argmax(-1).float()"])
+def test_a_loss_without_a_gradient_is_named(tmp_path: Path, wrong: str) -> None:
+    path = tmp_path / "mine.py"
+    made = "from torch import nn\ndef model():\n    return nn.Linear(4, 4)\ndef loss(output, target):\n"
+    path.write_text(f"{made}    return {wrong}.sum()\n")
+    loaded = load_model_file(str(path))
+    output = loaded.forward(torch.ones(2, 4))
+    with pytest.raises(ModelError, match="returned a value without a gradient; expected one .* without detach"):
+        loaded.loss(output, None)
+    with torch.no_grad():
+        assert loaded.loss(output, None).dim() == 0
+
+
 @pytest.mark.parametrize(("form", "found"), [("none", "no scalar `loss`"), ("two", "2 scalars and none named `loss`")])
 def test_an_output_without_one_scalar_is_no_loss(tmp_path: Path, form: str, found: str) -> None:
     path = tmp_path / "own_loss.py"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gplan.core.errors import ModelError
+from gplan.core.errors import ModelError, UsageError
 from gplan.runtime.model_source import open_source
 from gplan.runtime.run.launch import run_virtual_engine
 from gplan.runtime.run.run_options import RunOptions
@@ -94,6 +94,25 @@ def test_builds_that_do_not_repeat(by: str, path: str) -> None:
         ModelError, match=r"two builds of .*model.py from one seed have different weights \(0.weight, 1.*draw them"
     ):
         run_virtual_engine(open_source(path, settings={"by": by}), plan, RunOptions(check=True), report=lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("layer", "outcome"), [("nn.BatchNorm1d(8)", "batch norm"), ("nn.Dropout(0.5)", "1 (Dropout) draws random")]
+)
+def test_model_made_in_evaluation_mode_is_trained_and_checked_in_training_mode(
+    layer: str, outcome: str, path: str
+) -> None:
+    made = f"return nn.Sequential(nn.Linear(8, 8), {layer}, nn.Linear(8, 8), nn.Linear(8, 8)).eval()\n"
+    Path(path).write_text(FILE.replace("return nn.Sequential(*(layer(draw) for _ in range(4)))\n", made))
+    plan = plan_for(load_model_file(path), num_devices=2)
+    options = RunOptions(num_steps=2, check=True)
+    try:
+        check = run_virtual_engine(open_source(path), plan, options, report=lambda *_: None).check
+        assert check is not None and check.passed and check.whole_batch is not None
+        found = check.whole_batch.reason
+    except UsageError as error:
+        found = str(error)
+    assert found.startswith(outcome)
 
 
 def test_build_restores_random_state(path: str) -> None:

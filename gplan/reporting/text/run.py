@@ -69,7 +69,7 @@ def comparison_table(run: Run) -> FittedTable:
         title=f"predicted versus measured, engine {run.engine}{virtual if run.engine == 'virtual' else ''}",
         lines=tuple(_line(row, run.plan.has_chunks) for row in compare(run).rows if row.quantity != THROUGHPUT),
         legend={"error": _ERROR},
-        below="idle time is of all devices together, and has updates that run while other devices compute",
+        below="idle time is of all devices together",
     )
 
 

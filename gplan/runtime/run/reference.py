@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gplan.core import GradientCheck, Plan, WholeBatch
 from gplan.core.errors import GplanError, ModelError, UsageError
@@ -118,10 +119,11 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
     again = _plain_run(file, plan, inputs, target, num_parts=num_parts, seed=2)
     random = _difference(divided, again, num_parts)
     if random is not None:
+        with _as_trained(file.model):
+            where = draws_random_numbers(file, inputs)
         raise UsageError(
-            f"{draws_random_numbers(file, inputs)}: two runs on the same batch gave {random}; --check compares with the plain "
-            "model, which needs this off: for dropout profile again, with --set dropout=0 where the file has that setting, "
-            "and balance"
+            f"{where}: two runs on the same batch gave {random}; --check compares with the plain model, which needs this off: "
+            "for dropout profile again, with --set dropout=0 where the file has that setting, and balance"
         )
     return divided.as_reference(num_parts, weights, whole_batch=in_one_piece)
 
@@ -225,8 +227,17 @@ def gradient_check(reference: Reference, errors: Mapping[str, float], loss: floa
     )
 
 
+@contextmanager
+def _as_trained(model: nn.Module) -> Iterator[None]:
+    """The model in the mode of the stages, restored at the end: training, but for parts of a training model that are not."""
+    with model_state_restored(model):
+        if not model.training:
+            model.train()
+        yield
+
+
 def _plain_run(file: ModelFile, plan: Plan, inputs: Any, target: Any, *, num_parts: int, seed: int) -> _PlainRun:
-    with random_state_kept(), model_state_restored(file.model), CoarsestNumbers() as numbers:
+    with random_state_kept(), _as_trained(file.model), CoarsestNumbers() as numbers:
         seed_everything(seed)
         loss = accumulate_gradients(file, plan, inputs, target, range(num_parts))
         gradients = {n: as_dense(p.grad).clone() for n, p in file.model.named_parameters() if p.grad is not None}

@@ -17,7 +17,7 @@ from gplan_profiler.capture.chain import flat_tensors, modules_that_train
 from gplan_profiler.memory.allocations import tensors_in
 from gplan_profiler.model.error_location import describe, own_gradients_text
 from gplan_profiler.model.load import ModelFile
-from gplan_profiler.model.random_draws import line_of_first_draw
+from gplan_profiler.model.random_draws import is_random, line_of_first_draw
 from gplan_profiler.torch_compat import TorchDispatchMode, pytree
 
 _NUM_LOSS_BATCHES = 4  # that show how a loss combines samples
@@ -258,12 +258,17 @@ def first_difference(model: nn.Module, run: Callable[[], Any]) -> str | None:
 
 
 def draws_random_numbers(file: ModelFile, inputs: Any) -> str:
-    """The clause "... draws random numbers" for a model or loss that does, with the module and the author's line."""
+    """The clause "... draws random numbers" for a model or loss that does, with the module and the author's line.
+
+    Where nothing draws from a generator of torch, Python or numpy, other causes are named.
+    """
 
     def run() -> Any:
         return call_model(file, inputs)
 
     where = next(filter(None, (first_difference(file.model, run) for _ in range(_MOST_REPEATS))), "the loss")
+    if where != "the loss" and not is_random(run):
+        return f"{where} keeps values from call to call or draws random numbers by a generator of its own"
     line = None if where == "the loss" else line_of_first_draw(run)
     return f"{where} draws random numbers" + (f" ({line})" if line else "")
 

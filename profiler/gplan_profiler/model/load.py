@@ -134,6 +134,12 @@ class ModelFile:
         if value.dim() != 0:
             shape = tuple(value.shape)
             raise ModelError(f"loss in {self.name} returned shape {shape}; expected a scalar, (); use .mean()")
+        has_gradient = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(output))
+        if torch.is_grad_enabled() and has_gradient and not value.requires_grad:
+            raise ModelError(
+                f"loss in {self.name} returned a value without a gradient; expected one that is computed from the model's "
+                "output without detach(), item(), argmax() or no_grad()"
+            )
         return value
 
     def optimizer(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:

@@ -55,6 +55,13 @@ def line_of_first_draw(run: Callable[[], object]) -> str | None:
     return f"{path}, line {line}: {linecache.getline(path, line).strip()}"
 
 
+def is_random(run: Callable[[], object]) -> bool:
+    """Whether `run` draws from a generator of torch, Python or numpy."""
+    before = _states()
+    run()
+    return _states() != before
+
+
 def _states() -> tuple[Any, ...]:
     """The states of the generators."""
     on_gpu = [x.tolist() for x in torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
