@@ -72,6 +72,8 @@ def _between(low: LayerCost, high: LayerCost, microbatch_size: int) -> LayerCost
     return LayerCost(
         microbatch_size=microbatch_size,
         contention=_mixed(low.contention, high.contention, share),
+        forward_waits=low.forward_waits or high.forward_waits,
+        backward_waits=low.backward_waits or high.backward_waits,
         leftovers=tuple(_leftovers_between(low.leftovers, high.leftovers, share)),
         **numbers,  # type: ignore[arg-type]
         **timings,  # type: ignore[arg-type]
