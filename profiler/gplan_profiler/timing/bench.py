@@ -31,6 +31,7 @@ from gplan_profiler.capture.sequence import SequentialChain
 from gplan_profiler.memory.allocations import tensors_in
 from gplan_profiler.model.error_location import describe, is_out_of_memory
 from gplan_profiler.model.load import ModelFile
+from gplan_profiler.timing.clock import Clock
 
 _WHOLE_AT_MOST = 4  # the whole model is run only where it has at most so many times the layers that are measured
 
@@ -219,6 +220,29 @@ def rehearse(bench: Bench) -> tuple[str, ...]:
             ),
         )
     return tuple(notes[:1])
+
+
+def waiting_passes(bench: Bench, clock: Clock) -> set[str]:
+    """The passes in which the host waits for the device, such as "0/forward", by the key of the layer."""
+    found = set[str]()
+
+    def run(name: str, work: Callable[[], Result]) -> Result:
+        result, waits = clock.waited(work)
+        if waits:
+            found.add(name)
+        return result
+
+    keys = bench.keys
+    passed, leaves = bench.forward(lambda place, x: run(f"{keys[place]}/forward", partial(bench.layers[place], *x)))
+    loss = bench.loss(leaves)
+    if loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
+        backward(
+            passed,
+            leaves,
+            lambda place, *roots: run(f"{keys[place]}/backward", partial(torch.autograd.backward, *roots)),
+        )
+    return found
 
 
 def _is_broken(output: Tensor) -> bool:
