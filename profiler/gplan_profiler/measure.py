@@ -123,12 +123,13 @@ def measure_profile(
     *,
     progress: Progress = no_progress,
     measure_engine: Callable[[], EngineCost] | None = None,
+    clock: Clock | None = None,
 ) -> Profile:
-    """Measure every layer of the model on this host, and last the engine.
+    """Measure every layer of the model on this host by `clock` (by default that of the device), and last the engine.
 
     Raises ModelError for a model that cannot be captured, run or trained as the file describes it.
     """
-    clock: Clock = CpuClock() if options.device == "cpu" else CudaClock()
+    clock = clock or (CpuClock() if options.device == "cpu" else CudaClock())
     shares = tuple(core_shares(1 + options.num_neighbours, num_threads=options.num_threads)[1:])
     with device_share(options.num_threads), _on_device(file, options.device), model_state_restored(file.model):
         if file.is_lazy:  # it cannot be run here

@@ -16,7 +16,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
@@ -37,7 +37,7 @@ _DISTURBED = 2.0  # times the median: a sample that other work interrupted
 _LEAST_CLEAN = 3  # with fewer, refused samples count too
 _SPIN = 2.0  # times what the host took before: for so long the device spins
 _LEAST_SPIN_S = 5e-5
-_MOST_BEHIND = 3  # samples in which the device caught up with its host, above which the host waits for it
+_MOST_BEHIND = 3  # first samples in which the device caught up with its host, for it to be always so
 _SPIN_CYCLES = 20_000_000  # some 10 ms, to find out how long a cycle takes
 _SYNCHRONIZED = "synchronizing CUDA operation"  # in the warning of torch
 
@@ -52,6 +52,7 @@ class Samples:
     clean_s: list[float] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)
     host_s: list[float] = field(default_factory=list)
+    never_ahead: bool = False  # whether the host cannot enqueue all of it before the device begins
 
     @property
     def on_host(self) -> Samples:
@@ -68,8 +69,8 @@ class Samples:
 
     def extend(self, other: Samples) -> None:
         """Add all samples of `other`."""
-        for x in fields(self):
-            getattr(self, x.name).extend(getattr(other, x.name))
+        for name in ("clean_s", "refused_s", "host_s"):
+            getattr(self, name).extend(getattr(other, name))
 
     def timing(self) -> Timing:
         """Median and quartiles of the clean samples; of the shorter half of all if fewer than three are clean.
@@ -262,9 +263,9 @@ class CudaClock(Clock):
         """
         self.flush()
         self._queue.synchronize()
-        waits = len(samples.refused_s) > _MOST_BEHIND + len(samples.clean_s)
+        samples.never_ahead |= len(samples.refused_s) >= _MOST_BEHIND and not samples.clean_s
         knows_host = bool(samples.host_s)
-        spins = knows_host and not waits
+        spins = knows_host and not samples.never_ahead
         if spins:
             self._queue.spin(max(_LEAST_SPIN_S, _SPIN * median_s(samples.host_s)))
         first = self._queue.record()
@@ -277,7 +278,8 @@ class CudaClock(Clock):
             if is_ahead or not spins:
                 samples.host_s.append(host_s)
             if knows_host:
-                self._pending.append((samples.clean_s if is_ahead or waits else samples.refused_s, first, last))
+                is_clean = is_ahead or samples.never_ahead
+                self._pending.append((samples.clean_s if is_clean else samples.refused_s, first, last))
 
         return end
 
