@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gplan.core.errors import ModelError
+from gplan_profiler.capture.chain import TensorSpec
 from gplan_profiler.model.error_location import is_out_of_memory
 from gplan_profiler.timing.bench import (
     Bench,
@@ -163,3 +165,13 @@ def test_a_real_request_for_too_much_memory_is_recognised() -> None:
         run_naming_errors("huge", "forward", partial(torch.empty, 2**60, dtype=torch.uint8))
     assert is_out_of_memory(caught.value)
     assert not is_out_of_memory(RuntimeError("shapes differ"))
+
+
+def test_a_layer_runs_with_the_strides_of_its_stage() -> None:
+    """The layer before it in the model makes other strides than the one before it among those that are measured."""
+    seen: list[tuple[int, ...]] = []
+    bench = replace(
+        bench_of(nn.Identity(), nn.Identity()), specs=((), (TensorSpec.of(torch.ones(4, 2).t()),)),
+    )  # fmt: skip
+    bench.forward(lambda place, leaves: seen.append(leaves[0].stride()) or leaves)  # type: ignore[func-returns-value]
+    assert seen == [(4, 1), (1, 2)]

@@ -181,7 +181,7 @@ class SequentialChain(Chain):
     def structure(self, layer: int) -> Hashable:
         """Equal for children that are alike, with inputs of equal specs."""
         child, call = self._children[layer][1], self._calls[layer]
-        return module_key(child), self._forms[layer], self._specs[layer], call.writes
+        return module_key(child), self._forms[layer], tuple((x, x.strides) for x in self._specs[layer]), call.writes
 
     def state(self, layer: int) -> dict[str, Tensor]:
         """The child's own parameters and buffers."""

@@ -21,6 +21,7 @@ from gplan_profiler.backward.split_backward import first_half
 from gplan_profiler.capture.chain import (
     Chain,
     Tensors,
+    TensorSpec,
     detached,
     flat_tensors,
     roots_with_gradients,
@@ -50,6 +51,8 @@ class Bench:
     whole: Callable[[], Tensor] | None = None  # the loss of the author's own model, where it is run
     # what the author's model checkpointed in the last call of `whole`, left out there
     checkpoints: Sequence[object] = ()
+    # of the inputs of each layer within its stage; none: as the layer before makes them
+    specs: tuple[tuple[TensorSpec, ...], ...] = ()
     others: tuple[Bench, ...] = ()  # the same layers with other batches, where their time depends on routing
 
     @property
@@ -61,6 +64,8 @@ class Bench:
         """Run the layers, each as a graph of its own, by `run(place, inputs)`; also the last outputs, as new leaves."""
         leaves, passed = detached(self.inputs), []
         for place in range(len(self.layers)):
+            if self.specs and place:  # after a layer that may not be the one before it in the model
+                leaves = tuple(spec.laid_out(x) for spec, x in zip(self.specs[place], leaves, strict=True))
             outputs = run(place, leaves)
             passed.append((leaves, outputs))
             leaves = detached(outputs)
@@ -140,6 +145,7 @@ def bench_of_chain(
         loss=loss,
         whole=whole if len(chain) <= _WHOLE_AT_MOST * len(kept) else None,
         checkpoints=checkpoints,
+        specs=tuple(chain.specs(layer) for layer in kept),
         others=tuple(bench_of_chain(file, chain, keys, *batch) for batch in others),
     )
 

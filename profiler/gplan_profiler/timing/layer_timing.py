@@ -42,6 +42,7 @@ from gplan_profiler.model.data import call_model, find_reduction_of_outputs, sam
 from gplan_profiler.model.lazy_build import random_state_kept, seed_everything
 from gplan_profiler.model.load import ModelFile
 from gplan_profiler.model.materialise import materialised, real_like
+from gplan_profiler.model.memory_budget import check_layer_fits
 from gplan_profiler.timing.bench import (
     Bench,
     bench_of_chain,
@@ -204,6 +205,7 @@ def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> Measu
         if (key := subject.keys[layer]) not in sampled:
             entering = real_like(chain.specs(layer), seed=0, device=setup.device) if layer else subject.tensors
             bench = bench_of_layer(chain.names[layer], key, stage, entering)
+            check_layer_fits(chain.names[layer], sum(x.nbytes for x in stage.parameters()), setup.device)
             with materialised(stage, seed=0, device=setup.device):
                 sampled[key], more = _sampled(bench, subject, setup, part(progress, place, 1 + len(stages)))
                 notes += more
