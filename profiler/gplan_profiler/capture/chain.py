@@ -108,9 +108,12 @@ class Chain(ABC):
     def __len__(self) -> int:
         return len(self.names)
 
-    def stage(self, first: int, end: int, *, at_layer: AtLayer | None = None) -> nn.Module:
-        """Layers [first, end) as one module, from the tensors of boundary `first` to those of boundary `end`."""
-        module = self._stage(first, end, at_layer)
+    def stage(self, first: int, end: int, *, at_layer: AtLayer | None = None, sends: bool = True) -> nn.Module:
+        """Layers [first, end) as one module, from the tensors of boundary `first` to those of boundary `end`.
+
+        What it gives is contiguous, as what is sent must be; unless it `sends`, it has the strides that it has within a stage.
+        """
+        module = self._stage(first, end, at_layer, sends)
         if self.precision.autocast:
             kind, precision = type(module), self.precision
 
@@ -123,7 +126,7 @@ class Chain(ABC):
         return module
 
     @abstractmethod
-    def _stage(self, first: int, end: int, at_layer: AtLayer | None) -> nn.Module:
+    def _stage(self, first: int, end: int, at_layer: AtLayer | None, sends: bool) -> nn.Module:
         """As `stage`, without autocast."""
 
     @abstractmethod

@@ -117,10 +117,15 @@ def bench_of_chain(
     inputs: Any,
     target: Any,
     others: Iterable[tuple[Any, Any]] = (),
+    *,
+    sends: bool = True,
 ) -> Bench:
-    """The bench of a model in memory; `keys` are those of the layers to be measured, `others` more batches."""
+    """The bench of a model in memory; `keys` are those of the layers to be measured, `others` more batches.
+
+    Unless each layer `sends`, it gives the strides that it has within a stage.
+    """
     kept = tuple(keys)
-    layers = {layer: chain.stage(layer, layer + 1) for layer in kept}
+    layers = {layer: chain.stage(layer, layer + 1, sends=sends) for layer in kept}
 
     checkpoints: list[object] = []
 
@@ -146,7 +151,7 @@ def bench_of_chain(
         whole=whole if len(chain) <= _WHOLE_AT_MOST * len(kept) else None,
         checkpoints=checkpoints,
         specs=tuple(chain.specs(layer) for layer in kept),
-        others=tuple(bench_of_chain(file, chain, keys, *batch) for batch in others),
+        others=tuple(bench_of_chain(file, chain, keys, *batch, sends=sends) for batch in others),
     )
 
 

@@ -148,7 +148,8 @@ class _Subject:
 
 def _measure_together(subject: _Subject, setup: Setup, progress: Progress) -> MeasuredSize:
     others = _other_batches(subject, device=setup.device)
-    bench = bench_of_chain(subject.file, subject.chain, subject.keys, subject.inputs, subject.target, others)
+    data = subject.inputs, subject.target, others
+    bench = bench_of_chain(subject.file, subject.chain, subject.keys, *data, sends=setup.device == "cpu")
     allocate_gradients(subject.file.model)
     sampled, notes = _sampled(bench, subject, setup, progress)
     samples = sampled.samples
@@ -195,7 +196,7 @@ def _other_batches(subject: _Subject, *, device: str) -> list[tuple[Any, Any]]:
 
 def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> MeasuredSize:
     chain, size = subject.chain, subject.microbatch_size
-    stages = {layer: chain.stage(layer, layer + 1) for layer in subject.keys}
+    stages = {layer: chain.stage(layer, layer + 1, sends=setup.device == "cpu") for layer in subject.keys}
     outputs = real_like(chain.specs(len(chain)), seed=0, device=setup.device)
     loss_bench = bench_of_loss(subject.file, chain, outputs, subject.target)
     analyses = analyse(list(stages.values()), subject.tensors, loss_bench.loss)
