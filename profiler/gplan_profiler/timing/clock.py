@@ -215,13 +215,13 @@ class CudaQueue:
     def synchronizations(self) -> Iterator[list[str]]:
         """A list that has, after the block, what waited for the device in it."""
         before, found = torch.cuda.get_sync_debug_mode(), list[str]()
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True) as caught:  # also that this mode is a prototype
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
                 yield found
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
         found += [text for x in caught if _SYNCHRONIZED in (text := str(x.message))]
 
     @cached_property
