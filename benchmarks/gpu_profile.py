@@ -2,13 +2,13 @@
 
     python benchmarks/gpu_profile.py                       about 10 minutes on one GPU; writes reports/gpu/
     python benchmarks/gpu_profile.py --models gpt2 llama   only some models
-    python benchmarks/gpu_profile.py --device cpu --models tiny --runs 2 --steps 2 --budget 0.1 --output /tmp/gpu
-                                                           a dry run without a GPU, some seconds
+    python benchmarks/gpu_profile.py --dry --output /tmp/gpu  the same on a CPU with a tiny model, some seconds
 
-Each model of benchmarks/real_size_models.py, and ResNet-50, is trained in bfloat16 three ways. A plain loop over the
+Eight models, in each of two precisions, are trained three ways. A plain loop over the
 author's model, timed by the device's clock, with the allocator's peaks (allocated and reserved). A profile, whose plan of
 one stage and one micro-batch is that very step. And plans on the virtual engine, each compared as `gplan run` does, raw
-and at equal speed by the yardstick. The GPU's clocks are read before and after each model. What fails is named in the
+and at equal speed by the yardstick. Last, two ranks of one process group try the torch engine on the one GPU, which NCCL may
+refuse. The GPU's clocks are read before and after each model. What fails is named in the
 report; the other models go on, and the report is written after each. No setting of the GPU is changed.
 """
 
@@ -16,10 +16,16 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pandas as pd
@@ -30,10 +36,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gplan
-from gplan.core import Link, Precision, Profile
+from gplan.core import Link, Plan, Precision, Profile
 from gplan.core.checks import RECOMPUTE_MODES
 from gplan.core.units import bytes_text, now_text, seconds_text
 from gplan.evaluate.compare import BUBBLE, PEAK_MEMORY, STEP_TIME
+from gplan.files.json_files import load, save
 from gplan_profiler.capture.chain import call_arguments
 from gplan_profiler.host.host_info import gpu_state, software_versions
 from gplan_profiler.model.load import load_model_file
@@ -42,11 +49,12 @@ from gplan_profiler.timing.clock import Clock, CpuClock, CudaClock, Samples
 
 NO_LINK = Link(latency_s=5e-6, bytes_per_s=25e9)  # one device has no neighbour; the virtual engine sends nothing
 NUM_MICROBATCHES = 8
+RANK_0 = "rank 0:"
 PLAIN = ("forward", "backward", "step", "allocated bytes")
 RUN_HEADS = ("model", "K", "recompute", "step", "at equal speed", "bubble error, points", "worst peak memory error")
-LAUNCH_BOUND = (
-    "Each cell: predicted, measured, error. A model is launch-bound if the host takes about as long to launch a step as the",
-    "GPU takes to run it. Its times depend on the speed of Python, which differs between processes. Measured bytes",
+HOST_BOUND = (
+    "Each cell: predicted, measured, error. A model is host-bound if its host takes longer to enqueue a step than the GPU",
+    "to run it. Its times depend on the speed of Python, which differs between processes. Measured bytes",
     "include workspaces of libraries, which the prediction leaves out.",
 )
 
@@ -69,40 +77,53 @@ CASES = {
         file="examples/transformer_lm.py", microbatch_size=1, settings={"num_blocks": 1, "width": 16, "sequence_length": 16}
     ),
 }  # fmt: skip
+EIGHT = ("llama", "t5", "moe", "resnet50", "gpt2", "gpt2-medium", "vit", "whisper")
+"""In this order, as time may not suffice for all."""
+
 Row = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every model; the report is written after each, and says why a model has no rows."""
     parser = options_of(__doc__, "gpu")
-    parser.add_argument("--models", nargs="*", choices=CASES, default=[x for x in CASES if x != "tiny"])
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu for a dry run")
-    parser.add_argument("--precision", default="bfloat16", help="as of gplan profile")
-    runs = [(2, "never"), (4, "never"), (4, "always")]
+    parser.add_argument("--models", nargs="*", choices=CASES, default=EIGHT)
+    parser.add_argument("--dry", action="store_true", help="all of it on a CPU, with a tiny model and few steps")
+    parser.add_argument("--precision", nargs="*", default=["bfloat16", "float32"], help="as of gplan profile")
+    runs = [(2, "never"), (4, "never"), (8, "never")]
     parser.add_argument("--runs", nargs="*", type=as_run, metavar="K[:RECOMPUTE]", default=runs, help="on the virtual engine")  # fmt: skip
-    parser.add_argument("--steps", type=int, default=20, help="of each run")
-    parser.add_argument("--budget", type=float, default=15.0, help="seconds of sampling for a profile")
-    parser.add_argument("--longest", type=float, default=1500.0, help="seconds after which no further model is begun")
+    parser.add_argument("--steps", type=int, default=10, help="of each run")
+    parser.add_argument("--budget", type=float, default=5.0, help="seconds of sampling for a profile")
+    parser.add_argument("--longest", type=float, default=500.0, help="seconds after which no further model is begun")
+    parser.add_argument("--rank-of", type=Path, metavar="PLAN", help=argparse.SUPPRESS)  # one of two ranks
     options = parser.parse_args(arguments)
+    options.device = "cpu" if options.dry else "cuda"
+    if options.dry:
+        options.models, options.runs, options.steps, options.budget = ["tiny"], [(2, "never")], 4, 0.05
+    if options.rank_of:
+        run_rank(options.rank_of, options)
+        return
     if options.device != "cpu" and not torch.cuda.is_available():
         print(f"torch {torch.__version__} sees no GPU here: nothing to measure")
         return
     start_s, rows, clocks, notes = time.monotonic(), list[Row](), list[str](), about(options)
     options.output.mkdir(parents=True, exist_ok=True)
-    for name in options.models:
+    for precision, name in product(options.precision, options.models):
+        subject = f"{name}, {precision}"
         if time.monotonic() - start_s > options.longest:
-            notes.append(f"{name}: left out, {options.longest:.0f} s had passed")
+            notes.append(f"{subject}: left out, {options.longest:.0f} s had passed")
         else:
-            clocks.append(f"{name}, before: {state_text()}")
+            clocks.append(f"{subject}, before: {state_text()}")
             try:
-                for row in rows_of(CASES[name], options):
-                    rows.append({"model": name, "recompute": "never", **row})
+                for row in rows_of(CASES[name], precision, options):
+                    rows.append({"model": subject, "recompute": "never", **row})
                     print(*rows[-1].values(), flush=True)
             except Exception as error:  # the other models are still worth their time
                 traceback.print_exc()
-                notes.append(f"{name}: {type(error).__name__}: {error}")
-            clocks.append(f"{name}, after: {state_text()}")
+                notes.append(f"{subject}: {type(error).__name__}: {error}")
+            clocks.append(f"{subject}, after: {state_text()}")
             free_memory()
+        if (precision, name) == (options.precision[-1], options.models[-1]):
+            notes.append(two_ranks(options))
         columns = ("model", "num_devices", "quantity", "recompute", "predicted", "measured", "equal_speed_error")
         table = pd.DataFrame(rows, columns=list(columns)).astype({"predicted": float, "measured": float})
         table["error"] = table.predicted / table.measured.where(table.measured != 0) - 1
@@ -131,9 +152,9 @@ def about(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def rows_of(case: Case, options: argparse.Namespace) -> Iterator[Row]:
+def rows_of(case: Case, precision: str, options: argparse.Namespace) -> Iterator[Row]:
     """The plain loop beside the profile, then a run of each 1F1B plan beside its prediction, and the yardstick."""
-    plain = run_plain(case, options)
+    plain = run_plain(case, precision, options)
     free_memory()
     start_s = time.monotonic()
     profile = gplan.profile(
@@ -141,7 +162,7 @@ def rows_of(case: Case, options: argparse.Namespace) -> Iterator[Row]:
         settings=case.settings,
         microbatch_sizes=[case.microbatch_size],
         device=options.device,
-        precision=options.precision,
+        precision=precision,
         link=NO_LINK,
         contention=0,
         budget_s=options.budget,
@@ -173,6 +194,7 @@ def rows_of(case: Case, options: argparse.Namespace) -> Iterator[Row]:
 def plain_rows(profile: Profile, plain: Plain) -> Iterator[Row]:
     """Forward, backward and step of the author's model, and the allocator's peak."""
     plan = gplan.balance(profile, num_devices=1, num_microbatches=1)
+    bound = plan.prediction.host_bound
     forward_s, backward_s = profile.one_stage_s(0)
     for name, predicted, measured in (
         ("forward", forward_s, plain.forward_s),
@@ -180,7 +202,9 @@ def plain_rows(profile: Profile, plain: Plain) -> Iterator[Row]:
         ("step", plan.prediction.step_s, plain.step_s),
         ("allocated bytes", plan.stages[0].memory.peak_bytes, plain.allocated_bytes),
         ("reserved bytes", None, plain.reserved_bytes),
-        ("share of launch-bound steps", None, plain.is_launch_bound),
+        ("share of host-bound steps", None, plain.is_host_bound),
+        ("step if the host took no time", bound.device_step_s if bound else None, plain.step_s),
+        ("step with CUDA graphs", bound.graphs_step_s if bound else None, plain.step_s),
     ):
         yield {"num_devices": 1, "quantity": name, "predicted": predicted, "measured": float(measured)}
 
@@ -192,15 +216,15 @@ class Plain:
     forward_s: float
     backward_s: float
     step_s: float
-    is_launch_bound: bool
+    is_host_bound: bool
     allocated_bytes: int
     reserved_bytes: int
 
 
-def run_plain(case: Case, options: argparse.Namespace) -> Plain:
+def run_plain(case: Case, precision: str, options: argparse.Namespace) -> Plain:
     """Training steps of the author's model, warmed up, one batch over and over."""
     file = load_model_file(str(ROOT / case.file), settings=case.settings)
-    file = in_precision(file, Precision.named(options.precision))
+    file = in_precision(file, Precision.named(precision))
     model: nn.Module = file.model.to(options.device).train()
     batch = next(file.batches(case.microbatch_size))
     inputs, target = pytree.tree_map(lambda x: x.to(options.device) if isinstance(x, Tensor) else x, batch)
@@ -218,7 +242,7 @@ def run_plain(case: Case, options: argparse.Namespace) -> Plain:
     warm_up(step, clock)
     for part in (forward, backward):
         part.clean_s.clear()
-        part.launch_s.clear()
+        part.host_s.clear()
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -229,7 +253,7 @@ def run_plain(case: Case, options: argparse.Namespace) -> Plain:
         forward_s=forward.timing().median_s,
         backward_s=backward.timing().median_s,
         step_s=whole.timing().median_s,
-        is_launch_bound=whole.is_launch_bound,
+        is_host_bound=whole.is_host_bound,
         allocated_bytes=torch.cuda.max_memory_allocated() if on_gpu else 0,
         reserved_bytes=torch.cuda.max_memory_reserved() if on_gpu else 0,
     )
@@ -242,6 +266,36 @@ def warm_up(step: Callable[[], None], clock: Clock) -> None:
         step()
         clock.flush()
         rounds += 1
+
+
+def two_ranks(options: argparse.Namespace) -> str:
+    """Whether the torch engine trains the smallest model with two ranks on the one device, in a sentence."""
+    case = CASES["tiny"]
+    profile = gplan.profile(
+        str(ROOT / case.file), settings=case.settings, microbatch_sizes=[1], device=options.device, link=NO_LINK,
+        contention=0, budget_s=0.1,
+    )  # fmt: skip
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "plan.json")
+        save(gplan.balance(profile, num_devices=2, num_microbatches=2), path)
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+        found = subprocess.run(
+            [*launch, "--rank-of", str(path), *(["--dry"] if options.dry else [])],
+            capture_output=True, text=True, timeout=180, check=False,
+        )  # fmt: skip
+    said = [x for x in f"{found.stderr}\n{found.stdout}".splitlines() if "Error" in x or x.startswith(RANK_0)]
+    return f"two ranks on one device: {said[-1].strip() if said else f'ended with code {found.returncode}'}"
+
+
+def run_rank(path: Path, options: argparse.Namespace) -> None:
+    """One of the two ranks: some steps of the torch engine on the one device."""
+    plan = load(Plan, path)
+    case = CASES["tiny"]
+    pipe = gplan.pipeline(str(ROOT / case.file), plan, device="cpu" if options.dry else "cuda:0")
+    file = load_model_file(str(ROOT / case.file), settings=case.settings)
+    losses = [float(pipe.step(*batch)) for batch in islice(file.batches(plan.num_microbatches), 2)]
+    if os.environ["RANK"] == "0":
+        print(f"{RANK_0} losses {losses[0]:.4f} and {losses[1]:.4f} by the torch engine")
 
 
 def free_memory() -> None:
@@ -259,10 +313,10 @@ def report(table: pd.DataFrame, notes: Sequence[str], clocks: Sequence[str]) -> 
         "Made by `python benchmarks/gpu_profile.py` with the options below.\n",
         *(f"- {x}" for x in notes),
         "\n## Layers against the plain model\n",
-        *LAUNCH_BOUND,
+        *HOST_BOUND,
         "",
         *markdown(
-            ["model", *PLAIN, "reserved", "launch-bound"],
+            ["model", *PLAIN, "reserved", "host-bound"],
             (_plain_cells(*x) for x in plain.groupby("model", sort=False)),
         ),
         "\n## Runs on the virtual engine\n",
@@ -274,7 +328,7 @@ def report(table: pd.DataFrame, notes: Sequence[str], clocks: Sequence[str]) -> 
 
 def _plain_cells(model: str, part: pd.DataFrame) -> list[object]:
     found = part.set_index("quantity")
-    is_bound = "yes" if found.measured.get("share of launch-bound steps") else "no"
+    is_bound = "yes" if found.measured.get("share of host-bound steps") else "no"
     return [model, *(_cell(found, name) for name in (*PLAIN, "reserved bytes")), is_bound]
 
 

@@ -20,6 +20,7 @@ from gplan.core.plan import (
     Alternative,
     Constraints,
     GradientCheck,
+    HostBound,
     Pin,
     Plan,
     Prediction,

@@ -138,6 +138,13 @@ class LayerCost:
     weight_workspace_bytes: int | None = None  # peak of the second half above what is there then; None: unknown
     leftovers: tuple[Leftover, ...] = ()  # the part of backward_workspace_bytes due to later layers
     gathering_bytes: int = 0  # the part due to gathering parameters; a recompute has gathered its last layer already
+    host_forward: Timing | None = None  # seconds in which the host enqueues the forward's kernels; the times above are
+    host_backward: Timing | None = None  # then the device's. None: there is one clock, as on a CPU
+    host_recompute: Timing | None = None  # None: as host_forward
+    host_input_gradient: Timing | None = None  # of the halves of a split backward; None: as the device's
+    host_weight_gradient: Timing | None = None
+    forward_waits: bool = False  # whether the host waits for the device at the end of the forward
+    backward_waits: bool = False
     contention: float = 1.0  # slow-down of all times while other processes on the host do the same
     forward_work: tuple[Work, ...] = ()
     backward_work: tuple[Work, ...] = ()
@@ -186,6 +193,27 @@ class LayerCost:
             first_backward=of_backward(self.first_backward),
             input_gradient=of_backward(self.input_gradient),
             weight_gradient=of_backward(self.weight_gradient),
+            host_forward=self.host_forward and self.host_forward.corrected(forward),
+            host_backward=of_backward(self.host_backward),
+            host_recompute=self.host_recompute and self.host_recompute.corrected(recompute),
+            host_input_gradient=of_backward(self.host_input_gradient),
+            host_weight_gradient=of_backward(self.host_weight_gradient),
+        )
+
+    @property
+    def on_host(self) -> LayerCost:
+        """The costs with the host's seconds in place of the device's; the first backward has none of its own."""
+        nothing = Timing.exactly(0.0)
+        recompute = self.host_recompute or self.host_forward or nothing
+        return replace(
+            self,
+            forward=self.host_forward or nothing,
+            backward=self.host_backward or nothing,
+            recompute=recompute,
+            last_recompute=recompute.times(self.last_recompute_s / self.recompute_s if self.recompute_s else 1.0),
+            first_backward=None,
+            input_gradient=self.input_gradient and (self.host_input_gradient or self.input_gradient),
+            weight_gradient=self.weight_gradient and (self.host_weight_gradient or self.weight_gradient),
         )
 
     @property

@@ -192,12 +192,24 @@ _ROUNDING = 1e-6  # share of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostBound:
+    """What the step would be if the host that enqueues the device's work took less time."""
+
+    device_step_s: float  # if it took none
+    graphs_step_s: float  # if each pass of a stage were one CUDA graph
+
+    def __post_init__(self) -> None:
+        check_positive(self, "device_step_s", "graphs_step_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """Predicted step time and bubble."""
 
     step_s: float
     bubble: float
     ideal_bubble: float  # with equal stages and free transfers; (K-1)/(M+K-1) for GPipe and 1F1B
+    host_bound: HostBound | None = None  # None: the profile has one clock
 
     def __post_init__(self) -> None:
         check_positive(self, "step_s")

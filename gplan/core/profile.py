@@ -20,6 +20,7 @@ from gplan.core.host_load import LEAST_HEAVY, HostLoad
 from gplan.core.layer_cost import LayerCost, StepCost, Timing, WholeModel, check_rising_sizes, microbatch_sizes_of
 from gplan.core.machine import Device, EngineCost, Link
 from gplan.core.precision import Precision
+from gplan.core.two_clocks import Enqueued, both_done_s
 from gplan.core.units import percent_text
 
 SAMPLING_BUDGET_S = 20.0
@@ -355,7 +356,23 @@ class Profile:
         """Seconds of forward and of backward of the whole model as one stage, at the size with this index."""
         costs = self.costs_at(index)
         forward_s, backward_s = (sum(x.forward.median_s for x in costs), sum(x.backward.median_s for x in costs))
+        if self.has_host:
+            hosts = [x.on_host for x in costs]
+            there = [
+                Enqueued(y.forward.median_s, x.forward.median_s, x.forward_waits)
+                for x, y in zip(costs, hosts, strict=True)
+            ]
+            back = [
+                Enqueued(y.backward.median_s, x.backward.median_s, x.backward_waits)
+                for x, y in zip(costs, hosts, strict=True)
+            ]
+            forward_s, backward_s = both_done_s(there), both_done_s(reversed(back))
         return self.overhead_s + forward_s, self.overhead_s + backward_s
+
+    @property
+    def has_host(self) -> bool:
+        """Whether it has two clocks: the host's seconds beside the device's."""
+        return any(x.costs[0].host_forward is not None for x in self.layers)
 
     @property
     def all_notes(self) -> tuple[str, ...]:

@@ -72,6 +72,8 @@ def _between(low: LayerCost, high: LayerCost, microbatch_size: int) -> LayerCost
     timings = {x: _timing_between(getattr(low, x), getattr(high, x), share) for x in _TIMINGS}
     return LayerCost(
         microbatch_size=microbatch_size,
+        forward_waits=low.forward_waits or high.forward_waits,
+        backward_waits=low.backward_waits or high.backward_waits,
         leftovers=tuple(_leftovers_between(low.leftovers, high.leftovers, share)),
         **numbers,  # type: ignore[arg-type]
         **{x: _mixed(getattr(low, x), getattr(high, x), share) for x in _FACTORS},  # type: ignore[arg-type]

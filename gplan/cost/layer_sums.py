@@ -2,12 +2,18 @@
 
 A sum over the layers of a stage [first, end), two positions of `downsets`, is the difference of two prefix sums. The loss
 belongs to the last layer. A shared weight counts once on every stage that has any of its users.
+
+Where the profile has two clocks, a pass takes max(host, device), each summed over its layers: the host enqueues ahead while
+the device computes. A layer whose host waits for the device has its whole time on both clocks. So time rises with every
+layer, and no stage takes more than its parts together: all bounds hold that one clock has. `both_done_s` of
+`core/two_clocks.py` is the recurrence behind it. The rule leaves out the order of a stage's layers (a host behind when the stage
+begins, or at a wait), and that the host runs ahead only as far as the launch queue holds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -22,6 +28,12 @@ SecondsOf: TypeAlias = Literal[
 ]  # fmt: skip
 """What seconds are of. `least_backward` is whole or in halves, `least_first_half` what gradients wait for, whole or not;
 `recompute` is of a layer that others follow, `last_recompute` of the last layer recomputed together."""
+
+_PARTS: dict[SecondsOf, tuple[SecondsOf, SecondsOf]] = {
+    "compute": ("forward", "backward"),
+    "least_compute": ("forward", "least_backward"),
+}
+"""What is added up where each part has a slower clock of its own."""
 
 _ROUNDING = 1e-9  # the share of seconds below which a difference of sums is nothing
 
@@ -50,31 +62,52 @@ class LayerSums:
         return self.profile.has_halves
 
     def layer_s(self, name: SecondsOf) -> Floats:
-        """[L]: seconds of each layer for one micro-batch, without the loss."""
-        return np.array([x[name] for x in self._layer_seconds])
+        """[L]: seconds of each layer for one micro-batch, without the loss; with two clocks, by the one that takes longer over
+        all layers, so that no stage takes less than the sum over its layers."""
+        if name in _PARTS and self.profile.has_host:
+            return reduce(np.add, [self.layer_s(x) for x in _PARTS[name]])
+        return max(self.clocks_s(name), key=lambda seconds: float(seconds.sum()))
+
+    def clocks_s(self, name: SecondsOf) -> list[Floats]:
+        """[L] for each clock: the device's, then the host's where there is one; without the loss."""
+        return [np.array([x[name] for x in costs]) for costs in self._clocks]
+
+    def loss_clocks_s(self, name: SecondsOf) -> list[float]:
+        """The same of the loss; 0 where there is none."""
+        if self.loss is None or name.endswith("recompute"):
+            return [0.0] * len(self._clocks)
+        return [self._seconds_of(x)[name] for x in (self.loss, self.loss.on_host)[: len(self._clocks)]]
 
     def seconds(self, name: SecondsOf, first: Ints, end: Ints) -> Floats:
         """[E]: seconds of stages for one micro-batch, without overhead; the loss is not recomputed."""
-        if name not in self._second_sums:
-            sums = self.downsets.sums(self.layer_s(name))
-            if self.loss and not name.endswith("recompute"):
-                sums[-1] += self._seconds_of(self.loss)[name]
-            self._second_sums[name] = sums
-        sums = self._second_sums[name]
-        return np.maximum(sums[end] - sums[first], 0.0)
+        if name in _PARTS and self.profile.has_host:
+            return reduce(np.add, [self.seconds(x, first, end) for x in _PARTS[name]])
+        return reduce(np.maximum, [np.maximum(sums[end] - sums[first], 0.0) for sums in self._sums_of_clocks(name)])
 
     def recompute_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: seconds that recomputing whole stages adds; it ends with the last tensor that is saved."""
-        seconds = self.seconds("recompute", first, end)
-        if not self.unfinished_s.any():
-            return seconds
-        left = seconds - self.unfinished_s[self.downsets.last_layers(first, end)]
-        return np.where(left > _ROUNDING * seconds, left, 0.0)
+        found, last = list[Floats](), self.downsets.last_layers(first, end)
+        for sums, unfinished_s in zip(self._sums_of_clocks("recompute"), self._unfinished_s, strict=True):
+            seconds = np.maximum(sums[end] - sums[first], 0.0)
+            if unfinished_s.any():
+                left = seconds - unfinished_s[last]
+                seconds = np.where(left > _ROUNDING * seconds, left, 0.0)
+            found.append(seconds)
+        return reduce(np.maximum, found)
 
     @cached_property
-    def unfinished_s(self) -> Floats:
-        """[L]: seconds that a recompute leaves out where it ends with this layer."""
-        return self.layer_s("recompute") - self.layer_s("last_recompute")
+    def _unfinished_s(self) -> list[Floats]:
+        """[L] for each clock: seconds that a recompute leaves out where it ends with this layer."""
+        return [x - y for x, y in zip(self.clocks_s("recompute"), self.clocks_s("last_recompute"), strict=True)]
+
+    def _sums_of_clocks(self, name: SecondsOf) -> list[Floats]:
+        """[P] for each clock: of the layers before each position, at the end with the loss."""
+        if name not in self._second_sums:
+            sums = [self.downsets.sums(x) for x in self.clocks_s(name)]
+            for of_clock, loss_s in zip(sums, self.loss_clocks_s(name), strict=True):
+                of_clock[-1] += loss_s
+            self._second_sums[name] = sums
+        return self._second_sums[name]
 
     def held(self, field: str, first: Ints, end: Ints) -> NDArray[Any]:
         """[E]: a field of layers and shared weights, summed over those of stages."""
@@ -138,12 +171,13 @@ class LayerSums:
         }
 
     @cached_property
-    def _layer_seconds(self) -> list[dict[SecondsOf, float]]:
-        return [self._seconds_of(x) for x in self.costs]
+    def _clocks(self) -> list[list[dict[SecondsOf, float]]]:
+        """[L] for each clock, the device's first."""
+        views = [self.costs, tuple(x.on_host for x in self.costs)]
+        return [[self._seconds_of(x) for x in costs] for costs in views[: 1 + self.profile.has_host]]
 
     @cached_property
-    def _second_sums(self) -> dict[SecondsOf, Floats]:
-        """[P] by name: of the layers before each position."""
+    def _second_sums(self) -> dict[SecondsOf, list[Floats]]:
         return {}
 
     def _held_sums(self, field: str) -> tuple[NDArray[Any], list[tuple[Ints, Any]]]:

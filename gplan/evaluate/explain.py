@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from gplan.core import Plan, Profile
+from gplan.core import HostBound, Plan, Profile
 from gplan.core.progress import Progress, no_progress
 from gplan.evaluate.bottleneck import Bottleneck, find_bottleneck
 from gplan.evaluate.compare import samples_per_s
@@ -36,6 +36,7 @@ class Explanation:
     step_s: float
     samples_per_s: float
     peak_bytes: int
+    host_bound: HostBound | None
     bottleneck: Bottleneck
     options: tuple[Option, ...]
     notes: tuple[str, ...] = ()
@@ -72,6 +73,7 @@ def explain(
         step_s=plan.prediction.step_s,
         samples_per_s=samples_per_s(plan, plan.prediction.step_s),
         peak_bytes=plan.peak_bytes,
+        host_bound=plan.prediction.host_bound,
         bottleneck=find_bottleneck(plan, memory_gain_s=memory_gain_s(options)),
         options=options,
         notes=notes,

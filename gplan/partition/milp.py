@@ -444,11 +444,15 @@ class _LinearPart(_Formulation):
         """The least that stage k takes, in units."""
         costs, step, profile = self.costs, self.costs.profile.step, self.costs.profile
         link, scale = self.problem.link_after(k), 1 / self.problem.speed(k) / self.unit_s
+        is_last = k == self.stages[-1]
 
         def of_pass(name: SecondsOf) -> Expression:
-            layers_s, whole_s = costs.sums.layer_s(name), costs.sums.seconds(name, *costs.all_layers)[0]
-            loss_s = (whole_s - layers_s.sum()) * (k == self.stages[-1])
-            return weighted([(scale, self.sum(k, layers_s)), ((costs.overhead_s + loss_s) * scale, 1)])
+            layers_s, loss_s = costs.sums.clocks_s(name), costs.sums.loss_clocks_s(name)
+            clocks = [
+                weighted([(scale, self.sum(k, x)), ((costs.overhead_s + y * is_last) * scale, 1)])
+                for x, y in zip(layers_s, loss_s, strict=True)
+            ]
+            return clocks[0] if len(clocks) == 1 else self.program.at_least(f"{name}_{k}", clocks)
 
         update = step.spread_s / profile.whole_update_amount * scale
         fixed = step.fixed_part_s + costs.around_s * (k == 0)

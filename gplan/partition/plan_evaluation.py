@@ -17,6 +17,7 @@ import numpy as np
 from gplan.core import (
     Constraints,
     Granularity,
+    HostBound,
     Plan,
     Prediction,
     Proof,
@@ -26,6 +27,7 @@ from gplan.core import (
     StageSeconds,
 )
 from gplan.core.errors import UsageError
+from gplan.corrections.host_clock import with_cuda_graphs, without_host
 from gplan.cost.action_seconds import occupied
 from gplan.cost.memory_moments import device_memory, stage_memory
 from gplan.cost.part_table import first_of
@@ -139,6 +141,8 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
     requested, (problem, cuts) = problem, in_stage_order(problem, solution.stages)
     stages = stages_of(problem, cuts)
     prediction = _prediction(problem, stages)
+    if requested.costs.profile.has_host:
+        prediction = replace(prediction, host_bound=_host_bound(problem, cuts))
     objective_value_s = prediction.step_s if problem.minimize == "step-time" else objective_s(problem, stages)
     profile = requested.costs.profile
     return Plan(
@@ -207,6 +211,15 @@ def _prediction(problem: Problem, stages: Sequence[Stage]) -> Prediction:
         raise UsageError("a step of this profile takes no time at all; expected layers or transfers that take some")
     ideal_bubble = equal_bubble(schedule, costs, recompute=problem.recompute)
     return Prediction(step_s=step_s, bubble=bubble, ideal_bubble=ideal_bubble)
+
+
+def _host_bound(problem: Problem, cuts: Sequence[int]) -> HostBound:
+    """What the step of these stages would be with a faster host."""
+    costs = problem.costs
+    faster = without_host(costs.profile), with_cuda_graphs(costs.profile, {0, *cuts})
+    changed = (replace(problem, costs=replace(costs, profile=x)) for x in faster)
+    device_s, graphs_s = (step_s(x, stages_of(x, cuts)) for x in changed)
+    return HostBound(device_step_s=device_s, graphs_step_s=graphs_s)
 
 
 def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:

@@ -197,7 +197,8 @@ class RecomputeSelector:
 
     @cached_property
     def _seconds(self) -> list[float]:
-        return [float(x) for x in self.costs.sums.layer_s("last_recompute")]
+        """[L]: of a single layer, by its slower clock."""
+        return [float(x) for x in np.maximum.reduce(self.costs.sums.clocks_s("last_recompute"))]
 
     @cached_property
     def _running_bytes(self) -> list[int]:

@@ -259,7 +259,13 @@ def runs_on_gpus(plan: Plan) -> bool:
 def notes_on_machine(plan: Plan) -> tuple[str, ...]:
     """Return notes on how this host differs from the plan's machine, if every stage runs on cores of this host."""
     if runs_on_gpus(plan):
-        return ()
+        found = (torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        others = [] if plan.is_for_machine else [x for x in dict.fromkeys(found) if x != plan.device.name]
+        return tuple(
+            f"this host has GPUs of another kind than the profile: {x}, not {plan.device.name}; stages on it take other times: "
+            "balance for a machine (`gplan cluster`) whose devices have their own speeds"
+            for x in others
+        )
     firsts = [plan.stages_of(i)[0] for i in range(plan.num_devices)]
     device, places = plan.device, [stage.machine_device for stage in firsts if stage.machine_device is not None]
     if device.kind != "cpu":

@@ -220,7 +220,7 @@ class SettingBounds:
     def _forward_share(self) -> float:
         """The largest share that the forward has in a layer's compute, or a half; the last stage hides nothing."""
         costs = self.problem.costs
-        if costs.given_downsets is not None or costs.num_layers == 1:
+        if costs.given_downsets is not None or costs.num_layers == 1 or costs.profile.has_host:
             return 0.5
         every = np.arange(costs.num_layers - 1)
         forward, whole = costs.sums.seconds("forward", every, every + 1), np.diff(self._sums_s)[:-1]

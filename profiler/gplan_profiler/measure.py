@@ -26,6 +26,7 @@ from gplan_profiler.host.host_info import (
     core_shares,
     cuda_problem,
     device_share,
+    gpu_memory,
     gpu_state,
     max_neighbours,
     processor,
@@ -123,12 +124,13 @@ def measure_profile(
     *,
     progress: Progress = no_progress,
     measure_engine: Callable[[], EngineCost] | None = None,
+    clock: Clock | None = None,
 ) -> Profile:
-    """Measure every layer of the model on this host, and last the engine.
+    """Measure every layer of the model on this host by `clock` (by default that of the device), and last the engine.
 
     Raises ModelError for a model that cannot be captured, run or trained as the file describes it.
     """
-    clock: Clock = CpuClock() if options.device == "cpu" else CudaClock()
+    clock = clock or (CpuClock() if options.device == "cpu" else CudaClock())
     shares = tuple(core_shares(1 + options.num_neighbours, num_threads=options.num_threads)[1:])
     with device_share(options.num_threads), _on_device(file, options.device), model_state_restored(file.model):
         if file.is_lazy:  # it cannot be run here
@@ -168,6 +170,7 @@ def measure_profile(
     if measure_engine is not None:
         progress("measuring the engine between two processes", 0.95)
         engine = measure_engine()
+    device, device_notes = _device(options)
     first, values = measured[0], values_of(measured)
     chain = first.chain
     step, updates_s = steps.update()
@@ -180,7 +183,7 @@ def measure_profile(
         how_routed = "it was measured with the example inputs"
     return Profile(
         model=file.identity(chain),
-        device=_device(options),
+        device=device,
         layers=layers,
         shared_weights=shared,
         loss=tuple(x.loss for x in measured) if file.has_loss else (),
@@ -199,6 +202,7 @@ def measure_profile(
                     *torch_notes(),
                     *file.notes,
                     *options.notes,
+                    *device_notes,
                     *loss.notes,
                     *(x for y in measured for x in y.notes),
                     *steps.notes,
@@ -274,8 +278,9 @@ def _on_device(file: ModelFile, device: str) -> Iterator[None]:
         file.model.to(before)
 
 
-def _device(options: ProfileOptions) -> Device:
+def _device(options: ProfileOptions) -> tuple[Device, tuple[str, ...]]:
+    """The device, with the memory that torch's allocator can have of it, and notes on it."""
     if options.device == "cpu":
-        return Device(name=processor(), kind="cpu", num_threads=options.num_threads)
-    found = torch.cuda.get_device_properties(options.device)
-    return Device(name=found.name, kind="cuda", num_threads=options.num_threads, memory_bytes=found.total_memory)
+        return Device(name=processor(), kind="cpu", num_threads=options.num_threads), ()
+    name, (memory_bytes, notes) = torch.cuda.get_device_name(options.device), gpu_memory(options.device)
+    return Device(name=name, kind="cuda", num_threads=options.num_threads, memory_bytes=memory_bytes), notes

@@ -254,7 +254,12 @@ def is_profiler_running() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
-# --- memory of a GPU
+# --- a GPU's queue and memory
+
+
+def spin_on_gpu(num_cycles: int) -> None:
+    """Enqueue a kernel that does nothing for so many cycles of the GPU's clock."""
+    torch.cuda._sleep(num_cycles)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from gplan.evaluate.compare import PEAK_MEMORY, STEP_TIME
 
 
 def test_dry_run(tmp_path: Path) -> None:
-    arguments = ["--device", "cpu", "--models", "tiny", "--runs", "2", "--steps", "4", "--budget", "0.05"]
-    gpu_profile.main([*arguments, "--output", str(tmp_path)])
+    gpu_profile.main(["--dry", "--output", str(tmp_path)])
     rows = pd.read_csv(tmp_path / "rows.csv")
     assert set(rows.num_devices) == {1, 2}
     assert {"forward", "backward", "step", "allocated bytes"} <= set(rows[rows.num_devices == 1].quantity)
@@ -20,9 +19,10 @@ def test_dry_run(tmp_path: Path) -> None:
     text = (tmp_path / "README.md").read_text()
     assert "device: cpu (a dry run)" in text
     assert "Error" not in text
-    assert "| tiny | 2 |" in text
+    assert all(f"| tiny, {precision} | 2 |" in text for precision in ("bfloat16", "float32"))
+    assert "two ranks on one device: rank 0: losses" in text
 
 
 def test_model_left_out_is_in_report(tmp_path: Path) -> None:
-    gpu_profile.main(["--device", "cpu", "--models", "tiny", "--longest", "0", "--output", str(tmp_path)])
-    assert "tiny: left out, 0 s had passed" in (tmp_path / "README.md").read_text()
+    gpu_profile.main(["--dry", "--longest", "0", "--output", str(tmp_path)])
+    assert "tiny, float32: left out, 0 s had passed" in (tmp_path / "README.md").read_text()

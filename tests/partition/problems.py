@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
+from random import Random
 from typing import Any, TypeVar
 
 import numpy as np
@@ -204,7 +205,17 @@ def profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Profile:
         profile = replace(
             profile, layers=tuple(_with_waiting(draw, x, i, num_layers) for i, x in enumerate(profile.layers))
         )
-    return replace(profile, loss=(_loss(draw),)) if draw(st.booleans()) else profile
+    if draw(st.booleans()):
+        profile = replace(profile, loss=(_loss(draw),))
+    return on_two_clocks(profile, draw(st.randoms(use_true_random=False))) if draw(st.booleans()) else profile
+
+
+def on_two_clocks(profile: Profile, random: Random) -> Profile:
+    """The profile with random seconds of the host beside the device's."""
+    passes = ("forward", "backward", "recompute", "input_gradient", "weight_gradient")
+    return profile.with_costs(
+        lambda cost: replace(cost, **{f"host_{x}": Timing.exactly(random.randint(0, 12)) for x in passes})
+    )
 
 
 def with_costs_by_layer(profile: Profile, changes: Sequence[Mapping[str, Any]]) -> Profile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gplan.core.errors import ModelError
+from gplan_profiler.capture.capture import capture
+from gplan_profiler.capture.chain import TensorSpec
 from gplan_profiler.model.error_location import is_out_of_memory
 from gplan_profiler.timing.bench import (
     Bench,
@@ -163,3 +166,36 @@ def test_a_real_request_for_too_much_memory_is_recognised() -> None:
         run_naming_errors("huge", "forward", partial(torch.empty, 2**60, dtype=torch.uint8))
     assert is_out_of_memory(caught.value)
     assert not is_out_of_memory(RuntimeError("shapes differ"))
+
+
+def test_a_layer_runs_with_the_strides_of_its_stage() -> None:
+    """The layer before it in the model makes other strides than the one before it among those that are measured."""
+    seen: list[tuple[int, ...]] = []
+    bench = replace(
+        bench_of(nn.Identity(), nn.Identity()), specs=((), (TensorSpec.of(torch.ones(4, 2).t()),)),
+    )  # fmt: skip
+    bench.forward(lambda place, leaves: seen.append(leaves[0].stride()) or leaves)  # type: ignore[func-returns-value]
+    assert seen == [(4, 1), (1, 2)]
+
+
+class Turning(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2) * 2
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_a_layer_keeps_the_strides_of_its_outputs_unless_it_sends_them(sequential: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Turning(), Turning()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    chain = capture(nn.Sequential(Turning(), Turning()) if sequential else Model(), torch.rand(2, 3, 4))
+    (sent,), (kept,) = (chain.stage(0, 1, sends=x)(torch.rand(2, 3, 4)) for x in (True, False))
+    assert (sent.stride(), kept.stride()) == ((12, 3, 1), (12, 1, 4))
+    assert [x.strides for x in chain.specs(1)] == [kept.stride()]

@@ -8,84 +8,38 @@ import numpy as np
 import pytest
 
 from gplan_profiler.timing.clock import Clock, CpuClock, CudaClock, Samples, is_undisturbed
+from tests.profiler.device_queue import DeviceQueue
 
 
-class Stream:
-    """A GPU's queue and its host, both only on paper: kernels run in order, each not before it was launched."""
-
-    def __init__(self) -> None:
-        self.host_s = 0.0
-        self.free_s = 0.0  # when the last kernel ends
-        self.waits = 0
-
-    def run(self, *, launch_s: float, kernel_s: float) -> str:
-        self.host_s += launch_s
-        self.free_s = max(self.free_s, self.host_s) + kernel_s
-        return "result"
-
-    def synchronize(self) -> None:
-        self.host_s = max(self.host_s, self.free_s)
-        self.waits += 1
-
-
-class Event:
-    """A moment on the paper stream, in the milliseconds that torch gives."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream, self.at_s = stream, -1.0
-
-    def record(self) -> None:
-        self.at_s = max(self._stream.host_s, self._stream.free_s)
-
-    def elapsed_time(self, end_event: Event, /) -> float:
-        assert self._stream.waits, "read before the device was waited for"
-        return 1e3 * (end_event.at_s - self.at_s)
-
-
-@pytest.fixture
-def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    stream = Stream()
-    monkeypatch.setattr("gplan_profiler.timing.clock.time.perf_counter", lambda: stream.host_s)
-    monkeypatch.setattr("torch.cuda.Event", lambda *, enable_timing: Event(stream))
-    monkeypatch.setattr("torch.cuda.synchronize", stream.synchronize)
-    return stream
-
-
-def test_gpu_sample_is_kernel_time(stream: Stream) -> None:
-    clock, first, second = CudaClock(), Samples(), Samples()
-    clock.time(first, lambda: stream.run(launch_s=1e-5, kernel_s=0.25))
-    assert clock.time(second, lambda: stream.run(launch_s=0.125, kernel_s=0.5)) == "result"
+def test_gpu_sample_is_kernel_time() -> None:
+    queue, first, second = DeviceQueue(), Samples(), Samples()
+    clock = CudaClock(queue)
+    clock.time(first, lambda: queue.launch(host_s=1e-5, device_s=0.25))
+    clock.time(second, lambda: queue.launch(host_s=0.125, device_s=0.5))
+    assert clock.time(second, abs, -2) == 2
     clock.flush()
     assert first.clean_s == pytest.approx([0.25 + 1e-5])  # an idle GPU waits for the first launch
-    assert second.clean_s == pytest.approx([0.5])
-    assert second.launch_s == pytest.approx([0.125])
-    assert not second.is_launch_bound
+    assert second.clean_s == pytest.approx([0.5, 0.0])
+    assert second.host_s == pytest.approx([0.125, 0.0])
+    assert not second.is_host_bound
 
 
-def test_a_round_of_many_samples_waits_for_the_gpu_once(stream: Stream) -> None:
-    clock, samples = CudaClock(), [Samples() for _ in range(5)]
+def test_samples_wait_for_the_gpu_at_a_flush_only() -> None:
+    queue, samples = DeviceQueue(), [Samples() for _ in range(5)]
+    clock = CudaClock(queue)
     for part in samples:
-        clock.time(part, lambda: stream.run(launch_s=1e-5, kernel_s=0.1))
-    assert (stream.waits, [len(x.clean_s) for x in samples]) == (0, [0] * 5)
+        clock.time(part, lambda: queue.launch(host_s=1e-5, device_s=0.1))
+    assert (queue.host_s, [len(x.clean_s) for x in samples]) == (pytest.approx(5e-5), [0] * 5)
     clock.flush()
     clock.flush()
-    assert (stream.waits, [len(x.clean_s) for x in samples]) == (1, [1] * 5)
+    assert (queue.host_s, [len(x.clean_s) for x in samples]) == (pytest.approx(0.5 + 1e-5), [1] * 5)
 
 
-def test_launch_bound_layer(stream: Stream) -> None:
-    clock, small = CudaClock(), Samples()
-    for _ in range(3):
-        clock.time(small, lambda: stream.run(launch_s=1e-3, kernel_s=1e-5))
-    clock.flush()
-    assert small.is_launch_bound
-    assert small.timing().median_s == pytest.approx(1e-3, rel=0.02)
-    assert small.launch_s == pytest.approx([1e-3] * 3)
-
-
-def test_work_that_fails_on_a_gpu_leaves_no_sample(stream: Stream) -> None:
-    clock, samples = CudaClock(), Samples()
-    with pytest.raises(ZeroDivisionError):
-        clock.time(samples, lambda: 1 // 0)
+def test_work_that_fails_on_a_gpu_leaves_no_sample() -> None:
+    clock, samples = CudaClock(DeviceQueue()), Samples()
+    for time_it in (clock.time, clock.time_layer):
+        with pytest.raises(ZeroDivisionError):
+            time_it(samples, lambda: 1 // 0)
     clock.flush()
     assert samples == Samples()
 
@@ -96,7 +50,7 @@ def test_cpu_sample_is_refused_after_waiting() -> None:
     assert clock.time(busy, sum, [1, 2]) == 3
     assert [len(idle.clean_s), len(idle.refused_s)] == [0, 1]
     assert len(busy.clean_s) + len(busy.refused_s) == 1
-    assert not busy.is_launch_bound
+    assert not busy.is_host_bound
 
 
 @pytest.mark.parametrize(("clock", "seconds", "rounds"), [(CpuClock(), 0.0, 1), (CudaClock(), 0.5, 10)])
@@ -149,8 +103,8 @@ def test_timing_of_clean_and_refused_samples(
     assert (timing.median_s, timing.num_samples, timing.num_refused) == (median_s, num_samples, num_refused)
 
 
-def test_both_clocks_time_the_same_way(stream: Stream) -> None:
-    clocks: list[Clock] = [CpuClock(), CudaClock()]
+def test_both_clocks_time_the_same_way() -> None:
+    clocks: list[Clock] = [CpuClock(), CudaClock(DeviceQueue())]
     for clock in clocks:
         samples = Samples()
         assert clock.time(samples, abs, -2) == 2

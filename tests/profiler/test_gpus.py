@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
-from gplan.core import Link
-from gplan.core.errors import UsageError
+from gplan.core import Device, Link
+from gplan.core.errors import ModelError, UsageError
 from gplan.runtime.pipeline import own_device
 from gplan.runtime.validation import notes_on_machine
-from gplan_profiler.host.host_info import cuda_problem, default_device, unused_gpu_notes
+from gplan_profiler.host.host_info import cuda_problem, default_device, gpu_memory, unused_gpu_notes
 from gplan_profiler.measure import ProfileOptions
+from gplan_profiler.model.memory_budget import check_layer_fits
 from tests.runtime.plans import plan_for, small_example
 
 Host = Callable[..., None]
@@ -95,3 +97,31 @@ def test_index_beyond_the_gpus(host: Host) -> None:
 def test_host_without_gpus_has_no_note() -> None:
     assert default_device() == "cpu"
     assert unused_gpu_notes() == () or "that torch cannot use" in unused_gpu_notes()[0]
+
+
+GIB = 2**30
+
+
+def test_memory_of_a_gpu_is_what_its_allocator_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (50 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 29 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 MIG 1g.10gb")
+    num_bytes, (context, slices) = gpu_memory("cuda")
+    assert num_bytes == 79 * GIB
+    assert context.startswith("1.00 GiB of the GPU's 80.0 GiB are taken outside torch's allocator")
+    assert "is a MIG slice" in slices and "NCCL does not connect slices of one GPU" in slices
+
+
+def test_gpus_of_another_kind_are_noted(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_for(small_example("transformer_lm"), num_devices=2)
+    plan = replace(plan, device=Device(name="NVIDIA H100", kind="cuda"))
+    host(gpus=2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: ("NVIDIA H100", "NVIDIA A100")[index])
+    (note,) = notes_on_machine(plan)
+    assert note.startswith("this host has GPUs of another kind than the profile: NVIDIA A100, not NVIDIA H100")
+
+
+def test_a_layer_larger_than_the_device_is_one_sentence() -> None:
+    check_layer_fits("head", 1, "cpu")
+    with pytest.raises(ModelError, match="layer head needs .* for its weights and gradients, and cpu has .* left"):
+        check_layer_fits("head", 2**60, "cpu")

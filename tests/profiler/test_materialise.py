@@ -118,6 +118,17 @@ def test_it_is_fake_again_after_an_error() -> None:
     assert isinstance(model.weight, FakeTensor)
 
 
+@pytest.mark.parametrize(
+    "like", [torch.rand(3, 4, 5).transpose(0, 2), torch.rand(2, 1, 5).expand(2, 3, 5), torch.rand(2, 6)[:, ::2]]
+)
+def test_real_like_draws_in_the_strides_of_a_stage(like: torch.Tensor) -> None:
+    spec = TensorSpec.of(like)
+    (found,) = real_like([spec], seed=0)
+    assert found.shape == like.shape and found.stride() == like.stride()
+    assert torch.equal(spec.laid_out(like.contiguous()), like)
+    assert TensorSpec.of(like.contiguous()) == spec  # what another device sends
+
+
 def test_real_like_draws_what_a_boundary_would_hold() -> None:
     specs = [
         TensorSpec(shape=(50, 20), dtype=dtype, requires_grad=dtype.is_floating_point)

@@ -54,8 +54,11 @@ class Bookkeeper:
         samples.add(self._seconds.get(name, 1.0), self._seconds.get(name, 1.0))
         return work(*args)
 
-    def begin(self) -> Callable[[Samples], None]:
-        return lambda samples: self.time(samples, lambda: None)
+    def time_layer(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
+        return self.time(samples, work, *args)
+
+    def begin(self, samples: Samples) -> Callable[[], None]:
+        return lambda: self.time(samples, lambda: None)
 
     def flush(self) -> None:
         pass
@@ -168,9 +171,9 @@ def test_a_round_with_a_refused_sample_tells_no_difference() -> None:
     added = RoundSamples(samples.__getitem__)
     for name, seconds in (("a", 2.0), ("a", 3.0), ("b", 4.0)):
         added(name).add(seconds, seconds)
-    assert (added.seconds("a"), added.seconds("a", "b"), added.seconds("c")) == (5.0, 9.0, None)
+    assert tuple(added.seconds(*names, on_host=False) for names in ("a", "ab", "c")) == (5.0, 9.0, None)
     added("b").add(5.0, 1.0)
-    assert added.seconds("a", "b") is None
+    assert added.seconds("a", "b", on_host=False) is None
 
 
 def test_rounds_end_with_the_budget() -> None:

@@ -38,7 +38,7 @@ from gplan.reporting.text.explanation import (
 )
 from gplan.reporting.text.fitted_table import FittedTable
 from gplan.reporting.text.machine import device_text, link_text
-from gplan.reporting.text.plan import setting_text, sharding_text, stages_table
+from gplan.reporting.text.plan import host_bound_lines, setting_text, sharding_text, stages_table
 from gplan.reporting.text.run import OTHER_ORDER, attribution_table, check_text, comparison_table, devices_table
 from gplan.schedules.registry import schedule_info
 from gplan.simulation.simulator import simulate
@@ -276,6 +276,7 @@ def plan_facts(plan: Plan) -> list[Fact]:
         ("value of the objective", seconds_text(plan.proof.objective_s)),
         ("lower bound", seconds_text(plan.proof.lower_bound_s)),
         ("gap", gap),
+        *(("host", x) for x in host_bound_lines(plan.prediction.step_s, plan.prediction.host_bound)),
         ("bubble with equal stages and free transfers", percent_text(plan.prediction.ideal_bubble)),
         (capacity_name(plan), bytes_text(capacity) if capacity is not None else "unknown"),
         ("device", device_text(plan.device)),

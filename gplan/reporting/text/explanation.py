@@ -13,7 +13,7 @@ from gplan.evaluate.explain import Explanation
 from gplan.evaluate.options import Option, OptionKind
 from gplan.evaluate.replanning import PlanSettings
 from gplan.reporting.text.fitted_table import FittedTable, Line, note_lines
-from gplan.reporting.text.plan import setting_text
+from gplan.reporting.text.plan import host_bound_lines, setting_text
 from gplan.schedules.registry import make_schedule
 
 _OPTION_GROUPS: dict[str, tuple[OptionKind, ...]] = {
@@ -28,7 +28,13 @@ _LEAST_GAIN = 0.001  # of the rate, to be named as what would help
 
 def headline(explanation: Explanation) -> tuple[str, ...]:
     """The summary in sentences: which stage sets the pace, what limits the step, and what would help most."""
-    return (*_pace(explanation), _binding(explanation), _help(explanation))
+    slow_host = host_bound_lines(explanation.step_s, explanation.host_bound)
+    return (
+        *_pace(explanation),
+        *(f"{x[0].upper()}{x[1:]}." for x in slow_host),
+        _binding(explanation),
+        _help(explanation),
+    )
 
 
 def holder_text(found: Bottleneck, setting: PlanSettings) -> str:

@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core import BACKWARD_KINDS, ActionKind, Alternative, Plan, Stage, Timeline
+from gplan.core import BACKWARD_KINDS, ActionKind, Alternative, HostBound, Plan, Stage, Timeline
 from gplan.core.precision import precision_suffix
 from gplan.core.units import (
     bytes_text,
@@ -54,6 +54,7 @@ def setting_text(setting: Plan | PlanSettings) -> str:
     )
 
 
+_LEAST_HOST_BOUND = 0.01  # of the step, to be named
 MICROBATCH, STEP = "per micro-batch", "per step"
 """Heads of columns of seconds."""
 
@@ -72,6 +73,7 @@ def plan_view(plan: Plan) -> RenderableType:
         f"gap {percent_text(proof.gap)}: {'proven best' if proof.is_proven else 'best found'} by {proof.solver} "
         f"in {seconds_text(proof.solve_s)}{', as it was made' if doubts else ''}",
     ]
+    lines += host_bound_lines(prediction.step_s, prediction.host_bound)
     if longest_s := max(stage.cost.all_reduce_s for stage in plan.stages):
         whose = "all replicas and of tied weights" if plan.num_replicas > 1 else "tied weights"
         gathered = (
@@ -94,6 +96,20 @@ def reserved_text(plan: Plan) -> str:
         return ""
     total, reserved = bytes_text(plan.device_total_bytes), bytes_text(max(plan.reserved_bytes))
     return f"the fullest device allocates {bytes_text(plan.peak_bytes)}, reserves {reserved}, and needs {total} with CUDA's context and NCCL"
+
+
+def host_bound_lines(step_s: float, found: HostBound | None) -> tuple[str, ...]:
+    """How much of the step the devices wait for their hosts, and what would help; nothing below 1 %.
+
+    >>> host_bound_lines(1.0, HostBound(device_step_s=0.625, graphs_step_s=0.8))
+    ('host-bound: 38 % of the step; larger micro-batches, torch.compile or CUDA graphs would give up to 1.6 x (CUDA graphs alone 1.2 x)',)
+    """
+    if found is None or found.device_step_s > (1 - _LEAST_HOST_BOUND) * step_s:
+        return ()
+    return (
+        f"host-bound: {100 * (1 - found.device_step_s / step_s):.0f} % of the step; larger micro-batches, torch.compile or CUDA "
+        f"graphs would give up to {step_s / found.device_step_s:.1f} x (CUDA graphs alone {step_s / found.graphs_step_s:.1f} x)",
+    )
 
 
 def sharding_text(plan: Plan) -> str:

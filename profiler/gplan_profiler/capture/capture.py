@@ -215,7 +215,7 @@ class ExportedChain(Chain):
         """The digest as captured, independent of the order."""
         return self._digest or super().digest()
 
-    def _stage(self, first: int, end: int, at_layer: AtLayer | None) -> nn.Module:
+    def _stage(self, first: int, end: int, at_layer: AtLayer | None, sends: bool) -> nn.Module:
         """Layers [first, end) as a GraphModule that keeps the parameters' own names."""
         graph, copies, state = Graph(), dict[Node, Node](), self._trace.state
         for node in self._boundaries[first]:
@@ -239,7 +239,7 @@ class ExportedChain(Chain):
             for node in group.nodes:
                 copies[node] = graph.node_copy(node, copy_of)
         outputs = [copy_of(node) for node in self._boundaries[end]]
-        graph.output(tuple(graph.call_method("contiguous", (x,)) for x in outputs))
+        graph.output(tuple(graph.call_method("contiguous", (x,)) if sends else x for x in outputs))
         module = GraphModule(attributes, graph, class_name=f"Layers{first}to{end}")
         module.train()
         for (

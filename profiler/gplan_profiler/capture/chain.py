@@ -11,7 +11,8 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from typing import Any, TypeAlias
 
@@ -30,21 +31,41 @@ AtLayer: TypeAlias = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Shape, dtype and requires_grad of one tensor of a boundary."""
+    """Shape, dtype and requires_grad of one tensor of a boundary, and the strides that it has within a stage.
+
+    Specs with other strides are equal: what is received from another device is contiguous.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    strides: tuple[int, ...] = field(default=(), compare=False)  # (): contiguous
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
         """The spec of a tensor."""
-        return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+        strides = () if tensor.layout != torch.strided or tensor.is_contiguous() else tensor.stride()
+        return cls(
+            shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad, strides=tuple(strides)
+        )
 
     @classmethod
     def of_all(cls, tensors: Tensors) -> tuple[TensorSpec, ...]:
         """The specs of some tensors."""
         return tuple(cls.of(tensor) for tensor in tensors)
+
+    def laid_out(self, tensor: Tensor) -> Tensor:
+        """The tensor, or a copy of it, with the strides of this spec, as kernels are chosen by them."""
+        if TensorSpec.of(tensor).strides == self.strides or tuple(tensor.shape) != self.shape:
+            return tensor
+        if not self.strides:
+            return tensor.detach().contiguous().requires_grad_(tensor.requires_grad)
+        once = tensor.detach()[tuple(slice(0, 1) if x == 0 else slice(None) for x in self.strides)]  # before an expand
+        pairs = sorted((stride, size) for stride, size in zip(self.strides, once.shape, strict=True) if size > 1)
+        if any(stride * size > following for (stride, size), (following, _) in pairwise(pairs)):
+            return tensor  # windows that overlap, as by `unfold`
+        made = once.new_empty_strided(once.shape, self.strides).copy_(once).expand(self.shape)
+        return made.requires_grad_(tensor.requires_grad)
 
     @property
     def num_bytes(self) -> int:
@@ -87,9 +108,12 @@ class Chain(ABC):
     def __len__(self) -> int:
         return len(self.names)
 
-    def stage(self, first: int, end: int, *, at_layer: AtLayer | None = None) -> nn.Module:
-        """Layers [first, end) as one module, from the tensors of boundary `first` to those of boundary `end`."""
-        module = self._stage(first, end, at_layer)
+    def stage(self, first: int, end: int, *, at_layer: AtLayer | None = None, sends: bool = True) -> nn.Module:
+        """Layers [first, end) as one module, from the tensors of boundary `first` to those of boundary `end`.
+
+        What it gives is contiguous, as what is sent must be; unless it `sends`, it has the strides that it has within a stage.
+        """
+        module = self._stage(first, end, at_layer, sends)
         if self.precision.autocast:
             kind, precision = type(module), self.precision
 
@@ -102,7 +126,7 @@ class Chain(ABC):
         return module
 
     @abstractmethod
-    def _stage(self, first: int, end: int, at_layer: AtLayer | None) -> nn.Module:
+    def _stage(self, first: int, end: int, at_layer: AtLayer | None, sends: bool) -> nn.Module:
         """As `stage`, without autocast."""
 
     @abstractmethod

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from gplan_profiler.capture.chain import TensorSpec
 from gplan_profiler.capture.grouping import is_vmap_edge
 from gplan_profiler.capture.opaque_calls import fresh
 from gplan_profiler.capture.trace import Trace
@@ -48,7 +49,8 @@ def layer_form(traced: Trace, nodes: Sequence[Node], before: Sequence[Node], aft
         operations.append(_operation(node, name))
         names[node] = len(operations)
     boundaries = tuple(
-        tuple((tuple(x.meta["val"].shape), x.meta["val"].dtype) for x in nodes) for nodes in (before, after)
+        tuple((x.shape, x.dtype, x.strides) for x in (TensorSpec.of(node.meta["val"]) for node in nodes))
+        for nodes in (before, after)
     )
     return tuple(operations), tuple(name(x) for x in after), tuple(used), boundaries
 

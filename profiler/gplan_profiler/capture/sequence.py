@@ -141,7 +141,7 @@ class SequentialChain(Chain):
             elif not call.returns_input:
                 maker = None
 
-    def _stage(self, first: int, end: int, at_layer: AtLayer | None) -> nn.Module:
+    def _stage(self, first: int, end: int, at_layer: AtLayer | None, sends: bool) -> nn.Module:
         """Layers [first, end) as a module whose parameters keep their names in the sequence."""
         forms = self._forms[first], self._forms[end]
         calls = self._calls[first:end]
@@ -149,7 +149,7 @@ class SequentialChain(Chain):
             (x for x in calls if x.writes or not x.returns_input), None
         )  # that may write into the stage's input
         layers = _Slice(self._children[first:end], forms, copies_input=last is not None and last.writes)
-        layers.first, layers.at_layer = first, at_layer
+        layers.first, layers.at_layer, layers.sends = first, at_layer, sends
         return layers
 
     def draws(self, layer: int) -> bool:
@@ -181,7 +181,7 @@ class SequentialChain(Chain):
     def structure(self, layer: int) -> Hashable:
         """Equal for children that are alike, with inputs of equal specs."""
         child, call = self._children[layer][1], self._calls[layer]
-        return module_key(child), self._forms[layer], self._specs[layer], call.writes
+        return module_key(child), self._forms[layer], tuple((x, x.strides) for x in self._specs[layer]), call.writes
 
     def state(self, layer: int) -> dict[str, Tensor]:
         """The child's own parameters and buffers."""
@@ -251,6 +251,7 @@ class _Slice(nn.Module):
 
     first = 0  # index of the first child in the chain
     at_layer: AtLayer | None = None
+    sends = True
 
     def __init__(
         self, children: Sequence[tuple[str, nn.Module]], forms: tuple[Form, Form], *, copies_input: bool
@@ -271,7 +272,8 @@ class _Slice(nn.Module):
             if self.at_layer is not None:
                 self.at_layer(layer)
             value = child(value)
-        return tuple(tensor.contiguous() for tensor in self._gives.tensors_of(value, what=self._what))
+        given = self._gives.tensors_of(value, what=self._what)
+        return tuple(tensor.contiguous() for tensor in given) if self.sends else tuple(given)
 
 
 def as_sequential(stages: Sequence[object]) -> nn.Sequential:

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+from gplan.core.units import bytes_text
+
 _FIELDS = (
     ("name", "name"),
     ("driver", "driver_version"),
@@ -112,6 +114,23 @@ def cuda_problem() -> str | None:
     if hidden is not None:
         return f"CUDA_VISIBLE_DEVICES={hidden} leaves {build} no GPU; unset it, or name GPUs of this host"
     return f"{build} sees no GPU here; see whether `nvidia-smi` lists one"
+
+
+def gpu_memory(device: str) -> tuple[int, tuple[str, ...]]:
+    """The bytes of a GPU that torch's allocator can have, and notes on what takes the rest, and on a MIG slice."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    outside_bytes = max(0, total_bytes - free_bytes - torch.cuda.memory_reserved(device))
+    notes = [
+        f"{bytes_text(outside_bytes)} of the GPU's {bytes_text(total_bytes)} are taken outside torch's allocator (CUDA's context, "
+        "libraries, other processes): a stage may have the rest"
+    ]
+    name = torch.cuda.get_device_name(device)
+    if "MIG" in name:
+        notes.append(
+            f"{name} is a MIG slice: these times hold for slices of this size only, and NCCL does not connect slices of one GPU, "
+            "so run stages on slices of different GPUs, or all in one process (`gplan run --engine virtual`)"
+        )
+    return total_bytes - outside_bytes, tuple(notes)
 
 
 def default_device() -> str:

@@ -66,15 +66,16 @@ def _filled(name: str, like: Tensor, device: str) -> Tensor:
 
 
 def real_like(values: Iterable[TensorSpec | Tensor], *, seed: int, device: str = "cpu") -> Tensors:
-    """Random tensors with the shapes, dtypes and requires_grad of `values`; the random state is left unchanged.
+    """Random tensors with the shapes, strides, dtypes and requires_grad of `values`; the random state is left unchanged.
 
     Floats are normal; integers are 0 or 1, valid indices of any table with two rows.
     """
     with _seeded(seed, device):
-        return tuple(_drawn(value, device) for value in values)
+        specs = [x if isinstance(x, TensorSpec) else TensorSpec.of(x) for x in values]
+        return tuple(spec.laid_out(_drawn(spec, device)) for spec in specs)
 
 
-def _drawn(value: TensorSpec | Tensor, device: str) -> Tensor:
+def _drawn(value: TensorSpec, device: str) -> Tensor:
     if not (value.dtype.is_floating_point or value.dtype.is_complex):
         return torch.randint(0, 2, value.shape, device=device).to(value.dtype)
     drawn_dtype = torch.float32 if value.dtype.itemsize == 1 else value.dtype  # nothing is drawn in 8 bits

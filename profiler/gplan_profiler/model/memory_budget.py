@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gplan.core.errors import ModelError
+from gplan.core.units import bytes_text
 from gplan_profiler.backward.rematerialize import noting_saves
 from gplan_profiler.capture.authored_layers import caches_empty
 from gplan_profiler.capture.chain import model_state_restored
@@ -43,6 +45,16 @@ def available_bytes(device: str = "cpu") -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     host = _table(_HOST).get("MemAvailable", sys.maxsize)
     return max(0, min([host, *_left_by_limits()]))
+
+
+def check_layer_fits(name: str, weight_bytes: int, device: str) -> None:
+    """Raise ModelError for a layer whose weights and gradients alone are more than a device has left."""
+    needed, left = 2 * weight_bytes, available_bytes(device)
+    if needed > left:
+        raise ModelError(
+            f"layer {name} needs {bytes_text(needed)} for its weights and gradients, and {device} has {bytes_text(left)} left; "
+            "profile on a device with more memory, or divide the layer with --granularity op"
+        )
 
 
 def _left_by_limits() -> Iterator[int]:

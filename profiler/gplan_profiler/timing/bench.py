@@ -21,6 +21,7 @@ from gplan_profiler.backward.split_backward import first_half
 from gplan_profiler.capture.chain import (
     Chain,
     Tensors,
+    TensorSpec,
     detached,
     flat_tensors,
     roots_with_gradients,
@@ -31,6 +32,7 @@ from gplan_profiler.capture.sequence import SequentialChain
 from gplan_profiler.memory.allocations import tensors_in
 from gplan_profiler.model.error_location import describe, is_out_of_memory
 from gplan_profiler.model.load import ModelFile
+from gplan_profiler.timing.clock import Clock
 
 _WHOLE_AT_MOST = 4  # the whole model is run only where it has at most so many times the layers that are measured
 
@@ -49,6 +51,8 @@ class Bench:
     whole: Callable[[], Tensor] | None = None  # the loss of the author's own model, where it is run
     # what the author's model checkpointed in the last call of `whole`, left out there
     checkpoints: Sequence[object] = ()
+    # of the inputs of each layer within its stage; none: as the layer before makes them
+    specs: tuple[tuple[TensorSpec, ...], ...] = ()
     others: tuple[Bench, ...] = ()  # the same layers with other batches, where their time depends on routing
 
     @property
@@ -60,6 +64,8 @@ class Bench:
         """Run the layers, each as a graph of its own, by `run(place, inputs)`; also the last outputs, as new leaves."""
         leaves, passed = detached(self.inputs), []
         for place in range(len(self.layers)):
+            if self.specs and place:  # after a layer that may not be the one before it in the model
+                leaves = tuple(spec.laid_out(x) for spec, x in zip(self.specs[place], leaves, strict=True))
             outputs = run(place, leaves)
             passed.append((leaves, outputs))
             leaves = detached(outputs)
@@ -111,10 +117,15 @@ def bench_of_chain(
     inputs: Any,
     target: Any,
     others: Iterable[tuple[Any, Any]] = (),
+    *,
+    sends: bool = True,
 ) -> Bench:
-    """The bench of a model in memory; `keys` are those of the layers to be measured, `others` more batches."""
+    """The bench of a model in memory; `keys` are those of the layers to be measured, `others` more batches.
+
+    Unless each layer `sends`, it gives the strides that it has within a stage.
+    """
     kept = tuple(keys)
-    layers = {layer: chain.stage(layer, layer + 1) for layer in kept}
+    layers = {layer: chain.stage(layer, layer + 1, sends=sends) for layer in kept}
 
     checkpoints: list[object] = []
 
@@ -139,7 +150,8 @@ def bench_of_chain(
         loss=loss,
         whole=whole if len(chain) <= _WHOLE_AT_MOST * len(kept) else None,
         checkpoints=checkpoints,
-        others=tuple(bench_of_chain(file, chain, keys, *batch) for batch in others),
+        specs=tuple(chain.specs(layer) for layer in kept),
+        others=tuple(bench_of_chain(file, chain, keys, *batch, sends=sends) for batch in others),
     )
 
 
@@ -219,6 +231,29 @@ def rehearse(bench: Bench) -> tuple[str, ...]:
             ),
         )
     return tuple(notes[:1])
+
+
+def waiting_passes(bench: Bench, clock: Clock) -> set[str]:
+    """The passes in which the host waits for the device, such as "0/forward", by the key of the layer."""
+    found = set[str]()
+
+    def run(name: str, work: Callable[[], Result]) -> Result:
+        result, waits = clock.waited(work)
+        if waits:
+            found.add(name)
+        return result
+
+    keys = bench.keys
+    passed, leaves = bench.forward(lambda place, x: run(f"{keys[place]}/forward", partial(bench.layers[place], *x)))
+    loss = bench.loss(leaves)
+    if loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
+        backward(
+            passed,
+            leaves,
+            lambda place, *roots: run(f"{keys[place]}/backward", partial(torch.autograd.backward, *roots)),
+        )
+    return found
 
 
 def _is_broken(output: Tensor) -> bool:

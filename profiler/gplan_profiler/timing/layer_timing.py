@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -42,6 +42,7 @@ from gplan_profiler.model.data import call_model, find_reduction_of_outputs, sam
 from gplan_profiler.model.lazy_build import random_state_kept, seed_everything
 from gplan_profiler.model.load import ModelFile
 from gplan_profiler.model.materialise import materialised, real_like
+from gplan_profiler.model.memory_budget import check_layer_fits
 from gplan_profiler.timing.bench import (
     Bench,
     bench_of_chain,
@@ -50,6 +51,7 @@ from gplan_profiler.timing.bench import (
     layers_to_measure,
     rehearse,
     split_backward_obstacle,
+    waiting_passes,
 )
 from gplan_profiler.timing.clock import Clock, Samples
 from gplan_profiler.timing.neighbours import BESIDE_OTHERS, NEIGHBOUR_FAILED, neighbours, slow_down
@@ -146,7 +148,8 @@ class _Subject:
 
 def _measure_together(subject: _Subject, setup: Setup, progress: Progress) -> MeasuredSize:
     others = _other_batches(subject, device=setup.device)
-    bench = bench_of_chain(subject.file, subject.chain, subject.keys, subject.inputs, subject.target, others)
+    data = subject.inputs, subject.target, others
+    bench = bench_of_chain(subject.file, subject.chain, subject.keys, *data, sends=setup.device == "cpu")
     allocate_gradients(subject.file.model)
     sampled, notes = _sampled(bench, subject, setup, progress)
     samples = sampled.samples
@@ -193,7 +196,7 @@ def _other_batches(subject: _Subject, *, device: str) -> list[tuple[Any, Any]]:
 
 def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> MeasuredSize:
     chain, size = subject.chain, subject.microbatch_size
-    stages = {layer: chain.stage(layer, layer + 1) for layer in subject.keys}
+    stages = {layer: chain.stage(layer, layer + 1, sends=setup.device == "cpu") for layer in subject.keys}
     outputs = real_like(chain.specs(len(chain)), seed=0, device=setup.device)
     loss_bench = bench_of_loss(subject.file, chain, outputs, subject.target)
     analyses = analyse(list(stages.values()), subject.tensors, loss_bench.loss)
@@ -203,6 +206,7 @@ def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> Measu
         if (key := subject.keys[layer]) not in sampled:
             entering = real_like(chain.specs(layer), seed=0, device=setup.device) if layer else subject.tensors
             bench = bench_of_layer(chain.names[layer], key, stage, entering)
+            check_layer_fits(chain.names[layer], sum(x.nbytes for x in stage.parameters()), setup.device)
             with materialised(stage, seed=0, device=setup.device):
                 sampled[key], more = _sampled(bench, subject, setup, part(progress, place, 1 + len(stages)))
                 notes += more
@@ -224,6 +228,8 @@ class _Sampled:
     samples: Callable[[str], Samples]  # by name
     shares_run_again: Mapping[str, float]  # by key: of a layer's forward, by a recompute that ends with the layer
     corrections: Corrections
+    on_host: _Sampled | None = None  # by the host's clock, where that is another one
+    waiting: frozenset[str] = frozenset()  # the passes in which the host waits for the device, such as "0/forward"
 
 
 def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) -> tuple[_Sampled, tuple[str, ...]]:
@@ -270,18 +276,32 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
     for _ in range(_SHARE_RUNS):
         bench.forward(run)
     medians = {key: median(x) for key, x in shares.items()}
-    corrections = corrections_of(bench, samples, medians[bench.keys[-1]]) if bench.keys else NO_CORRECTIONS
-    return _Sampled(samples, medians, corrections), (*notes, *_notes_on_samples(bench, samples, load))
+    waiting = frozenset(waiting_passes(bench, setup.clock))
+
+    def by_clock(samples: Callable[[str], Samples], on_host: _Sampled | None = None) -> _Sampled:
+        corrections = corrections_of(bench, samples, medians[bench.keys[-1]]) if bench.keys else NO_CORRECTIONS
+        return _Sampled(samples, medians, corrections, on_host, waiting)
+
+    on_host = by_clock(lambda name: samples(name).on_host) if setup.clock.has_host else None
+    return by_clock(samples, on_host), (*notes, *_notes_on_samples(bench, samples, load, waiting))
 
 
-def _notes_on_samples(bench: Bench, samples: Callable[[str], Samples], load: HostLoad) -> Iterator[str]:
-    """Notes on the layers for which the GPU waits for its host, and on those whose times include refused samples."""
+def _notes_on_samples(
+    bench: Bench, samples: Callable[[str], Samples], load: HostLoad, waiting: Collection[str]
+) -> Iterator[str]:
+    """Notes on layers that take their host longer than their GPU, on those for which the host waits, and on refused samples."""
     names = {**dict(zip(bench.keys, bench.names, strict=True)), "loss": "the loss"}
     found = {name: [samples(f"{key}/{x}") for x in ("forward", "backward")] for key, name in names.items()}
-    bound = [name for name, (forward, _) in found.items() if forward.is_launch_bound and name != "the loss"]
-    disturbed = [name for name, passes in found.items() if any(x.is_disturbed for x in passes)]
+    bound = [name for name, (forward, _) in found.items() if forward.is_host_bound and name != "the loss"]
+    waits = dict.fromkeys(name for key, name in names.items() if {f"{key}/forward", f"{key}/backward"} & {*waiting})
+    disturbed = [name for name, passes in found.items() if any(x.is_disturbed and not x.host_s for x in passes)]
     if bound:
-        yield f"launch-bound, the GPU waits for its host: {', '.join(bound)}; larger micro-batches cost them little"
+        yield f"host-bound, the GPU waits for its host: {', '.join(bound)}; larger micro-batches cost them little"
+    if waits:
+        yield (
+            f"the host waits for the GPU in {', '.join(waits)}, as for .item(), a copy to the host or a shape that depends on "
+            "values, so it cannot enqueue later layers meanwhile"
+        )
     if disturbed:
         yield (
             f"nearly all samples of {', '.join(disturbed)} were {interruption_text(load)}: the shorter half of all was taken"
@@ -293,6 +313,29 @@ def _layer_cost(
     sampled: _Sampled, key: str, microbatch_size: int, memory: LayerBytes, analysis: LayerAnalysis | None
 ) -> LayerCost:
     """The costs of one layer, by its samples and their corrections; of the loss without, as it is no part of a stage."""
+    timings = _timings(sampled, key)
+    if sampled.on_host is not None:
+        of_host = _timings(sampled.on_host, key)
+        timings |= {
+            f"host_{x}": of_host[x] for x in ("forward", "backward", "recompute", "input_gradient", "weight_gradient")
+        }
+    pairs = [
+        (sampled.samples(f"{key}/{x}"), sampled.samples(f"{key}/{x}{BESIDE_OTHERS}")) for x in ("forward", "backward")
+    ]
+    return LayerCost(
+        microbatch_size=microbatch_size,
+        contention=slow_down(pairs),
+        forward_waits=f"{key}/forward" in sampled.waiting,
+        backward_waits=f"{key}/backward" in sampled.waiting,
+        forward_work=total_work(analysis.forward) if analysis else (),
+        backward_work=total_work(analysis.backward) if analysis else (),
+        **timings,
+        **memory.fields,
+    )
+
+
+def _timings(sampled: _Sampled, key: str) -> dict[str, Any]:
+    """The times of one layer by one clock, by the fields of `LayerCost`."""
     samples, corrections = sampled.samples, NO_CORRECTIONS if key == "loss" else sampled.corrections
 
     def backward(name: str, even_cut_s: float) -> Timing | None:
@@ -305,21 +348,15 @@ def _layer_cost(
     if first_half and second_half:  # a part of a stage; without a first half it is the whole backward
         second_half = second_half.times(corrections.weight_gradient_factor)
     factor = corrections.recompute_factor
-    pairs = [(samples(f"{key}/{x}"), samples(f"{key}/{x}{BESIDE_OTHERS}")) for x in ("forward", "backward")]
-    return LayerCost(
-        microbatch_size=microbatch_size,
-        forward=forward,
-        backward=backward("backward", corrections.backward_cut_s) or Timing.exactly(0.0, origin="measured"),
-        recompute=None if factor is None else forward.times(factor),
-        last_recompute=None if factor is None else forward.times(factor * sampled.shares_run_again.get(key, 1.0)),
-        first_backward=backward("first backward", corrections.backward_cut_s),
-        input_gradient=first_half,
-        weight_gradient=second_half,
-        contention=slow_down(pairs),
-        forward_work=total_work(analysis.forward) if analysis else (),
-        backward_work=total_work(analysis.backward) if analysis else (),
-        **memory.fields,
-    )
+    return {
+        "forward": forward,
+        "backward": backward("backward", corrections.backward_cut_s) or Timing.exactly(0.0, origin="measured"),
+        "recompute": None if factor is None else forward.times(factor),
+        "last_recompute": None if factor is None else forward.times(factor * sampled.shares_run_again.get(key, 1.0)),
+        "first_backward": backward("first backward", corrections.backward_cut_s),
+        "input_gradient": first_half,
+        "weight_gradient": second_half,
+    }
 
 
 def _measured_size(

@@ -153,23 +153,26 @@ class RoundSamples:
 
     def __init__(self, samples: Callable[[str], Samples]) -> None:
         self._samples = samples
-        self._before: dict[str, tuple[int, int]] = {}  # how many were clean and refused
+        self._before: dict[str, tuple[int, int, int]] = {}  # how many were clean, refused, and the host's
 
     def __call__(self, name: str) -> Samples:
         """The samples of that name, which may be added to."""
         found = self._samples(name)
-        self._before.setdefault(name, (len(found.clean_s), len(found.refused_s)))
+        self._before.setdefault(name, (len(found.clean_s), len(found.refused_s), len(found.host_s)))
         return found
 
-    def seconds(self, *names: str) -> float | None:
-        """The sum of what was added under these names; None where that was nothing, or something was refused."""
+    def seconds(self, *names: str, on_host: bool) -> float | None:
+        """The sum of what was added under these names, by one clock; None where that was nothing, or something was refused."""
         added: list[float] = []
         for name in names:
             if name in self._before:
-                found, (num_clean, num_refused) = self._samples(name), self._before[name]
-                if len(found.refused_s) > num_refused:
+                found, (num_clean, num_refused, num_host) = self._samples(name), self._before[name]
+                if on_host:
+                    added += found.host_s[num_host:]
+                elif len(found.refused_s) > num_refused:
                     return None
-                added += found.clean_s[num_clean:]
+                else:
+                    added += found.clean_s[num_clean:]
         return sum(added) if added else None
 
 
@@ -213,8 +216,10 @@ class TimingRounds:
             self._stage_round(added, "stage", self._bench.stage)
             if self._bench.whole is not None:
                 self._between()
+                self._clock.flush()
                 loss = self._clock.time(self._samples("whole/forward"), self._bench.whole)
                 if loss.requires_grad:
+                    self._clock.flush()
                     self._clock.time(self._samples("whole/backward"), loss.backward)
             if index % 2 == 0:
                 self._stage_round(added, "recomputed", partial(self._recomputed, added("recomputed/again")))
@@ -236,9 +241,9 @@ class TimingRounds:
 
         @contextmanager
         def again() -> Iterator[None]:
-            end = self._clock.begin()
+            end = self._clock.begin(samples)  # within a backward that is timed as one
             yield
-            end(samples)
+            end()
 
         return recomputed(self._bench.stage, inputs, again=again, written=self._written)
 
@@ -252,20 +257,24 @@ class TimingRounds:
         return [x for x, version in versions if x._version != version]
 
     def _add_excesses(self, added: RoundSamples) -> None:
-        """The sum of the layers in this round, its excess over the one stage, and what recompute adds besides the rerun."""
-        for name in ("forward", "backward", "input gradient"):
-            layers_s = added.seconds(*(f"{key}/{name}" for key in dict.fromkeys(self._bench.keys)))
-            if name != "input gradient":
-                self._add_difference(f"together/{name}", layers_s, 0.0)
-            self._add_difference(f"excess/{name}", layers_s, added.seconds(f"stage/{name}"))
-        again_s, both_s = added.seconds("recomputed/again"), added.seconds("stage/forward", "stage/backward")
-        if again_s is not None and both_s is not None:
-            recomputed_s = added.seconds("recomputed/forward", "recomputed/backward")
-            self._add_difference("recomputed/around", recomputed_s, again_s + both_s)
-
-    def _add_difference(self, name: str, more_s: float | None, less_s: float | None) -> None:
-        if more_s is not None and less_s is not None:
-            self._samples(name).clean_s.append(more_s - less_s)
+        """The sum of the layers in this round, its excess over the one stage, and what recompute adds besides the rerun; by
+        each clock."""
+        for on_host in (False, True):
+            seconds = partial(added.seconds, on_host=on_host)
+            differences = list[tuple[str, float | None, float | None]]()
+            for name in ("forward", "backward", "input gradient"):
+                layers_s = seconds(*(f"{key}/{name}" for key in dict.fromkeys(self._bench.keys)))
+                if name != "input gradient":
+                    differences.append((f"together/{name}", layers_s, 0.0))
+                differences.append((f"excess/{name}", layers_s, seconds(f"stage/{name}")))
+            again_s, both_s = seconds("recomputed/again"), seconds("stage/forward", "stage/backward")
+            if again_s is not None and both_s is not None:
+                recomputed_s = seconds("recomputed/forward", "recomputed/backward")
+                differences.append(("recomputed/around", recomputed_s, again_s + both_s))
+            for name, more_s, less_s in differences:
+                if more_s is not None and less_s is not None:
+                    found = self._samples(name)
+                    (found.host_s if on_host else found.clean_s).append(more_s - less_s)
 
     def layer_round(self, samples: Callable[[str], Samples], *, between: Callable[[], object] = lambda: None) -> None:
         """All layers forward, the loss, all layers backward; `between` is called before each of them."""
@@ -273,18 +282,18 @@ class TimingRounds:
 
         def forward(place: int, leaves: Tensors) -> Tensors:
             between()
-            outputs: Tensors = clock.time(samples(f"{bench.keys[place]}/forward"), bench.layers[place], *leaves)
+            outputs: Tensors = clock.time_layer(samples(f"{bench.keys[place]}/forward"), bench.layers[place], *leaves)
             return outputs
 
         def backward_of(place: int, *roots: list[Tensor]) -> None:
             between()
-            clock.time(samples(f"{bench.keys[place]}/backward"), torch.autograd.backward, *roots)
+            clock.time_layer(samples(f"{bench.keys[place]}/backward"), torch.autograd.backward, *roots)
 
         passed, leaves = bench.forward(forward)
-        loss = clock.time(samples("loss/forward"), bench.loss, leaves)
+        loss = clock.time_layer(samples("loss/forward"), bench.loss, leaves)
         clock.flush()
         if loss.requires_grad:
-            clock.time(samples("loss/backward"), loss.backward)
+            clock.time_layer(samples("loss/backward"), loss.backward)
             backward(passed, leaves, backward_of)
 
     def _first_round(self) -> None:
@@ -338,12 +347,12 @@ class TimingRounds:
         first = samples(f"{key}/input gradient")
         second = samples(f"{key}/weight gradient") if times_second else Samples()
         if not wants_gradient(inputs):
-            self._clock.time(second, torch.autograd.backward, roots, gradients)
+            self._clock.time_layer(second, torch.autograd.backward, roots, gradients)
             return
-        found, rest = self._clock.time(first, first_half, roots, gradients, inputs)
+        found, rest = self._clock.time_layer(first, first_half, roots, gradients, inputs)
         for x, gradient in zip(inputs, found, strict=True):
             x.grad = gradient
-        self._clock.time(second, rest.run)
+        self._clock.time_layer(second, rest.run)
 
     def _with_gradients(self, outputs: Tensors) -> Tensors:
         """Leaves in place of the last outputs, with the gradients of the loss."""
@@ -358,9 +367,9 @@ class TimingRounds:
             return
         self._between()
         inputs = detached(self._bench.inputs)
-        outputs = self._clock.time(samples(f"{name}/forward"), stage, *inputs)
+        outputs = self._clock.time_layer(samples(f"{name}/forward"), stage, *inputs)
         gradients = self._with_gradients(outputs)
-        work = partial(self._clock.time, samples(f"{name}/backward"), torch.autograd.backward)
+        work = partial(self._clock.time_layer, samples(f"{name}/backward"), torch.autograd.backward)
         backward([(inputs, outputs)], gradients, lambda _, *roots: work(*roots))
 
     @property
