@@ -18,7 +18,11 @@ LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages of the root, README.md as the first page, and everything that pages link to."""
-    found = [*PAGES, *SOURCES, *(str(x.relative_to(ROOT)) for name in FOLDERS for x in ROOT.glob(f"{name}/**/*") if x.is_file())]
+    found = [
+        *PAGES,
+        *SOURCES,
+        *(str(x.relative_to(ROOT)) for name in FOLDERS for x in ROOT.glob(f"{name}/**/*") if x.is_file()),
+    ]
     for name in found:
         files.append(File.generated(config, _in_site(name), abs_src_path=str(ROOT / name)))
     return files

@@ -54,8 +54,9 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
 def balance(profile: Profile, *, progress: Progress = no_progress, **dials: Any) -> Plan:
     """The best plan for the dials of a `PlanRequest`, given by name.
 
-    >>> balance(profile, num_devices=4, num_microbatches=16, schedule="1f1b")  # doctest: +SKIP
-    >>> balance(profile, total_devices=64, schedule="auto", recompute="auto")  # doctest: +SKIP
+    Examples:
+        >>> balance(profile, num_devices=4, num_microbatches=16, schedule="1f1b")  # doctest: +SKIP
+        >>> balance(profile, total_devices=64, schedule="auto", recompute="auto")  # doctest: +SKIP
     """
     return plan(profile, PlanRequest(**dials), progress=progress)
 
