@@ -12,12 +12,17 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parent
 PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md")
 FOLDERS = ("reports", "examples", "notebooks")
+SOURCES = ("profiler/gplan_profiler/analytic/families.toml",)  # that pages link to
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages of the root, README.md as the first page, and everything that pages link to."""
-    found = [*PAGES, *(str(x.relative_to(ROOT)) for name in FOLDERS for x in ROOT.glob(f"{name}/**/*") if x.is_file())]
+    found = [
+        *PAGES,
+        *SOURCES,
+        *(str(x.relative_to(ROOT)) for name in FOLDERS for x in ROOT.glob(f"{name}/**/*") if x.is_file()),
+    ]
     for name in found:
         files.append(File.generated(config, _in_site(name), abs_src_path=str(ROOT / name)))
     return files

@@ -139,13 +139,21 @@ def worker(names: list[str]) -> None:
                 )
 
 
+def cell(found: Any, num_cases: int) -> str:
+    """How many cases of a group passed, of those that ran."""
+    if not len(found):
+        return "not run"
+    missing = num_cases - len(found)
+    return f"{(found.passed == 'True').sum()} of {len(found)}" + f", {missing} not run" * bool(missing)
+
+
 def report(rows: Any) -> list[str]:
     """A line for each version, then what failed."""
     groups = list(dict.fromkeys(x.group for x in cases()))
     cells, failed = [], []
     order = lambda key: tuple(int(x) for x in key[0].split("+")[0].split(".")[:2])  # noqa: E731
     for (torch, python), found in sorted(rows.groupby(["torch", "python"]), key=lambda pair: order(pair[0])):
-        counts = [f"{(x.passed == 'True').sum()} of {len(x)}" for x in (found[found.group == y] for y in groups)]
+        counts = [cell(found[found.group == y], sum(x.group == y for x in cases())) for y in groups]
         differences = [float(x) for x in found.gradient_difference if x]
         peaks = [float(x) for x in found.peak_error if x]
         largest = [f"{max(differences):.1e}" if differences else "", error_text(max(peaks, key=abs) if peaks else None)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +56,13 @@ def test_python_versions_agree() -> None:
 def test_changelog_has_the_version() -> None:
     version = re.search(r'^version = "([^"]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version is not None and f"## {version[1]}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_tag_of_this_commit_is_the_version() -> None:
+    version = re.search(r'^version = "([^"]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    if shutil.which("git") is None:
+        pytest.skip("no git")
+    found = subprocess.run(["git", "tag", "--points-at", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    if found.returncode:
+        pytest.skip("no git repository")
+    assert version is not None and {x for x in found.stdout.split() if x.startswith("v")} <= {f"v{version[1]}"}

@@ -87,7 +87,8 @@ def percent_text(share: float, *, signed: bool = False) -> str:
     >>> percent_text(0.1234), percent_text(0.05, signed=True), percent_text(-0.0001, signed=True)
     ('12.3 %', '+5.0 %', '+0.0 %')
     """
-    return f"{100 * share:+z.1f} %" if signed else f"{100 * share:z.1f} %"
+    percent = round(100 * share, 1) + 0.0  # adding 0.0 makes 0.0 of -0.0
+    return f"{percent:+.1f} %" if signed else f"{percent:.1f} %"
 
 
 def flops_text(num_flops: float) -> str:
@@ -133,7 +134,8 @@ def error_text(error: float | None, unit: UnitKind) -> str:
     """
     if error is None:
         return "–"
-    return f"{100 * error:+z.1f} points" if unit == "share" else percent_text(error, signed=True)
+    text = percent_text(error, signed=True)
+    return f"{text.removesuffix('%')}points" if unit == "share" else text
 
 
 def seconds_axis(longest_s: float) -> tuple[str, float]:

@@ -83,7 +83,7 @@ class Paths:
     def _counts(self, device: int, path: Iterable[PathEntry]) -> Floats:
         """[S, times]: what a path takes."""
         chain, entries = list(path), self.program.entries
-        counts = self._updates[device].copy()
+        counts: Floats = self._updates[device].copy()
         taken = np.array([entries[x.entry].duration for x in chain if x.runs], dtype=np.int64)
         sent = np.array([entries[x.entry].hop for x in chain if x.sends], dtype=np.int64)
         for indices, each in ((taken, self._durations), (sent, self._hops)):

@@ -24,7 +24,7 @@ from gplan.partition.minimax import least_load_s
 from gplan.partition.problem import Problem
 
 if TYPE_CHECKING:
-    from typing import Self  # new in Python 3.11
+    from typing_extensions import Self  # in typing from Python 3.11
 
 
 @dataclass(frozen=True)

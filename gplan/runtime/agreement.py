@@ -164,4 +164,4 @@ def digest(value: Any) -> int:
                 found.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         elif isinstance(x, PLAIN):  # the text of any other object may hold its address
             found.update(repr(x).encode())
-    return int.from_bytes(found.digest(), signed=True) or 1
+    return int.from_bytes(found.digest(), "big", signed=True) or 1

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gplan.core import Action, ActionKind, EngineCost, Plan, Timeline
+from gplan.core.errors import RunError
 from gplan.runtime.run.launch import run_local_processes
 from gplan.runtime.run.run_options import RunOptions
 from gplan.schedules.dependencies import dependencies_of
@@ -89,7 +90,7 @@ _LEAST_S = 1e-9  # lower bound of a message's cost
 def measure_engine(*, num_threads: int = 1) -> EngineCost:
     """Measure the engine's cost between two processes of this host with `num_threads` cores each.
 
-    Raises RunError if they cannot communicate.
+    Raises RunError if they cannot communicate or get no time on a core.
     """
     profile = computed_profile(
         load_model_file(__file__),
@@ -99,7 +100,13 @@ def measure_engine(*, num_threads: int = 1) -> EngineCost:
     schedule = f"looped-bfs:{NUM_STAGES // 2}"
     plan = balance(profile, num_devices=2, num_microbatches=_NUM_MICROBATCHES, schedule=schedule)
     options = RunOptions(num_steps=_NUM_STEPS, timeout_s=_TIMEOUT_S, keeps_steps=True)
-    run = run_local_processes(plan.model.name, {}, plan, options, report=lambda _step, _loss: None)
+    try:
+        run = run_local_processes(plan.model.name, {}, plan, options, report=lambda _step, _loss: None)
+    except RunError as error:
+        raise RunError(
+            f"the engine's time between two processes could not be measured: {error}; profile when the host is quiet, "
+            "or give the link by --link, such as --link 10GB/s,20us: the engine is then not measured"
+        ) from error
     return engine_cost_from_steps(plan, run.step_timelines)
 
 

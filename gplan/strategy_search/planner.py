@@ -83,8 +83,9 @@ def _with_reserved(profile: Profile, request: PlanRequest, solved: Callable[[Pla
 def balance(profile: Profile, *, progress: Progress = no_progress, **dials: Any) -> Plan:
     """The best plan for the dials of a `PlanRequest`, given by name.
 
-    >>> balance(profile, num_devices=4, num_microbatches=16, schedule="1f1b")  # doctest: +SKIP
-    >>> balance(profile, total_devices=64, schedule="auto", recompute="auto")  # doctest: +SKIP
+    Examples:
+        >>> balance(profile, num_devices=4, num_microbatches=16, schedule="1f1b")  # doctest: +SKIP
+        >>> balance(profile, total_devices=64, schedule="auto", recompute="auto")  # doctest: +SKIP
     """
     return plan(profile, PlanRequest(**dials), progress=progress)
 

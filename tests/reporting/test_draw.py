@@ -31,7 +31,7 @@ def test_png_files_are_whole_and_wide_enough_to_read(drawings: tuple[Drawing, ..
     for drawing in drawings:
         assert drawing.png.startswith(b"\x89PNG\r\n\x1a\n")
         assert drawing.png.endswith(b"IEND\xaeB`\x82")
-        assert int.from_bytes(drawing.png[16:20]) in (1650, 840)
+        assert int.from_bytes(drawing.png[16:20], "big") in (1650, 840)
 
 
 def test_svg_files_are_well_formed_and_their_text_is_text(drawings: tuple[Drawing, ...]) -> None:

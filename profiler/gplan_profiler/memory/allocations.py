@@ -253,7 +253,7 @@ def traced_allocations(device: str = "cpu") -> Iterator[AllocationTrace]:
         activities = [torch.profiler.ProfilerActivity.CPU]
         with (
             _without_warning("Memory block of unknown size"),  # blocks from before the trace are expected
-            torch.profiler.profile(activities=activities, profile_memory=True, acc_events=False) as profile,
+            torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile,
         ):
             yield trace
         if profile.profiler is None or profile.profiler.kineto_results is None:
