@@ -91,7 +91,7 @@ def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, 
 @click.option(
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Another value for a key of the configuration."
 )
-@click.option("--time-limit", type=float, metavar="SECONDS", help="Longest search.  [default: 10; with --gpus: 20]")
+@click.option("--time-limit", type=float, metavar="SECONDS", help="Longest search.  [default: 10; with --gpus: 20 up to 64, 60 up to 1,024, else 120]")
 @click.option(
     "--profile", "profile_file", default=PROFILE_FILE, show_default=True, type=PATH, help="Where to write the profile."
 )
@@ -113,18 +113,17 @@ def layout(config: str, profile_file: Path, output: Path, as_json: bool, **dials
     """
     from gplan.files import json_files
     from gplan.interop.export.exporters import export
-    from gplan.interop.width_search import layout_of
+    from gplan.interop.machine_layout import layout_of
     from gplan.reporting.text.widths import widths_text
 
     found = layout_of(config, on_start=lambda text: click.echo(text, err=True), **dials)
-    best = found.found[0]
-    made = export(best.exported, to=dials["receiver"], profile=best.profile)
-    json_files.save(best.profile, profile_file)
-    json_files.save(best.exported, output)
+    made = export(found.exported, to=dials["receiver"], profile=found.profile)
+    json_files.save(found.profile, profile_file)
+    json_files.save(found.exported, output)
     for line in () if as_json else widths_text(found):
         click.echo(line, err=True)
     print_result(made, lambda: made.text.removesuffix("\n"), as_json=as_json)
-    notes = (*best.plan.notes, *best.profile.notes, *made.notes, f"wrote {profile_file} and {output}")
+    notes = (*found.plan.notes, *found.profile.notes, *made.notes, f"wrote {profile_file} and {output}")
     for note in () if as_json else notes:
         click.echo(f"note: {note}", err=True)
 

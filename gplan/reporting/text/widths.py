@@ -19,7 +19,7 @@ def widths_text(found: Widest) -> Iterator[str]:
     yield f"the best of {found.num_choices} settings; none can be more than {percent_text(found.gap)} faster by this model:"
     for place, one in enumerate(found.found[:_NUM_SHOWN], 1):
         slower = "" if place == 1 else f", {percent_text(one.step_s / best.step_s - 1)} slower"
-        yield f"  {place:2}. {one.choice}: {seconds_text(one.step_s)}{slower}, {bytes_text(one.plan.peak_bytes)}"
+        yield f"  {place:2}. {one.choice}: {seconds_text(one.step_s)}{slower}, {bytes_text(one.peak_bytes)}"
     for choice, bound_s in found.others[: max(0, _NUM_SHOWN - len(found.found))]:
         yield f"   -  {choice}: {seconds_text(bound_s)} at least"
     for reason, count in found.ruled_out.most_common():
@@ -30,4 +30,4 @@ def _details(one: Found) -> str:
     split, choice = one.choice.widths, one.choice
     tokens = choice.num_microbatches * choice.microbatch_size * split.data * split.sequence_length
     rate = tokens / one.step_s / split.devices
-    return f"{rate:,.0f} tokens/s for each of {split.devices} devices, at most {bytes_text(one.plan.peak_bytes)} of tensors on one"
+    return f"{rate:,.0f} tokens/s for each of {split.devices} devices, at most {bytes_text(one.peak_bytes)} of tensors on one"
