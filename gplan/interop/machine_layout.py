@@ -10,7 +10,7 @@ import numpy as np
 
 from gplan.core import Link
 from gplan.core.errors import UsageError
-from gplan.core.units import parse_link
+from gplan.core.units import parse_network
 from gplan.interop.planning import best_for_receiver
 from gplan.interop.width_choices import Choice
 from gplan.interop.width_search import Found, Widest, WidthSearch
@@ -53,9 +53,12 @@ def layout_of(
             raise UsageError(f"--gpus-per-node is {gpus_per_node}; expected at least 1, such as 8")
         device = replace(device, devices_per_node=gpus_per_node)
     if network is not None:
-        bytes_per_s, latency_s = parse_link(network)
+        bytes_per_s, latency_s = parse_network(network, devices_per_node=device.devices_per_node)
+        latency_s = device.network.latency_s if latency_s is None else latency_s
         device = replace(device, network=Link(latency_s=latency_s, bytes_per_s=bytes_per_s))
-    fixed = {**dials, "pipeline": dials["num_devices"]}
+    fixed = {"pipeline" if x == "num_devices" else x: y for x, y in dials.items()}
+    if time_limit is not None and not time_limit > 0:
+        raise UsageError(f"--time-limit is {time_limit:g} seconds; expected more than 0")
     search = WidthSearch(
         name=config, decoder=decoder, hardware=device, num_devices=1 if num_gpus is None else num_gpus, batch_size=1024 if batch_size is None else batch_size,
         sequence_length=sequence_length, receiver=receiver, memory_bytes=memory_bytes, fixed=fixed,

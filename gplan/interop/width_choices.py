@@ -21,6 +21,11 @@ from gplan_profiler.analytic.hardware import Hardware
 MICROBATCH_SIZES = (1, 2, 4, 8)
 _MOST_CONTEXT, _LONG = 16, 16384  # tokens from which on sequences are divided over ranks
 _FEW_CHUNKS = 6
+_OPTIONS = {
+    "tensor": "--tensor", "context": "--context", "expert": "--expert", "data": "--data", "pipeline": "--pp",
+    "num_chunks": "--vpp", "microbatch_size": "--microbatch-size", "recompute": "--recompute",
+}  # fmt: skip
+"""The dials that may be given."""
 _RECOMPUTE = ("never", "always")
 
 
@@ -103,7 +108,11 @@ class WidthSpace:
 
     def _is_divided_by(self, tensor: int) -> bool:
         model = self.decoder
-        counts = (model.num_key_value_heads or model.num_attention_heads, model.num_attention_heads, model.linear_num_value_heads)
+        counts = (
+            model.num_key_value_heads or model.num_attention_heads,
+            model.num_attention_heads,
+            model.linear_num_value_heads,
+        )
         return not any(x % tensor for x in counts)
 
     def _experts(self, num_ranks: int) -> list[int]:
@@ -115,8 +124,12 @@ class WidthSpace:
         given = {name: value for name, value in self.fixed.items() if isinstance(value, int)}
         for name, value in given.items():
             if value < 1:
-                raise UsageError(f"the {name.replace('_', ' ')} is {value}; expected at least 1")
-        for flag, number in (("--gpus", self.num_devices), ("--batch-size", self.batch_size), ("--sequence-length", self.sequence_length)):
+                raise UsageError(f"{_OPTIONS[name]} is {value}; expected at least 1")
+        for flag, number in (
+            ("--gpus", self.num_devices),
+            ("--batch-size", self.batch_size),
+            ("--sequence-length", self.sequence_length),
+        ):
             if number < 1:
                 raise UsageError(f"{flag} is {number}; expected at least 1")
         tensor, per_node = given.get("tensor", 1), self.hardware.devices_per_node
@@ -150,7 +163,7 @@ class WidthSpace:
         steps = {
             size * widths.data for widths in self._widths() for size in self._values("microbatch_size", MICROBATCH_SIZES)
         }  # fmt: skip
-        given = ", ".join(f"{x} {y}" for x, y in self.fixed.items() if y is not None)
+        given = ", ".join(f"{_OPTIONS[x]} {y}" for x, y in self.fixed.items() if y is not None)
         having = f" with {given}" if given else ""
         if not steps:
             return (

@@ -3,8 +3,7 @@
 Every setting of `width_choices` is bounded from below by its seconds alone: with W of a micro-batch on all layers together,
 K devices and M micro-batches, a step takes at least M W / K, and M times the smallest possible load of the device with the
 largest, as blocks are whole; on one stage a device, with M >= 2 K, at least (M + K - 1) W / K, as a device that waits for
-those before it at the start and the end waits as long for those behind it in between. Its state, shared out evenly, must
-fit the memory. In the order of what an even pipeline would take, settings whose bound is below the best step so far get
+those before it at the start and the end waits as long for those behind it in between. Devices hold as many blocks as fit beside what these keep of micro-batches in flight, so that some may have to hold more. In the order of what an even pipeline would take, settings whose bound is below the best step so far get
 the best of some even partitions (`even_cuts`). Then the settings with the lowest bounds are taken, and their bounds raised
 or their partitions bettered, until no bound is much below the best step or the time is out: by a program over the blocks
 where these are equal (`block_program`), else by the search of any partition. The smallest bound left proves the gap.
@@ -23,6 +22,7 @@ import numpy as np
 
 from gplan.core import Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
+from gplan.graph.down_sets import Floats, Ints
 from gplan.interop.planning import ForReceiver
 from gplan.interop.receivers import RECEIVERS, decoder_of
 from gplan.interop.width_choices import Choice, WidthSpace
@@ -45,7 +45,7 @@ _EACH_S = 5.0  # of the search of any partition
 _MOST_ACTIONS = 120_000  # of a step, up to which partitions are searched
 _WORSE = 1.05  # times the best step: even pipelines that would take longer are not tried
 _NUM_SHOWN = 10
-_LARGER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)  # times a node
+_LARGER = (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 192, 256, 384, 512, 1024, 2048)  # times a node
 _NUM_TRIED = 16  # settings of a larger machine
 
 
@@ -161,11 +161,17 @@ class WidthSearch:
 
     def bound_s(self, choice: Choice) -> float:
         """No plan of a setting is faster; infinite where its state alone needs too much memory."""
-        if self._num_held(choice) < self.decoder.num_hidden_layers:
+        devices, num = choice.widths.pipeline, choice.num_microbatches
+        if self._least_bytes(choice) > devices * self.usable_bytes:
             return INFINITY
-        seconds, devices, num = self._seconds(choice), choice.widths.pipeline, choice.num_microbatches
+        seconds, num_blocks = self._seconds(choice), self.decoder.num_hidden_layers
+        most = self._most_blocks(choice)
+        if most.sum() < num_blocks:
+            return INFINITY
+        fullest = next(x for x in range(num_blocks + 1) if np.minimum(most, x).sum() >= num_blocks)
+        load_s = max(_least_load_s(seconds, devices), fullest * min(seconds[1 : 1 + num_blocks]))
         waits = devices - 1 if choice.num_chunks == 1 and num >= 2 * devices else 0
-        return max(sum(seconds) / devices * (num + waits), num * _least_load_s(seconds, devices))
+        return max(sum(seconds) / devices * (num + waits), num * load_s)
 
     def even_s(self, choice: Choice) -> float:
         """What an even pipeline of a setting would take; an estimate, that proves nothing."""
@@ -173,20 +179,32 @@ class WidthSearch:
         loop_s = max(sum(seconds) / devices, _least_load_s(seconds, devices))
         return loop_s * (num + (devices - 1) / choice.num_chunks)
 
-    def _num_held(self, choice: Choice) -> int:
-        """The most blocks that all devices have the memory for, by their state and what they keep of micro-batches."""
+    def _most_blocks(self, choice: Choice) -> Ints:
+        """[K]: the most blocks for which each device has the memory, by their state and what they keep."""
         profile = self.profile_of(choice.widths, choice.microbatch_size)
         blocks = profile.layers[1 : 1 + self.decoder.num_hidden_layers]
-        trained = sum(x.gradient_bytes for x in profile.layers)
-        per_byte = profile.step.state_bytes / choice.widths.replicas / trained
+        per_byte = profile.step.state_bytes / choice.widths.replicas / sum(x.gradient_bytes for x in profile.layers)
         state = min(x.weight_bytes + x.gradient_bytes * (1 + per_byte) for x in blocks)
-        stash = min(x.costs[0].stash_bytes for x in blocks)
+        kept = self._times_kept(choice) * min(x.costs[0].stash_bytes for x in blocks)
+        return np.floor(self.usable_bytes / (state + kept)).astype(np.int64)
+
+    def _least_bytes(self, choice: Choice) -> float:
+        """What all devices hold together at least: the state, and the stash where the fewest copies of it are kept."""
+        profile = self.profile_of(choice.widths, choice.microbatch_size)
+        held, left = self._state_bytes(choice), float(sum(x.costs[0].stash_bytes for x in profile.layers))
+        for times in sorted(self._times_kept(choice)):
+            kept = min(left, self.usable_bytes / times)
+            held, left = held + kept * times, left - kept
+        return held + left * max(self._times_kept(choice))
+
+    def _times_kept(self, choice: Choice) -> Floats:
+        """[K]: of how many micro-batches each device keeps the stash of all its blocks at once, at least."""
+        devices = choice.widths.pipeline
         if choice.recompute == "always":  # while a stage is recomputed, it keeps all of one micro-batch
-            kept = np.full(choice.widths.pipeline, stash / choice.num_chunks)
-        else:
-            schedule = "1f1b" if choice.num_chunks == 1 else "interleaved-1f1b"
-            kept = stash * least_in_flight(schedule, choice.widths.pipeline, choice.num_microbatches)
-        return int(np.floor(self.usable_bytes / (state + kept)).sum())
+            return np.full(devices, 1 / choice.num_chunks)
+        schedule = "1f1b" if choice.num_chunks == 1 else "interleaved-1f1b"
+        found = least_in_flight(schedule, devices, choice.num_microbatches)
+        return np.ones(devices) if found is None else found
 
     def _state_bytes(self, choice: Choice) -> float:
         """Of the weights, gradients and optimizer of all stages, on one rank of each."""
@@ -240,7 +258,9 @@ class WidthSearch:
         for nodes in _LARGER:
             count = nodes * self.hardware.devices_per_node
             if count > self.num_devices:
-                larger = replace(self, num_devices=count, batch_size=max(self.batch_size, count), fixed=self._fixed_widths)
+                larger = replace(
+                    self, num_devices=count, batch_size=max(self.batch_size, count), fixed=self._fixed_widths
+                )
                 if larger.fits():
                     return f"{text}; the smallest machine of that kind that fits has {count} devices"
         return f"{text}; take devices with more memory, or a smaller --sequence-length"
@@ -327,7 +347,9 @@ class _State:
                 self.finished.add(i)
         else:
             self.finished.add(i)
-            start = Solution(stages=self.found[i].cut.stages(), lower_bound_s=0.0, solver="") if i in self.found else None
+            start = (
+                Solution(stages=self.found[i].cut.stages(), lower_bound_s=0.0, solver="") if i in self.found else None
+            )
             try:
                 left_s = min(_EACH_S, deadline_s - time.perf_counter())
                 solution = solve(problem, start=start, time_limit_s=left_s, cutoff_s=self.best_s)

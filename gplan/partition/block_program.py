@@ -45,9 +45,7 @@ class Counted:
 def are_equal(problem: Problem, blocks: range) -> bool:
     """Whether a program counts these layers: all have the same costs, and one layer is before and one after them."""
     layers = problem.costs.profile.layers
-    alike = {
-        (x.weight_bytes, x.gradient_bytes, x.num_parameters, x.costs) for x in layers[blocks.start : blocks.stop]
-    }
+    alike = {(x.weight_bytes, x.gradient_bytes, x.num_parameters, x.costs) for x in layers[blocks.start : blocks.stop]}
     return len(alike) == 1 and blocks.start == 1 and blocks.stop == len(layers) - 1
 
 
