@@ -185,13 +185,14 @@ class WidthSearch:
         blocks = profile.layers[1 : 1 + self.decoder.num_hidden_layers]
         per_byte = profile.step.state_bytes / choice.widths.replicas / sum(x.gradient_bytes for x in profile.layers)
         state = min(x.weight_bytes + x.gradient_bytes * (1 + per_byte) for x in blocks)
-        kept = self._times_kept(choice) * min(x.costs[0].stash_bytes for x in blocks)
+        kept = self._times_kept(choice) * min(x.costs[0].stash_bytes - x.costs[0].output_bytes for x in blocks)
         return np.floor(self.usable_bytes / (state + kept)).astype(np.int64)
 
     def _least_bytes(self, choice: Choice) -> float:
         """What all devices hold together at least: the state, and the stash where the fewest copies of it are kept."""
         profile = self.profile_of(choice.widths, choice.microbatch_size)
-        held, left = self._state_bytes(choice), float(sum(x.costs[0].stash_bytes for x in profile.layers))
+        held = self._state_bytes(choice)
+        left = float(sum(x.costs[0].stash_bytes - x.costs[0].output_bytes for x in profile.layers))
         for times in sorted(self._times_kept(choice)):
             kept = min(left, self.usable_bytes / times)
             held, left = held + kept * times, left - kept
@@ -205,6 +206,16 @@ class WidthSearch:
         schedule = "1f1b" if choice.num_chunks == 1 else "interleaved-1f1b"
         found = least_in_flight(schedule, devices, choice.num_microbatches)
         return np.ones(devices) if found is None else found
+
+    def may_fit(self, choice: Choice) -> bool:
+        """Whether an even pipeline fits, by a rough count of what its first device keeps; proves nothing."""
+        profile = self.profile_of(choice.widths, choice.microbatch_size)
+        devices, chunks = choice.widths.pipeline, choice.num_chunks
+        times = self._times_kept(choice)[-1]
+        if choice.recompute == "never" and chunks > 1:  # its forwards before the first backward
+            times = min((chunks + 1) * devices - 1, choice.num_microbatches * chunks) / chunks
+        held = self._state_bytes(choice) + times * sum(x.costs[0].stash_bytes for x in profile.layers)
+        return held <= devices * self.usable_bytes
 
     def _state_bytes(self, choice: Choice) -> float:
         """Of the weights, gradients and optimizer of all stages, on one rank of each."""
@@ -299,7 +310,8 @@ class _State:
     def cut_evenly(self, *, deadline_s: float) -> None:
         """Even partitions of the settings that may be the best, the most promising first."""
         order = sorted(
-            (i for i, x in enumerate(self.bounds_s) if x < INFINITY), key=lambda i: self.search.even_s(self.choices[i])
+            (i for i, x in enumerate(self.bounds_s) if x < INFINITY),
+            key=lambda i: (not self.search.may_fit(self.choices[i]), self.search.even_s(self.choices[i])),
         )
         for i in order:
             is_late = time.perf_counter() > deadline_s or self.search.even_s(self.choices[i]) > self.best_s * _WORSE

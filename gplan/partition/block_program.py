@@ -30,6 +30,7 @@ INFINITY = float("inf")
 _SLACK = 1e-9
 _ENOUGH = 1e-4  # share of the bound by which a path may be longer in the relaxation
 _PATIENCE, _WORTH = 10, 5e-4  # so many rows raise the relaxation's bound by less: integers may raise it more
+_MOST_DEVICES = 12  # whose memory is in the program; of a solution it is looked at on all
 _SHORTEST_S = 0.2  # of one program in integers
 
 
@@ -165,7 +166,8 @@ class BlockProgram:
         limit, found = self.problem.memory_of(0), list[tuple[Floats, float]]()
         if limit is None:
             return found
-        for device in range(self.problem.num_devices):
+        last = self.problem.num_devices - 1
+        for device in sorted({round(x) for x in np.linspace(0, last, min(last + 1, _MOST_DEVICES))}):
             stages = self.problem.stages_by_device[device]
             one, two = (
                 [
