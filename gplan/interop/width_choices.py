@@ -19,7 +19,7 @@ from gplan_profiler.analytic.decoder_profile import divisions, indivisible_text
 from gplan_profiler.analytic.hardware import Hardware
 
 MICROBATCH_SIZES = (1, 2, 4, 8)
-_MOST_CONTEXT, _LONG = 16, 16384  # tokens from which on sequences are divided over ranks
+_MOST_CONTEXT, _LONG = 16, 8192  # tokens from which on sequences are divided over ranks
 _FEW_CHUNKS = 6
 _OPTIONS = {
     "tensor": "--tensor", "context": "--context", "expert": "--expert", "data": "--data", "pipeline": "--pp",

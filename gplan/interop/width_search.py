@@ -248,13 +248,11 @@ class WidthSearch:
         """Whether some of the settings that need least memory fit."""
         choices = [x for x in self.space.choices() if x.recompute == "always" and x.num_chunks == 1]
         choices = sorted(choices, key=lambda x: self._state_bytes(x) / x.widths.pipeline)[:_NUM_TRIED]
-        return any(self._even_cut(x) is not None for x in choices if self.bound_s(x) < INFINITY)
+        problems = (self.problem(x) for x in choices if self.bound_s(x) < INFINITY)
+        return any(self.even_cut(x) is not None for x in problems)
 
-    def _even_cut(self, choice: Choice) -> EvenCut | None:
-        try:
-            problem = self.problem(choice)
-        except UsageError:
-            return None
+    def even_cut(self, problem: Problem) -> EvenCut | None:
+        """The best of some even partitions of a setting; None where none of them fits the memory."""
         parts = decoder_of([x.name for x in problem.costs.profile.layers], self.name)
         return best_even_cut(problem, parts.blocks, head=parts.head.start)
 
@@ -326,7 +324,7 @@ class _State:
                 self.ruled_out[str(error)[:80]] += 1
                 continue
             self.bounds_s[i] = max(self.bounds_s[i], SettingBounds(problem).within_s(self.search.usable_bytes))
-            if self.bounds_s[i] < self.best_s and (cut := self.search._even_cut(self.choices[i])) is not None:
+            if self.bounds_s[i] < self.best_s and (cut := self.search.even_cut(problem)) is not None:
                 self.found[i] = Found(choice=self.choices[i], cut=cut)
 
     def prove(self, gap: float, *, deadline_s: float) -> None:

@@ -121,8 +121,8 @@ def test_a_memory_that_nothing_fits_names_a_machine_that_does() -> None:
         ({"pipeline": 8}, {"num_devices": 8}, "has fewer than one of 6 blocks on each; take --pp 4"),
         ({"data": 0}, {}, "--data is 0; expected at least 1"),
         (
-            {"num_chunks": 3, "pipeline": 2},
-            {"batch_size": 2, "num_devices": 4},
+            {"num_chunks": 3, "pipeline": 2, "data": 1},
+            {"batch_size": 3},
             "3 stages a device need .*; leave --vpp open",
         ),
         ({}, {"batch_size": 0}, "--batch-size is 0; expected at least 1"),
