@@ -4,9 +4,9 @@
     python benchmarks/machine_layouts.py --table         the table of what is there, without running
     python benchmarks/machine_layouts.py --only 1b       one row
 
-A row is one search by `gplan layout` and one plan with the published widths, both priced by the same computed profile. The
-published widths are priced on devices without a memory limit, as their runs may keep, offload or recompute other
-parts. `--times 3` gives each search three times as long, for a host with other work; its processor seconds are in the row.
+A row is one search by `gplan layout` and the best plan with the published widths, both priced by the same computed profile.
+What is not published (stages a device, recompute) is chosen; where no such plan fits the memory, the limit is left out.
+`--times 3` gives each search three times as long, for a host with other work; its processor seconds are in the row.
 """
 
 from __future__ import annotations
