@@ -63,7 +63,9 @@ def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, 
 @click.option("--gpus-per-node", type=int, help="Devices that fast links connect.  [default: that of the hardware]")
 @click.option("--hardware", default="h100", show_default=True, help="A built-in device, or a TOML or JSON file.")
 @click.option(
-    "--network", help="Link of one device to another node, such as 50GB/s,5us.  [default: that of the hardware]"
+    "--network",
+    help="To other nodes: rate of a card, cards of a node and latency, 400Gb/s*8,5us; or of one device, 50GB/s,5us.  "
+    "[default: that of the hardware]",
 )
 @click.option("--pp", "num_devices", type=int, help="Devices in one pipeline.  [default with --gpus: chosen]")
 @click.option("--vpp", "num_chunks", type=int, help="Stages on each device.  [default: 1; with --gpus: chosen]")
@@ -91,7 +93,12 @@ def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, 
 @click.option(
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Another value for a key of the configuration."
 )
-@click.option("--time-limit", type=float, metavar="SECONDS", help="Longest search.  [default: 10; with --gpus: 20]")
+@click.option(
+    "--time-limit",
+    type=float,
+    metavar="SECONDS",
+    help="Longest search.  [default: 10; with --gpus: 20 up to 64, 60 up to 1,024, else 120]",
+)
 @click.option(
     "--profile", "profile_file", default=PROFILE_FILE, show_default=True, type=PATH, help="Where to write the profile."
 )
@@ -113,18 +120,17 @@ def layout(config: str, profile_file: Path, output: Path, as_json: bool, **dials
     """
     from gplan.files import json_files
     from gplan.interop.export.exporters import export
-    from gplan.interop.width_search import layout_of
+    from gplan.interop.machine_layout import layout_of
     from gplan.reporting.text.widths import widths_text
 
     found = layout_of(config, on_start=lambda text: click.echo(text, err=True), **dials)
-    best = found.found[0]
-    made = export(best.exported, to=dials["receiver"], profile=best.profile)
-    json_files.save(best.profile, profile_file)
-    json_files.save(best.exported, output)
+    made = export(found.exported, to=dials["receiver"], profile=found.profile)
+    json_files.save(found.profile, profile_file)
+    json_files.save(found.exported, output)
     for line in () if as_json else widths_text(found):
         click.echo(line, err=True)
     print_result(made, lambda: made.text.removesuffix("\n"), as_json=as_json)
-    notes = (*best.plan.notes, *best.profile.notes, *made.notes, f"wrote {profile_file} and {output}")
+    notes = (*found.plan.notes, *found.profile.notes, *made.notes, f"wrote {profile_file} and {output}")
     for note in () if as_json else notes:
         click.echo(f"note: {note}", err=True)
 

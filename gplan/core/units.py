@@ -214,6 +214,56 @@ def parse_link(text: str) -> tuple[float, float]:
     return _within(RATE, float(parse_bytes(amount)), text), _within(SECONDS, latency_s, text)
 
 
+_NETWORK = re.compile(
+    r"\s*(?P<amount>\d+(?:\.\d*)?|\.\d+)\s*(?P<prefix>[kKMGT]?)(?P<unit>b|bit|B)?(?P<per>/s|ps)?\s*"
+    r"(?:[*x×]\s*(?P<rails>\d{1,4})\s*)?(?:,\s*(?P<latency>[^,]+))?"
+)
+_MOST_OF_CARD = 2.5e11  # bytes a second of a network card; above, the unit is probably another one
+
+
+def parse_network(text: str, *, devices_per_node: int) -> tuple[float, float | None]:
+    """Bytes per second of one device to other nodes, and the latency if it is given, from cards of a node: `400Gb/s*8,5us`.
+
+    A small b counts bits, a large one bytes. Without a number of cards each device has one. Raises UsageError for anything
+    else, with the nearest reading.
+
+    >>> parse_network("400Gb/s*8,5us", devices_per_node=8), parse_network("25GB/s", devices_per_node=8)
+    ((50000000000.0, 5e-06), (25000000000.0, None))
+    >>> parse_network("200Gbps*4", devices_per_node=8)
+    (12500000000.0, None)
+    """
+    match = _NETWORK.fullmatch(text)
+    if match is None:
+        likely = re.sub(r"([kmgt])(b|B|bit)(?=/s|ps)", lambda x: x[1].upper() + x[2], text)
+        if likely != text and _NETWORK.fullmatch(likely):
+            raise UsageError(f"{text!r} has an unknown prefix; did you mean {likely}?")
+        raise UsageError(
+            f"{text!r} is no network; write the rate of a card, the cards of a node and the latency like 400Gb/s*8,5us, or "
+            "the rate of one device like 50GB/s,5us"
+        )
+    amount, prefix, rails = match["amount"], match["prefix"], match["rails"]
+    behind = (f"*{rails}" if rails else "") + (f",{match['latency']}" if match["latency"] else "")
+    if not match["unit"] or not match["per"]:
+        raise UsageError(f"{text!r} has no unit of a rate; did you mean {amount}{prefix or 'G'}b/s{behind} (bits)?")
+    scale = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[prefix]
+    bytes_per_s = float(amount) * scale / (1 if match["unit"] == "B" else 8)
+    if bytes_per_s > _MOST_OF_CARD:
+        nearest = (
+            f"did you mean {amount}{prefix}b/s{behind} (bits)?" if match["unit"] == "B" else "give the rate of one card"
+        )
+        raise UsageError(f"{text!r} is {bytes_per_s / 1e9:,.0f} GB/s a card, more than any has; {nearest}")
+    if rails:
+        if not int(rails):
+            raise UsageError(f"{text!r} has no cards; expected at least 1 a node, such as 400Gb/s*8")
+        bytes_per_s *= int(rails) / devices_per_node
+    latency_s = None if match["latency"] is None else _within(SECONDS, parse_seconds(match["latency"]), text)
+    if latency_s is not None and latency_s >= 1e-2:
+        raise UsageError(
+            f"{text!r} has a latency of {seconds_text(latency_s)}; did you mean {match['latency'].rstrip('mµus ')}us?"
+        )
+    return _within(RATE, bytes_per_s, text), latency_s
+
+
 def _within(bounds: Bounds, value: NumberT, text: str) -> NumberT:
     """The value; raises UsageError where a file could not hold it."""
     if wrong := bounds.violation(value):

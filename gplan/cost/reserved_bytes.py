@@ -11,7 +11,7 @@ Steady micro-batches repeat: a few more than fill the pipeline are replayed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -37,6 +37,12 @@ class StageTensors:
     states: tuple[int, ...] = ()  # that the first update makes
     update: tuple[int, ...] = ()  # that each update needs for a moment
     received: int = 0  # of a micro-batch, from another device
+
+
+def with_reserved(plan: Plan, profile: Profile) -> Plan:
+    """The plan with what its devices reserve and what is taken beside that; the plan itself where that is not known."""
+    reserved = device_reserved_bytes(plan, profile)
+    return replace(plan, reserved_bytes=reserved, context_bytes=CONTEXT_BYTES) if reserved else plan
 
 
 def device_reserved_bytes(plan: Plan, profile: Profile) -> tuple[int, ...]:

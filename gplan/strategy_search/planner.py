@@ -20,7 +20,7 @@ from gplan.core import OBJECTIVES, Alternative, Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.progress import Progress, no_progress
 from gplan.core.units import bytes_text, counted, memory_size_text, seconds_text
-from gplan.cost.reserved_bytes import CONTEXT_BYTES, device_reserved_bytes
+from gplan.cost.reserved_bytes import CONTEXT_BYTES, with_reserved
 from gplan.graph.down_sets import DownSets, Prefixes
 from gplan.partition.balance import alternative_of, balance_fixed
 from gplan.partition.candidates import TooManyCandidates
@@ -63,17 +63,14 @@ def _with_reserved(profile: Profile, request: PlanRequest, solved: Callable[[Pla
     """
     within = request
     for _ in range(_NUM_TRIES):
-        found = solved(within)
-        reserved = device_reserved_bytes(found, profile)
-        if not reserved:
+        found = with_reserved(solved(within), profile)
+        if not found.reserved_bytes:
             return found
         limit = profile.device.memory_bytes if request.memory_bytes is None else request.memory_bytes
-        found = replace(
-            found, reserved_bytes=reserved, context_bytes=CONTEXT_BYTES, memory_limit_bytes=limit,
-        )  # fmt: skip
+        found = replace(found, memory_limit_bytes=limit)
         if limit is None or found.device_total_bytes <= limit or request.machine is not None:
             return found
-        beside = max(x - y for x, y in zip(reserved, found.device_peak_bytes, strict=True)) + CONTEXT_BYTES
+        beside = max(x - y for x, y in zip(found.reserved_bytes, found.device_peak_bytes, strict=True)) + CONTEXT_BYTES
         within = replace(request, memory_bytes=max(1, min(limit - beside, (within.memory_bytes or limit) - 1)))
     return replace(
         found, notes=(*found.notes, "the fullest device needs more with what its allocator reserves than it has")

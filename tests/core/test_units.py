@@ -12,6 +12,7 @@ from gplan.core.units import (
     parse_bytes,
     parse_link,
     parse_memory,
+    parse_network,
     parse_seconds,
     percent_text,
     seconds_text,
@@ -83,3 +84,21 @@ def test_binary_and_decimal_units_differ() -> None:
 def test_a_signed_percentage_shows_its_sign() -> None:
     assert percent_text(0.034, signed=True) == "+3.4 %"
     assert percent_text(-0.034, signed=True) == "-3.4 %"
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ("400", "did you mean 400Gb/s"),
+        ("400Gb", "did you mean 400Gb/s"),
+        ("400GB/s*8,5us", r"400 GB/s a card, more than any has; did you mean 400Gb/s\*8,5us \(bits\)"),
+        ("3.2Tb/s", "give the rate of one card"),
+        ("400gb/s*8", r"did you mean 400Gb/s\*8"),
+        ("400Gb/s*0", "expected at least 1 a node"),
+        ("400Gb/s*8,5s", "a latency of 5.00 s; did you mean 5us"),
+        ("fast", "is no network; write the rate of a card"),
+    ],
+)
+def test_a_network_in_another_unit_is_refused_with_the_nearest_reading(text: str, nearest: str) -> None:
+    with pytest.raises(UsageError, match=nearest):
+        parse_network(text, devices_per_node=8)

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gplan.core import Plan, Profile
-from gplan.interop.export.requirements import Export, skipping_values, split_weights, stage_comments
+from gplan.interop.export.requirements import Export, computed_widths, skipping_values, split_weights, stage_comments
 from gplan.interop.receivers import RECEIVERS, check_plan, decoder_of
 
 
@@ -36,6 +36,10 @@ def to_deepspeed(plan: Plan, profile: Profile | None) -> Export:
     interval = (
         0 if plan.recompute == "never" else max(x.num_layers for x in plan.stages)
     )  # so stages are recomputed whole
+    widths = computed_widths(profile)
+    state = '    "bf16": {"enabled": True},\n' if widths else ""  # of a computed profile
+    if widths.get("data", 1) > 1:
+        state += '    "zero_optimization": {"stage": 1},\n'
     text = f"""from deepspeed.pipe import PipelineModule
 
 {comments}
@@ -54,7 +58,7 @@ CONFIG = {{
     "train_batch_size": {plan.batch_size},
     "train_micro_batch_size_per_gpu": {plan.microbatch_size},
     "gradient_accumulation_steps": {plan.num_microbatches},
-}}
+{state}}}
 """
     num_layers, num_ranks = len(plan.layer_names), plan.num_ranks
     notes = [
@@ -63,6 +67,11 @@ CONFIG = {{
         "DeepSpeed documents no other way to set the parts; the class overrides a private method",
         "DeepSpeed clips gradients to a norm of 1 unless the configuration has another gradient_clipping; 0.0 clips nothing",
     ]
+    if others := {x: y for x, y in widths.items() if x in ("tensor", "context", "expert") and y > 1}:
+        counts = ", ".join(f"{x} {y}" for x, y in others.items())
+        notes.append(
+            f"the plan counts with {counts}, which DeepSpeed takes from the model's own mpu, not from its configuration"
+        )
     makers, split = skipping_values(plan, profile), split_weights(plan, profile)
     if makers:
         notes.append(f"what {', '.join(makers)} makes skips layers: the layers between must pass it on in a tuple")

@@ -73,10 +73,14 @@ def _widths(profile: Profile | None) -> list[tuple[str, str | int]]:
 
 
 def _switches(profile: Profile | None) -> list[str]:
-    """The flags without which the computed costs do not hold: sequence parallelism, and the distributed optimizer."""
+    """The flags without which the computed costs do not hold, and the usual overlap of the replicas' collectives."""
     widths = computed_widths(profile)
     found = ["--sequence-parallel"] * (widths.get("tensor", 1) > 1)
-    return found + ["--use-distributed-optimizer"] * (widths.get("data", 1) * widths.get("context", 1) > 1)
+    if widths.get("data", 1) * widths.get("context", 1) > 1:
+        found += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    if widths.get("expert", 1) > 1:  # the tokens go by all-to-all, and experts multiply theirs together
+        found += ["--moe-token-dispatcher-type alltoall", "--moe-grouped-gemm"]
+    return found
 
 
 def to_verl(plan: Plan, profile: Profile | None) -> Export:
@@ -161,6 +165,11 @@ def _notes(plan: Plan, profile: Profile | None, decoder: DecoderLayers) -> tuple
         f"{plan.num_devices} ranks, times those of tensor and context",
         "Megatron-LM calls this argument experimental",
     ]
+    if "--overlap-grad-reduce" in _switches(profile):
+        notes.append(
+            "the plan counts the collectives of replicas behind the last backward; the two overlap flags hide some of them, so that a "
+            "step may be shorter"
+        )
     blocks = [] if profile is None else [profile.layers[i] for i in decoder.blocks]
     kinds = dict.fromkeys(f"{x.kind} of {x.num_parameters} parameters" for x in blocks)
     if len(kinds) > 1:

@@ -89,6 +89,10 @@ def planned(config: Trainer.Config) -> Trainer.Config:
     return Export(format="torchtitan", text=text, notes=(*notes, *schedule.notes))
 
 
+_AUTOMODEL_SIZES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data"}
+"""Automodel's names of widths."""
+
+
 def to_automodel(plan: Plan, profile: Profile | None) -> Export:
     """Python: `PIPELINE`, a PipelineConfig; raises UsageError for what Automodel cannot split or run."""
     check_plan("automodel", plan, profile)
@@ -98,9 +102,14 @@ def to_automodel(plan: Plan, profile: Profile | None) -> Export:
     lists = "".join(f"        {quoted(names)},\n" for names in stages)
     order = f'    pp_schedule="{schedule.name or _schedule_for_file(plan)}",\n'
     order += "" if schedule.name else f'    pp_schedule_csv="{CSV_FILE}",\n'
+    widths = computed_widths(profile)
+    sizes = {"pp": plan.num_devices, **{x: widths.get(y, 1) for x, y in _AUTOMODEL_SIZES.items()}}
+    mesh = "DISTRIBUTED = " + repr({"strategy": "fsdp2", **{f"{x}_size": y for x, y in sizes.items()}}).replace(
+        "'", '"'
+    )
     text = f"""from nemo_automodel.components.distributed.pipelining.config import PipelineConfig
 
-PIPELINE = PipelineConfig(
+{mesh + chr(10) * 2 if widths else ""}PIPELINE = PipelineConfig(
 {order}    pp_microbatch_size={plan.microbatch_size},
     pp_batch_size={plan.num_microbatches * plan.microbatch_size},
     scale_grads_in_schedule={plan.loss_reduction == "mean"},
@@ -109,7 +118,8 @@ PIPELINE = PipelineConfig(
 )
 """
     notes = (
-        f"pp_size is {plan.num_devices} in the device mesh; the same keys serve in a YAML recipe under distributed.pipeline",
+        f"pp_size is {plan.num_devices} in the device mesh; the same keys serve in a YAML recipe under distributed, those of PIPELINE under "
+        "distributed.pipeline",
         *schedule.notes,
     )
     return Export(format="automodel", text=text, notes=notes)

@@ -274,11 +274,27 @@ def decoder_profile(
 
 def check_widths(decoder: Decoder, widths: Widths) -> None:
     """Raise UsageError for widths that do not divide a model."""
-    for what, count, width in (
-        ("heads", decoder.num_attention_heads, widths.tensor),
-        ("linear attention heads", decoder.linear_num_value_heads, widths.tensor),
-        ("experts", decoder.routed_experts, widths.expert),
-        ("tokens of a sequence", widths.sequence_length, widths.context * widths.tensor),
-    ):
+    sizes = {"tensor": widths.tensor, "context": widths.context, "expert": widths.expert}
+    for what, count, width, flag in divisions(decoder, **sizes, sequence_length=widths.sequence_length):
         if count % width:
-            raise UsageError(f"{count} {what} cannot be divided over {width} ranks; expected a divisor of {count}")
+            raise UsageError(indivisible_text(what, count, width, flag))
+
+
+def divisions(
+    decoder: Decoder, *, tensor: int, context: int, expert: int, sequence_length: int
+) -> tuple[tuple[str, int, int, str], ...]:
+    """What is divided: its name, how many there are, over how many ranks, and the option that says so."""
+    return (
+        ("heads", decoder.num_attention_heads, tensor, "--tensor"),
+        ("linear attention heads", decoder.linear_num_value_heads, tensor, "--tensor"),
+        ("experts", decoder.routed_experts, expert, "--expert"),
+        ("tokens of a sequence", sequence_length, context * tensor, "--context"),
+    )
+
+
+def indivisible_text(what: str, count: int, width: int, flag: str) -> str:
+    """Why so many ranks cannot divide something, with the nearest numbers that can."""
+    below = max(x for x in range(1, min(width, count) + 1) if count % x == 0)
+    above = next((x for x in range(width, count + 1) if count % x == 0), below)
+    near = f"{below}" if above == below else f"{below} or {above}"
+    return f"{count} {what} cannot be divided over {width} ranks; the nearest divisors are {near} ({flag})"

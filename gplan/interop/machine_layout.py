@@ -1,0 +1,101 @@
+"""The layout of a language model from its configuration: all widths chosen for a machine, or the cut for widths given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from gplan.core import Link
+from gplan.core.errors import UsageError
+from gplan.core.units import parse_network
+from gplan.interop.planning import best_for_receiver
+from gplan.interop.width_choices import Choice
+from gplan.interop.width_search import Found, Widest, WidthSearch
+from gplan.partition.even_cuts import EvenCut
+from gplan.schedules.registry import default_num_microbatches
+from gplan_profiler.analytic.decoder_config import Widths, load_decoder, parse_settings
+from gplan_profiler.analytic.decoder_profile import check_widths, num_parameters
+from gplan_profiler.analytic.hardware import load_hardware
+
+
+def layout_of(
+    config: str,
+    *,
+    receiver: str,
+    hardware: str,
+    num_gpus: int | None = None,
+    gpus_per_node: int | None = None,
+    network: str | None = None,
+    batch_size: int | None = None,
+    microbatches: int | None = None,
+    sequence_length: int = 4096,
+    expert_tensor: int = 0,
+    memory_bytes: int | None = None,
+    settings: Sequence[str] = (),
+    time_limit: float | None = None,
+    on_start: Callable[[str], None] = lambda _: None,
+    **dials: Any,
+) -> Widest:
+    """The layouts of a configuration: the best for all devices of a machine, or the one of the widths that are given.
+
+    `dials` are tensor, context, expert, data, num_devices (of a pipeline), num_chunks, microbatch_size and recompute.
+    Raises UsageError, FileError or NoPlanError for what cannot be, with the nearest choice that can.
+    """
+    decoder, device = load_decoder(config, parse_settings(settings)), load_hardware(hardware)
+    total, active = num_parameters(decoder)
+    each = f", {active / 1e9:.2f} billion of them for each token" if active < total else ""
+    on_start(f"{config}: {total / 1e9:.2f} billion parameters{each}")
+    if gpus_per_node is not None:
+        if gpus_per_node < 1:
+            raise UsageError(f"--gpus-per-node is {gpus_per_node}; expected at least 1, such as 8")
+        device = replace(device, devices_per_node=gpus_per_node)
+    if network is not None:
+        bytes_per_s, latency_s = parse_network(network, devices_per_node=device.devices_per_node)
+        latency_s = device.network.latency_s if latency_s is None else latency_s
+        device = replace(device, network=Link(latency_s=latency_s, bytes_per_s=bytes_per_s))
+    fixed = {"pipeline" if x == "num_devices" else x: y for x, y in dials.items()}
+    if time_limit is not None and not time_limit > 0:
+        raise UsageError(f"--time-limit is {time_limit:g} seconds; expected more than 0")
+    search = WidthSearch(
+        name=config, decoder=decoder, hardware=device, num_devices=1 if num_gpus is None else num_gpus, batch_size=1024 if batch_size is None else batch_size,
+        sequence_length=sequence_length, receiver=receiver, memory_bytes=memory_bytes, fixed=fixed,
+        time_limit_s=time_limit,
+    )  # fmt: skip
+    if num_gpus is None:
+        whole = replace(search, memory_bytes=memory_bytes or device.memory_bytes)
+        return _of_given_widths(whole, dials, expert_tensor, microbatches, time_limit)
+    return search.run()
+
+
+def _of_given_widths(
+    search: WidthSearch, dials: dict[str, Any], expert_tensor: int, microbatches: int | None, time_limit_s: float | None
+) -> Widest:
+    """The layout of one setting, with the best cut; `search` says the model and the device."""
+    if dials["num_devices"] is None:
+        raise UsageError("give --gpus N to have all widths chosen for N devices, or --pp K for a pipeline of K devices")
+    given = {name: dials[name] or 1 for name in ("tensor", "context", "expert", "data")}
+    widths = Widths(
+        **given, expert_tensor=expert_tensor, pipeline=dials["num_devices"], sequence_length=search.sequence_length
+    )
+    check_widths(search.decoder, widths)
+    count = default_num_microbatches(widths.pipeline) if microbatches is None else microbatches
+    size = dials["microbatch_size"] or 1
+    if size < 1:
+        raise UsageError(f"a micro-batch has {size} samples; expected at least 1")
+    choice = Choice(
+        widths=widths, num_chunks=1 if dials["num_chunks"] is None else dials["num_chunks"], microbatch_size=size,
+        recompute=dials["recompute"] or "never", num_microbatches=count,
+    )  # fmt: skip
+    profile = search.profile_of(widths, size)
+    plan = best_for_receiver(
+        profile, receiver=search.receiver, num_chunks=choice.num_chunks, memory_bytes=search.usable_bytes,
+        time_limit_s=time_limit_s, **search.counts_of(choice),
+    )  # fmt: skip
+    ends = np.array([x.end_layer for x in plan.stages])
+    one = Found(choice=choice, cut=EvenCut(ends=ends, step_s=plan.prediction.step_s, peak_bytes=plan.peak_bytes))
+    return Widest(
+        plan=plan, profile=profile, receiver=search.receiver, found=(one,), lower_bound_s=plan.proof.lower_bound_s
+    )

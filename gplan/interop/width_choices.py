@@ -1,0 +1,194 @@
+"""The settings of a machine and a model: widths that divide devices, heads, experts and tokens, and how they are run.
+
+A tensor group stays inside a node. The devices of a stage are tensor x context x data; experts lie within them. A batch is
+divided into micro-batches of whole samples. Dials that are given leave one value; where nothing is left, the reason names
+the nearest values that work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+
+from gplan.core.errors import UsageError
+from gplan.core.units import counted
+from gplan_profiler.analytic.decoder_config import Decoder, Widths
+from gplan_profiler.analytic.decoder_profile import divisions, indivisible_text
+from gplan_profiler.analytic.hardware import Hardware
+
+MICROBATCH_SIZES = (1, 2, 4, 8)
+_MOST_CONTEXT, _LONG = 16, 8192  # tokens from which on sequences are divided over ranks
+_FEW_CHUNKS = 6
+_OPTIONS = {
+    "tensor": "--tensor", "context": "--context", "expert": "--expert", "data": "--data", "pipeline": "--pp",
+    "num_chunks": "--vpp", "microbatch_size": "--microbatch-size", "recompute": "--recompute",
+}  # fmt: skip
+"""The dials that may be given."""
+_RECOMPUTE = ("never", "always")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A setting: widths, and how they are run."""
+
+    widths: Widths
+    num_chunks: int
+    microbatch_size: int
+    recompute: str
+    num_microbatches: int
+
+    def __str__(self) -> str:
+        split = self.widths
+        found = [f"tensor {split.tensor}", f"pipeline {split.pipeline}", f"data {split.data}"]
+        found += [f"context {split.context}"] * (split.context > 1)
+        found += [f"expert {split.expert}"] * (split.expert > 1)
+        found += [f"{self.num_chunks} stages a device"] * (self.num_chunks > 1)
+        found += [f"micro-batches of {self.microbatch_size}"]
+        return ", ".join(found + ["recompute"] * (self.recompute == "always"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WidthSpace:
+    """The settings; a dial that is None is open."""
+
+    decoder: Decoder
+    hardware: Hardware
+    num_devices: int
+    batch_size: int
+    sequence_length: int
+    fixed: dict[str, int | str | None] = field(default_factory=dict)  # dials that are given, by their names
+
+    def choices(self) -> Iterator[Choice]:
+        """Every setting whose counts fit together."""
+        for widths in self._widths():
+            for size in self._values("microbatch_size", MICROBATCH_SIZES):
+                num_microbatches, rest = divmod(self.batch_size, size * widths.data)
+                if rest or not num_microbatches:
+                    continue
+                for chunks in self._values("num_chunks", self._chunks(widths.pipeline)):
+                    if chunks > 1 and (widths.pipeline == 1 or num_microbatches % widths.pipeline):
+                        continue
+                    for recompute in _RECOMPUTE:
+                        if self.fixed.get("recompute") in (None, recompute):
+                            yield Choice(
+                                widths=widths, num_chunks=chunks, microbatch_size=size, recompute=recompute,
+                                num_microbatches=num_microbatches,
+                            )  # fmt: skip
+
+    def _widths(self) -> Iterator[Widths]:
+        """Widths that use every device."""
+        every = divisors(self.num_devices)
+        tensors = [x for x in every if x <= self.hardware.devices_per_node and self._is_divided_by(x)]
+        contexts = [x for x in every if x <= _MOST_CONTEXT] if self.sequence_length >= _LONG else [1]
+        pipelines = [x for x in every if x <= self.decoder.num_hidden_layers]
+        for tensor, context, pipeline in product(
+            self._values("tensor", tensors), self._values("context", contexts), self._values("pipeline", pipelines)
+        ):
+            data, rest = divmod(self.num_devices, tensor * context * pipeline)
+            is_whole = not rest and data and not self.sequence_length % (tensor * context)
+            if is_whole and self.fixed.get("data") in (None, data):
+                for expert in self._values("expert", self._experts(tensor * context * data)):
+                    yield Widths(
+                        tensor=tensor, context=context, expert=expert, expert_tensor=1 if expert > 1 else 0, data=data,
+                        pipeline=pipeline, sequence_length=self.sequence_length,
+                    )  # fmt: skip
+
+    def _chunks(self, pipeline: int) -> list[int]:
+        """Stages of a device: a few, and more where blocks, with the ends or without, are shared out evenly."""
+        num_blocks = self.decoder.num_hidden_layers
+        most = 1 if pipeline == 1 else (num_blocks + 2) // pipeline
+        is_even = {x for x in range(1, most + 1) for ends in range(3) if not (num_blocks + ends) % (x * pipeline)}
+        return [x for x in range(1, most + 1) if x <= _FEW_CHUNKS or x in is_even]
+
+    def _values(self, name: str, choices: Sequence[int]) -> Sequence[int]:
+        given = self.fixed.get(name)
+        return choices if given is None else (int(given),)
+
+    def _is_divided_by(self, tensor: int) -> bool:
+        model = self.decoder
+        counts = (
+            model.num_key_value_heads or model.num_attention_heads,
+            model.num_attention_heads,
+            model.linear_num_value_heads,
+        )
+        return not any(x % tensor for x in counts)
+
+    def _experts(self, num_ranks: int) -> list[int]:
+        experts = self.decoder.routed_experts
+        return [x for x in divisors(num_ranks) if experts % x == 0] if experts else [1]
+
+    def check(self) -> None:
+        """Raise UsageError for a dial that cannot be, with the nearest value that can."""
+        given = {name: value for name, value in self.fixed.items() if isinstance(value, int)}
+        for name, value in given.items():
+            if value < 1:
+                raise UsageError(f"{_OPTIONS[name]} is {value}; expected at least 1")
+        for flag, number in (
+            ("--gpus", self.num_devices),
+            ("--batch-size", self.batch_size),
+            ("--sequence-length", self.sequence_length),
+        ):
+            if number < 1:
+                raise UsageError(f"{flag} is {number}; expected at least 1")
+        tensor, per_node = given.get("tensor", 1), self.hardware.devices_per_node
+        if tensor > per_node:
+            raise UsageError(
+                f"a tensor group of {tensor} does not fit a node of {counted(per_node, 'device')}, and links between nodes are too slow "
+                f"for it; take --tensor {_nearest(per_node, divisors(self.decoder.num_attention_heads))}, or --gpus-per-node {tensor} if one "
+                "fast link connects as many"
+            )
+        sizes = {x: given.get(x, 1) for x in ("tensor", "context", "expert")}
+        for what, count, width, flag in divisions(self.decoder, **sizes, sequence_length=self.sequence_length):
+            if count % width:
+                raise UsageError(indivisible_text(what, count, width, flag))
+        if given.get("expert", 1) > 1 and not self.decoder.routed_experts:
+            raise UsageError(f"--expert is {given['expert']}, and the model has no experts; leave it out")
+        if (pipeline := given.get("pipeline", 1)) > self.decoder.num_hidden_layers:
+            raise UsageError(
+                f"a pipeline of {pipeline} devices has fewer than one of {self.decoder.num_hidden_layers} blocks on each; take --pp "
+                f"{_nearest(self.decoder.num_hidden_layers, divisors(self.num_devices))}"
+            )
+        whole = prod(given.get(x, 1) for x in ("tensor", "context", "pipeline", "data"))
+        if self.num_devices % whole:
+            more = -(-self.num_devices // whole) * whole
+            raise UsageError(
+                f"the widths that are given need a multiple of {whole} devices, not {self.num_devices}; try {more} devices, or leave a "
+                "width open"
+            )
+
+    def no_choice_text(self) -> str:
+        """Why no counts fit together, with the nearest batch that does."""
+        steps = {
+            size * widths.data for widths in self._widths() for size in self._values("microbatch_size", MICROBATCH_SIZES)
+        }  # fmt: skip
+        given = ", ".join(f"{_OPTIONS[x]} {y}" for x, y in self.fixed.items() if y is not None)
+        having = f" with {given}" if given else ""
+        if not steps:
+            return (
+                f"no widths use all of {self.num_devices} devices{having}: the model has {self.decoder.num_attention_heads} heads and "
+                f"{self.decoder.num_hidden_layers} blocks; leave a width open, or try {_nearest_power(self.num_devices)} devices"
+            )
+        near = min((max(1, round(self.batch_size / x)) * x for x in steps), key=lambda x: abs(x - self.batch_size))
+        chunks = self.fixed.get("num_chunks")
+        if isinstance(chunks, int) and chunks > 1 and near == self.batch_size:
+            return (
+                f"{chunks} stages a device need a multiple of the pipeline's devices as micro-batches, and {self.batch_size} samples give "
+                f"none{having}; leave --vpp open"
+            )
+        return f"a batch of {self.batch_size} samples is divided by no widths of {self.num_devices} devices{having}; the nearest that is: {near}"
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, rising."""
+    return [x for x in range(1, number + 1) if number % x == 0]
+
+
+def _nearest(number: int, choices: Sequence[int]) -> int:
+    """The largest choice up to a number."""
+    return max(x for x in choices if x <= number)
+
+
+def _nearest_power(number: int) -> int:
+    return 1 << max(0, number.bit_length() - 1)

@@ -1,0 +1,206 @@
+"""Good partitions of a language model without a search: blocks counted out by rule, the best of them by simulation.
+
+Equal devices hold equally many blocks, but for the first and the last, which also have the embeddings and the head. What is
+left over goes off devices in a few orders. The blocks of a device lie on its stages so that all devices have theirs of one
+round of interleaved 1F1B alike: where one stage of a round is longer, all devices wait for it. Beside these there are cuts
+at equal shares of the time of all layers, for blocks that differ. A step grows by the same seconds with every K
+micro-batches once the pipeline is full, so each partition is simulated with few of them, and its step extrapolated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+
+from gplan.graph.down_sets import Floats, Ints
+from gplan.partition.batch_simulation import Delay, simulate_window
+from gplan.partition.candidates import stage_seconds
+from gplan.partition.problem import Problem, moments_of
+
+Counts: TypeAlias = tuple[int, ...]
+_MOST_ROUNDS = 8  # ways in which the rounds of a device's stages are filled
+_MOST_HELD = 3  # times K micro-batches: an order of 1F1B holds no more with others
+_SOME = (0.0, 0.3, 0.7, 1.0)  # where devices are whose memory is looked at for all partitions
+_NUM_CHECKED = 4  # of the fastest partitions, whose memory is looked at on all devices
+_FEW = (2, 3)  # times K micro-batches, with which steps are simulated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvenCut:
+    """A partition, where its stages end [S], its step, and the most that a device holds."""
+
+    ends: Ints
+    step_s: float
+    peak_bytes: int
+
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each stage."""
+        return tuple(tuple(range(first, end)) for first, end in pairwise([0, *self.ends.tolist()]))
+
+
+def priced_cut(problem: Problem, ends: Ints) -> EvenCut:
+    """A partition with its simulated step."""
+    columns = np.asarray(ends)[:, None]
+    step_s = float(_steps_s(problem, columns, problem.num_microbatches)[0])
+    return EvenCut(ends=columns[:, 0], step_s=step_s, peak_bytes=int(_peaks(problem, columns)[0]))
+
+
+def with_few_microbatches(problem: Problem) -> Problem:
+    """The same problem with as few micro-batches as hold as much memory as all of them."""
+    few = min(problem.num_microbatches, _MOST_HELD * problem.num_devices)
+    return replace(problem, costs=replace(problem.costs, num_microbatches=few))
+
+
+def best_even_cut(problem: Problem, blocks: range, *, head: int) -> EvenCut | None:
+    """The best of the partitions that fit the memory; None where none does.
+
+    The layers from `head` on are on the last stage.
+    """
+    ends = _possible(problem, [*_cuts_by_counts(problem, blocks, head), *_cuts_by_time(problem, blocks)])
+    if not ends.size:
+        return None
+    limit = problem.memory_of(0)
+    if limit is not None:
+        ends = ends[:, _peaks(problem, ends, _SOME) <= limit]
+    steps_s = _estimates_s(problem, ends) if ends.size else np.zeros(0)
+    for i in np.argsort(steps_s, kind="stable")[:_NUM_CHECKED]:
+        peaks = _peaks(problem, ends[:, i : i + 1])
+        if limit is None or peaks[0] <= limit:
+            return EvenCut(ends=ends[:, i], step_s=float(steps_s[i]), peak_bytes=int(peaks[0]))
+    return None
+
+
+def _first(ends: Ints) -> Ints:
+    """[S, N]: where the stages begin."""
+    return np.vstack([np.zeros((1, ends.shape[1]), dtype=np.int64), ends[:-1]])
+
+
+def _peaks(problem: Problem, ends: Ints, devices: Sequence[float] = ()) -> Ints:
+    """[N]: the most that a device holds, or one of those at some shares of the pipeline."""
+    few, first = with_few_microbatches(problem), _first(ends)
+    places = {round(x * (problem.num_devices - 1)) for x in devices} or range(problem.num_devices)
+    peaks = np.zeros(ends.shape[1], dtype=np.int64)
+    for stages in (few.stages_by_device[x] for x in sorted(places)):
+        parts = [few.costs.part_rows(first[k], ends[k], few.boundaries(k)) for k in stages]
+        peaks = np.maximum(peaks, moments_of(few, *stages).peak(parts))
+    return peaks
+
+
+def _possible(problem: Problem, found: Sequence[Sequence[int]]) -> Ints:
+    """[S, N]: the different partitions whose stages have layers and keep together what must be."""
+    names = [x.name for x in problem.costs.profile.layers]
+    kept = [(names.index(a), names.index(b)) for a, b in problem.constraints.keep_together]
+    free = np.array([not any(a < cut <= b for a, b in kept) for cut in range(len(names) + 1)])
+    ends = np.array(sorted(set(map(tuple, found))), dtype=np.int64).T.reshape(problem.num_stages, -1)
+    rises = np.diff(ends, axis=0, prepend=0).min(axis=0) > 0
+    possible: Ints = ends[:, rises & free[ends].all(axis=0)]
+    return possible
+
+
+def _estimates_s(problem: Problem, ends: Ints) -> Floats:
+    """[N]: the steps of partitions, exact where there are few micro-batches."""
+    num, num_devices = problem.num_microbatches, problem.num_devices
+    fewer, more = (x * num_devices for x in _FEW)
+    if num <= more:
+        return _steps_s(problem, ends, num)
+    more_s = _steps_s(problem, ends, more)
+    return more_s + (num - more) / num_devices * (more_s - _steps_s(problem, ends, fewer))
+
+
+def _steps_s(problem: Problem, ends: Ints, num_microbatches: int) -> Floats:
+    """[N]: the simulated steps with so many micro-batches."""
+    first = _first(ends)
+    window = [stage_seconds(problem, stage, first[stage], ends[stage]) for stage in range(problem.num_stages)]
+    few = replace(problem, costs=replace(problem.costs, num_microbatches=num_microbatches))
+    return simulate_window(few, window, first_stage=0, delay=Delay()).optimizer_s
+
+
+def _cuts_by_counts(problem: Problem, blocks: range, head: int) -> Iterator[list[int]]:
+    """Where the stages end, by numbers of blocks; multi-token prediction with the head, or before it."""
+    for counts in _counts(problem, blocks):
+        ends = (blocks.start + np.cumsum(counts)).tolist()
+        for tail in {blocks.stop, head} if counts[-1] == 0 else {blocks.stop}:
+            before = [max(x, tail) if i == len(ends) - 2 and counts[-1] == 0 else x for i, x in enumerate(ends)]
+            yield [*before[:-1], problem.num_layers]
+
+
+def _counts(problem: Problem, blocks: range) -> Iterator[list[int]]:
+    """Numbers of blocks of each stage."""
+    num_devices, num_blocks = problem.num_devices, len(blocks)
+    num_chunks = problem.num_stages // num_devices
+    seconds = _layer_s(problem)
+    block_s = max(seconds[list(blocks)].mean(), 1e-12)
+    behind = seconds[blocks.stop :].sum() / block_s  # of the head, in blocks
+    lighter = {0, int(behind), -(-behind // 1), max(0, round(behind) - 1)}
+    fullest = {-(-num_blocks // num_devices), int(-(-(num_blocks + behind) // num_devices))}
+    for most in {y for x in fullest for y in (x, x + 1)}:
+        for less in lighter:
+            for loads in _loads(num_devices, num_blocks, most, int(less)):
+                for rounds in _rounds(num_chunks):
+                    yield _spread(loads, rounds)
+
+
+def _loads(num_devices: int, num_blocks: int, most: int, less: int) -> Iterator[list[int]]:
+    """Blocks of each device: at most so many, the last device `less` fewer, and what is over off some in turn."""
+    start = [most] * num_devices
+    start[-1] = max(0, most - less)
+    over = sum(start) - num_blocks
+    if over < 0:
+        return
+    forward, backward = list(range(num_devices)), list(range(num_devices))[::-1]
+    inner = [x for x in backward if x != num_devices - 1]
+    both = [x for pair in zip(forward, backward, strict=True) for x in pair][:num_devices]
+    for order in (forward, backward, inner, both):
+        loads, left = list(start), over
+        while left and order:
+            taken = [x for x in order if loads[x]][:left]
+            if not taken:
+                break
+            for device in taken:
+                loads[device] -= 1
+            left -= len(taken)
+        if not left:
+            yield loads
+
+
+def _rounds(num_chunks: int) -> Iterator[tuple[int, ...]]:
+    """The order in which the rounds of stages get one block more than others."""
+    every = tuple(range(num_chunks))
+    for start in sorted({round(x) for x in np.linspace(0, num_chunks - 1, min(num_chunks, _MOST_ROUNDS))}):
+        yield every[start:] + every[:start]
+
+
+def _spread(loads: Sequence[int], rounds: Sequence[int]) -> list[int]:
+    """The blocks of each stage; the first stage and the last get theirs last, as they have an end beside."""
+    num_devices, num_chunks = len(loads), len(rounds)
+    counts = [0] * (num_devices * num_chunks)
+    for device, load in enumerate(loads):
+        own_last = [0] * (device == 0) + [num_chunks - 1] * (device == num_devices - 1)
+        order = [x for x in rounds if x not in own_last] + [x for x in rounds if x in own_last]
+        each, more = divmod(load, num_chunks)
+        for place, chunk in enumerate(order):
+            counts[chunk * num_devices + device] = each + (place < more)
+    return counts
+
+
+def _cuts_by_time(problem: Problem, blocks: range) -> Iterator[list[int]]:
+    """Cuts at equal shares of the seconds of all layers, rounded in a few ways."""
+    before_s = np.cumsum(_layer_s(problem))
+    shares = np.arange(1, problem.num_stages) / problem.num_stages * before_s[-1]
+    first, last = blocks.start, blocks.stop
+    for part in (0.3, 0.5, 0.7):
+        middle_s = before_s - part * np.diff(before_s, prepend=0.0)
+        ends = np.clip(np.searchsorted(middle_s, shares), first, last)
+        yield [*ends.tolist(), problem.num_layers]
+
+
+def _layer_s(problem: Problem) -> Floats:
+    """[L]: forward and backward of each layer."""
+    every = np.arange(problem.num_layers)
+    times = stage_seconds(problem, 0, every, every + 1)
+    again_s = times.recompute_s if problem.recompute == "always" else 0.0
+    return times.forward_s + times.backward_s + again_s
