@@ -64,8 +64,7 @@ def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, 
 @click.option("--hardware", default="h100", show_default=True, help="A built-in device, or a TOML or JSON file.")
 @click.option(
     "--network",
-    help="To other nodes: rate of a card, cards of a node and latency, 400Gb/s*8,5us; or of one device, 50GB/s,5us.  "
-    "[default: that of the hardware]",
+    help="To other nodes: 400Gb/s*8,5us for 8 cards in a node, or 50GB/s,5us for a device.  [default: the hardware's]",
 )
 @click.option("--pp", "num_devices", type=int, help="Devices in one pipeline.  [default with --gpus: chosen]")
 @click.option("--vpp", "num_chunks", type=int, help="Stages on each device.  [default: 1; with --gpus: chosen]")
@@ -97,7 +96,7 @@ def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, 
     "--time-limit",
     type=float,
     metavar="SECONDS",
-    help="Longest search.  [default: 10; with --gpus: 20 up to 64, 60 up to 1,024, else 120]",
+    help="Longest search.  [default: 10; with --gpus: 20 to 120]",
 )
 @click.option(
     "--profile", "profile_file", default=PROFILE_FILE, show_default=True, type=PATH, help="Where to write the profile."
