@@ -19,7 +19,7 @@ from suite import Rows, markdown, options_of, write_report
 
 from gplan.core.errors import NoPlanError
 from gplan.core.units import bytes_text, percent_text, seconds_text
-from gplan.interop.width_search import Widest, WidthSearch
+from gplan.interop.width_search import ChosenWidths, WidthSearch, default_time_limit_s
 from gplan_profiler.analytic.decoder_config import load_decoder
 from gplan_profiler.analytic.hardware import load_hardware
 
@@ -83,7 +83,7 @@ def search_of(case: Case, **fields: Any) -> WidthSearch:
     )  # fmt: skip
 
 
-def published_best(case: Case) -> Widest:
+def published_best(case: Case) -> ChosenWidths:
     """The published widths, with the faster of recompute and none that fits; without a memory limit where neither does."""
     limits: tuple[int | None, ...] = (None, NO_LIMIT)
     for memory_bytes in limits:
@@ -97,17 +97,16 @@ def published_best(case: Case) -> Widest:
 def run(name: str, case: Case, times: float) -> dict[str, Any]:
     """The row of a case."""
     started_s, processor_s = time.perf_counter(), time.process_time()
-    limit_s = 20.0 if case.num_devices <= 64 else 60.0 if case.num_devices <= 1024 else 120.0
-    best = search_of(case, time_limit_s=times * limit_s).run()
+    chosen = search_of(case, time_limit_s=times * default_time_limit_s(case.num_devices)).run()
     took = {"clock_s": time.perf_counter() - started_s, "processor_s": time.process_time() - processor_s}
     other = published_best(case)
     fits = other.plan.memory_limit_bytes != NO_LIMIT
     return {
         "case": name, "model": case.model, "hardware": case.hardware, "devices": case.num_devices,
-        "batch": case.batch_size, "sequence": case.sequence_length, "chosen": str(best.found[0].choice),
-        "step_s": best.found[0].step_s, "gap": best.gap, "peak_bytes": best.found[0].peak_bytes,
-        "settings": best.num_choices, **took, "published": str(other.found[0].choice), "published_fits": fits,
-        "published_step_s": other.found[0].step_s, "published_peak_bytes": other.found[0].peak_bytes,
+        "batch": case.batch_size, "sequence": case.sequence_length, "chosen": str(chosen.best.choice),
+        "step_s": chosen.best.step_s, "gap": chosen.gap, "peak_bytes": chosen.best.peak_bytes,
+        "settings": chosen.num_choices, **took, "published": str(other.best.choice), "published_fits": fits,
+        "published_step_s": other.best.step_s, "published_peak_bytes": other.best.peak_bytes,
     }  # fmt: skip
 
 

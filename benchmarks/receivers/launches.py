@@ -25,7 +25,7 @@ from suite import REPORTS, markdown
 
 from gplan.interop.export.exporters import export
 from gplan.interop.machine_layout import layout_of
-from gplan.interop.width_search import Widest
+from gplan.interop.width_search import ChosenWidths
 
 DIALS = ("tensor", "context", "expert", "data", "num_devices", "num_chunks", "microbatch_size", "recompute")
 LAUNCHES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -51,9 +51,9 @@ def parser_of(checkout: Path) -> argparse.ArgumentParser:
     return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False))
 
 
-def found_otherwise(parsed: argparse.Namespace, made: Widest) -> list[str]:
+def found_otherwise(parsed: argparse.Namespace, made: ChosenWidths) -> list[str]:
     """The arguments that are not the plan's."""
-    choice, split = made.found[0].choice, made.found[0].choice.widths
+    choice, split = made.best.choice, made.best.choice.widths
     expected = {
         "tensor_model_parallel_size": split.tensor, "pipeline_model_parallel_size": split.pipeline,
         "context_parallel_size": split.context, "expert_model_parallel_size": split.expert,
@@ -83,7 +83,7 @@ def main() -> None:
             problem = ", ".join(found_otherwise(parsed, made))
         except argparse.ArgumentError as error:
             problem = str(error)
-        rows.append((model, str(made.found[0].choice), sum(x.startswith("--") for x in words), problem or "as planned"))
+        rows.append((model, str(made.best.choice), sum(x.startswith("--") for x in words), problem or "as planned"))
         print(*rows[-1], sep=" | ", flush=True)
     version = subprocess.run(
         ["git", "log", "-1", "--format=%h of %as"], cwd=checkout, capture_output=True, text=True, check=False

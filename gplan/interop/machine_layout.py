@@ -13,7 +13,7 @@ from gplan.core.errors import UsageError
 from gplan.core.units import parse_network
 from gplan.interop.planning import best_for_receiver
 from gplan.interop.width_choices import Choice
-from gplan.interop.width_search import Found, Widest, WidthSearch
+from gplan.interop.width_search import ChosenWidths, PlannedChoice, WidthSearch
 from gplan.partition.even_cuts import EvenCut
 from gplan.schedules.registry import default_num_microbatches
 from gplan_profiler.analytic.decoder_config import Widths, load_decoder, parse_settings
@@ -38,7 +38,7 @@ def layout_of(
     time_limit: float | None = None,
     on_start: Callable[[str], None] = lambda _: None,
     **dials: Any,
-) -> Widest:
+) -> ChosenWidths:
     """The layouts of a configuration: the best for all devices of a machine, or the one of the widths that are given.
 
     `dials` are tensor, context, expert, data, num_devices (of a pipeline), num_chunks, microbatch_size and recompute.
@@ -72,7 +72,7 @@ def layout_of(
 
 def _of_given_widths(
     search: WidthSearch, dials: dict[str, Any], expert_tensor: int, microbatches: int | None, time_limit_s: float | None
-) -> Widest:
+) -> ChosenWidths:
     """The layout of one setting, with the best cut; `search` says the model and the device."""
     if dials["num_devices"] is None:
         raise UsageError("give --gpus N to have all widths chosen for N devices, or --pp K for a pipeline of K devices")
@@ -95,7 +95,9 @@ def _of_given_widths(
         time_limit_s=time_limit_s, **search.counts_of(choice),
     )  # fmt: skip
     ends = np.array([x.end_layer for x in plan.stages])
-    one = Found(choice=choice, cut=EvenCut(ends=ends, step_s=plan.prediction.step_s, peak_bytes=plan.peak_bytes))
-    return Widest(
-        plan=plan, profile=profile, receiver=search.receiver, found=(one,), lower_bound_s=plan.proof.lower_bound_s
+    one = PlannedChoice(
+        choice=choice, cut=EvenCut(ends=ends, step_s=plan.prediction.step_s, peak_bytes=plan.peak_bytes)
+    )
+    return ChosenWidths(
+        plan=plan, profile=profile, receiver=search.receiver, planned=(one,), lower_bound_s=plan.proof.lower_bound_s
     )

@@ -71,11 +71,11 @@ def test_the_best_of_all_partitions_of_all_settings(
     best, fastest = made.run(), float("inf")
     for choice in made.space.choices():
         steps = every_step_s(made, choice)
-        assert made.bound_s(choice) <= min(steps, default=float("inf")) * (1 + 1e-9), choice
+        assert made.bounds_of(choice).step_s <= min(steps, default=float("inf")) * (1 + 1e-9), choice
         fastest = min([fastest, *steps])
     assert best.lower_bound_s <= fastest * (1 + 1e-9)
-    assert best.plan.prediction.step_s == pytest.approx(best.found[0].step_s)
-    assert best.found[0].step_s <= fastest * 1.005
+    assert best.plan.prediction.step_s == pytest.approx(best.best.step_s)
+    assert best.best.step_s <= fastest * 1.005
     assert best.gap <= 0.02
 
 
@@ -143,7 +143,7 @@ def test_names_and_dials() -> None:
     )
     common = {"receiver": "megatron", "hardware": "h100", "settings": ["num_hidden_layers=8"], "on_start": told.append}
     found = layout_of("meta-llama/Llama-3.1-8B", **common, **{**dials, "num_devices": 2, "tensor": 2})
-    assert (found.found[0].choice.widths.devices, found.num_choices) == (4, 1)
+    assert (found.best.choice.widths.devices, found.num_choices) == (4, 1)
     assert told == ["meta-llama/Llama-3.1-8B: 2.80 billion parameters"]
     with pytest.raises(UsageError, match="give --gpus N to have all widths chosen"):
         layout_of("llama3-8b", **common, **dials)

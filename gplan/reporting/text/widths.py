@@ -4,33 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gplan.core.units import bytes_text, percent_text, seconds_text
-from gplan.interop.width_search import Found, Widest
+from gplan.core.units import bytes_text, counted, percent_text, seconds_text
+from gplan.interop.width_search import ChosenWidths, PlannedChoice
 from gplan.reporting.text.plan import reserved_text
 
 _NUM_SHOWN = 10
 
 
-def widths_text(found: Widest) -> Iterator[str]:
+def widths_text(chosen: ChosenWidths) -> Iterator[str]:
     """The lines, best first."""
-    best = found.found[0]
+    best = chosen.best
     yield f"predicted: a step of {seconds_text(best.step_s)}, {_details(best)}"
-    if reserved := reserved_text(found.plan):
+    if reserved := reserved_text(chosen.plan):
         yield reserved
-    if found.num_choices == 1:
+    if chosen.num_choices == 1:
         return
-    yield f"the best of {found.num_choices} settings; none can be more than {percent_text(found.gap)} faster by this model:"
-    for place, one in enumerate(found.found[:_NUM_SHOWN], 1):
+    yield f"the best of {chosen.num_choices} settings; by this model none is more than {percent_text(chosen.gap)} faster"
+    yield "next to each: its step, and what tensors take on the fullest device"
+    for place, one in enumerate(chosen.planned[:_NUM_SHOWN], 1):
         slower = "" if place == 1 else f", {percent_text(one.step_s / best.step_s - 1)} slower"
         yield f"  {place:2}. {one.choice}: {seconds_text(one.step_s)}{slower}, {bytes_text(one.peak_bytes)}"
-    for choice, bound_s in found.others[: max(0, _NUM_SHOWN - len(found.found))]:
-        yield f"   -  {choice}: {seconds_text(bound_s)} at least"
-    for reason, count in found.ruled_out.most_common():
-        yield f"  {count} settings: {reason}"
+    unplanned = chosen.unplanned[: max(0, _NUM_SHOWN - len(chosen.planned))]
+    if unplanned:
+        yield "settings without a partition, by a lower bound of their step:"
+    for choice, bound_s in unplanned:
+        yield f"      {choice}: at least {seconds_text(bound_s)}"
+    if chosen.ruled_out:
+        yield "why the others have no partition:"
+    for reason, count in chosen.ruled_out.most_common():
+        yield f"  {counted(count, 'setting')}: {reason}"
 
 
-def _details(one: Found) -> str:
+def _details(one: PlannedChoice) -> str:
     split, choice = one.choice.widths, one.choice
     tokens = choice.num_microbatches * choice.microbatch_size * split.data * split.sequence_length
     rate = tokens / one.step_s / split.devices
-    return f"{rate:,.0f} tokens/s for each of {split.devices} devices, at most {bytes_text(one.peak_bytes)} of tensors on one"
+    devices = counted(split.devices, "device")
+    return f"{rate:,.0f} tokens/s for each of {devices}, at most {bytes_text(one.peak_bytes)} of tensors on one"
