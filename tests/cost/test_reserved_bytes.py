@@ -79,17 +79,15 @@ def test_plan_says_what_is_reserved() -> None:
 
 
 def test_limit_counts_reserved_bytes() -> None:
-    """A plan whose tensors alone would fit is cut again, or refused."""
+    """A plan whose tensors alone would fit is cut again; without room for any cut the limit is refused."""
     profile = computed()
     free = balance(profile, num_devices=4, num_microbatches=16, schedule="1f1b")
     limit = free.device_total_bytes - 1
     assert free.peak_bytes < limit
-    try:
-        tight = balance(profile, num_devices=4, num_microbatches=16, schedule="1f1b", memory_bytes=limit)
-    except NoPlanError:
-        return
-    assert tight.device_total_bytes <= limit
-    assert tight.memory_limit_bytes == limit
+    tight = balance(profile, num_devices=4, num_microbatches=16, schedule="1f1b", memory_bytes=limit)
+    assert tight.device_total_bytes <= tight.memory_limit_bytes == limit
+    with pytest.raises(NoPlanError):
+        balance(profile, num_devices=4, num_microbatches=16, schedule="1f1b", memory_bytes=limit // 4)
 
 
 def test_profile_without_tensors_has_no_reserved_bytes() -> None:
