@@ -58,8 +58,8 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
 def _with_reserved(profile: Profile, request: PlanRequest, solved: Callable[[PlanRequest], Plan]) -> Plan:
     """The plan for a request with what the allocators reserve, where the profile has the layers' tensors.
 
-    Plans are searched by what tensors have. Where the chosen one fits no device with all that its allocator reserves and
-    what is taken beside that, plans are searched again in so much less memory, a few times.
+    The search itself counts the bytes of tensors alone. Where the plan does not fit with what its allocators reserve and
+    what is taken beside that, plans are searched again with a limit that is lower by the difference, a few times.
     """
     within = request
     for _ in range(_NUM_TRIES):
@@ -72,9 +72,12 @@ def _with_reserved(profile: Profile, request: PlanRequest, solved: Callable[[Pla
             return found
         beside = max(x - y for x, y in zip(found.reserved_bytes, found.device_peak_bytes, strict=True)) + CONTEXT_BYTES
         within = replace(request, memory_bytes=max(1, min(limit - beside, (within.memory_bytes or limit) - 1)))
-    return replace(
-        found, notes=(*found.notes, "the fullest device needs more with what its allocator reserves than it has")
+    assert limit is not None
+    note = (
+        f"with what its allocator reserves, CUDA's context and NCCL the fullest device needs {bytes_text(found.device_total_bytes)}, "
+        f"more than its {bytes_text(limit)}; try --recompute always, more devices or smaller micro-batches"
     )
+    return replace(found, notes=(*found.notes, note))
 
 
 def balance(profile: Profile, *, progress: Progress = no_progress, **dials: Any) -> Plan:
