@@ -17,7 +17,7 @@ def test_sentence() -> None:
     )
     assert known.text("a trainer, h100") == (
         "published runs like this one (a trainer, h100): the step was predicted within 7.0 % in half of 312 cases, within "
-        "19.0 % in nine of ten; memory within 2.0 % and 10.0 % in 100"
+        "19.0 % in nine of ten; the memory within 2.0 % in half of 100 cases, within 10.0 % in nine of ten"
     )
 
 

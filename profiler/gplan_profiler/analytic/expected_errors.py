@@ -1,7 +1,7 @@
-"""How far predictions of computed profiles were off: of published runs, by trainer and GPU, in expected_errors.toml.
+"""How far computed predictions of published runs were off, by trainer and GPU.
 
-`benchmarks/published_runs.py --report` writes that file from the rows that it predicts. A GPU with few runs counts with
-all of its trainer.
+The numbers are in expected_errors.toml, which `benchmarks/published_runs.py --report` writes from the runs that it predicts.
+Where a trainer has fewer than twelve runs on a GPU, its runs on all GPUs are taken.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import msgspec
 from gplan.core.units import percent_text
 
 ALL = "all GPUs"
-_FEWEST = 12  # runs of a kind
+_FEWEST_RUNS = 12  # of which the nine of ten are more than one or two outliers; assumed
 
 
 class ExpectedError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sizes of the errors of one kind of run, as shares: within which half of them are, and nine of ten."""
+    """The absolute errors of one kind of run, as shares: `half` is their median, `most` is what nine of ten are within."""
 
     num_runs: int
     step_half: float
@@ -27,11 +27,12 @@ class ExpectedError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     memory_most: float = 0.0
 
     def text(self, kind: str) -> str:
-        """One sentence."""
+        """The errors in a sentence."""
         half, most = percent_text(self.step_half), percent_text(self.step_most)
         memory = ""
-        if self.num_memories >= _FEWEST:
-            memory = f"; memory within {percent_text(self.memory_half)} and {percent_text(self.memory_most)} in {self.num_memories}"
+        if self.num_memories >= _FEWEST_RUNS:
+            half_bytes, most_bytes = percent_text(self.memory_half), percent_text(self.memory_most)
+            memory = f"; the memory within {half_bytes} in half of {self.num_memories} cases, within {most_bytes} in nine of ten"
         return (
             f"published runs like this one ({kind}): the step was predicted within {half} in half of {self.num_runs} cases, "
             f"within {most} in nine of ten{memory}"
@@ -43,7 +44,7 @@ def expected_error(trainer: str, hardware: str) -> str:
     text = resources.files("gplan_profiler.analytic").joinpath("expected_errors.toml").read_text(encoding="utf-8")
     known = msgspec.toml.decode(text, type=dict[str, dict[str, ExpectedError]]).get(trainer, {})
     own = known.get(hardware)
-    if own is not None and own.num_runs >= _FEWEST:
+    if own is not None and own.num_runs >= _FEWEST_RUNS:
         return own.text(f"{trainer}, {hardware}")
     if ALL in known:
         return known[ALL].text(f"{trainer}, {ALL}")
