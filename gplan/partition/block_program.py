@@ -21,12 +21,11 @@ import numpy as np
 from gplan.core import StageSeconds
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import Delay, simulate_window
-from gplan.partition.candidates import stage_seconds
+from gplan.partition.candidates import INFINITY, stage_seconds
 from gplan.partition.critical_path import TIMES, Paths
 from gplan.partition.even_cuts import with_few_microbatches
 from gplan.partition.problem import Problem, device_peaks, moments_of
 
-INFINITY = float("inf")
 _SLACK = 1e-9
 _ENOUGH = 1e-4  # share of the bound by which a path may be longer in the relaxation
 _PATIENCE, _WORTH = 10, 5e-4  # so many rows raise the relaxation's bound by less: integers may raise it more

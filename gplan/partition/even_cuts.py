@@ -1,18 +1,18 @@
 """Good partitions of a language model without a search: blocks counted out by rule, the best of them by simulation.
 
-Equal devices hold equally many blocks, but for the first and the last, which also have the embeddings and the head. What is
-left over goes off devices in a few orders. The blocks of a device lie on its stages so that all devices have theirs of one
-round of interleaved 1F1B alike: where one stage of a round is longer, all devices wait for it. Beside these there are cuts
-at equal shares of the time of all layers, for blocks that differ. A step grows by the same seconds with every K
-micro-batches once the pipeline is full, so each partition is simulated with few of them, and its step extrapolated.
+All devices get equally many blocks; the last gets fewer, as it also has the head. If that is more blocks than there are,
+one is taken off each of some devices, in a few orders. With several stages a device, the stages of one round of interleaved
+1F1B get equally many blocks on all devices, as all wait for the longest stage of a round. For blocks that differ there are
+also cuts at equal shares of the time of all layers. Once the pipeline is full, a step grows by the same seconds with every K
+micro-batches, so each partition is simulated with few of them, and its step extrapolated.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TypeAlias
 
 import numpy as np
 
@@ -21,21 +21,20 @@ from gplan.partition.batch_simulation import Delay, simulate_window
 from gplan.partition.candidates import stage_seconds
 from gplan.partition.problem import Problem, moments_of
 
-Counts: TypeAlias = tuple[int, ...]
-_MOST_ROUNDS = 8  # ways in which the rounds of a device's stages are filled
-_MOST_HELD = 3  # times K micro-batches: an order of 1F1B holds no more with others
-_SOME = (0.0, 0.3, 0.7, 1.0)  # where devices are whose memory is looked at for all partitions
-_NUM_CHECKED = 4  # of the fastest partitions, whose memory is looked at on all devices
-_FEW = (2, 3)  # times K micro-batches, with which steps are simulated
+_MOST_ROUND_ORDERS = 8  # in which the rounds of a device's stages get one block more
+_MOST_HELD = 3  # times K micro-batches: with more of them an order of 1F1B holds no more
+_CHECKED_PLACES = (0.0, 0.3, 0.7, 1.0)  # in the pipeline, of the devices whose memory is computed for all partitions
+_NUM_CHECKED = 4  # of the fastest partitions: their memory is computed on all devices
+_SIMULATED = (2, 3)  # times K micro-batches: the steps that are simulated, to extrapolate from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvenCut:
-    """A partition, where its stages end [S], its step, and the most that a device holds."""
+    """A partition with its predicted step and memory."""
 
-    ends: Ints
+    ends: Ints  # [S], where the stages end
     step_s: float
-    peak_bytes: int
+    peak_bytes: int  # the most that tensors take on a device
 
     def stages(self) -> tuple[tuple[int, ...], ...]:
         """The layers of each stage."""
@@ -56,16 +55,16 @@ def with_few_microbatches(problem: Problem) -> Problem:
 
 
 def best_even_cut(problem: Problem, blocks: range, *, head: int) -> EvenCut | None:
-    """The best of the partitions that fit the memory; None where none does.
+    """The best of the partitions by rule that fit the memory; None where none does.
 
-    The layers from `head` on are on the last stage.
+    The layers from `head` on are on the last stage. Nothing is proven.
     """
     ends = _possible(problem, [*_cuts_by_counts(problem, blocks, head), *_cuts_by_time(problem, blocks)])
     if not ends.size:
         return None
     limit = problem.memory_of(0)
     if limit is not None:
-        ends = ends[:, _peaks(problem, ends, _SOME) <= limit]
+        ends = ends[:, _peaks(problem, ends, _CHECKED_PLACES) <= limit]
     steps_s = _estimates_s(problem, ends) if ends.size else np.zeros(0)
     for i in np.argsort(steps_s, kind="stable")[:_NUM_CHECKED]:
         peaks = _peaks(problem, ends[:, i : i + 1])
@@ -79,10 +78,10 @@ def _first(ends: Ints) -> Ints:
     return np.vstack([np.zeros((1, ends.shape[1]), dtype=np.int64), ends[:-1]])
 
 
-def _peaks(problem: Problem, ends: Ints, devices: Sequence[float] = ()) -> Ints:
-    """[N]: the most that a device holds, or one of those at some shares of the pipeline."""
+def _peaks(problem: Problem, ends: Ints, shares: Sequence[float] = ()) -> Ints:
+    """[N]: the most that a device holds; with `shares` of the pipeline's length only the devices at these places count."""
     few, first = with_few_microbatches(problem), _first(ends)
-    places = {round(x * (problem.num_devices - 1)) for x in devices} or range(problem.num_devices)
+    places = {round(x * (problem.num_devices - 1)) for x in shares} or range(problem.num_devices)
     peaks = np.zeros(ends.shape[1], dtype=np.int64)
     for stages in (few.stages_by_device[x] for x in sorted(places)):
         parts = [few.costs.part_rows(first[k], ends[k], few.boundaries(k)) for k in stages]
@@ -104,7 +103,7 @@ def _possible(problem: Problem, found: Sequence[Sequence[int]]) -> Ints:
 def _estimates_s(problem: Problem, ends: Ints) -> Floats:
     """[N]: the steps of partitions, exact where there are few micro-batches."""
     num, num_devices = problem.num_microbatches, problem.num_devices
-    fewer, more = (x * num_devices for x in _FEW)
+    fewer, more = (x * num_devices for x in _SIMULATED)
     if num <= more:
         return _steps_s(problem, ends, num)
     more_s = _steps_s(problem, ends, more)
@@ -134,12 +133,12 @@ def _counts(problem: Problem, blocks: range) -> Iterator[list[int]]:
     num_chunks = problem.num_stages // num_devices
     seconds = _layer_s(problem)
     block_s = max(seconds[list(blocks)].mean(), 1e-12)
-    behind = seconds[blocks.stop :].sum() / block_s  # of the head, in blocks
-    lighter = {0, int(behind), -(-behind // 1), max(0, round(behind) - 1)}
-    fullest = {-(-num_blocks // num_devices), int(-(-(num_blocks + behind) // num_devices))}
+    head = seconds[blocks.stop :].sum() / block_s  # as a number of blocks
+    lighter = {0, int(head), math.ceil(head), max(0, round(head) - 1)}
+    fullest = {math.ceil(num_blocks / num_devices), math.ceil((num_blocks + head) / num_devices)}
     for most in {y for x in fullest for y in (x, x + 1)}:
         for less in lighter:
-            for loads in _loads(num_devices, num_blocks, most, int(less)):
+            for loads in _loads(num_devices, num_blocks, most, less):
                 for rounds in _rounds(num_chunks):
                     yield _spread(loads, rounds)
 
@@ -170,7 +169,7 @@ def _loads(num_devices: int, num_blocks: int, most: int, less: int) -> Iterator[
 def _rounds(num_chunks: int) -> Iterator[tuple[int, ...]]:
     """The order in which the rounds of stages get one block more than others."""
     every = tuple(range(num_chunks))
-    for start in sorted({round(x) for x in np.linspace(0, num_chunks - 1, min(num_chunks, _MOST_ROUNDS))}):
+    for start in sorted({round(x) for x in np.linspace(0, num_chunks - 1, min(num_chunks, _MOST_ROUND_ORDERS))}):
         yield every[start:] + every[:start]
 
 

@@ -177,8 +177,8 @@ def smallest(
 ) -> Solution | None:
     """The partition with the smallest simulated step, or largest load; None where none is possible.
 
-    It is no worse than `start`, if that is given and fits; above `cutoff_s` none is looked for. Raises TooManyCandidates for graphs with very many down-sets
-    if no such `start` is given; NoPlanError where in that time no plan was found that fits, nor that there is none.
+    It is no worse than `start`, if that is given and fits; above `cutoff_s` none is looked for.
+    Raises TooManyCandidates for graphs with very many down-sets if no such `start` is given; NoPlanError where in that time no plan was found that fits, nor that there is none.
     """
     deadline_s = time.perf_counter() + time_limit_s
     given = None if start is None or not fits_memory(problem, start.stages) else ends_of_stages(problem, start.stages)
