@@ -94,14 +94,15 @@ class Leftover:
 
 
 class Lifetime(NamedTuple):
-    """A tensor of a layer's forward or backward, by times that count both through: made at the first, free after the second.
+    """A tensor of a layer, and when it is there.
 
-    The forward has the times below `LayerCost.num_forward_times`. What is there at its end is kept until the backward.
+    Times number the kernels of a forward and then of its backward: those of the forward are below
+    `LayerCost.num_forward_times`. A tensor that is there at the end of the forward is kept until the backward.
     """
 
     num_bytes: int
-    made: int
-    freed: int
+    made: int  # at this time
+    freed: int  # after this time
 
 
 def leftovers_of(pairs: Iterable[tuple[int, int]]) -> tuple[Leftover, ...]:
@@ -148,7 +149,7 @@ class LayerCost:
     contention: float = 1.0  # slow-down of all times while other processes on the host do the same
     forward_work: tuple[Work, ...] = ()
     backward_work: tuple[Work, ...] = ()
-    tensors: tuple[Lifetime, ...] = ()  # all of them, for the allocator; without: not known
+    tensors: tuple[Lifetime, ...] = ()  # all of a forward and a backward, for the allocator's replay; (): not known
     num_forward_times: int = 0
 
     def __post_init__(self) -> None:

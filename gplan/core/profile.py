@@ -233,9 +233,8 @@ def modules_by_operation(divided: Sequence[str]) -> tuple[str, ...]:
     return tuple(f".{x}".removesuffix(OPERATIONS).removeprefix(".") for x in divided if x.endswith("*"))
 
 
-MEGATRON_LM = "Megatron-LM"
-"""The trainer of a computed profile, by its name among the versions."""
-NANOTRON_NAME = "nanotron"
+MEGATRON_LM, NANOTRON_NAME = "Megatron-LM", "nanotron"
+"""Trainers of computed profiles, by their names among the versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,7 +330,7 @@ class Profile:
 
     @property
     def sums_in_place(self) -> bool:
-        """Whether it was computed for a trainer that has all gradients in one buffer, and receives what is next alone."""
+        """Whether it was computed for a trainer that sums gradients in one buffer, and has one receive buffer at a time."""
         return self.is_for_megatron or NANOTRON_NAME in dict(self.versions)
 
     @property
@@ -358,15 +357,15 @@ class Profile:
         forward_s, backward_s = (sum(x.forward.median_s for x in costs), sum(x.backward.median_s for x in costs))
         if self.has_host:
             hosts = [x.on_host for x in costs]
-            there = [
+            forwards = [
                 Enqueued(y.forward.median_s, x.forward.median_s, x.forward_waits)
                 for x, y in zip(costs, hosts, strict=True)
             ]
-            back = [
+            backwards = [
                 Enqueued(y.backward.median_s, x.backward.median_s, x.backward_waits)
                 for x, y in zip(costs, hosts, strict=True)
             ]
-            forward_s, backward_s = both_done_s(there), both_done_s(reversed(back))
+            forward_s, backward_s = both_done_s(forwards), both_done_s(reversed(backwards))
         return self.overhead_s + forward_s, self.overhead_s + backward_s
 
     @property

@@ -1,18 +1,18 @@
-"""What a row of layers takes where a host enqueues the kernels that a device runs: two clocks, by recurrence.
+"""The time of layers in a row where a host enqueues the kernels that a device runs: two clocks, by a recurrence.
 
-For each layer, with c the host's seconds to enqueue it, d the device's to run it, l the latency of a first kernel, and B the
-seconds of work that the launch queue holds:
+H is when the host is free, G when the device is. For each layer, with c the host's seconds to enqueue it, d the device's
+seconds to run it, l the latency of a first kernel, and B the seconds of work that the launch queue holds:
 
-    H += c                           the host enqueues
-    G = max(G, H - c + l) + d        the device begins when the first kernel is there, and is not done
-    G = max(G, H)                    before the last one is
-    H = max(H, G)                    if the host waits for the device, as for `.item()`
-    H = max(H, G - B)                the queue is full
+    H = H + c                        the host enqueues all kernels of the layer
+    G = max(G, H - c + l) + d        the device begins when its first kernel is there,
+    G = max(G, H)                    and ends when its last kernel is there, or later
+    H = max(H, G)                    only if the host waits for the device, as for `.item()`
+    H = max(H, G - B)                the host waits while the queue is full
 
     host    |a|b|c|.....                    (as in Daydream, Zhu et al. 2020, and Lumos, Liang et al. 2025)
     device   |aaa|bbb|ccc|
 
-Sends and receives between devices are enqueued too, and hold only the device.
+Sends and receives between devices are enqueued too, and occupy only the device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The host's clock taken away, or replaced by that of CUDA graphs, to show what it costs."""
+"""Profiles with a faster host: one that takes no time, or one that launches CUDA graphs. They show what the host costs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GRAPH_LAUNCH_S = 2.5e-6
 """What a host takes to launch a CUDA graph (NVIDIA, Constant Time Launch for Straight-Line CUDA Graphs, 2024)."""
 
 GRAPH_KERNEL_S = 1e-9
-"""And for each kernel in it."""
+"""What each kernel in a graph adds to that."""
 
 
 def without_host(profile: Profile) -> Profile:
@@ -27,13 +27,15 @@ def with_cuda_graphs(profile: Profile, starts: Collection[int]) -> Profile:
     """
 
     def of_graph(cost: LayerCost, launch_s: float) -> LayerCost:
-        there, back = (sum(x.num_operations for x in work) for work in (cost.forward_work, cost.backward_work))
+        num_forward, num_backward = (
+            sum(x.num_operations for x in work) for work in (cost.forward_work, cost.backward_work)
+        )
         seconds: dict[str, float] = {
-            "host_forward": launch_s + GRAPH_KERNEL_S * there,
-            "host_backward": launch_s + GRAPH_KERNEL_S * back,
-            "host_recompute": GRAPH_KERNEL_S * there,  # in the graph of the backward
-            "host_input_gradient": launch_s + GRAPH_KERNEL_S * back,
-            "host_weight_gradient": launch_s + GRAPH_KERNEL_S * back,
+            "host_forward": launch_s + GRAPH_KERNEL_S * num_forward,
+            "host_backward": launch_s + GRAPH_KERNEL_S * num_backward,
+            "host_recompute": GRAPH_KERNEL_S * num_forward,  # in the graph of the backward
+            "host_input_gradient": launch_s + GRAPH_KERNEL_S * num_backward,
+            "host_weight_gradient": launch_s + GRAPH_KERNEL_S * num_backward,
         }
         timings: dict[str, Any] = {x: Timing.exactly(s, origin="computed") for x, s in seconds.items()}
         return cost if cost.forward_waits or cost.backward_waits else replace(cost, **timings)

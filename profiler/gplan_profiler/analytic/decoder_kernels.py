@@ -31,8 +31,7 @@ ELEMENT = 2  # bytes of a weight or activation
 LOGIT = 4  # of an unfused logit
 GRADIENT = 4  # of a gradient that is float32
 
-
-_EXCHANGES = {"forward": "before", "backward": "behind"}
+_EXCHANGES = {"forward": "before", "backward": "behind"}  # the fields of `Kernel` with the collectives of a pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +104,8 @@ class Part:
     def tensors(self) -> tuple[Lifetime, ...]:
         """The tensors of a forward and a backward and when they are there, but for the layer's input and its gradient.
 
-        Kernels take the times 0, 1 and so on, forward, (again) and backward. The result of the last is kept until the
-        backward begins, when the gradient of it comes.
+        Each kernel takes one time: those of the forward 0, 1 and so on, then those of a recompute, then those of the
+        backward. The result of the last kernel is kept until the backward begins, when its gradient arrives.
         """
         again = len(self.kernels) * self.is_recomputed
         found = self._forward_tensors(0, keeps=not self.is_recomputed)
@@ -115,6 +114,7 @@ class Part:
         return tuple(Lifetime(*x) for x in (*found, *self._backward_tensors(again)) if x[0])
 
     def _forward_tensors(self, start: int, *, keeps: bool) -> list[tuple[int, int, int]]:
+        """(bytes, made, freed) of what the kernels make from time `start` on; what they keep until their backward, if `keeps`."""
         count = len(self.kernels)
         end = count * (2 + self.is_recomputed)
         made, found = 0, list[list[int]]()
@@ -133,6 +133,10 @@ class Part:
         return [(a, b, c) for a, b, c in found]
 
     def _backward_tensors(self, again: int) -> list[tuple[int, int, int]]:
+        """(bytes, made, freed) of gradients, and of what is needed beside them; `again` kernels are recomputed before.
+
+        The gradient of a branch's result is kept until the branch is done, as the path around the branch has the same.
+        """
         count = len(self.kernels)
         starts = {sum(self.branches[:i]) for i in range(len(self.branches))}
         first = count + again

@@ -35,16 +35,16 @@ _LEAST_SAMPLES = 5  # for a standard error
 _SWEPT_BYTES = 64 * 2**20  # more than what a core's own caches hold
 _DISTURBED = 2.0  # times the median: a sample that other work interrupted
 _LEAST_CLEAN = 3  # with fewer, refused samples count too
-_SPIN = 2.0  # times what the host took before: for so long the device spins
+_SPIN = 2.0  # the device spins for so many times what the host took before; assumed to be enough
 _LEAST_SPIN_S = 5e-5
-_MOST_BEHIND = 3  # first samples in which the device caught up with its host, for it to be always so
+_MOST_BEHIND = 3  # samples in which the device caught up with its host, before the first in which it did not
 _SPIN_CYCLES = 20_000_000  # some 10 ms, to find out how long a cycle takes
 _SYNCHRONIZED = "synchronizing CUDA operation"  # in the warning of torch
 
 
 @dataclass(slots=True)
 class Samples:
-    """Clean and refused durations of one action; of a layer on a GPU also the host's, for which they are the device's.
+    """Clean and refused durations of one action. On a GPU these are the device's, and the host's are kept beside them.
 
     Refused ones are processor seconds, unless waiting is a part of the action.
     """
@@ -134,7 +134,7 @@ class Clock(ABC):
         """Start timing; the returned function ends it, and the samples get the duration by the next flush."""
 
     def begin_layer(self, samples: Samples) -> Callable[[], None]:
-        """The same of a part of a layer: where there are two clocks, by both, each as if the other took no time."""
+        """As `begin`, for a pass of one layer: where host and device have clocks of their own, each is timed alone."""
         return self.begin(samples)
 
     def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
@@ -145,7 +145,7 @@ class Clock(ABC):
         return result
 
     def time_layer(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
-        """The same of a part of a layer: where there are two clocks, by both, each as if the other took no time."""
+        """As `time`, by `begin_layer`."""
         end = self.begin_layer(samples)
         result = work(*args)
         end()
@@ -258,8 +258,8 @@ class CudaClock(Clock):
     def begin_layer(self, samples: Samples) -> Callable[[], None]:
         """Wait for the device, let it spin, and put the first event behind that.
 
-        Without a time of the host there is no spin yet: this sample is the host's alone. So is one in which the device
-        caught up with its host, unless that is usual.
+        The first sample is of the host alone, as how long to spin is not known yet. If the device caught up with its host
+        in the first three, it always does so: then nothing spins, and all samples count.
         """
         self.flush()
         self._queue.synchronize()
