@@ -4,12 +4,15 @@
     python benchmarks/gpu_profile.py --models gpt2 llama   only some models
     python benchmarks/gpu_profile.py --dry --output /tmp/gpu  the same on a CPU with a tiny model, some seconds
 
-Eight models, in each of two precisions, are trained three ways. A plain loop over the
-author's model, timed by the device's clock, with the allocator's peaks (allocated and reserved). A profile, whose plan of
-one stage and one micro-batch is that very step. And plans on the virtual engine, each compared as `gplan run` does, raw
-and at equal speed by the yardstick. Last, two ranks of one process group try the torch engine on the one GPU, which NCCL may
-refuse. The GPU's clocks are read before and after each model. What fails is named in the
-report; the other models go on, and the report is written after each. No setting of the GPU is changed.
+Each of eight models is trained in two precisions and three ways:
+
+1. a plain loop over the author's model, timed by the device's clock, with the allocator's peaks (allocated and reserved);
+2. a profile, whose plan of one stage and one micro-batch predicts that step;
+3. plans on the virtual engine, each compared as `gplan run` does, raw and at equal speed by the yardstick.
+
+Last, two ranks of one process group try the torch engine on the one GPU, which NCCL may refuse. The GPU's clocks are read
+before and after each model. What fails is named in the report; the other models go on, and the report is written after each.
+No setting of the GPU is changed.
 """
 
 from __future__ import annotations

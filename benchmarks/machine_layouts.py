@@ -126,14 +126,14 @@ def report(rows: Any) -> list[str]:
         "# Widths for a machine",
         "",
         "What `gplan layout MODEL --gpus N` chooses, beside published widths for the same model, machine and batch, priced by the same",
-        "computed profile: predictions, not runs. Made by `python benchmarks/machine_layouts.py`. A search ends by the clock; where other",
-        "work ran beside it, it had few seconds of a core, and its gap is larger than on an idle host.",
+        "computed profile: predictions, not runs. Made by `python benchmarks/machine_layouts.py`. A search ends by the clock: beside other",
+        "work it has fewer seconds of a core, and its gap is larger than on an idle host.",
         "",
         *markdown(heads, table),
         "",
         "The gap is by how much any setting may be faster at most. Published widths:",
         "",
-        *(f"- {name}: {case.source}" for name, case in CASES.items()),
+        *(f"- {name}: {case.source}" for name, case in CASES.items() if name in set(rows.case)),
     ]
 
 
