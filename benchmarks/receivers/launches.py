@@ -27,7 +27,6 @@ from gplan.interop.export.exporters import export
 from gplan.interop.machine_layout import layout_of
 from gplan.interop.width_search import ChosenWidths
 
-DIALS = ("tensor", "context", "expert", "data", "num_devices", "num_chunks", "microbatch_size", "recompute")
 LAUNCHES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llama3-8b", {"num_devices": 4}),
     ("llama3-8b", {"num_devices": 1, "data": 8, "microbatch_size": 2}),
@@ -74,8 +73,7 @@ def main() -> None:
     checkout = options.parse_args().checkout
     rows = []
     for model, given in LAUNCHES:
-        dials = {**dict.fromkeys(DIALS), **given}
-        made = layout_of(model, receiver="megatron", hardware="h200", time_limit=2.0, memory_bytes=10**13, **dials)
+        made = layout_of(model, receiver="megatron", hardware="h200", time_limit=2.0, memory_bytes=10**13, **given)
         text = export(made.exported, to="megatron", profile=made.profile).text
         words = shlex.split(text.replace("\\\n", " "))
         try:

@@ -20,6 +20,9 @@ from gplan_profiler.analytic.decoder_config import Widths, load_decoder, parse_s
 from gplan_profiler.analytic.decoder_profile import check_widths, num_parameters
 from gplan_profiler.analytic.hardware import load_hardware
 
+DIALS = ("tensor", "context", "expert", "data", "num_devices", "num_chunks", "microbatch_size", "recompute")
+"""The widths of a layout (`num_devices` is that of a pipeline), and how they are run."""
+
 
 def layout_of(
     config: str,
@@ -41,9 +44,10 @@ def layout_of(
 ) -> ChosenWidths:
     """The layouts of a configuration: the best for all devices of a machine, or the one of the widths that are given.
 
-    `dials` are tensor, context, expert, data, num_devices (of a pipeline), num_chunks, microbatch_size and recompute.
+    `dials` are those of `DIALS` that are given; None leaves one open.
     Raises UsageError, FileError or NoPlanError for what cannot be, with the nearest choice that can.
     """
+    dials = {**dict.fromkeys(DIALS), **dials}
     decoder, device = load_decoder(config, parse_settings(settings)), load_hardware(hardware)
     total, active = num_parameters(decoder)
     each = f", {active / 1e9:.2f} billion of them for each token" if active < total else ""
@@ -73,7 +77,7 @@ def layout_of(
 def _of_given_widths(
     search: WidthSearch, dials: dict[str, Any], expert_tensor: int, microbatches: int | None, time_limit_s: float | None
 ) -> ChosenWidths:
-    """The layout of one setting, with the best cut; `search` says the model and the device."""
+    """The layout of one setting, with the best cut; the model and the device are those of `search`."""
     if dials["num_devices"] is None:
         raise UsageError("give --gpus N to have all widths chosen for N devices, or --pp K for a pipeline of K devices")
     given = {name: dials[name] or 1 for name in ("tensor", "context", "expert", "data")}

@@ -1,8 +1,8 @@
 """The settings of a machine and a model: widths that divide devices, heads, experts and tokens, and how they are run.
 
-A tensor group stays inside a node. The devices of a stage are tensor x context x data; experts lie within them. A batch is
-divided into micro-batches of whole samples. Dials that are given leave one value; where nothing is left, the reason names
-the nearest values that work.
+A tensor group stays inside a node. The devices of a stage are tensor x context x data; expert groups are parts of them. A
+batch is divided into micro-batches of whole samples. A dial that is given keeps its value; where no setting is left, the
+error names the nearest values that work.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from gplan_profiler.analytic.decoder_profile import divisions, indivisible_text
 from gplan_profiler.analytic.hardware import Hardware
 
 MICROBATCH_SIZES = (1, 2, 4, 8)
-_MOST_CONTEXT, _LONG = 16, 8192  # tokens from which on sequences are divided over ranks
-_FEW_CHUNKS = 6
+_MOST_CONTEXT = 16  # ranks that divide a sequence; assumed
+_LEAST_DIVIDED_TOKENS = 8192  # shorter sequences are not divided over ranks; assumed
+_FEW_CHUNKS = 6  # all numbers of stages a device up to this are settings; above, those that share blocks out evenly
 _OPTIONS = {
     "tensor": "--tensor", "context": "--context", "expert": "--expert", "data": "--data", "pipeline": "--pp",
     "num_chunks": "--vpp", "microbatch_size": "--microbatch-size", "recompute": "--recompute",
 }  # fmt: skip
-"""The dials that may be given."""
+"""The option of each dial."""
 _RECOMPUTE = ("never", "always")
 
 
@@ -81,7 +82,7 @@ class WidthSpace:
         """Widths that use every device."""
         every = divisors(self.num_devices)
         tensors = [x for x in every if x <= self.hardware.devices_per_node and self._is_divided_by(x)]
-        contexts = [x for x in every if x <= _MOST_CONTEXT] if self.sequence_length >= _LONG else [1]
+        contexts = [x for x in every if x <= _MOST_CONTEXT] if self.sequence_length >= _LEAST_DIVIDED_TOKENS else [1]
         pipelines = [x for x in every if x <= self.decoder.num_hidden_layers]
         for tensor, context, pipeline in product(
             self._values("tensor", tensors), self._values("context", contexts), self._values("pipeline", pipelines)
@@ -96,17 +97,19 @@ class WidthSpace:
                     )  # fmt: skip
 
     def _chunks(self, pipeline: int) -> list[int]:
-        """Stages of a device: a few, and more where blocks, with the ends or without, are shared out evenly."""
+        """Stages of a device: a few, and more where blocks, with the first or last layer or both, are shared out evenly."""
         num_blocks = self.decoder.num_hidden_layers
         most = 1 if pipeline == 1 else (num_blocks + 2) // pipeline
         is_even = {x for x in range(1, most + 1) for ends in range(3) if not (num_blocks + ends) % (x * pipeline)}
         return [x for x in range(1, most + 1) if x <= _FEW_CHUNKS or x in is_even]
 
     def _values(self, name: str, choices: Sequence[int]) -> Sequence[int]:
+        """The values of a dial: the one that is given, else all choices."""
         given = self.fixed.get(name)
         return choices if given is None else (int(given),)
 
     def _is_divided_by(self, tensor: int) -> bool:
+        """Whether a tensor width divides the heads."""
         model = self.decoder
         counts = (
             model.num_key_value_heads or model.num_attention_heads,
