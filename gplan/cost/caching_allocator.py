@@ -4,9 +4,8 @@ Sizes are rounded up to 512 bytes. Up to 1 MiB come from segments of 2 MiB (the 
 20 MiB, larger ones from a segment of their own, rounded up to 2 MiB (the large pool). The smallest free block that is
 large enough is taken, the lowest address first; what it has more is split off where that is at least 512 bytes (small
 pool) or over 1 MiB (large pool). Free neighbours of one segment are merged; segments are never merged and never returned
-to the device, unless there is no memory left. With expandable segments each pool is one range that grows by pages of 2
-or 20 MiB. Source: pytorch/pytorch, c10/cuda/CUDACachingAllocator.cpp. Left out: streams, whose blocks are freed late where
-several use them.
+to the device, unless there is no memory left. Source: pytorch/pytorch, c10/cuda/CUDACachingAllocator.cpp. Left out:
+expandable segments, and streams, whose blocks are freed late where several use them.
 """
 
 from __future__ import annotations
@@ -43,14 +42,12 @@ class Block:
 class CachingAllocator:
     """The allocator's state; `reserved_bytes` is what it has of the device, `allocated_bytes` what it has handed out."""
 
-    is_expandable: bool = False
     device_bytes: int | None = None  # None: no limit
     allocated_bytes: int = 0
     reserved_bytes: int = 0
     most_allocated_bytes: int = 0
     most_reserved_bytes: int = 0
     _free: dict[bool, list[tuple[int, int, Block]]] = field(default_factory=lambda: {True: [], False: []})
-    _ends: dict[bool, Block] = field(default_factory=dict)  # of the ranges that grow: their last blocks
     _next_address: int = 0
 
     def allocate(self, num_bytes: int) -> Block:
@@ -61,7 +58,7 @@ class CachingAllocator:
         place = bisect_left(free, (size, -1))
         block = free.pop(place)[2] if place < len(free) else self._new(size, is_small)
         rest = block.num_bytes - size
-        if rest >= _ROUND if is_small or self.is_expandable else rest > _SMALL:
+        if rest >= _ROUND if is_small else rest > _SMALL:
             self._split(block, size)
         block.is_free = False
         self.allocated_bytes += block.num_bytes
@@ -98,35 +95,16 @@ class CachingAllocator:
         block.after = after.after
         if block.after:
             block.after.before = block
-        if self._ends.get(block.is_small) is after:
-            self._ends[block.is_small] = block
 
     def _split(self, block: Block, size: int) -> None:
         rest = Block(block.num_bytes - size, block.address + size, block.is_small, before=block, after=block.after)
         if block.after:
             block.after.before = rest
         block.after, block.num_bytes = rest, size
-        if self._ends.get(block.is_small) is block:
-            self._ends[block.is_small] = rest
         self._put_back(rest)
 
     def _new(self, size: int, is_small: bool) -> Block:
-        """A block of memory that was not reserved before: a segment, or the grown end of a range."""
-        if self.is_expandable:
-            page, end = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT, self._ends.get(is_small)
-            grown = end if end and end.is_free else None
-            more = _rounded(size - (grown.num_bytes if grown else 0), page)
-            self._reserve(more)
-            if grown:
-                self._take_out(grown)
-                grown.num_bytes += more
-                return grown
-            address = end.address + end.num_bytes if end else (0 if is_small else 2**60)
-            block = Block(more, address, is_small, before=end)
-            if end:
-                end.after = block
-            self._ends[is_small] = block
-            return block
+        """A segment of memory that was not reserved before."""
         segment = _SMALL_SEGMENT if is_small else max(_LARGE_SEGMENT, size)
         segment = _rounded(segment if size < _LARGE else size, _SMALL_SEGMENT)
         self._reserve(segment)

@@ -68,16 +68,6 @@ def test_only_neighbours_of_one_segment_merge() -> None:
     assert apart.reserved_bytes == 48 * MIB
 
 
-def test_expandable_segments_are_one_range() -> None:
-    one = CachingAllocator(is_expandable=True)
-    for block in [one.allocate(12 * MIB), one.allocate(12 * MIB)]:
-        one.free(block)
-    one.allocate(24 * MIB)
-    assert one.reserved_bytes == 40 * MIB  # two pages
-    one.allocate(17 * MIB)  # 16 MiB are left, and a page more
-    assert one.reserved_bytes == 60 * MIB
-
-
 def test_cached_segments_make_place() -> None:
     one = CachingAllocator(device_bytes=40 * MIB)
     one.free(one.allocate(20 * MIB))
@@ -96,23 +86,19 @@ def test_free_twice_is_refused() -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 64 * MIB), st.integers(0, 7)), max_size=40), st.booleans())
-def test_laws(steps: list[tuple[int, int]], is_expandable: bool) -> None:
+@given(st.lists(st.tuples(st.integers(1, 64 * MIB), st.integers(0, 7)), max_size=40))
+def test_laws(steps: list[tuple[int, int]]) -> None:
     """Blocks in use never overlap, what is reserved is enough, and all that is freed can be had again at once."""
-    one, used = CachingAllocator(is_expandable=is_expandable), []
+    one, used = CachingAllocator(), []
     for num_bytes, victim in steps:
         used.append(one.allocate(num_bytes))
         assert used[-1].num_bytes >= num_bytes
         if victim < len(used):
             one.free(used.pop(victim))
-        spans = sorted((x.address, x.address + x.num_bytes, x.is_small) for x in used)
-        same = [[x for x in spans if x[2] is pool] for pool in (True, False)] if is_expandable else [spans]
-        assert all(x[1] <= y[0] for own in same for x, y in pairwise(own))
+        spans = sorted((x.address, x.address + x.num_bytes) for x in used)
+        assert all(x[1] <= y[0] for x, y in pairwise(spans))
         assert one.allocated_bytes == sum(x.num_bytes for x in used) <= one.reserved_bytes <= one.most_reserved_bytes
-    reserved = one.reserved_bytes
     for block in used:
         one.free(block)
-    assert one.allocated_bytes == 0
-    if reserved:
-        one.release_cached()
-        assert is_expandable or one.reserved_bytes == 0
+    one.release_cached()
+    assert (one.allocated_bytes, one.reserved_bytes) == (0, 0)
