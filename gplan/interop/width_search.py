@@ -28,7 +28,7 @@ from gplan.interop.planning import ForReceiver
 from gplan.interop.receivers import RECEIVERS, decoder_of
 from gplan.interop.width_choices import Choice, WidthSpace
 from gplan.partition.balance import problem_of
-from gplan.partition.block_program import BlockProgram, Counted, are_equal
+from gplan.partition.block_program import BlockProgram, Counted, equal_blocks
 from gplan.partition.even_cuts import EvenCut, best_even_cut, priced_cut
 from gplan.partition.plan_evaluation import price
 from gplan.partition.problem import Problem, Solution
@@ -345,11 +345,10 @@ class _State:
             self.bounds_s[i] = INFINITY
             return
         num_actions = 2 * problem.num_stages * problem.num_microbatches
-        parts = decoder_of([x.name for x in problem.costs.profile.layers], self.search.name)
         if num_actions > _MOST_ACTIONS:
             self.finished.add(i)
-        elif are_equal(problem, parts.blocks):
-            program = self.programs.setdefault(i, BlockProgram(problem, parts.blocks))
+        elif blocks := equal_blocks(problem):
+            program = self.programs.setdefault(i, BlockProgram(problem, blocks))
             known = Counted(ends=None, step_s=self.best_s, lower_bound_s=self.bounds_s[i])
             counted = program.solve(known, enough=gap, deadline_s=deadline_s)
             self._learn(i, problem, counted.lower_bound_s, counted.ends)
