@@ -6,7 +6,8 @@ largest, as blocks are whole; on one stage a device, with M >= 2 K, at least (M 
 those before it at the start and the end waits as long for those behind it in between. Devices hold as many blocks as fit beside what these keep of micro-batches in flight, so that some may have to hold more. In the order of what an even pipeline would take, settings whose bound is below the best step so far get
 the best of some even partitions (`even_cuts`). Then the settings with the lowest bounds are taken, and their bounds raised
 or their partitions bettered, until no bound is much below the best step or the time is out: by a program over the blocks
-where these are equal (`block_program`), else by the search of any partition. The smallest bound left proves the gap.
+where these are equal but for a few at the ends (`block_program`), else by the search of any partition. The smallest bound
+left proves the gap.
 """
 
 from __future__ import annotations
