@@ -96,7 +96,9 @@ SOURCES: dict[str, Source] = {  # by the beginning of the name
     ),
     "Activation recomputation": Source(trainer=SINGLE),
     "Megatron-LM SC'21": Source(trainer=replace(SINGLE, divides_sequence=False)),
-    "FlagPerf": Source(memory="device"),
+    "FlagPerf": Source(  # its script divides the sequence; steps and memory of its rows say that they did not
+        trainer=replace(MEGATRON, divides_sequence=False), memory="device"
+    ),
     "Megatron-LM CI": Source(times_count=False),
     "Megatron-Bridge": Source(trainer=OVERLAPPING, fuses_cross_entropy=True, reduction_hidden=0.9),
     "NeMo": Source(trainer=OVERLAPPING, fuses_cross_entropy=True, reduction_hidden=0.9),

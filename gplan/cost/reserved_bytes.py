@@ -2,8 +2,9 @@
 
 Weights and gradients are there from the start, each as one buffer, and a third of the optimizer's state, by parameter;
 the first update makes the rest. What an update needs for a moment is allocated by parameter too. A stage receives the
-input of a micro-batch before its forward. Only for profiles that have the tensors of layers (`LayerCost.tensors`), which
-are those computed from a language model's sizes; expandable segments are not assumed.
+input of a micro-batch before its forward. Layers that are recomputed together keep the result of the last one alone, and
+allocate before their backward what their forward did. Only for profiles that have the tensors of layers
+(`LayerCost.tensors`), which are those computed from a language model's sizes; expandable segments are not assumed.
 
 Steady micro-batches repeat: a few more than fill the pipeline are replayed.
 """
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias
 
-from gplan.core import ActionKind, Plan, Profile
+from gplan.core import ActionKind, Plan, Profile, is_recomputed
 from gplan.core.layer_cost import LayerCost
 from gplan.cost.caching_allocator import Block, CachingAllocator
 from gplan.schedules.registry import make_schedule
@@ -37,6 +38,7 @@ class StageTensors:
     states: tuple[int, ...] = ()  # that the first update makes
     update: tuple[int, ...] = ()  # that each update needs for a moment
     received: int = 0  # of a micro-batch, from another device
+    recomputed: tuple[range, ...] = ()  # the layers, by place, that are recomputed together
 
 
 def with_reserved(plan: Plan, profile: Profile) -> Plan:
@@ -50,8 +52,14 @@ def device_reserved_bytes(plan: Plan, profile: Profile) -> tuple[int, ...]:
 
     Beyond the predicted peak of allocated bytes, a device reserves what its replay does beyond that of its tensors.
     """
+    pairs = zip(plan.device_peak_bytes, replayed(plan, profile), strict=False)
+    return tuple(peak + x.most_reserved_bytes - x.most_allocated_bytes for peak, x in pairs)
+
+
+def replayed(plan: Plan, profile: Profile) -> tuple[CachingAllocator, ...]:
+    """[K]: the allocator of each device after two steps of a plan; () where the layers' tensors are not known."""
     sizes = profile.microbatch_sizes
-    if plan.microbatch_size not in sizes or plan.recompute != "never":
+    if plan.microbatch_size not in sizes:
         return ()
     names = [x.name for x in profile.layers]
     costs = dict(zip(names, profile.costs_at(sizes.index(plan.microbatch_size)), strict=False))
@@ -63,8 +71,10 @@ def device_reserved_bytes(plan: Plan, profile: Profile) -> tuple[int, ...]:
     few = 2 * num_devices if plan.has_chunks else num_devices + _MORE
     if num_microbatches > few and not plan.schedule.startswith("custom"):
         made = make_schedule(plan.schedule, num_devices=num_devices, num_microbatches=few)
+    count = made.num_microbatches
+    again = [is_recomputed(m, num_microbatches=count, recompute=plan.recompute) for m in range(count)]
     found = []
-    for device, peak_bytes in enumerate(plan.device_peak_bytes):
+    for device in range(plan.num_devices):
         stages = {}
         for index in made.stages_of(device):
             stage = plan.stages[index]
@@ -80,10 +90,15 @@ def device_reserved_bytes(plan: Plan, profile: Profile) -> tuple[int, ...]:
                 states=tuple(y for x in state for y in (x, x)),
                 update=tuple(round(x * max(0, parts.optimizer_workspace)) for x in shares),
                 received=plan.stages[index - 1].cost.activation_bytes if index else 0,
+                recomputed=tuple(
+                    range(i, i + 1) for i, x in enumerate(stage.layer_names) if x in stage.recompute_layers
+                )
+                if plan.recompute == "selected"
+                else (range(len(stage.layer_names)),),
             )
         allocator = CachingAllocator()
-        replay(allocator, stages, [(x.stage, x.kind, x.microbatch) for x in made.orders[device]])
-        found.append(peak_bytes + allocator.most_reserved_bytes - allocator.most_allocated_bytes)
+        replay(allocator, stages, [(x.stage, x.kind, x.microbatch) for x in made.orders[device]], again=again)
+        found.append(allocator)
     return tuple(found)
 
 
@@ -92,11 +107,13 @@ def replay(
     stages: Mapping[int, StageTensors],
     order: Sequence[tuple[int, ActionKind, int]],
     *,
+    again: Sequence[bool] = (),
     num_steps: int = 2,
 ) -> None:
     """Allocate and free what a device's stages do in some steps; `order` has the stage, kind and micro-batch of actions.
 
-    A split backward frees with its second half.
+    `again` has whether each micro-batch is recomputed; without it none is. A split backward frees with its second half, and
+    recomputes with its first, which on the first stage does nothing.
     """
     for num_bytes in [y for x in stages.values() for y in x.buffers]:
         allocator.allocate(num_bytes)
@@ -105,17 +122,29 @@ def replay(
     for step in range(num_steps):
         for stage, kind, microbatch in order:
             own, key = stages[stage], (stage, microbatch)
+            groups = {i: x for x in own.recomputed for i in x} if again and again[microbatch] else {}
             if kind is ActionKind.FORWARD:
                 if own.received:
                     inputs[key] = allocator.allocate(own.received)
-                passes[key] = [{} for _ in own.layers]
-                for (forward, _), blocks in zip(events[stage], passes[key], strict=True):
-                    _run(allocator, forward, blocks)
-            elif kind is not ActionKind.INPUT_GRADIENT:
-                for (_, backward), blocks in zip(reversed(events[stage]), reversed(passes.pop(key)), strict=True):
-                    _run(allocator, backward, blocks)
-                if key in inputs:
-                    allocator.free(inputs.pop(key))
+                held = passes[key] = [{} for _ in own.layers]
+                for i, (forward, _) in enumerate(events[stage]):
+                    _run(allocator, forward, held[i])
+                    if i in groups:
+                        _free(allocator, held[i], but=_result(own.layers[i]))
+                        if i > groups[i].start:
+                            _free(allocator, held[i - 1])
+                continue
+            is_half = kind is ActionKind.INPUT_GRADIENT
+            begins, held = kind is ActionKind.BACKWARD or is_half == (stage > 0), passes[key]
+            for i, (_, backward) in reversed(list(enumerate(events[stage]))):
+                if begins and i in groups and i == groups[i].stop - 1:
+                    for j in groups[i]:
+                        _free(allocator, held[j])
+                        _run(allocator, events[stage][j][0], held[j])
+                if not is_half:
+                    _run(allocator, backward, held[i])
+            if not is_half and key in inputs:
+                allocator.free(inputs.pop(key))
         needed = [allocator.allocate(y) for x in stages.values() for y in x.update]
         for num_bytes in [y for x in stages.values() for y in x.states] if step == 0 else []:
             allocator.allocate(num_bytes)
@@ -148,3 +177,18 @@ def _run(allocator: CachingAllocator, events: Sequence[tuple[int, int]], blocks:
             blocks[number] = allocator.allocate(num_bytes)
         else:
             allocator.free(blocks.pop(number))
+
+
+def _free(allocator: CachingAllocator, blocks: _Blocks, *, but: int | None = None) -> None:
+    for number in [x for x in blocks if x != but]:
+        allocator.free(blocks.pop(number))
+
+
+def _result(layer: LayerCost) -> int | None:
+    """The number of the tensor that a layer's forward hands on; None where it hands on nothing."""
+    kept = [
+        number
+        for number, x in enumerate(layer.tensors)
+        if x.made < layer.num_forward_times <= x.freed and x.num_bytes == layer.output_bytes
+    ]
+    return kept[-1] if kept else None

@@ -6,7 +6,7 @@ The search is a branch and bound over the settings of `width_choices`:
 2. In the order of what an even pipeline would take, settings whose bound is below the best step so far get the best of
    some even partitions (`even_cuts`).
 3. The setting with the lowest bound is taken again and again, and its bound raised or its partition bettered: by a program
-   over the blocks where these are equal (`block_program`), else by the search of any partition (`solve`).
+   over the blocks where these are equal but for a few at the ends (`block_program`), else by the search of any partition (`solve`).
 
 It ends when no bound is much below the best step, or the time is up. The smallest bound left proves the gap.
 """
@@ -31,7 +31,7 @@ from gplan.interop.receivers import RECEIVERS, decoder_of
 from gplan.interop.width_bounds import ChoiceBounds
 from gplan.interop.width_choices import Choice, WidthSpace
 from gplan.partition.balance import problem_of
-from gplan.partition.block_program import BlockProgram, Counted, are_equal
+from gplan.partition.block_program import BlockProgram, Counted, equal_blocks
 from gplan.partition.candidates import INFINITY
 from gplan.partition.even_cuts import EvenCut, best_even_cut, priced_cut
 from gplan.partition.plan_evaluation import price
@@ -287,11 +287,10 @@ class _SearchState:
         problem = self._problem(i)
         if problem is None:
             return
-        parts = decoder_of([x.name for x in problem.costs.profile.layers], self.search.name)
         if 2 * problem.num_stages * problem.num_microbatches > _MAX_ACTIONS:
             self.finished.add(i)
-        elif are_equal(problem, parts.blocks):
-            program = self.programs.setdefault(i, BlockProgram(problem, parts.blocks))
+        elif blocks := equal_blocks(problem):
+            program = self.programs.setdefault(i, BlockProgram(problem, blocks))
             known = Counted(ends=None, step_s=self.best_s, lower_bound_s=self.bounds_s[i])
             counted_blocks = program.solve(known, enough=gap, deadline_s=deadline_s)
             self._record(i, problem, counted_blocks.lower_bound_s, counted_blocks.ends)

@@ -1,19 +1,21 @@
-"""The best numbers of blocks on stages where all blocks are equal, by cutting planes: a program in integers.
+"""The best numbers of blocks on stages where most blocks are equal, by cutting planes: a program in integers.
 
-Seconds and bytes of a stage are then linear in its number of blocks n_s, so that every path through the step is a row
-    T >= sum over s of (a_s n_s + b_s)                      Paths of critical_path
+Seconds and bytes of a stage are then linear in its number of blocks n_s. The few layers before and after the equal blocks
+lie on the first and the last stages in a few ways c, of which one is taken: y_c = 1. So every path through the step is a row
+    T >= sum over s of (a_s n_s + sum over c of b_sc y_c)                      Paths of critical_path
 and every moment of a device at which its memory may peak is another. The program has the rows found so far; its solution
 is simulated, and the longest path of that step is the next row (cutting planes; Kelley 1960). First the relaxation to
 real numbers is solved until no row is violated, then the program in integers. The bound of each of them holds for every
-partition whose ends are on the first and the last stage; every solution in integers is a partition, priced by simulation.
+partition; every solution in integers is a partition, priced by simulation.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations, groupby
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ _ENOUGH = 1e-4  # share of the bound by which a path may be longer in the relaxa
 _PATIENCE, _WORTH = 10, 5e-4  # so many rows raise the relaxation's bound by less: integers may raise it more
 _MOST_DEVICES = 12  # whose memory is in the program; of a solution it is looked at on all
 _SHORTEST_S = 0.2  # of one program in integers
+_MOST_ENDS = 128  # ways in which the other layers lie on stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +45,33 @@ class Counted:
     lower_bound_s: float
 
 
-def are_equal(problem: Problem, blocks: range) -> bool:
-    """Whether a program counts these layers: all have the same costs, and one layer is before and one after them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """One way in which the layers before and after the equal blocks lie on the first and the last stages.
+
+    A stage with layers before or after them may have blocks too; beside `is_closed`, where it has none.
+    """
+
+    before: tuple[int, ...]  # where the stages with the layers before the blocks end among them
+    after: tuple[int, ...]  # where the stages with those after begin among them
+    is_closed: tuple[bool, bool]  # whether the innermost of these stages have no blocks
+
+
+def equal_blocks(problem: Problem) -> range | None:
+    """The longest run of layers with the same costs that a program counts; None where too many others are beside it."""
     layers = problem.costs.profile.layers
-    alike = {(x.weight_bytes, x.gradient_bytes, x.num_parameters, x.costs) for x in layers[blocks.start : blocks.stop]}
-    return len(alike) == 1 and blocks.start == 1 and blocks.stop == len(layers) - 1
+    runs, start = list[range](), 0
+    for _, same in groupby(layers, key=lambda x: (x.weight_bytes, x.gradient_bytes, x.num_parameters, x.costs)):
+        start += len(run := list(same))
+        runs.append(range(start - len(run), start))
+    blocks = max(runs, key=len)
+    is_open = blocks.start > 0 and blocks.stop < len(layers) and not problem.constraints and len(blocks) > 1
+    return blocks if is_open and 2 ** (len(layers) - len(blocks)) <= _MOST_ENDS else None
 
 
 @dataclass(frozen=True)
 class BlockProgram:
-    """A problem whose blocks are equal, on equal devices."""
+    """A problem whose blocks are equal but for a few at its ends, on equal devices."""
 
     problem: Problem
     blocks: range
@@ -68,7 +88,7 @@ class BlockProgram:
         if not rows.has_solutions():
             return replace(known, lower_bound_s=INFINITY)
         bounds_s = list[float]()
-        middle = np.full(self.problem.num_stages, len(self.blocks) / self.problem.num_stages)
+        middle = None
         while time.perf_counter() < deadline_s and known.lower_bound_s < known.step_s * (1 - enough):
             found = rows.solved(deadline_s)
             if not rows.has_solutions():
@@ -81,7 +101,7 @@ class BlockProgram:
                 found = np.round(found)
                 known = self._tried(known, found.astype(np.int64))
             bounds_s.append(rows.bound_s)
-            middle = 0.5 * (middle + found)
+            middle = found if middle is None else 0.5 * (middle + found)
             worth_s = rows.bound_s * (1 + (_SLACK if rows.in_integers else _ENOUGH))
             is_cut = self._cut_off(rows, middle, found) > worth_s or self._cut_off(rows, found, found) > worth_s
             is_slow = len(bounds_s) > _PATIENCE and bounds_s[-1] < bounds_s[-_PATIENCE] * (1 + _WORTH)
@@ -91,33 +111,44 @@ class BlockProgram:
                 rows.count_in_integers(True)
         return known
 
-    def _cut_off(self, rows: _Rows, counts: Floats, found: Floats) -> float:
-        """Add the longest path of a step with these counts; returns what it takes with those found."""
-        path = self._paths.longest(self._fixed + self._slopes * counts[:, None])
-        self._add(rows, path)
-        return float((path * (self._fixed + self._slopes * found[:, None])).sum())
+    def _cut_off(self, rows: _Rows, values: Floats, found: Floats) -> float:
+        """Add the longest path of a step with these values; returns what it takes with those found."""
+        path = self._paths.longest(np.tensordot(values, self._times, 1))
+        return float(self._add(rows, path) @ found)
 
-    def _add(self, rows: _Rows, path: Floats) -> None:
-        rows.add_path((path * self._slopes).sum(axis=1), float((path * self._fixed).sum()))
+    def _add(self, rows: _Rows, path: Floats) -> Floats:
+        seconds: Floats = (self._times * path).sum(axis=(1, 2))
+        rows.add([*-seconds, 1.0], 0.0, INFINITY)
+        return seconds
 
-    def _tried(self, known: Counted, counts: Ints) -> Counted:
+    def _tried(self, known: Counted, values: Ints) -> Counted:
         """What is known with one more partition, if it fits."""
-        ends = self.blocks.start + np.cumsum(counts)
-        ends[-1] = self.problem.num_layers
+        num_stages = self.problem.num_stages
+        way = self._ways[int(np.argmax(values[num_stages:]))]
+        ranges = np.array([self._layers_of(s, int(values[s]), way) for s in range(num_stages)])
+        ends = np.cumsum(ranges[:, 1] - ranges[:, 0])
         first = np.array([0, *ends[:-1]])
         limit = self.problem.memory_of(0)
         if limit is not None and device_peaks(self._few, first[:, None], ends[:, None]).max() > limit:
             return known
-        window = [
-            stage_seconds(self.problem, s, first[s : s + 1], ends[s : s + 1]) for s in range(self.problem.num_stages)
-        ]
+        window = [stage_seconds(self.problem, s, first[s : s + 1], ends[s : s + 1]) for s in range(num_stages)]
         step_s = float(simulate_window(self.problem, window, first_stage=0, delay=Delay()).optimizer_s[0])
         return replace(known, ends=ends, step_s=step_s) if step_s < known.step_s else known
 
     @cached_property
     def _rows(self) -> _Rows:
-        """The program so far."""
-        return _Rows.of(len(self.blocks), self.problem.num_stages, self._memory_rows)
+        """The program so far: a variable for the blocks of each stage, one for each way, and the step."""
+        num_stages, num_blocks = self.problem.num_stages, len(self.blocks)
+        rows = _Rows.of([num_blocks] * num_stages + [1] * len(self._ways))
+        rows.add([1.0] * num_stages + [0.0] * len(self._ways) + [0.0], num_blocks, num_blocks)
+        rows.add([0.0] * num_stages + [1.0] * len(self._ways) + [0.0], 1.0, 1.0)
+        for stage, (least, most) in enumerate(zip(*self._least_and_most, strict=True)):
+            own = -np.eye(num_stages)[stage]
+            rows.add([*own, *least, 0.0], -INFINITY, 0.0)
+            rows.add([*-own, *-most, 0.0], -INFINITY, 0.0)
+        for slopes, most_gib in self._memory_rows:
+            rows.add([*slopes, 0.0], -INFINITY, most_gib)
+        return rows
 
     @cached_property
     def _paths(self) -> Paths:
@@ -127,114 +158,166 @@ class BlockProgram:
     def _few(self) -> Problem:
         return with_few_microbatches(self.problem)
 
-    def _ends_of(self, stage: int, count: int) -> tuple[Ints, Ints]:
-        """Where a stage with so many blocks begins and ends; the ends of the model are on the first and last."""
-        first = 0 if stage == 0 else self.blocks.start
-        end = self.blocks.start + count
-        if stage == self.problem.num_stages - 1:
-            first, end = (0 if stage == 0 else self.blocks.stop - count), self.problem.num_layers
-        return np.array([first]), np.array([end])
+    @cached_property
+    def _ways(self) -> list[Ends]:
+        """Those for which there are stages enough; the first has all other layers on the first and the last stage."""
+        num_before, num_after = self.blocks.start, self.problem.num_layers - self.blocks.stop
+        sides = [
+            [x for size in range(count) for x in combinations(range(1, count), size)]
+            for count in (num_before, num_after)
+        ]
+        return [
+            Ends(before=(*before, num_before), after=(0, *after), is_closed=(closed_before, closed_after))
+            for before in sides[0]
+            for after in sides[1]
+            for closed_before in (False, True)
+            for closed_after in (False, True)
+            if self._has_room(len(before) + 1 + closed_before, len(after) + 1 + closed_after)
+        ]
+
+    def _has_room(self, num_before: int, num_after: int) -> bool:
+        """Whether stages are left for the blocks, if they begin and end on stages with these numbers from the ends."""
+        return num_before + num_after <= self.problem.num_stages + 1
+
+    def _layers_of(self, stage: int, count: int, way: Ends) -> tuple[int, int]:
+        """The layers, first and end, of a stage with so many blocks, wherever these are among the equal ones."""
+        blocks, behind = self.blocks, self.problem.num_stages - 1 - stage
+        before, after = (0, *way.before), (*way.after, self.problem.num_layers - blocks.stop)
+        own = [
+            before[stage + 1] - before[stage] if stage < len(way.before) else 0,
+            after[len(way.after) - behind] - after[len(way.after) - 1 - behind] if behind < len(way.after) else 0,
+        ]
+        if own[0]:
+            first = before[stage]
+            return first, first + own[0] + count + own[1]
+        end = blocks.stop + after[len(way.after) - behind] if own[1] else blocks.start + count
+        return end - count - own[1], end
 
     @cached_property
-    def _fixed(self) -> Floats:
-        """[S, times]: what each stage takes beside its blocks."""
-        return self._times(1) - self._slopes
+    def _least_and_most(self) -> tuple[Floats, Floats]:
+        """[S, ways] each: the fewest and the most blocks of each stage."""
+        num_stages, num_blocks = self.problem.num_stages, len(self.blocks)
+        least = np.ones((num_stages, len(self._ways)))
+        most = np.full_like(least, num_blocks)
+        for i, x in enumerate(self._ways):
+            first = len(x.before) - 1 + x.is_closed[0]
+            last = num_stages - len(x.after) - x.is_closed[1]
+            least[:first, i] = least[last + 1 :, i] = most[:first, i] = most[last + 1 :, i] = 0
+            if first == last:
+                least[first, i] = num_blocks
+            most[first : last + 1, i] -= last - first
+        return least, most
+
+    def _linear(self, stage: int, costs_of: Callable[[int, int], Floats]) -> Floats:
+        """[1 + ways, costs]: the costs of a stage for each block, and for each way beside its blocks."""
+        plain = self._ways[0]
+        if self.problem.num_stages == 1:
+            slope = 0 * costs_of(0, self.problem.num_layers)
+        else:
+            one, two = (costs_of(*self._layers_of(stage, count, plain)) for count in (1, 2))
+            slope = two - one
+        counts = self._least_and_most[0][stage].astype(int).tolist()
+        known = {
+            key: costs_of(*key) - count * slope
+            for key, count in {
+                self._layers_of(stage, count, way): count for count, way in zip(counts, self._ways, strict=True)
+            }.items()
+        }
+        fixed = [known[self._layers_of(stage, count, way)] for count, way in zip(counts, self._ways, strict=True)]
+        return np.array([slope, *fixed])
 
     @cached_property
-    def _slopes(self) -> Floats:
-        """[S, times]: what each block of a stage takes."""
-        return self._times(2) - self._times(1)
+    def _times(self) -> Floats:
+        """[variables, S, times]: what stages take for each block of theirs, and for each way beside that."""
+        num_stages = self.problem.num_stages
+        found = np.zeros((num_stages + len(self._ways), num_stages, len(TIMES)))
+        for stage in range(num_stages):
 
-    def _times(self, count: int) -> Floats:
-        found = np.zeros((self.problem.num_stages, len(TIMES)))
-        last = self.problem.num_stages - 1
-        for stage in range(self.problem.num_stages):
-            times: StageSeconds[Floats] = stage_seconds(self.problem, stage, *self._ends_of(stage, count))
-            for i, name in enumerate(TIMES):
-                value = getattr(times, name)
-                found[stage, i] = 0.0 if value is None else float(value[0])
-            if self.problem.recompute == "never":
-                found[stage, TIMES.index("recompute_s")] = 0.0
-            if stage == last:
-                found[stage, TIMES.index("activation_s")] = found[stage, TIMES.index("gradient_s")] = 0.0
+            def times_of(first: int, end: int, stage: int = stage) -> Floats:
+                times: StageSeconds[Floats] = stage_seconds(self.problem, stage, np.array([first]), np.array([end]))
+                values = {name: getattr(times, name) for name in TIMES}
+                if self.problem.recompute == "never":
+                    values["recompute_s"] = None
+                if stage == num_stages - 1:
+                    values |= {"activation_s": None, "gradient_s": None}
+                return np.array([0.0 if x is None else float(x[0]) for x in values.values()])
+
+            linear = self._linear(stage, times_of)
+            found[stage, stage], found[num_stages:, stage] = linear[0], linear[1:]
         return found
 
     @cached_property
     def _memory_rows(self) -> list[tuple[Floats, float]]:
-        """What a device holds at a moment for each block [S], and the most bytes that are left for all of them."""
+        """What a device holds at a moment for each variable, and the most, in GiB."""
         limit, found = self.problem.memory_of(0), list[tuple[Floats, float]]()
         if limit is None:
             return found
-        last = self.problem.num_devices - 1
+        last, num_stages = self.problem.num_devices - 1, self.problem.num_stages
         for device in sorted({round(x) for x in np.linspace(0, last, min(last + 1, _MOST_DEVICES))}):
             stages = self.problem.stages_by_device[device]
-            one, two = (
-                [
-                    self._few.costs.part_rows(*self._ends_of(s, count), self._few.boundaries(s))[:, 0].astype(float)
-                    for s in stages
-                ]
-                for count in (1, 2)
-            )
+            linear = list[Floats]()
+            for s in stages:
+
+                def bytes_of(first: int, end: int, s: int = s) -> Floats:
+                    parts = self._few.costs.part_rows(np.array([first]), np.array([end]), self._few.boundaries(s))
+                    return parts[:, 0].astype(float)
+
+                linear.append(self._linear(s, bytes_of))
             for counts in moments_of(self._few, *stages).counts:
-                slopes, fixed = np.zeros(self.problem.num_stages), 0.0
-                for stage, own, a, b in zip(stages, counts, one, two, strict=True):
-                    slopes[stage] = own @ (b - a)
-                    fixed += float(own @ (2 * a - b))
-                found.append((slopes / 2**30, (limit - fixed) / 2**30 + _SLACK))
+                slopes = np.zeros(num_stages + len(self._ways))
+                for stage, own, parts in zip(stages, counts, linear, strict=True):
+                    held = parts @ own
+                    slopes[stage] = held[0]
+                    slopes[num_stages:] += held[1:]
+                found.append((slopes / 2**30, limit / 2**30 + _SLACK))
         return found
 
 
 @dataclass
 class _Rows:
-    """The program: a number of blocks for each stage, and the step as the last variable."""
+    """The program: variables that are integers in the end, and the step as the last variable."""
 
     solver: Any
-    num_stages: int
+    num_variables: int
     in_integers: bool = False
     is_infeasible: bool = False
     num_solved: int = 0
     bound_s: float = 0.0  # of the last solution
 
     @classmethod
-    def of(cls, num_blocks: int, num_stages: int, memory_rows: Sequence[tuple[Floats, float]]) -> _Rows:
-        """The program without paths; the first and the last stage may be without blocks, as they have an end."""
+    def of(cls, most: Sequence[int]) -> _Rows:
+        """The program without rows, by the most of each variable; the least is 0."""
         import highspy  # takes longer to import than most plans to make
 
         solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 1)):
             solver.setOptionValue(option, value)
-        for stage in range(num_stages):
-            has_end = num_stages > 1 and stage in (0, num_stages - 1)
-            solver.addVar(0.0 if has_end else 1.0, float(num_blocks))
-        solver.addVar(0.0, INFINITY)
-        solver.changeColCost(num_stages, 1.0)
-        every = np.arange(num_stages, dtype=np.int32)
-        solver.addRow(num_blocks, num_blocks, num_stages, every, np.ones(num_stages))
-        for slopes, most in memory_rows:
-            places = np.flatnonzero(slopes).astype(np.int32)
-            solver.addRow(-INFINITY, most, len(places), places, slopes[places])
-        return cls(solver, num_stages)
+        for x in (*most, INFINITY):
+            solver.addVar(0.0, float(x))
+        solver.changeColCost(len(most), 1.0)
+        return cls(solver, len(most))
 
     def has_solutions(self) -> bool:
         """Whether none of the programs so far was found to have no solution."""
         return not self.is_infeasible
 
     def count_in_integers(self, whole: bool) -> None:
-        """Whether numbers of blocks are integers from now on."""
+        """Whether the variables but the step are integers from now on."""
         import highspy
 
         kind = highspy.HighsVarType.kInteger if whole else highspy.HighsVarType.kContinuous
-        for stage in range(self.num_stages):
-            self.solver.changeColIntegrality(stage, kind)
+        for variable in range(self.num_variables):
+            self.solver.changeColIntegrality(variable, kind)
         self.in_integers = whole
 
-    def add_path(self, slopes_s: Floats, fixed_s: float) -> None:
-        """The step is at least what a path takes."""
-        every = np.arange(self.num_stages + 1, dtype=np.int32)
-        self.solver.addRow(fixed_s, INFINITY, self.num_stages + 1, every, np.append(-slopes_s, 1.0))
+    def add(self, factors: Sequence[float], least: float, most: float) -> None:
+        """A row: the sum of all variables, the step among them, times these factors is between least and most."""
+        every = np.asarray(factors, dtype=float)
+        places = np.flatnonzero(every).astype(np.int32)
+        self.solver.addRow(least, most, len(places), places, every[places])
 
     def solved(self, deadline_s: float) -> Floats | None:
-        """[S]: the numbers of blocks of the best solution; None where there is none, or none was found in time."""
+        """[variables]: the best solution; None where there is none, or none was found in time."""
         import highspy
 
         if self.in_integers:
@@ -250,4 +333,4 @@ class _Rows:
             self.bound_s = info.objective_function_value
         found = np.array(self.solver.getSolution().col_value)
         has_found = len(found) and np.isfinite(info.objective_function_value) and not self.is_infeasible
-        return found[: self.num_stages] if has_found else None
+        return found[: self.num_variables] if has_found else None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from gplan.core import ActionKind, Profile
+from gplan.core import ActionKind, Profile, RecomputeMode
 from gplan.core.errors import NoPlanError
 from gplan.core.layer_cost import LayerCost, Lifetime, Timing
 from gplan.cost.caching_allocator import CachingAllocator
-from gplan.cost.reserved_bytes import CONTEXT_BYTES, StageTensors, device_reserved_bytes, replay
+from gplan.cost.reserved_bytes import CONTEXT_BYTES, StageTensors, device_reserved_bytes, replay, replayed
 from gplan.strategy_search.planner import balance
 from gplan_profiler.analytic.decoder_config import Widths, load_decoder
 from gplan_profiler.analytic.decoder_profile import DecoderProfile
@@ -69,12 +70,49 @@ def test_tensors_add_up_to_stash(trainer: Trainer, name: str) -> None:
         assert all(0 <= x.made <= x.freed for x in cost.tensors)
 
 
-def test_plan_says_what_is_reserved() -> None:
-    profile = computed()
-    plan = balance(profile, num_devices=4, num_microbatches=16, schedule="1f1b")
+def test_small_replay_of_layers_recomputed_together() -> None:
+    """Two layers keep 8 MiB and hand on 12; recomputed together, a micro-batch in flight keeps the last 12 alone."""
+    one = replace(layer((8 * MIB, 0, 3), (12 * MIB, 1, 2), num_forward_times=2), output_bytes=12 * MIB)
+    forwards, backwards = ([(1, way, i) for i in (0, 1)] for way in (ActionKind.FORWARD, ActionKind.BACKWARD))
+    kept = {(): 2 * 40, (range(2),): 12 + 40, (range(1), range(1, 2)): 2 * 24 + 8, (range(1, 2),): 2 * 32 + 8}
+    for recomputed, most in kept.items():
+        stage = StageTensors(layers=(one, one), buffers=(), received=14 * MIB, recomputed=recomputed)
+        allocator = CachingAllocator()
+        replay(allocator, {1: stage}, [*forwards, *backwards], again=[True, True])
+        assert allocator.most_allocated_bytes == (28 + most) * MIB, recomputed
+        assert allocator.allocated_bytes == 0
+    stage = StageTensors(layers=(one, one), buffers=(), recomputed=(range(2),))
+    allocator = CachingAllocator()
+    replay(allocator, {1: stage}, [*forwards, *backwards], again=[True, False])
+    assert allocator.most_allocated_bytes == (40 + 40) * MIB
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "share"),
+    [
+        ("1f1b", "never", 1.0),
+        ("1f1b", "always", 1.0),
+        ("1f1b", "except-last", 1.0),
+        ("gpipe", "selected", 0.85),
+        ("interleaved-1f1b:2", "always", 1.0),
+        ("zb-h1", "always", 1.0),
+        ("zb-h1", "except-last", 1.0),
+    ],
+)
+@pytest.mark.parametrize("trainer", [MEGATRON, LEGACY, NANOTRON])
+def test_plan_says_what_is_reserved(trainer: Trainer, schedule: str, recompute: RecomputeMode, share: float) -> None:
+    """`share` of the memory that the plan without a limit takes is there. Tensors are those that the plan counts."""
+    profile = computed(trainer)
+    given: dict[str, Any] = {"num_devices": 4, "num_microbatches": 8, "schedule": schedule, "recompute": recompute}
+    plan = balance(profile, **given)
+    if share < 1:
+        plan = balance(profile, **given, memory_bytes=int(share * plan.device_total_bytes))
+        assert any(x.recompute_layers for x in plan.stages)
     assert len(plan.reserved_bytes) == 4 and plan.context_bytes == CONTEXT_BYTES
     for reserved, allocated in zip(plan.reserved_bytes, plan.device_peak_bytes, strict=True):
         assert allocated <= reserved < 1.25 * allocated
+    for allocator, allocated in zip(replayed(plan, profile), plan.device_peak_bytes, strict=True):
+        assert allocator.most_allocated_bytes == pytest.approx(allocated, rel=0.1 if schedule == "gpipe" else 0.05)
     assert plan.device_total_bytes == max(plan.reserved_bytes) + CONTEXT_BYTES
 
 

@@ -17,7 +17,7 @@ from gplan.interop.layouts import read_layout
 from gplan.interop.machine_layout import layout_of
 from gplan.interop.width_choices import Choice
 from gplan.interop.width_search import WidthSearch
-from gplan.partition.block_program import BlockProgram, Counted, are_equal
+from gplan.partition.block_program import BlockProgram, Counted, equal_blocks
 from gplan.partition.even_cuts import priced_cut
 from gplan_profiler.analytic.decoder_config import Widths, load_decoder
 from gplan_profiler.analytic.hardware import load_hardware
@@ -79,16 +79,40 @@ def test_the_best_of_all_partitions_of_all_settings(
     assert found.gap <= 0.02
 
 
-def test_blocks_counted_by_a_program_are_the_best() -> None:
-    made = search(fixed={"microbatch_size": 1, "tensor": 1, "pipeline": 4, "data": 1})
+FEW_EXPERTS = {
+    "num_hidden_layers": 7, "hidden_size": 1024, "intermediate_size": 8192, "num_attention_heads": 8, "n_routed_experts": 16,
+    "moe_intermediate_size": 512,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 4_600_000_000, 3_500_000_000])
+@pytest.mark.parametrize(
+    ("model", "settings", "blocks"),
+    [
+        ("llama3-8b", SMALL, range(1, 7)),
+        ("deepseek-v3", {**FEW_EXPERTS, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1}, range(4, 8)),
+        ("deepseek-v3", {**FEW_EXPERTS, "first_k_dense_replace": 3, "num_nextn_predict_layers": 0}, range(4, 8)),
+        ("deepseek-v3", {**FEW_EXPERTS, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}, range(2, 8)),
+    ],
+)
+def test_blocks_counted_by_a_program_are_the_best(
+    model: str, settings: dict[str, int], blocks: range, memory_bytes: int | None
+) -> None:
+    """Also where a stage has none of the equal blocks, or layers before them are on several stages.
+
+    Multi-token prediction shares the embedding, and devices with a shared weight wait for each other: in no path.
+    """
+    off = 0.01 if settings.get("num_nextn_predict_layers") else 1e-5
+    fixed: dict[str, int | str | None] = {"microbatch_size": 1, "tensor": 1, "pipeline": 4, "data": 1}
+    made = search(decoder=load_decoder(model, settings), fixed=fixed, memory_bytes=memory_bytes)
     for choice in made.space.choices():
         problem, steps = made.problem(choice), every_step_s(made, choice)
-        blocks = range(1, problem.num_layers - 1)
-        assert are_equal(problem, blocks)
+        assert equal_blocks(problem) == blocks
         nothing = Counted(ends=None, step_s=float("inf"), lower_bound_s=0.0)
         found = BlockProgram(problem, blocks).solve(nothing, enough=1e-6, deadline_s=time.perf_counter() + 60)
-        assert found.step_s == pytest.approx(min(steps))
-        assert min(steps) * (1 - 1e-5) <= found.lower_bound_s <= min(steps) * (1 + 1e-9)
+        assert found.step_s == pytest.approx(min(steps, default=float("inf")), rel=off)
+        if steps:
+            assert min(steps) * (1 - off) <= found.lower_bound_s <= min(steps) * (1 + 1e-9)
 
 
 def test_a_memory_that_nothing_fits_names_a_machine_that_does() -> None:
