@@ -25,6 +25,7 @@ from gplan.runtime.random_streams import seed_key
 from gplan.runtime.stage_module import GatheredLayers, LayerInfo, ParameterGroup, StageModule, make_segments
 from gplan_profiler.capture.capture import capture
 from gplan_profiler.capture.chain import AtLayer, Chain, TensorSpec, modules_that_train
+from gplan_profiler.capture.module_attributes import AssignedAttribute
 from gplan_profiler.capture.moving_averages import RunningNorm
 from gplan_profiler.model.materialise import is_meta_or_fake
 from gplan_profiler.model.model_reference import describe_inputs
@@ -55,6 +56,7 @@ class CaptureCache:
 
     def __init__(self, model: nn.Module, plan: Plan, *, name: str, device: torch.device) -> None:
         self.model, self.plan, self._name, self._device = model, plan, name, device
+        self.assigned: frozenset[AssignedAttribute] = frozenset()  # that the forward of any capture sets on modules
         self.usual_inputs = ""  # description of the inputs that were captured first
         self._captures: dict[Hashable, CapturedModel] = {}
         self._segments: dict[tuple[CapturedModel, int, RecomputeMode, bool], tuple[nn.Module, ...]] = {}
@@ -180,6 +182,7 @@ class CaptureCache:
                 divided=self.plan.model.divided,
                 precision=self.plan.precision,
             )
+        self.assigned |= {*chain.assigned}
         chain, starts = _in_plan_order(chain, self.plan, self._name, is_like_plan=training)
         place = {layer: i for i, layer in enumerate(self.plan.layer_names)}
         numbers = _carried([place.get(layer) for layer in chain.names])

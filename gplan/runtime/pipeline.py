@@ -46,6 +46,7 @@ from gplan.runtime.stage_runner import OutputFn, StageRunner, to_device
 from gplan.runtime.stage_state import StageState
 from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_samples, runs_on_gpus
 from gplan_profiler.capture.chain import Chain, autocast
+from gplan_profiler.capture.module_attributes import unreadable
 from gplan_profiler.host.heartbeat import Heartbeat
 from gplan_profiler.host.host_info import cuda_problem, keep_freed_memory
 from gplan_profiler.host.links import deprioritize_connection_threads
@@ -163,7 +164,7 @@ class Pipeline(StageState):
         self._loss, self._is_loss_new, self._has_warned = loss, True, False
         self._usual_inputs = resize_inputs(inputs, plan.microbatch_size)
         source, captures, usual = _captured(source, plan, self._usual_inputs, device)
-        self._loss = self._loss or _own_loss(usual.chain)
+        self._captures, self._loss = captures, self._loss or _own_loss(usual.chain)
         model = source.file.model
         names = stage_state.state_names(model, usual, plan.num_stages)
         if ranks is not None:
@@ -447,7 +448,7 @@ class Pipeline(StageState):
         def output_fn(output: Any, microbatch: int) -> Tensor:
             target = each[microbatch]
             self._random_streams.seed(_LOSS_KEY, microbatch)
-            with autocast(self.plan.precision, self.device.type):
+            with autocast(self.plan.precision, self.device.type), unreadable(self._captures.assigned):
                 value = checked_loss(loss(output, target), trains=torch.is_grad_enabled())
             if self._is_loss_new:
                 self._is_loss_new = False

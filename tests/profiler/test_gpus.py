@@ -46,6 +46,7 @@ OLD = "CUDA initialization: The NVIDIA driver on your system is too old (found v
     ("facts", "reason"),
     [
         ({"gpus": 0, "cuda": None}, "is a build for CPUs; install one for CUDA"),
+        ({"gpus": 4, "cuda": None}, "is a build for CPUs; install one for CUDA"),
         (
             {"gpus": 0, "warning": OLD},
             "the NVIDIA driver is older than torch .* built for CUDA 13.0; update the driver",

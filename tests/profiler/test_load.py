@@ -434,3 +434,13 @@ def test_other_errors_of_a_loss_do_not_speak_of_gradients() -> None:
     with pytest.raises(ModelError) as raised:
         file.loss(torch.ones(2, 2), torch.ones(5))
     assert "gradient" not in str(raised.value)
+
+
+def test_file_of_a_package_gets_the_name_of_its_module(tmp_path: Path) -> None:
+    package = tmp_path / "mine" / "models"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "net.py").write_text("from . import parts\n")
+    with pytest.raises(ModelError, match=rf"in the folder {tmp_path}, .*: mine.models.net$"):
+        load_model_file(str(package / "net.py"))

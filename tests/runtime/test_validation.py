@@ -177,6 +177,7 @@ def test_edited_plan_file_refused(
     ],
 )
 def test_gpu_that_is_not_there(device: str, rank: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("gplan.runtime.pipeline.local_place", lambda: (int(rank), 2))

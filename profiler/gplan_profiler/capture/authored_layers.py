@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections import OrderedDict
 from collections.abc import Container, Hashable, Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
@@ -95,40 +94,6 @@ def _tensor_key(value: Tensor | None) -> Hashable:
     if value is None:
         return None
     return tuple(value.shape), value.dtype, value.requires_grad, value.stride()
-
-
-_NOT_RESTORED = frozenset({"training", "_parameters", "_buffers", "_modules"})
-
-
-@contextmanager
-def attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Restore all modules' plain attributes and hooks, and the entries of lists, dicts and sets, at the end.
-
-    A traced forward may leave fake tensors in them, or hooks with a note that they are there. Parameters, buffers and
-    submodules are not restored.
-    """
-    before = [
-        (
-            module.__dict__,
-            {
-                name: (value, value.copy() if type(value) in (list, dict, set, OrderedDict) else None)
-                for name, value in module.__dict__.items()
-                if name not in _NOT_RESTORED
-            },
-        )
-        for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for attributes, kept in before:
-            for name in attributes.keys() - kept.keys() - _NOT_RESTORED:
-                del attributes[name]
-            for name, (value, entries) in kept.items():
-                attributes[name] = value
-                if entries is not None:
-                    value.clear()
-                    (value.extend if isinstance(entries, list) else value.update)(entries)
 
 
 @contextmanager

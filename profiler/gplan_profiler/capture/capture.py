@@ -193,7 +193,7 @@ class ExportedChain(Chain):
 
     def __init__(self, model: nn.Module, traced: Trace, groups: Sequence[Group], *, digest: str | None = None) -> None:
         super().__init__(model, [group.name for group in groups], [group.kind for group in groups])
-        self._trace = traced
+        self._trace, self.assigned = traced, traced.assigned
         self._groups = tuple(groups)
         self._digest = digest
         self._place = place = {node: i for i, group in enumerate(groups) for node in group.nodes}

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gplan.core.precision import AS_MADE, Precision
+from gplan_profiler.capture.module_attributes import AssignedAttribute
 from gplan_profiler.capture.moving_averages import RunningNorm
 from gplan_profiler.capture.value_forms import checked_leaves
 
@@ -103,6 +104,7 @@ class Chain(ABC):
         self.divided: tuple[str, ...] = ()  # of the author's layers; see gplan_profiler/capture/division.py
         self.precision = AS_MADE  # whose autocast each stage runs under
         self.notes: tuple[str, ...] = ()  # on how the model was captured, for readers of a profile
+        self.assigned: tuple[AssignedAttribute, ...] = ()  # that the forward sets on modules, which stages do not
         self.lacks_tensors = False  # whether tensors of the model's output are left out, as their size depends on data
 
     def __len__(self) -> int:

@@ -29,6 +29,7 @@ from gplan_profiler.capture.chain import (
     flat_tensors,
     model_state_restored,
 )
+from gplan_profiler.capture.module_attributes import assigned_since, attributes_of
 from gplan_profiler.capture.moving_averages import RecordedCall, RunningNorm, recorded_norms, running_norms
 from gplan_profiler.capture.value_forms import Form
 from gplan_profiler.memory.allocations import storage_key
@@ -127,7 +128,9 @@ class SequentialChain(Chain):
             )
         super().__init__(model, [name for name, _ in children], [type(child).__name__ for _, child in children])
         self._children = children
+        before = attributes_of(model)
         self._forms, self._specs, self._calls = self._trace(inputs)
+        self.assigned = assigned_since(before)
         self._routes = self._found_routes()
         maker: str | None = None  # of overlapping tensors
         for name, call in zip(self.names, self._calls, strict=True):

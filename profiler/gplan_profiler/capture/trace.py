@@ -20,10 +20,16 @@ from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
 from gplan.core.errors import ModelError
-from gplan_profiler.capture.authored_layers import attributes_restored, caches_empty, named_state
+from gplan_profiler.capture.authored_layers import caches_empty, named_state
 from gplan_profiler.capture.chain import call_arguments, model_state_restored, without_gradients
 from gplan_profiler.capture.inplace import writers
 from gplan_profiler.capture.known_values import known_constants, state_of_batch
+from gplan_profiler.capture.module_attributes import (
+    AssignedAttribute,
+    assigned_since,
+    attributes_of,
+    attributes_restored,
+)
 from gplan_profiler.capture.opaque_calls import (
     CustomFunction,
     ModuleRecords,
@@ -68,6 +74,7 @@ class Trace:
     module: GraphModule  # holds the bodies of no_grad blocks and their like
     structure: pytree.TreeSpec  # of what the model returns
     left_out: Mapping[int, str]  # what no stage can return, by place among the leaves of the model's output
+    assigned: tuple[AssignedAttribute, ...]  # that the forward sets on modules, which stages do not
 
     @property
     def outputs(self) -> list[Any]:
@@ -129,6 +136,7 @@ class _ModelRun:
         self.functions: list[CustomFunction] = []  # called, in their order
         self.reassigned: tuple[str, ...] = ()  # weights that it replaced by new tensors
         self.left_out: Mapping[int, str] = {}  # of the output; see Trace
+        self.assigned: tuple[AssignedAttribute, ...] = ()
         self._is_running = False
 
     @contextmanager
@@ -139,7 +147,7 @@ class _ModelRun:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module.__dict__ is not self.model.__dict__ or self._is_running:
                 return plain(module, *args, **kwargs)
-            before = _weights(self.model)
+            before, attributes = _weights(self.model), attributes_of(self.model)
             self._is_running = True
             try:
                 with ExitStack() as stack:
@@ -149,6 +157,7 @@ class _ModelRun:
             finally:
                 self._is_running = False
             after = _weights(self.model)
+            self.assigned = assigned_since(attributes)
             self.reassigned = tuple(name for name, tensor in before.items() if after.get(name) is not tensor)
             output, self.left_out = stage_output(output)
             return output
@@ -199,7 +208,7 @@ def _traced(run: _ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], way: 
             tensor = own[name] if name in own else program.constants[name]
             state[copies[node]] = StateTensor(canonical.get(id(tensor), name), tensor, name not in own)
     structure = program.call_spec.out_spec  # a slow property
-    return Trace(graph, state, module, structure, run.left_out)
+    return Trace(graph, state, module, structure, run.left_out, run.assigned)
 
 
 def _name_dtypes(module: GraphModule) -> None:

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from gplan.core.errors import ModelError
-from gplan_profiler.capture.authored_layers import attributes_restored, unit_paths
+from gplan_profiler.capture.authored_layers import unit_paths
 from gplan_profiler.capture.chain import Chain, Tensors, call_arguments, flat_tensors, model_state_restored
+from gplan_profiler.capture.module_attributes import attributes_restored
 from gplan_profiler.capture.opaque_calls import recorded_calls
 from gplan_profiler.capture.trace import Trace, UntraceableError, Way, trace
 from gplan_profiler.capture.value_forms import DATA_DEPENDENT

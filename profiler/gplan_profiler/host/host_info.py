@@ -98,13 +98,13 @@ def clock_id() -> str:
 
 def cuda_problem() -> str | None:
     """Why torch can use no CUDA device here, with what to do; None where it can."""
+    build = f"torch {torch.__version__}"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"{build} is a build for CPUs; install one for CUDA"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if torch.cuda.is_available() and torch.cuda.device_count():
             return None
-    build = f"torch {torch.__version__}"
-    if torch.version.cuda is None and torch.version.hip is None:
-        return f"{build} is a build for CPUs; install one for CUDA"
     if any("too old" in str(x.message) for x in caught):
         return (
             f"the NVIDIA driver is older than {build} needs, which is built for CUDA {torch.version.cuda}; update the driver, or "

@@ -73,7 +73,13 @@ def locate(reference: str) -> tuple[ModuleType, Any]:
             raise ModelError(f"no module or file is named {place}; expected model.py or package.module:NAME") from error
         raise ModelError(f"{place} cannot be imported: {describe(error)}; install it or fix the import") from error
     except (Exception, SystemExit) as error:
-        raise ModelError(f"{place} cannot be imported: {describe(error)}") from error
+        remedy = ""
+        if isinstance(error, ImportError) and "relative import" in str(error):  # a file alone has no package
+            folder, names = path.resolve().parent.parent, [path.resolve().parent.name, path.stem]
+            while (folder / "__init__.py").exists():
+                folder, names = folder.parent, [folder.name, *names]
+            remedy = f"; in the folder {folder}, name the module of the package instead: {'.'.join(names)}"
+        raise ModelError(f"{place} cannot be imported: {describe(error)}{remedy}") from error
     found = getattr(module, wanted, None)
     if found is not None:
         return module, found

@@ -28,6 +28,7 @@ from gplan_profiler.capture.chain import (
     wants_gradient,
 )
 from gplan_profiler.capture.equal_layers import sources
+from gplan_profiler.capture.module_attributes import unreadable
 from gplan_profiler.capture.sequence import SequentialChain
 from gplan_profiler.memory.allocations import tensors_in
 from gplan_profiler.model.error_location import describe, is_out_of_memory
@@ -130,7 +131,8 @@ def bench_of_chain(
     checkpoints: list[object] = []
 
     def loss(outputs: Tensors) -> Tensor:
-        return _loss(file, chain.model_output(outputs), target)
+        with unreadable(chain.assigned):
+            return _loss(file, chain.model_output(outputs), target)
 
     def whole() -> Tensor:
         if isinstance(chain, SequentialChain):  # its layers are the author's modules, which may checkpoint
@@ -162,6 +164,11 @@ def bench_of_layer(name: str, key: str, layer: nn.Module, inputs: Tensors) -> Be
 
 def bench_of_loss(file: ModelFile, chain: Chain, outputs: Tensors, target: Any) -> Bench:
     """A bench without layers: only the loss of the model's outputs."""
+
+    def loss(tensors: Tensors) -> Tensor:
+        with unreadable(chain.assigned):
+            return _loss(file, chain.model_output(tensors), target)
+
     return Bench(
         name="loss",
         names=(),
@@ -169,7 +176,7 @@ def bench_of_loss(file: ModelFile, chain: Chain, outputs: Tensors, target: Any) 
         layers=(),
         stage=Composed([]),
         inputs=outputs,
-        loss=lambda tensors: _loss(file, chain.model_output(tensors), target),
+        loss=loss,
     )
 
 
