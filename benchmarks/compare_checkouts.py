@@ -55,7 +55,7 @@ MEMORY_SHARE = 0.9  # of the largest device peak without a limit
 SELECTED_SHARE = 0.7  # the same where layers to recompute are selected, which fits more
 TOLERANCE = 1e-9  # of seconds, relative, and of bubbles
 STUCK_S = 300.0  # a case that takes longer ends its process
-RENAMED: dict[str, str] = {}
+RENAMED = {"contention": "slow_down", "update_contention": "update_slow_down"}
 """Keys of profiles that the new checkout calls something else, the old name first."""
 
 MACHINE = """

@@ -23,7 +23,7 @@ settings.register_profile("random", deadline=None)
 settings.register_profile("repeated", deadline=None, derandomize=True)
 settings.load_profile("repeated")
 
-SLOW = ("benchmarks", "examples", "profiler", "runtime", "partition", "strategy_search", "evaluate")
+SLOW = ("benchmarks", "examples", "profiler", "runtime", "partition", "evaluate")
 """Folders of tests that measure, train, start processes or search; `python3 go.py test --fast` leaves them out."""
 
 

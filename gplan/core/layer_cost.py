@@ -146,7 +146,7 @@ class LayerCost:
     host_weight_gradient: Timing | None = None
     forward_waits: bool = False  # whether the host waits for the device at the end of the forward
     backward_waits: bool = False
-    contention: float = 1.0  # slow-down of all times while other processes on the host do the same
+    slow_down: float = 1.0  # factor on all times while other processes of the host do the same
     forward_work: tuple[Work, ...] = ()
     backward_work: tuple[Work, ...] = ()
     tensors: tuple[Lifetime, ...] = ()  # all of a forward and a backward, for the allocator's replay; (): not known
@@ -154,7 +154,7 @@ class LayerCost:
 
     def __post_init__(self) -> None:
         check_positive(self, "microbatch_size")
-        check_factor(self, "contention")
+        check_factor(self, "slow_down")
         check_amounts(self, signed="pending_bytes")
         if self.pending_bytes < -self.stash_bytes:
             raise ValueError(
@@ -270,15 +270,15 @@ class StepCost:
     state_bytes: int
     workspace_bytes: int  # of temporary memory that is proportional to the trained bytes
     largest_workspace: float = 0.0  # temporary memory beside it, as a multiple of the largest trained tensor
-    contention: float = 1.0  # slow-down while other processes of the host run forward and backward
-    update_contention: float = 1.0  # slow-down while other processes of the host update at the same time
+    slow_down: float = 1.0  # factor while other processes of the host run forward and backward
+    update_slow_down: float = 1.0  # factor while other processes of the host update at the same time
     master_bytes: int = 0  # part of state_bytes: float32 weights beside the parameters
     fixed_s: float = 0.0  # part of both that every stage takes, whatever its layers
     tied_update_s: float = 0.0  # added to an update beside that of a device with the same weight (gplan/corrections)
 
     def __post_init__(self) -> None:
         check_amounts(self)
-        check_slow_down(self, "contention", "update_contention")
+        check_slow_down(self, "slow_down", "update_slow_down")
         if self.largest_workspace:
             check_factor(self, "largest_workspace")
 

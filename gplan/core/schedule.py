@@ -69,6 +69,20 @@ class Action(msgspec.Struct, frozen=True, order=True, gc=False):  # made faster 
         return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
 
 
+def moment_text(moment: str, *, with_stage: bool) -> str:
+    """An action in words, as of a peak of memory, or "optimizer", which has no micro-batch.
+
+    >>> moment_text("2B3", with_stage=True), moment_text("optimizer", with_stage=True)
+    ('backward of micro-batch 3 in stage 2', 'optimizer')
+    """
+    try:
+        action = Action.parse(moment)
+    except ValueError:
+        return moment
+    where = f" in stage {action.stage}" if with_stage else ""
+    return f"{action.kind.words} of micro-batch {action.microbatch}{where}"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
     """The actions of every device in order: device d runs `orders[d]` from left to right.

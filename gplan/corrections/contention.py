@@ -14,7 +14,7 @@ from gplan.core import LayerCost, Profile
 def beside_each_other(profile: Profile, *, num_devices: int) -> Profile:
     """The profile of one of `num_devices` devices that compute side by side; itself where nothing was measured.
 
-    All times of layers and loss hold from then on. `StepCost.contention` is the factor on an update beside the passes of
+    All times of layers and loss hold from then on. `StepCost.slow_down` is the factor on an update beside the passes of
     other devices, `StepCost.tied_update_s` what an update takes longer beside that of a device with the same weight.
     """
     share = _share(num_devices - 1, profile.num_neighbours)
@@ -22,14 +22,14 @@ def beside_each_other(profile: Profile, *, num_devices: int) -> Profile:
         return without_contention(profile)
     step = replace(
         profile.step,
-        contention=_factor(profile.step.contention, share),
-        update_contention=1.0,
+        slow_down=_factor(profile.step.slow_down, share),
+        update_slow_down=1.0,
         tied_update_s=_tied_update_s(profile, num_devices),
     )
 
     def lengthened(cost: LayerCost) -> LayerCost:
-        by = _factor(cost.contention, share)
-        return replace(cost.corrected(forward=by, backward=by, recompute=by), contention=1.0)
+        by = _factor(cost.slow_down, share)
+        return replace(cost.corrected(forward=by, backward=by, recompute=by), slow_down=1.0)
 
     return replace(profile.with_costs(lengthened), step=step, num_neighbours=0, shares_host=True)
 
@@ -39,8 +39,8 @@ def without_contention(profile: Profile) -> Profile:
     if not profile.num_neighbours:
         return profile
     return replace(
-        profile.with_costs(lambda cost: replace(cost, contention=1.0)),
-        step=replace(profile.step, contention=1.0, update_contention=1.0),
+        profile.with_costs(lambda cost: replace(cost, slow_down=1.0)),
+        step=replace(profile.step, slow_down=1.0, update_slow_down=1.0),
         num_neighbours=0,
     )
 
@@ -54,8 +54,8 @@ def _share(num_others: int, num_measured: int) -> float:
     return min(1.0, num_others / num_measured) if num_measured else 0.0
 
 
-def _factor(contention: float, share: float) -> float:
-    return 1.0 + (contention - 1.0) * share
+def _factor(slow_down: float, share: float) -> float:
+    return 1.0 + (slow_down - 1.0) * share
 
 
 def _tied_update_s(profile: Profile, num_devices: int) -> float:
@@ -66,7 +66,7 @@ def _tied_update_s(profile: Profile, num_devices: int) -> float:
     counts.
     """
     step, held = profile.step, (*profile.layers, *profile.shared_weights)
-    together = _factor(step.update_contention, _share(min(1, num_devices - 1), profile.num_neighbours))
+    together = _factor(step.update_slow_down, _share(min(1, num_devices - 1), profile.num_neighbours))
     # by the other devices that have shared weights
     again = ((min(num_devices, len(x.layers)) - 1) * x.update_amount for x in profile.shared_weights)
     amount = max(0.0, sum(x.update_amount for x in held)) + sum(again)

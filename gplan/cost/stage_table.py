@@ -224,7 +224,7 @@ class StageTable:
         that wait for it: the first stage is taken to hold one of the tied weights.
         """
         step, alone_s = self.profile.step, self.update_alone_s(first, end)
-        beside_s = np.where(first == 0, alone_s, step.contention * alone_s)
+        beside_s = np.where(first == 0, alone_s, step.slow_down * alone_s)
         return np.where(tied, alone_s + step.tied_update_s, beside_s)
 
     def _all_reduce_s(self, first: Ints, end: Ints, tied_links: Sequence[Link]) -> Floats:

@@ -1,6 +1,6 @@
 """Profiles, plans, runs and verifications as JSON files: versioned, checked, and written atomically.
 
-Every file contains one value with a `format` such as "gplan.profile/7". Unknown keys, numbers out of bounds and plans
+Every file contains one value with a `format` such as "gplan.profile/8". Unknown keys, numbers out of bounds and plans
 that do not fit their schedule are rejected; messages name the path inside the file, such as
 `$.layers[3].costs[0].stash_bytes`. Files of older versions are not converted.
 """
@@ -26,7 +26,7 @@ Value: TypeAlias = Profile | Plan | Run | Verification
 ValueT = TypeVar("ValueT", Profile, Plan, Run, Verification)
 
 FORMATS: dict[type[Value], str] = {
-    Profile: "gplan.profile/7",
+    Profile: "gplan.profile/8",
     Plan: "gplan.plan/6",
     Run: "gplan.run/8",
     Verification: "gplan.verification/6",

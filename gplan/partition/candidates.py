@@ -20,11 +20,11 @@ from typing import TypeAlias
 import numpy as np
 
 from gplan.core import StageSeconds
-from gplan.cost.action_seconds import occupied
 from gplan.graph.down_sets import Bools, DownSets, Floats, Ints
 from gplan.partition.plan_evaluation import load_s, passes_s
 from gplan.partition.problem import Problem, compute_sums_s, moments_of, peak_moments_of
 from gplan.partition.validation import ConstraintCheck
+from gplan.simulation.kernel import occupied
 
 Combine: TypeAlias = Callable[[Floats, Floats], Floats]
 """How the costs of the stages add up: np.maximum or np.add."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from gplan.core import Constraints, Machine, Plan, Profile, Stage
 from gplan.core.errors import NoPlanError, UsageError
-from gplan.core.schedule import Action
+from gplan.core.schedule import moment_text
 from gplan.core.units import bytes_text, counted, seconds_text
 from gplan.corrections import planned
 from gplan.cost.stage_table import StageTable
@@ -241,21 +241,11 @@ def _remedy(problem: Problem, number: int) -> str:
 def _device_text(tightest: TightestDevice) -> str:
     """The device, by its stages and the action at which it has its peak."""
     stages = tightest.stages
-    moment = _moment_text(stages[0].memory.moment, has_chunks=len(stages) > 1)
+    moment = moment_text(stages[0].memory.moment, with_stage=len(stages) > 1)
     if len(stages) == 1:
-        return f"stage {stages[0].index} (layers: {stages[0].layers_text}; peak in {moment})"
+        return f"stage {stages[0].index} (layers: {stages[0].layers_text}; peak in the {moment})"
     numbers = " and ".join(str(stage.index) for stage in stages)
-    return f"device {stages[0].device}, which has stages {numbers} (peak in {moment})"
-
-
-def _moment_text(moment: str, *, has_chunks: bool) -> str:
-    """The action of a peak in words, such as "the backward of micro-batch 3"."""
-    try:
-        action = Action.parse(moment)
-    except ValueError:  # the optimizer has no micro-batch
-        return f"the {moment}"
-    where = f" in stage {action.stage}" if has_chunks else ""
-    return f"the {action.kind.words} of micro-batch {action.microbatch}{where}"
+    return f"device {stages[0].device}, which has stages {numbers} (peak in the {moment})"
 
 
 def _size_text(num_bytes: int) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import simulate_window, steps_s, window_times
-from gplan.partition.bounds import GPipePrefixes, StepBounds, busy_within, least_step_s
+from gplan.partition.bounds import StepBounds, busy_within, least_step_s
 from gplan.partition.candidates import CandidateLimit, Candidates
 from gplan.partition.critical_path import TIMES, Paths
 from gplan.partition.memory_feasibility import DeviceMemoryLimits, lasting_bytes
@@ -113,9 +113,7 @@ class StepGoal(Goal):
         return steps_s(self.problem, self.candidates, paths)
 
     def of_prefixes(self, paths: Ints) -> tuple[Floats, Floats | None]:
-        """Of simulated prefixes, without labels; under GPipe with one stage on each device both by closed forms."""
-        if self.problem.schedule == "gpipe":
-            return self._gpipe.of_prefixes(paths)
+        """Of simulated prefixes, without labels."""
         times = window_times(self.candidates, paths)
         delay = self._bounds.delay_after(paths.shape[1] - 1, paths[:, -1])
         return simulate_window(self.problem, times, first_stage=0, delay=delay).optimizer_s, None
@@ -131,10 +129,6 @@ class StepGoal(Goal):
     @cached_property
     def _bounds(self) -> StepBounds:
         return StepBounds(self.problem, self.candidates)
-
-    @cached_property
-    def _gpipe(self) -> GPipePrefixes:
-        return GPipePrefixes(self._bounds)
 
     @cached_property
     def _used(self) -> list[int]:

@@ -28,7 +28,6 @@ from gplan.core import (
 )
 from gplan.core.errors import UsageError
 from gplan.corrections.host_clock import with_cuda_graphs, without_host
-from gplan.cost.action_seconds import occupied
 from gplan.cost.memory_moments import device_memory, stage_memory
 from gplan.cost.part_table import first_of
 from gplan.partition.problem import (
@@ -41,6 +40,7 @@ from gplan.partition.problem import (
     peak_moments_of,
 )
 from gplan.partition.recompute import RecomputeChoice
+from gplan.simulation.kernel import occupied
 from gplan.simulation.simulator import equal_bubble, step_and_bubble
 
 

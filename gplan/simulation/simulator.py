@@ -38,14 +38,17 @@ from gplan.core import (
     Transfer,
     idle_share,
 )
-from gplan.cost.action_seconds import ActionKey, action_s, gaps, occupied
 from gplan.schedules.dependencies import dependencies_of
 from gplan.schedules.registry import make_schedule
 from gplan.simulation.kernel import (
     NONE,
+    ActionKey,
     ActionProgram,
     TiedDevices,
+    action_s,
     action_times,
+    gaps,
+    occupied,
     tied_devices,
     when_updates_begin,
     whole_program,

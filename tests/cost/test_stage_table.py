@@ -140,8 +140,8 @@ def test_neighbours_on_the_same_device_send_nothing_to_each_other() -> None:
 
 
 def with_contention(profile: Profile, num_neighbours: int) -> Profile:
-    step = replace(profile.step, contention=2.0)
-    return replace(with_costs(profile, contention=1.5), num_neighbours=num_neighbours, step=step)
+    step = replace(profile.step, slow_down=2.0)
+    return replace(with_costs(profile, slow_down=1.5), num_neighbours=num_neighbours, step=step)
 
 
 def test_stages_that_share_a_host_take_longer_by_the_contention_that_was_measured() -> None:
@@ -319,13 +319,13 @@ def test_a_recompute_ends_at_the_last_saved_tensor() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_head_alone_is_not_run_again_whatever_sums_round_to(seed: int) -> None:
     rng = Random(seed)
-    seconds, contention = [rng.random() for _ in range(4)], 1.0 + rng.random()
-    profile = with_costs(make_profile(seconds), contention=contention)
+    seconds, slow_down = [rng.random() for _ in range(4)], 1.0 + rng.random()
+    profile = with_costs(make_profile(seconds), slow_down=slow_down)
     head = replace(profile.layers[3].costs[0], last_recompute=Timing.exactly(0.0))
     layers = (*profile.layers[:3], replace(profile.layers[3], costs=(head,)))
     costs = StageTable(planned(replace(profile, layers=layers, num_neighbours=1), num_devices=2), 4)
     assert costs.sums.recompute_s(np.array([3]), np.array([4])).tolist() == [0.0]
-    assert costs.row(2, 4).recompute_s == pytest.approx(contention * seconds[2])
+    assert costs.row(2, 4).recompute_s == pytest.approx(slow_down * seconds[2])
 
 
 def test_the_update_works_in_multiples_of_the_largest_tensor() -> None:

@@ -184,7 +184,7 @@ def damage_empty(content: dict[str, Any]) -> None:
         (damage_nan, "is cut off or is not JSON"),
         (damage_leftovers, r"has bytes left over by a layer after the last of 3"),
         (damage_order, r"micro-batch sizes are \(1, 1\); expected rising sizes"),
-        (damage_version, r"format 'gplan.profile/99'; expected 'gplan.profile/7'"),
+        (damage_version, r"format 'gplan.profile/99'; expected 'gplan.profile/8'"),
         (damage_empty, r"layers is empty"),
     ],
 )
@@ -214,7 +214,7 @@ TOO_LARGE: list[tuple[str, str, str]] = [
     ('"median_s"', "1e-320", r"\.forward\.median_s is 1e-320; expected seconds, 0 or from 1e-30"),
     ('"median_s"', "1e400", "is cut off or is not JSON"),
     ('"num_samples"', "18446744073709551616", r"num_samples is 18446744073709551616; expected a count of at most"),
-    ('"contention"', "1e-12", r"contention is 1e-12; expected a factor from 1e-6.*layers\[0\]\.costs\[0\]"),
+    ('"slow_down"', "1e-12", r"slow_down is 1e-12; expected a factor from 1e-6.*layers\[0\]\.costs\[0\]"),
     ('"name"', "[" * 100_000 + "]" * 100_000, "is nested too deeply to be read"),
 ]
 
@@ -265,7 +265,7 @@ def test_a_plan_is_not_taken_for_a_profile(tmp_path: Path) -> None:
     plan = gplan.balance(make_profile([1.0, 2.0]), num_devices=2, num_microbatches=2)
     json_files.save(plan, tmp_path / "plan.json")
     with pytest.raises(
-        FileError, match=r"format 'gplan.plan/6'; expected 'gplan.profile/7', a gplan profile; make one with"
+        FileError, match=r"format 'gplan.plan/6'; expected 'gplan.profile/8', a gplan profile; make one with"
     ):
         json_files.load(Profile, tmp_path / "plan.json")
     assert isinstance(json_files.load_any(tmp_path / "plan.json"), Plan)

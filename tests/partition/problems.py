@@ -190,8 +190,8 @@ def profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Profile:
         step=replace(
             profile.step,
             largest_workspace=draw(st.sampled_from([0.0, 1.0, 2.0])),
-            contention=draw(st.sampled_from([1.0, 1.25])),
-            update_contention=draw(st.sampled_from([1.0, 1.5, 2.0])),
+            slow_down=draw(st.sampled_from([1.0, 1.25])),
+            update_slow_down=draw(st.sampled_from([1.0, 1.5, 2.0])),
         ),
         num_neighbours=draw(st.integers(0, 2)),
     )

@@ -108,7 +108,7 @@ def test_a_custom_order_is_planned_as_it_is() -> None:
 
 def test_devices_that_hold_several_stages_share_their_host_with_no_more_others() -> None:
     shared = replace(SPLIT, num_neighbours=3)
-    layers = tuple(replace(x, costs=tuple(replace(y, contention=1.6) for y in x.costs)) for x in shared.layers)
+    layers = tuple(replace(x, costs=tuple(replace(y, slow_down=1.6) for y in x.costs)) for x in shared.layers)
     shared = replace(shared, layers=layers)
     plans = [balance(shared, num_devices=2, num_microbatches=2, schedule=x) for x in ("gpipe", "looped-bfs:2")]
     alone = [balance(SPLIT, num_devices=2, num_microbatches=2, schedule=x) for x in ("gpipe", "looped-bfs:2")]

@@ -36,8 +36,8 @@ def test_one_device_alone_is_not_slowed_by_the_neighbours_that_two_devices_have(
     crowded = replace(
         SLOW,
         num_neighbours=1,
-        layers=tuple(replace(x, costs=tuple(replace(y, contention=1.5) for y in x.costs)) for x in SLOW.layers),
-        step=replace(SLOW.step, optimizer=Timing.exactly(2.0), contention=2.0),
+        layers=tuple(replace(x, costs=tuple(replace(y, slow_down=1.5) for y in x.costs)) for x in SLOW.layers),
+        step=replace(SLOW.step, optimizer=Timing.exactly(2.0), slow_down=2.0),
     )
     plan = gplan.balance(crowded, num_devices=2, num_microbatches=4)
     alone = gplan.balance(crowded, num_devices=1, num_microbatches=4)

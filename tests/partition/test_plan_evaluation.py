@@ -108,7 +108,7 @@ def test_stages_that_hold_the_same_weight_update_at_the_same_time() -> None:
     """Both wait until its gradients are added up; a stage without it updates while the first still trains."""
     problem = make_problem([1] * 4, num_stages=3, weight_bytes=[4, 4, 4, 4], optimizer_s=12.0, **TIED)
     profile = problem.costs.profile
-    step = replace(profile.step, contention=1.5, update_contention=3.0)
+    step = replace(profile.step, slow_down=1.5, update_slow_down=3.0)
     contended = replace(profile, step=step, num_neighbours=1)
     problem = replace(problem, costs=replace(problem.costs, profile=planned(contended, num_devices=3)))
     costs = [x.cost for x in stages_of(problem, (1, 2))]

@@ -227,8 +227,8 @@ def test_alike_layers_are_measured_once() -> None:
 def test_contention_is_measured() -> None:
     found = measure_profile(mlp(), replace(OPTIONS, contention=1))
     assert found.num_neighbours == 1
-    assert all(layer.costs[0].contention >= 1.0 for layer in found.layers)
-    assert found.step.contention >= 1.0
+    assert all(layer.costs[0].slow_down >= 1.0 for layer in found.layers)
+    assert found.step.slow_down >= 1.0
 
 
 class OnlyPositive(nn.Module):

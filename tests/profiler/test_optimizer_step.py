@@ -115,7 +115,7 @@ def test_the_step_is_sampled_beside_a_pass_and_beside_other_steps(
     file = model_in_memory(nn.Linear(4, 4), optimizer=lambda p: OneSecond(p))
     found, _ = sampled(file, StatedClock(), shares=[{0}], work_beside=a_pass if has_work else None).update()
     assert len(works) == 1 + has_work
-    assert (found.contention, found.update_contention) == (2.0 if has_work else 3.0, 3.0)
+    assert (found.slow_down, found.update_slow_down) == (2.0 if has_work else 3.0, 3.0)
 
 
 def test_the_model_is_not_trained_by_it() -> None:
@@ -228,7 +228,7 @@ def test_the_update_is_that_of_all_times_of_sampling(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(OneSecond, "seconds", 2.0)
     sampler.sample()
     found, _ = sampler.update()
-    assert (found.optimizer.median_s, found.update_contention) == (1.5, (3.0 + 1.0) / 2)
+    assert (found.optimizer.median_s, found.update_slow_down) == (1.5, (3.0 + 1.0) / 2)
 
 
 @pytest.mark.parametrize("optimizer", [None, torch.optim.Adam])

@@ -18,10 +18,10 @@ def with_contention(contentions: Sequence[float], *, slowness: float = 1.0) -> P
     backwards_s = [slowness * x for x in (5e-3, 1e-3, 2e-3, 4e-3)]
     made = make_profile([slowness * x for x in (1e-3, 2e-3, 3e-3, 2e-3)], backwards_s, optimizer_s=2e-3, weight_bytes=4)
     layers = (
-        replace(layer, costs=tuple(replace(cost, contention=factor) for cost in layer.costs))
+        replace(layer, costs=tuple(replace(cost, slow_down=factor) for cost in layer.costs))
         for layer, factor in zip(made.layers, contentions, strict=True)
     )
-    return replace(made, layers=tuple(layers), num_neighbours=1, step=replace(made.step, contention=contentions[0]))
+    return replace(made, layers=tuple(layers), num_neighbours=1, step=replace(made.step, slow_down=contentions[0]))
 
 
 def run_alone(profile: Profile) -> Run:

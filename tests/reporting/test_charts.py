@@ -14,7 +14,8 @@ from matplotlib.patches import PathPatch, StepPatch
 from msgspec import structs
 
 from gplan.core import ActionKind, IdleCause, Run
-from gplan.reporting.charts.memory_chart import holdings_chart, memory_chart, moment_text
+from gplan.core.schedule import moment_text
+from gplan.reporting.charts.memory_chart import holdings_chart, memory_chart
 from gplan.reporting.charts.partition_chart import partition_chart
 from gplan.reporting.charts.pipeline_chart import pipeline_chart
 from gplan.reporting.looks import ACTIONS, BEFORE, CAPACITY, IDLE, MEASURED_PEAK, MEMORY, of_chunk
@@ -184,7 +185,7 @@ def test_the_moment_of_the_peak_is_written_in_words() -> None:
     moments = ("0F3", "optimizer")
     stages = [replace(x, memory=replace(x.memory, moment=y)) for x, y in zip(plan.stages, moments, strict=True)]
     labels = memory_chart(replace(plan, stages=tuple(stages))).axes[0].get_xticklabels()
-    assert [x.get_text() for x in labels] == ["device 0\npeak: forward 3", "device 1\npeak: optimizer"]
+    assert [x.get_text() for x in labels] == ["device 0\npeak: forward\nof micro-batch 3", "device 1\npeak: optimizer"]
 
 
 def test_a_device_with_two_stages_is_one_row_that_names_both_and_shows_them_in_two_shades() -> None:

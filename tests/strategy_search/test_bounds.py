@@ -26,6 +26,7 @@ from tests.partition.graphs import best_goal_s, graph_problems
 from tests.partition.problems import EVERY, best_objective_s, make_problem, problems
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(problems(minimize=["step-time"], schedules=EVERY))
 def test_bound(problem: Problem) -> None:
@@ -35,6 +36,7 @@ def test_bound(problem: Problem) -> None:
     assert SettingBounds(problem).step_s <= best_s
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(graph_problems(max_layers=5, max_stages=4, minimize=["step-time"], schedules=EVERY))
 def test_graph_bound(problem: Problem) -> None:
@@ -43,6 +45,7 @@ def test_graph_bound(problem: Problem) -> None:
     assert best_s is None or SettingBounds(problem).step_s <= best_s
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     problems(minimize=["step-time"], schedules=EVERY),
@@ -55,6 +58,7 @@ def test_memory_bound(problem: Problem, recompute: str) -> None:
     assert not (SettingBounds(problem).exceeds_memory(problem.memory_bytes or 0) and is_feasible(problem))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(problems(minimize=["step-time"], schedules=EVERY), st.sampled_from(["never", "except-last", "selected"]))
 def test_bound_within_memory(problem: Problem, recompute: str) -> None:
@@ -90,6 +94,7 @@ def test_memory_bound_counts_the_buffers_that_there_are() -> None:
     assert fits[0] >= 32  # 8 buffers of 4 bytes
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(graph_problems(max_layers=5, max_stages=4, minimize=["max-stage"]), st.integers(1, 80))
 def test_graph_memory_bound(problem: Problem, memory_bytes: int) -> None:

@@ -73,6 +73,7 @@ def test_schedules_with_chunks_are_refused() -> None:
         search_machine(PROFILE, hosts(1.0), num_devices=2, num_microbatches=4, schedule="looped-bfs:2")
 
 
+@pytest.mark.slow
 def test_a_setting_that_was_not_planned_in_time_is_open() -> None:
     found = search_machine(
         PROFILE, hosts(1.0), num_devices=2, num_microbatches=4, recompute="never", batch_size=8, time_limit_s=1.0,
@@ -83,6 +84,7 @@ def test_a_setting_that_was_not_planned_in_time_is_open() -> None:
     assert not found.proof.is_proven and found.proof.lower_bound_s > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speeds", [(4.0, 1.0, 1.0), (0.5, 0.25, 0.5)])
 def test_the_bound_covers_what_was_not_planned(speeds: tuple[float, ...]) -> None:
     devices = tuple(MachineDevice(name=str(i), host=str(i), speed=x) for i, x in enumerate(speeds))
@@ -94,6 +96,7 @@ def test_the_bound_covers_what_was_not_planned(speeds: tuple[float, ...]) -> Non
     assert 0 < stopped.proof.lower_bound_s <= whole.prediction.step_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_fewer_devices_is_looked_at() -> None:
     devices = tuple(MachineDevice(name=str(x), host="a", speed=x) for x in (1.0, 0.01))
     link = Link(latency_s=0.0, bytes_per_s=1e9)

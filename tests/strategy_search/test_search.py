@@ -55,6 +55,7 @@ def every_plan(profile: Profile, request: PlanRequest, memory_bytes: int | None)
                 continue
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     profile=profiles(), num_devices=st.sampled_from([None, 2, 4]), memory_bytes=st.sampled_from([None, 100, 200, 400]),
@@ -94,6 +95,7 @@ def wide() -> Profile:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_frontier_trades_time_for_memory(wide: Profile) -> None:
     plan = search(wide, total_devices=4, batch_size=32, time_limit_s=3.0)
     steps, peaks = [x.step_s for x in plan.frontier], [x.peak_bytes for x in plan.frontier]
@@ -103,6 +105,7 @@ def test_frontier_trades_time_for_memory(wide: Profile) -> None:
     assert all(x.num_stages * x.num_replicas <= 4 for x in plan.frontier)
 
 
+@pytest.mark.slow
 def test_replicas_share_the_batch(wide: Profile) -> None:
     plan = search(wide, num_devices=2, total_devices=8, batch_size=64, time_limit_s=2.0)
     assert (plan.num_replicas, plan.batch_size) == (4, 64)
@@ -126,12 +129,14 @@ def test_little_memory_makes_replicas_divide_stages() -> None:
     assert found == [("none", 4), ("optimizer", 4), ("weights", 4)]
 
 
+@pytest.mark.slow
 def test_devices_that_stay_idle_are_named(wide: Profile) -> None:
     plan = search(wide, num_devices=3, total_devices=5, batch_size=12, time_limit_s=2.0)
     assert plan.num_replicas == 1
     assert "3 of 5 devices are used; another pipeline needs 3, 2 are left; --k auto tries other numbers" in plan.notes
 
 
+@pytest.mark.slow
 def test_interrupt_gives_the_best_plan_so_far(wide: Profile) -> None:
     calls = []
 
@@ -161,6 +166,7 @@ def test_search_without_time(wide: Profile) -> None:
         search(wide, total_devices=4, time_limit_s=1e-6)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_closest_is_named(wide: Profile) -> None:
     with pytest.raises(
         NoPlanError, match=r"no plan of \d+ settings fits 1.46 KiB per device; .* closest that was found needs"
@@ -168,6 +174,7 @@ def test_where_nothing_fits_the_closest_is_named(wide: Profile) -> None:
         search(wide, total_devices=4, batch_size=32, memory_bytes=1500)
 
 
+@pytest.mark.slow
 def test_search_with_constraints(wide: Profile) -> None:
     plan = search(wide, num_devices=3, batch_size=24, constraints=Constraints(cut_after=("b",)), time_limit_s=2.0)
     assert plan.cuts[0] == 2
@@ -183,6 +190,7 @@ def test_no_time_and_no_memory_are_refused(wide: Profile, changes: dict[str, flo
         search(wide, **changes)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_progress_names_the_best(wide: Profile) -> None:
     seen: list[tuple[str, float]] = []
     search(wide, total_devices=4, batch_size=32, time_limit_s=2.0, progress=lambda *x: seen.append(x))

@@ -70,6 +70,7 @@ def poor(problem: Problem, _start: Solution | None = None) -> Solution:
     return Solution(stages=stages, lower_bound_s=0.0, solver="poor")
 
 
+@pytest.mark.slow
 def test_single_problem_gets_all_the_time(monkeypatch: pytest.MonkeyPatch, chain: Profile) -> None:
     with monkeypatch.context() as patched:
         solver = fake_solver(patched, poor)
@@ -79,6 +80,7 @@ def test_single_problem_gets_all_the_time(monkeypatch: pytest.MonkeyPatch, chain
     assert sum(without_limit) == pytest.approx(90.0, abs=1.0)
 
 
+@pytest.mark.slow
 def test_unproven_settings_are_continued(monkeypatch: pytest.MonkeyPatch, chain: Profile) -> None:
     best = balance(
         chain, num_devices=2, num_microbatches=4, microbatch_size=1, schedule="interleaved-1f1b:2", time_limit_s=60.0
@@ -90,6 +92,7 @@ def test_unproven_settings_are_continued(monkeypatch: pytest.MonkeyPatch, chain:
     assert plan.prediction.step_s == pytest.approx(best.prediction.step_s)
 
 
+@pytest.mark.slow
 def test_partitions_start_the_next_recompute_mode(monkeypatch: pytest.MonkeyPatch, chain: Profile) -> None:
     even = Solution(stages=((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)), lower_bound_s=0.0, solver="even")
     with monkeypatch.context() as patched:

@@ -14,10 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from gplan.core import Action, Plan
+from gplan.core import Plan
+from gplan.core.schedule import moment_text
 from gplan.core.units import bytes_axis, bytes_text, seconds_axis
 from gplan.reporting.charts.canvas import HALF_INCHES, Handle, blank_figure, headline, legend, note, stages_text, swatch
-from gplan.reporting.looks import ACTIONS, CAPACITY, FAINT, INK, MEASURED_PEAK, MEMORY, PAPER
+from gplan.reporting.looks import CAPACITY, FAINT, INK, MEASURED_PEAK, MEMORY, PAPER
 from gplan.reporting.subject import Subject, capacity_bytes, capacity_name, measured_peaks, plan_of
 from gplan.simulation.memory_timeline import Holding, fullest, memory_timeline
 
@@ -86,16 +87,6 @@ def category_handles(held_bytes: Mapping[str, int]) -> list[Artist]:
     return [swatch(look) for category, look in MEMORY.items() if held_bytes[category] > 0]
 
 
-def moment_text(moment: str, *, with_stage: bool) -> str:
-    """An action in words: "forward 3" is the forward of micro-batch 3."""
-    try:
-        action = Action.parse(moment)
-    except ValueError:  # the optimizer has no micro-batch
-        return moment
-    where = f", stage {action.stage}" if with_stage else ""
-    return f"{ACTIONS[action.kind].name} {action.microbatch}{where}"
-
-
 def _draw_bars(axes: Axes, plan: Plan, measured: Sequence[int], *, scale: float) -> None:
     places, stages = np.arange(plan.num_devices), [plan.stages_of(device) for device in range(plan.num_devices)]
     aside, width = (0.2, 0.36) if measured else (0.0, 0.5)
@@ -126,10 +117,9 @@ def _write_totals(axes: Axes, totals: Sequence[int], *, aside: float, scale: flo
 def _device_text(plan: Plan, device: int) -> str:
     """A device with its stages and the moment of its peak."""
     stages = plan.stages_of(device)
-    words = moment_text(stages[0].memory.moment, with_stage=plan.has_chunks)
-    if not plan.has_chunks:
-        return f"device {device}\npeak: {words}"
-    return "\n".join([f"device {device}", stages_text([x.index for x in stages]), "peak:", *words.split(", ")])
+    numbers = [stages_text([x.index for x in stages])] if plan.has_chunks else []
+    peak = f"peak: {moment_text(stages[0].memory.moment, with_stage=plan.has_chunks)}"
+    return "\n".join([f"device {device}", *numbers, peak.replace(" of ", "\nof ").replace(" in ", "\nin ")])
 
 
 _MOST_DEVICES = 8  # of more, those with the largest peaks

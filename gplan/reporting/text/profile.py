@@ -85,7 +85,7 @@ def layer_table(title: str, rows: Sequence[LayerRow], profile: Profile, *, sort:
     """One line per row, sorted; a limited table says how many rows it leaves out.
 
     A share and a bar are of all layers of the row, the other figures of one. A time whose origin is not the profile's
-    is marked with the first letter of its origin. Halves of the backward, slowdown by contention and counted operations have columns
+    is marked with the first letter of its origin. Halves of the backward, slowdown beside others and counted operations have columns
     where the profile has them.
     """
 
@@ -107,7 +107,7 @@ def layer_table(title: str, rows: Sequence[LayerRow], profile: Profile, *, sort:
                 spread = (timing.high_s - timing.low_s) / 2 / (timing.median_s or 1.0)
                 found[f"spread of {key}"] = percent_text(spread) if timing.median_s else "–"
         if profile.num_neighbours:
-            found["slowdown"] = f"× {row.cost.contention:.2f}"
+            found["slowdown"] = f"× {row.cost.slow_down:.2f}"
         if has_work:
             time_s, flops, num_bytes = row.time_s / row.num_layers, row.num_flops, row.work_bytes
             found["rate"] = f"{flops_text(flops / time_s)}/s" if flops and time_s else "–"

@@ -324,7 +324,7 @@ def _layer_cost(
     ]
     return LayerCost(
         microbatch_size=microbatch_size,
-        contention=slow_down(pairs),
+        slow_down=slow_down(pairs),
         forward_waits=f"{key}/forward" in sampled.waiting,
         backward_waits=f"{key}/backward" in sampled.waiting,
         forward_work=total_work(analysis.forward) if analysis else (),

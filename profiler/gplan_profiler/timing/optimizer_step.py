@@ -181,8 +181,8 @@ class StepSampler:
             self._without_times,
             optimizer=self._alone.timing(),
             zero_grad=self._zeroing.timing(),
-            contention=slow_downs[0],
-            update_contention=slow_downs[-1],
+            slow_down=slow_downs[0],
+            update_slow_down=slow_downs[-1],
             fixed_s=fixed_s,
         )
         if any(alike.rejected for alike in self._shapes):  # by bytes; the unit is that of the sum

@@ -117,7 +117,7 @@ def test_contention_rates_and_halves_have_columns_only_where_there_are_figures()
     assert not {"slowdown", "rate", "intensity", "gradient"} & set(header(plain)) - {"gradient"}
     work = (Work(kind="matmul", num_operations=1, num_flops=6_000_000, num_bytes=100_000),)
     full = with_costs(
-        replace(plain, num_neighbours=1), contention=1.25, forward_work=work, weight_gradient=Timing.exactly(0.0007)
+        replace(plain, num_neighbours=1), slow_down=1.25, forward_work=work, weight_gradient=Timing.exactly(0.0007)
     )
     assert {"slowdown", "rate", "intensity"} <= set(header(full))
     text = "\n".join(printed(profile_view(full), width=200))
