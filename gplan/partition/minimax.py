@@ -59,7 +59,8 @@ def smallest_largest(problem: Problem) -> Solution | None:
                 return None
         least_s = free.lower_bound_s
     for times in _STEPS:
-        cap = CandidateLimit.of_load(least_s * times * (1 + 1e-12), num_stages=problem.num_stages)
+        cap_s = INFINITY if times == INFINITY else least_s * times * (1 + 1e-12)  # least_s may be 0
+        cap = CandidateLimit.of_load(cap_s, num_stages=problem.num_stages)
         candidates = candidates_within(problem, cap)
         if candidates is not None:
             break
