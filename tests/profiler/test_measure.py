@@ -198,14 +198,13 @@ def test_a_backward_that_fails_names_its_layer() -> None:
         measure_profile(in_memory(model, lambda n: torch.randn(n, 4), classes), OPTIONS)
 
 
-def test_a_loss_without_a_gradient_is_profiled() -> None:
+def test_a_loss_without_a_gradient_is_refused() -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target).detach()
 
-    found = measure_profile(
-        in_memory(nn.Sequential(nn.Linear(4, 4)), lambda n: torch.randn(n, 4), classes, loss), OPTIONS
-    )
-    assert found.layers[0].costs[0].backward.median_s == 0.0
+    file = in_memory(nn.Sequential(nn.Linear(4, 4)), lambda n: torch.randn(n, 4), classes, loss)
+    with pytest.raises(ModelError, match=r"loss in Sequential returned a value without a gradient; expected .*detach"):
+        measure_profile(file, OPTIONS)
 
 
 def test_too_large_single_size_is_an_error() -> None:
