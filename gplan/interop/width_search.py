@@ -25,7 +25,6 @@ from gplan.core import Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import bytes_text, counted
 from gplan.cost.reserved_bytes import CONTEXT_BYTES, RESERVED_SHARE, with_reserved
-from gplan.graph.down_sets import Ints
 from gplan.interop.planning import ForReceiver
 from gplan.interop.receivers import RECEIVERS, decoder_of
 from gplan.interop.width_bounds import ChoiceBounds
@@ -291,9 +290,9 @@ class _SearchState:
             self.finished.add(i)
         elif blocks := equal_blocks(problem):
             program = self.programs.setdefault(i, BlockProgram(problem, blocks))
-            known = Counted(ends=None, step_s=self.best_s, lower_bound_s=self.bounds_s[i])
+            known = Counted(cut=None, step_s=self.best_s, lower_bound_s=self.bounds_s[i])
             counted_blocks = program.solve(known, enough=gap, deadline_s=deadline_s)
-            self._record(i, problem, counted_blocks.lower_bound_s, counted_blocks.ends)
+            self._record(i, counted_blocks.lower_bound_s, counted_blocks.cut)
             if counted_blocks.lower_bound_s < min(self.best_s, counted_blocks.step_s) * (1 - gap):
                 self.finished.add(i)
         else:
@@ -306,18 +305,18 @@ class _SearchState:
                 solution = solve(problem, start=start, time_limit_s=left_s, cutoff_s=self.best_s)
             except NoPlanError:  # not known in that time
                 return
-            ends = None if solution is None else np.array([*solution.cuts, problem.num_layers])
-            self._record(i, problem, INFINITY if solution is None else solution.lower_bound_s, ends)
+            if solution is None:
+                self._record(i, INFINITY, None)
+            else:
+                ends = np.array([*solution.cuts, problem.num_layers])
+                self._record(i, solution.lower_bound_s, priced_cut(problem, ends))
 
-    def _record(self, i: int, problem: Problem, bound_s: float, ends: Ints | None) -> None:
+    def _record(self, i: int, bound_s: float, cut: EvenCut | None) -> None:
         """Keep a bound, and a partition where it is better than the one that is known."""
         self.bounds_s[i] = max(self.bounds_s[i], bound_s)
         if bound_s == INFINITY:
             self.ruled_out["no partition fits the memory"] += 1
-        if ends is None:
-            return
-        cut = priced_cut(problem, ends)
-        if i not in self.planned or cut.step_s < self.planned[i].step_s:
+        if cut is not None and (i not in self.planned or cut.step_s < self.planned[i].step_s):
             self.planned[i] = PlannedChoice(choice=self.bounds[i].choice, cut=cut)
 
     def result(self) -> ChosenWidths:

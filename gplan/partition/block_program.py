@@ -22,11 +22,10 @@ import numpy as np
 
 from gplan.core import StageSeconds
 from gplan.graph.down_sets import Floats, Ints
-from gplan.partition.batch_simulation import Delay, simulate_window
 from gplan.partition.candidates import INFINITY, stage_seconds
 from gplan.partition.critical_path import TIMES, Paths
-from gplan.partition.even_cuts import with_few_microbatches
-from gplan.partition.problem import Problem, device_peaks, moments_of
+from gplan.partition.even_cuts import EvenCut, priced_cut, with_few_microbatches
+from gplan.partition.problem import Problem, moments_of
 
 _SLACK = 1e-9
 _ENOUGH = 1e-4  # share of the bound by which a path may be longer in the relaxation
@@ -38,9 +37,9 @@ _MOST_ENDS = 128  # ways in which the other layers lie on stages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """What a program found: where the stages of the best partition end [S], its step, and a bound of all steps."""
+    """What a program found: the best partition, if it is new; the best step; and a bound of all steps."""
 
-    ends: Ints | None
+    cut: EvenCut | None
     step_s: float
     lower_bound_s: float
 
@@ -127,13 +126,9 @@ class BlockProgram:
         way = self._ways[int(np.argmax(values[num_stages:]))]
         ranges = np.array([self._layers_of(s, int(values[s]), way) for s in range(num_stages)])
         ends = np.cumsum(ranges[:, 1] - ranges[:, 0])
-        first = np.array([0, *ends[:-1]])
-        limit = self.problem.memory_of(0)
-        if limit is not None and device_peaks(self._few, first[:, None], ends[:, None]).max() > limit:
-            return known
-        window = [stage_seconds(self.problem, s, first[s : s + 1], ends[s : s + 1]) for s in range(num_stages)]
-        step_s = float(simulate_window(self.problem, window, first_stage=0, delay=Delay()).optimizer_s[0])
-        return replace(known, ends=ends, step_s=step_s) if step_s < known.step_s else known
+        cut, limit = priced_cut(self.problem, ends), self.problem.memory_of(0)
+        is_better = cut.step_s < known.step_s and (limit is None or cut.peak_bytes <= limit)
+        return replace(known, cut=cut, step_s=cut.step_s) if is_better else known
 
     @cached_property
     def _rows(self) -> _Rows:

@@ -19,7 +19,7 @@ import numpy as np
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import Delay, simulate_window
 from gplan.partition.candidates import stage_seconds
-from gplan.partition.problem import Problem, moments_of
+from gplan.partition.problem import Problem, device_peaks
 
 _MOST_ROUND_ORDERS = 8  # in which the rounds of a device's stages get one block more
 _MOST_HELD = 3  # times K micro-batches: with more of them an order of 1F1B holds no more
@@ -80,12 +80,8 @@ def _first(ends: Ints) -> Ints:
 
 def _peaks(problem: Problem, ends: Ints, shares: Sequence[float] = ()) -> Ints:
     """[N]: the most that a device holds; with `shares` of the pipeline's length only the devices at these places count."""
-    few, first = with_few_microbatches(problem), _first(ends)
-    places = {round(x * (problem.num_devices - 1)) for x in shares} or range(problem.num_devices)
-    peaks = np.zeros(ends.shape[1], dtype=np.int64)
-    for stages in (few.stages_by_device[x] for x in sorted(places)):
-        parts = [few.costs.part_rows(first[k], ends[k], few.boundaries(k)) for k in stages]
-        peaks = np.maximum(peaks, moments_of(few, *stages).peak(parts))
+    places = sorted({round(x * (problem.num_devices - 1)) for x in shares}) or None
+    peaks: Ints = device_peaks(with_few_microbatches(problem), _first(ends), ends, devices=places).max(axis=0)
     return peaks
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -232,10 +232,14 @@ def peak_moments_of(problem: Problem, stage: int) -> PeakMoments:
     return PeakMoments(keeping=moments_of(nothing_recomputed(problem), stage), selecting=moments_of(problem, stage))
 
 
-def device_peaks(problem: Problem, first: Ints, end: Ints) -> Ints:
-    """[K, N]: the peaks of the devices of N partitions, to the byte, given where their stages begin and end, [S, N]."""
+def device_peaks(problem: Problem, first: Ints, end: Ints, *, devices: Iterable[int] | None = None) -> Ints:
+    """[K, N]: the peaks of the devices of N partitions, to the byte, given where their stages begin and end, [S, N].
+
+    With `devices` only theirs, in that order.
+    """
     peaks = []
-    for stages in problem.stages_by_device:
+    for device in range(problem.num_devices) if devices is None else devices:
+        stages = problem.stages_by_device[device]
         parts = [problem.costs.part_rows(first[k], end[k], problem.boundaries(k)) for k in stages]
         peaks.append(moments_of(problem, *stages).peak(parts))
     return np.array(peaks)

@@ -108,7 +108,7 @@ def test_blocks_counted_by_a_program_are_the_best(
     for choice in made.space.choices():
         problem, steps = made.problem(choice), every_step_s(made, choice)
         assert equal_blocks(problem) == blocks
-        nothing = Counted(ends=None, step_s=float("inf"), lower_bound_s=0.0)
+        nothing = Counted(cut=None, step_s=float("inf"), lower_bound_s=0.0)
         found = BlockProgram(problem, blocks).solve(nothing, enough=1e-6, deadline_s=time.perf_counter() + 60)
         assert found.step_s == pytest.approx(min(steps, default=float("inf")), rel=off)
         if steps:
