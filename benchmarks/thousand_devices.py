@@ -8,8 +8,7 @@ A row is written after each search; a search that has a row is not run again (--
 Searched are stages x replicas x what replicas divide x micro-batches x schedule x recompute for as many samples of 4096
 tokens as there are devices, 80 GB each, in mixed precision (bf16 with float32 gradients, master weights and AdamW). Hosts
 have eight devices; every link is taken as one between hosts, 50 GB/s a device (400 Gbit/s). The profiles are those of
-benchmarks/large_model_configs.py, computed without weights. Stages receive just in time, as torch after 2.13 does: up to
-2.13 its receive buffers of all micro-batches alone would fill a device. A search is a process of its own, which is
+benchmarks/large_model_configs.py, computed without weights. A search is a process of its own, which is
 complete or stopped at the limit of seconds by the clock; what other work on the host took of that is seen beside its
 processor seconds. The first search of a model makes its profile, which takes some seconds more.
 """
@@ -17,7 +16,7 @@ processor seconds. The first search of a model makes its profile, which takes so
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ import pandas as pd
 from large_models import make_profile, planned, setting_cells, told
 from suite import Rows, markdown, options_of, write_report
 
-import gplan
-from gplan.core import Profile
 from gplan.core.units import bytes_text, percent_text, seconds_text
 from gplan.reporting.text.plan import alternative_text
 
@@ -68,9 +65,6 @@ def searched(model: str, num_devices: int, options: argparse.Namespace) -> dict[
     path: Path = options.output / f"{model}.profile.json"
     if not path.exists():
         make_profile(model, path, "--precision", "mixed", "--link", "50GB/s,10us")
-        profile = gplan.load(path)
-        assert isinstance(profile, Profile)
-        gplan.save(replace(profile, versions=(("torch", "2.14.0"),)), path)  # which receives just in time
     given = ("--devices", str(num_devices), "--batch-size", str(num_devices), "--memory", "80GB")
     row, plan = planned(path, (*given, *OPTIONS, "--time-limit", str(options.limit)))
     row = {"model": model, "devices": num_devices, "limit_s": options.limit, **row}
