@@ -174,6 +174,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "unet.py": {},
 }
 OF_CONVOLUTIONS = {"resnet.py", "unet.py"}
+SUMS_BY_THREAD = 8192  # bytes by which runs differ: partial sums of norms, as many as threads had work
 
 
 def recorded(layers: list[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]) -> tuple[LayerBytes, ...]:
@@ -239,9 +240,9 @@ def test_workspaces_match_the_allocator(both: tuple[str, Any, Any]) -> None:
             (found.forward_workspace_bytes, measured.forward_workspace_bytes),
             (found.backward_workspace_bytes, measured.backward_workspace_bytes),
         ):
-            assert of_found <= 1.01 * of_measured
+            assert of_found <= 1.01 * of_measured + SUMS_BY_THREAD
             if name not in OF_CONVOLUTIONS:
-                assert of_found == pytest.approx(of_measured, rel=0.01, abs=8192)  # sums of norms, by thread
+                assert of_found == pytest.approx(of_measured, rel=0.01, abs=SUMS_BY_THREAD)
 
 
 @pytest.mark.parametrize("activation", [nn.GELU, nn.Sigmoid])
