@@ -53,7 +53,7 @@ from gplan_profiler.timing.clock import Clock, CpuClock, CudaClock, Samples
 NO_LINK = Link(latency_s=5e-6, bytes_per_s=25e9)  # one device has no neighbour; the virtual engine sends nothing
 NUM_MICROBATCHES = 8
 RANK_0 = "rank 0:"
-PLAIN = ("forward", "backward", "step", "allocated bytes")
+PLAIN = ("forward", "backward", "step", "allocated bytes", "reserved bytes")
 RUN_HEADS = ("model", "K", "recompute", "step", "at equal speed", "bubble error, points", "worst peak memory error")
 HOST_BOUND = (
     "Each cell: predicted, measured, error. A model is host-bound if its host takes longer to enqueue a step than the GPU",
@@ -204,7 +204,7 @@ def plain_rows(profile: Profile, plain: Plain) -> Iterator[Row]:
         ("backward", backward_s, plain.backward_s),
         ("step", plan.prediction.step_s, plain.step_s),
         ("allocated bytes", plan.stages[0].memory.peak_bytes, plain.allocated_bytes),
-        ("reserved bytes", None, plain.reserved_bytes),
+        ("reserved bytes", max(plan.reserved_bytes, default=None), plain.reserved_bytes),
         ("share of host-bound steps", None, plain.is_host_bound),
         ("step if the host took no time", bound.device_step_s if bound else None, plain.step_s),
         ("step with CUDA graphs", bound.graphs_step_s if bound else None, plain.step_s),
@@ -319,7 +319,7 @@ def report(table: pd.DataFrame, notes: Sequence[str], clocks: Sequence[str]) -> 
         *HOST_BOUND,
         "",
         *markdown(
-            ["model", *PLAIN, "reserved", "host-bound"],
+            ["model", *PLAIN, "host-bound"],
             (_plain_cells(*x) for x in plain.groupby("model", sort=False)),
         ),
         "\n## Runs on the virtual engine\n",
@@ -332,7 +332,7 @@ def report(table: pd.DataFrame, notes: Sequence[str], clocks: Sequence[str]) -> 
 def _plain_cells(model: str, part: pd.DataFrame) -> list[object]:
     found = part.set_index("quantity")
     is_bound = "yes" if found.measured.get("share of host-bound steps") else "no"
-    return [model, *(_cell(found, name) for name in (*PLAIN, "reserved bytes")), is_bound]
+    return [model, *(_cell(found, name) for name in PLAIN), is_bound]
 
 
 def _run_cells(key: tuple[object, ...], part: pd.DataFrame) -> list[object]:

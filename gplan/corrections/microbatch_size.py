@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
 from gplan.core.errors import UsageError
-from gplan.core.layer_cost import LayerCost, Leftover, Timing
+from gplan.core.layer_cost import LayerCost, Leftover, Lifetime, Timing
 from gplan.core.profile import Profile, ValueCost
 
 _NUMBERS = tuple(x.name for x in fields(LayerCost) if x.name.endswith("_bytes"))
@@ -75,6 +75,8 @@ def _between(low: LayerCost, high: LayerCost, microbatch_size: int) -> LayerCost
         forward_waits=low.forward_waits or high.forward_waits,
         backward_waits=low.backward_waits or high.backward_waits,
         leftovers=tuple(_leftovers_between(low.leftovers, high.leftovers, share)),
+        tensors=_tensors_between(low.tensors, high.tensors, share, microbatch_size / high.microbatch_size),
+        num_forward_times=high.num_forward_times,
         **numbers,  # type: ignore[arg-type]
         **{x: _mixed(getattr(low, x), getattr(high, x), share) for x in _FACTORS},  # type: ignore[arg-type]
         **timings,  # type: ignore[arg-type]
@@ -87,6 +89,17 @@ def _leftovers_between(low: Sequence[Leftover], high: Sequence[Leftover], share:
     for num_later in sorted({**few, **many}):
         num_bytes = round(_mixed(few.get(num_later, 0), many.get(num_later, 0), share))
         yield Leftover(num_later=num_later, num_bytes=num_bytes)
+
+
+def _tensors_between(
+    low: Sequence[Lifetime], high: Sequence[Lifetime], share: float, of_high: float
+) -> tuple[Lifetime, ...]:
+    """The tensors of both sizes where these are the same; else those of the larger size, as samples take their bytes."""
+    if [x[1:] for x in low] == [x[1:] for x in high]:
+        return tuple(
+            b._replace(num_bytes=round(_mixed(a.num_bytes, b.num_bytes, share))) for a, b in zip(low, high, strict=True)
+        )
+    return tuple(x._replace(num_bytes=max(1, round(of_high * x.num_bytes))) for x in high)
 
 
 def _timing_between(low: Timing | None, high: Timing | None, share: float) -> Timing | None:

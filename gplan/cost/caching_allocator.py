@@ -47,6 +47,7 @@ class CachingAllocator:
     reserved_bytes: int = 0
     most_allocated_bytes: int = 0
     most_reserved_bytes: int = 0
+    doing: str = ""  # what the next blocks are for, to who reads a record of them
     _free: dict[bool, list[tuple[int, int, Block]]] = field(default_factory=lambda: {True: [], False: []})
     _next_address: int = 0
 

@@ -1,30 +1,36 @@
 """What the allocator of a GPU reserves for a plan: the tensors of each device's stages replayed in its order, for two steps.
 
-Weights and gradients are there from the start, each as one buffer, and a third of the optimizer's state, by parameter;
-the first update makes the rest. What an update needs for a moment is allocated by parameter too. A stage receives the
-input of a micro-batch before its forward. Layers that are recomputed together keep the result of the last one alone, and
-allocate before their backward what their forward did. Only for profiles that have the tensors of layers
-(`LayerCost.tensors`), which are those computed from a language model's sizes; expandable segments are not assumed.
+Weights, gradients and master weights are there from the start; the first update makes the rest of the optimizer's state.
+What an update needs for a moment is allocated by parameter. A stage receives the input of a micro-batch before its
+forward. Layers that are recomputed together keep the result of the last one alone, and allocate before their backward
+what their forward did. Only for profiles that have the tensors of layers (`LayerCost.tensors`), which are those of GPUs;
+expandable segments are not assumed.
 
 Steady micro-batches repeat: a few more than fill the pipeline are replayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from gplan.core import ActionKind, Plan, Profile, is_recomputed
+from gplan.core.errors import UsageError
 from gplan.core.layer_cost import LayerCost
+from gplan.corrections.microbatch_size import at_microbatch_size
 from gplan.cost.caching_allocator import Block, CachingAllocator
 from gplan.schedules.registry import make_schedule
 
 RESERVED_SHARE = 0.93
 """Of what the allocator reserves, tensors have so much where nothing was replayed: 0.961 on B200 and 0.908 on A100, medians of published runs."""
-CONTEXT_BYTES = 1_500_000_000
-"""Of a device that the driver and NCCL take outside the allocator; assumed."""
+NCCL_BYTES = 1_000_000_000
+"""Of a device that NCCL takes outside the allocator; assumed."""
+CONTEXT_BYTES = 500_000_000 + NCCL_BYTES
+"""The same with CUDA's context, which a measured profile's memory is without; assumed."""
+
+Allocator = TypeVar("Allocator", bound=CachingAllocator)
 
 _MORE = 4  # micro-batches than devices are replayed
 
@@ -34,6 +40,7 @@ class StageTensors:
     """What a stage allocates, in bytes."""
 
     layers: tuple[LayerCost, ...]
+    names: tuple[str, ...] = ()  # of the layers, for a record
     buffers: tuple[int, ...]  # there from the start
     states: tuple[int, ...] = ()  # that the first update makes
     update: tuple[int, ...] = ()  # that each update needs for a moment
@@ -44,7 +51,8 @@ class StageTensors:
 def with_reserved(plan: Plan, profile: Profile) -> Plan:
     """The plan with what its devices reserve and what is taken beside that; the plan itself where that is not known."""
     reserved = device_reserved_bytes(plan, profile)
-    return replace(plan, reserved_bytes=reserved, context_bytes=CONTEXT_BYTES) if reserved else plan
+    beside = CONTEXT_BYTES if profile.origin == "computed" else NCCL_BYTES
+    return replace(plan, reserved_bytes=reserved, context_bytes=beside) if reserved else plan
 
 
 def device_reserved_bytes(plan: Plan, profile: Profile) -> tuple[int, ...]:
@@ -52,20 +60,18 @@ def device_reserved_bytes(plan: Plan, profile: Profile) -> tuple[int, ...]:
 
     Beyond the predicted peak of allocated bytes, a device reserves what its replay does beyond that of its tensors.
     """
-    pairs = zip(plan.device_peak_bytes, replayed(plan, profile), strict=False)
+    pairs = zip(plan.device_peak_bytes, replayed(plan, profile, CachingAllocator), strict=False)
     return tuple(peak + x.most_reserved_bytes - x.most_allocated_bytes for peak, x in pairs)
 
 
-def replayed(plan: Plan, profile: Profile) -> tuple[CachingAllocator, ...]:
-    """[K]: the allocator of each device after two steps of a plan; () where the layers' tensors are not known."""
-    sizes = profile.microbatch_sizes
-    if plan.microbatch_size not in sizes:
+def replayed(plan: Plan, profile: Profile, new: Callable[[], Allocator]) -> tuple[Allocator, ...]:
+    """[K]: the allocator of each device, made by `new`, after two steps of a plan; () where the layers' tensors are not known."""
+    try:
+        at_size = at_microbatch_size(profile, plan.microbatch_size)
+    except UsageError:  # a plan of another profile
         return ()
-    names = [x.name for x in profile.layers]
-    costs = dict(zip(names, profile.costs_at(sizes.index(plan.microbatch_size)), strict=False))
-    if not all(x.tensors for x in costs.values()):
+    if not all(x.costs[0].tensors for x in at_size.layers):
         return ()
-    layers = {x.name: x for x in profile.layers}
     num_microbatches, num_devices = plan.num_microbatches, plan.num_devices
     made = make_schedule(plan.schedule, num_devices=num_devices, num_microbatches=num_microbatches)
     few = 2 * num_devices if plan.has_chunks else num_devices + _MORE
@@ -73,33 +79,54 @@ def replayed(plan: Plan, profile: Profile) -> tuple[CachingAllocator, ...]:
         made = make_schedule(plan.schedule, num_devices=num_devices, num_microbatches=few)
     count = made.num_microbatches
     again = [is_recomputed(m, num_microbatches=count, recompute=plan.recompute) for m in range(count)]
-    found = []
+    found = list[Allocator]()
     for device in range(plan.num_devices):
-        stages = {}
-        for index in made.stages_of(device):
-            stage = plan.stages[index]
-            parts = stage.parts
-            if parts is None:
-                return ()
-            own = [y.num_bytes for x in stage.layer_names for y in layers[x].parameters if y.is_trained]
-            shares = [x / (sum(own) or 1) for x in own]
-            state = [round(x * parts.optimizer / 3) for x in shares]
-            stages[index] = StageTensors(
-                layers=tuple(costs[x] for x in stage.layer_names),
-                buffers=(parts.weight, parts.gradient, *state),
-                states=tuple(y for x in state for y in (x, x)),
-                update=tuple(round(x * max(0, parts.optimizer_workspace)) for x in shares),
-                received=plan.stages[index - 1].cost.activation_bytes if index else 0,
-                recomputed=tuple(
-                    range(i, i + 1) for i, x in enumerate(stage.layer_names) if x in stage.recompute_layers
-                )
-                if plan.recompute == "selected"
-                else (range(len(stage.layer_names)),),
-            )
-        allocator = CachingAllocator()
-        replay(allocator, stages, [(x.stage, x.kind, x.microbatch) for x in made.orders[device]], again=again)
-        found.append(allocator)
+        stages = {index: _stage_tensors(plan, at_size, index) for index in made.stages_of(device)}
+        known = {index: x for index, x in stages.items() if x is not None}
+        if len(known) < len(stages):
+            return ()
+        order = [(x.stage, x.kind, x.microbatch) for x in made.orders[device]]
+        found.append(new())
+        replay(found[-1], known, order, again=again)
     return tuple(found)
+
+
+def _stage_tensors(plan: Plan, profile: Profile, index: int) -> StageTensors | None:
+    """What a stage allocates, by the profile at the plan's micro-batch size; None where the plan has no parts of memory.
+
+    torch's own modules have a tensor for each parameter, trainers of language models one for all.
+    """
+    stage = plan.stages[index]
+    if (parts := stage.parts) is None:
+        return None
+    of_name = {x.name: x for x in profile.layers}
+    layers = [of_name[x] for x in stage.layer_names]
+    every = [y for x in layers for y in x.parameters]
+    trained = [x.num_bytes for x in every if x.is_trained]
+
+    def divided(num_bytes: float, sizes: Sequence[int]) -> list[int]:
+        return [round(num_bytes * x / sum(sizes)) for x in sizes] if any(sizes) else [round(num_bytes)]
+
+    has_own, masters = "torch" in dict(profile.versions), profile.step.master_bytes
+    first = (masters / profile.step.state_bytes if masters else 0.0) if has_own else 1 / 3
+    later = (1 - first) * parts.optimizer
+    num_moments = max(1, round(later / ((2 if masters else 1) * sum(trained) or 1))) if has_own else 2
+    is_last = stage.end_layer == len(profile.layers)
+    return StageTensors(
+        layers=(*(x.costs[0] for x in layers), *(profile.loss if is_last else ())),
+        names=(*stage.layer_names, *(("loss",) if is_last and profile.loss else ())),
+        buffers=(
+            *(divided(parts.weight, [x.num_bytes for x in every]) if has_own else [parts.weight]),
+            *(divided(parts.gradient, trained) if has_own else [parts.gradient]),
+            *(divided(first * parts.optimizer, trained) if first else []),
+        ),
+        states=tuple(y for x in divided(later / num_moments, trained) for y in num_moments * (x,)),
+        update=tuple(divided(max(0, parts.optimizer_workspace), trained)),
+        received=plan.stages[index - 1].cost.activation_bytes if index else 0,
+        recomputed=tuple(range(i, i + 1) for i, x in enumerate(stage.layer_names) if x in stage.recompute_layers)
+        if plan.recompute == "selected"
+        else (range(len(layers)),),
+    )
 
 
 def replay(
@@ -115,6 +142,7 @@ def replay(
     `again` has whether each micro-batch is recomputed; without it none is. A split backward frees with its second half, and
     recomputes with its first, which on the first stage does nothing.
     """
+    allocator.doing = "weights, gradients and master weights"
     for num_bytes in [y for x in stages.values() for y in x.buffers]:
         allocator.allocate(num_bytes)
     events = {index: [_events(layer) for layer in x.layers] for index, x in stages.items()}
@@ -123,11 +151,17 @@ def replay(
         for stage, kind, microbatch in order:
             own, key = stages[stage], (stage, microbatch)
             groups = {i: x for x in own.recomputed for i in x} if again and again[microbatch] else {}
+            doing = [
+                f"{x}, {kind.name.lower().replace('_', ' ')} of micro-batch {microbatch}"
+                for x in own.names or [""] * len(own.layers)
+            ]
             if kind is ActionKind.FORWARD:
+                allocator.doing = f"received by stage {stage} for micro-batch {microbatch}"
                 if own.received:
                     inputs[key] = allocator.allocate(own.received)
                 held = passes[key] = [{} for _ in own.layers]
                 for i, (forward, _) in enumerate(events[stage]):
+                    allocator.doing = doing[i]
                     _run(allocator, forward, held[i])
                     if i in groups:
                         _free(allocator, held[i], but=_result(own.layers[i]))
@@ -139,12 +173,15 @@ def replay(
             for i, (_, backward) in reversed(list(enumerate(events[stage]))):
                 if begins and i in groups and i == groups[i].stop - 1:
                     for j in groups[i]:
+                        allocator.doing = f"{doing[j]}, recomputed"
                         _free(allocator, held[j])
                         _run(allocator, events[stage][j][0], held[j])
                 if not is_half:
+                    allocator.doing = doing[i]
                     _run(allocator, backward, held[i])
             if not is_half and key in inputs:
                 allocator.free(inputs.pop(key))
+        allocator.doing = "optimizer"
         needed = [allocator.allocate(y) for x in stages.values() for y in x.update]
         for num_bytes in [y for x in stages.values() for y in x.states] if step == 0 else []:
             allocator.allocate(num_bytes)

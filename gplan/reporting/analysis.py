@@ -15,6 +15,7 @@ from gplan.core.units import counted
 from gplan.corrections import as_run_by
 from gplan.evaluate.explain import Explanation, explain
 from gplan.evaluate.replanning import replan, reprice, setting_of
+from gplan.reporting.memory_snapshot import memory_snapshot
 from gplan.reporting.subject import Subject, plan_of
 from gplan.schedules.custom import is_custom_order
 from gplan.schedules.registry import num_stages_of
@@ -42,10 +43,11 @@ class ScalingPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnalysis:
-    """Other choices than the plan, and with its profile the explanation of the plan."""
+    """Other choices than the plan, and with its profile the explanation of the plan and what the allocators do."""
 
     choices: tuple[ScalingPoint, ...] = ()
     explanation: Explanation | None = None  # None: there was no profile
+    memory_snapshot: bytes | None = None  # None: the profile has no tensors of layers
 
 
 def analysis_of(subject: Subject, profile: Profile | None, *, progress: Progress = no_progress) -> PlanAnalysis:
@@ -63,7 +65,7 @@ def analysis_of(subject: Subject, profile: Profile | None, *, progress: Progress
         reasons = replace(reasons, notes=())
     tried = reasons.options[0].outcome is not None
     choices = planned_choices(plan, known, progress=progress) if tried else ()
-    return PlanAnalysis(choices=choices, explanation=reasons)
+    return PlanAnalysis(choices=choices, explanation=reasons, memory_snapshot=memory_snapshot(plan, known))
 
 
 def planned_choices(plan: Plan, profile: Profile, *, progress: Progress = no_progress) -> tuple[ScalingPoint, ...]:

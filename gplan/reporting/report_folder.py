@@ -17,6 +17,7 @@ from gplan.reporting.charts.memory_chart import holdings_chart, memory_chart
 from gplan.reporting.charts.partition_chart import partition_chart
 from gplan.reporting.charts.pipeline_chart import pipeline_chart
 from gplan.reporting.chrome_trace import trace_json
+from gplan.reporting.memory_snapshot import SNAPSHOT
 from gplan.reporting.page.document import page
 from gplan.reporting.subject import Subject, plan_of, stage_loads, timelines_of
 
@@ -33,9 +34,9 @@ CHARTS: dict[str, Callable[[Subject, PlanAnalysis], Figure | None]] = {
 
 
 def write_report(subject: Subject, directory: Path, *, analysis: PlanAnalysis) -> tuple[Path, ...]:
-    """Write index.html, the charts as PNG and SVG, tables as CSV, and trace.json; returns their paths, the page first.
+    """Write index.html, the charts as PNG and SVG, tables as CSV, trace.json, and for GPUs what their allocators do.
 
-    Charts left by an earlier report that this one does not have are removed. Raises FileError if the directory cannot
+    Returns their paths, the page first. What an earlier report left and this one does not have is removed. Raises FileError if the directory cannot
     be written.
     """
     check_writable(directory / "index.html")
@@ -45,9 +46,11 @@ def write_report(subject: Subject, directory: Path, *, analysis: PlanAnalysis) -
         contents |= {f"{drawing.name}.png": drawing.png, f"{drawing.name}.svg": drawing.svg}
     contents |= {f"{name}.csv": table.to_csv(index=False).encode() for name, table in tables(subject).items()}
     contents["trace.json"] = trace_json(subject)
+    if analysis.memory_snapshot:
+        contents[SNAPSHOT] = analysis.memory_snapshot
     for name, content in contents.items():
         write_bytes(directory / name, content)
-    for name in (f"{chart}.{kind}" for chart in CHARTS for kind in ("png", "svg")):
+    for name in (SNAPSHOT, *(f"{chart}.{kind}" for chart in CHARTS for kind in ("png", "svg"))):
         if name not in contents:
             (directory / name).unlink(missing_ok=True)
     return tuple(directory / name for name in contents)

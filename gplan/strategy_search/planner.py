@@ -20,7 +20,7 @@ from gplan.core import OBJECTIVES, Alternative, Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.progress import Progress, no_progress
 from gplan.core.units import bytes_text, counted, memory_size_text, seconds_text
-from gplan.cost.reserved_bytes import CONTEXT_BYTES, with_reserved
+from gplan.cost.reserved_bytes import with_reserved
 from gplan.graph.down_sets import DownSets, Prefixes
 from gplan.partition.balance import alternative_of, balance_fixed
 from gplan.partition.candidates import TooManyCandidates
@@ -70,7 +70,9 @@ def _with_reserved(profile: Profile, request: PlanRequest, solved: Callable[[Pla
         found = replace(found, memory_limit_bytes=limit)
         if limit is None or found.device_total_bytes <= limit or request.machine is not None:
             return found
-        beside = max(x - y for x, y in zip(found.reserved_bytes, found.device_peak_bytes, strict=True)) + CONTEXT_BYTES
+        beside = (
+            max(x - y for x, y in zip(found.reserved_bytes, found.device_peak_bytes, strict=True)) + found.context_bytes
+        )
         within = replace(request, memory_bytes=max(1, min(limit - beside, (within.memory_bytes or limit) - 1)))
     assert limit is not None
     note = (

@@ -142,7 +142,9 @@ def _cost(analysis: LayerAnalysis, halves: HalvesAnalysis | None, size: int, har
         weight_gradient=second_half if halves else None,
         forward_work=total_work(analysis.forward),
         backward_work=total_work(analysis.backward),
-        **(replace(analysis.memory, halves=halves.memory) if halves else analysis.memory).fields,
+        **(replace(analysis.memory, halves=halves.memory) if halves else analysis.memory).fields(
+            on_gpu=hardware.kind == "cuda"
+        ),
     )
 
 

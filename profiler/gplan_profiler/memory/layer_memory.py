@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from gplan.core import Leftover
-from gplan.core.layer_cost import leftovers_of
+from gplan.core.layer_cost import Lifetime, leftovers_of
 from gplan_profiler.backward.rematerialize import noting_saves
 from gplan_profiler.backward.split_backward import SecondHalf, first_half
 from gplan_profiler.capture.chain import Tensors, detached, wants_gradient
@@ -117,15 +117,16 @@ class LayerBytes:
     leftovers: tuple[Leftover, ...] = ()  # the part of the backward workspace left by later layers
     unkept_output_bytes: int = 0  # of the loss: the model's outputs that layers keep and the loss does not
     views: tuple[int | None, ...] = ()  # of each crossing tensor, the index of that before the layer with its storage
+    tensors: tuple[Lifetime, ...] = ()  # as those of a LayerCost
+    num_forward_times: int = 0
 
     @property
     def output(self) -> TensorBytes:
         """All tensors at the cut together."""
         return sum(self.crossing, NO_BYTES)
 
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The fields of a LayerCost for this memory."""
+    def fields(self, *, on_gpu: bool) -> dict[str, Any]:
+        """The fields of a LayerCost for this memory; the tensors are for a GPU's allocator alone."""
         names = (
             "stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "leftovers", "unkept_output_bytes",
         )  # fmt: skip
@@ -136,7 +137,7 @@ class LayerBytes:
             "output_gradient_bytes": self.output.gradient_bytes,
             "output_unsaved_bytes": self.output.unsaved_bytes,
             "output_saved_later_bytes": self.output.saved_later_bytes,
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) for name in (*names, *(("tensors", "num_forward_times") if on_gpu else ()))},
             **halves,
         }
 
@@ -394,6 +395,7 @@ def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, .
     forward_end = passage.backwards[-1][0]
     below, found = 0, []
     later = LaterLayers(trace, passage.forwards, passage.backwards)
+    tensors = lifetimes(trace, passage)
     viewed = {place for x in passage.gradients for place in x.viewed(trace)}
     cuts = ((), *passage.crossings, ())
     for layer, (forward, before, crossing) in enumerate(zip(passage.forwards, cuts, cuts[1:], strict=False)):
@@ -420,6 +422,8 @@ def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, .
                 leftovers=leftovers,
                 crossing=tuple(crossing_bytes),
                 views=tuple(before.index(x) if x.num_bytes and x in before else None for x in crossing),
+                tensors=tensors[layer][0],
+                num_forward_times=tensors[layer][1],
             )
         )
     unkept = (
@@ -428,6 +432,39 @@ def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, .
         if x.address not in passage.saved[-1] and trace.is_kept(x.address, passage.forwards[-1][0], forward_end)
     )
     return (*found[:-1], replace(found[-1], unkept_output_bytes=sum(unkept)))
+
+
+def lifetimes(trace: AllocationTrace, passage: Passage) -> list[tuple[tuple[Lifetime, ...], int]]:
+    """Of each layer, and last of the loss, the tensors and the number of times of its forward, as in `LayerCost`.
+
+    A tensor belongs to the layer that makes it, and ends with its pass where a pass of another layer frees it. A gradient
+    for earlier layers belongs to these too, while their backward runs.
+    """
+    forwards_end, ends, last = passage.backwards[-1][0], passage.backwards[0][1], len(passage.backwards) - 1
+    found = [list[tuple[int, int, int]]() for _ in passage.forwards]
+    given_ns, freed_ns, _ = trace.blocks
+    backward_of = [last - _place_of(x, passage.backwards[::-1]) for x in (given_ns, freed_ns)]
+    makers = np.where(given_ns < forwards_end, _place_of(given_ns, passage.forwards), backward_of[0])
+    enders = np.where((given_ns >= forwards_end) & (freed_ns < ends), backward_of[1], makers)
+    for maker, ender, *block in zip(makers.tolist(), enders.tolist(), *(x.tolist() for x in trace.blocks), strict=True):
+        for layer in range(max(0, ender), maker + 1):  # none for the inputs
+            found[layer].append((*block,))
+    return [_numbered(*x, forwards_end) for x in zip(found, passage.forwards, passage.backwards, strict=True)]
+
+
+def _numbered(
+    blocks: Sequence[tuple[int, int, int]], forward: Window, backward: Window, forwards_end: int
+) -> tuple[tuple[Lifetime, ...], int]:
+    """Tensors by the number of each event of a layer's passes, from when they are made and freed and their bytes."""
+
+    def within(moment: int) -> int:
+        return min(moment, forward[1]) if moment < forwards_end else min(max(moment, backward[0]), backward[1])
+
+    events = [(within(made), within(freed), num_bytes) for made, freed, num_bytes in blocks]
+    moments = sorted({forward[1], *(moment for x in events for moment in x[:2])})
+    number = {moment: i for i, moment in enumerate(moments)}
+    tensors = tuple(Lifetime(num_bytes, number[made], number[freed]) for made, freed, num_bytes in events)
+    return tensors, number[forward[1]] + 1
 
 
 def allocate_gradients(model: nn.Module) -> None:

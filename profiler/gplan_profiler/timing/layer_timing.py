@@ -330,7 +330,7 @@ def _layer_cost(
         forward_work=total_work(analysis.forward) if analysis else (),
         backward_work=total_work(analysis.backward) if analysis else (),
         **timings,
-        **memory.fields,
+        **memory.fields(on_gpu=sampled.on_host is not None),
     )
 
 
