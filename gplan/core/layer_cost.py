@@ -149,8 +149,8 @@ class LayerCost:
     slow_down: float = 1.0  # factor on all times while other processes of the host do the same
     forward_work: tuple[Work, ...] = ()
     backward_work: tuple[Work, ...] = ()
-    tensors: tuple[Lifetime, ...] = ()  # all of a forward and a backward, for the allocator's replay; (): not known
-    num_forward_times: int = 0
+    tensors: tuple[Lifetime, ...] = ()  # all of a forward and a backward, for the replay of a GPU's allocator
+    num_forward_times: int = 0  # 0: the tensors are not known
 
     def __post_init__(self) -> None:
         check_positive(self, "microbatch_size")

@@ -70,7 +70,7 @@ def replayed(plan: Plan, profile: Profile, new: Callable[[], Allocator]) -> tupl
         at_size = at_microbatch_size(profile, plan.microbatch_size)
     except UsageError:  # a plan of another profile
         return ()
-    if not all(x.costs[0].tensors for x in at_size.layers):
+    if not all(x.costs[0].num_forward_times for x in at_size.layers):
         return ()
     num_microbatches, num_devices = plan.num_microbatches, plan.num_devices
     made = make_schedule(plan.schedule, num_devices=num_devices, num_microbatches=num_microbatches)

@@ -76,7 +76,7 @@ def _with_reserved(profile: Profile, request: PlanRequest, solved: Callable[[Pla
         within = replace(request, memory_bytes=max(1, min(limit - beside, (within.memory_bytes or limit) - 1)))
     assert limit is not None
     note = (
-        f"with what its allocator reserves, CUDA's context and NCCL the fullest device needs {bytes_text(found.device_total_bytes)}, "
+        f"with what its allocator reserves and CUDA and NCCL take beside it the fullest device needs {bytes_text(found.device_total_bytes)}, "
         f"more than its {bytes_text(limit)}; try --recompute always, more devices or smaller micro-batches"
     )
     return replace(found, notes=(*found.notes, note))

@@ -131,7 +131,8 @@ def test_limit_counts_reserved_bytes() -> None:
 def test_profile_without_tensors_has_no_reserved_bytes() -> None:
     profile = computed(num_layers=4)
     bare = replace(
-        profile, layers=tuple(replace(x, costs=tuple(replace(y, tensors=()) for y in x.costs)) for x in profile.layers)
+        profile,
+        layers=tuple(replace(x, costs=tuple(replace(y, num_forward_times=0) for y in x.costs)) for x in profile.layers),
     )
     plan = balance(bare, num_devices=2, num_microbatches=8, schedule="1f1b")
     assert plan.reserved_bytes == () and device_reserved_bytes(plan, bare) == ()

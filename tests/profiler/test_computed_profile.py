@@ -14,7 +14,9 @@ from torch.nn import functional as F
 
 from gplan.core import Profile, Work
 from gplan.core.errors import ModelError, UsageError
+from gplan.cost.reserved_bytes import CONTEXT_BYTES
 from gplan.files import json_files
+from gplan.strategy_search.planner import balance
 from gplan_profiler.analytic.computed_profile import ComputeOptions, computed_profile
 from gplan_profiler.analytic.hardware import load_hardware
 from gplan_profiler.analytic.layer_work import analyse, analyse_halves
@@ -276,3 +278,15 @@ def test_the_work_of_a_layer_has_each_kind_once(profile: Profile) -> None:
     for layer in profile.layers:
         for work in (layer.costs[0].forward_work, layer.costs[0].backward_work):
             assert len(set(kinds(work))) == len(kinds(work)) > 0
+
+
+def test_plan_of_a_model_file_says_what_a_gpu_reserves() -> None:
+    """Also at a size between two profiled ones, and with recompute; a profile for a CPU has no such allocator."""
+    profile = computed_profile(file_of(deep(8)), ComputeOptions(hardware=H100, microbatch_sizes=(1, 3)))
+    for size in (1, 2, 3):
+        for recompute in ("never", "always"):
+            plan = balance(profile, num_devices=2, num_microbatches=4, microbatch_size=size, recompute=recompute)
+            assert min(x - y for x, y in zip(plan.reserved_bytes, plan.device_peak_bytes, strict=True)) > 0
+            assert plan.context_bytes == CONTEXT_BYTES
+    on_cpu = computed_profile(file_of(deep(2)), ComputeOptions(hardware=load_hardware("cpu")))
+    assert balance(on_cpu, num_devices=2, num_microbatches=4).reserved_bytes == ()

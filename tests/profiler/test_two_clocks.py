@@ -10,8 +10,10 @@ from torch import nn
 
 from gplan.core import Profile
 from gplan.core.two_clocks import Enqueued, both_done_s
+from gplan.cost.reserved_bytes import NCCL_BYTES
 from gplan.cost.stage_table import StageTable
 from gplan.files.json_files import parse, to_json
+from gplan.strategy_search.planner import balance
 from gplan_profiler.measure import ProfileOptions, measure_profile
 from gplan_profiler.model.load import model_in_memory
 from gplan_profiler.timing.clock import CudaClock, Samples
@@ -127,6 +129,12 @@ def test_seconds_of_the_whole_model_follow_both_clocks(profile: Profile) -> None
     """Forward, the host-bound layer comes first and nothing overlaps; backward, its kernels are enqueued ahead."""
     forward_s, backward_s = (x - profile.overhead_s for x in profile.one_stage_s(0))
     assert (forward_s, backward_s) == pytest.approx((6.5e-4, 1.218e-3), rel=1e-3)
+
+
+def test_a_plan_says_what_a_gpu_reserves(profile: Profile) -> None:
+    plan = balance(profile, num_devices=2, num_microbatches=4, schedule="1f1b")
+    assert [x - y for x, y in zip(plan.reserved_bytes, plan.device_peak_bytes, strict=True)] > [0, 0]
+    assert plan.context_bytes == NCCL_BYTES
 
 
 def test_seconds_of_both_clocks_are_kept_in_a_file(profile: Profile) -> None:

@@ -54,6 +54,7 @@ def test_no_snapshot_without_tensors_of_layers() -> None:
     profile = computed()
     plan = balance(profile, num_devices=2, num_microbatches=8, schedule="1f1b")
     bare = replace(
-        profile, layers=tuple(replace(x, costs=tuple(replace(y, tensors=()) for y in x.costs)) for x in profile.layers)
+        profile,
+        layers=tuple(replace(x, costs=tuple(replace(y, num_forward_times=0) for y in x.costs)) for x in profile.layers),
     )
     assert memory_snapshot(plan, bare) is None

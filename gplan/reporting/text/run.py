@@ -45,7 +45,8 @@ _CAUSES = {
 def run_view(run: Run) -> RenderableType:
     """Predicted beside measured; below, where the error comes from, the loss, the gradient check, and the notes of plan and run."""
     check, pairs = run.check, enumerate(zip(run.reserved_bytes, run.peak_bytes, strict=False))
-    reserved = [f"device {i} {bytes_text(x)} for {bytes_text(y)}" for i, (x, y) in pairs]  # none where it is not known
+    predicted = [f" ({bytes_text(x)} predicted)" for x in run.plan.reserved_bytes] or [""] * run.plan.num_devices
+    reserved = [f"device {i} {bytes_text(x)}{predicted[i]} for {bytes_text(y)}" for i, (x, y) in pairs]  # where known
     losses = f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps; " if run.losses else ""
     return Group(
         comparison_table(run),
