@@ -119,6 +119,21 @@ def test_no_order_hangs(schedule: Schedule, in_pairs: bool, rng: random.Random) 
     assert run(steps, schedule, rng) == [len(own) for own in steps]
 
 
+AROUND = (
+    "custom:0F0 0F1 0F2 0F3 3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 0B0 0B1 0B2 0B3 /"
+    " 1F0 1B0 1F1 1F2 1F3 1B1 1B2 1B3 / 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
+)
+"""Device 0 receives 1B0 long after it was sent, and first needs what device 1 computes next, by way of device 2."""
+
+
+def test_no_wait_for_a_send_around_a_ring() -> None:
+    schedule = make_schedule(AROUND, num_devices=3, num_microbatches=4)
+    steps = device_steps(schedule)
+    assert run(steps, schedule, random.Random(0)) == [len(own) for own in steps]
+    place = next(x.end for x in sends(schedule, 1) if str(x.made) == "1B0")
+    assert place == len(schedule.orders[1]), "nothing that device 1 receives tells it that 1B0 was received"
+
+
 @given(schedules, st.booleans())
 def test_actions_keep_their_order(schedule: Schedule, in_pairs: bool) -> None:
     for steps, order in zip(device_steps(schedule, in_pairs=in_pairs), schedule.orders, strict=True):
