@@ -73,13 +73,14 @@ class StageBytes(
     checkpoint: Bytes  # per micro-batch that will be recomputed
     recomputed_stash: Bytes  # of the micro-batch being recomputed; on all stages but the last with its checkpoint
     pending: Bytes  # per micro-batch between the halves of its backward, above the stash
-    sent: Bytes  # per micro-batch that is done: what was sent for it stays until the step ends
+    sent: Bytes  # per gradient that was sent and is not freed yet
+    received_activation: Bytes  # per activation from when its receive is posted until the end of its backward
+    received_gradient: Bytes  # the same of a gradient
     forward_workspace: Bytes
     backward_workspace: Bytes
     recompute_workspace: Bytes  # of a forward that keeps only its checkpoint
     recomputing_workspace: Bytes  # of a whole backward that recomputes
     optimizer_workspace: Bytes
-    buffer: Bytes
     input_workspace: Bytes  # of the first half of a split backward
     weight_workspace: Bytes  # of the second half
 
@@ -93,7 +94,7 @@ class StageMemory:
     optimizer_bytes: int
     activation_bytes: int  # kept from forward to backward, including outputs not yet sent
     workspace_bytes: int  # temporary
-    buffer_bytes: int  # receive buffers of the engine
+    buffer_bytes: int  # receive buffers: of posted receives, and inputs kept until the backward
     moment: str  # the action of the device at which its peak occurs
 
     def __post_init__(self) -> None:
@@ -271,9 +272,11 @@ class Plan:
     precision: Precision = field(default_factory=Precision)  # that it trains in, as profiled
     reserved_bytes: tuple[int, ...] = ()  # that the allocator of each device reserves at most; (): not known
     context_bytes: int = 0  # of a device that the driver and NCCL take beside it
+    receives_ahead: int = 0  # passes before the one that needs it that the engine it is for posts a receive
 
     def __post_init__(self) -> None:
         check_positive(self, "num_microbatches", "microbatch_size", "num_replicas")
+        check_not_negative(self, "receives_ahead")
         if [stage.index for stage in self.stages] != list(range(len(self.stages))) or not self.stages:
             raise ValueError(f"stages are numbered {[stage.index for stage in self.stages]}; expected 0, 1, 2, ...")
         if self.stages[0].first_layer != 0:

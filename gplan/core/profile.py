@@ -330,7 +330,7 @@ class Profile:
 
     @property
     def sums_in_place(self) -> bool:
-        """Whether it was computed for a trainer that sums gradients in one buffer, and has one receive buffer at a time."""
+        """Whether it was computed for a trainer that sums gradients in one buffer: Megatron-LM or nanotron."""
         return self.is_for_megatron or NANOTRON_NAME in dict(self.versions)
 
     @property

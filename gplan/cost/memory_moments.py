@@ -1,15 +1,16 @@
 """What a stage holds, and when: the schedule's order replayed into moments, each priced as a sum of the stage's parts.
 
-A stage always holds its weights, the optimizer's state and the engine's receive buffers; from forward to backward it
-holds, per micro-batch in flight, either its whole stash or, with recompute, only a checkpoint (its outputs; its inputs
-lie in the receive buffers). What the engine sent (activations forward, gradients back) it keeps until the step ends;
-activations that only pass a stage are sent out of the buffers. Gradients appear with the first backward. A recomputing
+A stage always holds its weights and the optimizer's state; from forward to backward it holds, per micro-batch in
+flight, either its whole stash or, with recompute, only a checkpoint (its outputs). What it receives lies in a buffer from
+when the receive is posted to the end of the micro-batch's backward; activations that only pass a stage are sent out of
+it. A gradient that was sent stays for a while. When both begin and end: `gplan/schedules/transfers.py`. Gradients of
+weights appear with the first backward. A recomputing
 backward holds its layers' stash anew, beside the checkpoint; on the last stage in its place, as the backward of the
 loss, which comes first, frees what the loss kept.
 
-The first half of a split backward leaves the stash and what is pending: what the second half works on and what was sent
-back, less what the first half frees of the stash. All that is there until the second half is done. On the first stage,
-whose inputs want no gradient, the first half does nothing and the second is the whole backward.
+The first half of a split backward leaves the stash, what was received and what is pending: what the second half works on,
+less what the first half frees of the stash. All that is there until the second half is done. On the first stage, whose
+inputs want no gradient, the first half does nothing and the second is the whole backward.
 
 The peak is the largest moment. Without recompute, and with nothing sent, this equals
     W + O + max(n a + tmp, n_G a + tmp + G)
@@ -30,19 +31,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gplan.core import Action, ActionKind, RecomputeMode, Schedule, StageMemory, is_recomputed
+from gplan.core import ActionKind, RecomputeMode, Schedule, StageMemory, is_recomputed
 from gplan.core.plan import StageBytes
 from gplan.cost.part_table import PARTS, rows_of
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.schedules.registry import make_schedule
+from gplan.schedules.transfers import RECEIVES_AHEAD, receives, sends
 
 OPTIMIZER_MOMENT = "optimizer"
 
 _NUM_STEPS = 16  # from one moment to another that are looked at
-_HELD = ("stash", "checkpoint", "pending", "sent", "recomputed_stash")
+_KEPT = ("stash", "checkpoint", "pending", "recomputed_stash", "sent")
+_RECEIVED = ("received_activation", "received_gradient")
+_HELD = (*_KEPT, *_RECEIVED)
 """The parts of which a stage holds some, one for each micro-batch."""
 
-_ACTIVATIONS = [PARTS.index(name) for name in _HELD]
+_HELD_PARTS = [PARTS.index(name) for name in _HELD]
 _WORKSPACES = [i for i, name in enumerate(PARTS) if name.endswith("_workspace")]
 _LAST_VARY = [
     *_WORKSPACES,
@@ -51,7 +55,7 @@ _LAST_VARY = [
 ]
 """The parts in an order in which moments of the same kind are neighbours, once sorted."""
 
-_ALWAYS = [PARTS.index(name) for name in ("weight", "optimizer", "buffer")]
+_ALWAYS = [PARTS.index(name) for name in ("weight", "optimizer")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,12 +94,17 @@ def _held(counts: Ints, parts: Sequence[Ints]) -> Ints:
 
 @lru_cache(maxsize=4096)
 def peak_moments(
-    schedule: str, *, num_devices: int, num_microbatches: int, stages: tuple[int, ...], recompute: RecomputeMode
+    schedule: str,
+    *,
+    num_devices: int,
+    num_microbatches: int,
+    stages: tuple[int, ...],
+    recompute: RecomputeMode,
+    receives_ahead: int = RECEIVES_AHEAD,
 ) -> Moments:
     """The moments at which a device may hold most of some of its stages; what it holds of its others is left out."""
     made = make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
-    order = [x for x in made.orders[made.devices[stages[0]]] if x.stage in stages]
-    every = _moments(order, stages, num_microbatches, recompute)
+    every = _moments(made, made.devices[stages[0]], stages, recompute, receives_ahead)
     rows = every.counts[:, :, _LAST_VARY].swapaxes(1, 2).reshape(len(every.counts), -1)
     varying = np.flatnonzero(rows.max(axis=0) > rows.min(axis=0))
     _, different = np.unique(rows[:, varying], axis=0, return_index=True)
@@ -108,16 +117,23 @@ def peak_moments(
     return Moments(tuple(every.actions[i] for i in left), every.counts[left])
 
 
-def device_moments(schedule: Schedule, device: int, *, recompute: RecomputeMode) -> Moments:
+def device_moments(
+    schedule: Schedule, device: int, *, recompute: RecomputeMode, receives_ahead: int = RECEIVES_AHEAD
+) -> Moments:
     """All moments of a device's step in order, of all its stages: during and after every action, and the update."""
-    return _moments(schedule.orders[device], schedule.stages_of(device), schedule.num_microbatches, recompute)
+    return _moments(schedule, device, schedule.stages_of(device), recompute, receives_ahead)
 
 
 def device_memory(
-    schedule: Schedule, device: int, parts: Mapping[int, StageBytes[int]], *, recompute: RecomputeMode
+    schedule: Schedule,
+    device: int,
+    parts: Mapping[int, StageBytes[int]],
+    *,
+    recompute: RecomputeMode,
+    receives_ahead: int = RECEIVES_AHEAD,
 ) -> dict[int, StageMemory]:
     """What each stage of a device holds, by category, when the device holds most."""
-    moments = device_moments(schedule, device, recompute=recompute)
+    moments = device_moments(schedule, device, recompute=recompute, receives_ahead=receives_ahead)
     own = [parts[stage] for stage in schedule.stages_of(device)]
     peak = int(moments.held([rows_of(x, (1,)) for x in own])[:, 0].argmax())
     held = zip(schedule.stages_of(device), moments.counts[peak], own, strict=True)
@@ -138,79 +154,101 @@ def memory_at(counts: Ints, parts: StageBytes[int], *, action: str) -> StageMemo
         weight_bytes=held["weight"] + min(0, workspace),  # sharded replicas have freed what they gathered at the update
         gradient_bytes=held["gradient"],
         optimizer_bytes=held["optimizer"],
-        activation_bytes=sum(held[name] for name in _HELD),
+        activation_bytes=sum(held[name] for name in _KEPT),
         workspace_bytes=max(0, workspace),
-        buffer_bytes=held["buffer"],
+        buffer_bytes=sum(held[name] for name in _RECEIVED),
         moment=action,
     )
 
 
 def resting(num_stages: int) -> Ints:
     """[stages, parts]: what is held before the first action and after the optimizers."""
-    return _counts(np.zeros((num_stages, len(_HELD)), dtype=np.int64))
+    found = np.zeros((num_stages, len(PARTS)), dtype=np.int64)
+    found[:, _ALWAYS] = 1
+    return found
 
 
 class _Change(NamedTuple):
-    """What an action changes of what its stage holds, a count for each of `_HELD`."""
+    """What an action changes of what its stage keeps of a micro-batch, a count for each of `_KEPT`."""
 
     at_work: tuple[int, ...]  # while it runs
     workspaces: tuple[str, ...]  # in which it works, one after the other
     after: tuple[int, ...]  # from its end on
+    is_done: bool  # whether it is the end of the backward
 
 
 def _change_of(kind: ActionKind, *, is_first: bool, again: bool) -> _Change:
     """The change by an action of the first stage or of another one, whose micro-batch is recomputed or not."""
     stash, checkpoint = int(not again), int(again)
+    nothing = (0, 0, 0, 0, 0)
     if kind is ActionKind.FORWARD:
         kept = (stash, checkpoint, 0, 0, 0)
-        return _Change(kept, ("recompute_workspace" if again else "forward_workspace",), kept)
+        return _Change(kept, ("recompute_workspace" if again else "forward_workspace",), kept, False)
     if kind is ActionKind.INPUT_GRADIENT and is_first:
-        return _Change((0, 0, 0, 0, 0), (), (0, 0, 0, 0, 0))
+        return _Change(nothing, (), nothing, False)
     if kind is ActionKind.WEIGHT_GRADIENT and not is_first:
-        return _Change((0, 0, 0, 0, 0), ("weight_workspace",), (-1, 0, -1, 1, 0))
+        return _Change(nothing, ("weight_workspace",), (-1, 0, -1, 0, 0), True)
     if kind is ActionKind.INPUT_GRADIENT:  # while it runs it frees nothing, not even what the loss kept
         workspaces = ("input_workspace", "forward_workspace") if again else ("input_workspace",)
-        return _Change((checkpoint, 0, 0, 0, 0), workspaces, (checkpoint, -checkpoint, 1, 0, 0))
+        return _Change((checkpoint, 0, 0, 0, 0), workspaces, (checkpoint, -checkpoint, 1, 0, 0), False)
     workspace = "recomputing_workspace" if again else "backward_workspace"
-    return _Change((0, -checkpoint, 0, 0, checkpoint), (workspace,), (-stash, -checkpoint, 0, 1, 0))
+    return _Change((0, -checkpoint, 0, checkpoint, 0), (workspace,), (-stash, -checkpoint, 0, 0, 0), True)
 
 
 def _moments(
-    order: Sequence[Action], stages: Sequence[int], num_microbatches: int, recompute: RecomputeMode
+    schedule: Schedule, device: int, stages: Sequence[int], recompute: RecomputeMode, receives_ahead: int
 ) -> Moments:
-    """The moments during and after each action of an order of these stages, and when all are updated."""
+    """The moments during and after each action of these stages of a device, and when all are updated."""
+    order, num_microbatches = schedule.orders[device], schedule.num_microbatches
     keys = [
         (x.kind, x.stage == 0, is_recomputed(x.microbatch, num_microbatches=num_microbatches, recompute=recompute))
         for x in order
     ]
     changes = {key: _change_of(key[0], is_first=key[1], again=key[2]) for key in dict.fromkeys(keys)}
-    rows = {
-        key: [*((x.at_work, PARTS.index(name)) for name in x.workspaces), (x.after, -1)] for key, x in changes.items()
+    places = {stage: i for i, stage in enumerate(stages)}
+    own = np.array([places.get(x.stage, -1) for x in order])
+    is_own = own >= 0
+    before, after = (np.zeros((len(order) + 1, len(stages), len(_HELD)), dtype=np.int64) for _ in range(2))
+    kept = np.array([changes[key].after for key in keys])
+    after[1:][np.flatnonzero(is_own), own[is_own], : len(_KEPT)] = kept[is_own]  # from the next action on
+    ends = {
+        (x.stage, x.microbatch): i for i, (x, key) in enumerate(zip(order, keys, strict=True)) if changes[key].is_done
     }
-    own = np.searchsorted(stages, [x.stage for x in order])
-    before = np.zeros((len(order) + 1, len(stages), len(_HELD)), dtype=np.int64)
-    before[np.arange(len(order)) + 1, own] = [changes[key].after for key in keys]
-    number = np.repeat(np.arange(len(order)), [len(rows[key]) for key in keys])
-    every = np.arange(len(number))
-    held = np.cumsum(before, axis=0)[number]
-    held[every, own[number]] += np.array([change for key in keys for change, _ in rows[key]])
-    counts = _counts(held)
-    workspace = np.array([index for key in keys for _, index in rows[key]])
-    working = workspace >= 0
-    counts[every[working], own[number][working], workspace[working]] = 1
+    for x in receives(schedule, device, ahead=receives_ahead):
+        stage = x.made.receiver
+        if stage in places:
+            part = _HELD.index(_RECEIVED[x.made.kind is not ActionKind.FORWARD])
+            before[x.start, places[stage], part] += 1
+            after[ends[stage, x.made.microbatch] + 1, places[stage], part] -= 1
+    sent = _HELD.index("sent")
+    for x in sends(schedule, device):
+        if x.made.stage in places and x.made.kind is not ActionKind.FORWARD:
+            after[x.start + 1, places[x.made.stage], sent] += 1
+            before[x.end, places[x.made.stage], sent] -= 1
+    done = np.zeros((len(order) + 1, len(stages)), dtype=np.int64)
+    is_end = is_own & [changes[key].is_done for key in keys]
+    done[np.flatnonzero(is_end) + 1, own[is_end]] = 1
+    before, after, done = (np.cumsum(x, axis=0) for x in (before, after, done))
+    moments = [  # the action, what it changes while it runs, and the part that it works in; after it neither
+        (i, *moment)
+        for i in np.flatnonzero(is_own).tolist()
+        for moment in (*((changes[keys[i]].at_work, PARTS.index(x)) for x in changes[keys[i]].workspaces), (None, -1))
+    ]
+    place = np.array([i for i, _, _ in moments])
+    workspace = np.array([part for _, _, part in moments])
+    running = workspace >= 0
+    rows, stage = np.flatnonzero(running), own[place[running]]
+    counts = np.zeros((len(moments), len(stages), len(PARTS)), dtype=np.int64)
+    counts[..., _ALWAYS] = 1
+    counts[..., PARTS.index("gradient")] = done[place + ~running] > 0
+    held = before[place] + after[place + ~running]
+    held[rows, stage, : len(_KEPT)] += np.array([change for _, change, _ in moments if change is not None])
+    counts[..., _HELD_PARTS] = held
+    counts[rows, stage, workspace[running]] = 1
     update = resting(len(stages))[None]
     update[..., [PARTS.index("gradient"), PARTS.index("optimizer_workspace")]] = 1
-    names = [str(x) for x in order]
-    return Moments((*(names[i] for i in number), OPTIMIZER_MOMENT), np.concatenate([counts, update]))
-
-
-def _counts(held: Ints) -> Ints:
-    """[..., parts], given how many of `_HELD` stages hold."""
-    found = np.zeros((*held.shape[:-1], len(PARTS)), dtype=np.int64)
-    found[..., _ALWAYS] = 1
-    found[..., _ACTIVATIONS] = held
-    found[..., PARTS.index("gradient")] = held[..., _HELD.index("sent")] > 0
-    return found
+    names = (*(str(order[i]) for i, _, _ in moments), OPTIMIZER_MOMENT)
+    return Moments(names, np.concatenate([counts, update]))
 
 
 def _line_ends(rows: Ints) -> Ints:

@@ -21,14 +21,7 @@ from gplan.core import Link, Profile, Sharding, StageBytes, StageCost, StageTime
 from gplan.core.profile import BUCKET_BYTES
 from gplan.corrections.sharding import EXCHANGED
 from gplan.cost.layer_sums import LayerSums, SecondsOf
-from gplan.cost.microbatch_bytes import (
-    JUST_IN_TIME,
-    MEGATRON,
-    PREALLOCATED,
-    MicrobatchTerms,
-    TransferMemory,
-    microbatch_bytes,
-)
+from gplan.cost.microbatch_bytes import GPLAN, MEGATRON, NANOTRON, MicrobatchTerms, TransferMemory, microbatch_bytes
 from gplan.cost.part_table import PartTable, first_of, parts_of, rows_of
 from gplan.cost.workspaces import Workspaces
 from gplan.graph.boundary import Crossing, PassThrough, crossing_of, saved_outputs, unsaved_outputs
@@ -247,15 +240,10 @@ class StageTable:
 
     @cached_property
     def transfers(self) -> TransferMemory:
-        """How long the engine that the profile is for holds what is sent and received."""
+        """What the engine that the profile is for holds of what is sent and received."""
         if self.profile.is_for_megatron:
             return MEGATRON
-        return JUST_IN_TIME if self.profile.sums_in_place else PREALLOCATED
-
-    @property
-    def num_buffers(self) -> int:
-        """Micro-batches for which a stage has receive buffers."""
-        return self.transfers.num_buffers(self.num_microbatches)
+        return NANOTRON if self.profile.sums_in_place else GPLAN
 
     @cached_property
     def crossing(self) -> Crossing:
@@ -338,14 +326,12 @@ class StageTable:
                 loss_stash=np.where(is_last, sums.loss.stash_bytes if sums.loss else 0, 0),
                 received_activation=crossing.activation_bytes[first] * boundaries.before,
                 sent_gradient=crossing.gradient_bytes[first] * boundaries.before - returned,
-                sent_activation=crossing.activation_bytes[end] * boundaries.after,
                 received_gradient=crossing.gradient_bytes[end] * boundaries.after,
                 output=crossing.kept_bytes[end],
                 output_before_loss=np.where(is_last, 0, crossing.kept_bytes[end]),
                 output_unsaved=unsaved,
                 output_saved_later=crossing.saved_later_bytes[end] - self.pass_through.saved_later_bytes(first, end),
                 pass_through=pass_through,
-                passing_sent=pass_through * boundaries.after,
             ),
             self.transfers,
         )
@@ -358,6 +344,8 @@ class StageTable:
             recomputed_stash=held.recomputed_stash,
             pending=held.pending,
             sent=held.sent,
+            received_activation=held.received_activation,
+            received_gradient=held.received_gradient,
             forward_workspace=workspaces.above_stash("forward", first, end, unsaved_sent=unsaved),
             backward_workspace=workspaces.above_stash("backward", first, end),
             input_workspace=workspaces.of_first_half(first, end),
@@ -365,7 +353,6 @@ class StageTable:
             recompute_workspace=workspaces.alone(first, end),
             recomputing_workspace=workspaces.above_recomputed_stash(first, end, held.recomputed_stash),
             optimizer_workspace=self._optimizer_workspace(first, end),
-            buffer=self.num_buffers * held.received,
         )
 
     def unsaved_sent(self, end: Ints, passing_unsaved: Ints) -> Ints:

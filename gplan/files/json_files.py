@@ -27,8 +27,8 @@ ValueT = TypeVar("ValueT", Profile, Plan, Run, Verification)
 
 FORMATS: dict[type[Value], str] = {
     Profile: "gplan.profile/8",
-    Plan: "gplan.plan/6",
-    Run: "gplan.run/8",
+    Plan: "gplan.plan/7",
+    Run: "gplan.run/9",
     Verification: "gplan.verification/6",
 }
 _MADE_BY = {

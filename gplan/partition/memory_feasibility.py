@@ -33,7 +33,7 @@ from gplan.partition.validation import ConstraintCheck
 from gplan.schedules.in_flight import NUM_WARMUP
 
 ALIKE_FROM_THE_END = ("gpipe", *NUM_WARMUP)
-"""Schedules under which stage s of K holds what the first of K - s does, or of M, if that is less."""
+"""Schedules under which stage s of K, but the first, holds what stage 1 of K - s + 1 does, or of M + 2, if that is less."""
 
 _MOST_CHUNKS = 4  # of pairs of positions that are looked at for one stage
 _RISES = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 2.0, 4.0, 10.0, 100.0, INFINITY)
@@ -185,7 +185,8 @@ class _Within:
 def _demand(problem: Problem, stage: int) -> PeakMoments:
     """The moments of a stage, or of another one that holds the same."""
     if problem.schedule in ALIKE_FROM_THE_END:
-        problem, stage = replace(problem, num_stages=min(problem.num_stages - stage, problem.num_microbatches)), 0
+        num_stages = 1 + min(problem.num_stages - stage, problem.num_microbatches + 1)
+        problem, stage = replace(problem, num_stages=num_stages), 1  # of the first, nothing is before layer 0
     return peak_moments_of(problem, stage)
 
 

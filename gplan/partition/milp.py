@@ -474,14 +474,14 @@ class _LinearPart(_Formulation):
         for (producer, _), num_bytes in costs.saved_outputs(only_later=True):
             kept[producer] -= num_bytes  # not made again in a recompute
         state_bytes = costs.profile.step.state_bytes / (costs.profile.trained_bytes or 1)
-        received = total([self.crossing[k][1], 0.0 if frees_outputs or k == 0 else self.crossing[k - 1][0]])
         updating = ((1, "reduced_bytes"), (-1, "gathered_bytes")) if costs.sharding == "optimizer" else ()
         return {
             "weight": self.held(k, "weight_bytes"),
             "gradient": self.held(k, "gradient_bytes"),
             "optimizer": weighted([(state_bytes, self.held(k, "updated_bytes"))]),
             "optimizer_workspace": weighted((sign, self.held(k, field)) for sign, field in updating),
-            "buffer": weighted([(costs.num_buffers, received)]),
+            "received_activation": 0.0 if frees_outputs or k == 0 else self.crossing[k - 1][0],
+            "received_gradient": self.crossing[k][1],
             "stash": self.sum(k, kept),
             "recomputed_stash": 0.0 if frees_outputs else self.sum(k, kept),
             "pending": self.sum(k, [x.pending_bytes for x in costs.sums.costs]),

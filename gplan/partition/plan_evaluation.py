@@ -104,7 +104,8 @@ def stages_of(problem: Problem, cuts: Sequence[int]) -> tuple[Stage, ...]:
     schedule, found = problem.made_schedule, dict[int, StageMemory]()  # of each when its device holds most
     for device, own in enumerate(problem.stages_by_device):
         parts = {k: x for k in own if (x := stages[k].parts) is not None}
-        found |= device_memory(schedule, device, parts, recompute=problem.recompute)
+        ahead = problem.costs.transfers.receives_ahead
+        found |= device_memory(schedule, device, parts, recompute=problem.recompute, receives_ahead=ahead)
     return tuple(replace(stage, memory=found[stage.index]) for stage in stages)
 
 
@@ -175,6 +176,7 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
         shares_host=profile.shares_host,
         constraints=requested.constraints,
         precision=profile.precision,
+        receives_ahead=problem.costs.transfers.receives_ahead,
     )
 
 

@@ -253,6 +253,7 @@ def moments_of(problem: Problem, *stages: int) -> Moments:
         num_microbatches=problem.num_microbatches,
         stages=stages,
         recompute=problem.recompute,
+        receives_ahead=problem.costs.transfers.receives_ahead,
     )
 
 

@@ -3,14 +3,15 @@
     forward    inputs --stage--> outputs, kept with the inputs until the backward; the loss in place of the last outputs
     backward   gradients of the outputs --autograd--> gradients of the inputs; whole, or in two halves
 
-Receive buffers of all micro-batches are allocated with the first pass and stay; what is sent is kept until the pass ends.
-The memory model counts both. Between two stages of one process's device the tensor itself is passed on.
+What is received has a buffer from when its receive is posted to the end of the micro-batch's backward; what was sent stays
+as long as `gplan/schedules/transfers.py` says. The memory model counts both. Between two stages of one process's device
+the tensor itself is passed on.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -47,38 +48,17 @@ class EnginePass:
 
 
 class PassState(ABC):
-    """The tensors of one pass on some stages, and their receive buffers, which stay for the next passes."""
+    """The tensors of one pass on some stages."""
 
-    def __init__(
-        self,
-        work: EnginePass,
-        stages: Iterable[int],
-        device: torch.device,
-        *,
-        begin_on: Callable[[int], None] = lambda _stage: None,
-    ) -> None:
-        """`begin_on` is called with each stage before its buffers are allocated, so that they count for its device."""
+    def __init__(self, work: EnginePass, device: torch.device) -> None:
         self.work, self._device = work, device
         devices, self._last = work.schedule.devices, work.schedule.num_stages - 1
         self._is_sent = [devices[stage] != devices[stage + 1] for stage in range(self._last)]  # after each stage
-
-        def allocate(stage: int, specs: Sequence[TensorSpec]) -> list[Tensors]:
-            begin_on(stage)
-            return [
-                tuple(torch.empty(x.shape, dtype=x.dtype, device=device) for x in specs)
-                for _ in range(work.schedule.num_microbatches)
-            ]
-
-        own = sorted(stages)
-        self._activation_buffers = {x: allocate(x, self.boundary(x)) for x in own if x > 0 and self._is_sent[x - 1]}
-        self._gradient_buffers = {
-            x: allocate(x, [spec for spec in self.boundary(x + 1) if spec.requires_grad])
-            for x in own
-            if work.trains and x < self._last and self._is_sent[x]
-        }
+        self._activation_buffers: dict[_Key, Tensors] = {}  # until the forward
+        self._gradient_buffers: dict[_Key, Tensors] = {}  # until the backward, of a split one that of the weights
         self._activations: dict[_Key, tuple[Tensors, Tensors]] = {}  # inputs and outputs, kept until the backward
-        self._input_gradients: dict[_Key, Gradients] = {}  # until the previous stage takes them
-        self._halves: dict[_Key, SecondHalf] = {}
+        self._input_gradients: dict[_Key, Gradients] = {}  # until the previous stage takes them, or they are sent
+        self._halves: dict[_Key, tuple[SecondHalf, Tensors, Gradients]] = {}  # with what was received
         self._losses: dict[int, Tensor] = {}
         self._chunks: list[Tensors] = []
 
@@ -95,18 +75,40 @@ class PassState(ABC):
         return losses
 
     def forget(self) -> None:
-        """Drop all tensors but the buffers."""
-        for kept in (self._activations, self._input_gradients, self._halves, self._losses, self._chunks):
+        """Drop all tensors."""
+        for kept in (
+            self._activation_buffers,
+            self._gradient_buffers,
+            self._activations,
+            self._input_gradients,
+            self._halves,
+            self._losses,
+            self._chunks,
+        ):
             kept.clear()
+
+    def allocate(self, made: Action) -> Tensors:
+        """Return new buffers for what another device's action sends to one of the stages."""
+        stage, is_forward = made.receiver, made.kind is ActionKind.FORWARD
+        specs = self.boundary(made.stage + 1 if is_forward else made.stage)
+        buffers = tuple(
+            torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in specs if is_forward or x.requires_grad
+        )
+        kept = self._activation_buffers if is_forward else self._gradient_buffers
+        kept[stage, made.microbatch] = buffers
+        return buffers
+
+    def take_sent(self, made: Action) -> Gradients:
+        """Return the output of an action to send it: outputs, or gradients, which are no longer kept then."""
+        key = made.stage, made.microbatch
+        if made.kind is not ActionKind.FORWARD:
+            return self._input_gradients.pop(key)
+        outputs = self._activations[key][1] if self.work.trains else self._activations.pop(key)[1]
+        return tuple(x.detach() for x in outputs)
 
     def boundary(self, stage: int) -> tuple[TensorSpec, ...]:
         """Return the tensors that enter a stage."""
         return self.work.captured.boundary(stage)
-
-    def buffers(self, stage: int) -> list[Tensor]:
-        """Return the receive buffers of one stage."""
-        found = *self._activation_buffers.get(stage, ()), *self._gradient_buffers.get(stage, ())
-        return [x for chunk in found for x in chunk]
 
     def receive(self, action: Action) -> Gradients:
         """Return what an action takes from its neighbour: inputs of a forward, output gradients of a backward."""
@@ -125,10 +127,12 @@ class PassState(ABC):
             self._backward(module, microbatch, received)
         elif kind is ActionKind.INPUT_GRADIENT:
             leaves, outputs, gradients = self._take(module.index, microbatch, received)
-            found, self._halves[module.index, microbatch] = first_half(outputs, gradients, leaves)
+            found, half = first_half(outputs, gradients, leaves)
+            self._halves[module.index, microbatch] = half, leaves, received
             self._pass_back(module.index, microbatch, found)
         elif kind is ActionKind.WEIGHT_GRADIENT:
-            self._halves.pop((module.index, microbatch)).run()
+            held = self._halves.pop((module.index, microbatch))  # all of it until the end
+            held[0].run()
 
     def _forward(self, module: StageModule, microbatch: int, leaves: Tensors) -> None:
         stage = module.index
@@ -163,10 +167,10 @@ class PassState(ABC):
     def _activations_from_previous(self, stage: int, microbatch: int) -> Tensors:
         """Return the previous stage's outputs as leaves of a new graph."""
         if not self._is_sent[stage - 1]:
-            made = self._activations[stage - 1, microbatch][1]
+            key = stage - 1, microbatch
+            made = (self._activations[key] if self.work.trains else self._activations.pop(key))[1]
             return tuple(x.detach().requires_grad_(x.requires_grad) for x in made)
-        buffers = self._activation_buffers[stage][microbatch]
-        self.fill_activations(stage, microbatch, buffers)
+        buffers = self._activation_buffers.pop((stage, microbatch))
         has_graph = self.work.trains and torch.is_grad_enabled()
         return tuple(
             x.detach().requires_grad_(spec.requires_grad and has_graph)
@@ -176,9 +180,9 @@ class PassState(ABC):
     def _gradients_from_next(self, stage: int, microbatch: int) -> Gradients:
         if not self._is_sent[stage]:
             return self._input_gradients.pop((stage + 1, microbatch))
-        buffers = iter(self._gradient_buffers[stage][microbatch])
+        buffers = iter(self._gradient_buffers.pop((stage, microbatch)))
         by_place = tuple(next(buffers) if x.requires_grad else None for x in self.boundary(stage + 1))
-        return self.fill_gradients(stage, microbatch, by_place)
+        return self.received_gradients(stage, microbatch, by_place)
 
     def _pass_back(self, stage: int, microbatch: int, gradients: Gradients) -> None:
         """Keep the gradients of a stage's inputs for the previous stage."""
@@ -187,12 +191,8 @@ class PassState(ABC):
         self._input_gradients[stage, microbatch] = gradients
 
     @abstractmethod
-    def fill_activations(self, stage: int, microbatch: int, buffers: Tensors) -> None:
-        """Fill a stage's receive buffers with the outputs of the previous stage."""
-
-    @abstractmethod
-    def fill_gradients(self, stage: int, microbatch: int, buffers: Gradients) -> Gradients:
-        """Fill a stage's receive buffers of gradients; return them, with None for a missing gradient."""
+    def received_gradients(self, stage: int, microbatch: int, buffers: Gradients) -> Gradients:
+        """Return the received gradients of a stage's outputs, with None for a missing one."""
 
     @abstractmethod
     def as_sent(self, stage: int, gradients: Gradients) -> Gradients:

@@ -255,10 +255,10 @@ class StageRunner:
         return replace(schedule, name="forward", orders=orders)
 
     def resident_tensors(self, stage: StageModule) -> list[Tensor]:
-        """Return the tensors of a stage between steps: parameters, buffers and receive buffers."""
+        """Return the tensors of a stage between steps: parameters and buffers."""
         names = self._names.on_stages([stage.index])
         state = dict.fromkeys(x[name] for name in names for x in (self._tensors, self._computing))
-        return [*map(local_tensor, state), *self.engine.buffers(stage.index)]
+        return [*map(local_tensor, state)]
 
     def parameters_of(self, stages: Iterable[StageModule]) -> list[nn.Parameter]:
         """Return the parameters of some stages that the optimizer updates, a tied one once."""

@@ -4,107 +4,29 @@
     rank 1   receive  1F0  receive  1B0 send  1F1  1B1 send
 
 Only public functions of torch.distributed carry tensors, so the engine is the same on every version of torch. Sends and
-receives are asynchronous; a pair of ranks issues them in the same order (`device_steps`), as NCCL needs. On a CPU
-receives are posted some actions early, as gloo sends only to a posted one.
+receives are asynchronous. On a CPU receives are posted early, as gloo sends only to a posted one; on GPUs a pair of ranks
+issues its transfers in the same order, as NCCL needs (`device_steps`).
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from gplan.core import Action, ActionKind, Schedule
+from gplan.core import Action
 from gplan.runtime.capture_cache import CapturedModel
+from gplan.runtime.device_steps import Await, Free, Receive, Send, Step, device_steps
 from gplan.runtime.pass_state import EnginePass, Gradients, PassState
 from gplan.runtime.recorder import ActionRecorder
 from gplan.runtime.stage_module import StageModule
-from gplan.schedules.dependencies import dependencies_of
-from gplan.simulation.simulator import dependency_order
-from gplan_profiler.capture.chain import Tensors
 from gplan_profiler.torch_compat import is_profiler_running
-
-_ACTIONS_AHEAD = 12
-"""How many forwards or backwards before its use a CPU posts a receive, as a sender waits until it is posted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """The output of an action is sent to the stage that it is for."""
-
-    made: Action
-
-    def __str__(self) -> str:
-        return f"{self.made.stage}SEND_{_letter(self.made)}{self.made.microbatch}"
-
-
-@dataclass(frozen=True, slots=True)
-class Receive:
-    """The output of another rank's action is received; named after the stage that it is for."""
-
-    made: Action
-
-    def __str__(self) -> str:
-        return f"{self.made.receiver}RECV_{_letter(self.made)}{self.made.microbatch}"
-
-
-Step: TypeAlias = Action | Send | Receive
-"""What a rank does next."""
-
-
-def _letter(made: Action) -> str:
-    return "F" if made.kind is ActionKind.FORWARD else "B"
-
-
-def device_steps(schedule: Schedule) -> tuple[list[Step], ...]:
-    """The actions of every device with their sends and receives.
-
-    All are laid out in one common order, in which each receive comes with its send: so no two devices wait for each other,
-    and each pair has its transfers in the same order.
-    """
-    steps: tuple[list[Step], ...] = tuple([] for _ in schedule.orders)
-    devices = schedule.devices
-    for action in dependency_order(schedule):
-        device = devices[action.stage]
-        steps[device].append(action)
-        has_output = action.kind is not ActionKind.WEIGHT_GRADIENT and 0 <= action.receiver < schedule.num_stages
-        if has_output and devices[action.receiver] != device:
-            steps[device].append(Send(action))
-            steps[devices[action.receiver]].append(Receive(action))
-    return steps
-
-
-def advance_receives(
-    steps: Sequence[Step], awaited: Mapping[Action, Action], *, ahead: int = _ACTIONS_AHEAD
-) -> list[Step]:
-    """Post each receive some forwards or backwards before the one that needs it, so that early data need not wait.
-
-    Receives keep their order, which is the order in which every sender sends. `awaited`: as of `dependencies_of`.
-    """
-    receives = [x for x in steps if isinstance(x, Receive)]
-    place = {x.made: i for i, x in enumerate(receives, start=1)}
-    computing = [x for x in steps if isinstance(x, Action) and x.kind is not ActionKind.WEIGHT_GRADIENT]
-    needed = list(accumulate((place.get(awaited[x], 0) if x in awaited else 0 for x in computing), max))
-    found, num_begun, num_done = list[Step](), 0, 0
-    for step in steps:
-        if isinstance(step, Receive):
-            continue
-        if isinstance(step, Action) and step.kind is not ActionKind.WEIGHT_GRADIENT:
-            until = needed[min(num_done + ahead, len(needed) - 1)]
-            found += receives[num_begun:until]
-            num_begun, num_done = until, num_done + 1
-        found.append(step)
-    return found + receives[num_begun:]
-
 
 _TOP_BYTE, _OTHER_BYTE = 0xFF, 0xF5  # of every element
 _TOP = -1 if sys.byteorder == "little" else 0
@@ -175,26 +97,30 @@ class TorchEngine:
                 "ignore", message="FSDP2-wrapped module .* returned a view"
             )  # no layer writes to one
             for step in state.steps:
-                with record_function(f"PP:{step}") if is_named else _NOTHING:  # as torch's pipelining names them
-                    if isinstance(step, Action):
-                        self._run_action(step, state)
-                    elif isinstance(step, Send):
-                        state.send(step.made)
-                    else:
-                        state.post_receive(step.made)
+                if isinstance(step, Await):
+                    state.wait_for(step.made)
+                elif isinstance(step, Free):
+                    state.free(step.made)
+                else:
+                    with record_function(f"PP:{step}") if is_named else _NOTHING:  # as torch's pipelining names them
+                        self._run_step(step, state)
         return state.end()
 
-    def _run_action(self, action: Action, state: _SentPass) -> None:
-        state.wait_for_input(action)
-        module = self._stages[action.stage]
-        module.enter_action(action.microbatch)
-        received = state.receive(action)
-        with self.recorder.note(action):
-            state.execute(action, module, received)
-        self.recorder.heartbeat.enter_wait("neighbours")  # until its next action this rank can only wait for others
+    def _run_step(self, step: Action | Send | Receive, state: _SentPass) -> None:
+        if isinstance(step, Send):
+            state.send(step.made)
+        elif isinstance(step, Receive):
+            state.post_receive(step.made)
+        else:
+            module = self._stages[step.stage]
+            module.enter_action(step.microbatch)
+            received = state.receive(step)
+            with self.recorder.note(step):
+                state.execute(step, module, received)
+            self.recorder.heartbeat.enter_wait("neighbours")  # until its next action this rank can only wait for others
 
     def forget(self, old: Collection[CapturedModel]) -> None:
-        """Drop the buffers of captures that are no longer used."""
+        """Drop the passes of captures that are no longer used."""
         self._passes = {key: x for key, x in self._passes.items() if key[0] not in old}
 
     def reduce_gradients(self) -> None:
@@ -203,10 +129,6 @@ class TorchEngine:
             if stage.shards is not None:
                 stage.shards.reduce_gradients()
 
-    def buffers(self, stage: int) -> list[Tensor]:
-        """Return the receive buffers of a stage: of activations and of gradients."""
-        return [x for state in self._passes.values() for x in state.buffers(stage)]
-
 
 class _SentPass(PassState):
     """A pass whose tensors are sent from rank to rank. A missing gradient is sent as a marker (`MissingGradients`)."""
@@ -214,19 +136,17 @@ class _SentPass(PassState):
     def __init__(
         self, work: EnginePass, stages: Collection[int], device: torch.device, group: dist.ProcessGroup
     ) -> None:
-        super().__init__(work, stages, device)
+        super().__init__(work, device)
         self._group, self._devices = group, work.schedule.devices
-        self._awaited = dependencies_of([x for order in work.schedule.orders for x in order], work.schedule.num_stages)
-        self.steps: Sequence[Step] = device_steps(work.schedule)[self._devices[min(stages)]]
-        if device.type == "cpu":
-            self.steps = advance_receives(self.steps, self._awaited)
+        every = device_steps(work.schedule, in_pairs=device.type != "cpu")
+        self.steps: Sequence[Step] = every[self._devices[min(stages)]]
         self._of_inputs, self._of_outputs = ({x: MissingGradients() for x in stages} for _ in range(2))
         self._receiving: dict[Action, list[dist.Work]] = {}
-        self._sending: list[tuple[dist.Work, Tensor]] = []  # kept until the pass ends
+        self._sending: dict[Action, list[tuple[dist.Work, Tensor]]] = {}
 
     def end(self) -> list[Tensor]:
-        for work, _ in self._sending:
-            work.wait()
+        for made in list(self._sending):
+            self.free(made)
         for missing in (*self._of_inputs.values(), *self._of_outputs.values()):
             missing.end_pass()
         return super().end()
@@ -238,36 +158,31 @@ class _SentPass(PassState):
 
     def send(self, made: Action) -> None:
         """Send the output of an action."""
-        stage, microbatch = made.stage, made.microbatch
-        if made.kind is ActionKind.FORWARD:
-            tensors: Gradients = self._activations[stage, microbatch][1]
-        else:
-            tensors = self._input_gradients.pop((stage, microbatch))
-        target = self._devices[made.receiver]
-        for tensor in [x.detach() for x in tensors if x is not None]:
-            work = dist.isend(tensor, group=self._group, group_dst=target)
-            assert work is not None
-            self._sending.append((work, tensor))
+        target, sending = self._devices[made.receiver], []
+        for tensor in self.take_sent(made):
+            if tensor is not None:
+                work = dist.isend(tensor, group=self._group, group_dst=target)
+                assert work is not None
+                sending.append((work, tensor))
+        self._sending[made] = sending
+
+    def free(self, made: Action) -> None:
+        """Wait until the output of an action was sent, and drop it."""
+        for work, _ in self._sending.pop(made):
+            work.wait()
 
     def post_receive(self, made: Action) -> None:
         """Begin to receive the output of another rank's action."""
-        kept = self._activation_buffers if made.kind is ActionKind.FORWARD else self._gradient_buffers
         source = self._devices[made.stage]
-        works = [
-            dist.irecv(buffer, group=self._group, group_src=source) for buffer in kept[made.receiver][made.microbatch]
-        ]
+        works = [dist.irecv(buffer, group=self._group, group_src=source) for buffer in self.allocate(made)]
         self._receiving[made] = [x for x in works if x is not None]
 
-    def wait_for_input(self, action: Action) -> None:
-        """Wait until what an action takes from another rank is there."""
-        awaited = self._awaited.get(action)
-        for work in self._receiving.pop(awaited, ()) if awaited is not None else ():
+    def wait_for(self, made: Action) -> None:
+        """Wait until the output of another rank's action is there."""
+        for work in self._receiving.pop(made):
             work.wait()
 
-    def fill_activations(self, stage: int, microbatch: int, buffers: Tensors) -> None:
-        """They were received."""
-
-    def fill_gradients(self, stage: int, microbatch: int, buffers: Gradients) -> Gradients:
+    def received_gradients(self, stage: int, microbatch: int, buffers: Gradients) -> Gradients:
         missing = self._of_outputs[stage]
         return tuple(missing.decode(place, x) for place, x in enumerate(buffers))
 

@@ -1,8 +1,8 @@
 """The virtual engine: one process runs every action of the schedule in dependency order and times each.
 
 The K devices exist only on the clock: measured durations are laid out by the simulator's rules with the plan's
-links. Gradients and action times are real. As in the torch engine, each stage keeps receive buffers for all
-micro-batches. What crosses to another device is copied into them outside the measured actions: that time is the link's.
+links. Gradients and action times are real. Receive buffers and what was sent come and go as in the torch engine. What
+crosses to another device is copied into the buffers outside the measured actions: that time is the link's.
 Between stages of one device the tensor itself is passed on. Each device has its own gradient of a tied weight, as every
 rank has, and updates the weight itself, which is one tensor.
 """
@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gplan.core import Action, ActionKind, Schedule
 from gplan.runtime.capture_cache import CapturedModel
+from gplan.runtime.device_steps import Await, Free, Receive, Send, Step, device_steps
 from gplan.runtime.gradient_sync import add_gradients
 from gplan.runtime.pass_state import EnginePass, Gradients, PassState
 from gplan.runtime.recorder import ActionRecorder
@@ -42,11 +44,8 @@ class VirtualEngine:
         key = work.captured, work.trains, work.schedule.num_microbatches
         devices = work.schedule.devices
 
-        def begin_on(stage: int) -> None:
-            self.action_starts_ns.append((now_ns(), devices[stage]))
-
         if key not in self._flows:
-            self._flows[key] = _CopiedPass(work, range(len(self._modules)), self._device, begin_on=begin_on)
+            self._flows[key] = _CopiedPass(work, self._device)
         flow = self._flows[key]
         flow.begin(work)
         users: dict[nn.Parameter, set[int]] = {}
@@ -55,23 +54,23 @@ class VirtualEngine:
                 users.setdefault(parameter, set()).add(devices[module.index])
         tied = [x for x, found in users.items() if len(found) > 1 and x.requires_grad]
         with self._tied.apart(tied):
-            for action in dependency_order(work.schedule):
-                begin_on(action.stage)
-                self._tied.enter(devices[action.stage])
-                module = self._modules[action.stage]
-                module.enter_action(action.microbatch)
-                received = flow.receive(action)
-                with self.recorder.note(action):
-                    flow.execute(action, module, received)
+            for device, step in flow.steps:
+                self.action_starts_ns.append((now_ns(), device))
+                if not isinstance(step, Action):
+                    flow.transfer(step)
+                    continue
+                self._tied.enter(device)
+                module = self._modules[step.stage]
+                module.enter_action(step.microbatch)
+                received = flow.receive(step)
+                with self.recorder.note(step):
+                    flow.execute(step, module, received)
+                del received
         return flow.end()
 
     def forget(self, old: Collection[CapturedModel]) -> None:
-        """Drop the buffers of captures that are no longer used."""
+        """Drop the passes of captures that are no longer used."""
         self._flows = {key: x for key, x in self._flows.items() if key[0] not in old}
-
-    def buffers(self, stage: int) -> list[Tensor]:
-        """Return the receive buffers of one stage."""
-        return [x for flow in self._flows.values() for x in flow.buffers(stage)]
 
 
 class DeviceGradients:
@@ -179,28 +178,70 @@ class TiedUpdates:
 class _CopiedPass(PassState):
     """A pass whose tensors are copied from device to device, outside the recorded actions."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._sent: list[Tensor] = []  # kept until the pass ends, as in the torch engine
-        super().__init__(*args, **kwargs)
+    def __init__(self, work: EnginePass, device: torch.device) -> None:
+        super().__init__(work, device)
+        self.steps = _in_one_order(work.schedule)
+        self._buffers: dict[Action, Tensors] = {}  # of posted receives, until something is copied into them
+        self._sent: dict[Action, Gradients] = {}
+        self._is_there: set[Action] = set()
+        self._missing: dict[tuple[int, int], tuple[bool, ...]] = {}  # by stage and micro-batch that receive gradients
 
     def forget(self) -> None:
         super().forget()
-        self._sent.clear()
+        for kept in (self._buffers, self._sent, self._is_there, self._missing):
+            kept.clear()
 
-    def fill_activations(self, stage: int, microbatch: int, buffers: Tensors) -> None:
-        made = [x.detach() for x in self._activations[stage - 1, microbatch][1]]
-        self._sent += made
-        for buffer, tensor in zip(buffers, made, strict=True):
-            buffer.copy_(tensor)
+    def transfer(self, step: Send | Receive | Await | Free) -> None:
+        """Do one step between two actions."""
+        made = step.made
+        if isinstance(step, Send):
+            specs = self.boundary(made.stage + 1 if made.kind is ActionKind.FORWARD else made.stage)
+            self._sent[made] = tuple(
+                torch.empty(
+                    spec.shape, dtype=spec.dtype, device=self._device
+                )  # the torch engine sends a marker of this size
+                if x is None and spec.requires_grad
+                else x
+                for x, spec in zip(self._noted(made), specs, strict=True)
+            )
+        elif isinstance(step, Receive):
+            self._buffers[made] = self.allocate(made)
+        elif isinstance(step, Free):
+            if made in self._is_there:  # without backwards the torch engine may wait for that
+                del self._sent[made]
+        else:
+            assert made in self._is_there, "what is needed was sent"
+        if made in self._sent and made in self._buffers:
+            for buffer, tensor in zip(
+                self._buffers.pop(made), [x for x in self._sent[made] if x is not None], strict=True
+            ):
+                buffer.copy_(tensor)
+            self._is_there.add(made)
 
-    def fill_gradients(self, stage: int, microbatch: int, buffers: Gradients) -> Gradients:
-        made = self._input_gradients.pop((stage + 1, microbatch))
-        self._sent += [x for x in made if x is not None]
-        pairs = zip(buffers, made, strict=True)
-        return tuple(None if x is None or y is None else x.copy_(y) for x, y in pairs)
+    def _noted(self, made: Action) -> Gradients:
+        """The output of an action, once it is noted which gradients are missing."""
+        found = self.take_sent(made)
+        if made.kind is not ActionKind.FORWARD:
+            self._missing[made.receiver, made.microbatch] = tuple(x is None for x in found)
+        return found
+
+    def received_gradients(self, stage: int, microbatch: int, buffers: Gradients) -> Gradients:
+        missing = self._missing.pop((stage, microbatch))
+        return tuple(None if is_missing else x for x, is_missing in zip(buffers, missing, strict=True))
 
     def as_sent(self, stage: int, gradients: Gradients) -> Gradients:
-        for x, spec in zip(gradients, self.boundary(stage), strict=True):
-            if x is None and spec.requires_grad:  # the torch engine sends a marker of this size
-                self._sent.append(torch.empty(spec.shape, dtype=spec.dtype, device=self._device))
         return gradients
+
+
+def _in_one_order(schedule: Schedule) -> list[tuple[int, Step]]:
+    """The steps of all devices in an order in which one process can run them, each with its device."""
+    left = [iter(steps) for steps in device_steps(schedule)]
+    waiting: list[Step | None] = [next(steps, None) for steps in left]
+    found = list[tuple[int, Step]]()
+    for action in dependency_order(schedule):
+        device, is_done = schedule.devices[action.stage], False
+        while (step := waiting[device]) is not None and not (is_done and not isinstance(step, Send)):
+            found.append((device, step))
+            is_done |= step == action
+            waiting[device] = next(left[device], None)
+    return found

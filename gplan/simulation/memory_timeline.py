@@ -15,6 +15,7 @@ from gplan.core import ActionKind, Plan, RecomputeMode, Schedule, StageBytes, St
 from gplan.cost.memory_moments import OPTIMIZER_MOMENT, device_moments, memory_at, resting
 from gplan.cost.part_table import rows_of
 from gplan.graph.down_sets import Ints
+from gplan.schedules.transfers import RECEIVES_AHEAD
 from gplan.simulation.simulator import schedule_of, simulate
 
 
@@ -45,7 +46,14 @@ def memory_timeline(plan: Plan) -> tuple[tuple[Holding, ...], ...]:
         return ()
     schedule, timeline = schedule_of(plan), simulate(plan)
     return tuple(
-        device_holdings(schedule, timeline, device, parts, recompute=_recompute_of(plan, device))
+        device_holdings(
+            schedule,
+            timeline,
+            device,
+            parts,
+            recompute=_recompute_of(plan, device),
+            receives_ahead=plan.receives_ahead,
+        )
         for device in range(plan.num_devices)
     )
 
@@ -57,6 +65,7 @@ def device_holdings(
     parts: Mapping[int, StageBytes[int]],
     *,
     recompute: RecomputeMode,
+    receives_ahead: int = RECEIVES_AHEAD,
 ) -> tuple[Holding, ...]:
     """What a device holds, with these parts of its stages: without a gap from 0 to the end of the step.
 
@@ -73,7 +82,8 @@ def device_holdings(
         stages = tuple(memory_at(one, x, action=action) for one, x in pairs)
         return Holding(device=device, action=action, start_s=start_s, end_s=end_s, stages=stages)
 
-    nothing, moments = resting(len(own)), device_moments(schedule, device, recompute=recompute)
+    nothing = resting(len(own))
+    moments = device_moments(schedule, device, recompute=recompute, receives_ahead=receives_ahead)
     num_bytes = moments.held([rows_of(x, (1,)) for x in own.values()])[:, 0]
     every = range(len(moments.actions))
     steps = [(action, list(group)) for action, group in groupby(every, key=moments.actions.__getitem__)]

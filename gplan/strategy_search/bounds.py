@@ -27,7 +27,6 @@ import numpy as np
 
 from gplan.core.machine import num_messages
 from gplan.corrections.sharding import EXCHANGED
-from gplan.cost.microbatch_bytes import MicrobatchTerms, microbatch_bytes
 from gplan.graph.down_sets import Floats
 from gplan.partition.bounds import least_transfers_s, shared_step_s, through_all_s
 from gplan.partition.problem import Problem, compute_sums_s, layers_compute_s, num_recomputed
@@ -79,29 +78,13 @@ class SettingBounds:
         problem, costs = self.problem, self.problem.costs
         whole = costs.whole_parts
         num_sent = sum(problem.boundaries(stage).after for stage in range(problem.num_stages - 1))
-        over = microbatch_bytes(
-            MicrobatchTerms(
-                received_activation=costs.crossing.activation_bytes,
-                sent_gradient=costs.crossing.gradient_bytes,
-                received_gradient=costs.crossing.gradient_bytes,
-            ),
-            costs.transfers,
-        )
-        received, sent_back = (
-            num_sent
-            * number
-            * int(np.broadcast_to(crossing, costs.crossing.gradient_bytes.shape)[1:-1].min(initial=_MOST_BYTES))
-            if num_sent
-            else 0
-            for number, crossing in ((costs.num_buffers, over.received), (self._num, over.sent))
-        )
-        lasting = whole.weight + whole.optimizer + received
-        # activations, and with split backwards gradients, may be sent out of the buffers in which they were received
-        may_return = costs.profile.values and problem.splits_backward
-        held = lasting + whole.gradient + (0 if may_return else sent_back)
+        lasting = whole.weight + whole.optimizer
+        held = lasting + whole.gradient
         if problem.recompute == "never":
             in_flight = least_in_flight(problem.schedule, problem.num_devices, self._num)
-            held = max(held, lasting + (1 if in_flight is None else int(in_flight[0])) * whole.stash)
+            crossing = int(costs.crossing.activation_bytes[1:-1].min(initial=_MOST_BYTES)) if num_sent else 0
+            received = 0 if costs.transfers.frees_outputs else num_sent * crossing
+            held = max(held, lasting + (1 if in_flight is None else int(in_flight[0])) * (whole.stash + received))
         return held > problem.num_devices * memory_bytes
 
     def within_s(self, memory_bytes: int) -> float:

@@ -58,7 +58,7 @@ def order(graph: PublishedGraph) -> set[tuple[str, str]]:
         ("a,b\n1,2\n", "begins with .a,b.*1,2.; expected dnn-partitioning's JSON"),
         ("[1, 2]", "begins with '\\[1, 2\\]'; expected"),
         (b"\xff\xfe a", "is not text: byte 0"),
-        ('{"format": "gplan.plan/6"}', "is not a profile of dnn-partitioning: .*missing required field"),
+        ('{"format": "gplan.plan/7"}', "is not a profile of dnn-partitioning: .*missing required field"),
         ('{"maxSizePerFPGA": 1.0, "nodes": [', "is cut off or is not JSON: .* in line 1, column 35; expected the JSON"),
         ('{"nodes": [], "edges": []}', "missing required field `maxSizePerFPGA`"),
         ('{"maxSizePerFPGA": 0, "nodes": [], "edges": []}', r"\$.maxSizePerFPGA is 0.0; expected a number from 1 to"),

@@ -21,6 +21,7 @@ from gplan.cost.memory_moments import (
 )
 from gplan.cost.part_table import rows_of
 from gplan.schedules.registry import make_schedule, schedule_info
+from gplan.schedules.transfers import receives, sends
 from tests.schedules.made import FORWARD, INPUT, NAMES, WEIGHT, most_in_flight
 
 OWN = "custom:0F0 0F1 2F0 2B0 2F1 2I1 0B0 0I1 2W1 0W1 / 1F0 1F1 1I0 1B1 1W0"
@@ -41,10 +42,22 @@ def some_parts(rng: random.Random) -> StageBytes[int]:
 def told(
     schedule: Schedule, device: int, parts: Mapping[int, StageBytes[int]], mode: RecomputeMode
 ) -> Iterator[tuple[str, int]]:
-    """What a device holds during and after every action: a story of blocks that come and go."""
-    blocks = {("always", s): p.weight + p.optimizer + p.buffer for s, p in parts.items()}
+    """What a device holds of these stages during and after every action of theirs: a story of blocks that come and go."""
+    blocks = {("always", s): p.weight + p.optimizer for s, p in parts.items()}
     num_kept = {"never": schedule.num_microbatches, "except-last": 1}.get(mode, 0)
-    for action in schedule.orders[device]:
+    received, sent = receives(schedule, device), [x for x in sends(schedule, device) if x.made.kind is not FORWARD]
+    for place, action in enumerate(schedule.orders[device]):
+        for x in received:
+            if x.start == place and x.made.receiver in parts:
+                own, key = parts[x.made.receiver], ("received", x.made.kind is FORWARD, x.made.receiver)
+                blocks[(*key, x.made.microbatch)] = (
+                    own.received_activation if x.made.kind is FORWARD else own.received_gradient
+                )
+        for x in sent:
+            if x.end == place:
+                blocks.pop(("sent", x.made.stage, x.made.microbatch), None)
+        if action.stage not in parts:
+            continue
         own, micro = parts[action.stage], (action.stage, action.microbatch)
         again = action.microbatch < schedule.num_microbatches - num_kept
         begins_backward = action.kind not in (FORWARD, WEIGHT) if action.stage else action.kind not in (FORWARD, INPUT)
@@ -68,11 +81,15 @@ def told(
             blocks[("stash", *micro)], blocks[("pending", *micro)] = own.stash, own.pending
         if action.kind not in (FORWARD, INPUT):
             del blocks[("stash", *micro)], blocks[("pending", *micro)]
-            blocks["gradients", action.stage], blocks[("sent", *micro)] = own.gradient, own.sent
+            blocks["gradients", action.stage] = own.gradient
+            for is_activation in (True, False):
+                blocks.pop(("received", is_activation, *micro), None)
+        if any(x.made == action for x in sent):
+            blocks[("sent", *micro)] = own.sent
         yield str(action), sum(blocks.values())
     yield (
         "optimizer",
-        sum(p.weight + p.optimizer + p.buffer + p.gradient + p.optimizer_workspace for p in parts.values()),
+        sum(p.weight + p.optimizer + p.gradient + p.optimizer_workspace for p in parts.values()),
     )
 
 
@@ -120,10 +137,8 @@ def test_no_moment_that_was_left_out_is_ever_the_peak_of_a_stage(
     schedule, rng = make_schedule(name, num_devices=k, num_microbatches=m), random.Random(seed)
     stage = rng.randrange(schedule.num_stages)
     held = some_parts(rng)
-    order = tuple(x for x in schedule.orders[schedule.devices[stage]] if x.stage == stage)
-    alone = Schedule(name="", num_stages=schedule.num_stages, num_microbatches=m, orders=(order,))
     moments = peak_moments(name, num_devices=k, num_microbatches=m, stages=(stage,), recompute=mode)
-    expected = max(num_bytes for _, num_bytes in told(alone, 0, {stage: held}, mode))
+    expected = max(num_bytes for _, num_bytes in told(schedule, schedule.devices[stage], {stage: held}, mode))
     assert stage_memory(moments, held).peak_bytes == expected
     assert moments.peak([rows_of(held, (1,))]).tolist() == [expected]
 
@@ -212,7 +227,7 @@ def test_the_categories_add_up_to_the_peak(name: str, k: int, m: int, mode: Reco
     memory = stage_memory(moments, held)
     categories = [getattr(memory, x) for x in memory.__slots__ if x.endswith("_bytes")]
     assert sum(categories) == memory.peak_bytes == moments.peak([rows_of(held, (1,))])[0]
-    assert memory.peak_bytes >= held.weight + held.optimizer + held.buffer
+    assert memory.peak_bytes >= held.weight + held.optimizer
 
 
 def test_the_moment_of_the_peak_is_named() -> None:
@@ -236,3 +251,20 @@ def test_the_peak_of_a_device_may_lie_where_no_stage_has_its_own() -> None:
     together = sum(x.peak_bytes for x in device_memory(schedule, 0, parts, recompute="never").values())
     assert max(alone) < together < sum(alone)
     assert schedule_info(name).num_chunks == len(parts)
+
+
+@pytest.mark.parametrize(("name", "activations", "gradients"), [("gpipe", 8, 3), ("1f1b", 4, 3)])
+def test_receives_are_held_from_two_passes_before_they_are_needed(name: str, activations: int, gradients: int) -> None:
+    """Of the second of four devices: in 1F1B three activations are in flight and one more receive is posted."""
+    moments = device_moments(make_schedule(name, num_devices=4, num_microbatches=8), 1, recompute="never")
+    most = {part: int(moments.of(part).max()) for part in ("received_activation", "received_gradient", "sent")}
+    assert most["received_activation"] == activations
+    assert most["received_gradient"] == gradients
+    assert moments.of("received_activation")[-1] == moments.of("sent")[-1] == 0, "at the update nothing is left"
+
+
+def test_other_trainers_receive_what_the_next_action_needs() -> None:
+    schedule = make_schedule("1f1b", num_devices=4, num_microbatches=8)
+    moments = device_moments(schedule, 1, recompute="never", receives_ahead=0)
+    assert int(moments.of("received_activation").max()) == int(moments.of("stash").max()) == 3
+    assert int(moments.of("received_gradient").max()) == 1

@@ -88,7 +88,7 @@ def test_interrupt_before_the_first_run_writes_nothing(
         (("absent.json",), 3, "absent.json is not there; expected a gplan plan"),
         (("--profile", "absent.json"), 3, "absent.json is not there; expected a gplan profile"),
         (("--steps", "2"), 2, "asked for 2 steps a run; expected at least 6"),
-        (("gplan.profile.json",), 3, "gplan.profile.json has format 'gplan.profile/8'; expected 'gplan.plan/6'"),
+        (("gplan.profile.json",), 3, "gplan.profile.json has format 'gplan.profile/8'; expected 'gplan.plan/7'"),
     ],
 )
 def test_what_cannot_be_verified_is_one_message(

@@ -265,7 +265,7 @@ def test_a_plan_is_not_taken_for_a_profile(tmp_path: Path) -> None:
     plan = gplan.balance(make_profile([1.0, 2.0]), num_devices=2, num_microbatches=2)
     json_files.save(plan, tmp_path / "plan.json")
     with pytest.raises(
-        FileError, match=r"format 'gplan.plan/6'; expected 'gplan.profile/8', a gplan profile; make one with"
+        FileError, match=r"format 'gplan.plan/7'; expected 'gplan.profile/8', a gplan profile; make one with"
     ):
         json_files.load(Profile, tmp_path / "plan.json")
     assert isinstance(json_files.load_any(tmp_path / "plan.json"), Plan)
@@ -294,8 +294,8 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(
 def test_a_file_of_an_older_version_gets_one_clear_sentence(tmp_path: Path) -> None:
     plan = gplan.balance(make_profile([1.0, 2.0]), num_devices=2, num_microbatches=2)
     path = tmp_path / "plan.json"
-    path.write_bytes(json_files.to_json(plan).replace(b"gplan.plan/6", b"gplan.plan/5"))
-    expected = "older gplan .format gplan.plan/5; this one reads gplan.plan/6.; make it again with `gplan balance`"
+    path.write_bytes(json_files.to_json(plan).replace(b"gplan.plan/7", b"gplan.plan/6"))
+    expected = "older gplan .format gplan.plan/6; this one reads gplan.plan/7.; make it again with `gplan balance`"
     for load in (lambda: json_files.load(Plan, path), lambda: json_files.load_any(path)):
         with pytest.raises(FileError, match=expected):
             load()

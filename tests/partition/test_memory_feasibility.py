@@ -59,9 +59,9 @@ def test_stages_that_are_as_far_from_the_end_hold_the_same(schedule: str, recomp
 
     for num_microbatches in (1, 2, 5):
         for num_stages in range(1, 10):
-            for stage in range(num_stages):
-                alike = min(num_stages - stage, num_microbatches)
-                assert held(num_stages, num_microbatches, stage) == held(alike, num_microbatches, 0)
+            for stage in range(1, num_stages):
+                alike = 1 + min(num_stages - stage, num_microbatches + 1)
+                assert held(num_stages, num_microbatches, stage) == held(alike, num_microbatches, 1)
 
 
 def test_nothing_fits_hundreds_of_layers() -> None:

@@ -162,8 +162,10 @@ def test_megatron_frees_outputs_and_receives_when_it_needs() -> None:
     first, later = (StageTable(made, 32).row_parts(*x) for x in ((0, 3), (3, 5)))
     blocks = 1073 * MIB
     assert first.stash == 2 * blocks  # the embedding's output, and no output of the stage
-    assert later.stash == 2 * blocks  # what was received in place of what was sent
-    assert first.buffer == later.buffer == 64 * MIB  # a gradient
+    assert later.stash + later.received_activation == 2 * blocks  # what was received in place of what was sent
+    assert first.received_gradient == later.received_gradient == later.received_activation == 64 * MIB
+    assert first.sent == later.sent == first.received_activation == 0
+    assert StageTable(made, 32).transfers.receives_ahead == 0
     assert replace(made, versions=()).is_for_megatron is False
 
 

@@ -53,7 +53,7 @@ def test_holdings_follow_each_other_without_a_gap_to_the_end_of_the_step(schedul
 def test_before_the_first_action_and_after_the_update_only_what_is_always_held_is_there() -> None:
     plan = make_scheduled_plan("zb-v")
     for device, held in enumerate(memory_timeline(plan)):
-        always = sum(x.parts.weight + x.parts.optimizer + x.parts.buffer for x in plan.stages_of(device) if x.parts)
+        always = sum(x.parts.weight + x.parts.optimizer for x in plan.stages_of(device) if x.parts)
         assert held[0].num_bytes == held[-1].num_bytes == always
         assert held[0].category_bytes("activation_bytes") == held[-1].category_bytes("gradient_bytes") == 0
 

@@ -87,11 +87,12 @@ def test_each_device_has_at_least_so_many_micro_batches_in_flight(name: str) -> 
         assert (np.sort(most) >= least).all()
 
 
-def test_memory_bound_counts_the_buffers_that_there_are() -> None:
-    problem = make_problem([1.0, 1.0], output_bytes=[4, 0], num_stages=2, num_microbatches=8, schedule="1f1b")
+def test_memory_bound_counts_what_is_received_and_in_flight() -> None:
+    problem = make_problem([1.0, 1.0], output_bytes=[4, 0], num_stages=2, num_microbatches=8, schedule="gpipe")
     fits = [x for x in range(1, 200) if is_feasible(replace(problem, memory_bytes=x))]
-    assert not SettingBounds(problem).exceeds_memory(fits[0])
-    assert fits[0] >= 32  # 8 buffers of 4 bytes
+    bounds = SettingBounds(problem)
+    assert not bounds.exceeds_memory(fits[0])
+    assert bounds.exceeds_memory(8 * 4 // 2 - 1), "8 activations of 4 bytes on two devices"
 
 
 @pytest.mark.slow

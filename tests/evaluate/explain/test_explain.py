@@ -130,7 +130,7 @@ def test_explain_as_json_holds_every_number(here: Path, capsys: pytest.CaptureFi
         (("absent.json",), "absent.json is not there; expected a gplan plan"),
         (("--profile", "absent.json"), "absent.json is not there; expected a gplan profile"),
         (("--profile", "other.json"), "the plan has a layer d, which the profile does not have"),
-        (("gplan.profile.json",), "expected 'gplan.plan/6'"),
+        (("gplan.profile.json",), "expected 'gplan.plan/7'"),
     ],
 )
 def test_a_mistake_is_one_message(
