@@ -12,7 +12,7 @@ from gplan.core import Link
 from gplan.core.errors import UsageError
 from gplan.core.units import parse_network
 from gplan.interop.planning import best_for_receiver
-from gplan.interop.width_choices import Choice
+from gplan.interop.width_choices import Choice, check_num_stages
 from gplan.interop.width_search import ChosenWidths, PlannedChoice, WidthSearch
 from gplan.partition.even_cuts import EvenCut
 from gplan.schedules.registry import default_num_microbatches
@@ -60,6 +60,15 @@ def layout_of(
         bytes_per_s, latency_s = parse_network(network, devices_per_node=device.devices_per_node)
         latency_s = device.network.latency_s if latency_s is None else latency_s
         device = replace(device, network=Link(latency_s=latency_s, bytes_per_s=bytes_per_s))
+    if num_gpus is not None and microbatches is not None:
+        raise UsageError(
+            "--microbatches follows from --batch-size where --gpus is given; leave it out, or give --pp alone"
+        )
+    if num_gpus is not None and expert_tensor > 1:
+        raise UsageError(
+            f"--expert-tensor is {expert_tensor}, and with --gpus each expert is on one rank; leave it out, or give --pp and the "
+            "other widths"
+        )
     fixed = {"pipeline" if x == "num_devices" else x: y for x, y in dials.items()}
     if time_limit is not None and not time_limit > 0:
         raise UsageError(f"--time-limit is {time_limit:g} seconds; expected more than 0")
@@ -70,13 +79,14 @@ def layout_of(
     )  # fmt: skip
     if num_gpus is None:
         whole = replace(search, memory_bytes=memory_bytes or device.memory_bytes)
-        return _of_given_widths(whole, dials, expert_tensor, microbatches, time_limit)
+        return _of_given_widths(whole, dials, expert_tensor, microbatches, batch_size, time_limit)
     return search.run()
 
 
 def _of_given_widths(
-    search: WidthSearch, dials: dict[str, Any], expert_tensor: int, microbatches: int | None, time_limit_s: float | None
-) -> ChosenWidths:
+    search: WidthSearch, dials: dict[str, Any], expert_tensor: int, microbatches: int | None, batch_size: int | None,
+    time_limit_s: float | None,
+) -> ChosenWidths:  # fmt: skip
     """The layout of one setting, with the best cut; the model and the device are those of `search`."""
     if dials["num_devices"] is None:
         raise UsageError("give --gpus N to have all widths chosen for N devices, or --pp K for a pipeline of K devices")
@@ -85,10 +95,22 @@ def _of_given_widths(
         **given, expert_tensor=expert_tensor, pipeline=dials["num_devices"], sequence_length=search.sequence_length
     )
     check_widths(search.decoder, widths)
-    count = default_num_microbatches(widths.pipeline) if microbatches is None else microbatches
-    size = dials["microbatch_size"] or 1
+    size = 1 if dials["microbatch_size"] is None else dials["microbatch_size"]
     if size < 1:
         raise UsageError(f"a micro-batch has {size} samples; expected at least 1")
+    check_num_stages(search.decoder, widths.pipeline, dials["num_chunks"])
+    count = default_num_microbatches(widths.pipeline) if microbatches is None else microbatches
+    if batch_size is not None:
+        if microbatches is not None:
+            raise UsageError(
+                "--batch-size and --microbatches both say how many micro-batches there are; leave one of them out"
+            )
+        count, rest = divmod(batch_size, size * widths.data)
+        if rest or not count:
+            near = max(1, round(batch_size / (size * widths.data))) * size * widths.data
+            raise UsageError(
+                f"a batch of {batch_size} samples is no multiple of {size} samples x {widths.data} replicas; the nearest that is: {near}"
+            )
     choice = Choice(
         widths=widths, num_chunks=1 if dials["num_chunks"] is None else dials["num_chunks"], microbatch_size=size,
         recompute=dials["recompute"] or "never", num_microbatches=count,

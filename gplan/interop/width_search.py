@@ -28,7 +28,7 @@ from gplan.cost.reserved_bytes import CONTEXT_BYTES, RESERVED_SHARE, with_reserv
 from gplan.interop.planning import ForReceiver
 from gplan.interop.receivers import RECEIVERS, decoder_of
 from gplan.interop.width_bounds import ChoiceBounds
-from gplan.interop.width_choices import Choice, WidthSpace
+from gplan.interop.width_choices import OPTIONS, Choice, WidthSpace
 from gplan.partition.balance import problem_of
 from gplan.partition.block_program import BlockProgram, Counted, equal_blocks
 from gplan.partition.candidates import INFINITY
@@ -190,31 +190,46 @@ class WidthSearch:
         for gap in _GAPS:
             state.close_gap(gap, deadline_s=started_s + limit_s)
         if not state.planned:
-            raise NoPlanError(self._nothing_fits_text(choices))
+            if state.refused:
+                raise UsageError(state.refused)
+            raise NoPlanError(self._nothing_fits_text(choices, deadline_s=time.perf_counter() + limit_s))
         return state.result()
 
     def _any_fits(self) -> bool:
         """Whether some of the settings that need least memory fit."""
-        choices = [x for x in self.space.choices() if x.recompute == "always" and x.num_chunks == 1]
+        choices = [
+            x for x in self.space.choices() if x.recompute == "always" and x.num_chunks == 1 and x.microbatch_size == 1
+        ]
         bounds = sorted(map(self.bounds_of, choices), key=lambda x: x.device_state_bytes)[:_NUM_TRIED]
         problems = (self.problem(x.choice) for x in bounds if x.step_s < INFINITY)
         return any(self.even_cut(x) is not None for x in problems)
 
-    def _nothing_fits_text(self, choices: Sequence[Choice]) -> str:
-        """What the model needs at least, where nothing fits, and a larger machine of that kind that has it."""
+    def _nothing_fits_text(self, choices: Sequence[Choice], *, deadline_s: float) -> str:
+        """What the model needs at least, where nothing fits, and what has it: other dials, or a larger machine of that kind."""
         least_bytes = min(self.bounds_of(x).device_state_bytes for x in choices)
         text = (
             f"{self.name} fits on no split of {counted(self.num_devices, 'device')} with {bytes_text(self.usable_bytes)} "
             f"for tensors on each; weights, gradients and optimizer alone take {bytes_text(least_bytes)} a device"
         )
+        given = [x for x, value in self.fixed.items() if value is not None]
+        if given and replace(self, batch_size=self.num_devices, fixed={})._any_fits():
+            return f"{text}; some split fits if {' and '.join(OPTIONS[x] for x in given)} {'are' if given[1:] else 'is'} left out"
         kept = {name: x for name, x in self.fixed.items() if name in ("tensor", "context", "expert")}
+        whole = self.bounds_of(
+            replace(choices[0], widths=Widths(sequence_length=self.sequence_length))
+        ).device_state_bytes
+        tried = 0
         for num_nodes in _LARGER_NODES:
             count = num_nodes * self.hardware.devices_per_node
-            if count > self.num_devices:
-                larger = replace(self, num_devices=count, batch_size=max(self.batch_size, count), fixed=kept)
-                if larger._any_fits():
+            if count > self.num_devices and count * self.usable_bytes >= whole:
+                tried = count
+                if replace(self, num_devices=count, batch_size=count, fixed=kept)._any_fits():
                     return f"{text}; the smallest machine of that kind that was found to fit has {count} devices"
-        return f"{text}; take devices with more memory, or a smaller --sequence-length"
+                if time.perf_counter() > deadline_s:
+                    break
+        return (
+            f"{text}; up to {tried} devices were tried: take devices with more memory, or a smaller --sequence-length"
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -228,6 +243,7 @@ class _SearchState:
     programs: dict[int, BlockProgram] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)  # settings whose bounds no more time raises
     ruled_out: Counter[str] = field(default_factory=Counter)
+    refused: str = ""  # why the trainer cannot run one of them
 
     @classmethod
     def of(cls, search: WidthSearch, choices: Sequence[Choice]) -> _SearchState:
@@ -279,6 +295,7 @@ class _SearchState:
         except UsageError as error:
             self.bounds_s[i] = INFINITY
             self.ruled_out[str(error)[:80]] += 1
+            self.refused = self.refused or str(error)
             return None
 
     def _improve(self, i: int, gap: float, deadline_s: float) -> None:

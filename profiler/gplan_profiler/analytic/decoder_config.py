@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -207,6 +208,11 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.num_attention_heads} heads share a hidden_size of {self.hidden_size}; expected no more heads than that"
             )
 
+        heads, shared = self.num_attention_heads, self.num_key_value_heads
+        if shared and heads % shared and not self.kv_lora_rank:
+            raise ValueError(f"{shared} key-value heads are shared by {heads} heads; expected a divisor of {heads}")
+        if self.head_dim is None and not self.kv_lora_rank and self.hidden_size % heads:
+            raise ValueError(f"hidden_size is {self.hidden_size}; expected a multiple of {heads} heads, or a head_dim")
         if self.mlp_bias and self.routed_experts:
             raise ValueError("mlp_bias is true and there are experts; expected a model that has one of both")
         kinds_found = {self._kind(i) for i in range(self.num_hidden_layers)}
@@ -467,7 +473,12 @@ def load_decoder(name: str, settings: Mapping[str, Any] = MappingProxyType({})) 
         raise UsageError(f"no model is named {name}; expected {', '.join(decoder_names())}, or a config.json")
     keys = {*_KEYS, "model_type"}
     if strange := [key for key, value in settings.items() if key not in keys and value is not None]:
-        raise UsageError(f"a decoder has no {strange[0]}; expected one of {', '.join(_KEYS)}")
+        near = get_close_matches(strange[0], _KEYS, n=3, cutoff=0.4)
+        raise UsageError(
+            f"a decoder has no {strange[0]}; did you mean {', '.join(near)}?"
+            if near
+            else f"a decoder has no {strange[0]}; expected one of {', '.join(_KEYS)}"
+        )
     if not isinstance(found, dict):
         raise FileError(
             f"{name} is no configuration of a decoder; expected an object with the keys of Llama: {', '.join(_SIZES)}"
