@@ -16,7 +16,7 @@ from gplan.interop.width_choices import Choice, check_num_stages
 from gplan.interop.width_search import ChosenWidths, PlannedChoice, WidthSearch
 from gplan.partition.even_cuts import EvenCut
 from gplan.schedules.registry import default_num_microbatches
-from gplan_profiler.analytic.decoder_config import Widths, load_decoder, parse_settings
+from gplan_profiler.analytic.decoder_config import ORDER, Widths, load_decoder, parse_settings
 from gplan_profiler.analytic.decoder_profile import check_widths, num_parameters
 from gplan_profiler.analytic.hardware import load_hardware
 
@@ -36,6 +36,7 @@ def layout_of(
     microbatches: int | None = None,
     sequence_length: int = 4096,
     expert_tensor: int = 0,
+    order: str = ORDER,
     memory_bytes: int | None = None,
     settings: Sequence[str] = (),
     time_limit: float | None = None,
@@ -69,12 +70,14 @@ def layout_of(
             f"--expert-tensor is {expert_tensor}, and with --gpus each expert is on one rank; leave it out, or give --pp and the "
             "other widths"
         )
+    if order != ORDER and receiver != "megatron":
+        raise UsageError(f"{receiver} places groups as {ORDER}; leave --order out, or take --to megatron")
     fixed = {"pipeline" if x == "num_devices" else x: y for x, y in dials.items()}
     if time_limit is not None and not time_limit > 0:
         raise UsageError(f"--time-limit is {time_limit:g} seconds; expected more than 0")
     search = WidthSearch(
         name=config, decoder=decoder, hardware=device, num_devices=1 if num_gpus is None else num_gpus, batch_size=1024 if batch_size is None else batch_size,
-        sequence_length=sequence_length, receiver=receiver, memory_bytes=memory_bytes, fixed=fixed,
+        sequence_length=sequence_length, receiver=receiver, memory_bytes=memory_bytes, order=order, fixed=fixed,
         time_limit_s=time_limit,
     )  # fmt: skip
     if num_gpus is None:
@@ -92,8 +95,8 @@ def _of_given_widths(
         raise UsageError("give --gpus N to have all widths chosen for N devices, or --pp K for a pipeline of K devices")
     given = {name: dials[name] or 1 for name in ("tensor", "context", "expert", "data")}
     widths = Widths(
-        **given, expert_tensor=expert_tensor, pipeline=dials["num_devices"], sequence_length=search.sequence_length
-    )
+        **given, expert_tensor=expert_tensor, pipeline=dials["num_devices"], sequence_length=search.sequence_length, order=search.order,
+    )  # fmt: skip
     check_widths(search.decoder, widths)
     size = 1 if dials["microbatch_size"] is None else dials["microbatch_size"]
     if size < 1:

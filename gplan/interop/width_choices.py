@@ -14,7 +14,7 @@ from math import prod
 
 from gplan.core.errors import UsageError
 from gplan.core.units import counted
-from gplan_profiler.analytic.decoder_config import Decoder, Widths
+from gplan_profiler.analytic.decoder_config import ORDER, Decoder, Widths, places_alike
 from gplan_profiler.analytic.decoder_profile import check_divisions, token_divisions
 from gplan_profiler.analytic.hardware import Hardware
 
@@ -59,6 +59,7 @@ class WidthSpace:
     num_devices: int
     batch_size: int
     sequence_length: int
+    order: str = ORDER
     fixed: dict[str, int | str | None] = field(default_factory=dict)  # dials that are given, by their names
 
     def choices(self) -> Iterator[Choice]:
@@ -92,9 +93,11 @@ class WidthSpace:
             is_whole = not rest and data and not any(count % width for _, count, width, _ in divided)
             if is_whole and self.fixed.get("data") in (None, data):
                 for expert in self._values("expert", self._experts(tensor * context * data)):
+                    if expert > 1 and not places_alike(self.order, tensor * context, expert, pipeline):
+                        continue
                     yield Widths(
                         tensor=tensor, context=context, expert=expert, expert_tensor=1 if expert > 1 else 0, data=data,
-                        pipeline=pipeline, sequence_length=self.sequence_length,
+                        pipeline=pipeline, sequence_length=self.sequence_length, order=self.order,
                     )  # fmt: skip
 
     def _chunks(self, pipeline: int) -> list[int]:

@@ -38,7 +38,7 @@ from gplan.partition.problem import Problem, Solution
 from gplan.partition.solve import solve
 from gplan.schedules.request import PlanRequest
 from gplan.strategy_search.bounds import SettingBounds
-from gplan_profiler.analytic.decoder_config import Decoder, Widths
+from gplan_profiler.analytic.decoder_config import ORDER, Decoder, Widths
 from gplan_profiler.analytic.decoder_profile import DecoderProfile
 from gplan_profiler.analytic.hardware import Hardware
 
@@ -119,6 +119,7 @@ class WidthSearch:
     receiver: str
     memory_bytes: int | None = None
     time_limit_s: float | None = None  # None: `default_time_limit_s`
+    order: str = ORDER  # in which groups are placed
     fixed: dict[str, int | str | None] = field(default_factory=dict)  # dials that are given, by their names
     _profiles: dict[tuple[Widths, int], Profile] = field(default_factory=dict, repr=False, compare=False)
 
@@ -127,7 +128,7 @@ class WidthSearch:
         """The settings."""
         return WidthSpace(
             decoder=self.decoder, hardware=self.hardware, num_devices=self.num_devices, batch_size=self.batch_size,
-            sequence_length=self.sequence_length, fixed=self.fixed,
+            sequence_length=self.sequence_length, order=self.order, fixed=self.fixed,
         )  # fmt: skip
 
     @property

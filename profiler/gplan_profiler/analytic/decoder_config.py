@@ -31,6 +31,15 @@ _KINDS = {
 }  # fmt: skip
 
 
+ORDER = "tp-cp-ep-dp-pp"
+"""How trainers place groups: ranks of a tensor group are neighbours, stages are farthest apart (Megatron-LM's default)."""
+
+
+def places_alike(order: str, num_ranks: int, num_expert_ranks: int, pipeline: int) -> bool:
+    """Whether a pipeline has the same ranks for experts as for the rest, given how many ranks divide a copy of each."""
+    return pipeline == 1 or order.endswith("pp") or num_ranks == num_expert_ranks
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
     """How the layers of a stage are divided, and the size of a sample."""
@@ -44,6 +53,7 @@ class Widths:
     data: int = 1
     pipeline: int = 1  # devices of a pipeline; they only count for where groups lie
     sequence_length: int = 4096
+    order: str = ORDER  # of the groups, the one whose ranks are neighbours first
 
     def __post_init__(self) -> None:
         for name in ("tensor", "context", "expert", "data", "pipeline", "sequence_length"):
@@ -55,6 +65,40 @@ class Widths:
             by = f"{self.expert} x {self.expert_tensor}" if self.expert_tensor > 1 else f"{self.expert}"
             product = f"tensor x context x data = {self.tensor} x {self.context} x {self.data}"
             raise UsageError(f"experts are divided by {by}; expected a divisor of {product} ranks")
+        if sorted(self.order.split("-")) != sorted(ORDER.split("-")):
+            raise UsageError(
+                f"the order of groups is {self.order}; expected tp, cp, ep, dp and pp in some order, such as {ORDER}"
+            )
+        experts = self.expert * self.of_expert if self.expert > 1 else self.tensor * self.context
+        if not places_alike(self.order, self.tensor * self.context, experts, self.pipeline):
+            raise UsageError(
+                f"with the order {self.order}, stages lie alike for experts only if tensor x context = expert x expert-tensor, and "
+                f"{self.tensor} x {self.context} is not {self.expert} x {self.of_expert}; take an order that ends with pp, or other sizes"
+            )
+
+    def placed(self, *groups: str, of_experts: bool = False) -> tuple[tuple[int, int], ...]:
+        """The (size, stride) of a group over these dimensions in the numbering of ranks; those that follow each other as one.
+
+        Experts have a grid of their own, without context, whose dp is that of ranks with the same experts.
+
+        >>> Widths(tensor=2, data=4, context=2).placed("cp", "dp"), Widths(tensor=2, data=4, pipeline=3).placed("pp")
+        (((8, 2),), ((3, 8),))
+        >>> Widths(tensor=2, data=4, pipeline=3, order="tp-cp-ep-pp-dp").placed("dp")
+        ((4, 6),)
+        """
+        sizes = {"tp": self.tensor, "cp": self.context, "dp": self.data, "pp": self.pipeline}
+        if of_experts:
+            sizes = {"tp": self.of_expert, "ep": self.expert, "dp": self.expert_replicas, "pp": self.pipeline}
+        found, stride = list[tuple[int, int]](), 1
+        for name in self.order.split("-"):
+            size = sizes.get(name, 1)
+            if name in groups:
+                if found and found[-1][0] * found[-1][1] == stride:
+                    found[-1] = (found[-1][0] * size, found[-1][1])
+                else:
+                    found.append((size, stride))
+            stride *= size
+        return tuple(found)
 
     @property
     def ranks(self) -> int:

@@ -24,7 +24,7 @@ from gplan.core.layer_cost import Leftover
 from gplan.core.profile import ParameterSize
 from gplan.core.units import now_text
 from gplan_profiler.analytic.collectives import pipeline_link
-from gplan_profiler.analytic.decoder_config import Decoder, Widths, load_decoder
+from gplan_profiler.analytic.decoder_config import ORDER, Decoder, Widths, load_decoder
 from gplan_profiler.analytic.decoder_kernels import (
     DTYPE,
     ELEMENT,
@@ -129,6 +129,7 @@ class DecoderProfile:
                 settings=tuple(
                     (x, str(self.widths.of_expert if x == "expert_tensor" else getattr(self.widths, x)))
                     for x in self.widths.__slots__
+                    if x != "order" or self.widths.order != ORDER
                 )
                 + (() if self.divides_state else ((UNDIVIDED, str(self.widths.replicas)),)),
                 digest=sha256(repr(self).encode()).hexdigest()[:16],
