@@ -53,7 +53,7 @@ def device_reserved_bytes(plan: Plan, profile: Profile) -> tuple[int, ...]:
     Beyond the predicted peak of allocated bytes, a device reserves what its replay does beyond that of its tensors.
     """
     pairs = zip(plan.device_peak_bytes, replayed(plan, profile), strict=False)
-    return tuple(peak + x.most_reserved_bytes - x.most_allocated_bytes for peak, x in pairs)
+    return tuple(peak + x.reserved_bytes - x.most_allocated_bytes for peak, x in pairs)
 
 
 def replayed(plan: Plan, profile: Profile) -> tuple[CachingAllocator, ...]:
