@@ -75,7 +75,9 @@ def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, 
     "--expert-tensor", "--etp", type=int, default=0, help="Ranks that divide each expert.  [default: the tensor size]"
 )
 @click.option("--data", "--dp", type=int, help="Data-parallel size, over which optimizer state is divided.")
-@click.option("--batch-size", "--gbs", type=int, help="With --gpus: samples of a step on all.  [default: 1024]")
+@click.option("--order", default="tp-cp-ep-dp-pp", show_default=True,
+              help="How groups are placed: the first has neighbours, the last is spread over the nodes.")  # fmt: skip
+@click.option("--batch-size", "--gbs", type=int, help="Samples of a step on all devices.  [default with --gpus: 1024]")
 @click.option("--microbatches", type=int, help="Without --gpus: micro-batches per step and pipeline.  [default: 4 K]")
 @click.option(
     "--microbatch-size", "--mbs", type=int, help="Samples per micro-batch.  [default: 1; with --gpus: chosen]"

@@ -4,16 +4,14 @@ Sizes are rounded up to 512 bytes. Up to 1 MiB come from segments of 2 MiB (the 
 20 MiB, larger ones from a segment of their own, rounded up to 2 MiB (the large pool). The smallest free block that is
 large enough is taken, the lowest address first; what it has more is split off where that is at least 512 bytes (small
 pool) or over 1 MiB (large pool). Free neighbours of one segment are merged; segments are never merged and never returned
-to the device, unless there is no memory left. Source: pytorch/pytorch, c10/cuda/CUDACachingAllocator.cpp. Left out:
-expandable segments, and streams, whose blocks are freed late where several use them.
+to the device. Source: pytorch/pytorch, c10/cuda/CUDACachingAllocator.cpp. Left out: that cached segments go back where no
+memory is left, expandable segments, and streams, whose blocks are freed late where several use them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-
-from gplan.core.errors import NoPlanError
 
 _ROUND = 512
 _SMALL = 2**20  # the most of the small pool
@@ -42,17 +40,15 @@ class Block:
 class CachingAllocator:
     """The allocator's state; `reserved_bytes` is what it has of the device, `allocated_bytes` what it has handed out."""
 
-    device_bytes: int | None = None  # None: no limit
     allocated_bytes: int = 0
     reserved_bytes: int = 0
     most_allocated_bytes: int = 0
-    most_reserved_bytes: int = 0
     doing: str = ""  # what the next blocks are for, to who reads a record of them
     _free: dict[bool, list[tuple[int, int, Block]]] = field(default_factory=lambda: {True: [], False: []})
     _next_address: int = 0
 
     def allocate(self, num_bytes: int) -> Block:
-        """A block of at least so many bytes; raises NoPlanError where the device has no more memory."""
+        """A block of at least so many bytes."""
         size = max(_ROUND, _rounded(num_bytes, _ROUND))
         is_small = size <= _SMALL
         free = self._free[is_small]
@@ -108,25 +104,6 @@ class CachingAllocator:
         """A segment of memory that was not reserved before."""
         segment = _SMALL_SEGMENT if is_small else max(_LARGE_SEGMENT, size)
         segment = _rounded(segment if size < _LARGE else size, _SMALL_SEGMENT)
-        self._reserve(segment)
+        self.reserved_bytes += segment
         self._next_address += segment
         return Block(segment, self._next_address - segment, is_small)
-
-    def _reserve(self, num_bytes: int) -> None:
-        """Take memory of the device; where it has no more, whole segments that are free go back first."""
-        if self.device_bytes is not None and self.reserved_bytes + num_bytes > self.device_bytes:
-            self.release_cached()
-            if self.reserved_bytes + num_bytes > self.device_bytes:
-                raise NoPlanError(
-                    f"{num_bytes} bytes more than the {self.reserved_bytes} that are reserved do not fit the device's "
-                    f"{self.device_bytes}"
-                )
-        self.reserved_bytes += num_bytes
-        self.most_reserved_bytes = max(self.most_reserved_bytes, self.reserved_bytes)
-
-    def release_cached(self) -> None:
-        """Give segments without a block in use back to the device."""
-        for is_small, free in self._free.items():
-            whole = [x for x in free if x[2].before is None and x[2].after is None]
-            self._free[is_small] = [x for x in free if x not in whole]
-            self.reserved_bytes -= sum(x[0] for x in whole)

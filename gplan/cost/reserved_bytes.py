@@ -45,6 +45,7 @@ class StageTensors:
     states: tuple[int, ...] = ()  # that the first update makes
     update: tuple[int, ...] = ()  # that each update needs for a moment
     received: int = 0  # of a micro-batch, from another device
+    handed_on: int = 0  # of a micro-batch: what no layer keeps of what is sent, there until the backward
     recomputed: tuple[range, ...] = ()  # the layers, by place, that are recomputed together
 
 
@@ -61,7 +62,7 @@ def device_reserved_bytes(plan: Plan, profile: Profile) -> tuple[int, ...]:
     Beyond the predicted peak of allocated bytes, a device reserves what its replay does beyond that of its tensors.
     """
     pairs = zip(plan.device_peak_bytes, replayed(plan, profile, CachingAllocator), strict=False)
-    return tuple(peak + x.most_reserved_bytes - x.most_allocated_bytes for peak, x in pairs)
+    return tuple(peak + x.reserved_bytes - x.most_allocated_bytes for peak, x in pairs)
 
 
 def replayed(plan: Plan, profile: Profile, new: Callable[[], Allocator]) -> tuple[Allocator, ...]:
@@ -112,8 +113,10 @@ def _stage_tensors(plan: Plan, profile: Profile, index: int) -> StageTensors | N
     later = (1 - first) * parts.optimizer
     num_moments = max(1, round(later / ((2 if masters else 1) * sum(trained) or 1))) if has_own else 2
     is_last = stage.end_layer == len(profile.layers)
+    costs = (*(x.costs[0] for x in layers), *(profile.loss if is_last else ()))
+    stash = sum(y.num_bytes for x in costs for y in x.tensors if y.made < x.num_forward_times <= y.freed)
     return StageTensors(
-        layers=(*(x.costs[0] for x in layers), *(profile.loss if is_last else ())),
+        layers=costs,
         names=(*stage.layer_names, *(("loss",) if is_last and profile.loss else ())),
         buffers=(
             *(divided(parts.weight, [x.num_bytes for x in every]) if has_own else [parts.weight]),
@@ -122,7 +125,8 @@ def _stage_tensors(plan: Plan, profile: Profile, index: int) -> StageTensors | N
         ),
         states=tuple(y for x in divided(later / num_moments, trained) for y in num_moments * (x,)),
         update=tuple(divided(max(0, parts.optimizer_workspace), trained)),
-        received=plan.stages[index - 1].cost.activation_bytes if index else 0,
+        received=parts.received_activation,
+        handed_on=max(0, parts.stash - stash),
         recomputed=tuple(range(i, i + 1) for i, x in enumerate(stage.layer_names) if x in stage.recompute_layers)
         if plan.recompute == "selected"
         else (range(len(layers)),),
@@ -146,7 +150,7 @@ def replay(
     for num_bytes in [y for x in stages.values() for y in x.buffers]:
         allocator.allocate(num_bytes)
     events = {index: [_events(layer) for layer in x.layers] for index, x in stages.items()}
-    inputs, passes = dict[tuple[int, int], Block](), dict[tuple[int, int], list[_Blocks]]()
+    crossing, passes = dict[tuple[int, int], list[Block]](), dict[tuple[int, int], list[_Blocks]]()
     for step in range(num_steps):
         for stage, kind, microbatch in order:
             own, key = stages[stage], (stage, microbatch)
@@ -157,8 +161,7 @@ def replay(
             ]
             if kind is ActionKind.FORWARD:
                 allocator.doing = f"received by stage {stage} for micro-batch {microbatch}"
-                if own.received:
-                    inputs[key] = allocator.allocate(own.received)
+                crossing[key] = [allocator.allocate(own.received)] if own.received else []
                 held = passes[key] = [{} for _ in own.layers]
                 for i, (forward, _) in enumerate(events[stage]):
                     allocator.doing = doing[i]
@@ -167,6 +170,8 @@ def replay(
                         _free(allocator, held[i], but=_result(own.layers[i]))
                         if i > groups[i].start:
                             _free(allocator, held[i - 1])
+                allocator.doing = f"handed on by stage {stage} for micro-batch {microbatch}"
+                crossing[key] += [allocator.allocate(own.handed_on)] if own.handed_on else []
                 continue
             is_half = kind is ActionKind.INPUT_GRADIENT
             begins, held = kind is ActionKind.BACKWARD or is_half == (stage > 0), passes[key]
@@ -179,8 +184,8 @@ def replay(
                 if not is_half:
                     allocator.doing = doing[i]
                     _run(allocator, backward, held[i])
-            if not is_half and key in inputs:
-                allocator.free(inputs.pop(key))
+            for block in [] if is_half else crossing.pop(key):
+                allocator.free(block)
         allocator.doing = "optimizer"
         needed = [allocator.allocate(y) for x in stages.values() for y in x.update]
         for num_bytes in [y for x in stages.values() for y in x.states] if step == 0 else []:

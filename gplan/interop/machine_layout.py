@@ -12,11 +12,11 @@ from gplan.core import Link
 from gplan.core.errors import UsageError
 from gplan.core.units import parse_network
 from gplan.interop.planning import best_for_receiver
-from gplan.interop.width_choices import Choice
+from gplan.interop.width_choices import Choice, check_num_stages
 from gplan.interop.width_search import ChosenWidths, PlannedChoice, WidthSearch
 from gplan.partition.even_cuts import EvenCut
 from gplan.schedules.registry import default_num_microbatches
-from gplan_profiler.analytic.decoder_config import Widths, load_decoder, parse_settings
+from gplan_profiler.analytic.decoder_config import ORDER, Widths, load_decoder, parse_settings
 from gplan_profiler.analytic.decoder_profile import check_widths, num_parameters
 from gplan_profiler.analytic.hardware import load_hardware
 
@@ -36,6 +36,7 @@ def layout_of(
     microbatches: int | None = None,
     sequence_length: int = 4096,
     expert_tensor: int = 0,
+    order: str = ORDER,
     memory_bytes: int | None = None,
     settings: Sequence[str] = (),
     time_limit: float | None = None,
@@ -60,35 +61,59 @@ def layout_of(
         bytes_per_s, latency_s = parse_network(network, devices_per_node=device.devices_per_node)
         latency_s = device.network.latency_s if latency_s is None else latency_s
         device = replace(device, network=Link(latency_s=latency_s, bytes_per_s=bytes_per_s))
+    if num_gpus is not None and microbatches is not None:
+        raise UsageError(
+            "--microbatches follows from --batch-size where --gpus is given; leave it out, or give --pp alone"
+        )
+    if num_gpus is not None and expert_tensor > 1:
+        raise UsageError(
+            f"--expert-tensor is {expert_tensor}, and with --gpus each expert is on one rank; leave it out, or give --pp and the "
+            "other widths"
+        )
+    if order != ORDER and receiver != "megatron":
+        raise UsageError(f"{receiver} places groups as {ORDER}; leave --order out, or take --to megatron")
     fixed = {"pipeline" if x == "num_devices" else x: y for x, y in dials.items()}
     if time_limit is not None and not time_limit > 0:
         raise UsageError(f"--time-limit is {time_limit:g} seconds; expected more than 0")
     search = WidthSearch(
         name=config, decoder=decoder, hardware=device, num_devices=1 if num_gpus is None else num_gpus, batch_size=1024 if batch_size is None else batch_size,
-        sequence_length=sequence_length, receiver=receiver, memory_bytes=memory_bytes, fixed=fixed,
+        sequence_length=sequence_length, receiver=receiver, memory_bytes=memory_bytes, order=order, fixed=fixed,
         time_limit_s=time_limit,
     )  # fmt: skip
     if num_gpus is None:
         whole = replace(search, memory_bytes=memory_bytes or device.memory_bytes)
-        return _of_given_widths(whole, dials, expert_tensor, microbatches, time_limit)
+        return _of_given_widths(whole, dials, expert_tensor, microbatches, batch_size, time_limit)
     return search.run()
 
 
 def _of_given_widths(
-    search: WidthSearch, dials: dict[str, Any], expert_tensor: int, microbatches: int | None, time_limit_s: float | None
-) -> ChosenWidths:
+    search: WidthSearch, dials: dict[str, Any], expert_tensor: int, microbatches: int | None, batch_size: int | None,
+    time_limit_s: float | None,
+) -> ChosenWidths:  # fmt: skip
     """The layout of one setting, with the best cut; the model and the device are those of `search`."""
     if dials["num_devices"] is None:
         raise UsageError("give --gpus N to have all widths chosen for N devices, or --pp K for a pipeline of K devices")
     given = {name: dials[name] or 1 for name in ("tensor", "context", "expert", "data")}
     widths = Widths(
-        **given, expert_tensor=expert_tensor, pipeline=dials["num_devices"], sequence_length=search.sequence_length
-    )
+        **given, expert_tensor=expert_tensor, pipeline=dials["num_devices"], sequence_length=search.sequence_length, order=search.order,
+    )  # fmt: skip
     check_widths(search.decoder, widths)
-    count = default_num_microbatches(widths.pipeline) if microbatches is None else microbatches
-    size = dials["microbatch_size"] or 1
+    size = 1 if dials["microbatch_size"] is None else dials["microbatch_size"]
     if size < 1:
         raise UsageError(f"a micro-batch has {size} samples; expected at least 1")
+    check_num_stages(search.decoder, widths.pipeline, dials["num_chunks"])
+    count = default_num_microbatches(widths.pipeline) if microbatches is None else microbatches
+    if batch_size is not None:
+        if microbatches is not None:
+            raise UsageError(
+                "--batch-size and --microbatches both say how many micro-batches there are; leave one of them out"
+            )
+        count, rest = divmod(batch_size, size * widths.data)
+        if rest or not count:
+            near = max(1, round(batch_size / (size * widths.data))) * size * widths.data
+            raise UsageError(
+                f"a batch of {batch_size} samples is no multiple of {size} samples x {widths.data} replicas; the nearest that is: {near}"
+            )
     choice = Choice(
         widths=widths, num_chunks=1 if dials["num_chunks"] is None else dials["num_chunks"], microbatch_size=size,
         recompute=dials["recompute"] or "never", num_microbatches=count,

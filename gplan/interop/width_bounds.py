@@ -1,8 +1,13 @@
 """Lower bounds of a setting's step in closed form, before any partition of it is made.
 
-With W seconds of a micro-batch on all layers, K devices in a pipeline and M micro-batches, a step takes at least
+With W seconds of a micro-batch on all layers, F of them in forwards, K devices in a pipeline and M micro-batches, a step
+takes at least
 
+    W                      a micro-batch passes through all layers
     M W / K                all devices compute all of it
+    W + ((M - 1) W - (min(M, K) - 1) F) / K
+                           with one stage a device: between its first forward and backward, while the first micro-batch
+                           passes through the stages behind, a device computes at most min(M, K) - 1 more forwards
     M x least load         blocks are whole, so some device has more than its share; devices without the memory for their
                            share leave more to others
     (M + K - 1) W / K      with one stage a device and M >= 2 K: device k waits for the k devices before it while the
@@ -48,8 +53,12 @@ class ChoiceBounds:
             x for x in range(self.num_blocks + 1) if np.minimum(self._most_blocks, x).sum() >= self.num_blocks
         )
         load_s = max(self._least_load_s, fullest * min(seconds[1 : 1 + self.num_blocks]))
-        waits = num_devices - 1 if self.choice.num_chunks == 1 and num_microbatches >= 2 * num_devices else 0
-        return max(sum(seconds) / num_devices * (num_microbatches + waits), num_microbatches * load_s)
+        whole_s, waits, through_s = sum(seconds), 0, sum(seconds)
+        if self.choice.num_chunks == 1:
+            waits = num_devices - 1 if num_microbatches >= 2 * num_devices else 0
+            hidden_s = (min(num_microbatches, num_devices) - 1) * self._forward_s
+            through_s += max(0.0, (num_microbatches - 1) * whole_s - hidden_s) / num_devices
+        return max(whole_s / num_devices * (num_microbatches + waits), num_microbatches * load_s, through_s)
 
     @property
     def even_step_s(self) -> float:
@@ -79,6 +88,11 @@ class ChoiceBounds:
         costs = [x.costs[0] for x in self.profile.layers]
         forwards = 1 + (self.choice.recompute == "always")
         return [forwards * x.forward.median_s + x.backward.median_s for x in costs]
+
+    @property
+    def _forward_s(self) -> float:
+        """A micro-batch's forward on all layers."""
+        return sum(x.costs[0].forward.median_s for x in self.profile.layers)
 
     @cached_property
     def _least_load_s(self) -> float:

@@ -14,15 +14,15 @@ from math import prod
 
 from gplan.core.errors import UsageError
 from gplan.core.units import counted
-from gplan_profiler.analytic.decoder_config import Decoder, Widths
-from gplan_profiler.analytic.decoder_profile import divisions, indivisible_text
+from gplan_profiler.analytic.decoder_config import ORDER, Decoder, Widths, places_alike
+from gplan_profiler.analytic.decoder_profile import check_divisions, token_divisions
 from gplan_profiler.analytic.hardware import Hardware
 
 MICROBATCH_SIZES = (1, 2, 4, 8)
 _MOST_CONTEXT = 16  # ranks that divide a sequence; assumed
 _LEAST_DIVIDED_TOKENS = 8192  # shorter sequences are not divided over ranks; assumed
 _FEW_CHUNKS = 6  # all numbers of stages a device up to this are settings; above, those that share blocks out evenly
-_OPTIONS = {
+OPTIONS = {
     "tensor": "--tensor", "context": "--context", "expert": "--expert", "data": "--data", "pipeline": "--pp",
     "num_chunks": "--vpp", "microbatch_size": "--microbatch-size", "recompute": "--recompute",
 }  # fmt: skip
@@ -59,6 +59,7 @@ class WidthSpace:
     num_devices: int
     batch_size: int
     sequence_length: int
+    order: str = ORDER
     fixed: dict[str, int | str | None] = field(default_factory=dict)  # dials that are given, by their names
 
     def choices(self) -> Iterator[Choice]:
@@ -88,12 +89,15 @@ class WidthSpace:
             self._values("tensor", tensors), self._values("context", contexts), self._values("pipeline", pipelines)
         ):
             data, rest = divmod(self.num_devices, tensor * context * pipeline)
-            is_whole = not rest and data and not self.sequence_length % (tensor * context)
+            divided = token_divisions(self.sequence_length, tensor=tensor, context=context)
+            is_whole = not rest and data and not any(count % width for _, count, width, _ in divided)
             if is_whole and self.fixed.get("data") in (None, data):
                 for expert in self._values("expert", self._experts(tensor * context * data)):
+                    if expert > 1 and not places_alike(self.order, tensor * context, expert, pipeline):
+                        continue
                     yield Widths(
                         tensor=tensor, context=context, expert=expert, expert_tensor=1 if expert > 1 else 0, data=data,
-                        pipeline=pipeline, sequence_length=self.sequence_length,
+                        pipeline=pipeline, sequence_length=self.sequence_length, order=self.order,
                     )  # fmt: skip
 
     def _chunks(self, pipeline: int) -> list[int]:
@@ -127,7 +131,7 @@ class WidthSpace:
         given = {name: value for name, value in self.fixed.items() if isinstance(value, int)}
         for name, value in given.items():
             if value < 1:
-                raise UsageError(f"{_OPTIONS[name]} is {value}; expected at least 1")
+                raise UsageError(f"{OPTIONS[name]} is {value}; expected at least 1")
         for flag, number in (
             ("--gpus", self.num_devices),
             ("--batch-size", self.batch_size),
@@ -143,9 +147,7 @@ class WidthSpace:
                 "fast link connects as many"
             )
         sizes = {x: given.get(x, 1) for x in ("tensor", "context", "expert")}
-        for what, count, width, flag in divisions(self.decoder, **sizes, sequence_length=self.sequence_length):
-            if count % width:
-                raise UsageError(indivisible_text(what, count, width, flag))
+        check_divisions(self.decoder, **sizes, sequence_length=self.sequence_length)
         if given.get("expert", 1) > 1 and not self.decoder.routed_experts:
             raise UsageError(f"--expert is {given['expert']}, and the model has no experts; leave it out")
         if (pipeline := given.get("pipeline", 1)) > self.decoder.num_hidden_layers:
@@ -153,6 +155,7 @@ class WidthSpace:
                 f"a pipeline of {pipeline} devices has fewer than one of {self.decoder.num_hidden_layers} blocks on each; take --pp "
                 f"{_nearest(self.decoder.num_hidden_layers, divisors(self.num_devices))}"
             )
+        check_num_stages(self.decoder, pipeline, given.get("num_chunks"))
         whole = prod(given.get(x, 1) for x in ("tensor", "context", "pipeline", "data"))
         if self.num_devices % whole:
             more = -(-self.num_devices // whole) * whole
@@ -166,7 +169,7 @@ class WidthSpace:
         steps = {
             size * widths.data for widths in self._widths() for size in self._values("microbatch_size", MICROBATCH_SIZES)
         }  # fmt: skip
-        given = ", ".join(f"{_OPTIONS[x]} {y}" for x, y in self.fixed.items() if y is not None)
+        given = ", ".join(f"{OPTIONS[x]} {y}" for x, y in self.fixed.items() if y is not None)
         having = f" with {given}" if given else ""
         if not steps:
             return (
@@ -181,6 +184,19 @@ class WidthSpace:
                 f"none{having}; leave --vpp open"
             )
         return f"a batch of {self.batch_size} samples is divided by no widths of {self.num_devices} devices{having}; the nearest that is: {near}"
+
+
+def check_num_stages(decoder: Decoder, pipeline: int, num_chunks: int | None) -> None:
+    """Raise UsageError for more stages than there are blocks, but for one with the first layer and one with the last."""
+    num_blocks = decoder.num_hidden_layers
+    if num_chunks is not None and num_chunks < 1:
+        raise UsageError(f"--vpp is {num_chunks}; expected at least 1")
+    if (num_stages := pipeline * (num_chunks or 1)) > num_blocks + 2:
+        nearest = f"--pp {num_blocks}" if pipeline > num_blocks else f"--vpp {num_blocks // pipeline}"
+        raise UsageError(
+            f"{num_stages} stages ({pipeline} devices, {num_chunks or 1} each) need as many blocks, and the model has {num_blocks}; "
+            f"take {nearest}"
+        )
 
 
 def divisors(number: int) -> list[int]:

@@ -28,7 +28,7 @@ from gplan.cost.reserved_bytes import CONTEXT_BYTES, RESERVED_SHARE, with_reserv
 from gplan.interop.planning import ForReceiver
 from gplan.interop.receivers import RECEIVERS, decoder_of
 from gplan.interop.width_bounds import ChoiceBounds
-from gplan.interop.width_choices import Choice, WidthSpace
+from gplan.interop.width_choices import OPTIONS, Choice, WidthSpace
 from gplan.partition.balance import problem_of
 from gplan.partition.block_program import BlockProgram, Counted, equal_blocks
 from gplan.partition.candidates import INFINITY
@@ -38,14 +38,15 @@ from gplan.partition.problem import Problem, Solution
 from gplan.partition.solve import solve
 from gplan.schedules.request import PlanRequest
 from gplan.strategy_search.bounds import SettingBounds
-from gplan_profiler.analytic.decoder_config import Decoder, Widths
+from gplan_profiler.analytic.decoder_config import ORDER, Decoder, Widths
 from gplan_profiler.analytic.decoder_profile import DecoderProfile
 from gplan_profiler.analytic.hardware import Hardware
 
 _GAPS = (0.02, 0.01, 0.005)  # all bounds are raised to within the first of the best step, then the second, the third
 _EVEN_CUTS_SHARE = 0.6  # of the time, for even partitions
 _PARTITION_LIMIT_S = 5.0  # of one search of any partition
-_MAX_ACTIONS = 120_000  # of a step: where there are more, partitions are not searched
+_MAX_ACTIONS = 120_000  # of a step: where there are more, partitions of unequal blocks are not searched
+_TURN = 1.003  # times the next lowest bound: so far a program raises its own before another setting has its turn
 _EVEN_MARGIN = 1.05  # times the best step: settings whose even pipeline would take longer get no even partition
 _NUM_UNPLANNED = 10  # settings without a partition that are named
 _LARGER_NODES = (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 192, 256, 384, 512, 1024, 2048)
@@ -64,6 +65,7 @@ class PlannedChoice:
 
     choice: Choice
     cut: EvenCut
+    solver: str = "even-cuts"  # what found the partition
 
     @property
     def step_s(self) -> float:
@@ -119,6 +121,7 @@ class WidthSearch:
     receiver: str
     memory_bytes: int | None = None
     time_limit_s: float | None = None  # None: `default_time_limit_s`
+    order: str = ORDER  # in which groups are placed
     fixed: dict[str, int | str | None] = field(default_factory=dict)  # dials that are given, by their names
     _profiles: dict[tuple[Widths, int], Profile] = field(default_factory=dict, repr=False, compare=False)
 
@@ -127,7 +130,7 @@ class WidthSearch:
         """The settings."""
         return WidthSpace(
             decoder=self.decoder, hardware=self.hardware, num_devices=self.num_devices, batch_size=self.batch_size,
-            sequence_length=self.sequence_length, fixed=self.fixed,
+            sequence_length=self.sequence_length, order=self.order, fixed=self.fixed,
         )  # fmt: skip
 
     @property
@@ -185,36 +188,51 @@ class WidthSearch:
         choices = list(self.space.choices())
         if not choices:
             raise UsageError(self.space.no_choice_text())
-        state = _SearchState.of(self, choices)
+        state = _SearchState.of(self, choices, started_s)
         state.try_even_cuts(deadline_s=started_s + _EVEN_CUTS_SHARE * limit_s)
         for gap in _GAPS:
             state.close_gap(gap, deadline_s=started_s + limit_s)
         if not state.planned:
-            raise NoPlanError(self._nothing_fits_text(choices))
+            if state.refused:
+                raise UsageError(state.refused)
+            raise NoPlanError(self._nothing_fits_text(choices, deadline_s=time.perf_counter() + limit_s))
         return state.result()
 
     def _any_fits(self) -> bool:
         """Whether some of the settings that need least memory fit."""
-        choices = [x for x in self.space.choices() if x.recompute == "always" and x.num_chunks == 1]
+        choices = [
+            x for x in self.space.choices() if x.recompute == "always" and x.num_chunks == 1 and x.microbatch_size == 1
+        ]
         bounds = sorted(map(self.bounds_of, choices), key=lambda x: x.device_state_bytes)[:_NUM_TRIED]
         problems = (self.problem(x.choice) for x in bounds if x.step_s < INFINITY)
         return any(self.even_cut(x) is not None for x in problems)
 
-    def _nothing_fits_text(self, choices: Sequence[Choice]) -> str:
-        """What the model needs at least, where nothing fits, and a larger machine of that kind that has it."""
+    def _nothing_fits_text(self, choices: Sequence[Choice], *, deadline_s: float) -> str:
+        """What the model needs at least, where nothing fits, and what has it: other dials, or a larger machine of that kind."""
         least_bytes = min(self.bounds_of(x).device_state_bytes for x in choices)
         text = (
             f"{self.name} fits on no split of {counted(self.num_devices, 'device')} with {bytes_text(self.usable_bytes)} "
             f"for tensors on each; weights, gradients and optimizer alone take {bytes_text(least_bytes)} a device"
         )
+        given = [x for x, value in self.fixed.items() if value is not None]
+        if given and replace(self, batch_size=self.num_devices, fixed={})._any_fits():
+            return f"{text}; some split fits if {' and '.join(OPTIONS[x] for x in given)} {'are' if given[1:] else 'is'} left out"
         kept = {name: x for name, x in self.fixed.items() if name in ("tensor", "context", "expert")}
+        whole = self.bounds_of(
+            replace(choices[0], widths=Widths(sequence_length=self.sequence_length))
+        ).device_state_bytes
+        tried = 0
         for num_nodes in _LARGER_NODES:
             count = num_nodes * self.hardware.devices_per_node
-            if count > self.num_devices:
-                larger = replace(self, num_devices=count, batch_size=max(self.batch_size, count), fixed=kept)
-                if larger._any_fits():
+            if count > self.num_devices and count * self.usable_bytes >= whole:
+                tried = count
+                if replace(self, num_devices=count, batch_size=count, fixed=kept)._any_fits():
                     return f"{text}; the smallest machine of that kind that was found to fit has {count} devices"
-        return f"{text}; take devices with more memory, or a smaller --sequence-length"
+                if time.perf_counter() > deadline_s:
+                    break
+        return (
+            f"{text}; up to {tried} devices were tried: take devices with more memory, or a smaller --sequence-length"
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -224,16 +242,18 @@ class _SearchState:
     search: WidthSearch
     bounds: Sequence[ChoiceBounds]
     bounds_s: list[float]  # no plan of the setting is faster
+    started_s: float
     planned: dict[int, PlannedChoice] = field(default_factory=dict)
     programs: dict[int, BlockProgram] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)  # settings whose bounds no more time raises
     ruled_out: Counter[str] = field(default_factory=Counter)
+    refused: str = ""  # why the trainer cannot run one of them
 
     @classmethod
-    def of(cls, search: WidthSearch, choices: Sequence[Choice]) -> _SearchState:
+    def of(cls, search: WidthSearch, choices: Sequence[Choice], started_s: float) -> _SearchState:
         """With the bounds in closed form."""
         bounds = [search.bounds_of(x) for x in choices]
-        state = cls(search=search, bounds=bounds, bounds_s=[x.step_s for x in bounds])
+        state = cls(search=search, bounds=bounds, bounds_s=[x.step_s for x in bounds], started_s=started_s)
         state.ruled_out["too large for the memory, by a lower bound of what devices hold"] = state.bounds_s.count(
             INFINITY
         )
@@ -279,6 +299,7 @@ class _SearchState:
         except UsageError as error:
             self.bounds_s[i] = INFINITY
             self.ruled_out[str(error)[:80]] += 1
+            self.refused = self.refused or str(error)
             return None
 
     def _improve(self, i: int, gap: float, deadline_s: float) -> None:
@@ -286,17 +307,18 @@ class _SearchState:
         problem = self._problem(i)
         if problem is None:
             return
-        if 2 * problem.num_stages * problem.num_microbatches > _MAX_ACTIONS:
-            self.finished.add(i)
-        elif blocks := equal_blocks(problem):
+        if blocks := equal_blocks(problem):
             program = self.programs.setdefault(i, BlockProgram(problem, blocks))
             known = Counted(cut=None, step_s=self.best_s, lower_bound_s=self.bounds_s[i])
-            counted_blocks = program.solve(known, enough=gap, deadline_s=deadline_s)
-            self._record(i, counted_blocks.lower_bound_s, counted_blocks.cut)
-            if counted_blocks.lower_bound_s < min(self.best_s, counted_blocks.step_s) * (1 - gap):
+            until_s = _TURN * sorted(self.bounds_s)[1] if self.bounds_s[1:] else INFINITY
+            counted_blocks = program.solve(known, enough=gap, deadline_s=deadline_s, until_s=until_s)
+            self._record(i, counted_blocks.lower_bound_s, counted_blocks.cut, "block-program/HiGHS")
+            if counted_blocks.is_final:
                 self.finished.add(i)
         else:
             self.finished.add(i)
+            if 2 * problem.num_stages * problem.num_microbatches > _MAX_ACTIONS:
+                return
             start = None
             if i in self.planned:
                 start = Solution(stages=self.planned[i].cut.stages(), lower_bound_s=0.0, solver="even cuts")
@@ -306,33 +328,35 @@ class _SearchState:
             except NoPlanError:  # not known in that time
                 return
             if solution is None:
-                self._record(i, INFINITY, None)
+                self._record(i, INFINITY, None, "")
             else:
                 ends = np.array([*solution.cuts, problem.num_layers])
-                self._record(i, solution.lower_bound_s, priced_cut(problem, ends))
+                self._record(i, solution.lower_bound_s, priced_cut(problem, ends), solution.solver)
 
-    def _record(self, i: int, bound_s: float, cut: EvenCut | None) -> None:
+    def _record(self, i: int, bound_s: float, cut: EvenCut | None, solver: str) -> None:
         """Keep a bound, and a partition where it is better than the one that is known."""
         self.bounds_s[i] = max(self.bounds_s[i], bound_s)
         if bound_s == INFINITY:
             self.ruled_out["no partition fits the memory"] += 1
         if cut is not None and (i not in self.planned or cut.step_s < self.planned[i].step_s):
-            self.planned[i] = PlannedChoice(choice=self.bounds[i].choice, cut=cut)
+            self.planned[i] = PlannedChoice(choice=self.bounds[i].choice, cut=cut, solver=solver)
 
     def result(self) -> ChosenWidths:
         """The fastest settings with the plan of the first, the bound of all, and how the others were ruled out."""
         order = sorted(self.planned, key=lambda i: self.planned[i].step_s)
         best = self.planned[order[0]]
         own_bound_s = min(best.step_s, self.bounds_s[order[0]])
-        solution = Solution(stages=best.cut.stages(), lower_bound_s=own_bound_s, solver="branch-and-bound")
-        profile = self.bounds[order[0]].profile
-        plan = with_reserved(price(self.search.problem(best.choice), solution, solve_s=0.0), profile)
+        solver = f"widths/{best.solver}"
+        solution = Solution(stages=best.cut.stages(), lower_bound_s=own_bound_s, solver=solver)
+        profile, solve_s = self.bounds[order[0]].profile, time.perf_counter() - self.started_s
+        plan = with_reserved(price(self.search.problem(best.choice), solution, solve_s=solve_s), profile)
+        best = replace(best, cut=replace(best.cut, step_s=plan.prediction.step_s))  # simulated with all micro-batches
         rest = sorted((x, i) for i, x in enumerate(self.bounds_s) if i not in self.planned and x < INFINITY)
         num_open = sum(x < best.step_s for x, _ in rest)
         self.ruled_out["slower than the best, by a lower bound of the step"] = len(rest) - num_open
         self.ruled_out["perhaps faster than the best, by no more than the share above"] = num_open
         return ChosenWidths(
-            plan=plan, profile=profile, receiver=self.search.receiver, planned=tuple(self.planned[i] for i in order),
+            plan=plan, profile=profile, receiver=self.search.receiver, planned=(best, *(self.planned[i] for i in order[1:])),
             unplanned=tuple((self.bounds[i].choice, x) for x, i in rest[:_NUM_UNPLANNED]), lower_bound_s=min(best.step_s, *self.bounds_s),
             ruled_out=+self.ruled_out, num_choices=len(self.bounds),
         )  # fmt: skip

@@ -23,7 +23,7 @@ import numpy as np
 from gplan.core import StageSeconds
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.candidates import INFINITY, stage_seconds
-from gplan.partition.critical_path import TIMES, Paths
+from gplan.partition.critical_path import TIMES, Paths, paths_of
 from gplan.partition.even_cuts import EvenCut, priced_cut, with_few_microbatches
 from gplan.partition.problem import Problem, moments_of
 
@@ -42,6 +42,7 @@ class Counted:
     cut: EvenCut | None
     step_s: float
     lower_bound_s: float
+    is_final: bool = False  # whether more time raises the bound no further
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +76,11 @@ class BlockProgram:
     problem: Problem
     blocks: range
 
-    def solve(self, known: Counted, *, enough: float, deadline_s: float) -> Counted:
-        """What is known after a search from that on; it ends where the bound is within this share of the step."""
+    def solve(self, known: Counted, *, enough: float, deadline_s: float, until_s: float = INFINITY) -> Counted:
+        """What is known after a search from that on.
+
+        It ends where the bound is within this share of the step, or is `until_s`; another call goes on from there.
+        """
         rows = self._rows
         if not rows.num_solved:
             rows.count_in_integers(True)
@@ -88,14 +92,14 @@ class BlockProgram:
             return replace(known, lower_bound_s=INFINITY)
         bounds_s = list[float]()
         middle = None
-        while time.perf_counter() < deadline_s and known.lower_bound_s < known.step_s * (1 - enough):
+        while time.perf_counter() < deadline_s and known.lower_bound_s < min(until_s, known.step_s * (1 - enough)):
             found = rows.solved(deadline_s)
             if not rows.has_solutions():
                 return replace(known, lower_bound_s=INFINITY)
             bound_s = min(rows.bound_s * (1 - _SLACK), known.step_s)
             known = replace(known, lower_bound_s=max(known.lower_bound_s, bound_s))
             if found is None:
-                break
+                return replace(known, is_final=True)
             if rows.in_integers:
                 found = np.round(found)
                 known = self._tried(known, found.astype(np.int64))
@@ -105,7 +109,7 @@ class BlockProgram:
             is_cut = self._cut_off(rows, middle, found) > worth_s or self._cut_off(rows, found, found) > worth_s
             is_slow = len(bounds_s) > _PATIENCE and bounds_s[-1] < bounds_s[-_PATIENCE] * (1 + _WORTH)
             if rows.in_integers and not is_cut:
-                break
+                return replace(known, is_final=True)
             if not rows.in_integers and (is_slow or not is_cut):
                 rows.count_in_integers(True)
         return known
@@ -147,7 +151,7 @@ class BlockProgram:
 
     @cached_property
     def _paths(self) -> Paths:
-        return Paths(self.problem)
+        return paths_of(self.problem)
 
     @cached_property
     def _few(self) -> Problem:

@@ -8,13 +8,13 @@ longer than all paths where devices with tied weights wait for each other before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from gplan.core import StageSeconds
+from gplan.core import ActionKind, StageSeconds
 from gplan.graph.down_sets import Floats
 from gplan.partition.batch_simulation import window_program
 from gplan.partition.problem import Problem
@@ -25,6 +25,9 @@ TIMES = (
     "optimizer_s",
 )  # fmt: skip
 """The times of a stage, in the order in which arrays hold them."""
+
+_LONG = 20_000  # actions of a step: of more, paths are those of a shorter step, made longer
+_FEW = 4  # times K micro-batches: the shorter step
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Paths:
         seconds = list(action_times(program, durations, hops, zero=0.0))
         ends = zip(program.last, self._updates, strict=True)
         device = int(np.argmax([seconds[last][1] + float(update @ flat) for last, update in ends]))
-        return self._counts(device, critical_entries(program, seconds, program.last[device]))
+        return self._counts(device, critical_entries(program, seconds, program.last[device]), flat)
 
     def by_device(self) -> Floats:
         """[K, S, times]: for each device a path through all of its actions, and on to its updates."""
@@ -80,8 +83,8 @@ class Paths:
             entry, sends = earlier(entry)
         return self._counts(device, chain)
 
-    def _counts(self, device: int, path: Iterable[PathEntry]) -> Floats:
-        """[S, times]: what a path takes."""
+    def _counts(self, device: int, path: Iterable[PathEntry], times: Floats | None = None) -> Floats:
+        """[S, times]: what a path takes that ends with a device's updates; `times`, [S times], if the path is for them."""
         chain, entries = list(path), self.program.entries
         counts: Floats = self._updates[device].copy()
         taken = np.array([entries[x.entry].duration for x in chain if x.runs], dtype=np.int64)
@@ -111,3 +114,87 @@ class Paths:
         """[S times] of each device: its updates."""
         stages_by_device = self.problem.stages_by_device
         return [np.sum([self._units[stage].optimizer_s for stage in own], axis=0) for own in stages_by_device]
+
+
+@dataclass(frozen=True)
+class RepeatedPaths(Paths):
+    """The paths through a step with more micro-batches than the problem's, each made from a path of the problem's step.
+
+    An order of (interleaved) 1F1B is some forwards, then forwards and backwards in turn, then backwards; `num_more`
+    micro-batches more only lengthen the middle part (for interleaved 1F1B a multiple of the devices):
+
+        M          F0 F1 | B0 F2 B1 F3 | B2 B3
+        M + 2      F0 F1 | B0 F2 B1 F3   B2 F4 B3 F5 | B4 B5
+
+    So a path may wait in the middle part of a device until the same action of the micro-batch `num_more` later, and go on
+    as before with later micro-batches: the actions before are not behind any device's middle part, those after not
+    before it. It is then longer by what the device computes for so many micro-batches. Of the devices where a path can
+    wait, the one that computes most is taken.
+    """
+
+    num_more: int
+
+    def _counts(self, device: int, path: Iterable[PathEntry], times: Floats | None = None) -> Floats:
+        chain = list(path)
+        waits = self._devices_to_wait_at(chain)
+        each = self._each_microbatch
+        if times is None:
+            waits &= {device}
+        if not waits:
+            return np.zeros((self.problem.num_stages, len(TIMES)))  # no path of the longer step is known
+        longest = device if times is None else max(waits, key=lambda x: float(each[x] @ times))
+        counts: Floats = super()._counts(device, chain) + self.num_more * each[longest].reshape(-1, len(TIMES))
+        return counts
+
+    def _devices_to_wait_at(self, chain: Sequence[PathEntry]) -> set[int]:
+        """Devices in whose middle part a path, last entry first, may wait."""
+        middle, devices = self._middle, [x.device for x in self.program.entries]
+        first_early, last_late = len(chain), -1
+        while (
+            first_early and self._place[chain[first_early - 1].entry] < middle[devices[chain[first_early - 1].entry]][1]
+        ):
+            first_early -= 1
+        while last_late + 1 < len(chain) and (
+            self._place[chain[last_late + 1].entry] >= middle[devices[chain[last_late + 1].entry]][0]
+        ):
+            last_late += 1
+        return {devices[x.entry] for x in chain[first_early : last_late + 1] if x.runs}
+
+    @cached_property
+    def _place(self) -> list[int]:
+        """The place of each entry in the order of its device."""
+        count, found = [0] * self.problem.num_devices, list[int]()
+        for entry in self.program.entries:
+            found.append(count[entry.device])
+            count[entry.device] += 1
+        return found
+
+    @cached_property
+    def _middle(self) -> list[tuple[int, int]]:
+        """Of each device the place of its first backward, and that after its last forward."""
+        first, end = [len(self._place)] * self.problem.num_devices, [0] * self.problem.num_devices
+        for place, entry, action in zip(self._place, self.program.entries, self.program.actions, strict=True):
+            if action.kind is ActionKind.FORWARD:
+                end[entry.device] = place + 1
+            else:
+                first[entry.device] = min(first[entry.device], place)
+        return list(zip(first, end, strict=True))
+
+    @cached_property
+    def _each_microbatch(self) -> Floats:
+        """[K, S times]: what each device computes for a micro-batch."""
+        found = np.zeros((self.problem.num_devices, self._durations.shape[1]))
+        for entry in self.program.entries:
+            found[entry.device] += self._durations[entry.duration]
+        return found / self.problem.num_microbatches
+
+
+def paths_of(problem: Problem) -> Paths:
+    """The paths through a problem's step, made from a step with fewer micro-batches where there are many."""
+    name, num_devices = problem.schedule.partition(":")[0], problem.num_devices
+    few = _FEW * num_devices
+    num_more = problem.num_microbatches - few
+    is_long = 2 * problem.num_stages * problem.num_microbatches > _LONG and num_more > few
+    if not is_long or name not in ("1f1b", "interleaved-1f1b") or problem.recompute not in ("never", "always"):
+        return Paths(problem)
+    return RepeatedPaths(replace(problem, costs=replace(problem.costs, num_microbatches=few)), num_more)

@@ -42,9 +42,9 @@ class EvenCut:
 
 
 def priced_cut(problem: Problem, ends: Ints) -> EvenCut:
-    """A partition with its simulated step."""
+    """A partition with its simulated step, extrapolated where there are many micro-batches."""
     columns = np.asarray(ends)[:, None]
-    step_s = float(_steps_s(problem, columns, problem.num_microbatches)[0])
+    step_s = float(_estimates_s(problem, columns)[0])
     return EvenCut(ends=columns[:, 0], step_s=step_s, peak_bytes=int(_peaks(problem, columns)[0]))
 
 

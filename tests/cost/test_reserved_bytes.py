@@ -53,11 +53,11 @@ def test_small_replay_by_hand() -> None:
     replay(first, {0: stage}, order, num_steps=1)
     # 100; 12 and 30; the second micro-batch's 12 are taken from the free 30, so its transient is new
     # the update's state takes 14 of the free 30
-    assert first.most_reserved_bytes == (100 + 12 + 30 + 30) * MIB
+    assert first.reserved_bytes == (100 + 12 + 30 + 30) * MIB
     two, three = CachingAllocator(), CachingAllocator()
     replay(two, {0: stage}, order)
     replay(three, {0: stage}, order, num_steps=3)
-    assert two.most_reserved_bytes == three.most_reserved_bytes  # a steady loop adds nothing
+    assert two.reserved_bytes == three.reserved_bytes  # a steady loop adds nothing
 
 
 @pytest.mark.parametrize("trainer", [MEGATRON, LEGACY, replace(NANOTRON, frees_late=False)])

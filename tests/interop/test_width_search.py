@@ -126,6 +126,13 @@ def test_a_memory_that_nothing_fits_names_a_machine_that_does() -> None:
     assert replace(one, num_devices=enough, batch_size=enough).run().plan.peak_bytes <= one.usable_bytes
 
 
+def test_a_given_dial_that_the_memory_forbids_is_named() -> None:
+    made = search(fixed={"data": 4}, memory_bytes=2_500_000_000, batch_size=4)
+    with pytest.raises(NoPlanError, match="some split fits if --data is left out"):
+        made.run()
+    assert replace(made, fixed={}).run().plan.peak_bytes <= 2_500_000_000
+
+
 @pytest.mark.parametrize(
     ("fixed", "fields", "message"),
     [
@@ -143,6 +150,13 @@ def test_a_memory_that_nothing_fits_names_a_machine_that_does() -> None:
         ),
         ({"expert": 2}, {}, "--expert is 2, and the model has no experts; leave it out"),
         ({"pipeline": 8}, {"num_devices": 8}, "has fewer than one of 6 blocks on each; take --pp 4"),
+        (
+            {"pipeline": 2, "num_chunks": 5},
+            {},
+            r"10 stages \(2 devices, 5 each\) need as many blocks, .* 6; take --vpp 3",
+        ),
+        ({"context": 2}, {"sequence_length": 1022}, r"1022 tokens .* over 4 ranks; .* \(twice --context\)"),
+        ({"microbatch_size": 1}, {"batch_size": 10**8}, "has .* actions; expected at most"),
         ({"data": 0}, {}, "--data is 0; expected at least 1"),
         (
             {"num_chunks": 3, "pipeline": 2, "data": 1},
@@ -171,6 +185,20 @@ def test_names_and_dials() -> None:
     found = layout_of("meta-llama/Llama-3.1-8B", **common, num_devices=2, tensor=2)
     assert (found.best.choice.widths.devices, found.num_choices) == (4, 1)
     assert told == ["meta-llama/Llama-3.1-8B: 2.80 billion parameters"]
+    of_batch = layout_of("meta-llama/Llama-3.1-8B", **common, num_devices=2, tensor=2, data=2, batch_size=20)
+    assert of_batch.best.choice.num_microbatches == 10
+    for dials, message in (
+        ({"num_gpus": 4, "microbatches": 8}, "--microbatches follows from --batch-size"),
+        ({"num_gpus": 4, "expert_tensor": 2}, "with --gpus each expert is on one rank"),
+        ({"num_devices": 2, "data": 2, "batch_size": 21}, "no multiple of 1 samples x 2 replicas; .*: 20"),
+        ({"num_devices": 2, "microbatches": 8, "batch_size": 8}, "leave one of them out"),
+        (
+            {"num_devices": 2, "sequence_length": 1 << 12, "settings": ["learned_positions=1024"]},
+            "take --sequence-length 1024",
+        ),
+    ):
+        with pytest.raises(UsageError, match=message):
+            layout_of("meta-llama/Llama-3.1-8B", **{**common, **dials})
     with pytest.raises(UsageError, match="give --gpus N to have all widths chosen"):
         layout_of("llama3-8b", **common)
 
@@ -187,6 +215,24 @@ def test_layout_on_a_machine(
     assert "predicted: a step of" in captured.err and "the best of" in captured.err
     assert gplan_exits("layout", "llama3-8b", "--gpus", "4", "--network", "400GB/s*8") == 2
     assert "did you mean 400Gb/s*8 (bits)?" in capsys.readouterr().err
+
+
+def test_an_order_of_groups() -> None:
+    given: dict[str, Any] = {
+        "receiver": "megatron",
+        "hardware": "a100",
+        "settings": ["num_hidden_layers=8"],
+        "tensor": 4,
+    }
+    with_order = layout_of("mixtral-8x7b", num_gpus=16, batch_size=32, num_devices=2, order="tp-cp-ep-pp-dp", **given)
+    assert {x.choice.widths.expert for x in with_order.planned} <= {1, 4}
+    made = export(with_order.exported, to="megatron", profile=with_order.profile)
+    assert "--use-tp-pp-dp-mapping" in made.text
+    other = layout_of("llama3-8b", num_devices=2, data=2, order="dp-tp-cp-ep-pp", **given)
+    made = export(other.exported, to="megatron", profile=other.profile)
+    assert "--use-tp-pp-dp-mapping" not in made.text and [x for x in made.notes if "order dp-tp-cp-ep-pp" in x]
+    with pytest.raises(UsageError, match="torchtitan places groups as tp-cp-ep-dp-pp; leave --order out"):
+        layout_of("llama3-8b", **{**given, "receiver": "torchtitan"}, num_gpus=8, order="tp-cp-ep-pp-dp")
 
 
 def test_multi_token_prediction_does_not_tie_the_head() -> None:

@@ -8,6 +8,7 @@ from math import prod
 import pytest
 
 from gplan.core import Link
+from gplan.core.errors import UsageError
 from gplan.cost.stage_table import StageTable
 from gplan_profiler.analytic.collectives import collective_s, pipeline_link
 from gplan_profiler.analytic.decoder_config import BlockKind, Widths, load_decoder
@@ -41,7 +42,7 @@ MADE = replace(
     ],
 )
 def test_a_collective_by_hand(kind: str, size: int, stride: int, seconds: float) -> None:
-    assert collective_s(MADE, kind, 8e9, size=size, stride=stride) == pytest.approx(seconds)  # type: ignore[arg-type]
+    assert collective_s(MADE, kind, 8e9, group=((size, stride),)) == pytest.approx(seconds)  # type: ignore[arg-type]
 
 
 def test_stages_are_neighbours_in_a_node_or_across() -> None:
@@ -49,13 +50,30 @@ def test_stages_are_neighbours_in_a_node_or_across() -> None:
     assert pipeline_link(MADE, near) == MADE.link
     assert pipeline_link(MADE, far) == MADE.network
     replicas = pipeline_link(MADE, Widths(tensor=4, data=2, pipeline=2))
-    whole = collective_s(MADE, "reduce_scatter", 1e9, size=2, stride=4)
+    whole = collective_s(MADE, "reduce_scatter", 1e9, group=((2, 4),))
     assert float(replicas.collectives_s("reduce_scatter", 2e9, 2)) == pytest.approx(2 * whole)
     hidden = pipeline_link(MADE, Widths(data=4), hidden=0.75)
     seen = pipeline_link(MADE, Widths(data=4))
     assert float(hidden.collectives_s("all_gather", 1e9, 4)) == pytest.approx(
         float(seen.collectives_s("all_gather", 1e9, 4)) / 4
     )
+
+
+def test_groups_are_placed_in_an_order() -> None:
+    sizes = {"tensor": 2, "context": 2, "data": 4, "pipeline": 3, "expert": 4, "expert_tensor": 1}
+    plain, stages_first = Widths(**sizes), Widths(**sizes, order="tp-cp-ep-pp-dp")
+    assert [plain.placed(x) for x in ("tp", "cp", "dp", "pp")] == [((2, 1),), ((2, 2),), ((4, 4),), ((3, 16),)]
+    assert [stages_first.placed(x) for x in ("cp", "pp", "dp")] == [((2, 2),), ((3, 4),), ((4, 12),)]
+    assert (plain.placed("cp", "dp"), stages_first.placed("cp", "dp")) == (((8, 2),), ((2, 2), (4, 12)))
+    assert plain.placed("ep", of_experts=True) == ((4, 1),)
+    # stages are then neighbours in a node, and no two replicas of a stage are in one
+    near, far = (pipeline_link(MADE, replace(x, context=1, expert=1, data=8)) for x in (stages_first, plain))
+    assert (near.bytes_per_s, far.bytes_per_s) == (MADE.link.bytes_per_s, MADE.network.bytes_per_s)
+    assert float(near.collectives_s("all_gather", 8e9, 8)) > float(far.collectives_s("all_gather", 8e9, 8))
+    with pytest.raises(UsageError, match="the order of groups is tp-pp; expected tp, cp, ep, dp and pp in some order"):
+        Widths(order="tp-pp")
+    with pytest.raises(UsageError, match="only if tensor x context = expert x expert-tensor"):
+        Widths(tensor=2, data=4, pipeline=2, expert=8, expert_tensor=1, order="tp-cp-ep-pp-dp")
 
 
 def block_exchanges(trainer: object, **widths: int) -> list[tuple[str, str, int]]:

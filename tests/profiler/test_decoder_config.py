@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gplan.core import Profile
@@ -268,6 +269,9 @@ def test_attention_to_a_window_is_counted_by_pairs_of_tokens(tmp_path: Path) -> 
         ),
         ({"model_type": "granitemoehybrid", "mamba_proj_bias": True}, "has mamba_proj_bias"),
         ({"model_type": "minimax_m2", "use_qk_norm": False}, "has use_qk_norm"),
+        ({"model_type": "jamba"}, "model_type jamba: its layers of Mamba-1 .* gplan profile --device meta"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 4}, "4 key-value heads are shared by 6 heads"),
+        ({"hidden_size": 4095}, "hidden_size is 4095; expected a multiple of .* heads, or a head_dim"),
         ({"model_type": "gpt_9"}, "has the model_type gpt_9, whose layers are not known; .* spelt alike: .*gpt2"),
     ],
 )
@@ -276,6 +280,18 @@ def test_keys_that_change_layers_are_refused(keys: dict[str, object], told: str,
     path.write_text(json.dumps({**SMALL, **keys}))
     with pytest.raises(FileError, match=told):
         load_decoder(str(path))
+
+
+@pytest.mark.parametrize("key", ["text_config", "llm_config", "language_config"])
+def test_the_language_model_of_a_larger_one(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps({"model_type": "sees", key: {**SMALL, "model_type": "llama"}, "vision_config": {"depth": 2}})
+    )
+    found = load_decoder(str(path))
+    assert [x for x in found.unused if "vision_config" in x]
+    path.write_text(json.dumps(SMALL))
+    assert msgspec.structs.replace(found, unused=()) == load_decoder(str(path))
 
 
 def test_a_key_without_effect_is_set_to_null(tmp_path: Path) -> None:

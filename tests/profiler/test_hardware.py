@@ -99,6 +99,21 @@ def test_a_file_that_is_wrong_is_refused_with_the_key(tmp_path: Path, found: str
         load_hardware(written(tmp_path, MINE.replace(found, instead)))
 
 
+def test_names_of_drivers_and_files_that_are_like_a_device(tmp_path: Path) -> None:
+    for name, plain in (
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"), ("Tesla V100-SXM2-32GB", "v100"),
+    ):  # fmt: skip
+        assert load_hardware(name) == load_hardware(plain)
+    with pytest.raises(UsageError, match="no hardware is called H100 PCIe"):  # slower than one with NVLink
+        load_hardware("H100 PCIe")
+    a100, mine = load_hardware("a100"), load_hardware(written(tmp_path, 'like = "a100"\nlink = { bytes_per_s = 25e9 }'))
+    assert (mine.link.bytes_per_s, mine.link.latency_s) == (25e9, a100.link.latency_s)
+    assert (mine.memory_bytes, mine.efficiencies) == (a100.memory_bytes, a100.efficiencies)
+    with pytest.raises(FileError, match="is like b900, which is no device; expected one of b200"):
+        load_hardware(written(tmp_path, 'like = "b900"'))
+
+
 def test_unknown_name_lists_known_names(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no hardware is called b300; expected b200, h100, h200, a100"):
         load_hardware("b300")

@@ -26,6 +26,7 @@ from gplan.core.errors import UsageError
 from gplan.interop.export.requirements import Export, computed_widths, skipping_values
 from gplan.interop.receivers import RECEIVERS, DecoderLayers, check_plan, decoder_of
 
+_ORDER_BY_FLAG = "tp-cp-ep-pp-dp"  # the one other order of groups that Megatron-LM's arguments can ask for
 _TITLE = RECEIVERS["megatron"].title
 
 
@@ -80,7 +81,12 @@ def _switches(profile: Profile | None) -> list[str]:
         found += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     if widths.get("expert", 1) > 1:  # the tokens go by all-to-all, and experts multiply theirs together
         found += ["--moe-token-dispatcher-type alltoall", "--moe-grouped-gemm"]
-    return found
+    return found + ["--use-tp-pp-dp-mapping"] * (_order(profile) == _ORDER_BY_FLAG)
+
+
+def _order(profile: Profile | None) -> str | None:
+    """The order in which a computed profile places groups; None where it is the trainer's own."""
+    return None if profile is None else dict(profile.model.settings).get("order")
 
 
 def to_verl(plan: Plan, profile: Profile | None) -> Export:
@@ -169,6 +175,10 @@ def _notes(plan: Plan, profile: Profile | None, decoder: DecoderLayers) -> tuple
         notes.append(
             "the plan counts the collectives of replicas behind the last backward; the two overlap flags hide some of them, so that a "
             "step may be shorter"
+        )
+    if (order := _order(profile)) not in (None, _ORDER_BY_FLAG):
+        notes.append(
+            f"Megatron-LM has no argument for the order {order}: pass it to initialize_model_parallel as order="
         )
     blocks = [] if profile is None else [profile.layers[i] for i in decoder.blocks]
     kinds = dict.fromkeys(f"{x.kind} of {x.num_parameters} parameters" for x in blocks)

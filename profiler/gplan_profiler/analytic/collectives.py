@@ -5,13 +5,14 @@ A collective of n bytes (the whole tensor) over g ranks takes start + rank * (g 
 al., Optimization of Collective Communication Operations in MPICH, 2005). Within a node the rate is a share of the
 device's link. Across nodes a ring enters each node once: the members of a group in one node use their network cards
 side by side, so the rate is that of one device's network times the members, at most the link's; the tokens of an
-all-to-all leave through each device's own card. Groups are placed as trainers place them: tensor innermost, then
-context, data (with experts inside), pipeline outermost. Left out: rails that share switches, and other traffic.
+all-to-all leave through each device's own card. Groups are placed as `Widths.order` says. Left out: rails that share
+switches, and other traffic.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, TypeAlias
 
 from gplan.core import Link
@@ -21,6 +22,7 @@ from gplan_profiler.analytic.decoder_config import Widths
 from gplan_profiler.analytic.hardware import ExchangeKind, Hardware
 
 Group: TypeAlias = Literal["tensor", "context", "expert", "expert_tensor"]
+_DIMENSIONS: dict[Group, str] = {"tensor": "tp", "context": "cp", "expert": "ep", "expert_tensor": "tp"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +35,15 @@ class Exchange:
     hidden: float = 0.0  # share of its seconds that computing hides
 
 
-def collective_s(hardware: Hardware, kind: ExchangeKind, num_bytes: float, *, size: int, stride: int) -> float:
-    """Seconds of a collective of `size` ranks whose numbers are `stride` apart; 0 for one rank."""
+def collective_s(
+    hardware: Hardware, kind: ExchangeKind, num_bytes: float, *, group: tuple[tuple[int, int], ...]
+) -> float:
+    """Seconds of a collective over a group, as (size, stride) in the numbering of ranks; 0 for one rank."""
+    size = prod(x for x, _ in group)
     if size < 2 or not num_bytes:
         return 0.0
     rate, per_node = hardware.collectives[kind], hardware.devices_per_node
-    members = min(size, max(1, per_node // stride))  # of one node
+    members = prod(min(x, max(1, per_node // stride)) for x, stride in group)  # of one node
     num_nodes = -(-size // members)
     bytes_per_s, start_s = hardware.link.bytes_per_s * rate.share, rate.start_s
     wire = num_bytes * (size - 1) / size * (2 if kind == "all_reduce" else 1)
@@ -55,10 +60,8 @@ def collective_s(hardware: Hardware, kind: ExchangeKind, num_bytes: float, *, si
 
 def exchange_s(hardware: Hardware, widths: Widths, exchange: Exchange) -> float:
     """Seconds of a layer's collective beyond what computing hides."""
-    sizes = {"tensor": (widths.tensor, 1), "context": (widths.context, widths.tensor)}
-    sizes |= {"expert_tensor": (widths.of_expert, 1), "expert": (widths.expert, widths.of_expert)}
-    size, stride = sizes[exchange.group]
-    seconds = collective_s(hardware, exchange.kind, exchange.num_bytes, size=size, stride=stride)
+    group = widths.placed(_DIMENSIONS[exchange.group], of_experts=exchange.group.startswith("expert"))
+    seconds = collective_s(hardware, exchange.kind, exchange.num_bytes, group=group)
     return (1 - exchange.hidden) * seconds
 
 
@@ -67,15 +70,15 @@ def pipeline_link(hardware: Hardware, widths: Widths, *, hidden: float = 0.0, te
 
     `hidden` is the share of the replicas' collectives that the last backward and the first forward of a step hide.
     """
-    stride, num_replicas = widths.tensor, widths.replicas
-    is_near = widths.ranks < hardware.devices_per_node or widths.devices <= hardware.devices_per_node
+    num_replicas, ((_, apart),) = widths.replicas, widths.placed("pp")
+    is_near = apart < hardware.devices_per_node or widths.devices <= hardware.devices_per_node
     link = hardware.link if is_near else hardware.network
     if num_replicas < 2:
         return link
     collectives = []
     for kind in COLLECTIVE_KINDS:
         messages = num_messages(kind, num_replicas)
-        whole_s = (1 - hidden) * collective_s(hardware, kind, tensor_bytes, size=num_replicas, stride=stride)
+        whole_s = (1 - hidden) * collective_s(hardware, kind, tensor_bytes, group=widths.placed("cp", "dp"))
         message = Link(latency_s=0.0, bytes_per_s=tensor_bytes * messages / num_replicas / whole_s)
         collectives.append(Collective(kind=kind, num_devices=num_replicas, message=message))
     return Link(latency_s=link.latency_s, bytes_per_s=link.bytes_per_s, collectives=tuple(collectives))

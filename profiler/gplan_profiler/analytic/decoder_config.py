@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -30,6 +31,15 @@ _KINDS = {
 }  # fmt: skip
 
 
+ORDER = "tp-cp-ep-dp-pp"
+"""How trainers place groups: ranks of a tensor group are neighbours, stages are farthest apart (Megatron-LM's default)."""
+
+
+def places_alike(order: str, num_ranks: int, num_expert_ranks: int, pipeline: int) -> bool:
+    """Whether a pipeline has the same ranks for experts as for the rest, given how many ranks divide a copy of each."""
+    return pipeline == 1 or order.endswith("pp") or num_ranks == num_expert_ranks
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
     """How the layers of a stage are divided, and the size of a sample."""
@@ -43,6 +53,7 @@ class Widths:
     data: int = 1
     pipeline: int = 1  # devices of a pipeline; they only count for where groups lie
     sequence_length: int = 4096
+    order: str = ORDER  # of the groups, the one whose ranks are neighbours first
 
     def __post_init__(self) -> None:
         for name in ("tensor", "context", "expert", "data", "pipeline", "sequence_length"):
@@ -54,6 +65,40 @@ class Widths:
             by = f"{self.expert} x {self.expert_tensor}" if self.expert_tensor > 1 else f"{self.expert}"
             product = f"tensor x context x data = {self.tensor} x {self.context} x {self.data}"
             raise UsageError(f"experts are divided by {by}; expected a divisor of {product} ranks")
+        if sorted(self.order.split("-")) != sorted(ORDER.split("-")):
+            raise UsageError(
+                f"the order of groups is {self.order}; expected tp, cp, ep, dp and pp in some order, such as {ORDER}"
+            )
+        experts = self.expert * self.of_expert if self.expert > 1 else self.tensor * self.context
+        if not places_alike(self.order, self.tensor * self.context, experts, self.pipeline):
+            raise UsageError(
+                f"with the order {self.order}, stages lie alike for experts only if tensor x context = expert x expert-tensor, and "
+                f"{self.tensor} x {self.context} is not {self.expert} x {self.of_expert}; take an order that ends with pp, or other sizes"
+            )
+
+    def placed(self, *groups: str, of_experts: bool = False) -> tuple[tuple[int, int], ...]:
+        """The (size, stride) of a group over these dimensions in the numbering of ranks; those that follow each other as one.
+
+        Experts have a grid of their own, without context, whose dp is that of ranks with the same experts.
+
+        >>> Widths(tensor=2, data=4, context=2).placed("cp", "dp"), Widths(tensor=2, data=4, pipeline=3).placed("pp")
+        (((8, 2),), ((3, 8),))
+        >>> Widths(tensor=2, data=4, pipeline=3, order="tp-cp-ep-pp-dp").placed("dp")
+        ((4, 6),)
+        """
+        sizes = {"tp": self.tensor, "cp": self.context, "dp": self.data, "pp": self.pipeline}
+        if of_experts:
+            sizes = {"tp": self.of_expert, "ep": self.expert, "dp": self.expert_replicas, "pp": self.pipeline}
+        found, stride = list[tuple[int, int]](), 1
+        for name in self.order.split("-"):
+            size = sizes.get(name, 1)
+            if name in groups:
+                if found and found[-1][0] * found[-1][1] == stride:
+                    found[-1] = (found[-1][0] * size, found[-1][1])
+                else:
+                    found.append((size, stride))
+            stride *= size
+        return tuple(found)
 
     @property
     def ranks(self) -> int:
@@ -207,6 +252,11 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.num_attention_heads} heads share a hidden_size of {self.hidden_size}; expected no more heads than that"
             )
 
+        heads, shared = self.num_attention_heads, self.num_key_value_heads
+        if shared and heads % shared and not self.kv_lora_rank:
+            raise ValueError(f"{shared} key-value heads are shared by {heads} heads; expected a divisor of {heads}")
+        if self.head_dim is None and not self.kv_lora_rank and self.hidden_size % heads:
+            raise ValueError(f"hidden_size is {self.hidden_size}; expected a multiple of {heads} heads, or a head_dim")
         if self.mlp_bias and self.routed_experts:
             raise ValueError("mlp_bias is true and there are experts; expected a model that has one of both")
         kinds_found = {self._kind(i) for i in range(self.num_hidden_layers)}
@@ -467,7 +517,12 @@ def load_decoder(name: str, settings: Mapping[str, Any] = MappingProxyType({})) 
         raise UsageError(f"no model is named {name}; expected {', '.join(decoder_names())}, or a config.json")
     keys = {*_KEYS, "model_type"}
     if strange := [key for key, value in settings.items() if key not in keys and value is not None]:
-        raise UsageError(f"a decoder has no {strange[0]}; expected one of {', '.join(_KEYS)}")
+        near = get_close_matches(strange[0], _KEYS, n=3, cutoff=0.4)
+        raise UsageError(
+            f"a decoder has no {strange[0]}; did you mean {', '.join(near)}?"
+            if near
+            else f"a decoder has no {strange[0]}; expected one of {', '.join(_KEYS)}"
+        )
     if not isinstance(found, dict):
         raise FileError(
             f"{name} is no configuration of a decoder; expected an object with the keys of Llama: {', '.join(_SIZES)}"

@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 
 _TABLE = Path(__file__).with_name("families.toml")
+_REFUSED = "refused"  # the table of families whose layers are not computed, with the reason
+_INNER = ("text_config", "llm_config", "language_config")  # where a larger model keeps its language model
 _RULES = ("like", "same_keys", "ignored", "neutral", "needs", "when", "defaults", "intermediate_ratio")
 
 _SAME_KEY = {
@@ -70,15 +72,20 @@ _NO_EFFECT = re.compile(  # on the weights of layers and their work
     r"moe_router_(topk_scaling_factor|score_function|use_sigmoid|bias_update_speed)|moe_(expert_)?capacity[a-z_]*|num_expert_group|"
     r"qk_head_dim|swiglu_(alpha|limit)|for_llm_compression|time_step_(limit|min|max|floor|rank)|attention_(probs_)?dropout|"
     r"(num_)?logits_to_keep|use_bidirectional_attention|mamba_expand|is_llama_config|tf_legacy_loss|use_mambapy|"
-    r"torch_dtype|architecture|quantization_config|pruned_heads|text_config|sub_configs"
+    r"torch_dtype|architecture|quantization_config|pruned_heads|(text|llm|language)_config|sub_configs"
 )
 _NOTED = re.compile(r"[a-z_]*softcap(ping)?|clip_qkv|(vision|audio|image|video|mm|projector|multimodal|spatial)_.*")
 
 
 @cache
+def _tables() -> dict[str, dict[str, Any]]:
+    return msgspec.toml.decode(_TABLE.read_text(encoding="utf-8"), type=dict[str, dict[str, Any]])
+
+
+@cache
 def families() -> dict[str, dict[str, Any]]:
     """What a family adds to the layers of Llama, by its `model_type` without `_text`, with what it inherits."""
-    tables = msgspec.toml.decode(_TABLE.read_text(encoding="utf-8"), type=dict[str, dict[str, Any]])
+    tables = {name: x for name, x in _tables().items() if name != _REFUSED}
 
     def whole(name: str) -> dict[str, Any]:
         own = tables[name]
@@ -95,16 +102,20 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
 
     `settings` replace keys of the file. Raises ValueError for a family or a key that is not understood.
     """
-    inner = found.get("text_config")
-    inner = inner if isinstance(inner, Mapping) else {}
+    inner: Mapping[str, Any] = next((x for key in _INNER if isinstance(x := found.get(key), Mapping)), {})
     flat = {**found, **inner, **settings}
     name = str(flat.get("model_type") or "llama")
     family = families().get(name.removesuffix("_text"))
+    if reason := _tables()[_REFUSED].get(name.removesuffix("_text")):
+        raise ValueError(
+            f"has the model_type {name}: {reason}; profile the model itself with gplan profile --device meta"
+        )
     if family is None:
+        alike = get_close_matches(name, families(), n=5, cutoff=0.4)
         raise ValueError(
             f"has the model_type {name}, whose layers are not known; of the {len(families())} that are, these are spelt alike: "
-            f"{', '.join(get_close_matches(name, families(), n=5, cutoff=0.4)) or 'none'}; where the layers are the same as "
-            "those of one, name it with --set 'model_type=\"llama\"'"
+            f"{', '.join(alike) or 'none'}; where the layers are the same as those of one, name it with --set "
+            f"'model_type=\"{(alike or ['llama'])[0]}\"'"
         )
     renamed = {**_SAME_KEY, **family["same_keys"]}
     ignored, neutral = family["ignored"], family["neutral"]
@@ -117,7 +128,7 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
         if key in neutral:
             if any(x not in neutral[key] for x in (value if isinstance(value, list) else [value])):
                 refused.append(key)
-        elif targets[0] in known:
+        elif targets[0] in known or targets[0] in family.get("needs", ()):
             values.update(dict.fromkeys(targets, value))
         elif value and not _NO_EFFECT.fullmatch(key):
             is_outside = bool(inner) and key not in inner and key not in settings
@@ -144,6 +155,10 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
 
 def _with_kinds(given: dict[str, Any]) -> dict[str, Any]:
     """Kinds of layers by their usual names, from a list or a pattern such as M-M* or LLLG."""
+    full = given.pop("attn_layer_indices", None)
+    if isinstance(full, list):
+        count = int(given.get("num_hidden_layers", 0))
+        given["layer_types"] = ["full_attention" if i in full else "linear_attention" for i in range(count)]
     kinds, interval = given.get("layer_types"), given.get("full_attention_interval")
     if isinstance(interval, str):
         if interval != "L" * (len(interval) - 1) + "G":

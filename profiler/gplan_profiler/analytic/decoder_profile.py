@@ -24,7 +24,7 @@ from gplan.core.layer_cost import Leftover
 from gplan.core.profile import ParameterSize
 from gplan.core.units import now_text
 from gplan_profiler.analytic.collectives import pipeline_link
-from gplan_profiler.analytic.decoder_config import Decoder, Widths, load_decoder
+from gplan_profiler.analytic.decoder_config import ORDER, Decoder, Widths, load_decoder
 from gplan_profiler.analytic.decoder_kernels import (
     DTYPE,
     ELEMENT,
@@ -129,6 +129,7 @@ class DecoderProfile:
                 settings=tuple(
                     (x, str(self.widths.of_expert if x == "expert_tensor" else getattr(self.widths, x)))
                     for x in self.widths.__slots__
+                    if x != "order" or self.widths.order != ORDER
                 )
                 + (() if self.divides_state else ((UNDIVIDED, str(self.widths.replicas)),)),
                 digest=sha256(repr(self).encode()).hexdigest()[:16],
@@ -275,24 +276,37 @@ def decoder_profile(
 def check_widths(decoder: Decoder, widths: Widths) -> None:
     """Raise UsageError for widths that do not divide a model."""
     sizes = {"tensor": widths.tensor, "context": widths.context, "expert": widths.expert}
-    for what, count, width, flag in divisions(decoder, **sizes, sequence_length=widths.sequence_length):
-        if count % width:
-            raise UsageError(indivisible_text(what, count, width, flag))
+    check_divisions(decoder, **sizes, sequence_length=widths.sequence_length)
 
 
-def divisions(
-    decoder: Decoder, *, tensor: int, context: int, expert: int, sequence_length: int
-) -> tuple[tuple[str, int, int, str], ...]:
-    """What is divided: its name, how many there are, over how many ranks, and the option that says so."""
-    return (
+def check_divisions(decoder: Decoder, *, tensor: int, context: int, expert: int, sequence_length: int) -> None:
+    """Raise UsageError for what so many ranks cannot divide, with the nearest numbers that can."""
+    if 0 < decoder.learned_positions < sequence_length:
+        raise UsageError(
+            f"the model has {decoder.learned_positions} learned positions, fewer than the {sequence_length} tokens of a sequence; "
+            f"take --sequence-length {decoder.learned_positions}"
+        )
+    for what, count, width, flag in (
         ("heads", decoder.num_attention_heads, tensor, "--tensor"),
         ("linear attention heads", decoder.linear_num_value_heads, tensor, "--tensor"),
         ("experts", decoder.routed_experts, expert, "--expert"),
-        ("tokens of a sequence", sequence_length, context * tensor, "--context"),
+        *token_divisions(sequence_length, tensor=tensor, context=context),
+    ):
+        if count % width:
+            raise UsageError(_indivisible_text(what, count, width, flag))
+
+
+def token_divisions(sequence_length: int, *, tensor: int, context: int) -> tuple[tuple[str, int, int, str], ...]:
+    """What is divided of a sequence: a rank has a chunk of the first half and one of the second, so that causal work is even."""
+    if context == 1:
+        return (("tokens of a sequence", sequence_length, tensor, "--tensor"),)
+    return (
+        ("tokens of a sequence", sequence_length, 2 * context, "twice --context"),
+        (f"tokens on each of {context} context ranks", sequence_length // context, tensor, "--tensor"),
     )
 
 
-def indivisible_text(what: str, count: int, width: int, flag: str) -> str:
+def _indivisible_text(what: str, count: int, width: int, flag: str) -> str:
     """Why so many ranks cannot divide something, with the nearest numbers that can."""
     below = max(x for x in range(1, min(width, count) + 1) if count % x == 0)
     above = next((x for x in range(width, count + 1) if count % x == 0), below)

@@ -11,6 +11,7 @@ keys.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
@@ -39,9 +40,13 @@ _LEAST_FLOPS_PER_S = 1e9  # lower numbers are probably in another unit
 _LEAST_LINK = 1e6
 _MOST_SHARE = 2.0  # a causal attention that counts the whole square may reach twice the peak
 _LEAST = {"bytes_per_s": 1e8, "memory_bytes": 1e6}
+_NO_NAME = re.compile(
+    r"nvidia|amd|geforce|tesla|instinct|google|sxm\d?|hbm\d?e?|oam|gpu|"
+)  # words beside a device's name
 _TABLE: dict[str, Any] = msgspec.toml.decode(
     resources.files("gplan_profiler.analytic").joinpath("hardware.toml").read_text(encoding="utf-8")
 )
+_PARTS = ("link", "network", "efficiency", "collectives", "sources")  # of an entry, whose values hold one by one
 _USUAL_COLLECTIVES: dict[str, Any] = _TABLE["collectives"]
 
 
@@ -173,13 +178,13 @@ def load_hardware(name_or_path: str) -> Hardware:
 
     Raises UsageError for a name that is not in the table, FileError for a file that does not describe a device.
     """
-    table = hardware_table()
-    if name_or_path.lower() in table:
-        return described_hardware(table[name_or_path.lower()], name=name_or_path.lower(), place="the built-in table")
+    table, name = hardware_table(), _table_name(name_or_path)
+    if name in table:
+        return described_hardware(table[name], name=name, place="the built-in table")
     path = Path(name_or_path)
     if path.suffix not in (".toml", ".json"):
         raise UsageError(
-            f"no hardware is called {name_or_path}; expected {', '.join(table)}, or a file such as mine.toml or mine.json"
+            f'no hardware is called {name_or_path}; expected {", ".join(table)}, or a file such as mine.toml, which may begin with like = "h100"'
         )
     kind = path.suffix[1:].upper()
     try:
@@ -189,7 +194,21 @@ def load_hardware(name_or_path: str) -> Hardware:
         raise FileError(f"{path} cannot be read: {error.strerror}; expected a {kind} file of a device") from error
     except ValueError as error:  # of both parsers
         raise FileError(f"{path} cannot be parsed as {kind}: {error}; expected keys such as bytes_per_s") from error
-    return described_hardware(content, name=path.stem, place=str(path))
+    if isinstance(content, dict) and (like := content.get("like", "h100")) not in table:
+        raise FileError(f"{path} is like {like}, which is no device; expected one of {', '.join(table)}")
+    return described_hardware(_whole(content), name=path.stem, place=str(path))
+
+
+def _table_name(name: str) -> str:
+    """A device's name as in the table, from that of a driver or a shop.
+
+    >>> _table_name("NVIDIA A100-SXM4-80GB"), _table_name("RTX-4090"), _table_name("H100 PCIe")
+    ('a100', 'rtx4090', 'h100-pcie')
+    """
+    words = [x for x in re.split(r"[^a-z0-9]+", name.lower()) if not _NO_NAME.fullmatch(x)]
+    plain = "-".join(words).replace("rtx-", "rtx")
+    sized = {f"{x}-{entry.get('memory_bytes', 0) / 1e9:.0f}gb": x for x, entry in hardware_table().items()}
+    return sized.get(plain, plain)
 
 
 def hardware_table() -> dict[str, Any]:
@@ -203,7 +222,8 @@ def _whole(entry: dict[str, Any]) -> dict[str, Any]:
         return entry
     other = _whole(_TABLE[entry["like"]])
     own = {key: value for key, value in entry.items() if key != "like"}
-    return {**other, **own, "sources": {**other["sources"], **entry.get("sources", {})}}
+    parts = {x: {**other.get(x, {}), **own[x]} for x in _PARTS if isinstance(own.get(x), dict)}
+    return {**other, **own, **parts}
 
 
 def described_hardware(content: dict[str, Any], *, name: str, place: str) -> Hardware:
