@@ -46,6 +46,7 @@ class StageTensors:
     update: tuple[int, ...] = ()  # that each update needs for a moment
     received: int = 0  # of a micro-batch, from another device
     handed_on: int = 0  # of a micro-batch: what no layer keeps of what is sent, there until the backward
+    handed_on_again: int = 0  # the same where all layers are recomputed together
     recomputed: tuple[range, ...] = ()  # the layers, by place, that are recomputed together
 
 
@@ -112,9 +113,11 @@ def _stage_tensors(plan: Plan, profile: Profile, index: int) -> StageTensors | N
     first = (masters / profile.step.state_bytes if masters else 0.0) if has_own else 1 / 3
     later = (1 - first) * parts.optimizer
     num_moments = max(1, round(later / ((2 if masters else 1) * sum(trained) or 1))) if has_own else 2
-    is_last = stage.end_layer == len(profile.layers)
+    is_last, is_selected = stage.end_layer == len(profile.layers), plan.recompute == "selected"
     costs = (*(x.costs[0] for x in layers), *(profile.loss if is_last else ()))
     stash = sum(y.num_bytes for x in costs for y in x.tensors if y.made < x.num_forward_times <= y.freed)
+    last = costs[len(layers) - 1]
+    result = sum(x.num_bytes for i, x in enumerate(last.tensors) if i == _result(last))
     return StageTensors(
         layers=costs,
         names=(*stage.layer_names, *(("loss",) if is_last and profile.loss else ())),
@@ -126,9 +129,10 @@ def _stage_tensors(plan: Plan, profile: Profile, index: int) -> StageTensors | N
         states=tuple(y for x in divided(later / num_moments, trained) for y in num_moments * (x,)),
         update=tuple(divided(max(0, parts.optimizer_workspace), trained)),
         received=parts.received_activation,
-        handed_on=max(0, parts.stash - stash),
+        handed_on=0 if is_selected else max(0, parts.stash - stash),
+        handed_on_again=0 if is_selected else max(0, parts.checkpoint - result),
         recomputed=tuple(range(i, i + 1) for i, x in enumerate(stage.layer_names) if x in stage.recompute_layers)
-        if plan.recompute == "selected"
+        if is_selected
         else (range(len(layers)),),
     )
 
@@ -171,7 +175,8 @@ def replay(
                         if i > groups[i].start:
                             _free(allocator, held[i - 1])
                 allocator.doing = f"handed on by stage {stage} for micro-batch {microbatch}"
-                crossing[key] += [allocator.allocate(own.handed_on)] if own.handed_on else []
+                handed_on = own.handed_on_again if groups else own.handed_on
+                crossing[key] += [allocator.allocate(handed_on)] if handed_on else []
                 continue
             is_half = kind is ActionKind.INPUT_GRADIENT
             begins, held = kind is ActionKind.BACKWARD or is_half == (stage > 0), passes[key]
