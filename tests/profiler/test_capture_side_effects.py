@@ -169,3 +169,53 @@ def test_capture_restores_attributes() -> None:
     model = Around(Remembers(4, 4))
     capture(model, ROWS)
     assert not hasattr(model.inner, "seen")
+
+
+num_calls = 0
+
+
+class Scheduled(nn.Module):
+    """Counts its calls, and does nothing with the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.step = nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        y: Tensor = self.linear(x)
+        return y
+
+
+class LateByAttribute(Scheduled):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if self.step > 100 else 1)
+
+
+class LateByGlobal(Scheduled):
+    def forward(self, x: Tensor) -> Tensor:
+        global num_calls
+        num_calls = num_calls + 1
+        return super().forward(x) * (2 if num_calls > 100 else 1)
+
+
+class Alternating(Scheduled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_odd = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.is_odd = not self.is_odd
+        return super().forward(x) if self.is_odd else x
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(LateByAttribute, "step"), (LateByGlobal, "num_calls"), (Alternating, "is_odd")]
+)
+def test_forward_whose_path_depends_on_its_calls_is_refused(kind: type[Scheduled], name: str) -> None:
+    with pytest.raises(ModelError, match=rf"counts in {name} and reads it \(test_capture_side_effects.py, line"):
+        capture(kind(), ROWS)
+
+
+def test_forward_that_only_counts_is_captured() -> None:
+    assert len(capture(Scheduled(), ROWS)) == 1
