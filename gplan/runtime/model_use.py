@@ -82,23 +82,41 @@ class LossReads(TorchFunctionMode):
 
 
 class UnchangedModel:
-    """A model as it was captured: which of its modules train, and attributes that its code reads."""
+    """A model as it was captured: modes and hooks of its modules, its weights, and the attributes that its code reads."""
 
     def __init__(self, model: nn.Module, usual: CapturedModel) -> None:
+        """Raises UsageError for hooks on the backward of a module that is traced."""
         self._model, self._trained = model, modules_that_train(model)
-        self._names = {x: path for path, x in model.named_modules()}
-        is_run = isinstance(usual.chain, SequentialChain)  # by its own code, which reads attributes as they are
+        self._names = {x: path or type(x).__name__ for path, x in model.named_modules()}
+        is_run = isinstance(usual.chain, SequentialChain)  # by its own code, which reads all of them as they are
         self._attributes = [] if is_run else attributes_read(model)
+        self._parts = {} if is_run else {x: _parts(x) for x in model.modules()}
+        for module in self._parts:
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise UsageError(
+                    f"{self._names[module]} has a hook on its backward, which a stage would not run, as stages are traced "
+                    "operations: put the hook on a parameter (x.register_hook), or write a torch.autograd.Function"
+                )
 
     def check(self) -> None:
         """Raise UsageError if a script changed the model."""
         changed = [f"{path} was changed" for path in changed_since(self._attributes)]
         for module, trains in self._trained.items() if self._model.training else ():  # an evaluation sets all modules
             if module.training != trains:
-                name = self._names[module] or type(module).__name__
-                changed.append(f"{name} was put in {'evaluation' if trains else 'training'} mode")
+                changed.append(f"{self._names[module]} was put in {'evaluation' if trains else 'training'} mode")
+        for module, parts in self._parts.items():
+            if _parts(module) != parts:
+                changed.append(f"the hooks, weights, children or the forward of {self._names[module]} were changed")
         if changed:
             raise UsageError(
                 f"{changed[0]} after the pipeline was made, whose stages are as the model was then: change it before "
                 "gplan.pipeline, make the pipeline again after the change, or pass a value that changes as an input of the model"
             )
+
+
+def _parts(module: nn.Module) -> tuple[object, ...]:
+    """What a call of a module runs and reads, but for its attributes."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    held = (module._parameters, module._buffers, module._modules)
+    ids = (id(x) for part in held for x in part.values())
+    return (module.__dict__.get("forward"), *(tuple(x) for x in hooks if x), *ids)

@@ -46,9 +46,29 @@ def freeze_norm(model: Tempered) -> None:
     model.layers[1].eval()
 
 
+def add_hook(model: Tempered) -> None:
+    model.head.register_forward_hook(lambda _module, _inputs, output: output / 2)
+
+
+def replace_head(model: Tempered) -> None:
+    model.head = nn.Linear(8, 5)
+
+
+def assign_weights(model: Tempered) -> None:
+    model.load_state_dict({name: x / 2 for name, x in model.state_dict().items()}, assign=True)
+
+
+def patch_forward(model: Tempered) -> None:
+    model.layers.forward = lambda x: x  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
+        (add_hook, "the hooks, weights, children or the forward of head were changed"),
+        (replace_head, "the hooks, weights, children or the forward of Tempered were changed"),
+        (assign_weights, "the hooks, weights, children or the forward of layers.0 were changed"),
+        (patch_forward, "the hooks, weights, children or the forward of layers were changed"),
         (set_temperature, "temperature was changed"),
         (set_dropout, "layers.2.p was changed"),
         (freeze_norm, "layers.1 was put in evaluation mode"),
@@ -61,6 +81,14 @@ def test_change_that_stages_would_not_see_is_refused(change: Callable[[Tempered]
     change(model)
     with pytest.raises(UsageError, match=f"{text} after the pipeline was made"):
         step()
+
+
+def test_hook_on_a_backward_is_refused() -> None:
+    model = Tempered()
+    model.head.register_full_backward_hook(lambda _module, gradients, _: (gradients[0] / 2,))
+    plan = plan_for(model_in_memory(Tempered(), inputs=torch.randn(4, 8)), num_devices=2)
+    with pytest.raises(UsageError, match="head has a hook on its backward"):
+        gplan.pipeline(model, plan, loss=cross_entropy, inputs=torch.randn(4, 8))
 
 
 def test_change_before_the_pipeline_or_of_what_the_forward_does_not_read_is_accepted() -> None:

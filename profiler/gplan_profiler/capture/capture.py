@@ -39,7 +39,7 @@ from gplan_profiler.capture.grouping import (
 from gplan_profiler.capture.inplace import Touched, written_state
 from gplan_profiler.capture.moving_averages import RunningNorm, cumulative_momentum_one, graph_calls, running_norms
 from gplan_profiler.capture.operation_layers import depends_on_values, groups_by_operation
-from gplan_profiler.capture.python_state import changed_state_refused
+from gplan_profiler.capture.python_state import StateError, changed_state_refused
 from gplan_profiler.capture.sequence import SequentialChain
 from gplan_profiler.capture.state_readings import may_draw, repeat_state_readings, without_repeats
 from gplan_profiler.capture.trace import Trace
@@ -78,12 +78,13 @@ def capture(
         model.train(training)
     own = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
     is_sequence = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and not any(own)
-    unchanged = changed_state_refused(loss, model)
-    with unchanged, uncompiled(), autocast(precision), _no_other_autocast(precision):
+    with uncompiled(), autocast(precision), _no_other_autocast(precision):
         chain: Chain | None = None
         if not is_sequence or granularity == "op" or _may_be_divided(model, granularity, divided):
             try:
-                chain = exported(model, inputs, granularity=granularity, traced=traced, divided=divided)
+                chain = exported(model, inputs, granularity=granularity, traced=traced, divided=divided, loss=loss)
+            except StateError:
+                raise
             except ModelError as error:
                 if not is_sequence:
                     raise
@@ -93,7 +94,8 @@ def capture(
                         "cut between its children without export"
                     ) from error
         if chain is None or (is_sequence and granularity == "auto" and (chain.traced or not chain.divided)):
-            chain = SequentialChain(model, inputs)  # type: ignore[arg-type]
+            with changed_state_refused(loss, model):
+                chain = SequentialChain(model, inputs)  # type: ignore[arg-type]
     chain.precision = precision
     return chain
 
@@ -152,6 +154,7 @@ def exported(
     granularity: Granularity = "layer",
     traced: str | None = None,
     divided: tuple[str, ...] | None = None,
+    loss: Callable[..., Any] | None = None,
 ) -> Chain:
     """The layers of a model in training mode by torch.export; raises ModelError, with the author's line."""
 
@@ -178,7 +181,7 @@ def exported(
         return chain
 
     with cumulative_momentum_one(model), without_generation_cache(model):
-        return captured_in_steps(model, inputs, cut, traced=traced)
+        return captured_in_steps(model, inputs, cut, traced=traced, loss=loss)
 
 
 @contextmanager

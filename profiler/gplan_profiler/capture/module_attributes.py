@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from gplan.core.errors import ModelError
 from gplan_profiler.capture.authored_layers import OF_EVERY_MODULE, PLAIN, names_in
@@ -68,6 +68,21 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
                 if entries is not None:
                     value.clear()
                     (value.extend if isinstance(entries, list) else value.update)(entries)
+
+
+@contextmanager
+def tensors_restored(model: nn.Module) -> Iterator[None]:
+    """Restore all modules' buffers, and the values of tensors that they hold without registering them."""
+    buffers = [(x, dict(x._buffers)) for x in model.modules() if x._buffers]
+    held = {id(x): x for module in model.modules() for x in module.__dict__.values() if isinstance(x, Tensor)}
+    before = [(x, x.detach().clone()) for x in held.values()]
+    try:
+        yield
+    finally:
+        for module, own in buffers:
+            module._buffers.update(own)
+        for tensor, value in before:
+            tensor.data.copy_(value)
 
 
 def assigned_since(before: Attributes) -> tuple[AssignedAttribute, ...]:

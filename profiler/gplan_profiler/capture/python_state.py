@@ -12,7 +12,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,11 +24,14 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from gplan.core.errors import ModelError
-from gplan_profiler.capture.authored_layers import names_in
+from gplan_profiler.capture.authored_layers import OF_EVERY_MODULE, PLAIN, names_in
+from gplan_profiler.memory.allocations import tensors_in
+from gplan_profiler.torch_compat import FakeTensor
 
 _MOST_VALUES = 20_000  # that are followed from one function
 _MOST_ENTRIES = 1_000  # of one container
 _NUMBERS = (bool, int, float, complex, type(None))
+_RESTORED = (list, dict, set, deque, defaultdict, OrderedDict)
 _CONTAINERS = (list, tuple, deque, set, frozenset)
 _NOT_FOLLOWED = frozenset({"torch", "numpy", "transformers", "gplan", "gplan_profiler", *sys.stdlib_module_names})
 
@@ -60,7 +63,7 @@ def changed_state_refused(loss: Callable[..., Any] | None, model: nn.Module) -> 
 @contextmanager
 def counters_refused(model: nn.Module) -> Iterator[None]:
     """Raise StateError after the block, which traces the model's forward, if that counts in a number and reads it."""
-    roots = {kind.__name__: kind for kind in {type(x): None for x in model.modules()} if _is_followed(kind.__module__)}
+    roots = _code_of(model)
     before, attributes = read_state(roots, model), _numbers_of(model)
     yield
     after = {**read_state(roots, model), **_numbers_of(model)}
@@ -77,6 +80,43 @@ def counters_refused(model: nn.Module) -> Iterator[None]:
                 "that in training it would keep the value that it had then: pass the number to the model as an input, or "
                 "keep it in a registered buffer that operations read, as in torch.where(self.step < 100, x, y)"
             )
+
+
+@contextmanager
+def containers_restored(model: nn.Module) -> Iterator[None]:
+    """Afterwards restore lists, dicts and sets that the model's code can reach, if they hold fake tensors of a trace then."""
+    reached = (x for _, x in _reachable(_code_of(model), model) if type(x) in _RESTORED)
+    before: list[tuple[Any, list[Any]]] = [(x, _entries(x)) for x in reached]
+    try:
+        yield
+    finally:
+        for container, entries in before:
+            if any(isinstance(x, FakeTensor) for x in tensors_in(_entries(container))):
+                container.clear()
+                if isinstance(container, dict):
+                    container.update(zip(entries[::2], entries[1::2], strict=True))
+                else:
+                    (container.update if isinstance(container, set) else container.extend)(entries)
+
+
+def _entries(container: Any) -> list[Any]:
+    """The entries; of a dict, keys and values by turns."""
+    return [y for x in container.items() for y in x] if isinstance(container, dict) else list(container)
+
+
+def _code_of(model: nn.Module) -> dict[str, object]:
+    """The classes of a model's modules, their hooks, and attributes such as functions and lists."""
+    found: dict[str, object] = {}
+    for path, module in model.named_modules():
+        if _is_followed(type(module).__module__):
+            found[type(module).__name__] = type(module)
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        own = {
+            name: x for name, x in module.__dict__.items() if name not in OF_EVERY_MODULE and not isinstance(x, PLAIN)
+        }
+        own.update((f"a hook of {path or type(module).__name__}", x) for x in hooks)
+        found.update((f"{path}.{name}".lstrip("."), x) for name, x in own.items())
+    return found
 
 
 def _numbers_of(model: nn.Module) -> State:
