@@ -54,7 +54,11 @@ class CapturedModel:
 class CaptureCache:
     """All captures of one model for one plan."""
 
-    def __init__(self, model: nn.Module, plan: Plan, *, name: str, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, *, name: str, device: torch.device, loss: Callable[..., Any] | None = None
+    ) -> None:
+        """`loss` is refused where it reads state in Python that a forward of the model changes."""
+        self._loss = loss
         self.model, self.plan, self._name, self._device = model, plan, name, device
         self.assigned: frozenset[AssignedAttribute] = frozenset()  # that the forward of any capture sets on modules
         self.usual_inputs = ""  # description of the inputs that were captured first
@@ -181,6 +185,7 @@ class CaptureCache:
                 traced=self.plan.model.traced,
                 divided=self.plan.model.divided,
                 precision=self.plan.precision,
+                loss=self._loss,
             )
         self.assigned |= {*chain.assigned}
         chain, starts = _in_plan_order(chain, self.plan, self._name, is_like_plan=training)

@@ -37,6 +37,7 @@ from gplan.runtime.gradient_sync import TiedGradients, broadcast_first_replica
 from gplan.runtime.master_weights import MasterWeights
 from gplan.runtime.microbatches import Pass, concat_outputs, replica_rows, split_into_passes, take_rows
 from gplan.runtime.model_source import ModelLike, ModelSource, open_source
+from gplan.runtime.model_use import LossReads, UnchangedModel
 from gplan.runtime.peers import check_own_gpu, local_place
 from gplan.runtime.process_group import LossExchange, join_process_group
 from gplan.runtime.random_streams import RandomStreams, seed_key
@@ -47,6 +48,7 @@ from gplan.runtime.stage_state import StageState
 from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_samples, runs_on_gpus
 from gplan_profiler.capture.chain import Chain, autocast
 from gplan_profiler.capture.module_attributes import unreadable
+from gplan_profiler.capture.python_state import StateError
 from gplan_profiler.host.heartbeat import Heartbeat
 from gplan_profiler.host.host_info import cuda_problem, keep_freed_memory
 from gplan_profiler.host.links import deprioritize_connection_threads
@@ -163,7 +165,7 @@ class Pipeline(StageState):
         random_streams = RandomStreams(source.seed, device)
         self._loss, self._is_loss_new, self._has_warned = loss, True, False
         self._usual_inputs = resize_inputs(inputs, plan.microbatch_size)
-        source, captures, usual = _captured(source, plan, self._usual_inputs, device)
+        source, captures, usual = _captured(source, plan, self._usual_inputs, device, loss)
         self._captures, self._loss = captures, self._loss or _own_loss(usual.chain)
         model = source.file.model
         names = stage_state.state_names(model, usual, plan.num_stages)
@@ -218,6 +220,14 @@ class Pipeline(StageState):
             random_streams=random_streams,
             heartbeat=notes,
         )
+        self._unchanged = UnchangedModel(source.stored, usual) if source.opened is None else None
+        self._loss_reads = LossReads(
+            model,
+            usual,
+            names,
+            copied={*divided, *(self._masters.computing if self._masters else ())},
+            tensors=tensors,
+        )
         self._trained = {name for name, x in model.named_parameters() if x.requires_grad}
         self._strict_norm = strict_norm(model, usual.chain.norms(0, len(usual.chain)), plan.microbatch_size)
         self._loss_exchange = LossExchange(ranks)
@@ -268,6 +278,8 @@ class Pipeline(StageState):
         inputs, num_rows = self._checked(inputs, targets)
         self._check_trainable(num_rows)
         validation.check_training(scale, trained=self._trained, parameters=dict(self.named_parameters()))
+        if self._unchanged is not None:
+            self._unchanged.check()
         scale *= self._num_averaged
         self._loss_exchange.post_receive()
         with self._random_streams.preserved(), self._tied.accumulated():
@@ -448,7 +460,7 @@ class Pipeline(StageState):
         def output_fn(output: Any, microbatch: int) -> Tensor:
             target = each[microbatch]
             self._random_streams.seed(_LOSS_KEY, microbatch)
-            with autocast(self.plan.precision, self.device.type), unreadable(self._captures.assigned):
+            with autocast(self.plan.precision, self.device.type), unreadable(self._captures.assigned), self._loss_reads:
                 value = checked_loss(loss(output, target), trains=torch.is_grad_enabled())
             if self._is_loss_new:
                 self._is_loss_new = False
@@ -499,16 +511,18 @@ def _own_loss(chain: Chain) -> Loss | None:
 
 
 def _captured(
-    source: ModelSource, plan: Plan, inputs: Any, device: torch.device
+    source: ModelSource, plan: Plan, inputs: Any, device: torch.device, loss: Loss | None
 ) -> tuple[ModelSource, CaptureCache, CapturedModel]:
     """Capture the model without weights, or with all of them if its code reads their values."""
-    captures = CaptureCache(source.file.model, plan, name=source.file.name, device=device)
+    captures = CaptureCache(source.file.model, plan, name=source.file.name, device=device, loss=loss)
     try:
         return source, captures, captures.for_inputs(inputs, training=True)
+    except StateError:
+        raise
     except ModelError as error:
         if not source.is_rebuildable:
             raise ModelError(
                 f"{source.file.name} fails with inputs {describe_inputs(inputs)}, as the plan for {plan.model.name} has them: "
                 f"{error}"
             ) from error
-    return _captured(source.build_whole(), plan, inputs, device)
+    return _captured(source.build_whole(), plan, inputs, device, loss)

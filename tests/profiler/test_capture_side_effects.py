@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -169,3 +170,136 @@ def test_capture_restores_attributes() -> None:
     model = Around(Remembers(4, 4))
     capture(model, ROWS)
     assert not hasattr(model.inner, "seen")
+
+
+num_calls = 0
+
+
+class Scheduled(nn.Module):
+    """Counts its calls, and does nothing with the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.step = nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        y: Tensor = self.linear(x)
+        return y
+
+
+class LateByAttribute(Scheduled):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if self.step > 100 else 1)
+
+
+class LateByGlobal(Scheduled):
+    def forward(self, x: Tensor) -> Tensor:
+        global num_calls
+        num_calls = num_calls + 1
+        return super().forward(x) * (2 if num_calls > 100 else 1)
+
+
+class Alternating(Scheduled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_odd = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.is_odd = not self.is_odd
+        return super().forward(x) if self.is_odd else x
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(LateByAttribute, "step"), (LateByGlobal, "num_calls"), (Alternating, "is_odd")]
+)
+def test_forward_whose_path_depends_on_its_calls_is_refused(kind: type[Scheduled], name: str) -> None:
+    with pytest.raises(ModelError, match=rf"counts in {name} and reads it \(test_capture_side_effects.py, line"):
+        capture(kind(), ROWS)
+
+
+def test_forward_that_only_counts_is_captured() -> None:
+    assert len(capture(Scheduled(), ROWS)) == 1
+
+
+seen: dict[str, Tensor] = {}
+masks: dict[int, Tensor] = {}
+
+
+class Remembering(nn.Module):
+    """Its output depends on what it remembers."""
+
+    def __init__(self, remember: Callable[[Remembering, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.remember = nn.Linear(4, 4), remember
+        self.register_buffer("mean", torch.zeros(4))
+        self.latest: Tensor | None = None
+        self.history: list[Tensor] = []
+        self.numbers = np.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.remember(self, x.detach())
+
+
+def by_attribute(module: Remembering, x: Tensor) -> Tensor:
+    module.latest = x if module.latest is None else module.latest + x
+    return module.latest
+
+
+def by_list(module: Remembering, x: Tensor) -> Tensor:
+    module.history.append(x)
+    return torch.stack(module.history).mean(0)
+
+
+def by_global(_module: Remembering, x: Tensor) -> Tensor:
+    seen["x"] = seen.get("x", x) / 2 + x
+    return seen["x"]
+
+
+def by_own_generator(module: Remembering, x: Tensor) -> Tensor:
+    return x * float(module.numbers.random())
+
+
+@pytest.mark.parametrize(
+    ("remember", "text"),
+    [
+        (by_attribute, r"keeps values from call to call \(its forward sets latest\)"),
+        (by_list, r"keeps values from call to call \(its forward sets history\)"),
+        (by_global, "keeps values from call to call, or draws"),
+        (by_own_generator, "a generator of its own"),
+    ],
+)
+def test_forward_that_depends_on_its_calls_is_refused(
+    remember: Callable[[Remembering, Tensor], Tensor], text: str
+) -> None:
+    with pytest.raises(ModelError, match=text):
+        capture(Remembering(remember), ROWS)
+
+
+def in_buffer(module: Remembering, x: Tensor) -> Tensor:
+    mean = module.get_buffer("mean")
+    mean.mul_(0.5).add_(x.mean(0))
+    return mean
+
+
+def cached(module: Remembering, x: Tensor) -> Tensor:
+    if module.latest is None:
+        module.latest = torch.ones(4)
+    return module.latest
+
+
+def cached_globally(_module: Remembering, x: Tensor) -> Tensor:
+    if x.shape[1] not in masks:
+        masks[x.shape[1]] = torch.ones(x.shape[1])
+    return masks[x.shape[1]]
+
+
+@pytest.mark.parametrize("remember", [in_buffer, cached, cached_globally])
+def test_forward_with_a_buffer_or_a_cache_is_captured_twice(remember: Callable[[Remembering, Tensor], Tensor]) -> None:
+    model = Remembering(remember)
+    for training in (True, False):
+        chain = capture(model, ROWS, training=training, traced="")  # as for a profile, which ran the model
+        found = chain.model_output(chain.stage(0, len(chain))(ROWS))
+        model.get_buffer("mean").zero_()
+        assert torch.equal(found, model(ROWS))
+        model.get_buffer("mean").zero_()

@@ -102,7 +102,14 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
 
 def _computed_size(file: ModelFile, size: int, options: ComputeOptions, divided: tuple[str, ...] | None) -> SizeCosts:
     inputs, target = sample_batch(file, size)
-    chain = capture(file.model, inputs, granularity=options.granularity, divided=divided, precision=file.precision)
+    chain = capture(
+        file.model,
+        inputs,
+        granularity=options.granularity,
+        divided=divided,
+        precision=file.precision,
+        loss=file.functions.get("loss"),
+    )
     found, keys = layers_to_measure(chain)
     bench = bench_of_chain(file, chain, keys, inputs, target)
     *analyses, loss = analyse(bench.layers, bench.inputs, bench.loss)

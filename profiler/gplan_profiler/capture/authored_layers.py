@@ -12,7 +12,7 @@ import sys
 from collections.abc import Container, Hashable, Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -58,6 +58,12 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 """Attributes of every nn.Module, which are not the author's."""
+
+
+def names_in(code: CodeType) -> set[str]:
+    """The names of globals and attributes in code, with that of functions defined in it."""
+    inner = (x for x in code.co_consts if isinstance(x, CodeType))
+    return {*code.co_names}.union(*map(names_in, inner))
 
 
 def module_key(module: nn.Module) -> Hashable:

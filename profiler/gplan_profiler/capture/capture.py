@@ -36,9 +36,10 @@ from gplan_profiler.capture.grouping import (
     operations_of,
     split_regions,
 )
-from gplan_profiler.capture.inplace import written_state
+from gplan_profiler.capture.inplace import Touched, written_state
 from gplan_profiler.capture.moving_averages import RunningNorm, cumulative_momentum_one, graph_calls, running_norms
 from gplan_profiler.capture.operation_layers import depends_on_values, groups_by_operation
+from gplan_profiler.capture.python_state import StateError, changed_state_refused
 from gplan_profiler.capture.sequence import SequentialChain
 from gplan_profiler.capture.state_readings import may_draw, repeat_state_readings, without_repeats
 from gplan_profiler.capture.trace import Trace
@@ -56,6 +57,7 @@ def capture(
     traced: str | None = None,
     divided: tuple[str, ...] | None = None,
     precision: Precision = AS_MADE,
+    loss: Callable[..., Any] | None = None,
 ) -> Chain:
     """The layers of `model`, put in training or evaluation mode, for inputs of one micro-batch.
 
@@ -64,8 +66,9 @@ def capture(
     granularity "layer" a layer is one that the author wrote; with "auto" those that are too large are divided
     (gplan_profiler/capture/division.py); with "op" a layer is one main operation with the light ones around it. `traced`
     and `divided` are how a profile traced the model and what it divided; None: there is no profile yet. `precision` is
-    that of the model, in whose autocast the layers run. Raises ModelError, with the author's line, where capture is impossible, and for a model with an autocast of
-    its own in another precision than that of its file; UsageError for another granularity.
+    that of the model, in whose autocast the layers run; `loss` is computed from its output. Raises ModelError, with the
+    author's line, where capture is impossible, for a loss that reads state in Python which the forward changes, and for
+    a model with an autocast of its own in another precision than that of its file; UsageError for another granularity.
     """
     if granularity not in get_args(Granularity):
         raise UsageError(
@@ -79,7 +82,9 @@ def capture(
         chain: Chain | None = None
         if not is_sequence or granularity == "op" or _may_be_divided(model, granularity, divided):
             try:
-                chain = exported(model, inputs, granularity=granularity, traced=traced, divided=divided)
+                chain = exported(model, inputs, granularity=granularity, traced=traced, divided=divided, loss=loss)
+            except StateError:
+                raise
             except ModelError as error:
                 if not is_sequence:
                     raise
@@ -89,7 +94,8 @@ def capture(
                         "cut between its children without export"
                     ) from error
         if chain is None or (is_sequence and granularity == "auto" and (chain.traced or not chain.divided)):
-            chain = SequentialChain(model, inputs)  # type: ignore[arg-type]
+            with changed_state_refused(loss, model):
+                chain = SequentialChain(model, inputs)  # type: ignore[arg-type]
     chain.precision = precision
     return chain
 
@@ -148,6 +154,7 @@ def exported(
     granularity: Granularity = "layer",
     traced: str | None = None,
     divided: tuple[str, ...] | None = None,
+    loss: Callable[..., Any] | None = None,
 ) -> Chain:
     """The layers of a model in training mode by torch.export; raises ModelError, with the author's line."""
 
@@ -174,7 +181,7 @@ def exported(
         return chain
 
     with cumulative_momentum_one(model), without_generation_cache(model):
-        return captured_in_steps(model, inputs, cut, traced=traced)
+        return captured_in_steps(model, inputs, cut, traced=traced, loss=loss)
 
 
 @contextmanager
@@ -266,12 +273,20 @@ class ExportedChain(Chain):
         return tuple(self._routes[node] for node in self._boundaries[boundary])
 
     @cached_property
+    def _touched(self) -> tuple[Touched, ...]:
+        return written_state(self._place, self._trace.state)
+
+    @property
+    def written(self) -> tuple[Tensor, ...]:
+        """Those that an operation writes into, by its schema."""
+        return tuple(self._trace.state[x.value].tensor for x in self._touched)
+
+    @cached_property
     def pinned(self) -> tuple[tuple[int, int], ...]:
         """Pairs of layers that use the same buffer and one of which writes into it."""
-        touched = written_state(self._place, self._trace.state)
         pairs = {
             (min(pair), max(pair))
-            for buffer in touched
+            for buffer in self._touched
             for x in buffer.writers
             for y in buffer.users
             if (pair := (self._place[x], self._place[y]))[0] != pair[1]

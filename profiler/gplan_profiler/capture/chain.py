@@ -152,6 +152,11 @@ class Chain(ABC):
         """Pairs of layers (before, after) with a fixed order: both use a buffer and one writes into it."""
         return ()
 
+    @property
+    @abstractmethod
+    def written(self) -> tuple[Tensor, ...]:
+        """Buffers and constants that a forward writes into; of some norms not their moving averages, which `norms` has."""
+
     @abstractmethod
     def reordered(self, order: Sequence[int]) -> Chain:
         """The same captured model with layer `order[i]` at position i, and the same digest.

@@ -118,6 +118,7 @@ def writers(nodes: Iterable[Node], kept: Iterable[Node]) -> Iterator[tuple[Node,
 class Touched:
     """The operations that use a state tensor or a view of it, and those of them that write into it."""
 
+    value: Node
     users: set[Node] = field(default_factory=set)
     writers: set[Node] = field(default_factory=set)
 
@@ -125,7 +126,7 @@ class Touched:
 def written_state(nodes: Iterable[Node], state: Iterable[Node]) -> tuple[Touched, ...]:
     """The users and writers of every state tensor that one of the nodes writes into, by the operators' schemas."""
     origin = {node: node for node in state}
-    found = {node: Touched() for node in origin}
+    found = {node: Touched(node) for node in origin}
     for node in nodes:
         sources = [x for x in node.all_input_nodes if x in origin]
         for x in sources:

@@ -10,15 +10,17 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from gplan.core.errors import ModelError
-from gplan_profiler.capture.authored_layers import OF_EVERY_MODULE, PLAIN
+from gplan_profiler.capture.authored_layers import OF_EVERY_MODULE, PLAIN, names_in
 from gplan_profiler.torch_compat import module_call, module_calls_replaced
 
 _NOT_RESTORED = frozenset({"training", "_parameters", "_buffers", "_modules"})
+_NOT_OF_A_FORWARD = frozenset({"__init__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"})
 _ABSENT = object()
 
 Attributes: TypeAlias = list[tuple[str, nn.Module, dict[str, tuple[Any, Any]]]]
@@ -68,6 +70,21 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
                     (value.extend if isinstance(entries, list) else value.update)(entries)
 
 
+@contextmanager
+def tensors_restored(model: nn.Module) -> Iterator[None]:
+    """Restore all modules' buffers, and the values of tensors that they hold without registering them."""
+    buffers = [(x, dict(x._buffers)) for x in model.modules() if x._buffers]
+    held = {id(x): x for module in model.modules() for x in module.__dict__.values() if isinstance(x, Tensor)}
+    before = [(x, x.detach().clone()) for x in held.values()]
+    try:
+        yield
+    finally:
+        for module, own in buffers:
+            module._buffers.update(own)
+        for tensor, value in before:
+            tensor.data.copy_(value)
+
+
 def assigned_since(before: Attributes) -> tuple[AssignedAttribute, ...]:
     """The attributes that have another value than before, once for each class of modules."""
     found: dict[tuple[type[nn.Module], str], AssignedAttribute] = {}
@@ -80,6 +97,15 @@ def assigned_since(before: Attributes) -> tuple[AssignedAttribute, ...]:
     return tuple(found.values())
 
 
+def changed_since(before: Attributes) -> Iterator[str]:
+    """The paths of those attributes that have another value now, or none."""
+    for path, module, kept in before:
+        now = module.__dict__
+        yield from (
+            f"{path}.{name}".lstrip(".") for name, x in kept.items() if name not in now or _differs(now[name], *x)
+        )
+
+
 def _differs(value: object, before: object, entries: object) -> bool:
     if isinstance(value, PLAIN):
         return type(value) is not type(before) or value != before
@@ -90,6 +116,28 @@ def _differs(value: object, before: object, entries: object) -> bool:
         return [(key, id(y)) for key, y in x.items()] if isinstance(x, dict) else [id(y) for y in x]
 
     return identities(value) != identities(entries)
+
+
+def attributes_read(model: nn.Module) -> Attributes:
+    """Those of `attributes_of` that the code of some module's class names outside its constructor."""
+    named = {kind: _names_read(kind) for kind in {type(x) for x in model.modules()}}
+    everywhere = frozenset[str]().union(*named.values())
+    found = (
+        (path, module, {name: x for name, x in kept.items() if name in everywhere and name not in OF_EVERY_MODULE})
+        for path, module, kept in attributes_of(model)
+    )
+    return [x for x in found if x[2]]
+
+
+def _names_read(kind: type) -> frozenset[str]:
+    """The names in the code of a class's methods, but those that build or describe an object."""
+    own = (x for base in kind.__mro__ if base not in (nn.Module, object) for x in vars(base).items())
+    return frozenset(
+        name
+        for method, x in own
+        if method not in _NOT_OF_A_FORWARD and isinstance(code := getattr(x, "__code__", None), CodeType)
+        for name in names_in(code)
+    )
 
 
 @contextmanager

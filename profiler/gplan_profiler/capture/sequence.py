@@ -128,9 +128,11 @@ class SequentialChain(Chain):
             )
         super().__init__(model, [name for name, _ in children], [type(child).__name__ for _, child in children])
         self._children = children
-        before = attributes_of(model)
+        before, versions = attributes_of(model), [x._version for x in model.buffers()]
         self._forms, self._specs, self._calls = self._trace(inputs)
         self.assigned = assigned_since(before)
+        pairs = zip(model.named_buffers(), versions, strict=True)
+        self._written = {name.rpartition(".")[2] for (name, x), version in pairs if x._version != version}
         self._routes = self._found_routes()
         maker: str | None = None  # of overlapping tensors
         for name, call in zip(self.names, self._calls, strict=True):
@@ -171,6 +173,11 @@ class SequentialChain(Chain):
     def pinned(self) -> tuple[tuple[int, int], ...]:
         """Each child and the next one, also where it only hands on what it is given."""
         return tuple(pairwise(range(len(self))))
+
+    @property
+    def written(self) -> tuple[Tensor, ...]:
+        """Those that the capture wrote into, and all of the same last name, as children that are alike run once."""
+        return tuple(x for name, x in self.model.named_buffers() if name.rpartition(".")[2] in self._written)
 
     def reordered(self, order: Sequence[int]) -> SequentialChain:
         """Only the identity: every child reads the output of the one before it."""

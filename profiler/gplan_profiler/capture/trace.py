@@ -38,6 +38,7 @@ from gplan_profiler.capture.opaque_calls import (
     opaque_modules,
     put_custom_functions,
 )
+from gplan_profiler.capture.python_state import counters_refused
 from gplan_profiler.capture.value_forms import stage_output
 from gplan_profiler.model.compiled import uncompiled
 from gplan_profiler.model.error_location import OWN_GRADIENTS, author_line, first_line, own_gradients_text
@@ -151,7 +152,7 @@ class _ModelRun:
             self._is_running = True
             try:
                 with ExitStack() as stack:
-                    for x in (*around, custom_functions(self.functions)):
+                    for x in (*around, custom_functions(self.functions), counters_refused(self.model)):
                         stack.enter_context(x)
                     output = plain(module, *args, **kwargs)
             finally:

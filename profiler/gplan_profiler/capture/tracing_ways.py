@@ -15,7 +15,7 @@ draws random numbers may draw them in another order in its layers: then the firs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -27,10 +27,17 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from gplan.core.errors import ModelError
+from gplan.core.units import some_names
 from gplan_profiler.capture.authored_layers import unit_paths
 from gplan_profiler.capture.chain import Chain, Tensors, call_arguments, flat_tensors, model_state_restored
-from gplan_profiler.capture.module_attributes import attributes_restored
+from gplan_profiler.capture.module_attributes import (
+    assigned_since,
+    attributes_of,
+    attributes_restored,
+    tensors_restored,
+)
 from gplan_profiler.capture.opaque_calls import recorded_calls
+from gplan_profiler.capture.python_state import changed_state_refused, containers_restored
 from gplan_profiler.capture.trace import Trace, UntraceableError, Way, trace
 from gplan_profiler.capture.value_forms import DATA_DEPENDENT
 from gplan_profiler.memory.allocations import tensors_in
@@ -43,16 +50,23 @@ _MOST_EPSILONS = 1000  # of the dtype, by which results of two orders of the sam
 _LARGEST_TOLERANCE = 0.05
 _SMALLEST_SCALE = 1e-3  # of the largest gradient: one that is zero up to rounding has no scale of its own
 _GRADIENT = "the gradient of "
+_NUM_CALLS = 2  # after the first, to find what a model keeps from call to call
 _MOST_COMPARED = 2**16  # numbers of a tensor, evenly spaced; of larger ones also the norm
 
 
 def captured_in_steps(
-    model: nn.Module, inputs: object, cut: Callable[[Trace], Chain], *, traced: str | None = None
+    model: nn.Module,
+    inputs: object,
+    cut: Callable[[Trace], Chain],
+    *,
+    traced: str | None = None,
+    loss: Callable[..., Any] | None = None,
 ) -> Chain:
     """The layers that `cut` makes of the first trace that works, with a note on which it is and why.
 
     `traced` is the way that a profile took, which needs no proof; None: there is no profile yet. Raises the error of the
-    first way where all fail, and that of any way that finds code which no way may capture.
+    first way where all fail, and that of any way that finds code which no way may capture, or a `loss` that reads what
+    the forward changes.
     """
     first_error: ModelError | None = None
     plain = _PlainModel(model, inputs)
@@ -60,7 +74,8 @@ def captured_in_steps(
         way, is_first = attempt.way, attempt.way == Way()
         before = host_random_state()
         try:
-            found = trace(model, inputs, way)
+            with containers_restored(model), changed_state_refused(loss, model):
+                found = trace(model, inputs, way)
             chain = cut(found)
         except UntraceableError as error:
             attempt.error = error
@@ -74,6 +89,13 @@ def captured_in_steps(
                 f"{type(model).__name__} draws random numbers with Python or numpy in its forward{f' ({line})' if line else ''}; a trace would make them "
                 "constants, the same at every step: draw them with torch (torch.rand), or switch this off, as "
                 "apply_spec_augment = False does in the configs of speech models"
+            )
+        if traced is None and not plain.has_no_values and (kept := plain.kept_state()) is not None:
+            names = f" (its forward sets {some_names(kept)})" if kept else ""
+            raise first_error or ModelError(
+                f"{type(model).__name__} gives another output when it is called again with the same inputs and seed: it keeps values "
+                f"from call to call{names}, or draws random numbers by a generator of its own; a trace would make them constants: "
+                "keep values in registered buffers that are written in place (self.mean.copy_(...)), and draw with torch"
             )
         chain.traced, chain.notes = "" if is_first else str(way), _notes_on(found, way)
         chain.lacks_tensors = DATA_DEPENDENT in found.left_out.values()
@@ -190,6 +212,29 @@ class _PlainModel:
         except Exception:  # what fails is reported where the model is run for its own sake
             return None
 
+    def kept_state(self) -> list[str] | None:
+        """The attributes that the forward sets, if calls with the same inputs, seeds, buffers and other tensors of its
+        modules give several outputs, with calls for other inputs between them; None: they do not, or the model fails.
+        """
+        model = self._model
+
+        def call(inputs: Any) -> list[Excerpt]:
+            args, kwargs = call_arguments(inputs)
+            seed_everything(0)
+            with model_state_restored(model), tensors_restored(model):
+                return [Excerpt.of(x) for x in tensors_in(model(*args, **kwargs))]
+
+        before = attributes_of(model)
+        try:
+            with random_state_kept(), attributes_restored(model), torch.no_grad():
+                expected, is_same = call(_copied(self._inputs)), True
+                for _ in range(_NUM_CALLS):
+                    call(_other(self._inputs))
+                    is_same &= _all_equal(expected, call(_copied(self._inputs)))
+                return None if is_same else sorted({x.name for x in assigned_since(before)})
+        except Exception:  # what fails is reported where the model is run for its own sake
+            return None
+
     def line_of_first_draw(self) -> str | None:
         """The author's line that first draws random numbers."""
         return line_of_first_draw(lambda: self._results_with())
@@ -284,6 +329,21 @@ Results: TypeAlias = Mapping[str, Excerpt | None]
 def _copied(inputs: object) -> Any:
     """The inputs in memory of their own, as a forward may write into them."""
     return pytree.tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), inputs)
+
+
+def _all_equal(expected: Sequence[Excerpt], found: Sequence[Excerpt]) -> bool:
+    pairs = zip(expected, found, strict=False)
+    return len(found) == len(expected) and all(x.equals(y, least=0.0, epsilon=0.0) for x, y in pairs)
+
+
+def _other(inputs: object) -> Any:
+    """Inputs of the same form with other values: the samples in another order, and smaller."""
+
+    def changed(x: Tensor) -> Tensor:
+        y = x.detach().roll(1, 0) if x.dim() else x.detach().clone()
+        return y / 2 if y.is_floating_point() else y
+
+    return pytree.tree_map_only(Tensor, changed, inputs)
 
 
 def _results_of(model: nn.Module, run: Callable[[], Any], *, seed: int = 0, host_seed: int = 0) -> Results:

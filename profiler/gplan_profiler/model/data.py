@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gplan.core import LossReduction
 from gplan.core.errors import ModelError, UsageError
 from gplan_profiler.capture.chain import flat_tensors, modules_that_train
+from gplan_profiler.capture.python_state import changed_state_refused
 from gplan_profiler.memory.allocations import tensors_in
 from gplan_profiler.model.error_location import describe, own_gradients_text
 from gplan_profiler.model.load import ModelFile
@@ -94,7 +95,8 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
     file.model.eval()
     try:
         with torch.no_grad(), CoarsestNumbers() as numbers:
-            output = call_model(file, inputs)
+            with changed_state_refused(file.functions.get("loss"), file.model):
+                output = call_model(file, inputs)
             if not file.has_loss:
                 return LossFacts(reduction="mean")
             loss = file.loss(output, target)

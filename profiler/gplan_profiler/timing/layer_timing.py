@@ -94,7 +94,14 @@ def measure_size(
     """Measure times and memory at one micro-batch size; `divided` are the layers that another size divided."""
     progress(f"micro-batch size {microbatch_size}: capturing the layers", 0.0)
     inputs, target = sample_batch(file, microbatch_size, device=setup.device)
-    chain = capture(file.model, inputs, granularity=setup.granularity, divided=divided, precision=file.precision)
+    chain = capture(
+        file.model,
+        inputs,
+        granularity=setup.granularity,
+        divided=divided,
+        precision=file.precision,
+        loss=file.functions.get("loss"),
+    )
     if chain.lacks_tensors and file.has_loss and not file.is_lazy:
         for batch in islice(sample_batches(file, microbatch_size, device=setup.device), _BATCHES_OF_LOSS_CHECK):
             _check_loss(file, chain, *batch)

@@ -113,7 +113,7 @@ def test_user_modes_are_kept(case: Subject) -> None:
         model.train(before)
         pipe = gplan.pipeline(model, plan, loss=case.loss)
         model.train(after)
-        next(model.children()).training = not after
+        next(model.children()).training = True  # of a training model, a part in evaluation mode would be refused
         modes = [x.training for x in model.modules()]
         found = (pipe.step(*batch).item(), pipe.eval_step(*batch).item(), pipe.step(*batch).item())
         assert [x.training for x in model.modules()] == modes
