@@ -177,8 +177,8 @@ stages has half the work in each. Simulated, not measured; made by `python bench
         x = found[entry.name]
         cells = (
             f"[{entry.title}](#{anchor(entry)})", f"{x.timeline.step_s:.1f}", percent_text(x.timeline.bubble),
-            percent_text(x.free_bubble), entry.bubble[1], ", ".join(f"{held:g}" for held in x.held),
-            entry.held[1], entry.source,
+            percent_text(x.free_bubble), f"`{entry.bubble[1]}`", ", ".join(f"{held:g}" for held in x.held),
+            f"`{entry.held[1]}`", entry.source,
         )  # fmt: skip
         yield f"| {' | '.join(cells)} |"
     yield """

@@ -14,22 +14,25 @@ from tests.made import make_profile
 
 HIDDEN = """
 import sys
+NAMES = ("torch",)
 class Hide:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "torch":
+        if name.partition(".")[0] in NAMES:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Hide())
 """
-VERBS = (
-    HIDDEN
-    + """
+ON_WINDOWS = """
+NAMES = ("fcntl", "resource", "termios", "pwd")
+for name in NAMES:
+    sys.modules.pop(name, None)
+"""
+VERBS = """
 from gplan.cli.verbs import exit_code
 for line in sys.argv[1:]:
     code = exit_code(line.split())
     print(f"exit {code}: {line}", flush=True)
-assert "torch" not in sys.modules
+assert "torch" not in sys.modules or "torch" not in NAMES
 """
-)
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
     "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 1000,
@@ -61,7 +64,7 @@ def test_planning_verbs_need_no_torch(tmp_path: Path) -> None:
         "layout config.json --pp 4 --to torchtitan",
         "profile --help",
     )
-    done = without_torch(VERBS, *lines, folder=tmp_path)
+    done = without_torch(HIDDEN + VERBS, *lines, folder=tmp_path)
     assert [x for x in done.stdout.splitlines() if x.startswith("exit ")] == [f"exit 0: {x}" for x in lines], (
         done.stdout + done.stderr
     )
@@ -73,10 +76,23 @@ def test_planning_verbs_need_no_torch(tmp_path: Path) -> None:
 def test_verbs_that_need_torch_name_the_command(line: str, tmp_path: Path) -> None:
     gplan.save(make_profile([1.0, 2.0]), tmp_path / "p.json")
     (tmp_path / "model.py").write_text("def model():\n    return []\n")
-    done = without_torch(VERBS, "balance p.json --k 2 --output plan.json", line, folder=tmp_path)
+    done = without_torch(HIDDEN + VERBS, "balance p.json --k 2 --output plan.json", line, folder=tmp_path)
     assert done.stdout.splitlines()[-1] == f"exit 2: {line}"
     (error,) = [x for x in done.stderr.splitlines() if x.startswith("error")]
     assert error.endswith(" needs torch, which is not installed here; install it with: pip install 'gplan[torch]'")
+
+
+def test_windows_plans_and_names_what_runs_need(tmp_path: Path) -> None:
+    """With Linux's torch, and without the modules that Python has on Linux and macOS only."""
+    gplan.save(make_profile([1.0, 2.0, 3.0]), tmp_path / "p.json")
+    (tmp_path / "model.py").write_text("def model():\n    return []\n")
+    lines = ("balance p.json --k 2 --output plan.json", "report plan.json --profile p.json", "profile model.py")
+    lines += ("run --plan plan.json",)
+    done = without_torch(HIDDEN + ON_WINDOWS + VERBS, *lines, folder=tmp_path)
+    codes = [x.partition(":")[0] for x in done.stdout.splitlines() if x.startswith("exit ")]
+    assert codes == ["exit 0", "exit 0", "exit 2", "exit 2"], done.stdout + done.stderr
+    errors = [x for x in done.stderr.splitlines() if x.startswith("error")]
+    assert len(errors) == 2 and all(" needs Linux or macOS; on Windows run it in WSL" in x for x in errors)
 
 
 def test_functions_that_need_torch_name_the_command(tmp_path: Path) -> None:

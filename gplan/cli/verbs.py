@@ -103,10 +103,10 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         click.echo(f"interrupted; {detail or 'no file was left half-written'}", err=True)
         return INTERRUPTED
     except Exception as error:
-        from gplan.core.errors import GplanError, UsageError, is_interrupt, missing_torch_text
+        from gplan.core.errors import GplanError, is_interrupt, missing_module
 
-        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-            error = UsageError(missing_torch_text("this verb"))
+        if isinstance(error, ModuleNotFoundError):
+            error = missing_module("this verb", error) or error
         if isinstance(error, GplanError):
             click.echo(f"error: {error}", err=True)
             return error.exit_code

@@ -54,18 +54,26 @@ class RunError(GplanError):
 
 @contextmanager
 def needs_torch(what: str) -> Iterator[None]:
-    """Inside, torch that is not installed is a UsageError with the command that mends it; also a decorator."""
+    """Inside, a module that this system or installation lacks is a UsageError (`missing_module`); also a decorator."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        if (missing := missing_module(what, error)) is None:
             raise
-        raise UsageError(missing_torch_text(what)) from None
+        raise missing from None
 
 
-def missing_torch_text(what: str) -> str:
-    """The message where torch is not installed, with the command that mends it."""
-    return f"{what} needs torch, which is not installed here; install it with: pip install 'gplan[torch]'"
+def missing_module(what: str, error: ModuleNotFoundError) -> UsageError | None:
+    """The error where torch is not installed, with the command that mends it, or where the system is Windows; else None."""
+    if error.name == "torch":
+        return UsageError(
+            f"{what} needs torch, which is not installed here; install it with: pip install 'gplan[torch]'"
+        )
+    if error.name in ("fcntl", "resource"):  # of the standard library, not on Windows
+        return UsageError(
+            f"{what} needs Linux or macOS; on Windows run it in WSL (planning, layouts, reports and exports need none)"
+        )
+    return None
 
 
 def is_interrupt(error: BaseException | None) -> bool:
