@@ -163,6 +163,16 @@ def test_pairs_issue_transfers_in_one_order(schedule: Schedule) -> None:
             assert between(lists[a]) == between(lists[b])
 
 
+@given(trained)
+def test_pairs_receive_no_earlier(schedule: Schedule) -> None:
+    for device, steps in enumerate(device_steps(schedule, in_pairs=True)):
+        starts, num_begun = {x.made: x.start for x in receives(schedule, device)}, 0
+        for step in steps:
+            num_begun += isinstance(step, Action)
+            if isinstance(step, Receive):
+                assert num_begun >= starts[step.made]
+
+
 @given(schedules, st.booleans())
 def test_what_is_needed_is_awaited_right_before(schedule: Schedule, in_pairs: bool) -> None:
     awaited = dependencies_of([x for order in schedule.orders for x in order], schedule.num_stages)
