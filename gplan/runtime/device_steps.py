@@ -63,31 +63,49 @@ def device_steps(schedule: Schedule, *, in_pairs: bool = False) -> tuple[list[St
     """The steps of every device.
 
     With `in_pairs` each pair of devices issues its transfers in the same order: all are laid out in one common order, by
-    time, were all actions as long, in which each receive comes with its send. So no two devices wait for each other.
+    time, were all actions as long, in which each receive comes with its send. So no two devices wait for each other. A
+    receive is then posted where it is without, or later.
     """
     devices, every = schedule.devices, range(schedule.num_devices)
     received, sent = ([of(schedule, device) for device in every] for of in (receives, sends))
     awaited = {schedule.orders[device][x.end]: x.made for device in every for x in received[device]}
-    is_sent = {x.made for some in sent for x in some}
+    starts = {x.made: x.start for some in received for x in some}
     posted, freed = _by_place(received, lambda x: x.start), _by_place(sent, lambda x: x.end)
     steps, places = tuple[list[Step], ...]([] for _ in every), [0] * schedule.num_devices
+    waiting = [list[Action]() for _ in every]  # in pairs: what was made for a device that does not receive it yet
+
+    def exchange(device: int, *, up_to: Action | None = None) -> None:
+        """Transfer what the device receives now; else what one other device made, up to an action."""
+        for made in list(waiting[device]):
+            is_early = up_to in waiting[device] and up_to is not None and devices[made.stage] == devices[up_to.stage]
+            if starts[made] <= places[device] or is_early:
+                waiting[device].remove(made)
+                steps[devices[made.stage]].append(Send(made))
+                steps[device].append(Receive(made))
+
     for action in dependency_order(schedule) if in_pairs else (x for order in schedule.orders for x in order):
         device = devices[action.stage]
         own, place = steps[device], places[device]
+        exchange(device)
         early = [] if in_pairs else [Receive(x.made) for x in posted[device].get(place, ())]
         if place == 0:
             own += early
         if action in awaited:
             own.append(Await(awaited[action]))
-        own += [Free(x.made) for x in freed[device].get(place, ())]
+        for x in freed[device].get(place, ()):
+            exchange(devices[x.made.receiver], up_to=x.made)  # without backwards it may be due
+            own.append(Free(x.made))
         if place:
             own += early
         own.append(action)
         places[device] += 1
-        if action in is_sent:
-            own.append(Send(action))
+        if action in starts:
+            receiver = devices[action.receiver]
             if in_pairs:
-                steps[devices[action.receiver]].append(Receive(action))
+                waiting[receiver].append(action)
+                exchange(receiver)
+            else:
+                own.append(Send(action))
     return steps
 
 

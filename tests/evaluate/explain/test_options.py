@@ -140,7 +140,7 @@ def test_only_possible_schedules_are_tried(monkeypatch: pytest.MonkeyPatch) -> N
 def test_options_of_chunked_plans(given: dict[str, Any]) -> None:
     profile = split(uneven(5))
     plan = plan_of(profile, **given)
-    found = tried(profile, setting(**given, memory_bytes=plan.peak_bytes))
+    found = tried(profile, setting(**given, memory_bytes=2 * plan.peak_bytes))
     (same,) = found["same"]
     assert same.outcome is not None
     assert (step_of(same), same.outcome.peak_bytes) == (plan.prediction.step_s, plan.peak_bytes)
