@@ -3,9 +3,10 @@
     python benchmarks/torch_versions.py PYTHON [PYTHON ...]     on each of these interpreters; what has a row is left out
     python benchmarks/torch_versions.py --table                 the report of the rows that are there
 
-Every interpreter has its own torch and gplan's other packages. A case profiles a small model, balances it for two
+Every interpreter has its own torch, gplan's other packages, transformers and pytest. A case profiles a small model, balances it for two
 devices and trains it in two processes (four with sharding, one for architectures), with the first step's gradients
-compared with the plain model's. Its row has the largest difference of a gradient and the largest error of a predicted peak, or the error.
+compared with the plain model's. Its row has the largest difference of a gradient and the largest error of a predicted peak, or the error. One case more runs
+the tests of what gplan assumes of torch (`CONTRACTS`). A torch that gplan refuses has one row, with the refusal.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ from suite import ROOT, Rows, error_text, example, markdown, options_of, write_r
 
 import gplan
 from gplan.core import Link, Profile
+from gplan_profiler.torch_compat import version_problem
 
 TRANSFORMER = {"num_blocks": 5, "width": 128, "num_heads": 4, "sequence_length": 64, "dropout": 0.0}
 ARCHITECTURES = (
     "gpt2", "gemma3text", "albert", "t5", "swin", "mamba", "clip", "mixtral", "llama", "vit",
 )  # fmt: skip
+CONTRACTS = "tests/profiler/test_torch_compat.py"
+REFUSED = "refused"  # the group of the row of a torch that gplan refuses
 PEAKS_FROM_BYTES = 2**20  # the error of a smaller peak is that of a few kilobytes
 
 
@@ -43,7 +47,11 @@ class Case:
     architecture: str = ""  # "": the transformer
 
     def run(self, profiles: dict[str, Profile]) -> dict[str, Any]:
-        """Profile, balance and train; the row, or the error of what failed."""
+        """Profile, balance and train, or run the tests; the row, or the error of what failed."""
+        if self.name == CONTRACTS:
+            command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", CONTRACTS]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            return {"passed": not done.returncode, "error": done.stdout[-600:] if done.returncode else ""}
         try:
             made = profiles.get(self.architecture) or self._profile()
             profiles[self.architecture] = made
@@ -89,6 +97,7 @@ def cases() -> Iterator[Case]:
         yield Case(group="sharding", name=sharding, dials={"num_replicas": 2, "sharding": sharding})
     for name in ARCHITECTURES:
         yield Case(group="architectures", name=name, architecture=name)
+    yield Case(group="contracts", name=CONTRACTS)
 
 
 def main() -> None:
@@ -112,6 +121,10 @@ def examine(python: Path, rows: Rows) -> None:
     ask = "import platform, torch; print(torch.__version__, platform.python_version())"
     version, of_python = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
     known = {"torch": version, "python": of_python}
+    empty = dict.fromkeys(("passed", "gradient_difference", "peak_error", "error"), "")
+    if problem := version_problem(version):
+        rows.add({**known, **empty, "group": REFUSED, "case": "", "error": problem}, replace=True)
+        return
     todo = [x for x in cases() if not rows.has({**known, "group": x.group, "case": x.name})]
     command = [python, __file__, "--worker", *(f"{x.group}/{x.name}" for x in todo)]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "profiler"), str(ROOT / "benchmarks")])
@@ -121,7 +134,6 @@ def examine(python: Path, rows: Rows) -> None:
         assert process.stdout is not None
         for line in process.stdout if todo else ():
             row = json.loads(line)
-            empty = dict.fromkeys(("passed", "gradient_difference", "peak_error", "error"), "")
             rows.add({**known, **empty, **row}, replace=True)
             print(version, row, flush=True)
 
@@ -150,27 +162,36 @@ def cell(found: Any, num_cases: int) -> str:
 def report(rows: Any) -> list[str]:
     """A line for each version, then what failed."""
     groups = list(dict.fromkeys(x.group for x in cases()))
-    cells, failed = [], []
-    order = lambda key: tuple(int(x) for x in key[0].split("+")[0].split(".")[:2])  # noqa: E731
+    cells, failed, refusals = [], [], []
+    order = lambda key: [int(x) for y in key for x in y.split("+")[0].split(".")]  # noqa: E731
     for (torch, python), found in sorted(rows.groupby(["torch", "python"]), key=lambda pair: order(pair[0])):
+        if set(found.group) == {REFUSED}:
+            cells.append([torch, python, *[REFUSED] * len(groups), "", ""])
+            refusals += [f"torch {torch}, Python {python}: `{found.error.iloc[0]}`"]
+            continue
         counts = [cell(found[found.group == y], sum(x.group == y for x in cases())) for y in groups]
         differences = [float(x) for x in found.gradient_difference if x]
         peaks = [float(x) for x in found.peak_error if x]
         largest = [f"{max(differences):.1e}" if differences else "", error_text(max(peaks, key=abs) if peaks else None)]
         cells.append([torch, python, *counts, *largest])
         failed += [
-            f"- torch {torch}, {x.group}, {x.case}: {x.error or f'gradients differ by {x.gradient_difference}'}"
+            f"- torch {torch}, Python {python}, {x.group}, {x.case}: {x.error or f'gradients differ by {x.gradient_difference}'}"
             for x in found.itertuples()
             if x.passed != "True"
         ]
     return [
         "# Versions of torch\n",
-        "Made by `python benchmarks/torch_versions.py PYTHON ...`, one interpreter for each version; all rows are in "
-        "[rows.csv](rows.csv). A cell counts the cases whose first step has the gradients of the plain model. K = 2, "
+        "Made by `python benchmarks/torch_versions.py PYTHON ...`; all rows are in [rows.csv](rows.csv). Each interpreter has "
+        'an environment of its own, such as by `uv venv` and `uv pip install "torch==VERSION" "transformers>=5,<6" pytest` with '
+        "gplan's dependencies: the wheels that the package index has for Linux on x86-64, CUDA builds, on a CPU. "
+        "torch 2.15 has none for Python 3.10.\n",
+        "A cell counts the cases whose first step has the gradients of the plain model. K = 2, "
         f"{len(list(cases()))} cases: the loop (1F1B), six further schedules, three recompute modes with GPipe and 1F1B and "
-        "16 micro-batches, both kinds of sharded replicas in four processes, and ten tiny architectures (in one process). The peak is the "
-        "largest error of a predicted peak memory of 1 MiB or more.\n",
+        "16 micro-batches, both kinds of sharded replicas in four processes, and ten tiny architectures (in one process); "
+        f"the last is `pytest {CONTRACTS}`, what gplan assumes of torch. The peak is the largest error of a predicted peak "
+        "memory of 1 MiB or more.\n",
         *markdown(["torch", "Python", *groups, "largest gradient difference", "worst peak"], cells),
+        *(f"\n{x}." for x in refusals),
         "\n## What failed\n",
         *(failed or ["Nothing."]),
     ]

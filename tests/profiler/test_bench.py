@@ -115,6 +115,14 @@ def test_a_backward_that_fails_is_named_too() -> None:
         rehearse(bench_of(Layer(), OneWay(), Layer()))
 
 
+def test_a_loss_in_bfloat16_names_the_remedy() -> None:
+    def mixed_types() -> None:  # what torch 2.11 answers to the mean square of a bfloat16 and a float32 tensor
+        raise RuntimeError("Found dtype Float but expected BFloat16")
+
+    with pytest.raises(ModelError, match=r"the loss fails .* in float32, as in loss\(output\.float\(\), \.\.\.\)$"):
+        run_naming_errors("the loss", "backward", mixed_types)
+
+
 @pytest.mark.parametrize("layer", [Learning, Swapping])
 def test_a_layer_that_changes_its_own_parameters_is_refused(layer: type[Layer]) -> None:
     with pytest.raises(ModelError, match=r"layer b changes its own parameter inner\.(bias|weight).*register_buffer"):

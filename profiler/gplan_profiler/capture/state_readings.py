@@ -72,12 +72,12 @@ def repeat_state_readings(graph: Graph, state: Iterable[Node]) -> frozenset[Node
         if _reads_only(node, found) and is_cheap(node):
             found.add(node)
     written = {x for _, x in writers(graph.nodes, found)}
-    safe = known - written
+    unwritten, safe = found - written, known - written
     for node in graph.nodes:
-        if node in found - written and _reads_only(node, safe):
+        if node in unwritten and _reads_only(node, safe):
             safe.add(node)
-    copies = set[Node]()
-    for node in reversed([x for x in graph.nodes if x in safe - known]):
+    copies, repeated = set[Node](), safe - known
+    for node in reversed([x for x in graph.nodes if x in repeated]):
         for reader in list(node.users):
             with graph.inserting_before(reader):
                 copy = graph.node_copy(node)

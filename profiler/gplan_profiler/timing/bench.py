@@ -299,4 +299,10 @@ def run_naming_errors(name: str, direction: str, work: Callable[[], Result]) -> 
                 f"{name} runs out of memory in its {direction} pass; profile smaller micro-batches (--microbatch-size), or "
                 "on a device with more memory"
             ) from error
-        raise ModelError(f"{name} fails in its {direction} pass: {describe(error)}") from error
+        remedy = (
+            "; outputs are bfloat16 with this --precision: compute the loss in float32, as in loss(output.float(), ...)"
+        )
+        is_of_precision = name == "the loss" and "BFloat16" in str(error)
+        raise ModelError(
+            f"{name} fails in its {direction} pass: {describe(error)}{remedy * is_of_precision}"
+        ) from error
