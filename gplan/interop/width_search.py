@@ -44,7 +44,8 @@ from gplan_profiler.analytic.hardware import Hardware
 
 _GAPS = (0.02, 0.01, 0.005)  # all bounds are raised to within the first of the best step, then the second, the third
 _EVEN_CUTS_SHARE = 0.6  # of the time, for even partitions
-_BETTERED_SHARE = 0.75  # of the time, for even partitions and moves
+_BETTERED_SHARE = 0.7  # of the time, for even partitions and moves
+_NUM_BETTERED = 12  # settings whose partitions are bettered by moves
 _PARTITION_LIMIT_S = 5.0  # of one search of any partition
 _MAX_ACTIONS = 120_000  # of a step: where there are more, partitions of unequal blocks are not searched
 _TURN = 1.003  # times the next lowest bound: so far a program raises its own before another setting has its turn
@@ -293,10 +294,11 @@ class _SearchState:
     def better_cuts(self, *, deadline_s: float) -> None:
         """Moves of single layers, for settings whose even pipelines promise more than the best step, best first."""
         even_s = [x.even_step_s for x in self.bounds]
-        for i in sorted(range(len(even_s)), key=even_s.__getitem__):
+        order = [i for i in sorted(range(len(even_s)), key=even_s.__getitem__) if self.bounds_s[i] < self.best_s]
+        for i in order[:_NUM_BETTERED]:
             if time.perf_counter() > deadline_s or even_s[i] >= self.best_s:
                 break
-            if self.bounds_s[i] < self.best_s and (problem := self._problem(i)) is not None:
+            if (problem := self._problem(i)) is not None:
                 start = self.planned[i].cut if i in self.planned else None
                 self._record(i, 0.0, self.search.bettered_cut(problem, start, deadline_s), "even-cuts/moves")
 
