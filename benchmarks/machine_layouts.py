@@ -62,13 +62,13 @@ CASES = {
         "DeepSeek-V3 Technical Report, 3.2: pipeline 16, experts over 64, ZeRO-1 on 2,048 H800; there with DualPipe",
     ),
     "mixtral": Case(
-        "mixtral-8x7b", "a100", 16, 256, 4096,
-        {"tensor": 1, "pipeline": 2, "expert": 8, "data": 8, "microbatch_size": 1},
-        "Megatron-Core's guide to mixtures of experts: experts over the node, pipeline across, no tensor width",
+        "mixtral-8x7b", "a100", 32, 256, 4096,
+        {"tensor": 1, "pipeline": 4, "expert": 8, "data": 8, "microbatch_size": 1},
+        "NVIDIA/Megatron-LM, examples/mixtral/train_mixtral_8x7b_distributed.sh: pipeline 4, experts over 8, batch 256 x 4096",
     ),
     "1b": Case(
         "llama3-8b", "h100", 8, 512, 4096, {"tensor": 1, "pipeline": 1, "data": 8, "microbatch_size": 4},
-        "meta-llama/Llama-3.2-1B: config.json; data parallel alone, as usual for this size",
+        "a rule of thumb, not published: data parallel alone, for the sizes of meta-llama/Llama-3.2-1B",
         {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "head_dim": 64, "tie_word_embeddings": True},
     ),
 }  # fmt: skip
@@ -131,7 +131,8 @@ def report(rows: Any) -> list[str]:
         "",
         *markdown(heads, table),
         "",
-        "The gap is by how much any setting may be faster at most. Published widths:",
+        "The gap is by how much any setting may be faster at most. Context widths of 4 and more are optimistic at 8,192 tokens: attention",
+        "over few tokens of a rank is priced at the share of whole sequences. Published widths:",
         "",
         *(f"- {name}: {case.source}" for name, case in CASES.items() if name in set(rows.case)),
     ]

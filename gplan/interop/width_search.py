@@ -4,7 +4,7 @@ The search is a branch and bound over the settings of `width_choices`:
 
 1. Each setting gets a lower bound of its step in closed form (`width_bounds`).
 2. In the order of what an even pipeline would take, settings whose bound is below the best step so far get the best of
-   some even partitions (`even_cuts`).
+   some even partitions (`even_cuts`), and then of moves of single layers.
 3. The setting with the lowest bound is taken again and again, and its bound raised or its partition bettered: by a program
    over the blocks where these are equal but for a few at the ends (`block_program`), else by the search of any partition (`solve`).
 
@@ -32,7 +32,7 @@ from gplan.interop.width_choices import OPTIONS, Choice, WidthSpace
 from gplan.partition.balance import problem_of
 from gplan.partition.block_program import BlockProgram, Counted, equal_blocks
 from gplan.partition.candidates import INFINITY
-from gplan.partition.even_cuts import EvenCut, best_even_cut, priced_cut
+from gplan.partition.even_cuts import EvenCut, best_even_cut, bettered_cut, priced_cut
 from gplan.partition.plan_evaluation import price
 from gplan.partition.problem import Problem, Solution
 from gplan.partition.solve import solve
@@ -44,6 +44,8 @@ from gplan_profiler.analytic.hardware import Hardware
 
 _GAPS = (0.02, 0.01, 0.005)  # all bounds are raised to within the first of the best step, then the second, the third
 _EVEN_CUTS_SHARE = 0.6  # of the time, for even partitions
+_BETTERED_SHARE = 0.7  # of the time, for even partitions and moves
+_NUM_BETTERED = 12  # settings whose partitions are bettered by moves
 _PARTITION_LIMIT_S = 5.0  # of one search of any partition
 _MAX_ACTIONS = 120_000  # of a step: where there are more, partitions of unequal blocks are not searched
 _TURN = 1.003  # times the next lowest bound: so far a program raises its own before another setting has its turn
@@ -180,6 +182,11 @@ class WidthSearch:
         parts = decoder_of([x.name for x in problem.costs.profile.layers], self.name)
         return best_even_cut(problem, parts.blocks, head=parts.head.start)
 
+    def bettered_cut(self, problem: Problem, start: EvenCut | None, deadline_s: float) -> EvenCut | None:
+        """A partition of a setting, or else an even one, bettered move by move; None where none was found to fit."""
+        parts = decoder_of([x.name for x in problem.costs.profile.layers], self.name)
+        return bettered_cut(problem, parts.blocks, head=parts.head.start, start=start, deadline_s=deadline_s)
+
     def run(self) -> ChosenWidths:
         """The fastest settings; raises UsageError where no counts fit, NoPlanError where no setting fits the memory."""
         limit_s = default_time_limit_s(self.num_devices) if self.time_limit_s is None else self.time_limit_s
@@ -190,6 +197,7 @@ class WidthSearch:
             raise UsageError(self.space.no_choice_text())
         state = _SearchState.of(self, choices, started_s)
         state.try_even_cuts(deadline_s=started_s + _EVEN_CUTS_SHARE * limit_s)
+        state.better_cuts(deadline_s=started_s + _BETTERED_SHARE * limit_s)
         for gap in _GAPS:
             state.close_gap(gap, deadline_s=started_s + limit_s)
         if not state.planned:
@@ -282,6 +290,17 @@ class _SearchState:
             self.bounds_s[i] = max(self.bounds_s[i], SettingBounds(problem).within_s(self.search.usable_bytes))
             if self.bounds_s[i] < self.best_s and (cut := self.search.even_cut(problem)) is not None:
                 self.planned[i] = PlannedChoice(choice=self.bounds[i].choice, cut=cut)
+
+    def better_cuts(self, *, deadline_s: float) -> None:
+        """Moves of single layers, for settings whose even pipelines promise more than the best step, best first."""
+        even_s = [x.even_step_s for x in self.bounds]
+        order = [i for i in sorted(range(len(even_s)), key=even_s.__getitem__) if self.bounds_s[i] < self.best_s]
+        for i in order[:_NUM_BETTERED]:
+            if time.perf_counter() > deadline_s or even_s[i] >= self.best_s:
+                break
+            if (problem := self._problem(i)) is not None:
+                start = self.planned[i].cut if i in self.planned else None
+                self._record(i, 0.0, self.search.bettered_cut(problem, start, deadline_s), "even-cuts/moves")
 
     def close_gap(self, gap: float, *, deadline_s: float) -> None:
         """Raise the lowest bounds, or better the best step, until they are within this share of each other."""

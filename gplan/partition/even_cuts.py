@@ -4,18 +4,22 @@ All devices get equally many blocks; the last gets fewer, as it also has the hea
 one is taken off each of some devices, in a few orders. With several stages a device, the stages of one round of interleaved
 1F1B get equally many blocks on all devices, as all wait for the longest stage of a round. For blocks that differ there are
 also cuts at equal shares of the time of all layers. Once the pipeline is full, a step grows by the same seconds with every K
-micro-batches, so each partition is simulated with few of them, and its step extrapolated.
+micro-batches, so each partition is simulated with few of them, and its step extrapolated: by the growth between two such
+steps, or what the fullest device computes, if that is more. A descent by moves of single layers betters a partition.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
+from gplan.core import StageSeconds
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import Delay, simulate_window
 from gplan.partition.candidates import stage_seconds
@@ -25,6 +29,10 @@ _MOST_ROUND_ORDERS = 8  # in which the rounds of a device's stages get one block
 _MOST_HELD = 3  # times K micro-batches: with more of them an order of 1F1B holds no more
 _CHECKED_PLACES = (0.0, 0.3, 0.7, 1.0)  # in the pipeline, of the devices whose memory is computed for all partitions
 _NUM_CHECKED = 4  # of the fastest partitions: their memory is computed on all devices
+_EXACT = 60_000  # actions of a step: those of fewer are all simulated
+_MOST_NEIGHBOURS = 400  # partitions with one layer moved that are tried at once
+_NUM_MOVES = 16  # of the fastest of them: their memory is computed
+_SLACK = 1e-4  # share of the step by which a move betters it at least
 _SIMULATED = (2, 3)  # times K micro-batches: the steps that are simulated, to extrapolate from
 
 
@@ -42,9 +50,11 @@ class EvenCut:
 
 
 def priced_cut(problem: Problem, ends: Ints) -> EvenCut:
-    """A partition with its simulated step, extrapolated where there are many micro-batches."""
+    """A partition with its simulated step, extrapolated where there are very many actions."""
     columns = np.asarray(ends)[:, None]
-    step_s = float(_estimates_s(problem, columns)[0])
+    is_short = 2 * problem.num_stages * problem.num_microbatches <= _EXACT
+    steps_s = _steps_s(problem, columns, problem.num_microbatches) if is_short else _estimates_s(problem, columns)
+    step_s = float(steps_s[0])
     return EvenCut(ends=columns[:, 0], step_s=step_s, peak_bytes=int(_peaks(problem, columns)[0]))
 
 
@@ -71,6 +81,67 @@ def best_even_cut(problem: Problem, blocks: range, *, head: int) -> EvenCut | No
         if limit is None or peaks[0] <= limit:
             return EvenCut(ends=ends[:, i], step_s=float(steps_s[i]), peak_bytes=int(peaks[0]))
     return None
+
+
+def bettered_cut(
+    problem: Problem, blocks: range, *, head: int, start: EvenCut | None, deadline_s: float
+) -> EvenCut | None:
+    """A partition, or the one by rule that exceeds the memory least, bettered by moving single layers between stages.
+
+    Until it fits, its largest peak is made smaller, then its step. A descent: it ends where no move that was tried helps;
+    None where it does not fit then.
+    """
+    limit, ends = problem.memory_of(0), None if start is None else start.ends
+    if ends is None:
+        found = _possible(problem, [*_cuts_by_counts(problem, blocks, head), *_cuts_by_time(problem, blocks)])
+        if not found.size:
+            return None
+        over = _over(_peaks(problem, found, _CHECKED_PLACES), limit)
+        ends = found[:, int(np.lexsort((_estimates_s(problem, found), over))[0])]
+    step_s, peak = float(_estimates_s(problem, ends[:, None])[0]), int(_peaks(problem, ends[:, None])[0])
+    random = np.random.default_rng(0)
+    while time.perf_counter() < deadline_s:
+        near = _neighbours(problem, ends, random)
+        if not near.size:
+            break
+        if _over(peak, limit):
+            peaks = _peaks(problem, near)
+            i = int(np.argmin(peaks))
+            if peaks[i] >= peak:
+                break
+            ends, peak = near[:, i], int(peaks[i])
+            step_s = float(_estimates_s(problem, ends[:, None])[0])
+            continue
+        steps_s = _estimates_s(problem, near)
+        fast = [int(x) for x in np.argsort(steps_s, kind="stable")[:_NUM_MOVES] if steps_s[x] < step_s * (1 - _SLACK)]
+        peaks = _peaks(problem, near[:, fast]) if fast else np.zeros(0, dtype=np.int64)
+        fits = np.flatnonzero(_over(peaks, limit) == 0)
+        if not fits.size:
+            break
+        i = fast[fits[0]]
+        ends, step_s, peak = near[:, i], float(steps_s[i]), int(peaks[fits[0]])
+    return None if _over(peak, limit) else priced_cut(problem, ends)
+
+
+def _over(peaks: Any, limit: int | None) -> Any:
+    """By how many bytes peaks are above the limit."""
+    return np.maximum(0, np.asarray(peaks) - limit) if limit is not None else 0 * np.asarray(peaks)
+
+
+def _neighbours(problem: Problem, ends: Ints, random: np.random.Generator) -> Ints:
+    """[S, N]: partitions with one layer more on one stage and one less on another; some of them where there are many."""
+    pairs = [(i, j) for i in range(len(ends)) for j in range(len(ends)) if i != j]
+    if len(pairs) > _MOST_NEIGHBOURS:
+        pairs = [pairs[x] for x in random.choice(len(pairs), _MOST_NEIGHBOURS, replace=False)]
+    made = []
+    for giver, taker in pairs:
+        moved = ends.copy()
+        if giver < taker:
+            moved[giver:taker] -= 1
+        else:
+            moved[taker:giver] += 1
+        made.append(moved.tolist())
+    return _possible(problem, made)
 
 
 def _first(ends: Ints) -> Ints:
@@ -102,14 +173,26 @@ def _estimates_s(problem: Problem, ends: Ints) -> Floats:
     fewer, more = (x * num_devices for x in _SIMULATED)
     if num <= more:
         return _steps_s(problem, ends, num)
-    more_s = _steps_s(problem, ends, more)
-    return more_s + (num - more) / num_devices * (more_s - _steps_s(problem, ends, fewer))
+    more_s, window = _steps_s(problem, ends, more), _window(problem, ends)
+    again = 1.0 if problem.recompute == "always" else 0.0
+    loads_s = np.zeros((num_devices, ends.shape[1]))
+    for device, stages in enumerate(problem.stages_by_device):
+        for x in (window[stage] for stage in stages):
+            loads_s[device] += x.forward_s + x.backward_s + again * x.recompute_s
+    grows_s = np.maximum(num_devices * loads_s.max(axis=0), more_s - _steps_s(problem, ends, fewer))
+    steps_s: Floats = more_s + (num - more) / num_devices * grows_s
+    return steps_s
+
+
+def _window(problem: Problem, ends: Ints) -> list[StageSeconds[Floats]]:
+    """The times of the stages."""
+    first = _first(ends)
+    return [stage_seconds(problem, stage, first[stage], ends[stage]) for stage in range(problem.num_stages)]
 
 
 def _steps_s(problem: Problem, ends: Ints, num_microbatches: int) -> Floats:
     """[N]: the simulated steps with so many micro-batches."""
-    first = _first(ends)
-    window = [stage_seconds(problem, stage, first[stage], ends[stage]) for stage in range(problem.num_stages)]
+    window = _window(problem, ends)
     few = replace(problem, costs=replace(problem.costs, num_microbatches=num_microbatches))
     return simulate_window(few, window, first_stage=0, delay=Delay()).optimizer_s
 

@@ -115,6 +115,21 @@ def test_blocks_counted_by_a_program_are_the_best(
             assert min(steps) * (1 - off) <= found.lower_bound_s <= min(steps) * (1 + 1e-9)
 
 
+def test_moves_better_an_even_partition() -> None:
+    made = search(fixed={"tensor": 1, "data": 1}, memory_bytes=4_600_000_000)
+    is_better = False
+    for choice in made.space.choices():
+        problem, steps = made.problem(choice), every_step_s(made, choice)
+        even = made.even_cut(problem)
+        found = made.bettered_cut(problem, even, time.perf_counter() + 60)
+        assert (found is not None or even is None) and (found is None or steps)
+        if found is not None:
+            assert found.peak_bytes <= made.usable_bytes and found.step_s >= min(steps) * (1 - 1e-9)
+            assert even is None or found.step_s <= even.step_s * (1 + 1e-9)
+            is_better |= even is None or found.step_s < even.step_s
+    assert is_better
+
+
 def test_a_memory_that_nothing_fits_names_a_machine_that_does() -> None:
     tight = replace(load_hardware("rtx4090"), memory_bytes=6_000_000_000)
     one = search(hardware=tight, decoder=load_decoder("llama3-8b"))

@@ -101,9 +101,10 @@ class DecoderProfile:
         parts = self.parts()
         costs = dict[int, list[LayerCost]]()  # parts that are alike are computed once
         for size in microbatch_sizes:
-            alike = [replace(part, name="") for part in self.parts(size)]
-            found = {part: self._cost(part, size) for part in set(alike)}
-            costs[size] = [found[part] for part in alike]
+            made = self.parts(size)
+            kinds = [(id(part.kernels), part.is_recomputed) for part in made]  # blocks of a kind share their kernels
+            found = {kind: self._cost(part, size) for kind, part in dict(zip(kinds, made, strict=True)).items()}
+            costs[size] = [found[kind] for kind in kinds]
         layers = tuple(
             Layer(
                 name=part.name,
