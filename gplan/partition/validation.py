@@ -47,6 +47,12 @@ def check_counts(
     if num_replicas < 1:
         raise UsageError(f"asked for {num_replicas} replicas; expected at least 1")
     num_stages = num_stages_of(schedule, num_devices)
+    if num_stages > num_layers == 1:
+        remedy = "try --k 1" if profile.granularity == "op" else "profile it again with --granularity op, or try --k 1"
+        raise UsageError(
+            f"asked for {num_stages} stages, but the model is a single layer, {profile.layers[0].name}, which cannot be cut: a "
+            f"layer is a child of the model, or a block of a list of blocks; {remedy}"
+        )
     if num_stages > num_layers:
         raise UsageError(_too_many_stages_text(schedule, num_devices, num_stages, num_layers))
     try:

@@ -25,7 +25,10 @@ _OF_SHAPES = ("to", "type_as")  # read only dtype and device of a second tensor
 
 
 class LossReads(TorchFunctionMode):
-    """Inside, reading a tensor that the last stage has no current values of raises ModelError."""
+    """Inside, reading a tensor that the last stage has no current values of raises ModelError.
+
+    So does a leaf that needs a gradient and is none of the model's, where there are replicas, which would not average it.
+    """
 
     def __init__(
         self,
@@ -35,10 +38,13 @@ class LossReads(TorchFunctionMode):
         *,
         copied: Collection[str],
         tensors: Mapping[str, Tensor],
+        num_replicas: int,
     ) -> None:
         """`copied`: the names whose tensors stages do not compute with themselves, as master weights and sharded ones;
         `tensors`: those of this process.
         """
+        self._own = {id(x): x for x in tensors.values()} if num_replicas > 1 else None
+        self._known: set[int] = set()
         super().__init__()
         written = {id(x) for x in usual.chain.written}
         written |= {id(x) for norm in usual.chain.norms(0, len(usual.chain)) for x in norm.buffers}
@@ -61,6 +67,12 @@ class LossReads(TorchFunctionMode):
             if trained is not None and trained is not x:
                 self._refused[id(x)] = x, f"{name} of a model whose copy on {trained.device} is trained"
 
+    def of(self, output: Any) -> LossReads:
+        """The same, for the loss of an output of the model."""
+        if self._own is not None:
+            self._known = {*self._own, *map(id, tensors_in(output)), *self._refused}
+        return self
+
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -71,7 +83,14 @@ class LossReads(TorchFunctionMode):
         read = args[:1] if name in _OF_SHAPES else (*args, *(kwargs or {}).values())
         for value in read:
             for x in value if isinstance(value, list | tuple) else (value,):
-                text = self._refused.get(id(x), (None, ""))[1] if isinstance(x, Tensor) else ""
+                if not isinstance(x, Tensor):
+                    continue
+                if self._own is not None and x.is_leaf and x.requires_grad and id(x) not in self._known:
+                    raise ModelError(
+                        f"the loss has a parameter of its own, of shape {tuple(x.shape)}, which each replica would train for "
+                        "itself: make it a part of the model, which returns what the loss needs of it, or plan one replica"
+                    )
+                text = self._refused.get(id(x), (None, ""))[1]
                 remedy = ", or use the optimizer's weight_decay" if isinstance(x, nn.Parameter) else ""
                 if text and (name in _VALUES or any(True for _ in tensors_in(output))):
                     raise ModelError(

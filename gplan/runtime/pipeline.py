@@ -227,6 +227,7 @@ class Pipeline(StageState):
             names,
             copied={*divided, *(self._masters.computing if self._masters else ())},
             tensors=tensors,
+            num_replicas=plan.num_replicas,
         )
         self._trained = {name for name, x in model.named_parameters() if x.requires_grad}
         self._strict_norm = strict_norm(model, usual.chain.norms(0, len(usual.chain)), plan.microbatch_size)
@@ -460,7 +461,11 @@ class Pipeline(StageState):
         def output_fn(output: Any, microbatch: int) -> Tensor:
             target = each[microbatch]
             self._random_streams.seed(_LOSS_KEY, microbatch)
-            with autocast(self.plan.precision, self.device.type), unreadable(self._captures.assigned), self._loss_reads:
+            with (
+                autocast(self.plan.precision, self.device.type),
+                unreadable(self._captures.assigned),
+                self._loss_reads.of(output),
+            ):
                 value = checked_loss(loss(output, target), trains=torch.is_grad_enabled())
             if self._is_loss_new:
                 self._is_loss_new = False

@@ -86,6 +86,11 @@ def test_what_cannot_be_used_is_refused_with_what_would_do(arguments: dict[str, 
     assert message in str(caught.value)
 
 
+def test_model_of_a_single_layer_is_named_as_the_cause() -> None:
+    with pytest.raises(UsageError, match="the model is a single layer, a, which cannot be cut.*--granularity op"):
+        balance(make_profile([1.0]), num_devices=2, num_microbatches=2)
+
+
 SPLIT = in_halves(SIX)
 
 

@@ -200,3 +200,18 @@ def test_loss_that_reads_what_the_last_stage_has_is_accepted(penalty: Callable[[
     size = pipe.plan.batch_size
     x, y = torch.randn(size, 8), torch.randint(5, (size,))
     assert float(pipe.step(x, y)) == pytest.approx(float(plain(x, y).detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Parameter(torch.zeros(())), lambda: torch.zeros((), requires_grad=True)])
+def test_parameter_of_the_loss_is_refused_with_replicas_only(make: Callable[[], Tensor]) -> None:
+    model, inputs, scale = Blocks(), torch.randn(4, 8), make()
+    file = model_in_memory(model, inputs=inputs)
+    x, y = torch.randn(4, 8), torch.randint(5, (4,))
+    for num_replicas in (1, 2):
+        plan = plan_for(file, num_devices=2, num_microbatches=2 // num_replicas, num_replicas=num_replicas)
+        pipe = gplan.pipeline(model, plan, loss=lambda output, y: cross_entropy(output * scale.exp(), y), inputs=inputs)
+        if num_replicas == 1:
+            assert float(pipe.step(x, y)) == pytest.approx(float(cross_entropy(model(x), y).detach()), rel=1e-5)
+        else:
+            with pytest.raises(ModelError, match="the loss has a parameter of its own"):
+                pipe.step(x, y)
