@@ -64,7 +64,7 @@ def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, 
 @click.option("--hardware", default="h100", show_default=True, help="A built-in device, or a TOML or JSON file.")
 @click.option(
     "--network",
-    help="To other nodes: 400Gb/s*8,5us for 8 cards in a node, or 50GB/s,5us for a device.  [default: the hardware's]",
+    help="To other nodes, such as 400Gb/s*8,5us (8 cards a node).  [default: the hardware's]",
 )
 @click.option("--pp", "num_devices", type=int, help="Devices in one pipeline.  [default with --gpus: chosen]")
 @click.option("--vpp", "num_chunks", type=int, help="Stages on each device.  [default: 1; with --gpus: chosen]")
@@ -75,15 +75,14 @@ def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, 
     "--expert-tensor", "--etp", type=int, default=0, help="Ranks that divide each expert.  [default: the tensor size]"
 )
 @click.option("--data", "--dp", type=int, help="Data-parallel size, over which optimizer state is divided.")
-@click.option("--order", default="tp-cp-ep-dp-pp", show_default=True,
-              help="How groups are placed: the first has neighbours, the last is spread over the nodes.")  # fmt: skip
+@click.option("--order", default="tp-cp-ep-dp-pp", show_default=True, help="Placing of groups, neighbours first.")
 @click.option("--batch-size", "--gbs", type=int, help="Samples of a step on all devices.  [default with --gpus: 1024]")
 @click.option("--microbatches", type=int, help="Without --gpus: micro-batches per step and pipeline.  [default: 4 K]")
 @click.option(
     "--microbatch-size", "--mbs", type=int, help="Samples per micro-batch.  [default: 1; with --gpus: chosen]"
 )
 @click.option("--recompute", type=click.Choice(["never", "always"]),
-              help="Whether activations are recomputed in the backward.  [default: never; with --gpus: chosen]")  # fmt: skip
+              help="Recompute activations.  [default: never; with --gpus: chosen]")  # fmt: skip
 @click.option(
     "--sequence-length", "--seq-length", type=int, default=4096, show_default=True, help="Tokens of a sample."
 )

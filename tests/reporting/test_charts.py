@@ -166,10 +166,10 @@ def test_memory_that_was_not_measured_is_not_drawn() -> None:
 
 
 def test_the_capacity_is_a_line_where_it_is_near() -> None:
-    axes = memory_chart(make_plan(memory_bytes=200 * MIB)).axes[0]
+    axes = memory_chart(make_plan(memory_bytes=100 * MIB)).axes[0]
     lines = [line for line in axes.lines if line.get_color() == CAPACITY.colour]
-    assert [line.get_ydata()[0] for line in lines] == [200]
-    assert axes.get_ylim()[1] > 200
+    assert [line.get_ydata()[0] for line in lines] == [100]
+    assert axes.get_ylim()[1] > 100
 
 
 def test_a_far_capacity_is_written_and_does_not_flatten_the_bars() -> None:

@@ -23,6 +23,7 @@ from tests.runtime.fake_training import (
     adam,
     cosine,
     in_fresh_processes,
+    one_cycle,
     same_bits,
     sgd,
     share,
@@ -176,9 +177,11 @@ def test_ranks_fall_back_together(tmp_path: Path) -> None:
 def test_other_hyperparameters_are_told(make: Any, note: str, tmp_path: Path) -> None:
     path = saved(tmp_path, training(lambda x: Adam(x.values(), lr=0.01)))
     loaded = load_checkpoint(path, training(make).state, digest=DIGEST, group=None)
-    assert loaded.note == (f"{path} sets the optimizer's own values again: {note}" if note else "")
+    assert loaded.note == (f"the optimizer goes on with values of {path}: {note} as made now" if note else "")
 
 
-def test_scheduled_learning_rate_is_not_told(tmp_path: Path) -> None:
-    path = saved(tmp_path, training(adam, cosine))
-    assert load_checkpoint(path, training(adam, cosine).state, digest=DIGEST, group=None).note == ""
+@pytest.mark.parametrize("scheduler", [cosine, one_cycle])
+def test_scheduled_values_are_not_told(scheduler: Any, tmp_path: Path) -> None:
+    """A learning rate, and momentum that goes against it."""
+    path = saved(tmp_path, training(adam, scheduler))
+    assert load_checkpoint(path, training(adam, scheduler).state, digest=DIGEST, group=None).note == ""

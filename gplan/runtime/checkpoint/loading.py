@@ -85,7 +85,7 @@ def load_checkpoint(path: Path, state: RankState, *, digest: str, group: dist.Pr
         found_damaged = "; ".join(x.removesuffix(ADVICE) for x in damages)
         notes = [f"{found_damaged}; going on from {candidate}"] if damages else []
         if replaced := list(dict.fromkeys(x for _, own in found for x in own)):
-            notes.append(f"{candidate} sets the optimizer's own values again: {'; '.join(replaced)}")
+            notes.append(f"the optimizer goes on with values of {candidate}: {'; '.join(replaced)} as made now")
         return LoadedCheckpoint(progress=found[0][0], path=candidate, note="; ".join(notes))
     if len(damages) == 1:
         raise DamagedError(damages[0])

@@ -125,7 +125,8 @@ def load_optimizer_state(
     saved_values = [_saved_values(index, row, by_name, ranks) for index, row in enumerate(names)]
     replaced = []
     for group, saved in zip(groups, saved_values, strict=True):
-        scheduled = {"lr"} if "initial_lr" in saved else set()  # of a schedule's learning rate, where it began
+        scheduled = {"lr"} if "initial_lr" in saved else set()  # what a scheduler changes is no mistake
+        scheduled |= {"betas", "momentum"} if "max_momentum" in saved else set()
         keys = sorted(group.keys() & saved.keys() - _PARAMETER_KEYS - _SPEED_KEYS - scheduled)
         odd = [key for key in keys if not equal_values(group[key], saved[key])]
         replaced += [f"{key} {saved[key]!r}, not {group[key]!r}" for key in odd]

@@ -156,7 +156,7 @@ def _why_by_microbatch(
     if divided.epsilon > torch.finfo(torch.float32).eps:
         return "the rounding of 16-bit numbers"
     if any(isinstance(x, BatchNorm) for x in file.model.modules()):
-        return "batch norm"
+        return "batch norm, or a loss that depends on how the mini-batch is divided"
     if _difference(divided, whole, num_parts) is None:
         return None
     if _have_same_loss(divided, whole) and apart <= _MOST_ROUNDING:
