@@ -19,7 +19,8 @@ VENV = ROOT / ".venv"
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 LOCK = ROOT / "requirements.lock"
 STAMP = VENV / "gplan-set-up"
-HOW = f"for models of your own: {BIN / 'gplan'}, or `gplan` once the environment in {VENV} is activated"
+ACTIVATE = f"{BIN / 'activate'}" if os.name == "nt" else f"source {BIN / 'activate'}"
+HOW = f"for models of your own: `{ACTIVATE}`, then `gplan --help`"
 
 DEMO = (
     ("profile", "examples/transformer_lm.py", "--microbatch-size", "4", "--output", "demo/gplan.profile.json"),

@@ -37,6 +37,17 @@ def speed_ratio(profile: HostLoad | None, run: HostLoad | None) -> tuple[float, 
     return ratio, _NUM_ERRORS * ratio * hypot(*errors)
 
 
+def few_readings_notes(run: HostLoad | None) -> tuple[str, ...]:
+    """A note where a run read its host's speed too rarely for `speed_ratio`."""
+    count = 0 if run is None or run.yardstick is None else run.yardstick.num_samples
+    if not 0 < count < _LEAST_READINGS:
+        return ()
+    return (
+        f"the host's speed was read {count} times, so there is no error at equal host speed, which takes "
+        f"{_LEAST_READINGS}: run more steps",
+    )
+
+
 def at_host_speed(profile: Profile, ratio: float) -> Profile:
     """The profile of a host on which all work takes `ratio` times as long, messages between its processes included."""
 

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from gplan.core import Action, ActionKind, EqualSpeed, IdleCause, Plan, Profile, Run, Timeline
 from gplan.core.errors import GplanError
 from gplan.core.units import UnitKind, error_text, seconds_text
-from gplan.corrections.host_speed import at_host_speed, speed_ratio
+from gplan.corrections.host_speed import at_host_speed, few_readings_notes, speed_ratio
 from gplan.evaluate.replanning import reprice, why_not_replannable
 from gplan.simulation.bubble import idle_by_cause
 from gplan.simulation.simulator import schedule_of, simulate, step_and_bubble
@@ -81,13 +81,15 @@ def compare(run: Run) -> Comparison:
 
 def with_equal_speed(run: Run, profile: Profile) -> Run:
     """The run with its step predicted at the host's speed in it: the plan simulated again on `at_host_speed` of the profile,
-    and a note about it.
+    and a note about it, or about too few readings of that speed.
 
     The same run where a speed is not known, or the plan was not made from this profile, or for a machine.
     """
     plan, ratio = run.plan, speed_ratio(profile.host_load, run.host_load)
-    if ratio is None or why_not_replannable(plan):
+    if why_not_replannable(plan):
         return run
+    if ratio is None:
+        return replace(run, notes=(*run.notes, *few_readings_notes(run.host_load)))
     slowed = at_host_speed(profile, ratio[0])
     if run.engine == "virtual":  # which takes transfers and its own cost as planned
         slowed = replace(slowed, link=profile.link, engine=profile.engine)

@@ -113,3 +113,11 @@ def test_a_profile_that_the_plan_was_not_made_from_corrects_nothing() -> None:
         assert with_equal_speed(run, other) is run
     assert compare(run).row(STEP_TIME).equal_speed_error is None
     assert "yardstick" not in printed(run_view(run))
+
+
+def test_too_few_readings_are_told() -> None:
+    run = slow_run(profiled(), 1.25, num_samples=4)
+    assert run.equal_speed is None
+    assert run.notes[-1] == (
+        "the host's speed was read 4 times, so there is no error at equal host speed, which takes 5: run more steps"
+    )

@@ -227,7 +227,7 @@ def test_layout_on_a_machine(
     assert gplan_exits("layout", "llama-3-8b", *arguments) == 0
     captured = capsys.readouterr()
     assert "--tensor-model-parallel-size 2" in captured.out and "--sequence-parallel" in captured.out
-    assert "predicted: a step of" in captured.err and "the best of" in captured.err
+    assert "predicted: a step of" in captured.err and "the best found of" in captured.err
     assert gplan_exits("layout", "llama3-8b", "--gpus", "4", "--network", "400GB/s*8") == 2
     assert "did you mean 400Gb/s*8 (bits)?" in capsys.readouterr().err
 

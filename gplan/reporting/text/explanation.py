@@ -68,7 +68,7 @@ def _pace(explanation: Explanation) -> Iterator[str]:
     if not found.busy_s:
         yield f"No stage takes any time to compute; the step of {seconds_text(step_s)} is transfers and the optimizer."
         return
-    of_step = f"{percent_text(found.busy_s / step_s)} of the {seconds_text(step_s)} step"
+    of_step = f"{percent_text(found.busy_s / step_s)} of the predicted step of {seconds_text(step_s)}"
     what, num_devices = "device" if devices_differ_from_stages(setting) else "stage", setting.num_devices
     if num_devices == 1:
         yield f"One {what} holds the whole model and computes for {of_step}{_most_expensive(found, setting)}."

@@ -95,7 +95,11 @@ def reserved_text(plan: Plan) -> str:
     if not plan.reserved_bytes:
         return ""
     total, reserved = bytes_text(plan.device_total_bytes), bytes_text(max(plan.reserved_bytes))
-    return f"the fullest device allocates {bytes_text(plan.peak_bytes)}, reserves {reserved}, and needs {total} with what CUDA and NCCL take beside it"
+    limit = f" of {bytes_text(plan.memory_limit_bytes)}" if plan.memory_limit_bytes else ""
+    return (
+        f"the fullest device allocates {bytes_text(plan.peak_bytes)}, reserves {reserved}, and needs {total}{limit} with what CUDA "
+        "and NCCL take beside it"
+    )
 
 
 def host_bound_lines(step_s: float, found: HostBound | None) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ def widths_text(chosen: ChosenWidths) -> Iterator[str]:
         yield reserved
     if chosen.num_choices == 1:
         return
-    yield f"the best of {chosen.num_choices} settings; by this model none is more than {percent_text(chosen.gap)} faster"
+    yield f"the best found of {chosen.num_choices} settings; by this model no other is more than {percent_text(chosen.gap)} faster"
     yield "next to each: its step, and what tensors take on the fullest device"
     for place, one in enumerate(chosen.planned[:_NUM_SHOWN], 1):
         slower = "" if place == 1 else f", {percent_text(one.step_s / best.step_s - 1)} slower"

@@ -33,7 +33,7 @@ def line_of(lines: list[str], start: str) -> str:
 
 def test_the_headline_names_the_stage_its_dearest_layers_and_what_would_help() -> None:
     assert headline(explained(make_profile([1.0, 1.0, 1.0, 5.0, 1.0]), num_microbatches=8)) == (
-        "Stage 1 computes longest: for 94.1 % of the 153 s step; of the 2 layers of stage 1, d takes 83.3 % of their time.",
+        "Stage 1 computes longest: for 94.1 % of the predicted step of 153 s; of the 2 layers of stage 1, d takes 83.3 % of their time.",
         "Compute limits the step: of the step, filling and draining take 5.9 %, exposed transfers nothing; there is no memory limit.",
         "What would help most: on the same devices, schedule interleaved-1f1b:2: +4.1 % samples/s; with a larger batch, "
         "16 micro-batches of 1 (twice the batch): +3.0 % samples/s; with other hardware, 3 devices (one more): +15.9 % samples/s.",
@@ -86,7 +86,11 @@ def test_stages_that_are_alike_are_named_together() -> None:
 @pytest.mark.parametrize(
     ("profile", "num_stages", "sentence"),
     [
-        (make_profile([1.0, 2.0]), 1, "One stage holds the whole model and computes for 100.0 % of the 36.0 s step"),
+        (
+            make_profile([1.0, 2.0]),
+            1,
+            "One stage holds the whole model and computes for 100.0 % of the predicted step of 36.0 s",
+        ),
         (
             make_profile([1.0, 2.0]),
             1,
