@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+import gc
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 
 import gplan
 from gplan.core import ActionKind, Granularity, Link, Plan, Profile, Run
+from gplan.runtime.capture_cache import CapturedModel
 from gplan.runtime.model_source import ModelSource
 from gplan.runtime.pipeline import Pipeline
 from gplan.runtime.run.launch import run_virtual_engine
@@ -136,3 +139,19 @@ def plain_losses(file: ModelFile, plan: Plan, *, num_steps: int) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+@contextmanager
+def new_captures() -> Iterator[Callable[[], list[CapturedModel]]]:
+    """A function that lists the captures made inside the block that are still in use."""
+    before = _captures()
+
+    def found() -> list[CapturedModel]:
+        return [x for x in _captures() if not any(x is y for y in before)]
+
+    yield found
+
+
+def _captures() -> list[CapturedModel]:
+    gc.collect()
+    return [x for x in gc.get_objects() if isinstance(x, CapturedModel)]

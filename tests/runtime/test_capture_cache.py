@@ -10,7 +10,7 @@ from gplan.core.errors import RunError
 from gplan.runtime.capture_cache import set_device
 from gplan_profiler.capture.capture import capture
 from gplan_profiler.model.load import model_in_memory
-from tests.runtime.plans import pipeline_for, plan_for
+from tests.runtime.plans import new_captures, pipeline_for, plan_for
 
 
 class Positions(nn.Module):
@@ -92,9 +92,10 @@ def test_old_captures_are_evicted() -> None:
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), inputs=torch.ones(2, 5, 4), loss=nn.functional.mse_loss
     )
     plan = plan_for(file, num_devices=2)
-    pipe = pipeline_for(file, plan)
-    pipe.step(torch.ones(8, 5, 4), torch.ones(8, 5, 4))
-    for length in range(6, 20):
-        pipe.eval_step(torch.ones(8, length, 4), torch.ones(8, length, 4))
-    lengths = {x.shape[1] for x in pipe.runner.engine.buffers(1)}
+    with new_captures() as captures:
+        pipe = pipeline_for(file, plan)
+        pipe.step(torch.ones(8, 5, 4), torch.ones(8, 5, 4))
+        for length in range(6, 20):
+            pipe.eval_step(torch.ones(8, length, 4), torch.ones(8, length, 4))
+        lengths = {x.boundary(1)[0].shape[1] for x in captures()}
     assert lengths == {5, *range(12, 20)}  # the plan's own and the last eight

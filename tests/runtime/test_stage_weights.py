@@ -25,7 +25,7 @@ import torch, torch._dynamo, torch.export._trace, torch.profiler
 import torch.distributed.checkpoint, torch.distributed.pipelining, torch.fx.experimental.symbolic_shapes
 from torch import nn
 
-WIDTH, DEPTH = 1536, 12
+WIDTH, DEPTH = 1536, 16
 WEIGHT_BYTES = DEPTH * 4 * WIDTH * WIDTH * 4
 
 if "RANK" in os.environ:

@@ -171,15 +171,6 @@ def test_predict_joins_nested_outputs() -> None:
             torch.testing.assert_close(found[name], expected[name].detach())
 
 
-def test_evaluation_reuses_receive_buffers() -> None:
-    case = subject(row)
-    pipe = gplan.pipeline(row, plan_of(case, 2), loss=case.loss)
-    pipe.eval_step(*case.batch(8))
-    (before,) = {sum(x.numel() for x in pipe.runner.engine.buffers(1))}
-    pipe.eval_step(*case.batch(8 * 20))
-    assert sum(x.numel() for x in pipe.runner.engine.buffers(1)) == before
-
-
 def test_recorder_does_not_grow() -> None:
     case = subject(row)
     pipe = gplan.pipeline(row, plan_of(case, 2), loss=case.loss)

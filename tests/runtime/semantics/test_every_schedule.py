@@ -111,7 +111,6 @@ class Seen:
     gradients: dict[str, Tensor]  # of both steps
     buffers: dict[str, Tensor]
     output: Tensor | None
-    num_received: dict[int, int]  # elements of the receive buffers by stage
 
 
 @cache
@@ -146,9 +145,6 @@ def seen(case: Subject, plan: Plan) -> Seen:
         gradients=gradients_of(pipe),
         buffers={name: x.clone() for name, x in pipe.state_dict().items() if "running" in name},
         output=pipe.predict(case.batch(7)[0]),
-        num_received={
-            x.index: sum(buffer.numel() for buffer in pipe.runner.engine.buffers(x.index)) for x in pipe.runner.stages
-        },
     )
 
 
@@ -198,5 +194,3 @@ def test_every_schedule_equals_one_device(num_devices: int, schedule: str) -> No
     for engine, by_rank in found.items():
         for (case, recompute), parts in zip(cases, zip(*by_rank, strict=True), strict=True):
             assert_as_expected(case, list(parts), what=f"{engine}, {case.build.__name__}, recompute {recompute}:")
-    for alone, *ranks in zip(*found["virtual"], *found["torch"], strict=True):
-        assert {stage: number for rank in ranks for stage, number in rank.num_received.items()} == alone.num_received
