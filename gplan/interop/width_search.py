@@ -45,7 +45,7 @@ from gplan_profiler.analytic.hardware import Hardware
 _GAPS = (0.02, 0.01, 0.005)  # all bounds are raised to within the first of the best step, then the second, the third
 _EVEN_CUTS_SHARE = 0.6  # of the time, for even partitions
 _BETTERED_SHARE = 0.7  # of the time, for even partitions and moves
-_NUM_BETTERED = 12  # settings whose partitions are bettered by moves
+_NUM_BETTERED = 40  # settings whose partitions are bettered by moves
 _PARTITION_LIMIT_S = 5.0  # of one search of any partition
 _MAX_ACTIONS = 120_000  # of a step: where there are more, partitions of unequal blocks are not searched
 _TURN = 1.003  # times the next lowest bound: so far a program raises its own before another setting has its turn
