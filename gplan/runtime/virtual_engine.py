@@ -196,10 +196,8 @@ class _CopiedPass(PassState):
         made = step.made
         if isinstance(step, Send):
             specs = self.boundary(made.stage + 1 if made.kind is ActionKind.FORWARD else made.stage)
-            self._sent[made] = tuple(
-                torch.empty(
-                    spec.shape, dtype=spec.dtype, device=self._device
-                )  # the torch engine sends a marker of this size
+            self._sent[made] = tuple(  # for a missing gradient the torch engine sends a marker of its size
+                torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
                 if x is None and spec.requires_grad
                 else x
                 for x, spec in zip(self._noted(made), specs, strict=True)

@@ -5,8 +5,8 @@
 
 A pass is a forward, a backward or the first half of one. A receive is posted when the pass begins that comes
 `RECEIVES_AHEAD` before the one that needs it: the sender on a CPU cannot send earlier, so a transfer has as long as three
-passes take. Receives from one device are posted in the order in which it sends. The
-buffer is freed with the micro-batch's backward, which needs the input too.
+passes take. Receives from one device are posted in the order in which it sends. The buffer is freed with the
+micro-batch's backward, which needs the input too.
 
 An output stays until its own backward begins, which cannot be before the output was received. A gradient that was sent
 stays while the next action runs (`SENT_FOR`), and then until it is known that its receive is posted: the other device

@@ -26,7 +26,6 @@ from gplan_profiler.analytic.roofline import (
     total_work,
 )
 from gplan_profiler.analytic.work_counter import WorkCounter
-from gplan_profiler.capture.capture import capture
 from gplan_profiler.capture.chain import model_state_restored, routing_notes
 from gplan_profiler.host.host_info import software_versions
 from gplan_profiler.memory.allocations import StorageRecorder, gradient_bytes, optimizer_state_bytes
@@ -37,7 +36,7 @@ from gplan_profiler.model.error_location import describe
 from gplan_profiler.model.load import ModelFile
 from gplan_profiler.model.materialise import attributes_key, with_attributes
 from gplan_profiler.model.precision import MASTER_DTYPE, master_bytes, round_into
-from gplan_profiler.timing.bench import bench_of_chain, layers_to_measure
+from gplan_profiler.timing.bench import bench_of_chain, capture_of_file, layers_to_measure
 from gplan_profiler.torch_compat import FakeTensorMode
 
 _NOT_COMPARED = (
@@ -102,14 +101,7 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
 
 def _computed_size(file: ModelFile, size: int, options: ComputeOptions, divided: tuple[str, ...] | None) -> SizeCosts:
     inputs, target = sample_batch(file, size)
-    chain = capture(
-        file.model,
-        inputs,
-        granularity=options.granularity,
-        divided=divided,
-        precision=file.precision,
-        loss=file.functions.get("loss"),
-    )
+    chain = capture_of_file(file, inputs, granularity=options.granularity, divided=divided)
     found, keys = layers_to_measure(chain)
     bench = bench_of_chain(file, chain, keys, inputs, target)
     *analyses, loss = analyse(bench.layers, bench.inputs, bench.loss)

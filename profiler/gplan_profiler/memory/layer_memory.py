@@ -395,11 +395,12 @@ def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, .
     forward_end = passage.backwards[-1][0]
     below, found = 0, []
     later = LaterLayers(trace, passage.forwards, passage.backwards)
-    tensors = lifetimes(trace, passage)
+    tensors_of = lifetimes(trace, passage)
     viewed = {place for x in passage.gradients for place in x.viewed(trace)}
     cuts = ((), *passage.crossings, ())
     for layer, (forward, before, crossing) in enumerate(zip(passage.forwards, cuts, cuts[1:], strict=False)):
         stash = sum(trace.alive(*forward, forward_end).values())
+        tensors, num_forward_times = tensors_of[layer]
         below += stash
         backward_bytes, leftovers = later.workspace(layer, below)
         crossing_bytes = list[TensorBytes]()
@@ -422,8 +423,8 @@ def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, .
                 leftovers=leftovers,
                 crossing=tuple(crossing_bytes),
                 views=tuple(before.index(x) if x.num_bytes and x in before else None for x in crossing),
-                tensors=tensors[layer][0],
-                num_forward_times=tensors[layer][1],
+                tensors=tensors,
+                num_forward_times=num_forward_times,
             )
         )
     unkept = (

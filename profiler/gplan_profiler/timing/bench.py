@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from gplan.core import Granularity
 from gplan.core.errors import ModelError, RunError
 from gplan_profiler.backward.rematerialize import without_checkpointing
 from gplan_profiler.backward.split_backward import first_half
+from gplan_profiler.capture.capture import capture
 from gplan_profiler.capture.chain import (
     Chain,
     Tensors,
@@ -109,6 +111,20 @@ def layers_to_measure(chain: Chain) -> tuple[tuple[int, ...], dict[int, str]]:
     found = sources(structures)
     first: dict[object, int] = {}
     return found, {x: str(first.setdefault(structures[x], x)) for x in sorted(set(found))}
+
+
+def capture_of_file(
+    file: ModelFile, inputs: Any, *, granularity: Granularity, divided: tuple[str, ...] | None
+) -> Chain:
+    """The layers of a model file for a micro-batch's inputs, as `capture` makes them for a profile."""
+    return capture(
+        file.model,
+        inputs,
+        granularity=granularity,
+        divided=divided,
+        precision=file.precision,
+        loss=file.functions.get("loss"),
+    )
 
 
 def bench_of_chain(

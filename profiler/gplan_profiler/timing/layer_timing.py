@@ -25,7 +25,6 @@ from gplan.core.progress import Progress, part
 from gplan_profiler.analytic.layer_work import LayerAnalysis, analyse, analyse_halves
 from gplan_profiler.analytic.roofline import total_work
 from gplan_profiler.backward.rematerialize import share_run_again
-from gplan_profiler.capture.capture import capture
 from gplan_profiler.capture.chain import Chain, Tensors, TensorSpec, flat_tensors, model_state_restored
 from gplan_profiler.host.host_info import garbage_collector_frozen
 from gplan_profiler.host.host_load import load_between, read_load
@@ -48,6 +47,7 @@ from gplan_profiler.timing.bench import (
     bench_of_chain,
     bench_of_layer,
     bench_of_loss,
+    capture_of_file,
     layers_to_measure,
     rehearse,
     split_backward_obstacle,
@@ -94,14 +94,7 @@ def measure_size(
     """Measure times and memory at one micro-batch size; `divided` are the layers that another size divided."""
     progress(f"micro-batch size {microbatch_size}: capturing the layers", 0.0)
     inputs, target = sample_batch(file, microbatch_size, device=setup.device)
-    chain = capture(
-        file.model,
-        inputs,
-        granularity=setup.granularity,
-        divided=divided,
-        precision=file.precision,
-        loss=file.functions.get("loss"),
-    )
+    chain = capture_of_file(file, inputs, granularity=setup.granularity, divided=divided)
     if chain.lacks_tensors and file.has_loss and not file.is_lazy:
         for batch in islice(sample_batches(file, microbatch_size, device=setup.device), _BATCHES_OF_LOSS_CHECK):
             _check_loss(file, chain, *batch)
