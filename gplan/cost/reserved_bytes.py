@@ -53,26 +53,50 @@ class StageTensors:
 def with_reserved(plan: Plan, profile: Profile) -> Plan:
     """The plan with what its devices reserve and what is taken beside that; the plan itself where that is not known."""
     reserved = device_reserved_bytes(plan, profile)
-    beside = CONTEXT_BYTES if profile.origin == "computed" else NCCL_BYTES
-    return replace(plan, reserved_bytes=reserved, context_bytes=beside) if reserved else plan
+    return replace(plan, reserved_bytes=reserved, context_bytes=beside_bytes(profile)) if reserved else plan
 
 
-def device_reserved_bytes(plan: Plan, profile: Profile) -> tuple[int, ...]:
-    """[K]: what the allocator of each device reserves at most; () where the layers' tensors are not known.
+def beside_bytes(profile: Profile) -> int:
+    """What of a device is taken outside its allocator; 0 where the layers' tensors are not known."""
+    if not all(x.costs[0].num_forward_times for x in profile.layers):
+        return 0
+    return CONTEXT_BYTES if profile.origin == "computed" else NCCL_BYTES
+
+
+def bytes_over(plan: Plan, profile: Profile, limit: int) -> int:
+    """How much too little memory devices of so many bytes have for a plan, by the first, the last and the fullest device.
+
+    0 or less where it fits, or where what is reserved is not known.
+    """
+    peaks = plan.device_peak_bytes
+    devices = sorted({0, len(peaks) - 1, peaks.index(max(peaks))})
+    most = max(device_reserved_bytes(plan, profile, devices), default=None)
+    return 0 if most is None else most + beside_bytes(profile) - limit
+
+
+def device_reserved_bytes(plan: Plan, profile: Profile, devices: Sequence[int] | None = None) -> tuple[int, ...]:
+    """[K]: what the allocator of each device, or of some, reserves at most; () where the layers' tensors are not known.
 
     Beyond the predicted peak of allocated bytes, a device reserves what its replay does beyond that of its tensors.
     """
-    pairs = zip(plan.device_peak_bytes, replayed(plan, profile, CachingAllocator), strict=False)
-    return tuple(peak + x.reserved_bytes - x.most_allocated_bytes for peak, x in pairs)
+    peaks = plan.device_peak_bytes
+    devices = range(len(peaks)) if devices is None else devices
+    pairs = zip(devices, replayed(plan, profile, CachingAllocator, devices), strict=False)
+    return tuple(peaks[device] + x.reserved_bytes - x.most_allocated_bytes for device, x in pairs)
 
 
-def replayed(plan: Plan, profile: Profile, new: Callable[[], Allocator]) -> tuple[Allocator, ...]:
-    """[K]: the allocator of each device, made by `new`, after two steps of a plan; () where the layers' tensors are not known."""
+def replayed(
+    plan: Plan, profile: Profile, new: Callable[[], Allocator], devices: Sequence[int] | None = None
+) -> tuple[Allocator, ...]:
+    """[K]: the allocator of each device, or of some, made by `new`, after two steps of a plan.
+
+    () where the layers' tensors are not known.
+    """
     try:
         at_size = at_microbatch_size(profile, plan.microbatch_size)
     except UsageError:  # a plan of another profile
         return ()
-    if not all(x.costs[0].num_forward_times for x in at_size.layers):
+    if not beside_bytes(at_size):
         return ()
     num_microbatches, num_devices = plan.num_microbatches, plan.num_devices
     made = make_schedule(plan.schedule, num_devices=num_devices, num_microbatches=num_microbatches)
@@ -82,7 +106,7 @@ def replayed(plan: Plan, profile: Profile, new: Callable[[], Allocator]) -> tupl
     count = made.num_microbatches
     again = [is_recomputed(m, num_microbatches=count, recompute=plan.recompute) for m in range(count)]
     found = list[Allocator]()
-    for device in range(plan.num_devices):
+    for device in range(num_devices) if devices is None else devices:
         stages = {index: _stage_tensors(plan, at_size, index) for index in made.stages_of(device)}
         known = {index: x for index, x in stages.items() if x is not None}
         if len(known) < len(stages):

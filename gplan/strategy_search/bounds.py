@@ -77,11 +77,11 @@ class SettingBounds:
         """Whether all stages together hold more than all devices have, after the last backward or forward."""
         problem, costs = self.problem, self.problem.costs
         whole = costs.whole_parts
-        num_sent = sum(problem.boundaries(stage).after for stage in range(problem.num_stages - 1))
         lasting = whole.weight + whole.optimizer
         held = lasting + whole.gradient
         if problem.recompute == "never":
             in_flight = least_in_flight(problem.schedule, problem.num_devices, self._num)
+            num_sent = sum(problem.boundaries(stage).after for stage in range(problem.num_stages - 1))
             crossing = int(costs.crossing.activation_bytes[1:-1].min(initial=_MOST_BYTES)) if num_sent else 0
             received = 0 if costs.transfers.frees_outputs else num_sent * crossing
             held = max(held, lasting + (1 if in_flight is None else int(in_flight[0])) * (whole.stash + received))
@@ -228,6 +228,8 @@ class SettingBounds:
                 if num - 1 - share > 0:
                     most_s = min(most_s, (middle - through_s + fixed_s) / (num - 1 - share))
                 before_s += most_s
+                if before_s >= self.through_s:
+                    break
             low, high = (low, middle) if before_s >= self.through_s else (middle, high)
         return low
 

@@ -10,17 +10,17 @@ less memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice, product
+from itertools import islice, pairwise, product
 from typing import Any, cast
 
 from gplan.core import OBJECTIVES, Alternative, Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.progress import Progress, no_progress
 from gplan.core.units import bytes_text, counted, memory_size_text, seconds_text
-from gplan.cost.reserved_bytes import with_reserved
+from gplan.cost.reserved_bytes import beside_bytes, bytes_over, with_reserved
 from gplan.graph.down_sets import DownSets, Prefixes
 from gplan.partition.balance import alternative_of, balance_fixed
 from gplan.partition.candidates import TooManyCandidates
@@ -39,42 +39,68 @@ from gplan.schedules.request import PlanRequest, any_setting
 from gplan.strategy_search.setting_search import NUM_RIVALS, SettingSearch
 from gplan.strategy_search.space import base_schedule, search_space
 
-_NUM_TRIES = 4  # of searches for a plan that fits with what the allocators reserve
+_NUM_TRIES = 4  # of plans for a request without open dials that fits with what the allocators reserve
+_TURNS = (0.0, 0.5, 0.75, 1.0)  # of a search's time for such a plan, each with the limit that the plan before it leaves
 
 
 def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_progress) -> Plan:
     """The best plan for a request, with a lower bound and the gap in `Plan.proof`.
 
+    Where the profile has the layers' tensors, as those of GPUs do, the plan fits with what the allocators reserve and what
+    is taken beside that. Planning counts the bytes of tensors alone: it gets the limit less what is taken beside them, and
+    again, a few times, less what the plan found reserves in vain. The bound is that of the last limit.
+
     Raises UsageError for an impossible request, NoPlanError where no plan fits the memory or none was found in time.
     """
     request = with_counts(request)
-    if not request.is_open:
-        request = _with_microbatch_size(profile, request)
-        return _with_reserved(profile, request, lambda x: balance_fixed(profile, x))
-    _check_searchable(request)
-    return _with_reserved(profile, request, lambda x: search(profile, x, progress=progress))
-
-
-def _with_reserved(profile: Profile, request: PlanRequest, solved: Callable[[PlanRequest], Plan]) -> Plan:
-    """The plan for a request with what the allocators reserve, where the profile has the layers' tensors.
-
-    The search itself counts the bytes of tensors alone. Where the plan does not fit with what its allocators reserve and
-    what is taken beside that, plans are searched again with a limit that is lower by the difference, a few times.
-    """
-    within = request
+    if request.is_open:
+        _check_searchable(request)
+        return search(profile, request, progress=progress)
+    request = _with_microbatch_size(profile, request)
+    limit, within = _limits(profile, request)
     for _ in range(_NUM_TRIES):
-        found = with_reserved(solved(within), profile)
-        if not found.reserved_bytes:
-            return found
-        limit = profile.device.memory_bytes if request.memory_bytes is None else request.memory_bytes
-        found = replace(found, memory_limit_bytes=limit)
-        if limit is None or found.device_total_bytes <= limit or request.machine is not None:
-            return found
-        beside = (
-            max(x - y for x, y in zip(found.reserved_bytes, found.device_peak_bytes, strict=True)) + found.context_bytes
-        )
-        within = replace(request, memory_bytes=max(1, min(limit - beside, (within.memory_bytes or limit) - 1)))
-    assert limit is not None
+        try:
+            found = balance_fixed(profile, replace(request, memory_bytes=within))
+        except NoPlanError as error:
+            raise _of_whole_device(error, within, limit) from None
+        less = _less(found, profile, within, limit)
+        if less is None:
+            break
+        within = less
+    return _with_reserved(found, profile, limit)
+
+
+def _limits(profile: Profile, request: PlanRequest) -> tuple[int | None, int | None]:
+    """The memory of every device, and what of it tensors have at most; None where a machine has those of its devices."""
+    if request.machine is not None:
+        return request.memory_bytes, request.memory_bytes
+    limit = profile.device.memory_bytes if request.memory_bytes is None else request.memory_bytes
+    return limit, None if limit is None else max(1, limit - beside_bytes(profile))
+
+
+def _of_whole_device(error: Exception, within: int | None, limit: int | None) -> Exception:
+    """The error of planning within what tensors have of the limit, with what the rest is for."""
+    if within is None or limit is None or within == limit or not isinstance(error, NoPlanError):
+        return error
+    return NoPlanError(
+        f"{error}; of a device's {bytes_text(limit)} {bytes_text(limit - within)} are left to CUDA, NCCL and what the allocator "
+        "reserves in vain"
+    )
+
+
+def _less(found: Plan, profile: Profile, within: int | None, limit: int | None) -> int | None:
+    """What tensors may have in the next plan, where this one does not fit with what is reserved; None where it does."""
+    if within is None or limit is None or within == limit:
+        return None
+    over = bytes_over(found, profile, limit)
+    return max(1, min(within, found.peak_bytes) - over) if over > 0 else None
+
+
+def _with_reserved(found: Plan, profile: Profile, limit: int | None) -> Plan:
+    """The plan with what its devices reserve, and a note where that is more than the limit."""
+    found = replace(with_reserved(found, profile), memory_limit_bytes=limit)
+    if limit is None or not found.reserved_bytes or found.device_total_bytes <= limit:
+        return found
     note = (
         f"with what its allocator reserves and CUDA and NCCL take beside it the fullest device needs {bytes_text(found.device_total_bytes)}, "
         f"more than its {bytes_text(limit)}; try --recompute always, more devices or smaller micro-batches"
@@ -209,31 +235,36 @@ def search(profile: Profile, request: PlanRequest, *, progress: Progress = no_pr
     Raises UsageError for an impossible request, NoPlanError where nothing fits or nothing was found in time.
     """
     started_s = time.perf_counter()
-    memory_bytes, machine = request.memory_bytes, request.machine
+    machine = request.machine
     time_limit_s = TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s
-    check_limits(memory_bytes=memory_bytes, time_limit_s=time_limit_s)
+    check_limits(memory_bytes=request.memory_bytes, time_limit_s=time_limit_s)
     _check_constraints(request.constraints, profile, request)
     space = search_space(profile, request)
-    if memory_bytes is None and machine is None:
-        memory_bytes = profile.device.memory_bytes
+    limit, within = _limits(profile, request)
     downsets, notes = _down_sets(profile, request.constraints)
     found = SettingSearch(profile=profile, space=space, request=request, downsets=downsets, progress=progress)
     share = _SHARE_OF_BEST if machine is None else 1.0
-    found.run(memory_bytes, deadline_s=started_s + share * time_limit_s, share=(0.0, share))
-    if found.best is None:
-        raise _no_plan_error(found, memory_bytes, time_limit_s)
-    lower_bound, notes = found.lower_bound, (*space.notes, *notes, *_notes(found, found.best))
+    best = None
+    for low, high in pairwise(_TURNS if within != limit else (0.0, 1.0)):
+        found.run(within, deadline_s=started_s + high * share * time_limit_s, share=(low * share, high * share))
+        best = found.best or (best if found.num_left else None)
+        less = None if found.best is None else _less(found.best, profile, within, limit)
+        if found.is_interrupted or not (found.num_left or less):
+            break
+        within = less or within
+    if best is None:
+        raise _of_whole_device(_no_plan_error(found, within, time_limit_s), within, limit)
+    lower_bound, notes = found.lower_bound, (*space.notes, *notes, *_notes(found, best))
     if machine is None and not found.is_interrupted and not _explore(found, deadline_s=started_s + time_limit_s):
         notes = (*notes, "the search for plans with less memory was interrupted")
-    plan = found.best_fitting(memory_bytes)
-    assert plan is not None, "the search has found one"
+    plan = found.best_fitting(within) or best
     lower_bound_s = min(lower_bound / found.weight(plan.num_ranks), plan.prediction.step_s)
     solver, solve_s = f"search/{plan.proof.solver}", time.perf_counter() - started_s
+    whole = _with_reserved(plan, profile, limit)
     return replace(
-        plan,
-        memory_limit_bytes=memory_bytes,
+        whole,
         proof=replace(plan.proof, solver=solver, lower_bound_s=lower_bound_s, solve_s=solve_s),
-        notes=(*plan.notes, *notes, *one_device_notes(plan, profile)),
+        notes=(*whole.notes, *notes, *one_device_notes(plan, profile)),
         frontier=tuple(map(alternative_of, _pareto_frontier(plan, found))) if machine is None else (),
         rivals=tuple(_rivals(plan, found)) if machine is not None else (),
     )

@@ -1,7 +1,7 @@
 """The loop over the settings of a space: balance one after the other, and drop those whose bound is above the best step.
 
-Every setting begins with its lower bound in closed form (`bounds.py`). The settings are balanced by rising estimate, at
-first those with the simplest schedules. Once there is a plan, every second turn takes the setting with the smallest bound,
+Every setting begins with its lower bound in closed form (`bounds.py`). The settings are balanced by rising estimate, every
+second turn one of the simplest schedules. Once there is a plan, every second turn takes the setting with the smallest bound,
 so that the proof grows with the plan. Each gets a share of the time left and raises its bound; those that
 are not proven when all have had their turn are balanced again with more time. The lower bound over all is the smallest
 bound of any setting. On a machine, balancing places the stages too. Bounds hold for less memory as well, so a run with
@@ -88,7 +88,7 @@ class SettingSearch:
             self.bounds[x] = max(self.bounds.get(x, 0.0), min(bounds, default=INFINITY))
         turn = list(self.space.settings[::-1])  # of equal estimates 1F1B before GPipe, which keeps more
         turn.sort(key=lambda x: self._weighted(self.closed_bounds(x, first).estimate_s, x))
-        unproven, by_bound = list[Setting](), False
+        unproven, is_first = list[Setting](), True
         least_s = min(_LEAST_SOLVE_S, _SHARE_OF_SOLVE * (deadline_s - started_s))
         num_ways = 1 if memory_bytes is None else 1 + len(self.space.recompute)  # that a setting may be balanced in
         try:
@@ -99,9 +99,11 @@ class SettingSearch:
                     if not turn:
                         break
                     continue
-                simple = [x for x in turn if x.schedule in SIMPLEST] if self.best is None else []
-                setting = min(turn, key=self.bounds.__getitem__) if by_bound else (simple or turn)[0]
-                by_bound = self.best is not None and not by_bound
+                if self.best is None:  # by estimate; every second turn a simple schedule
+                    setting = next((x for x in turn if x.schedule in SIMPLEST and is_first), turn[0])
+                else:
+                    setting = turn[0] if is_first else min(turn, key=self.bounds.__getitem__)
+                is_first = not is_first
                 best = "no plan yet" if self.best is None else f"best {seconds_text(self.best.prediction.step_s)}"
                 self.progress(
                     f"{best}; {counted(setting.num_devices, 'device')}, {setting.num_microbatches} micro-batches, "

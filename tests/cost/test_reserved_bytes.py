@@ -124,7 +124,9 @@ def test_limit_counts_reserved_bytes() -> None:
     assert free.peak_bytes < limit
     tight = balance(profile, num_devices=4, num_microbatches=16, schedule="1f1b", memory_bytes=limit)
     assert tight.device_total_bytes <= tight.memory_limit_bytes == limit
-    with pytest.raises(NoPlanError):
+    searched = balance(profile, num_devices=4, num_microbatches=16, schedule="auto", memory_bytes=limit)
+    assert searched.device_total_bytes <= searched.memory_limit_bytes == limit
+    with pytest.raises(NoPlanError, match="are left to CUDA, NCCL"):
         balance(profile, num_devices=4, num_microbatches=16, schedule="1f1b", memory_bytes=limit // 4)
 
 
