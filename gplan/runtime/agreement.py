@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,7 @@ class Agreement:
         self.broadcasts = broadcasts and ranks is not None
         self._counts = Counter[str]()
         self._announced: _Announced | None = None
+        self._failed_step = 0  # from 1; 0: none
         if ranks is None:
             return
         size, num_devices, timeout = dist.get_world_size(), ranks.num_devices, ranks.timeout
@@ -71,6 +73,11 @@ class Agreement:
         """
         if self._is_alone:
             return
+        if self._failed_step:
+            raise RunError(
+                f"pipe.{call} after step {self._failed_step} failed: it left other ranks in the middle of it, so this pipeline "
+                "cannot go on; end all processes, and resume from a checkpoint"
+            )
         self._settle()
         self._counts[call] += 1
         number = self._counts[call]
@@ -84,6 +91,15 @@ class Agreement:
         if call != "step" or is_due or not is_full:
             with self._heartbeat.waiting("ranks"):
                 self._settle()
+
+    @contextmanager
+    def until_failure(self, step: int) -> Iterator[None]:
+        """Within the passes of a step, from 1: no call can follow one that fails, but where a process is alone."""
+        try:
+            yield
+        except Exception:
+            self._failed_step = step
+            raise
 
     def broadcast(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return the first rank's batch where it is used; elsewhere zeros of its shapes. Collective."""

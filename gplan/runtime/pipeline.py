@@ -283,7 +283,8 @@ class Pipeline(StageState):
             self._unchanged.check()
         scale *= self._num_averaged
         self._loss_exchange.post_receive()
-        with self._random_streams.preserved(), self._tied.accumulated():
+        whole = self._agreement.until_failure(self.num_steps + 1)
+        with whole, self._random_streams.preserved(), self._tied.accumulated():
             with self._masters.lent(), self._shared_buffers.forbid_writes(self._tensors):
                 losses = list[Tensor]()
                 for part in self._passes(num_rows):

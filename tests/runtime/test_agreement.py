@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -104,6 +105,28 @@ def test_other_numbers_of_samples() -> None:
 
     for text in error_on(3, script):
         assert "pipe.step number 1 got other numbers of samples: 6 by ranks 0, 2; 8 by rank 1" in text
+
+
+def test_step_after_a_failed_one() -> None:
+    plan = planned(2, 1)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if target.isnan().any():
+            raise ValueError("a bad target")
+        return ROW.loss(output, target)
+
+    def job(rank: int) -> list[str]:
+        pipe, (x, y) = gplan.pipeline(row, plan, loss=loss, timeout_s=2.0), ROW.batch(8)
+        texts = []
+        for targets in (torch.full_like(y, math.nan), y):
+            with pytest.raises(RunError) as caught:
+                pipe.step(x, targets)
+            texts.append(str(caught.value))
+        return texts
+
+    first, again = zip(*on_ranks(2, job, timeout_s=20.0), strict=True)
+    assert "a bad target" in first[1]
+    assert all("pipe.step after step 1 failed" in x and "resume from a checkpoint" in x for x in again)
 
 
 def test_none_where_data_are_not_used() -> None:
