@@ -13,6 +13,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,48 @@ def add_gradients(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     if one is None or other is None:
         return other if one is None else one
     return other.add_(one) if one.is_sparse and not other.is_sparse else one.add_(other)
+
+
+def take_hooks(parameter: nn.Parameter) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Take a parameter's gradient hooks off; return those on gradients, and those after they are accumulated."""
+    hooks, sum_hooks = parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
+    taken = dict(hooks), dict(sum_hooks)
+    hooks.clear()  # autograd and the hooks' handles keep this very dict
+    sum_hooks.clear()
+    return taken
+
+
+@contextmanager
+def hooked_once(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Run the gradient hooks of parameters at the end of the block, for its whole gradient, as a plain backward does.
+
+    Inside, these parameters have neither hooks nor gradients; earlier gradients are added after the hooks have run.
+    """
+    hooked = [x for x in parameters if x._backward_hooks or x._post_accumulate_grad_hooks]
+    earlier, taken = [x.grad for x in hooked], [take_hooks(x) for x in hooked]
+    found: Sequence[Tensor | None] = ()
+    for x in hooked:
+        x.grad = None
+    try:
+        yield
+        found = [x.grad for x in hooked]
+    finally:
+        for x, before, (hooks, sum_hooks) in zip(hooked, earlier, taken, strict=True):
+            x.grad = before
+            if x._backward_hooks is not None:
+                x._backward_hooks.update(hooks)
+            if x._post_accumulate_grad_hooks is not None:
+                x._post_accumulate_grad_hooks.update(sum_hooks)
+    for x, gradient, before, (hooks, sum_hooks) in zip(hooked, found, earlier, taken, strict=True):
+        if gradient is None:
+            continue
+        with torch.no_grad():
+            for hook in hooks.values():
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+            x.grad = add_gradients(gradient, before)
+            for hook in sum_hooks.values():
+                hook(x)
 
 
 def _dense_gradient(parameter: nn.Parameter) -> Tensor:

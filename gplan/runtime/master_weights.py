@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from gplan.runtime.gradient_sync import take_hooks
 from gplan_profiler.model.materialise import parameter_as
 from gplan_profiler.model.precision import MASTER_DTYPE, round_into
 
@@ -32,6 +33,7 @@ class MasterWeights:
                 model_weight = like[name]
                 assert isinstance(model_weight, nn.Parameter)
                 weight = parameter_as(master.detach().to(model_weight.dtype), model_weight)
+                take_hooks(weight)  # the master's run
                 self.computing[name] = self._weights[master] = weight
 
     def round(self, masters: Iterable[nn.Parameter] | None = None) -> None:

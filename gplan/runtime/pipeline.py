@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from gplan.runtime import stage_state, validation
 from gplan.runtime.agreement import Agreement
 from gplan.runtime.buffers import SharedBuffers, check_norms, strict_norm
 from gplan.runtime.capture_cache import CaptureCache, CapturedModel, named_tensors
-from gplan.runtime.gradient_sync import TiedGradients, broadcast_first_replica
+from gplan.runtime.gradient_sync import TiedGradients, broadcast_first_replica, hooked_once
 from gplan.runtime.master_weights import MasterWeights
 from gplan.runtime.microbatches import Pass, concat_outputs, replica_rows, split_into_passes, take_rows
 from gplan.runtime.model_source import ModelLike, ModelSource, open_source
@@ -142,8 +142,40 @@ def own_device(plan: Plan, device: str | None) -> torch.device:
 _LOSS_KEY = seed_key("the loss")
 
 
+_OF_MODULES = {
+    **dict.fromkeys(
+        ("train", "eval", "training", "__call__"),
+        "pipe.step trains, pipe.eval_step and pipe.predict evaluate, each in its own mode",
+    ),
+    **dict.fromkeys(
+        ("to", "cuda", "cpu", "float", "double", "half", "bfloat16"),
+        "the device is chosen by gplan.pipeline(..., device=...), the precision by gplan profile --precision",
+    ),
+    **dict.fromkeys(
+        ("modules", "named_modules", "children", "named_children", "get_submodule", "apply", "register_forward_hook"),
+        "change the model before you hand it to gplan.pipeline",
+    ),
+    "zero_grad": "call optimizer.zero_grad()",
+    "module": "the plain model takes pipe.full_state_dict(), which is on rank 0",
+}
+"""What to use in place of some attributes of an nn.Module."""
+
+
 class Pipeline(StageState):
     """The stages of a plan that this process holds, ready to train."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        instead = f": {_OF_MODULES[name]}" if name in _OF_MODULES else ""
+        raise AttributeError(f"a pipeline is no nn.Module and has no {name}{instead}", name=name, obj=self)
+
+    def __call__(self, *_arguments: Any, **_options: Any) -> NoReturn:
+        raise UsageError(f"a pipeline cannot be called like a model: {_OF_MODULES['__call__']}")
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        raise UsageError(
+            "a pipeline cannot be copied or pickled, as it holds what is on this rank; save it with pipe.save, and for an "
+            "average of weights keep copies of pipe.parameters()"
+        )
 
     def __init__(
         self,
@@ -254,7 +286,7 @@ class Pipeline(StageState):
         and then in those that are powers of two), RunError with stage and layer where the model fails.
         """
         inputs, targets = self.agreed("step", inputs, targets)
-        loss = self.train(inputs, targets, scale=scale)
+        loss = self.train_on(inputs, targets, scale=scale)
         if not self._has_warned and not math.isfinite(loss):
             self._has_warned, text = True, self.explain_not_finite(inputs, loss)
             if self.rank == 0:
@@ -272,7 +304,7 @@ class Pipeline(StageState):
         return inputs, targets
 
     @uncompiled()
-    def train(self, inputs: Any, targets: Any, *, scale: float = 1.0) -> Tensor:
+    def train_on(self, inputs: Any, targets: Any, *, scale: float = 1.0) -> Tensor:
         """Run a step with a batch that `agreed` returned."""
         runner = self.runner
         runner.begin()
@@ -283,8 +315,8 @@ class Pipeline(StageState):
             self._unchanged.check()
         scale *= self._num_averaged
         self._loss_exchange.post_receive()
-        whole = self._agreement.until_failure(self.num_steps + 1)
-        with whole, self._random_streams.preserved(), self._tied.accumulated():
+        step = self._agreement.until_failure(self.num_steps + 1)
+        with step, self._random_streams.preserved(), hooked_once(self.parameters()), self._tied.accumulated():
             with self._masters.lent(), self._shared_buffers.forbid_writes(self._tensors):
                 losses = list[Tensor]()
                 for part in self._passes(num_rows):

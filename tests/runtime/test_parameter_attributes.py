@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -111,20 +112,20 @@ def test_attributes_of_master_weights() -> None:
     assert marks(pipe) == {name: sorted(vars(x)) for name, x in marked().named_parameters()}
 
 
-def clear(x: Tensor) -> None:
+def clip_sum(x: Tensor) -> None:
     assert x.grad is not None
-    x.grad.mul_(0.0)
+    x.grad.clamp_(-1e-3, 1e-3)
 
 
 def on_gradient() -> nn.Module:
     model = row()
-    model[1].mix.weight.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[index, union-attr]
+    model[1].mix.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))  # type: ignore[index, union-attr]
     return model
 
 
 def on_sum() -> nn.Module:
     model = Tower()
-    model.floors[1].mix.weight.register_post_accumulate_grad_hook(clear)  # type: ignore[union-attr]
+    model.floors[1].mix.weight.register_post_accumulate_grad_hook(clip_sum)  # type: ignore[union-attr]
     return model
 
 
@@ -162,6 +163,50 @@ def test_hooks_run(build: Callable[[], nn.Module]) -> None:
     pipe = gplan.pipeline(built(case), plan, loss=case.loss)
     pipe.step(*case.batch(8))
     assert_same(gradients_of(pipe), expected)
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed"])
+def test_hooks_put_on_a_pipeline_run_once_a_step(precision: str) -> None:
+    """For the gradient of each mini-batch, in a loop that accumulates three; before the last the hook is removed."""
+    plan = gplan.balance(
+        measured(in_precision(file_of(), Precision.named(precision)), 2, "layer"), num_devices=2, num_microbatches=4
+    )
+    seen = list[Tensor]()
+
+    def sign(gradient: Tensor) -> Tensor:
+        seen.append(gradient.clone())
+        return gradient.sign()
+
+    hooked, plain = (
+        gplan.pipeline(marked, plan, loss=lambda x, y: nn.functional.mse_loss(x.float(), y)) for _ in range(2)
+    )
+    weight = dict(hooked.named_parameters())["1.weight"]
+    handle = weight.register_hook(sign)  # type: ignore[no-untyped-call]
+    for number in range(3):
+        if number == 2:
+            handle.remove()
+        for pipe in (hooked, plain):
+            pipe.step(*batch(8))
+    found, every = gradients_of(hooked), {name: x / 3 for name, x in gradients_of(plain).items()}
+    expected = {
+        **{name: 3 * x for name, x in every.items()},
+        "1.weight": 2 * every["1.weight"].sign() + every["1.weight"],
+    }
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=0.02, atol=1e-4)
+    assert len(seen) == 2 and all(x.dtype == torch.float32 for x in seen)
+
+
+def test_what_an_nn_module_has_is_named_with_what_to_use() -> None:
+    case = subject(row)
+    pipe = gplan.pipeline(row, plan_of(case, 2), loss=case.loss)
+    with pytest.raises(AttributeError, match=r"has no eval: pipe.step trains, pipe.eval_step"):
+        pipe.eval()
+    assert not hasattr(pipe, "train")
+    with pytest.raises(UsageError, match="a pipeline cannot be called like a model: pipe.step trains"):
+        pipe(case.batch(8)[0])
+    with pytest.raises(UsageError, match="a pipeline cannot be copied or pickled"):
+        deepcopy(pipe)
 
 
 def on_traced_gradient() -> nn.Module:

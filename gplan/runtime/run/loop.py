@@ -272,7 +272,7 @@ class _TrainingLoop:
             with self._heartbeat.waiting("ranks"):
                 dist.barrier()
         num_faults, start_s = page_faults(), time.perf_counter()
-        loss = pipe.train(inputs, target)
+        loss = pipe.train_on(inputs, target)
         if not math.isfinite(loss):
             raise RunError(pipe.explain_not_finite(inputs, loss))
         if pipe.num_steps == 1 and self._reference is not None:
