@@ -235,7 +235,10 @@ def decoder_of(row: Mapping[str, Any]) -> Decoder:
 
 
 def blocks_of(decoder: Decoder, num_stages: int, trainer: Trainer, notes: str) -> tuple[int, ...]:
-    """How many blocks each stage has, as the trainer cuts them, or as a row's own times per stage say."""
+    """How many blocks each stage has, as the trainer cuts them, or as a row's own times per stage say.
+
+    nanotron can cut between norm and head too, so its counts have both in them; stages behind the head are empty.
+    """
     count = decoder.num_hidden_layers
     if times := re.search(r"layers redistributed.*?F us per stage ([\d ]+)", notes):
         found = [int(x) for x in times[1].split()]
@@ -244,14 +247,16 @@ def blocks_of(decoder: Decoder, num_stages: int, trainer: Trainer, notes: str) -
         return (*blocks, count - sum(blocks))
     if trainer.counts_blocks:
         hidden = decoder.hidden_size
-        block = 4 * hidden**2 + 3 * hidden * decoder.intermediate_size
-        costs, stages = [*[block] * count, decoder.vocab_size * hidden], [0] * num_stages
-        stage, done, whole = 0, 0, sum([*[block] * count, decoder.vocab_size * hidden])
-        for cost in costs[:-1]:
-            stages[stage] += 1
-            done += cost
-            stage += stage + 1 < num_stages and done > whole * (stage + 1) / num_stages
-        return tuple(stages)
+        block, head = 4 * hidden**2 + 3 * hidden * decoder.intermediate_size, decoder.vocab_size * hidden
+        stages = [0]
+        for i in range(1, count + 1):
+            stages[-1] += 1
+            if i * block > (count * block + head) * len(stages) / num_stages:
+                stages.append(0)
+        stages[-1] += 1  # the norm
+        stages += [0] * (len(stages) < num_stages)
+        stages[-1] += 1  # head and loss
+        return (*stages, *[0] * (num_stages - len(stages)))
     for ends in ((0, 0), (1, 1), (0, 1)):  # as if embedding and head were a block
         if (count + sum(ends)) % num_stages == 0:
             share = (count + sum(ends)) // num_stages
@@ -285,8 +290,8 @@ def predict(case: Case, *, reserves: bool = False) -> Plan:
         reduction_hidden=source.reduction_hidden,
     )
     profile = made.profile((case.microbatch_size,))
-    last = len(case.blocks) - 1
-    stages = [x for i, x in enumerate(case.blocks) if x or i in (0, last)]  # one with nothing is no stage
+    filled = () if case.trainer.counts_blocks else (0, len(case.blocks) - 1)  # by embedding and head
+    stages = [x for i, x in enumerate(case.blocks) if x or i in filled]  # one with nothing is no stage
     ends = np.cumsum(stages)[:-1]
     schedule = case.schedule if len(stages) == len(case.blocks) else "1f1b"
     request = PlanRequest(

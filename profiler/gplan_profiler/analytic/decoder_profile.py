@@ -71,7 +71,7 @@ class DecoderProfile:
             replace(made[x], name=f"model.layers.{i}", is_recomputed=i in self.recomputed) for i, x in enumerate(kinds)
         ]
         further = [kernels.prediction(f"mtp.{i}") for i in range(model.num_nextn_predict_layers)]
-        return (kernels.embedding(), *blocks, *further, kernels.head())
+        return (kernels.embedding(), *blocks, *further, *kernels.head())
 
     @property
     def _ranks(self) -> tuple[int, int]:
@@ -141,7 +141,10 @@ class DecoderProfile:
             loss=(),
             loss_reduction="mean",
             step=self._step(parts, tied),
-            link=pipeline_link(self.hardware, self.widths, hidden=self.reduction_hidden, **self._messages(parts)),
+            link=pipeline_link(
+                self.hardware, self.widths, hidden=self.reduction_hidden, sums_whole=self.trainer.sums_whole,
+                **self._messages(parts),
+            ),
             overhead_s=0.0,
             whole_model=(),
             created=now_text(),
@@ -169,11 +172,12 @@ class DecoderProfile:
         if not model.ties_embedding:
             return ()
         table = model.vocab_size * model.hidden_size // self.widths.tensor
-        users = [0, *range(1 + model.num_hidden_layers, last), *([last] if model.tie_word_embeddings else [])]
+        further = range(1 + model.num_hidden_layers, 1 + model.num_hidden_layers + model.num_nextn_predict_layers)
+        users = (0, *further, *([last] if model.tie_word_embeddings else []))
         return (
             SharedWeight(
                 name="model.embed_tokens.weight",
-                layers=tuple(users),
+                layers=users,
                 num_parameters=table,
                 weight_bytes=ELEMENT * table,
                 gradient_bytes=self.trainer.gradient_bytes * table,
@@ -251,7 +255,7 @@ def num_parameters(decoder: Decoder) -> tuple[int, int]:
     kernels = LayerKernels(decoder, Widths(), 1, fuses_cross_entropy=False)
     blocks = [kernels.block("", decoder.block_kind(i, 1)) for i in range(decoder.num_hidden_layers)]
     table = decoder.vocab_size * decoder.hidden_size * decoder.ties_embedding
-    whole = [kernels.embedding(), *blocks, kernels.head()]
+    whole = [kernels.embedding(), *blocks, *kernels.head()]
     experts = sum(x.experts for x in blocks)
     taken = experts * decoder.num_experts_per_tok // max(1, decoder.routed_experts)
     total = table + sum(x.parameters for x in whole) + experts
