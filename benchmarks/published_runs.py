@@ -79,6 +79,7 @@ class Source:
     memory: str = (
         "allocated"  # the counter of its peaks: what tensors have, what the allocator reserved, or the device's
     )
+    has_gigabytes: bool = False  # whether its peaks count 10^9 bytes, not 2^30
     reduction_hidden: float = 0.0  # share of the replicas' collectives beside computing
     times_count: bool = True  # whether its times say anything of the GPUs
 
@@ -87,9 +88,7 @@ SINGLE = replace(LEGACY, stores_scores=True)  # before flash attention
 SOURCES: dict[str, Source] = {  # by the beginning of the name
     "SimuMax": Source(fuses_cross_entropy=True),
     "Vocabulary Parallelism": Source(trainer=LEGACY, decoder={"tie_word_embeddings": False}),
-    "Zero Bubble": Source(
-        trainer=SINGLE, memory="reserved"
-    ),  # what its authors' scripts read later; the paper does not say
+    "Zero Bubble": Source(trainer=SINGLE, has_gigabytes=True),  # its code divides max_memory_allocated by 10^6
     "Ultra-Scale Playbook": Source(trainer=NANOTRON, memory="reserved"),
     "BigScience": Source(  # in bfloat16
         trainer=replace(SINGLE, divides_sequence=False, gradient_bytes=4), memory="device"
@@ -352,7 +351,7 @@ def compared(rows: pd.DataFrame) -> pd.DataFrame:
         }
         try:
             case = case_of(row)
-            counter = source_of(row["source"]).memory
+            counter, unit = source_of(row["source"]).memory, 1e9 if source_of(row["source"]).has_gigabytes else GIB
             stated = re.search(r"max.reserved (GiB|MiB) ([\d.]+)", row["notes"])
             plan = predict(case, reserves=bool(stated) or counter != "allocated")
             reserved = plan.reserved_bytes or [x / RESERVED_SHARE for x in plan.device_peak_bytes]
@@ -360,7 +359,7 @@ def compared(rows: pd.DataFrame) -> pd.DataFrame:
             peak = peaks[-1] if "LAST rank" in row["notes"] else max(peaks)
             peak += CONTEXT_BYTES * (counter == "device")
             line |= {"measured_s": step_s(row), "predicted_s": plan.prediction.step_s, "predicted_gib": peak / GIB}
-            line |= {"measured_gib": float(row["peak_memory_gib"] or "nan"), "reason": ""}
+            line |= {"measured_gib": float(row["peak_memory_gib"] or "nan") * unit / GIB, "reason": ""}
             if stated:
                 line |= {"predicted_reserved_gib": max(reserved) / GIB}
                 line |= {"measured_reserved_gib": float(stated[2]) / (1024 if stated[1] == "MiB" else 1)}

@@ -47,6 +47,7 @@ class Kernel:
     in_place: bool = False  # whether that gradient is written over what the kernel keeps
     before: tuple[Exchange, ...] = ()  # collectives of the forward
     behind: tuple[Exchange, ...] = ()  # those of the backward
+    for_weights: int = 0  # bytes that its product for the gradient of weights reads: of its input, and of its result's gradient
     waits: bool = False  # whether the host reads sizes that the device has computed
     keeps_own: bool = False  # whether all that it keeps is its own, and nothing of what it reads
 
@@ -74,6 +75,11 @@ class Part:
     def stash_bytes(self) -> int:
         """What the layer keeps for its backward; its output too, which the next layer keeps."""
         return (0 if self.is_recomputed else self._kept_bytes) + self.output
+
+    @property
+    def pending_bytes(self) -> int:
+        """What is kept between the halves of a split backward above the stash: products have their second half alone."""
+        return sum(x.for_weights for x in self.kernels) - self.stash_bytes
 
     @property
     def forward_workspace_bytes(self) -> int:
@@ -489,6 +495,7 @@ class LayerKernels:
             makes=ELEMENT * tokens * n,
             input_gradient=ELEMENT * tokens * k,
             beside=beside,
+            for_weights=ELEMENT * tokens * (k + n),
         )
 
     def _direct_products(self, *, is_rotary: bool) -> tuple[Kernel, ...]:
@@ -757,4 +764,5 @@ def _grouped(groups: int, rows: int, k: int, n: int, *, keeps: int) -> Kernel:
         keeps=keeps,
         makes=ELEMENT * groups * rows * n,
         input_gradient=ELEMENT * groups * rows * k,
+        for_weights=ELEMENT * groups * rows * (k + n),
     )

@@ -214,6 +214,7 @@ class DecoderProfile:
             input_gradient=half,
             weight_gradient=half,
             stash_bytes=part.stash_bytes + part.late_bytes(self.hardware, self.widths, self.trainer),
+            pending_bytes=part.pending_bytes,
             forward_workspace_bytes=part.forward_workspace_bytes,
             backward_workspace_bytes=own,
             output_bytes=part.output,

@@ -78,6 +78,6 @@ LEGACY = Trainer(
     keeps_masks=True,
 )
 NANOTRON = Trainer(
-    name=NANOTRON_NAME, version="0.4", host_s=1.2e-4, product_share=0.87, attention_share=0.75, rank_host_s=2e-4, exchanges_tensors=True, sums_whole=True, fuses_gate=False,
+    name=NANOTRON_NAME, version="0.4", host_s=1.2e-4, product_share=0.84, attention_share=0.75, rank_host_s=2e-4, exchanges_tensors=True, sums_whole=True, fuses_gate=False,
     holds_gradients=True, casts_logits=True, counts_blocks=True, frees_late=True,
 )  # fmt: skip
