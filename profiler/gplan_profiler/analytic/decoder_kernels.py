@@ -443,8 +443,8 @@ class LayerKernels:
             parameters=model.lm_head_bias * output[1] + (0 if model.tie_word_embeddings else table),
             matrices=() if model.tie_word_embeddings else (table,),
         )
-        if self.trainer.counts_blocks:
-            return norm, lm_head
+        if self.trainer.counts_blocks:  # the norm's result is kept as its output
+            return norm, replace(lm_head, kernels=(replace(layer, keeps=0), *lm_head.kernels[1:]))
         kernels, parameters = norm.kernels + lm_head.kernels, norm.parameters + lm_head.parameters
         return (replace(lm_head, name="model.norm..lm_head", kernels=kernels, parameters=parameters),)
 
