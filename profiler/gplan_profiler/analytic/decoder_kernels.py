@@ -47,7 +47,9 @@ class Kernel:
     in_place: bool = False  # whether that gradient is written over what the kernel keeps
     before: tuple[Exchange, ...] = ()  # collectives of the forward
     behind: tuple[Exchange, ...] = ()  # those of the backward
-    for_weights: int = 0  # bytes that its product for the gradient of weights reads: of its input, and of its result's gradient
+    for_weights: int = (
+        0  # bytes that its product for the gradient of weights reads: of its input, and of its result's gradient
+    )
     waits: bool = False  # whether the host reads sizes that the device has computed
     keeps_own: bool = False  # whether all that it keeps is its own, and nothing of what it reads
 

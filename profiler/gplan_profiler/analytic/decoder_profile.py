@@ -142,7 +142,10 @@ class DecoderProfile:
             loss_reduction="mean",
             step=self._step(parts, tied),
             link=pipeline_link(
-                self.hardware, self.widths, hidden=self.reduction_hidden, sums_whole=self.trainer.sums_whole,
+                self.hardware,
+                self.widths,
+                hidden=self.reduction_hidden,
+                sums_whole=self.trainer.sums_whole,
                 **self._messages(parts),
             ),
             overhead_s=0.0,
