@@ -93,10 +93,13 @@ class BlockProgram:
         bounds_s = list[float]()
         middle = None
         while time.perf_counter() < deadline_s and known.lower_bound_s < min(until_s, known.step_s * (1 - enough)):
+            most_s = known.step_s * (1 - enough)
+            rows.limit_step(most_s)
             found = rows.solved(deadline_s)
-            if not rows.has_solutions():
-                return replace(known, lower_bound_s=INFINITY)
-            bound_s = min(rows.bound_s * (1 - _SLACK), known.step_s)
+            if not rows.has_solutions():  # of so short a step
+                rows.limit_step(INFINITY)
+                return replace(known, lower_bound_s=most_s)
+            bound_s = min(rows.bound_s * (1 - _SLACK), most_s)
             known = replace(known, lower_bound_s=max(known.lower_bound_s, bound_s))
             if found is None:
                 return replace(known, is_final=True)
@@ -308,6 +311,11 @@ class _Rows:
         for variable in range(self.num_variables):
             self.solver.changeColIntegrality(variable, kind)
         self.in_integers = whole
+
+    def limit_step(self, most_s: float) -> None:
+        """Look for solutions of at most this step; what had none before may have some."""
+        self.solver.changeColBounds(self.num_variables, 0.0, most_s)
+        self.is_infeasible = False
 
     def add(self, factors: Sequence[float], least: float, most: float) -> None:
         """A row: the sum of all variables, the step among them, times these factors is between least and most."""
