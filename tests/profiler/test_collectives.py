@@ -96,9 +96,7 @@ def test_scattered_sums_are_held_while_the_host_is_ahead() -> None:
     def late_bytes(tensor: int, pipeline: int, size: int) -> int:
         widths = Widths(tensor=tensor, pipeline=pipeline)
         kernels = LayerKernels(load_decoder("llama3-8b"), widths, size, False, NANOTRON)
-        return kernels.block("", BlockKind()).late_bytes(
-            load_hardware("h100"), widths, NANOTRON
-        )
+        return kernels.block("", BlockKind()).late_bytes(load_hardware("h100"), widths, NANOTRON)
 
     sums = 2 * 2 * 4096 * 4096  # behind attention and perceptron
     assert late_bytes(8, 2, 1) == 0  # its host is the slower clock
