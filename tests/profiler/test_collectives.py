@@ -13,7 +13,7 @@ from gplan.cost.stage_table import StageTable
 from gplan_profiler.analytic.collectives import collective_s, pipeline_link
 from gplan_profiler.analytic.decoder_config import BlockKind, Widths, load_decoder
 from gplan_profiler.analytic.decoder_kernels import LayerKernels
-from gplan_profiler.analytic.decoder_profile import DecoderProfile
+from gplan_profiler.analytic.decoder_profile import DecoderProfile, check_divisions
 from gplan_profiler.analytic.hardware import CollectiveRate, load_hardware
 from gplan_profiler.analytic.trainers import LEGACY, MEGATRON, NANOTRON, OVERLAPPING
 
@@ -103,6 +103,16 @@ def test_scattered_sums_are_held_while_the_host_is_ahead() -> None:
     assert late_bytes(8, 4, 1) == sums / 2  # two of four micro-batches of the warm-up
     assert late_bytes(8, 2, 32) == late_bytes(8, 8, 32) == 32 * sums
     assert late_bytes(32, 8, 1) == 0
+
+
+def test_ranks_divide_key_and_value_heads() -> None:
+    decoder = load_decoder("llama3-70b", {"num_attention_heads": 96, "head_dim": 128})
+    given = {"context": 1, "expert": 1, "sequence_length": 4608}
+    with pytest.raises(
+        UsageError, match=r"^8 key and value heads cannot be divided over 6 ranks; .* 4 or 8 \(--tensor\)"
+    ):
+        check_divisions(decoder, tensor=6, **given)
+    check_divisions(decoder, tensor=16, **given)  # each is copied
 
 
 def test_a_block_gathers_and_scatters_its_hidden_states() -> None:
