@@ -79,6 +79,7 @@ class Source:
     memory: str = (
         "allocated"  # the counter of its peaks: what tensors have, what the allocator reserved, or the device's
     )
+    has_gigabytes: bool = False  # whether its peaks count 10^9 bytes, not 2^30
     reduction_hidden: float = 0.0  # share of the replicas' collectives beside computing
     times_count: bool = True  # whether its times say anything of the GPUs
 
@@ -87,9 +88,7 @@ SINGLE = replace(LEGACY, stores_scores=True)  # before flash attention
 SOURCES: dict[str, Source] = {  # by the beginning of the name
     "SimuMax": Source(fuses_cross_entropy=True),
     "Vocabulary Parallelism": Source(trainer=LEGACY, decoder={"tie_word_embeddings": False}),
-    "Zero Bubble": Source(
-        trainer=SINGLE, memory="reserved"
-    ),  # what its authors' scripts read later; the paper does not say
+    "Zero Bubble": Source(trainer=SINGLE, has_gigabytes=True),  # its code divides max_memory_allocated by 10^6
     "Ultra-Scale Playbook": Source(trainer=NANOTRON, memory="reserved"),
     "BigScience": Source(  # in bfloat16
         trainer=replace(SINGLE, divides_sequence=False, gradient_bytes=4), memory="device"
@@ -235,7 +234,10 @@ def decoder_of(row: Mapping[str, Any]) -> Decoder:
 
 
 def blocks_of(decoder: Decoder, num_stages: int, trainer: Trainer, notes: str) -> tuple[int, ...]:
-    """How many blocks each stage has, as the trainer cuts them, or as a row's own times per stage say."""
+    """How many blocks each stage has, as the trainer cuts them, or as a row's own times per stage say.
+
+    nanotron can cut between norm and head too, so its counts have both in them; stages behind the head are empty.
+    """
     count = decoder.num_hidden_layers
     if times := re.search(r"layers redistributed.*?F us per stage ([\d ]+)", notes):
         found = [int(x) for x in times[1].split()]
@@ -244,14 +246,16 @@ def blocks_of(decoder: Decoder, num_stages: int, trainer: Trainer, notes: str) -
         return (*blocks, count - sum(blocks))
     if trainer.counts_blocks:
         hidden = decoder.hidden_size
-        block = 4 * hidden**2 + 3 * hidden * decoder.intermediate_size
-        costs, stages = [*[block] * count, decoder.vocab_size * hidden], [0] * num_stages
-        stage, done, whole = 0, 0, sum([*[block] * count, decoder.vocab_size * hidden])
-        for cost in costs[:-1]:
-            stages[stage] += 1
-            done += cost
-            stage += stage + 1 < num_stages and done > whole * (stage + 1) / num_stages
-        return tuple(stages)
+        block, head = 4 * hidden**2 + 3 * hidden * decoder.intermediate_size, decoder.vocab_size * hidden
+        stages = [0]
+        for i in range(1, count + 1):
+            stages[-1] += 1
+            if i * block > (count * block + head) * len(stages) / num_stages:
+                stages.append(0)
+        stages[-1] += 1  # the norm
+        stages += [0] * (len(stages) < num_stages)
+        stages[-1] += 1  # head and loss
+        return (*stages, *[0] * (num_stages - len(stages)))
     for ends in ((0, 0), (1, 1), (0, 1)):  # as if embedding and head were a block
         if (count + sum(ends)) % num_stages == 0:
             share = (count + sum(ends)) // num_stages
@@ -285,8 +289,8 @@ def predict(case: Case, *, reserves: bool = False) -> Plan:
         reduction_hidden=source.reduction_hidden,
     )
     profile = made.profile((case.microbatch_size,))
-    last = len(case.blocks) - 1
-    stages = [x for i, x in enumerate(case.blocks) if x or i in (0, last)]  # one with nothing is no stage
+    filled = () if case.trainer.counts_blocks else (0, len(case.blocks) - 1)  # by embedding and head
+    stages = [x for i, x in enumerate(case.blocks) if x or i in filled]  # one with nothing is no stage
     ends = np.cumsum(stages)[:-1]
     schedule = case.schedule if len(stages) == len(case.blocks) else "1f1b"
     request = PlanRequest(
@@ -347,7 +351,7 @@ def compared(rows: pd.DataFrame) -> pd.DataFrame:
         }
         try:
             case = case_of(row)
-            counter = source_of(row["source"]).memory
+            counter, unit = source_of(row["source"]).memory, 1e9 if source_of(row["source"]).has_gigabytes else GIB
             stated = re.search(r"max.reserved (GiB|MiB) ([\d.]+)", row["notes"])
             plan = predict(case, reserves=bool(stated) or counter != "allocated")
             reserved = plan.reserved_bytes or [x / RESERVED_SHARE for x in plan.device_peak_bytes]
@@ -355,7 +359,7 @@ def compared(rows: pd.DataFrame) -> pd.DataFrame:
             peak = peaks[-1] if "LAST rank" in row["notes"] else max(peaks)
             peak += CONTEXT_BYTES * (counter == "device")
             line |= {"measured_s": step_s(row), "predicted_s": plan.prediction.step_s, "predicted_gib": peak / GIB}
-            line |= {"measured_gib": float(row["peak_memory_gib"] or "nan"), "reason": ""}
+            line |= {"measured_gib": float(row["peak_memory_gib"] or "nan") * unit / GIB, "reason": ""}
             if stated:
                 line |= {"predicted_reserved_gib": max(reserved) / GIB}
                 line |= {"measured_reserved_gib": float(stated[2]) / (1024 if stated[1] == "MiB" else 1)}

@@ -1,4 +1,4 @@
-"""Ten launches that `gplan layout --to megatron` writes, through the argument parser of a checkout of Megatron-LM itself.
+"""Launches that `gplan layout --to megatron` writes, through the argument parser of a checkout of Megatron-LM itself.
 
     pip install 'gplan[receivers]'
     python benchmarks/receivers/launches.py /path/to/Megatron-LM          some minutes; writes reports/receivers/launches.md
@@ -26,6 +26,7 @@ from suite import REPORTS, markdown
 from gplan.interop.export.exporters import export
 from gplan.interop.machine_layout import layout_of
 from gplan.interop.width_search import ChosenWidths
+from gplan_profiler.analytic.decoder_config import ORDER
 
 LAUNCHES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llama3-8b", {"num_devices": 4}),
@@ -37,6 +38,7 @@ LAUNCHES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("qwen3-30b-a3b", {"num_devices": 4, "expert": 8, "data": 8, "tensor": 2}),
     ("gpt-oss-120b", {"num_devices": 4, "expert": 16, "data": 16}),
     ("glm-4.5-air", {"num_devices": 4, "expert": 8, "data": 8}),
+    ("llama3-70b", {"num_devices": 8, "tensor": 4, "data": 2, "order": "tp-cp-ep-pp-dp"}),
     ("deepseek-v3", {"num_devices": 16, "expert": 64, "data": 64, "tensor": 2, "expert_tensor": 1}),
 )
 
@@ -60,14 +62,14 @@ def found_otherwise(parsed: argparse.Namespace, made: ChosenWidths) -> list[str]
         "global_batch_size": choice.num_microbatches * choice.microbatch_size * split.data,
         "sequence_parallel": split.tensor > 1, "use_distributed_optimizer": split.replicas > 1,
         "overlap_grad_reduce": split.replicas > 1, "overlap_param_gather": split.replicas > 1,
-        "moe_grouped_gemm": split.expert > 1,
+        "moe_grouped_gemm": split.expert > 1, "use_tp_pp_dp_mapping": split.order != ORDER,
         "recompute_granularity": "full" if choice.recompute == "always" else None,
     }  # fmt: skip
     return [name for name, value in expected.items() if getattr(parsed, name) != value]
 
 
 def main() -> None:
-    """Parse the ten launches, and write the table."""
+    """Parse the launches, and write the table."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("checkout", type=Path)
     checkout = options.parse_args().checkout

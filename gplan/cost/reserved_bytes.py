@@ -171,8 +171,8 @@ def replay(
 ) -> None:
     """Allocate and free what a device's stages do in some steps; `order` has the stage, kind and micro-batch of actions.
 
-    `again` has whether each micro-batch is recomputed; without it none is. A split backward frees with its second half, and
-    recomputes with its first, which on the first stage does nothing.
+    `again` has whether each micro-batch is recomputed; without it none is. The first half of a split backward, which on the
+    first stage does nothing, leaves what the second needs, and that frees it.
     """
     allocator.doing = "weights, gradients and master weights"
     for num_bytes in [y for x in stages.values() for y in x.buffers]:
@@ -210,9 +210,13 @@ def replay(
                         allocator.doing = f"{doing[j]}, recomputed"
                         _free(allocator, held[j])
                         _run(allocator, events[stage][j][0], held[j])
-                if not is_half:
+                if begins:
                     allocator.doing = doing[i]
                     _run(allocator, backward, held[i])
+                    if is_half and own.layers[i].between_bytes:
+                        held[i] = {0: allocator.allocate(own.layers[i].between_bytes)}
+                elif not is_half:
+                    _free(allocator, held[i])
             for block in [] if is_half else crossing.pop(key):
                 allocator.free(block)
         allocator.doing = "optimizer"

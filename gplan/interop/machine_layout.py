@@ -61,6 +61,10 @@ def layout_of(
         bytes_per_s, latency_s = parse_network(network, devices_per_node=device.devices_per_node)
         latency_s = device.network.latency_s if latency_s is None else latency_s
         device = replace(device, network=Link(latency_s=latency_s, bytes_per_s=bytes_per_s))
+        shared = "" if "*" in network else f"; if they share one card, write {network.partition(',')[0]}*1"
+        on_start(
+            f"network: {bytes_per_s / 1e9:.3g} GB/s for each of the {device.devices_per_node} devices of a node{shared}"
+        )
     if num_gpus is not None and microbatches is not None:
         raise UsageError(
             "--microbatches follows from --batch-size where --gpus is given; leave it out, or give --pp alone"
@@ -75,6 +79,8 @@ def layout_of(
     fixed = {"pipeline" if x == "num_devices" else x: y for x, y in dials.items()}
     if time_limit is not None and not time_limit > 0:
         raise UsageError(f"--time-limit is {time_limit:g} seconds; expected more than 0")
+    if num_gpus is not None and memory_bytes is not None:
+        device, memory_bytes = replace(device, memory_bytes=memory_bytes), None
     search = WidthSearch(
         name=config, decoder=decoder, hardware=device, num_devices=1 if num_gpus is None else num_gpus, batch_size=1024 if batch_size is None else batch_size,
         sequence_length=sequence_length, receiver=receiver, memory_bytes=memory_bytes, order=order, fixed=fixed,

@@ -46,6 +46,7 @@ class Choice:
         found += [f"context {split.context}"] * (split.context > 1)
         found += [f"expert {split.expert}"] * (split.expert > 1)
         found += [f"{self.num_chunks} stages a device"] * (self.num_chunks > 1)
+        found += [f"order {split.order}"] * (split.order != ORDER)
         found += [f"micro-batches of {self.microbatch_size}"]
         return ", ".join(found + ["recompute"] * (self.recompute == "always"))
 

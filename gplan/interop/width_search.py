@@ -50,7 +50,7 @@ _PARTITION_LIMIT_S = 5.0  # of one search of any partition
 _MAX_ACTIONS = 120_000  # of a step: where there are more, partitions of unequal blocks are not searched
 _TURN = 1.003  # times the next lowest bound: so far a program raises its own before another setting has its turn
 _EVEN_MARGIN = 1.05  # times the best step: settings whose even pipeline would take longer get no even partition
-_NUM_UNPLANNED = 10  # settings without a partition that are named
+_NUM_UNPLANNED = 10  # sets of widths without a partition that are named
 _LARGER_NODES = (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 192, 256, 384, 512, 1024, 2048)
 """Numbers of nodes that are tried where a model does not fit."""
 _NUM_TRIED = 16  # settings of each of these machines
@@ -88,7 +88,9 @@ class ChosenWidths:
     profile: Profile
     receiver: str
     planned: tuple[PlannedChoice, ...]  # fastest first
-    unplanned: tuple[tuple[Choice, float], ...] = ()  # without a partition: lower bounds in seconds, lowest first
+    unplanned: tuple[
+        tuple[Choice, float], ...
+    ] = ()  # of widths without a partition: lower bounds in seconds, lowest first
     lower_bound_s: float  # of all settings
     ruled_out: Counter[str] = field(default_factory=Counter)  # how many settings, by the reason
     num_choices: int = 1
@@ -360,22 +362,44 @@ class _SearchState:
         if cut is not None and (i not in self.planned or cut.step_s < self.planned[i].step_s):
             self.planned[i] = PlannedChoice(choice=self.bounds[i].choice, cut=cut, solver=solver)
 
+    def _ranked(self) -> tuple[list[int], Plan]:
+        """The settings with a partition, fastest first, and the plan of the first one.
+
+        Those before it are out whose devices need more than they have, with what their allocators reserve. If all do, the
+        fastest stays.
+        """
+        every = sorted(self.planned, key=lambda i: self.planned[i].step_s)
+        limit = self.search.hardware.memory_bytes if self.search.memory_bytes is None else None
+        for place, i in enumerate(every[:_NUM_BETTERED]):
+            plan = self._plan_of(i, limit)
+            if limit is None or plan.device_total_bytes <= limit:
+                self.ruled_out["its allocators reserve more than the memory"] += place
+                return every[place:], plan
+        return every, self._plan_of(every[0], limit)
+
+    def _plan_of(self, i: int, limit: int | None) -> Plan:
+        """The plan of a setting that has a partition."""
+        one = self.planned[i]
+        own_bound_s, solver = min(one.step_s, self.bounds_s[i]), f"widths/{one.solver}"
+        solution = Solution(stages=one.cut.stages(), lower_bound_s=own_bound_s, solver=solver)
+        priced = price(self.search.problem(one.choice), solution, solve_s=time.perf_counter() - self.started_s)
+        found = with_reserved(priced, self.bounds[i].profile)
+        return found if limit is None else replace(found, memory_limit_bytes=limit)
+
     def result(self) -> ChosenWidths:
         """The fastest settings with the plan of the first, the bound of all, and how the others were ruled out."""
-        order = sorted(self.planned, key=lambda i: self.planned[i].step_s)
-        best = self.planned[order[0]]
-        own_bound_s = min(best.step_s, self.bounds_s[order[0]])
-        solver = f"widths/{best.solver}"
-        solution = Solution(stages=best.cut.stages(), lower_bound_s=own_bound_s, solver=solver)
-        profile, solve_s = self.bounds[order[0]].profile, time.perf_counter() - self.started_s
-        plan = with_reserved(price(self.search.problem(best.choice), solution, solve_s=solve_s), profile)
+        order, plan = self._ranked()
+        best, profile = self.planned[order[0]], self.bounds[order[0]].profile
         best = replace(best, cut=replace(best.cut, step_s=plan.prediction.step_s))  # simulated with all micro-batches
         rest = sorted((x, i) for i, x in enumerate(self.bounds_s) if i not in self.planned and x < INFINITY)
+        of_widths = {self.bounds[i].choice.widths: (self.bounds[i].choice, x) for x, i in reversed(rest)}
+        with_cut = {self.bounds[i].choice.widths for i in order}
+        unplanned = sorted((x for x in of_widths.values() if x[0].widths not in with_cut), key=lambda x: x[1])
         num_open = sum(x < best.step_s for x, _ in rest)
         self.ruled_out["slower than the best, by a lower bound of the step"] = len(rest) - num_open
         self.ruled_out["perhaps faster than the best, by no more than the share above"] = num_open
         return ChosenWidths(
             plan=plan, profile=profile, receiver=self.search.receiver, planned=(best, *(self.planned[i] for i in order[1:])),
-            unplanned=tuple((self.bounds[i].choice, x) for x, i in rest[:_NUM_UNPLANNED]), lower_bound_s=min(best.step_s, *self.bounds_s),
+            unplanned=tuple(unplanned[:_NUM_UNPLANNED]), lower_bound_s=min(best.step_s, *self.bounds_s),
             ruled_out=+self.ruled_out, num_choices=len(self.bounds),
         )  # fmt: skip

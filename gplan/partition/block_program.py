@@ -31,6 +31,7 @@ _SLACK = 1e-9
 _ENOUGH = 1e-4  # share of the bound by which a path may be longer in the relaxation
 _PATIENCE, _WORTH = 10, 5e-4  # so many rows raise the relaxation's bound by less: integers may raise it more
 _MOST_DEVICES = 12  # whose memory is in the program; of a solution it is looked at on all
+_TOLD_APART_S = 1e-4  # steps that differ by less may be the same to the solver, whose tolerance is 1e-6
 _SHORTEST_S = 0.2  # of one program in integers
 _MOST_ENDS = 128  # ways in which the other layers lie on stages
 
@@ -79,7 +80,8 @@ class BlockProgram:
     def solve(self, known: Counted, *, enough: float, deadline_s: float, until_s: float = INFINITY) -> Counted:
         """What is known after a search from that on.
 
-        It ends where the bound is within this share of the step, or is `until_s`; another call goes on from there.
+        It ends where the bound is within this share of the step, or is `until_s`; another call goes on from there. Steps
+        that are no shorter than that are not looked for, so that most programs end without a solution.
         """
         rows = self._rows
         if not rows.num_solved:
@@ -93,9 +95,12 @@ class BlockProgram:
         bounds_s = list[float]()
         middle = None
         while time.perf_counter() < deadline_s and known.lower_bound_s < min(until_s, known.step_s * (1 - enough)):
+            most_s = known.step_s * (1 - enough) if known.step_s * enough > _TOLD_APART_S else INFINITY
+            rows.limit_step(most_s)
             found = rows.solved(deadline_s)
-            if not rows.has_solutions():
-                return replace(known, lower_bound_s=INFINITY)
+            if not rows.has_solutions():  # of so short a step
+                rows.limit_step(INFINITY)
+                return replace(known, lower_bound_s=most_s)
             bound_s = min(rows.bound_s * (1 - _SLACK), known.step_s)
             known = replace(known, lower_bound_s=max(known.lower_bound_s, bound_s))
             if found is None:
@@ -308,6 +313,11 @@ class _Rows:
         for variable in range(self.num_variables):
             self.solver.changeColIntegrality(variable, kind)
         self.in_integers = whole
+
+    def limit_step(self, most_s: float) -> None:
+        """Look for solutions of at most this step; what had none before may have some."""
+        self.solver.changeColBounds(self.num_variables, 0.0, most_s)
+        self.is_infeasible = False
 
     def add(self, factors: Sequence[float], least: float, most: float) -> None:
         """A row: the sum of all variables, the step among them, times these factors is between least and most."""

@@ -89,7 +89,15 @@ def test_trainers_cut_layers_in_their_own_way() -> None:
     times = "layers redistributed, 0 on the last stage; F us per stage 20 30 30 90"
     assert cut(8, 4, times) == (2, 3, 3, 0)
     # a block has 7 * 64^2 parameters in products, the head 32 * 64^2: 4.6 blocks
-    assert cut(8, 2, trainer=NANOTRON) == (7, 1)
+    assert cut(8, 2, trainer=NANOTRON) == (7, 1 + 2)
+    assert cut(8, 4, trainer=NANOTRON) == (4, 3, 1 + 1, 1)  # the blocks end before the third quarter does
+    assert cut(2, 8, trainer=NANOTRON) == (1, 1, 1, 1, 0, 0, 0, 0)  # 46 of 5.75 each: head and loss are on the fourth
+
+
+def test_peaks_in_units_of_ten_to_the_ninth() -> None:
+    rows = [row(source=x, peak_memory_gib="30", tp="1", dp="4") for x in ("Zero Bubble paper", "Megatron-Bridge")]
+    made = published_runs.compared(pd.DataFrame(rows))
+    assert list(made.measured_gib) == pytest.approx([30e9 / 2**30, 30])
 
 
 def test_groups_have_an_order_and_a_regret() -> None:

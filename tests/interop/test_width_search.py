@@ -19,6 +19,7 @@ from gplan.interop.width_choices import Choice
 from gplan.interop.width_search import WidthSearch
 from gplan.partition.block_program import BlockProgram, Counted, equal_blocks
 from gplan.partition.even_cuts import priced_cut
+from gplan.reporting.text.widths import widths_text
 from gplan_profiler.analytic.decoder_config import Widths, load_decoder
 from gplan_profiler.analytic.hardware import load_hardware
 from tests.interop.test_receivers import gplan_exits
@@ -115,6 +116,21 @@ def test_blocks_counted_by_a_program_are_the_best(
             assert min(steps) * (1 - off) <= found.lower_bound_s <= min(steps) * (1 + 1e-9)
 
 
+def test_a_program_goes_on_with_a_smaller_gap() -> None:
+    """Steps that the first gap leaves out are looked for with the second."""
+    fixed: dict[str, int | str | None] = {"microbatch_size": 1, "tensor": 1, "pipeline": 4, "data": 1, "num_chunks": 1}
+    made = search(fixed=fixed, batch_size=64, sequence_length=8192)
+    choice = next(made.space.choices())
+    problem, best_s = made.problem(choice), min(every_step_s(made, choice))
+    program, deadline_s = BlockProgram(problem, range(1, 7)), time.perf_counter() + 60
+    known = Counted(cut=None, step_s=1.05 * best_s, lower_bound_s=0.0)
+    assert 1.05 * best_s * 0.05 > 2e-4  # more than what the solver cannot tell apart
+    first = program.solve(known, enough=0.2, deadline_s=deadline_s)
+    assert first.cut is None and 0.8 * 1.05 * best_s * (1 - 1e-6) <= first.lower_bound_s <= best_s
+    second = program.solve(first, enough=0.005, deadline_s=deadline_s)
+    assert second.step_s == pytest.approx(best_s, rel=0.01) and second.lower_bound_s <= best_s * (1 + 1e-6)
+
+
 def test_moves_better_an_even_partition() -> None:
     made = search(fixed={"tensor": 1, "data": 1}, memory_bytes=4_600_000_000)
     is_better = False
@@ -139,6 +155,22 @@ def test_a_memory_that_nothing_fits_names_a_machine_that_does() -> None:
         one.run()
     enough = int(str(error.value).split()[-2])
     assert replace(one, num_devices=enough, batch_size=enough).run().plan.peak_bytes <= one.usable_bytes
+
+
+def test_what_allocators_reserve_counts_too() -> None:
+    free = search().run()
+    assert free.plan.memory_limit_bytes == load_hardware("a100").memory_bytes
+    needed = free.plan.device_total_bytes
+    tight = search(hardware=replace(load_hardware("a100"), memory_bytes=needed - 1)).run()
+    assert tight.plan.device_total_bytes < needed and tight.best.choice != free.best.choice
+
+
+def test_list_has_the_best_of_each_set_of_widths() -> None:
+    found = search().run()
+    lines = [x for x in widths_text(found) if ", micro-batches of" in x]
+    shown = [x.partition(", micro-batches")[0].split(". ")[-1].strip() for x in lines]
+    assert len(lines) > 3 and len(shown) == len(set(shown))
+    assert len({x.choice.widths for x in found.planned}) < len(found.planned)
 
 
 def test_a_given_dial_that_the_memory_forbids_is_named() -> None:

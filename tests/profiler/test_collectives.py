@@ -13,9 +13,9 @@ from gplan.cost.stage_table import StageTable
 from gplan_profiler.analytic.collectives import collective_s, pipeline_link
 from gplan_profiler.analytic.decoder_config import BlockKind, Widths, load_decoder
 from gplan_profiler.analytic.decoder_kernels import LayerKernels
-from gplan_profiler.analytic.decoder_profile import DecoderProfile
+from gplan_profiler.analytic.decoder_profile import DecoderProfile, check_divisions
 from gplan_profiler.analytic.hardware import CollectiveRate, load_hardware
-from gplan_profiler.analytic.trainers import LEGACY, MEGATRON, OVERLAPPING
+from gplan_profiler.analytic.trainers import LEGACY, MEGATRON, NANOTRON, OVERLAPPING
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MADE = replace(
@@ -82,6 +82,39 @@ def block_exchanges(trainer: object, **widths: int) -> list[tuple[str, str, int]
     return [(x.kind, x.group, x.num_bytes) for kernel in block.kernels for x in kernel.before]
 
 
+def test_sums_of_whole_gradients_beside_a_divided_state() -> None:
+    widths = Widths(data=4)
+    plain, whole = (pipeline_link(MADE, widths, sums_whole=x) for x in (False, True))
+    seconds = {
+        x: [float(link.collectives_s(x, 1e9, 4)) for link in (plain, whole)] for x in ("reduce_scatter", "all_gather")
+    }
+    assert seconds["all_gather"][0] == seconds["all_gather"][1]
+    assert seconds["reduce_scatter"][1] == pytest.approx(float(plain.collectives_s("all_reduce", 1e9, 4)))
+
+
+def test_scattered_sums_are_held_while_the_host_is_ahead() -> None:
+    def late_bytes(tensor: int, pipeline: int, size: int) -> int:
+        widths = Widths(tensor=tensor, pipeline=pipeline)
+        kernels = LayerKernels(load_decoder("llama3-8b"), widths, size, False, NANOTRON)
+        return kernels.block("", BlockKind()).late_bytes(load_hardware("h100"), widths, NANOTRON)
+
+    sums = 2 * 2 * 4096 * 4096  # behind attention and perceptron
+    assert late_bytes(8, 2, 1) == 0  # its host is the slower clock
+    assert late_bytes(8, 4, 1) == sums / 2  # two of four micro-batches of the warm-up
+    assert late_bytes(8, 2, 32) == late_bytes(8, 8, 32) == 32 * sums
+    assert late_bytes(32, 8, 1) == 0
+
+
+def test_ranks_divide_key_and_value_heads() -> None:
+    decoder = load_decoder("llama3-70b", {"num_attention_heads": 96, "head_dim": 128})
+    given = {"context": 1, "expert": 1, "sequence_length": 4608}
+    with pytest.raises(
+        UsageError, match=r"^8 key and value heads cannot be divided over 6 ranks; .* 4 or 8 \(--tensor\)"
+    ):
+        check_divisions(decoder, tensor=6, **given)
+    check_divisions(decoder, tensor=16, **given)  # each is copied
+
+
 def test_a_block_gathers_and_scatters_its_hidden_states() -> None:
     hidden = 2 * 4096 * 4096
     pair = [("all_gather", "tensor", hidden), ("reduce_scatter", "tensor", hidden)]
@@ -101,6 +134,16 @@ def test_hidden_collectives_cost_less() -> None:
         return made.profile((1,)).layers[1].costs[0].backward.median_s
 
     assert block_s(OVERLAPPING) < block_s(MEGATRON)
+
+
+def test_second_halves_of_backwards_keep_what_products_read() -> None:
+    made = DecoderProfile(
+        name="x", decoder=load_decoder("llama3-8b"), widths=Widths(sequence_length=1024), hardware=load_hardware("h100")
+    )
+    block = made.profile((1,)).layers[1].costs[0]
+    widths = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)]  # read and made by its products
+    assert block.between_bytes == 2 * 1024 * sum(x + y for x, y in widths)
+    assert block.pending_bytes < 0
 
 
 def test_a_stage_holds_one_empty_gradient_of_each_shape() -> None:

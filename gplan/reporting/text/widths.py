@@ -20,13 +20,15 @@ def widths_text(chosen: ChosenWidths) -> Iterator[str]:
     if chosen.num_choices == 1:
         return
     yield f"the best found of {chosen.num_choices} settings; by this model no other is more than {percent_text(chosen.gap)} faster"
-    yield "next to each: its step, and what tensors take on the fullest device"
-    for place, one in enumerate(chosen.planned[:_NUM_SHOWN], 1):
+    yield "the best of each set of widths: its step, and what tensors take on the fullest device"
+    of_widths = {x.choice.widths: x for x in reversed(chosen.planned)}
+    planned = sorted(of_widths.values(), key=lambda x: x.step_s)[:_NUM_SHOWN]
+    for place, one in enumerate(planned, 1):
         slower = "" if place == 1 else f", {percent_text(one.step_s / best.step_s - 1)} slower"
         yield f"  {place:2}. {one.choice}: {seconds_text(one.step_s)}{slower}, {bytes_text(one.peak_bytes)}"
-    unplanned = chosen.unplanned[: max(0, _NUM_SHOWN - len(chosen.planned))]
+    unplanned = chosen.unplanned[: _NUM_SHOWN - len(planned)]
     if unplanned:
-        yield "settings without a partition, by a lower bound of their step:"
+        yield "the same without a partition, by a lower bound of the step:"
     for choice, bound_s in unplanned:
         yield f"      {choice}: at least {seconds_text(bound_s)}"
     if chosen.ruled_out:

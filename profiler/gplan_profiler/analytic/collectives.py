@@ -65,7 +65,9 @@ def exchange_s(hardware: Hardware, widths: Widths, exchange: Exchange) -> float:
     return (1 - exchange.hidden) * seconds
 
 
-def pipeline_link(hardware: Hardware, widths: Widths, *, hidden: float = 0.0, tensor_bytes: float = 1e9) -> Link:
+def pipeline_link(
+    hardware: Hardware, widths: Widths, *, hidden: float = 0.0, tensor_bytes: float = 1e9, sums_whole: bool = False
+) -> Link:
     """The link between stages, with the collectives of a stage's replicas once a step, of so many bytes each.
 
     `hidden` is the share of the replicas' collectives that the last backward and the first forward of a step hide.
@@ -78,7 +80,8 @@ def pipeline_link(hardware: Hardware, widths: Widths, *, hidden: float = 0.0, te
     collectives = []
     for kind in COLLECTIVE_KINDS:
         messages = num_messages(kind, num_replicas)
-        whole_s = (1 - hidden) * collective_s(hardware, kind, tensor_bytes, group=widths.placed("cp", "dp"))
+        run: ExchangeKind = "all_reduce" if sums_whole and kind == "reduce_scatter" else kind
+        whole_s = (1 - hidden) * collective_s(hardware, run, tensor_bytes, group=widths.placed("cp", "dp"))
         message = Link(latency_s=0.0, bytes_per_s=tensor_bytes * messages / num_replicas / whole_s)
         collectives.append(Collective(kind=kind, num_devices=num_replicas, message=message))
     return Link(latency_s=link.latency_s, bytes_per_s=link.bytes_per_s, collectives=tuple(collectives))

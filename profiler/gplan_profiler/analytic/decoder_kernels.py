@@ -47,6 +47,9 @@ class Kernel:
     in_place: bool = False  # whether that gradient is written over what the kernel keeps
     before: tuple[Exchange, ...] = ()  # collectives of the forward
     behind: tuple[Exchange, ...] = ()  # those of the backward
+    for_weights: int = (
+        0  # bytes that its product for the gradient of weights reads: of its input, and of its result's gradient
+    )
     waits: bool = False  # whether the host reads sizes that the device has computed
     keeps_own: bool = False  # whether all that it keeps is its own, and nothing of what it reads
 
@@ -74,6 +77,11 @@ class Part:
     def stash_bytes(self) -> int:
         """What the layer keeps for its backward; its output too, which the next layer keeps."""
         return (0 if self.is_recomputed else self._kept_bytes) + self.output
+
+    @property
+    def pending_bytes(self) -> int:
+        """What is kept between the halves of a split backward above the stash: products have their second half alone."""
+        return sum(x.for_weights for x in self.kernels) - self.stash_bytes
 
     @property
     def forward_workspace_bytes(self) -> int:
@@ -177,17 +185,18 @@ class Part:
         return operations_seconds(operations, trainer.on(hardware), dtype=DTYPE) + waited_s, host_s
 
     def late_bytes(self, hardware: Hardware, widths: Widths, trainer: Trainer) -> int:
-        """What a forward's scattered sums leave in use while the host is ahead of the device.
+        """What a forward's scattered sums take while the host is ahead of the device, for each micro-batch in flight.
 
-        The allocator takes a tensor back that another stream reads once that has read it. Until then the host starts
-        further layers; of those that the device has not reached yet, such tensors are held as their activations are.
+        The allocator takes a tensor back that another stream reads once that has read it. Until then further layers are
+        started, and such tensors are held as their activations are. The host is ahead where the device is the slower of
+        both. Else it is from the third micro-batch of a warm-up on: the sends before keep the device waiting for the
+        next stage, not the host. Of groups on more than two nodes nothing was seen.
         """
-        if not trainer.frees_late or widths.tensor > hardware.devices_per_node:  # across nodes each keeps the host busy
+        if not trainer.frees_late or widths.tensor > 2 * hardware.devices_per_node:
             return 0
-        device_s, _ = self._clocks_s("forward", hardware, widths, trainer)
-        host_s = trainer.host_s * sum(y.work.num_operations for x in self.kernels for y in x.forward)
-        summed = sum(y.num_bytes for x in self.kernels for y in x.before if y.kind == "reduce_scatter")
-        return round(max(0.0, 1 - host_s / device_s) * summed)
+        device_s, host_s = self._clocks_s("forward", hardware, widths, trainer)
+        ahead = 1.0 if device_s > host_s else max(0.0, 1 - 2 / widths.pipeline)
+        return round(ahead * sum(y.num_bytes for x in self.kernels for y in x.before if y.kind == "reduce_scatter"))
 
     def work(self, way: str) -> tuple[Work, ...]:
         """Counted work of the forward or the backward."""
@@ -395,8 +404,11 @@ class LayerKernels:
             parameters=block.parameters + 2 * hidden * hidden // self.widths.tensor + 3 * model.norm_values,
         )
 
-    def head(self) -> Part:
-        """Final norm, output layer and loss; the last two run once more for each token that is predicted further."""
+    def head(self) -> tuple[Part, ...]:
+        """Final norm, output layer and loss; the last two run once more for each token that is predicted further.
+
+        Where a trainer can cut behind the norm, that is a layer of its own.
+        """
         model, split = self.decoder, self.widths.tensor
         output = (model.hidden_size, model.vocab_size // split)
         passes, table = 1 + model.num_nextn_predict_layers, prod(output)
@@ -412,7 +424,7 @@ class LayerKernels:
                 before=sums,
             )  # fmt: skip
         else:  # float32: converted, its maximum found and subtracted, exponentiated, summed, divided; back: scaled, converted
-            passes_over, converted = 6, (ELEMENT + LOGIT) * logits
+            passes_over, converted = 8, (ELEMENT + LOGIT) * logits
             loss = Kernel(
                 forward=_moved("reduction", converted + passes_over * LOGIT * logits, kernel="unfused-cross-entropy"),
                 backward=_moved("reduction", 2 * LOGIT * logits + converted, kernel="unfused-cross-entropy"),
@@ -422,13 +434,21 @@ class LayerKernels:
                 input_gradient=ELEMENT * logits,
                 before=sums,
             )
-        return Part(
-            name="model.norm..lm_head",
+        norm = Part(
+            name="model.norm", kind="Norm", kernels=(self._norm(model.hidden_size),), parameters=model.norm_values,
+            output=self.hidden_bytes,
+        )  # fmt: skip
+        lm_head = Part(
+            name="lm_head",
             kind="Head",
-            kernels=(self._norm(model.hidden_size), *[layer, loss] * passes),
-            parameters=model.norm_values + model.lm_head_bias * output[1] + (0 if model.tie_word_embeddings else table),
+            kernels=(layer, loss) * passes,
+            parameters=model.lm_head_bias * output[1] + (0 if model.tie_word_embeddings else table),
             matrices=() if model.tie_word_embeddings else (table,),
         )
+        if self.trainer.counts_blocks:  # the norm's result is kept as its output
+            return norm, replace(lm_head, kernels=(replace(layer, keeps=0), *lm_head.kernels[1:]))
+        kernels, parameters = norm.kernels + lm_head.kernels, norm.parameters + lm_head.parameters
+        return (replace(lm_head, name="model.norm..lm_head", kernels=kernels, parameters=parameters),)
 
     def _gated(self, width: int) -> list[tuple[int, int]]:
         """A perceptron: gate and up in one product, or up alone, and down."""
@@ -477,6 +497,7 @@ class LayerKernels:
             makes=ELEMENT * tokens * n,
             input_gradient=ELEMENT * tokens * k,
             beside=beside,
+            for_weights=ELEMENT * tokens * (k + n),
         )
 
     def _direct_products(self, *, is_rotary: bool) -> tuple[Kernel, ...]:
@@ -745,4 +766,5 @@ def _grouped(groups: int, rows: int, k: int, n: int, *, keeps: int) -> Kernel:
         keeps=keeps,
         makes=ELEMENT * groups * rows * n,
         input_gradient=ELEMENT * groups * rows * k,
+        for_weights=ELEMENT * groups * rows * (k + n),
     )

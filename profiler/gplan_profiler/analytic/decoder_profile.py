@@ -71,7 +71,7 @@ class DecoderProfile:
             replace(made[x], name=f"model.layers.{i}", is_recomputed=i in self.recomputed) for i, x in enumerate(kinds)
         ]
         further = [kernels.prediction(f"mtp.{i}") for i in range(model.num_nextn_predict_layers)]
-        return (kernels.embedding(), *blocks, *further, kernels.head())
+        return (kernels.embedding(), *blocks, *further, *kernels.head())
 
     @property
     def _ranks(self) -> tuple[int, int]:
@@ -141,7 +141,13 @@ class DecoderProfile:
             loss=(),
             loss_reduction="mean",
             step=self._step(parts, tied),
-            link=pipeline_link(self.hardware, self.widths, hidden=self.reduction_hidden, **self._messages(parts)),
+            link=pipeline_link(
+                self.hardware,
+                self.widths,
+                hidden=self.reduction_hidden,
+                sums_whole=self.trainer.sums_whole,
+                **self._messages(parts),
+            ),
             overhead_s=0.0,
             whole_model=(),
             created=now_text(),
@@ -169,11 +175,12 @@ class DecoderProfile:
         if not model.ties_embedding:
             return ()
         table = model.vocab_size * model.hidden_size // self.widths.tensor
-        users = [0, *range(1 + model.num_hidden_layers, last), *([last] if model.tie_word_embeddings else [])]
+        further = range(1 + model.num_hidden_layers, 1 + model.num_hidden_layers + model.num_nextn_predict_layers)
+        users = (0, *further, *([last] if model.tie_word_embeddings else []))
         return (
             SharedWeight(
                 name="model.embed_tokens.weight",
-                layers=tuple(users),
+                layers=users,
                 num_parameters=table,
                 weight_bytes=ELEMENT * table,
                 gradient_bytes=self.trainer.gradient_bytes * table,
@@ -210,6 +217,7 @@ class DecoderProfile:
             input_gradient=half,
             weight_gradient=half,
             stash_bytes=part.stash_bytes + part.late_bytes(self.hardware, self.widths, self.trainer),
+            pending_bytes=part.pending_bytes,
             forward_workspace_bytes=part.forward_workspace_bytes,
             backward_workspace_bytes=own,
             output_bytes=part.output,
@@ -251,7 +259,7 @@ def num_parameters(decoder: Decoder) -> tuple[int, int]:
     kernels = LayerKernels(decoder, Widths(), 1, fuses_cross_entropy=False)
     blocks = [kernels.block("", decoder.block_kind(i, 1)) for i in range(decoder.num_hidden_layers)]
     table = decoder.vocab_size * decoder.hidden_size * decoder.ties_embedding
-    whole = [kernels.embedding(), *blocks, kernels.head()]
+    whole = [kernels.embedding(), *blocks, *kernels.head()]
     experts = sum(x.experts for x in blocks)
     taken = experts * decoder.num_experts_per_tok // max(1, decoder.routed_experts)
     total = table + sum(x.parameters for x in whole) + experts
@@ -287,8 +295,10 @@ def check_divisions(decoder: Decoder, *, tensor: int, context: int, expert: int,
             f"the model has {decoder.learned_positions} learned positions, fewer than the {sequence_length} tokens of a sequence; "
             f"take --sequence-length {decoder.learned_positions}"
         )
+    kv_heads = decoder.num_key_value_heads or decoder.num_attention_heads
     for what, count, width, flag in (
         ("heads", decoder.num_attention_heads, tensor, "--tensor"),
+        ("key and value heads", max(kv_heads, tensor), tensor, "--tensor"),  # fewer are copied
         ("linear attention heads", decoder.linear_num_value_heads, tensor, "--tensor"),
         ("experts", decoder.routed_experts, expert, "--expert"),
         *token_divisions(sequence_length, tensor=tensor, context=context),

@@ -43,6 +43,7 @@ class Trainer:
     holds_gradients: bool = False  # in bfloat16 beside those of float32
     frees_late: bool = False  # tensors of collectives, as torch does unless TORCH_NCCL_AVOID_RECORD_STREAMS is set
     exchanges_tensors: bool = False  # replicas exchange one tensor after the other
+    sums_whole: bool = False  # replicas that divide the optimizer's state sum whole gradients all the same
     holds_empty_gradients: bool = False  # one for each shape of a weight
     casts_logits: bool = False  # to float32 before a loss that keeps float32
     counts_blocks: bool = False  # cuts between blocks by the parameters of their products, the head's among them
@@ -77,6 +78,6 @@ LEGACY = Trainer(
     keeps_masks=True,
 )
 NANOTRON = Trainer(
-    name=NANOTRON_NAME, version="0.4", host_s=1.2e-4, product_share=0.87, attention_share=0.75, rank_host_s=2e-4, exchanges_tensors=True, fuses_gate=False,
+    name=NANOTRON_NAME, version="0.4", host_s=1.2e-4, product_share=0.84, attention_share=0.75, rank_host_s=2e-4, exchanges_tensors=True, sums_whole=True, fuses_gate=False,
     holds_gradients=True, casts_logits=True, counts_blocks=True, frees_late=True,
 )  # fmt: skip
