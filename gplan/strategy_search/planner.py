@@ -74,8 +74,9 @@ def _limits(profile: Profile, request: PlanRequest) -> tuple[int | None, int | N
     """The memory of every device, and what of it tensors have at most; None where a machine has those of its devices."""
     if request.machine is not None:
         return request.memory_bytes, request.memory_bytes
-    limit = profile.device.memory_bytes if request.memory_bytes is None else request.memory_bytes
-    return limit, None if limit is None else max(1, limit - beside_bytes(profile))
+    limit, beside = request.memory_bytes, beside_bytes(profile)
+    limit = profile.device.memory_bytes if limit is None else limit
+    return limit, max(1, limit - beside) if limit and beside else limit
 
 
 def _of_whole_device(error: Exception, within: int | None, limit: int | None) -> Exception:
