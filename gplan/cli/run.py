@@ -19,7 +19,7 @@ from gplan.cli.arguments import (
     profile_of_plan,
     timeout_option,
 )
-from gplan.cli.output import json_option, print_result, progress_bar
+from gplan.cli.output import json_option, print_result, progress_bar, warnings_noted
 
 
 @click.command(cls=Verb)
@@ -81,7 +81,7 @@ def run(
     said = notes_at_start(plan, engine) if is_main_process() else ()
     for note in said:
         click.echo(f"note: {note}", err=True)
-    with progress_bar() as progress:
+    with progress_bar() as progress, warnings_noted() as warned:
         result = api.run(
             plan,
             model=model,
@@ -100,7 +100,7 @@ def run(
     if not is_main_process():
         return
     json_files.save(result, output)
-    print_result(result, lambda: run_view(result, said=said), as_json=as_json, written=output)
+    print_result(result, lambda: run_view(result, said=(*said, *warned)), as_json=as_json, written=output)
     if result.check is not None and not result.check.passed:
         raise RunError(
             f"gradients differ from the plain model's by {result.check.max_relative_error:.1e} in "
