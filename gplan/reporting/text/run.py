@@ -86,12 +86,15 @@ def memory_text(comparison: Comparison) -> str:
 
 
 def step_text(run: Run, comparison: Comparison) -> str:
-    """The error of the step, and what is left of it without a change of the host's speed, where that is known."""
+    """The error of the step, and what is left of it without a change of the host's speed, where that is known and the
+    steps were undisturbed."""
     step, speed = comparison.row(STEP_TIME), run.equal_speed
     text = (
         f"{STEP_TIME} predicted {seconds_text(step.predicted)}, measured {seconds_text(step.measured)}: "
         f"{error_text(step.error, step.unit)}"
     )
+    if run.num_disturbed and run.num_counted == run.num_settled:
+        return f"{text}, in disturbed steps, so it says little of the prediction"
     return text if speed is None else f"{text}; {equal_speed_text(speed, step)}"
 
 

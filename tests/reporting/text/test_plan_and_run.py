@@ -244,4 +244,8 @@ def test_a_run_ends_with_its_verdict_on_gradients_memory_and_time() -> None:
     assert memory.startswith("peak memory predicted ") and step.startswith("step time predicted ")
     wrong = printed(run_view(replace(run, check=replace(check, max_relative_error=0.5))), width=200)[-3]
     assert wrong.startswith("gradients DIFFER from the plain model's") and "(w)" in wrong
+    disturbed = replace(run, num_disturbed=run.num_settled, num_counted=run.num_settled)
+    assert printed(run_view(disturbed), width=120)[-1].endswith(
+        ", in disturbed steps, so it says little of the prediction"
+    )
     assert printed(run_view(run))[-3] == "gradients not compared with the plain model's"
