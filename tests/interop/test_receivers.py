@@ -338,7 +338,7 @@ def test_import_plan_prices_a_layout_or_a_file(here: Path, capsys: pytest.Captur
     Path("counts.txt").write_text("4,4,3\n")
     assert gplan_exits("import-plan", "counts.txt", "--from", "torchgpipe") == 0
     assert gplan_exits("import-plan", "3,3", "--from", "torchgpipe") == 2
-    assert "the counts add up to 6; the profile has" in capsys.readouterr().err
+    assert "the counts add up to 6; the model has" in capsys.readouterr().err
 
 
 def test_layout_of_a_known_model_in_one_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

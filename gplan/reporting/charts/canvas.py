@@ -171,8 +171,8 @@ def short_names(names: Sequence[str], longest: int) -> list[str]:
 
     >>> short_names(["head", "blocks.4.attention.out", "blocks.4.mlp.0.linear"], 16)
     ['head', 'bloc.4.attention', 'blocks.4.mlp.0']
-    >>> short_names(["a.attention.query_key", "a.attention.query_key_value"], 10)
-    ['query_key', '2:query_k…']
+    >>> short_names([f"attention.query_key_value_{x}" for x in "ab"], 10)
+    ['query_key…', '2:query_k…']
     """
     children: dict[tuple[str, ...], set[str]] = {}
     for parts in (name.split(".") for name in names):
