@@ -161,7 +161,7 @@ def prepare(folder: Path) -> dict[str, str]:
     for name, module in (("gplan", "-m gplan"), ("python", ""), ("torchrun", "-m torch.distributed.run")):
         (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
         (programs / name).chmod(0o755)
-    return {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    return {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{ROOT / 'profiler'}"}
 
 
 def run_page(page: str, folder: Path, environment: dict[str, str], *, skip: list[str]) -> Iterator[Done]:

@@ -184,7 +184,7 @@ def report(rows: Any) -> list[str]:
         "Made by `python benchmarks/torch_versions.py PYTHON ...`; all rows are in [rows.csv](rows.csv). Each interpreter has "
         'an environment of its own, such as by `uv venv` and `uv pip install "torch==VERSION" "transformers>=5,<6" pytest` with '
         "gplan's dependencies: the wheels that the package index has for Linux on x86-64, CUDA builds, on a CPU. "
-        "torch 2.15 has none for Python 3.10.\n",
+        "torch 2.15 has none for Python 3.10; Python 3.14 was not tried.\n",
         "A cell counts the cases whose first step has the gradients of the plain model. K = 2, "
         f"{len(list(cases()))} cases: the loop (1F1B), six further schedules, three recompute modes with GPipe and 1F1B and "
         "16 micro-batches, both kinds of sharded replicas in four processes, and ten tiny architectures (in one process); "

@@ -102,6 +102,7 @@ def profile(
     from gplan_profiler.host.host_info import default_device
     from gplan_profiler.measure import ProfileOptions
     from gplan_profiler.model.given_model import GivenModel
+    from gplan_profiler.torch_compat import start_autograd
 
     functions = {"inputs": inputs, "loss": loss, "optimizer": optimizer, "batches": batches}
     functions["loss_reduction"] = loss_reduction
@@ -117,6 +118,8 @@ def profile(
         computed = _computed(given, tuple(microbatch_sizes), hardware, link, granularity, progress)
         return computed if reduce_slowdown is None else beside_reduction(computed, reduce_slowdown)
     device = default_device() if device == "auto" else device
+    if device == "cpu":
+        start_autograd()
     _check_nothing_to_compute(device, {"--hardware": hardware, "--reduce-slowdown": reduce_slowdown})
     options = ProfileOptions(
         microbatch_sizes=tuple(microbatch_sizes),

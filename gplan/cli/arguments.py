@@ -75,8 +75,8 @@ def _parsed_bytes(_context: click.Context, _parameter: click.Parameter, text: st
 
 
 SCHEDULE_HELP = (
-    "gpipe, 1f1b, eager-1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-v, 1f1b-cap; name:4: 4 stages per device, "
-    "1f1b-cap:4: at most 4 micro-batches in flight; or a file with the order of actions."
+    "gpipe, 1f1b, eager-1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-v, 1f1b-cap; name:4: 4 stages per device "
+    "(1f1b-cap: 4 micro-batches in flight at most); or a file with an order."
 )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -131,6 +132,22 @@ def progress_bar() -> Iterator[Progress]:
         with Bar(*columns, console=console, transient=True) as progress:
             task = progress.add_task("starting", total=1.0)
             yield lambda text, share: progress.update(task, description=text, completed=share)
+
+
+@contextmanager
+def warnings_noted() -> Iterator[list[str]]:
+    """Yields the texts of the warnings that are shown inside."""
+    texts, show = list[str](), warnings.showwarning
+
+    def note(message: Warning | str, *rest: Any, **named: Any) -> None:
+        texts.append(str(message))
+        show(message, *rest, **named)
+
+    warnings.showwarning = note
+    try:
+        yield texts
+    finally:
+        warnings.showwarning = show
 
 
 def _progress_lines() -> Progress:

@@ -19,7 +19,7 @@ from gplan.cli.arguments import (
     profile_of_plan,
     timeout_option,
 )
-from gplan.cli.output import json_option, print_result, progress_bar
+from gplan.cli.output import json_option, print_result, progress_bar, warnings_noted
 
 
 @click.command(cls=Verb)
@@ -67,7 +67,7 @@ def run(
     """
     from gplan import api
     from gplan.core import Plan
-    from gplan.core.errors import RunError, UsageError
+    from gplan.core.errors import RunError, UsageError, needs_torch
     from gplan.files import json_files
     from gplan.reporting.text.run import run_view
 
@@ -76,7 +76,12 @@ def run(
     plan = json_files.load(Plan, plan_file)
     json_files.check_writable(output)
     profile, _ = profile_of_plan(plan, profile_file)
-    with progress_bar() as progress:
+    with needs_torch("gplan.run"):
+        from gplan.runtime.run.launch import is_main_process, notes_at_start
+    said = notes_at_start(plan, engine) if is_main_process() else ()
+    for note in said:
+        click.echo(f"note: {note}", err=True)
+    with progress_bar() as progress, warnings_noted() as warned:
         result = api.run(
             plan,
             model=model,
@@ -92,12 +97,10 @@ def run(
             timeout_s=timeout,
             progress=lambda i, loss: progress(f"step {i + 1} of {steps}, loss {loss:.4f}", (i + 1) / steps),
         )
-    from gplan.runtime.run.launch import is_main_process
-
     if not is_main_process():
         return
     json_files.save(result, output)
-    print_result(result, lambda: run_view(result), as_json=as_json, written=output)
+    print_result(result, lambda: run_view(result, said=(*said, *warned)), as_json=as_json, written=output)
     if result.check is not None and not result.check.passed:
         raise RunError(
             f"gradients differ from the plain model's by {result.check.max_relative_error:.1e} in "

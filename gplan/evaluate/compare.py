@@ -12,7 +12,7 @@ from itertools import zip_longest
 
 from gplan.core import Action, ActionKind, EqualSpeed, IdleCause, Plan, Profile, Run, Timeline
 from gplan.core.errors import GplanError
-from gplan.core.units import UnitKind, error_text, seconds_text
+from gplan.core.units import UnitKind, seconds_text
 from gplan.corrections.host_speed import at_host_speed, few_readings_notes, speed_ratio
 from gplan.evaluate.replanning import reprice, why_not_replannable
 from gplan.simulation.bubble import idle_by_cause
@@ -81,7 +81,7 @@ def compare(run: Run) -> Comparison:
 
 def with_equal_speed(run: Run, profile: Profile) -> Run:
     """The run with its step predicted at the host's speed in it: the plan simulated again on `at_host_speed` of the profile,
-    and a note about it, or about too few readings of that speed.
+    or with a note about too few readings of that speed.
 
     The same run where a speed is not known, or the plan was not made from this profile, or for a machine.
     """
@@ -100,16 +100,7 @@ def with_equal_speed(run: Run, profile: Profile) -> Run:
     if not plan.prediction.gives(before.step_s):
         return run
     speed = EqualSpeed(ratio=ratio[0], uncertainty=ratio[1], step_s=after.step_s)
-    measured_s = run.timeline.step_s
-    raw, equal = (
-        error_text(prediction_error(x, measured_s, "seconds"), "seconds")
-        for x in (plan.prediction.step_s, after.step_s)
-    )
-    known = f"fixed work (a yardstick) took {speed.ratio:.3f} ± {speed.uncertainty:.3f} times as long as in the profile"
-    said = f": the step's error is {raw}, and {equal} at equal host speed (predicted for a host as fast as in this run)"
-    if not speed.is_certain:
-        said = f", which is no certain difference: the step's error of {raw} stays as it is"
-    return replace(run, equal_speed=speed, notes=(*run.notes, known + said))
+    return replace(run, equal_speed=speed)
 
 
 def stale_prediction_notes(plan: Plan) -> tuple[str, ...]:

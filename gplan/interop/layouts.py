@@ -185,7 +185,8 @@ def _deepspeed(text: str, names: Sequence[str]) -> tuple[int, ...]:
     parts = _numbers(text, ("PARTS", "parts"))
     if not parts or parts[0] != 0 or parts[-1] != len(names):
         raise UsageError(
-            f"the boundaries are {parts}; expected rising numbers from 0 to {len(names)}, as the profile has {len(names)} layers"
+            f"the boundaries are {parts}; expected rising numbers from 0 to {len(names)}, as the model has {len(names)} layers "
+            "as its author wrote them"
         )
     return tuple(parts[1:])
 
@@ -193,7 +194,9 @@ def _deepspeed(text: str, names: Sequence[str]) -> tuple[int, ...]:
 def _torchgpipe(text: str, names: Sequence[str]) -> tuple[int, ...]:
     counts = _numbers(text, ("balance",))
     if sum(counts) != len(names):
-        raise UsageError(f"the counts add up to {sum(counts)}; the profile has {len(names)} layers")
+        raise UsageError(
+            f"the counts add up to {sum(counts)}; the model has {len(names)} layers as its author wrote them"
+        )
     return tuple(accumulate(counts))
 
 

@@ -9,6 +9,7 @@ and says how well it is proven.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -70,7 +71,7 @@ def balance_fixed(profile: Profile, request: PlanRequest) -> Plan:
             "which is not looked for; plan without --machine, or with a schedule that has one stage on each"
         )
     limits: Any = {"solver": request.solver, "time_limit_s": request.time_limit_s}
-    plan = best_plan(problem, machine, **limits)
+    plan = best_plan(problem, machine, smaller=lambda: _in_smaller_microbatches(profile, request), **limits)
     plan = replace(plan, notes=(*plan.notes, *one_device_notes(plan, profile)))
     if not constraints:
         return plan
@@ -109,10 +110,30 @@ def problem_of(profile: Profile, request: PlanRequest) -> Problem:
     )
 
 
+def _in_smaller_microbatches(profile: Profile, request: PlanRequest) -> list[Problem]:
+    """The same batch in micro-batches of the smaller profiled sizes."""
+    sizes, number = profile.microbatch_sizes, request.num_microbatches
+    size = request.microbatch_size or sizes[-1]
+    assert isinstance(number, int) and isinstance(size, int), "no dial is open"
+    return [
+        problem_of(profile, replace(request, microbatch_size=x, num_microbatches=number * size // x))
+        for x in sizes
+        if x < size and size % x == 0
+    ]
+
+
 def best_plan(
-    problem: Problem, machine: Machine | None = None, *, solver: str = "auto", time_limit_s: float | None = None
+    problem: Problem,
+    machine: Machine | None = None,
+    *,
+    solver: str = "auto",
+    time_limit_s: float | None = None,
+    smaller: Callable[[], Sequence[Problem]] = tuple,
 ) -> Plan:
-    """The plan for a problem, on the best devices of a machine where one is given; errors as in `balance`."""
+    """The plan for a problem, on the best devices of a machine where one is given; errors as in `balance`.
+
+    `smaller` gives the problems that an error may offer instead (`no_plan_error`).
+    """
     started_s = time.perf_counter()
     solve_here = partial(solve, solver=solver, time_limit_s=time_limit_s)
     if machine is None:
@@ -123,7 +144,7 @@ def best_plan(
     if placed is None:
         with suppress(TooManyDownSets):
             problem = with_down_sets(problem)
-        raise no_plan_error(problem, machine)
+        raise no_plan_error(problem, machine, smaller=smaller())
     return price(placed.problem, placed.solution, solve_s=time.perf_counter() - started_s)
 
 

@@ -8,16 +8,17 @@ be satisfied together, a minimal conflicting set is named.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 import numpy as np
 
 from gplan.core import Constraints, Machine, Plan, Profile, Stage
 from gplan.core.errors import NoPlanError, UsageError
-from gplan.core.schedule import moment_text
-from gplan.core.units import bytes_text, counted, seconds_text
+from gplan.core.units import bytes_text, counted, memory_size_text, seconds_text
 from gplan.corrections import planned
 from gplan.cost.stage_table import StageTable
 from gplan.partition.candidates import INFINITY, CandidateLimit, TooManyCandidates, candidates_within
@@ -39,10 +40,13 @@ from gplan.simulation.simulator import step_and_bubble
 _SEARCH_S = 5.0  # for the least memory, and for the least K, with several stages on a device
 
 
-def no_plan_error(problem: Problem, machine: Machine | None = None) -> NoPlanError | UsageError:
-    """The error for a problem without a partition: the conflicting constraints, or the memory and K that are enough.
+def no_plan_error(
+    problem: Problem, machine: Machine | None = None, *, smaller: Sequence[Problem] = ()
+) -> NoPlanError | UsageError:
+    """The error for a problem without a partition: the conflicting constraints, or what it needs and what would fit.
 
-    With a `machine`, whose devices were all tried, the smallest memory is for as many equal devices.
+    With a `machine`, whose devices were all tried, the smallest memory is for as many equal devices. `smaller` are the same
+    batch in smaller micro-batches.
     """
     conflicting = conflicting_constraints(problem)
     if conflicting:
@@ -56,14 +60,14 @@ def no_plan_error(problem: Problem, machine: Machine | None = None) -> NoPlanErr
         text += " with these constraints"
     try:
         tightest = tightest_device(problem)
-        ways = _ways_out(problem, machine, least_bytes=tightest.peak_bytes)
+        remedies = _remedies_text(problem, machine, smaller, least_bytes=tightest.peak_bytes)
     except TooManyCandidates:
         more = "" if problem.recompute == "always" else ", or --recompute always"
         return NoPlanError(f"{text}; give each device more memory (--memory), use more stages (--k){more}")
     return NoPlanError(
         f"{text}; the smallest memory {'per device ' if machine else ''}that "
-        f"{'fits' if tightest.is_proven else 'was found to fit'} is "
-        f"{_size_text(tightest.peak_bytes)}, for {_device_text(tightest)}; {ways}"
+        f"{'fits' if tightest.is_proven else 'was found to fit'} is {bytes_text(tightest.peak_bytes)} "
+        f"(--memory {memory_size_text(tightest.peak_bytes)}), for {_device_text(tightest)}; {remedies}"
     )
 
 
@@ -167,89 +171,111 @@ def _conflict_text(problem: Problem, conflicting: list[str]) -> str:
 
 def _memory_text(problem: Problem, machine: Machine | None = None) -> str:
     if machine is None:
-        return f"{_size_text(problem.memory_of(0) or 0)} per device"
+        return f"{bytes_text(problem.memory_of(0) or 0)} per device"
     if not problem.has_memory_limit and all(device.memory_bytes is None for device in machine.devices):
         return "the machine's devices"
     given = [x for x in (problem.memory_bytes, *(device.memory_bytes for device in machine.devices)) if x is not None]
-    smallest, largest = _size_text(min(given)), _size_text(min(problem.memory_bytes or max(given), max(given)))
+    smallest, largest = bytes_text(min(given)), bytes_text(min(problem.memory_bytes or max(given), max(given)))
     each = smallest if smallest == largest else f"{smallest} to {largest}"
     return f"the machine's devices ({each} per device)"
 
 
-def _ways_out(problem: Problem, machine: Machine | None, *, least_bytes: int) -> str:
-    ways = []
+def _remedies_text(problem: Problem, machine: Machine | None, smaller: Sequence[Problem], *, least_bytes: int) -> str:
+    """What fits, by as few options as possible, and by another number of stages; else what comes closest."""
+    deadline_s = time.perf_counter() + _SEARCH_S
+    fitting, number, closest = list[str](), 0, (least_bytes, "", problem)
+    for changed, options, other in sorted(_changed(problem, smaller), key=lambda x: x[0]):
+        if (changed > number and fitting) or time.perf_counter() > deadline_s:
+            break
+        number = changed
+        does_fit, need_bytes = _need(other, machine)
+        if does_fit:
+            fitting.append(_needs_text(options, need_bytes))
+        elif need_bytes is not None and need_bytes < closest[0]:
+            closest = need_bytes, options, other
+    need_bytes, options, other = closest
+    nothing = [f"the closest that was found: {_needs_text(options, need_bytes)}"] if options else []
     if not (problem.constraints or is_custom_order(problem.schedule)):
         with suppress(TooManyCandidates):
-            ways.append(stages_that_fit_text(problem) if machine is None else _machine_stages_text(problem, machine))
-    changed: dict[str, Problem] = {}
+            stages = stages_that_fit_text(problem, machine)
+            if stages.startswith("--k"):
+                fitting.append(stages)
+            elif options and not fitting:
+                nothing.append(f"with {options} {stages_that_fit_text(other, machine)}")
+            else:
+                nothing.append(stages)
+    if fitting:
+        return f"what fits: {', '.join(fitting)}"
+    return "; ".join(nothing) or "give the devices more memory, or use more devices"
+
+
+def _changed(problem: Problem, smaller: Sequence[Problem]) -> Iterator[tuple[int, str, Problem]]:
+    """The problem with options that save memory: how many, which, and what it becomes."""
+    schedules: dict[str, Any] = {"": {}}
     if not (problem.has_chunks or is_custom_order(problem.schedule) or problem.schedule == LEAST_MEMORY_SCHEDULE):
-        changed[f"--schedule {LEAST_MEMORY_SCHEDULE}"] = replace(problem, schedule=LEAST_MEMORY_SCHEDULE)
-    if problem.recompute != "always":
-        changed["--recompute always"] = replace(problem, recompute="always")
-    for option, other in changed.items():
-        if machine is None:
-            does_fit = is_feasible(other)
-        else:
-            does_fit = fits_machine(other, machine, deadline_s=time.perf_counter() + _SEARCH_S)
-        if does_fit:
-            ways.append(f"with {option} it would fit")
-        elif machine is None and not other.has_chunks:
-            least, _ = least_peak(without_memory(other))
-            if least < least_bytes:
-                ways.append(f"with {option} the smallest memory would be {_size_text(least)}")
-    return "; ".join(ways) or "give the devices more memory, or use more devices"
+        schedules[f"--schedule {LEAST_MEMORY_SCHEDULE}"] = {"schedule": LEAST_MEMORY_SCHEDULE}
+    modes: dict[str, Any] = (
+        {"": {}} if problem.recompute == "always" else {"": {}, "--recompute always": {"recompute": "always"}}
+    )
+    sizes = {"": problem}
+    for x in smaller:
+        sizes[f"--microbatch-size {x.costs.profile.microbatch_sizes[0]} --microbatches {x.num_microbatches}"] = x
+    for (size, base), (schedule, by), (mode, how) in product(sizes.items(), schedules.items(), modes.items()):
+        if given := [x for x in (size, schedule, mode) if x]:
+            yield len(given), " ".join(given), replace(base, **by, **how)
 
 
-def _machine_stages_text(problem: Problem, machine: Machine) -> str:
-    """The smallest number of stages for which devices of the machine have the memory."""
-    most, deadline_s = min(len(machine.devices), problem.num_layers), time.perf_counter() + _SEARCH_S
-    for number in range(1, most + 1):
-        does_fit = fits_machine(replace(problem, num_stages=number), machine, deadline_s=deadline_s)
-        if does_fit is None:
-            return f"no number of stages below {number} fits the machine (others were not tried)"
-        if does_fit:
-            return f"on this machine the smallest number of stages that fits is {number} ({_remedy(problem, number)})"
-    return f"no number of stages up to {most} fits the machine"
-
-
-def stages_that_fit_text(problem: Problem) -> str:
-    """The smallest number of stages, or of devices, for which the problem has a plan; as a remedy."""
-    what = "devices" if problem.has_chunks else "stages"
-    deadline_s, word, memory = time.perf_counter() + _SEARCH_S, "fits", _memory_text(problem)
-    for number, does_fit in enumerate(feasibility_by_num_devices(problem), start=1):
-        if does_fit is None:
-            word = "was found to fit"
-        if does_fit:
-            remedy = _remedy(problem, number)
-            return f"with {memory} the smallest number of {what} that {word} is {number} ({remedy})"
-        if time.perf_counter() > deadline_s:
-            return f"no number of {what} up to {number} {word} {memory} (larger ones were not tried)"
+def _need(problem: Problem, machine: Machine | None) -> tuple[bool | None, int | None]:
+    """Whether a problem fits, and the bytes that it needs per device; None: not known."""
+    if machine is not None:
+        return fits_machine(problem, machine, deadline_s=time.perf_counter() + _SEARCH_S), None
     if problem.has_chunks:
-        return f"no number of devices {word} {memory}{'' if word == 'fits' else ' in time'}"
+        return is_feasible(problem), None
+    need_bytes, _ = least_peak(without_memory(problem))
+    return need_bytes <= (problem.memory_of(0) or 0), need_bytes
+
+
+def _needs_text(options: str, need_bytes: int | None) -> str:
+    return f"{options} fits" if need_bytes is None else f"{options} needs {bytes_text(need_bytes)}"
+
+
+def stages_that_fit_text(problem: Problem, machine: Machine | None = None) -> str:
+    """The smallest number of stages, or of devices, for which the problem has a plan, as options; or that there is none."""
+    what, on = "devices" if problem.has_chunks else "stages", "" if machine is None else " the machine"
+    deadline_s, word = time.perf_counter() + _SEARCH_S, "fits"
+    for number, does_fit in enumerate(_feasibility(problem, machine, deadline_s=deadline_s), start=1):
+        if does_fit:
+            options = f"--k {number} --microbatches {problem.num_microbatches}"  # by default other micro-batches
+            need_bytes = None if problem.has_chunks else _need(replace(problem, num_stages=number), machine)[1]
+            return _needs_text(options, need_bytes)
+        word = "was found to fit" if does_fit is None else word
+        if time.perf_counter() > deadline_s:
+            return f"no number of {what} up to {number} {word}{on} (larger ones were not tried)"
+    if problem.has_chunks or machine is not None:
+        return f"no number of {what} {word}{on}"
     stage, peak_bytes = _tightest_stage(replace(problem, num_stages=problem.num_layers))
     return (
-        f"no number of stages fits {memory}: with one layer per stage, "
-        f"stage {stage.index} (layers: {stage.layers_text}) needs {_size_text(peak_bytes)}"
+        f"no number of stages fits: with one layer per stage, stage {stage.index} (layers: {stage.layers_text}) needs "
+        f"{bytes_text(peak_bytes)}"
     )
 
 
-def _remedy(problem: Problem, number: int) -> str:
-    """What to change; without the number of micro-batches it would be another one by default."""
-    return f"run the same command with --k {number} --microbatches {problem.num_microbatches}"
+def _feasibility(problem: Problem, machine: Machine | None, *, deadline_s: float) -> Iterator[bool | None]:
+    """`feasibility_by_num_devices`, on a machine up to its number of devices."""
+    if machine is None:
+        yield from feasibility_by_num_devices(problem)
+        return
+    for number in range(1, min(len(machine.devices), problem.num_layers) + 1):
+        yield fits_machine(replace(problem, num_stages=number), machine, deadline_s=deadline_s)
 
 
 def _device_text(tightest: TightestDevice) -> str:
-    """The device, by its stages and the action at which it has its peak."""
+    """The device, by its stages."""
     stages = tightest.stages
-    moment = moment_text(stages[0].memory.moment, with_stage=len(stages) > 1)
     if len(stages) == 1:
-        return f"stage {stages[0].index} (layers: {stages[0].layers_text}; peak in the {moment})"
+        return f"stage {stages[0].index} (layers: {stages[0].layers_text})"
     numbers = " and ".join(str(stage.index) for stage in stages)
-    return f"device {stages[0].device}, which has stages {numbers} (peak in the {moment})"
-
-
-def _size_text(num_bytes: int) -> str:
-    return f"{bytes_text(num_bytes)} ({num_bytes} bytes)" if num_bytes >= 1000 else bytes_text(num_bytes)
+    return f"device {stages[0].device}, which has stages {numbers}"
 
 
 LEAST_MEMORY_SCHEDULE = "1f1b"  # of those with one stage on each device; on one device all take equally long

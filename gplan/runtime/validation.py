@@ -256,6 +256,15 @@ def runs_on_gpus(plan: Plan) -> bool:
     return plan.device.kind == "cuda" and torch.cuda.is_available()
 
 
+def notes_on_cores(plan: Plan, num_cores: int | None) -> tuple[str, ...]:
+    """Note ranks that have fewer cores together than they need; None: as many as they need."""
+    num_threads = plan.device.num_threads
+    if num_cores is None or plan.num_ranks * num_threads <= num_cores:
+        return ()
+    shared = f"{plan.num_ranks} processes of {counted(num_threads, 'thread')} share {counted(num_cores, 'core')}"
+    return (f"{shared}, so the times are not those of as many devices; --engine virtual times the stages apart",)
+
+
 def notes_on_machine(plan: Plan) -> tuple[str, ...]:
     """Return notes on how this host differs from the plan's machine, if every stage runs on cores of this host."""
     if runs_on_gpus(plan):

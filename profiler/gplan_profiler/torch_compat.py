@@ -49,6 +49,15 @@ def torch_notes(version: str = str(torch.__version__)) -> tuple[str, ...]:
     return (f"torch {version} is newer than {newest}, the newest that gplan was tested with",)
 
 
+def start_autograd() -> None:
+    """Run the first backward of the process, before any tensor is faked.
+
+    torch then starts a thread for each device that is not a CPU, after which forks cannot run a backward. Builds for CUDA
+    count none without a GPU, but eight once a tensor was faked.
+    """
+    torch.zeros((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
+
+
 def _numbers(version: str) -> tuple[int, int] | None:
     match = re.match(r"(\d+)\.(\d+)", version)
     return None if match is None else (int(match[1]), int(match[2]))

@@ -200,6 +200,18 @@ def test_batches_that_fail_are_named_with_their_line(here: Path, capsys: pytest.
     assert "batches in model.py failed: NameError" in capsys.readouterr().err
 
 
+def test_a_warning_of_a_run_is_not_repeated_as_a_note(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert gplan_exits("profile", "model.py", "--microbatch-size", "2", "--link", "1GB/s", "--budget", "0.1") == 0
+    assert gplan_exits("balance", "--k", "2", "--microbatches", "4") == 0
+    with Path("model.py").open("a") as file:
+        file.write("\nCHANGED = True\n")
+    with pytest.warns(UserWarning, match="changed after it was profiled"):
+        assert gplan_exits("run", "--steps", "2", "--engine", "virtual") == 0
+    assert "changed after it was profiled" not in capfd.readouterr().out
+    assert gplan_exits("show", "gplan.run.json") == 0
+    assert "changed after it was profiled" in capfd.readouterr().out
+
+
 def test_the_same_run_works_under_torchrun(here: Path) -> None:
     profile = ("profile", "model.py", "--microbatch-size", "2", "--link", "1GB/s", "--budget", "0.1")
     assert gplan_exits(*profile) == 0

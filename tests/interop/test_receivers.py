@@ -259,7 +259,7 @@ WRONG = [
     ("torchtitan", "modules = 3\nx = 4", "holds no layout"),
     ("deepspeed", "[0, 3, 8]", "expected rising numbers from 0 to 7"),
     ("deepspeed", "[0, 4, 3, 7]", "stage 1 of the layout is empty"),
-    ("torchgpipe", "3,3", "the counts add up to 6; the profile has 7 layers"),
+    ("torchgpipe", "3,3", "the counts add up to 6; the model has 7 layers as its author wrote them"),
     ("torchgpipe", "two", "'two' holds no layout; expected a literal, alone or named balance"),
     ("vllm", "2,1", "the counts add up to 3; the profile has 4 blocks"),
     ("deepspeed", "['a']", "expected whole numbers"),
@@ -338,7 +338,7 @@ def test_import_plan_prices_a_layout_or_a_file(here: Path, capsys: pytest.Captur
     Path("counts.txt").write_text("4,4,3\n")
     assert gplan_exits("import-plan", "counts.txt", "--from", "torchgpipe") == 0
     assert gplan_exits("import-plan", "3,3", "--from", "torchgpipe") == 2
-    assert "the counts add up to 6; the profile has" in capsys.readouterr().err
+    assert "the counts add up to 6; the model has" in capsys.readouterr().err
 
 
 def test_layout_of_a_known_model_in_one_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -195,3 +197,25 @@ def test_gathered_parameters_stay_the_same_tensors() -> None:
         return [*freed, module.weight is gathered, gathered.untyped_storage().nbytes() > 0]
 
     assert on_ranks(2, job) == [[True] * 4] * 2
+
+
+FORKED = """
+import os
+import torch
+from gplan_profiler.torch_compat import FakeTensorMode, start_autograd
+
+start_autograd()
+with FakeTensorMode():
+    torch.ones(2)
+torch.ones((), requires_grad=True).backward()
+child = os.fork()
+if not child:
+    torch.ones((), requires_grad=True).backward()  # a RuntimeError on builds for CUDA without `start_autograd`
+    os._exit(0)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU autograd has a thread for it")
+def test_forks_can_run_a_backward_after_tensors_were_faked() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], check=True)

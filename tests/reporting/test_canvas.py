@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gplan.core.units import counted
-from gplan.reporting.charts.canvas import blank_figure, boxes, chart_style, end_of_name, to_svg, tooltip
+from gplan.reporting.charts.canvas import blank_figure, boxes, chart_style, end_of_name, short_names, to_svg, tooltip
 from gplan.reporting.charts.pipeline_chart import pipeline_chart
 from gplan.reporting.looks import Look
 from tests.reporting.subjects import make_plan
@@ -22,10 +22,17 @@ def test_a_shortened_name_fits_and_keeps_its_end(name: str, longest: int) -> Non
     assert name.endswith(short.removeprefix("…")) or name == short
 
 
-def test_a_shortened_name_breaks_at_a_dot_where_there_is_one() -> None:
-    assert end_of_name("model.encoder.blocks.17.attention", 20) == "…blocks.17.attention"
-    assert end_of_name("model.encoder.blocks.17.attention", 19) == "…17.attention"
-    assert end_of_name("abcdefghij", 5) == "…ghij"
+@given(st.lists(st.text("ab.0", min_size=1, max_size=30), unique=True, max_size=30), st.integers(10, 22))
+def test_layers_with_different_names_have_different_labels(names: list[str], longest: int) -> None:
+    labels = short_names(names, longest)
+    assert len(set(labels)) == len(names)
+    assert all(len(x) <= longest for x in labels)
+
+
+def test_labels_keep_the_numbers_of_blocks() -> None:
+    names = [f"encoder.block.{i}.layer.0.SelfAttention.{x}" for i in range(12) for x in "qkv"]
+    assert short_names(names, 15)[-1] == "11.0.v"
+    assert short_names([*names, "decoder.block.0.layer.0.SelfAttention.q"], 15)[-1] == "decoder.0.0"
 
 
 def test_counts_agree_with_their_noun() -> None:

@@ -200,7 +200,7 @@ def test_ranks_that_share_cores_are_no_other_work(num_cores: int | None, is_told
     plan = scheduled_plan("gpipe")
     ranks, loads = ranks_of(plan, [(0.1, 0.0)] * 8), [HostLoad(wait_share=0.9)] * 2
     run = torch_run(plan, ranks, peak_bytes=[1, 1], options=RunOptions(num_steps=8), loads=loads, num_cores=num_cores)
-    assert any("2 processes of 1 thread shared 1 core" in x for x in run.notes) is is_told
+    assert any("2 processes of 1 thread share 1 core" in x for x in run.notes) is is_told
     assert (run.host_load is None) is is_told
 
 

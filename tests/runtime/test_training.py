@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import gplan
 from gplan.core import ActionKind, Constraints, Link, Plan, Run
 from gplan.core.errors import FileError, ModelError, RunError, UsageError
-from gplan.reporting.text.run import check_text
+from gplan.reporting.text.run import check_text, whole_batch_text
 from gplan.runtime.run.launch import run_virtual_engine
 from gplan.runtime.run.loop import BatchStream
 from gplan.runtime.run.reference import Reference, gradient_check, gradient_errors, plain_reference
@@ -334,8 +334,8 @@ def test_the_check_tells_how_far_a_loss_with_class_weights_is_from_the_whole_bat
     assert whole is not None and whole.loss == pytest.approx(plain, rel=1e-6)
     assert whole.loss != pytest.approx(run.check.loss, rel=1e-4) and whole.max_relative_error > 0.01
     text = check_text(run.check)
-    assert text.startswith("equal to those of the plain model micro-batch by micro-batch: ")
-    assert "because of a loss or buffers that depend on how the mini-batch is divided" in text
+    assert text.startswith("equal to the plain model's micro-batch by micro-batch: ")
+    assert "because of a loss or buffers that depend on how the mini-batch is divided" in whole_batch_text(whole)
 
 
 def test_a_sum_of_rounded_gradients_is_no_loss_that_depends_on_the_division(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +352,7 @@ def test_the_check_runs_the_whole_batch_where_it_is_the_same() -> None:
     file = small_example("transformer_lm")
     run = run_virtually(file, plan_for(file, num_devices=2), RunOptions(num_steps=1, check=True))
     assert run.check is not None and run.check.whole_batch is None
-    assert check_text(run.check).startswith("equal: ")
+    assert check_text(run.check).startswith("equal to the plain model's: ")
 
 
 def test_a_model_file_that_was_changed_after_its_profile_is_noted(tmp_path: Path) -> None:

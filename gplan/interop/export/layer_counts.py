@@ -62,7 +62,7 @@ CONFIG = {{
 """
     num_layers, num_ranks = len(plan.layer_names), plan.num_ranks
     notes = [
-        f"PlannedPipelineModule(layers, loss_fn=..., **ARGUMENTS) takes {num_layers} layers, those of the plan in its order, "
+        f"PlannedPipelineModule(layers, loss_fn=..., **ARGUMENTS) takes {num_layers} layers, the model's as its author wrote them, in the plan's order, "
         f"each with the operations that follow it; start {num_ranks} ranks",
         "DeepSpeed documents no other way to set the parts; the class overrides a private method",
         "DeepSpeed clips gradients to a norm of 1 unless the configuration has another gradient_clipping; 0.0 clips nothing",
@@ -94,7 +94,7 @@ def to_torchgpipe(plan: Plan, profile: Profile | None) -> Export:
 model = GPipe(model, balance={[x.num_layers for x in plan.stages]}, chunks={plan.num_microbatches}, checkpoint="{checkpoint}")
 """
     notes = [
-        f"model must be an nn.Sequential of {len(plan.layer_names)} children, the plan's layers in its order, each with the "
+        f"model must be an nn.Sequential of {len(plan.layer_names)} children, the model's layers as its author wrote them, in the plan's order, each with the "
         f"operations that follow it; a batch has {plan.batch_size} samples"
     ]
     makers = skipping_values(plan, profile)

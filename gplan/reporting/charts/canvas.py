@@ -155,20 +155,45 @@ def legend(figure: Figure, handles: Sequence[Handle], *, most_in_a_row: int = 6)
 
 
 def end_of_name(name: str, longest: int) -> str:
-    """A name of at most `longest` characters: its last parts, else its last characters, with its last number before them.
+    """A name of at most `longest` characters, without its beginning if it is longer.
 
-    >>> end_of_name("transformer.blocks.10.mlp", 16), end_of_name("head", 9), end_of_name("multihead_attention", 9)
-    ('…blocks.10.mlp', 'head', '…ttention')
-    >>> end_of_name("blocks.4.attention.query_key_value", 16)
-    '4…uery_key_value'
+    >>> end_of_name("examples/transformer_lm.py", 12), end_of_name("model.py", 12)
+    ('…ormer_lm.py', 'model.py')
     """
-    if len(name) <= longest:
-        return name
-    parts = name.split(".")
-    tails = (".".join(parts[i:]) for i in range(1, len(parts)))
-    tail = next((tail for tail in tails if len(tail) < longest), name[len(name) - longest + 1 :])
-    number = next((x for x in reversed(parts) if x.isdigit() and x not in tail.split(".")), "")
-    return f"{number}…{tail[-(longest - 1 - len(number)) :]}"
+    return name if len(name) <= longest else f"…{name[len(name) - longest + 1 :]}"
+
+
+def short_names(names: Sequence[str], longest: int) -> list[str]:
+    """Names of layers with at most `longest` characters (at least 10), all different if the names are.
+
+    A longer name loses the parts that tell it from no other, then letters of its other words but the last, then the end of
+    the last; where two would be equal, they are numbered.
+
+    >>> short_names(["head", "blocks.4.attention.out", "blocks.4.mlp.0.linear"], 16)
+    ['head', 'bloc.4.attention', 'blocks.4.mlp.0']
+    >>> short_names([f"attention.query_key_value_{x}" for x in "ab"], 10)
+    ['query_key…', '2:query_k…']
+    """
+    children: dict[tuple[str, ...], set[str]] = {}
+    for parts in (name.split(".") for name in names):
+        for i, part in enumerate(parts):
+            children.setdefault(tuple(parts[:i]), set()).add(part)
+    found = {name: name for name in names if len(name) <= longest}
+    taken = set(found.values())
+    for index, name in enumerate(names, start=1):
+        if name not in found:
+            parts = name.split(".")
+            telling = [x for i, x in enumerate(parts) if x.isdigit() or len(children[tuple(parts[:i])]) > 1] or parts[
+                -1:
+            ]
+            forms = [
+                ".".join([*(x if x.isdigit() else x[:letters] for x in telling[:-1]), telling[-1]])
+                for letters in (longest, 4, 3, 2, 1)
+            ]
+            forms += [f"{forms[-1][: longest - 1]}…", f"{index}:{forms[-1]}"[: longest - 1] + "…"]
+            found[name] = next((x for x in (*forms, str(index)) if len(x) <= longest and x not in taken), name)
+            taken.add(found[name])
+    return [found[name] for name in names]
 
 
 def to_png(figure: Figure) -> bytes:

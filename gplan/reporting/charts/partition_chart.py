@@ -14,7 +14,16 @@ from matplotlib.figure import Figure
 
 from gplan.core import ActionKind, Plan, Run
 from gplan.core.units import counted, ends_text, pipeline_text, seconds_axis, seconds_text
-from gplan.reporting.charts.canvas import blank_figure, end_of_name, headline, legend, note, stage_text, swatch
+from gplan.reporting.charts.canvas import (
+    blank_figure,
+    end_of_name,
+    headline,
+    legend,
+    note,
+    short_names,
+    stage_text,
+    swatch,
+)
 from gplan.reporting.looks import ACTIONS, BAND, COMMUNICATION, FAINT, INK, RECOMPUTE, Look
 from gplan.reporting.subject import MEASURED, PASSES, PREDICTED, Load, Subject, plan_of, stage_loads
 
@@ -23,7 +32,7 @@ _PARTS: dict[str, Look] = {
     "recompute_s": RECOMPUTE,
     "communication_s": COMMUNICATION,
 }
-_LONGEST_NAME, _LONGEST_UPRIGHT = 22, 15  # characters
+_LONGEST_NAME, _LONGEST_UPRIGHT = 22, 18  # characters
 _MOST_SLANTED = 26
 _MOST_LABELS = 60  # that stand side by side, upright
 _FLAT_CHARACTERS = 120  # that fit on one line under the layers
@@ -76,7 +85,7 @@ def _draw_cuts(axes: Axes, plan: Plan, *, top: float) -> None:
 def _label_layers(axes: Axes, layers: Sequence[str]) -> None:
     """Names horizontal if they fit, else slanted; of many layers only some, vertical."""
     longest = _LONGEST_NAME if len(layers) <= _MOST_SLANTED else _LONGEST_UPRIGHT
-    names = [end_of_name(name, longest) for name in layers]
+    names = short_names(layers, longest)
     every = -(-len(names) // _MOST_LABELS)
     positions = range(0, len(names), every)
     flat = len(names) * (max(len(name) for name in names) + 2) <= _FLAT_CHARACTERS
@@ -106,8 +115,9 @@ def _draw_stages(axes: Axes, plan: Plan, loads: dict[str, list[Load]]) -> None:
     axes.axvline(mean_s / scale, color=INK.light, linewidth=1.0, linestyle=(0, (1, 2)))
     mean = f"dotted: mean of the predicted stages {seconds_text(mean_s)}"
     axes.set_title(mean, loc="right", fontsize=8.5, color=FAINT.light)
-    shorter = [[end_of_name(name, _LONGEST_UPRIGHT) for name in x.layer_names] for x in plan.stages]
-    names = [f"{stage_text(plan, i)}\n{ends_text(layers)}" for i, layers in enumerate(shorter)]
+    shorter = short_names(plan.layer_names, _LONGEST_UPRIGHT)
+    layers = [shorter[x.first_layer : x.end_layer] for x in plan.stages]
+    names = [f"{stage_text(plan, i)}\n{ends_text(own)}" for i, own in enumerate(layers)]
     axes.set_yticks(range(plan.num_stages), names)
     axes.set(ylim=(plan.num_stages - 0.5, -0.5), xlim=(0, 1.22 * largest_s / scale or 1.0))
     axes.set_xlabel(f"{unit} per micro-batch")

@@ -39,7 +39,15 @@ from gplan.reporting.text.explanation import (
 from gplan.reporting.text.fitted_table import FittedTable
 from gplan.reporting.text.machine import device_text, link_text
 from gplan.reporting.text.plan import host_bound_lines, setting_text, sharding_text, stages_table
-from gplan.reporting.text.run import OTHER_ORDER, attribution_table, check_text, comparison_table, devices_table
+from gplan.reporting.text.run import (
+    OTHER_ORDER,
+    attribution_table,
+    check_text,
+    comparison_table,
+    devices_table,
+    step_text,
+    whole_batch_text,
+)
 from gplan.schedules.registry import schedule_info
 from gplan.simulation.simulator import simulate
 
@@ -253,7 +261,13 @@ def run_facts(run: Run) -> list[Fact]:
         *([("other work on the host", run.host_load.text)] if run.host_load is not None else []),
         ("median of all steps after the warm-up", seconds_text(median(run.step_s[run.num_warmup_steps :]))),
         *([("loss, first to last step", f"{run.losses[0]:.4g} to {run.losses[-1]:.4g}")] if run.losses else []),
-        ("gradients compared with the plain model", check_text(run.check) if run.check else "not checked"),
+        ("gradients", check_text(run.check)),
+        *(
+            [("the whole mini-batch", whole_batch_text(whole))]
+            if (whole := run.check and run.check.whole_batch)
+            else []
+        ),
+        *([("step time", step_text(run, compare(run)))] if run.equal_speed else []),
         ("date", run.created),
         ("versions", ", ".join(f"{name} {version}" for name, version in run.versions) or "–"),
     ]

@@ -16,7 +16,7 @@ from statistics import median
 
 from gplan.core import ActionKind, Idle, IdleCause, Plan, Span, Stage, Timeline, Transfer
 from gplan.core.units import bytes_text, counted, percent_text, seconds_text
-from gplan.reporting.charts.canvas import Drawing, end_of_name
+from gplan.reporting.charts.canvas import Drawing, short_names
 from gplan.reporting.charts.pipeline_chart import shown_looks
 from gplan.reporting.looks import ACTIONS, COMMUNICATION, IDLE, NEUTRALS, shades_of
 from gplan.reporting.subject import PREDICTED, Subject, plan_of, side_text, timelines_of
@@ -239,22 +239,27 @@ def _flat(pieces: Iterable[tuple[int, ...]]) -> list[int]:
 
 _FEW_STAGES, _MANY_LAYERS = 8, 40
 _CHARACTERS = 140  # that fit side by side
+_LONGEST_NAME = 14  # characters of a layer's
 _LEAST_SHARE = 0.002  # of the strip, so that no layer is lost to sight
 
 
 def strip(plan: Plan) -> str:
     """The HTML of the strip; its layers show their names and times to whoever points at them."""
     all_s = sum(map(_stage_s, plan.stages))
-    blocks = "".join(_block(plan, stage, all_s) for stage in plan.stages)
+    names = short_names(plan.layer_names, _LONGEST_NAME)
+    blocks = "".join(_block(plan, x, all_s, names[x.first_layer : x.end_layer]) for x in plan.stages)
     kinds = ["strip", *["few"] * (plan.num_stages <= _FEW_STAGES), *["dense"] * (len(plan.layer_names) > _MANY_LAYERS)]
     return f'<ol class="{" ".join(kinds)}">{blocks}</ol>'
 
 
-def _block(plan: Plan, stage: Stage, all_s: float) -> str:
+def _block(plan: Plan, stage: Stage, all_s: float, names: list[str]) -> str:
     own_s, least_s = _stage_s(stage), _LEAST_SHARE * (all_s or 1.0)
     grow = sum(max(least_s, time_s) for _, time_s in _layers(stage)) / (all_s or 1.0)
     share = f" ({100 * own_s / all_s:.0f} %)" if all_s else ""
-    layers = "".join(_layer(words, max(least_s, time_s) / (all_s or 1.0)) for words, time_s in _layers(stage))
+    layers = "".join(
+        _layer(name, words, max(least_s, time_s) / (all_s or 1.0))
+        for name, (words, time_s) in zip(names, _layers(stage), strict=True)
+    )
     lines = [
         f"stage {stage.index} on device {plan.devices[stage.index]}",
         f"layers: {stage.layers_text}",
@@ -271,9 +276,8 @@ def _block(plan: Plan, stage: Stage, all_s: float) -> str:
     )
 
 
-def _layer(words: str, share: float) -> str:
+def _layer(name: str, words: str, share: float) -> str:
     """A layer of so much of the strip, with its name where there is room."""
-    name = end_of_name(words.partition("\n")[0], 14)
     shown = f"<span>{escape(name)}</span>" if share * _CHARACTERS > len(name) + 2 else ""
     return f'<i style="flex-grow:{1000 * share:.2f}" title="{escape(words)}">{shown}</i>'
 

@@ -132,7 +132,7 @@ def layer_table(title: str, rows: Sequence[LayerRow], profile: Profile, *, sort:
         spare=_SPARE_BY_MEMORY if sort == "memory" else _SPARE,
         legend={
             _SPREADS[0]: "half the distance of the quartiles",
-            "slowdown": f"of times while {counted(profile.num_neighbours, 'other process')} of the host compute",
+            "slowdown": f"of times while {counted(profile.num_neighbours, 'other process')} of the host compute{'s' * (profile.num_neighbours == 1)}",
             "rate": "operations per second",
             "share": "of all weights, gradients and stashes"
             if sort == "memory"

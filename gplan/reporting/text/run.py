@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core import GradientCheck, Run
+from gplan.core import EqualSpeed, GradientCheck, Run, WholeBatch
 from gplan.core.units import bytes_text, error_text, percent_text, quantity_text, seconds_text
 from gplan.evaluate.attribution import Attribution, ErrorCause, ErrorPart, attribute_error
 from gplan.evaluate.compare import (
@@ -13,8 +15,11 @@ from gplan.evaluate.compare import (
     FORWARD,
     INPUT_GRADIENT,
     OPTIMIZER,
+    PEAK_MEMORY,
+    STEP_TIME,
     THROUGHPUT,
     WEIGHT_GRADIENT,
+    Comparison,
     ComparisonRow,
     compare,
 )
@@ -42,12 +47,14 @@ _CAUSES = {
 }
 
 
-def run_view(run: Run) -> RenderableType:
-    """Predicted beside measured; below, where the error comes from, the loss, the gradient check, and the notes of plan and run."""
+def run_view(run: Run, *, said: Collection[str] = ()) -> RenderableType:
+    """Predicted beside measured; below, where the error comes from, the loss, the notes of plan and run that are not
+    already `said`, and the verdict in three lines: gradients, memory, time."""
     check, pairs = run.check, enumerate(zip(run.reserved_bytes, run.peak_bytes, strict=False))
     predicted = [f" ({bytes_text(x)} predicted)" for x in run.plan.reserved_bytes] or [""] * run.plan.num_devices
     reserved = [f"device {i} {bytes_text(x)}{predicted[i]} for {bytes_text(y)}" for i, (x, y) in pairs]  # where known
     losses = f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps; " if run.losses else ""
+    comparison = compare(run)
     return Group(
         comparison_table(run),
         Text(attribution_text(attribute_error(run))),
@@ -57,8 +64,49 @@ def run_view(run: Run) -> RenderableType:
             else []
         ),
         Text(f"{losses}measured over {run.steps_text}"),
-        *([Text(f"gradients {check_text(check)}", style="green" if check.passed else "bold red")] if check else []),
-        *note_lines(run.all_notes),
+        *([Text(whole_batch_text(check.whole_batch))] if check and check.whole_batch else []),
+        *note_lines([x for x in dict.fromkeys(run.all_notes) if x not in said]),
+        Text(f"gradients {check_text(check)}", style=("green" if check.passed else "bold red") if check else ""),
+        Text(memory_text(comparison)),
+        Text(step_text(run, comparison)),
+    )
+
+
+def memory_text(comparison: Comparison) -> str:
+    """The device whose peak memory was predicted worst."""
+    rows = [x for x in comparison.rows if x.quantity == PEAK_MEMORY]
+    if not rows:
+        return f"{PEAK_MEMORY} not measured"
+    worst = max(rows, key=lambda x: abs(x.error or 0.0))
+    largest = ", the worst" if len(rows) > 1 else ""
+    return (
+        f"{PEAK_MEMORY} predicted {bytes_text(int(worst.predicted))}, measured {bytes_text(int(worst.measured))}: "
+        f"{error_text(worst.error, worst.unit)} (device {worst.device}{largest})"
+    )
+
+
+def step_text(run: Run, comparison: Comparison) -> str:
+    """The error of the step, and what is left of it without a change of the host's speed, where that is known and the
+    steps were undisturbed."""
+    step, speed = comparison.row(STEP_TIME), run.equal_speed
+    text = (
+        f"{STEP_TIME} predicted {seconds_text(step.predicted)}, measured {seconds_text(step.measured)}: "
+        f"{error_text(step.error, step.unit)}"
+    )
+    if run.num_disturbed and run.num_counted == run.num_settled:
+        return f"{text}, in disturbed steps, so it says little of the prediction"
+    return text if speed is None else f"{text}; {equal_speed_text(speed, step)}"
+
+
+def equal_speed_text(speed: EqualSpeed, step: ComparisonRow) -> str:
+    """How fast the host was, against the profile, and the step's error without that."""
+    ratio = f"{speed.ratio:.3f} ± {speed.uncertainty:.3f}"
+    if not speed.is_certain:
+        return f"the host was as fast as in the profile (fixed work took {ratio} times as long)"
+    pace = "slower" if speed.ratio > 1 else "faster"
+    return (
+        f"{error_text(step.equal_speed_error, step.unit)} at equal host speed: the host was {pace} than in the profile "
+        f"(fixed work took {ratio} times as long)"
     )
 
 
@@ -118,24 +166,27 @@ def quantity_name(quantity: str) -> str:
     return "optimizer per step" if quantity == OPTIMIZER else quantity.replace("idle:", "idle per step:")
 
 
-def check_text(check: GradientCheck) -> str:
+def check_text(check: GradientCheck | None) -> str:
     """The result of comparing the gradients with the plain model's."""
+    if check is None:
+        return "not compared with the plain model's"
     coarse = " (too coarse to show small errors)" if check.tolerance >= _COARSE_TOLERANCE else ""
-    result, whole = "equal" if check.passed else "DIFFER", check.whole_batch
-    if whole is not None:
-        result = f"{'equal to' if check.passed else 'DIFFER from'} those of the plain model micro-batch by micro-batch"
-    last = "plain model run on the mini-batch in one piece"
-    if whole is not None:
-        error = whole.max_relative_error
-        apart = percent_text(error) if error >= _LEAST_PERCENT else f"{error:.1e}"
-        last = (
-            f"in one piece the mini-batch has loss {whole.loss:.6f} and gradients that differ by up to {apart} "
-            f"({whole.worst_parameter}), because of {whole.reason}"
-        )
+    result = "equal to" if check.passed else "DIFFER from"
+    pieces = " micro-batch by micro-batch" if check.whole_batch is not None else ""
+    where = "" if check.passed else f" ({check.worst_parameter}), loss {check.loss:.6f} against {check.plain_loss:.6f}"
     return (
-        f"{result}: largest relative difference {check.max_relative_error:.1e} ({check.worst_parameter}) over "
-        f"{check.num_parameters} parameter tensors, tolerance {check.tolerance:.0e}{coarse}; loss {check.loss:.6f} against "
-        f"{check.plain_loss:.6f}; {last}"
+        f"{result} the plain model's{pieces}: largest relative difference {check.max_relative_error:.1e} over "
+        f"{check.num_parameters} tensors, tolerance {check.tolerance:.0e}{coarse}{where}"
+    )
+
+
+def whole_batch_text(whole: WholeBatch) -> str:
+    """How far the plain model on the mini-batch in one piece is from a plain loop over the micro-batches."""
+    error = whole.max_relative_error
+    apart = percent_text(error) if error >= _LEAST_PERCENT else f"{error:.1e}"
+    return (
+        f"in one piece the mini-batch has loss {whole.loss:.6f} and gradients that differ by up to {apart} "
+        f"({whole.worst_parameter}), because of {whole.reason}"
     )
 
 

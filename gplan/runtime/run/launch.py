@@ -32,10 +32,16 @@ from gplan.runtime.pipeline import own_device
 from gplan.runtime.process_group import backend_of, init_from_environment
 from gplan.runtime.run.loop import train
 from gplan.runtime.run.run_options import ReportStep, RunOptions
-from gplan.runtime.validation import check_fits_here, check_hosts, check_runnable
+from gplan.runtime.validation import (
+    check_fits_here,
+    check_hosts,
+    check_runnable,
+    notes_on_cores,
+    notes_on_machine,
+)
 from gplan_profiler.host.failure import failure_text, is_lost_connection
 from gplan_profiler.host.heartbeat import Heartbeat, heartbeat_file, read_heartbeat
-from gplan_profiler.host.host_info import device_share, pin_to_share
+from gplan_profiler.host.host_info import device_share, pin_to_share, usable_cores
 from gplan_profiler.host.processes import end_with_parent, print_stack_on_signal, report_error, run_processes
 from gplan_profiler.model.given_model import check_nothing_beside
 from gplan_profiler.model.model_reference import SettingValue, check_is_there, file_digest
@@ -111,6 +117,14 @@ def run_plan(
         "options": " ".join(words),
     }
     return run_torchrun_rank(source_of, plan, options, facts=facts, report=report)
+
+
+def notes_at_start(plan: Plan, engine: EngineName) -> tuple[str, ...]:
+    """The notes of a run on this host that are known before it, as its `Run` has them too."""
+    is_here = not is_torchrun() or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    if engine == "virtual" or not is_here:
+        return ()
+    return (*notes_on_cores(plan, len(usable_cores())), *notes_on_machine(plan))
 
 
 def _check_started(plan: Plan, engine: EngineName) -> None:

@@ -24,10 +24,10 @@ from gplan.core import (
 )
 from gplan.core.host_load import interruption_text, largest_load
 from gplan.core.schedule import Piece
-from gplan.core.units import counted, now_text
+from gplan.core.units import now_text
 from gplan.runtime.recorder import ActionTiming
 from gplan.runtime.run.run_options import RunOptions, StepRecord
-from gplan.runtime.validation import notes_on_machine
+from gplan.runtime.validation import notes_on_cores, notes_on_machine
 from gplan.simulation.simulator import exposed_in, schedule_of, timeline_of
 from gplan_profiler.host.host_info import gpu_state, software_versions
 from gplan_profiler.timing.clock import is_undisturbed
@@ -56,7 +56,7 @@ def torch_run(
     """
     steps = list(zip(*ranks, strict=True))
     largest = [max(reserved_bytes[device :: plan.num_devices], default=0) for device in range(plan.num_devices)]
-    on_cores, on_machine = (_notes_on_cores(plan, num_cores), notes_on_machine(plan)) if num_hosts == 1 else ((), ())
+    on_cores, on_machine = (notes_on_cores(plan, num_cores), notes_on_machine(plan)) if num_hosts == 1 else ((), ())
     run = _run(
         plan,
         ranks,
@@ -205,15 +205,6 @@ def _notes_on_steps(
             f"clean; times and errors are those of such steps; run again{idle} with more --steps"
         )
     return tuple(found)
-
-
-def _notes_on_cores(plan: Plan, num_cores: int | None) -> tuple[str, ...]:
-    """Note ranks that had fewer cores together than they need."""
-    num_threads = plan.device.num_threads
-    if num_cores is None or plan.num_ranks * num_threads <= num_cores:
-        return ()
-    shared = f"{plan.num_ranks} processes of {counted(num_threads, 'thread')} shared {counted(num_cores, 'core')}"
-    return (f"{shared}, so the times are not those of as many devices; --engine virtual times the stages apart",)
 
 
 def _enough(steps: Sequence[int], of: Sequence[int]) -> Sequence[int]:

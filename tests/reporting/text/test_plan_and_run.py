@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.core import Alternative, MachineDevice, Plan
+from gplan.core import Alternative, GradientCheck, MachineDevice, Plan
 from gplan.core.units import seconds_text
 from gplan.partition.balance import alternative_of
 from gplan.reporting.text.plan import plan_view
@@ -31,7 +31,8 @@ def test_a_plan_keeps_its_times_and_peak_memory_in_every_width(width: int) -> No
 def test_a_run_keeps_predicted_and_measured_in_every_width(width: int) -> None:
     lines = printed(run_view(make_run()), width=width)
     assert all(len(line) <= width for line in lines)
-    assert sum(line.endswith((" %", " points")) for line in lines) == 2 + 6 + 4 * 4
+    table = lines[: lines.index("idle time is of all devices together")]
+    assert sum(line.endswith((" %", " points")) for line in table) == 2 + 6 + 4 * 4
     assert any(line.split()[0] in ("warm-up", "idle", "idle:") for line in lines)
 
 
@@ -222,3 +223,29 @@ def test_a_run_repeats_the_notes_of_its_plan() -> None:
     found = [printed(run_view(replace(run, plan=x)), width=200) for x in (run.plan, alone)]
     for note in alone.notes:
         assert [sum(f"note: {note}" in line for line in lines) for lines in found] == [0, 1]
+
+
+def test_a_note_that_was_said_before_is_not_said_again() -> None:
+    run = replace(make_run(), notes=("at the start", "at the end", "at the end"))
+    lines = printed(run_view(run, said=("at the start",)), width=200)
+    assert [x for x in lines if x.startswith("note:")] == ["note: at the end"]
+
+
+def test_a_run_ends_with_its_verdict_on_gradients_memory_and_time() -> None:
+    run = make_run()
+    check = GradientCheck(
+        max_relative_error=2e-6, worst_parameter="w", loss=1.0, plain_loss=1.0, num_parameters=9, tolerance=1e-5, whole_batch=None
+    )  # fmt: skip
+    gradients, memory, step = printed(run_view(replace(run, check=check)), width=120)[-3:]
+    assert (
+        gradients
+        == "gradients equal to the plain model's: largest relative difference 2.0e-06 over 9 tensors, tolerance 1e-05"
+    )
+    assert memory.startswith("peak memory predicted ") and step.startswith("step time predicted ")
+    wrong = printed(run_view(replace(run, check=replace(check, max_relative_error=0.5))), width=200)[-3]
+    assert wrong.startswith("gradients DIFFER from the plain model's") and "(w)" in wrong
+    disturbed = replace(run, num_disturbed=run.num_settled, num_counted=run.num_settled)
+    assert printed(run_view(disturbed), width=120)[-1].endswith(
+        ", in disturbed steps, so it says little of the prediction"
+    )
+    assert printed(run_view(run))[-3] == "gradients not compared with the plain model's"
