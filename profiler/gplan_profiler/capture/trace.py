@@ -348,7 +348,7 @@ def _takes_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         raise UntraceableError("the forward computes gradients")
 
     try:
-        with model_state_restored(model), gradient_calls_replaced(refuse):
+        with model_state_restored(model), gradient_calls_replaced(refuse), _without_torch_messages():
             model(*args, **kwargs)
     except Exception:  # of a model that fails without export too, or on fake weights
         pass
@@ -400,7 +400,7 @@ def _parameters_whose_data_is_used(
     copies: dict[str, Tensor] = {name: nn.Parameter(x.detach().clone()) for name, x in model.named_parameters()}
     uses = _DataUses()
     try:
-        with model_state_restored(model), uses:
+        with model_state_restored(model), uses, _without_torch_messages():
             torch.func.functional_call(model, copies, args, kwargs)
     except Exception:  # a model that fails without export too is described by the exporter's error
         return []
