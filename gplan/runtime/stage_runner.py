@@ -25,6 +25,7 @@ from gplan.runtime.sharded_tensors import local_tensor
 from gplan.runtime.stage_module import StageModule, StagePass, written_buffers
 from gplan.runtime.stage_state import StateNames
 from gplan.runtime.torch_engine import TorchEngine
+from gplan.runtime.validation import LossError
 from gplan.runtime.virtual_engine import VirtualEngine
 from gplan.schedules.registry import make_schedule
 from gplan_profiler.capture.chain import Tensors, flat_tensors
@@ -176,9 +177,9 @@ class StageRunner:
             # torch's operator for a captured no_grad() does not restore the gradient mode when it raises
             with self._captures.training_mode(training=as_trained), torch.set_grad_enabled(torch.is_grad_enabled()):
                 losses = self.engine.run(work)
-        except GplanError:
-            raise
         except Exception as error:
+            if isinstance(error, GplanError) and not isinstance(error, LossError):
+                raise
             when = f"in step {step + 1}" if trains else f"in an evaluation after {counted(step, 'step')}"
             failure = self._failure(error, when)
             raise failure from (None if is_lost_connection(str(failure)) else error)  # gloo's stack adds nothing

@@ -383,7 +383,9 @@ def test_scheduler_that_needs_a_measured_loss_is_refused(tmp_path: Path) -> None
         + "\n\ndef scheduler(optimizer):\n    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"
     )
     loaded = load_model_file(str(path))
-    with pytest.raises(ModelError, match=r"returned ReduceLROnPlateau, whose step takes a measured loss; expected a sched"):
+    with pytest.raises(
+        ModelError, match=r"returned ReduceLROnPlateau, whose step takes a measured loss; expected a sched"
+    ):
         loaded.scheduler(loaded.optimizer(list(loaded.model.parameters())))
 
 
