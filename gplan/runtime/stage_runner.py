@@ -282,7 +282,13 @@ class StageRunner:
         words = [when, action.kind.words + on if action is not None else f"stage {stage.index}"]
         if stage.layer is not None:
             words.append(at_layer(stage.layer, None if action is None else action.kind))
-        return RunError(f"{', '.join(words)}: {failure_text(error)}")
+        text = failure_text(error)
+        if "modified by an inplace operation" in text:
+            text += (
+                "; the forwards of several micro-batches run before their backwards: where a forward reads a buffer that it "
+                "writes, let it read a copy (self.name.clone())"
+            )
+        return RunError(f"{', '.join(words)}: {text}")
 
     def _buffers_to_broadcast(self, usual: CapturedModel) -> list[Tensor]:
         """Return the buffers, except moving averages, that forwards may write to; replicas take the first one's."""
