@@ -278,9 +278,6 @@ alike(
     ("Bart Pegasus Marian MBart Blenderbot M2M100", TWO_SIDED),
     ("SwitchTransformers", {**T5_SIZES, "num_experts": 4, "expert_capacity": 16, "num_sparse_encoder_layers": 1,
                             "num_sparse_decoder_layers": 1}),
-    ("ProphetNet", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_encoder_layers": 2, "num_decoder_layers": 2, "ngram": 2,
-                    "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "encoder_ffn_dim": 64,
-                    "decoder_ffn_dim": 64, "max_position_embeddings": 32, "pad_token_id": 0}),
 )  # fmt: skip
 hugging_face(
     "whisper", "encoder-decoder", "WhisperForConditionalGeneration",
@@ -298,7 +295,6 @@ alike(
     ("RegNet", {**CONVOLUTIONS, "groups_width": 4}),
     ("MobileNetV2", {**STAGED, "depth_multiplier": 0.25}),
     ("MobileViT", {**STAGED, "hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 24, 24, 32]}),
-    ("EfficientNet", {"image_size": 64, "num_labels": NUM_CLASSES, "hidden_dim": 320}),
 )  # fmt: skip
 alike("audio", "{}ForCTC", named(input_values=floats(800), labels=integers(4)), ("Wav2Vec2 Hubert WavLM", WAVE_SIZES))
 
@@ -315,12 +311,6 @@ TEXT_AND_IMAGE = named(
 hugging_face(
     "clip", "text and image", "CLIPModel",
     lambda: configured("CLIP", text_config=TEXT_SIDE, vision_config=IMAGE_SIDE, projection_dim=16), TEXT_AND_IMAGE,
-)  # fmt: skip
-
-hugging_face(
-    "siglip", "text and image", "SiglipModel",
-    lambda: configured("Siglip", text_config={**SMALL, "pad_token_id": 0, "eos_token_id": 1}, vision_config=PATCHES),
-    named(input_ids=TOKENS, pixel_values=IMAGES, return_loss=lambda n, g: True),
 )  # fmt: skip
 
 
