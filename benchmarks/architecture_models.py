@@ -231,6 +231,8 @@ alike(
     ("Ministral Gemma2 Gemma3Text", {**GROUPED, "head_dim": 8, "sliding_window": 8}),
     ("Phi3 SmolLM3", {**GROUPED, "pad_token_id": 0}),
     ("Glm Glm4", {**GROUPED, "head_dim": 8, "pad_token_id": 0}),
+    ("XLNet", {"vocab_size": VOCABULARY, "d_model": 32, "n_layer": 4, "n_head": 4, "d_inner": 64}),
+    ("GPTNeo", {**SMALL, "num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 8}),
 )  # fmt: skip
 alike(
     "mixture of experts", "AutoModelForCausalLM", tokens_with_labels,
@@ -241,6 +243,11 @@ alike(
     ("GptOss", {**EXPERTS, "head_dim": 8, "sliding_window": 8}),
     ("Dots1", {**EXPERTS, "head_dim": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}),
     ("FlexOlmo", {**EXPERTS, "pad_token_id": 0}),
+    ("Qwen3Next", {**EXPERTS, "head_dim": 8, "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2,
+                   "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "full_attention_interval": 2}),
+    ("MiniMax", {**EXPERTS, "head_dim": 8, "block_size": 8}),
+    ("Jamba", {**EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+               "mamba_d_state": 4, "use_mamba_kernels": False, "pad_token_id": 0}),
 )  # fmt: skip
 alike(
     "state space or recurrent", "AutoModelForCausalLM", tokens_with_labels,
@@ -248,6 +255,7 @@ alike(
     ("Mamba2", {**STATES, "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8}),
     ("RecurrentGemma", {**GROUPED, "num_key_value_heads": 1, "lru_width": 32, "attention_window_size": 8, "head_dim": 8}),
     ("Lfm2", {**GROUPED, "full_attn_idxs": [1, 3]}),
+    ("Rwkv", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "context_length": 2 * LENGTH}),
 )  # fmt: skip
 alike(
     "encoder", "AutoModelForMaskedLM", tokens_with_labels,
@@ -257,11 +265,19 @@ alike(
     ("DebertaV2", {**RELATIVE, "position_buckets": 8}),
     ("ModernBert", {**SMALL, "local_attention": 8, "pad_token_id": 0}),
     ("Longformer", {**SMALL, "attention_window": 4, "pad_token_id": 0}),
+    ("BigBird", {**SMALL, "attention_type": "original_full"}),
+    ("Funnel", {"vocab_size": VOCABULARY, "d_model": 32, "block_sizes": [2, 2], "n_head": 4, "d_head": 8, "d_inner": 64}),
+    ("Nystromformer", {**SMALL, "num_landmarks": 4, "segment_means_seq_len": LENGTH}),
+    ("Reformer", {"vocab_size": VOCABULARY, "hidden_size": 32, "feed_forward_size": 64, "num_attention_heads": 4,
+                  "attention_head_size": 8, "attn_layers": ["local"] * 3, "local_attn_chunk_length": 8, "is_decoder": False,
+                  "axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 16]}),
 )  # fmt: skip
 alike(
     "encoder-decoder", "AutoModelForSeq2SeqLM", SEQUENCE_PAIRS,
     ("T5 UMT5", T5_SIZES),
     ("Bart Pegasus Marian MBart Blenderbot M2M100", TWO_SIDED),
+    ("SwitchTransformers", {**T5_SIZES, "num_experts": 4, "expert_capacity": 16, "num_sparse_encoder_layers": 1,
+                            "num_sparse_decoder_layers": 1}),
 )  # fmt: skip
 hugging_face(
     "whisper", "encoder-decoder", "WhisperForConditionalGeneration",
@@ -278,6 +294,7 @@ alike(
     ("ResNet", {**CONVOLUTIONS, "layer_type": "basic"}),
     ("RegNet", {**CONVOLUTIONS, "groups_width": 4}),
     ("MobileNetV2", {**STAGED, "depth_multiplier": 0.25}),
+    ("MobileViT", {**STAGED, "hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 24, 24, 32]}),
 )  # fmt: skip
 alike("audio", "{}ForCTC", named(input_values=floats(800), labels=integers(4)), ("Wav2Vec2 Hubert WavLM", WAVE_SIZES))
 
@@ -294,6 +311,49 @@ TEXT_AND_IMAGE = named(
 hugging_face(
     "clip", "text and image", "CLIPModel",
     lambda: configured("CLIP", text_config=TEXT_SIDE, vision_config=IMAGE_SIDE, projection_dim=16), TEXT_AND_IMAGE,
+)  # fmt: skip
+
+
+def images_in_text(n: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Sixteen places for the patches of an image, then text."""
+    places, words = torch.full((n, 16), VOCABULARY - 1), torch.randint(3, VOCABULARY - 1, (n, 8), generator=generator)
+    tokens = torch.cat([places, words], 1)
+    return {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "labels": tokens.clone(),
+        "pixel_values": IMAGES(n, generator),
+    }
+
+
+hugging_face(
+    "llava", "text and image", "LlavaForConditionalGeneration",
+    lambda: configured("Llava", text_config=configured("Llama", **GROUPED), vision_config=configured("CLIPVision", **PATCHES),
+                       image_token_index=VOCABULARY - 1, vision_feature_select_strategy="default"), images_in_text,
+)  # fmt: skip
+
+# Other inputs and outputs
+
+hugging_face(
+    "patchtst", "time series", "PatchTSTForPrediction",
+    lambda: configured("PatchTST", num_input_channels=2, context_length=32, patch_length=8, patch_stride=8, prediction_length=8,
+                       num_hidden_layers=4, d_model=32, num_attention_heads=4, ffn_dim=64, loss="mse"),
+    named(past_values=floats(32, 2), future_values=floats(8, 2)),
+)  # fmt: skip
+hugging_face(
+    "informer", "time series", "InformerForPrediction",
+    lambda: configured("Informer", prediction_length=8, context_length=16, lags_sequence=[1, 2], d_model=16, encoder_layers=2,
+                       decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
+                       decoder_ffn_dim=32, num_time_features=1, input_size=1),
+    named(past_values=floats(18), past_time_features=floats(18, 1), past_observed_mask=lambda n, g: torch.ones(n, 18),
+          future_values=floats(8), future_time_features=floats(8, 1)),
+)  # fmt: skip
+hugging_face(
+    "perceiver", "other inputs", "PerceiverForMaskedLM",
+    lambda: configured("Perceiver", vocab_size=VOCABULARY, d_model=32, d_latents=32, num_latents=8, num_blocks=1,
+                       num_self_attends_per_block=4, num_self_attention_heads=4, num_cross_attention_heads=4,
+                       max_position_embeddings=LENGTH),
+    named(inputs=TOKENS, labels=TOKENS),
 )  # fmt: skip
 
 # Ways in which Hugging Face models are trained

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gplan.core import Plan
-from gplan.core.errors import ModelError, UsageError
+from gplan.core.errors import GplanError, ModelError, UsageError
 from gplan.core.units import counted
 from gplan.runtime import stage_state, validation
 from gplan.runtime.agreement import Agreement
@@ -45,7 +45,7 @@ from gplan.runtime.sharded_replicas import divided_names, shard_stages
 from gplan.runtime.stage_module import StageModule
 from gplan.runtime.stage_runner import OutputFn, StageRunner, to_device
 from gplan.runtime.stage_state import StageState
-from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_samples, runs_on_gpus
+from gplan.runtime.validation import Loss, LossError, check_reduction, checked_loss, num_samples, runs_on_gpus
 from gplan_profiler.capture.chain import Chain, autocast
 from gplan_profiler.capture.module_attributes import unreadable
 from gplan_profiler.capture.python_state import StateError
@@ -53,6 +53,7 @@ from gplan_profiler.host.heartbeat import Heartbeat
 from gplan_profiler.host.host_info import cuda_problem, keep_freed_memory
 from gplan_profiler.host.links import deprioritize_connection_threads
 from gplan_profiler.model.compiled import uncompiled
+from gplan_profiler.model.error_location import describe, own_gradients_text
 from gplan_profiler.model.lazy_build import random_state_kept
 from gplan_profiler.model.load import loss_of_output
 from gplan_profiler.model.model_reference import SettingValue, describe_inputs, parse_input_shapes, resize_inputs
@@ -499,7 +500,16 @@ class Pipeline(StageState):
                 unreadable(self._captures.assigned),
                 self._loss_reads.of(output),
             ):
-                value = checked_loss(loss(output, target), trains=torch.is_grad_enabled())
+                try:
+                    value = checked_loss(loss(output, target), trains=torch.is_grad_enabled())
+                except GplanError:
+                    raise
+                except Exception as error:
+                    given = (describe_inputs(x) or type(x).__name__ for x in (output, target))
+                    raise LossError(
+                        f"the loss fails with an output of {' and targets of '.join(given)}: "
+                        f"{own_gradients_text(error) or describe(error)}"
+                    ) from error
             if self._is_loss_new:
                 self._is_loss_new = False
                 check_reduction(loss, output, target, num_rows=part.microbatch_size, expected=self.plan.loss_reduction)

@@ -25,6 +25,7 @@ from gplan.runtime.sharded_tensors import local_tensor
 from gplan.runtime.stage_module import StageModule, StagePass, written_buffers
 from gplan.runtime.stage_state import StateNames
 from gplan.runtime.torch_engine import TorchEngine
+from gplan.runtime.validation import LossError
 from gplan.runtime.virtual_engine import VirtualEngine
 from gplan.schedules.registry import make_schedule
 from gplan_profiler.capture.chain import Tensors, flat_tensors
@@ -176,9 +177,9 @@ class StageRunner:
             # torch's operator for a captured no_grad() does not restore the gradient mode when it raises
             with self._captures.training_mode(training=as_trained), torch.set_grad_enabled(torch.is_grad_enabled()):
                 losses = self.engine.run(work)
-        except GplanError:
-            raise
         except Exception as error:
+            if isinstance(error, GplanError) and not isinstance(error, LossError):
+                raise
             when = f"in step {step + 1}" if trains else f"in an evaluation after {counted(step, 'step')}"
             failure = self._failure(error, when)
             raise failure from (None if is_lost_connection(str(failure)) else error)  # gloo's stack adds nothing
@@ -281,7 +282,13 @@ class StageRunner:
         words = [when, action.kind.words + on if action is not None else f"stage {stage.index}"]
         if stage.layer is not None:
             words.append(at_layer(stage.layer, None if action is None else action.kind))
-        return RunError(f"{', '.join(words)}: {failure_text(error)}")
+        text = failure_text(error)
+        if "modified by an inplace operation" in text:
+            text += (
+                "; the forwards of several micro-batches run before their backwards: where a forward reads a buffer that it "
+                "writes, let it read a copy (self.name.clone())"
+            )
+        return RunError(f"{', '.join(words)}: {text}")
 
     def _buffers_to_broadcast(self, usual: CapturedModel) -> list[Tensor]:
         """Return the buffers, except moving averages, that forwards may write to; replicas take the first one's."""

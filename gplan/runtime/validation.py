@@ -31,6 +31,10 @@ Loss = Callable[[Any, Any], Tensor]
 """(the model's output, the target) of a micro-batch -> scalar, a mean or a sum over its samples."""
 
 
+class LossError(ModelError):
+    """The loss function of a script raised an error for one micro-batch."""
+
+
 def checked_loss(loss: Any, *, trains: bool) -> Tensor:
     """Return a loss that is a scalar tensor and, if it `trains`, has a gradient; raises ModelError for anything else."""
     if not isinstance(loss, Tensor) or loss.dim() != 0:

@@ -22,6 +22,7 @@ from gplan.core.profile import SAMPLING_BUDGET_S
 from gplan.core.progress import Progress, no_progress, part
 from gplan.core.units import bytes_text, counted, now_text, seconds_text
 from gplan_profiler.capture.chain import model_state_restored, routing_notes
+from gplan_profiler.capture.module_attributes import attributes_restored
 from gplan_profiler.host.host_info import (
     core_shares,
     cuda_problem,
@@ -132,7 +133,13 @@ def measure_profile(
     """
     clock = clock or (CpuClock() if options.device == "cpu" else CudaClock())
     shares = tuple(core_shares(1 + options.num_neighbours, num_threads=options.num_threads)[1:])
-    with device_share(options.num_threads), _on_device(file, options.device), model_state_restored(file.model):
+    model = file.model
+    with (
+        device_share(options.num_threads),
+        _on_device(file, options.device),
+        model_state_restored(model),
+        attributes_restored(model),
+    ):
         if file.is_lazy:  # it cannot be run here
             loss = LossFacts(reduction=file.loss_reduction or "mean")
         else:

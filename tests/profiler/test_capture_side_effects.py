@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from gplan.core.errors import ModelError
 from gplan_profiler.capture.capture import capture
@@ -210,16 +212,146 @@ class Alternating(Scheduled):
         return super().forward(x) if self.is_odd else x
 
 
+class LateByEntry(nn.Module):
+    """Counts in an entry of a dict that is there from the second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(4, 4), dict[str, int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept["calls"] = self.kept.get("calls", 0) + 1
+        return self.linear(x) * (2 if self.kept["calls"] > 100 else 1)
+
+
+class LateByClassDefault(nn.Module):
+    """Counts from a number of its class, and reads the count in a property."""
+
+    num_seen = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @property
+    def factor(self) -> int:
+        return 2 if self.num_seen > 100 else 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_seen += 1
+        return self.linear(x) * self.factor
+
+
+class LateByGetattr(Scheduled):
+    def forward(self, x: Tensor) -> Tensor:
+        setattr(self, "late", getattr(self, "late", 0) + 1)  # noqa: B010 - as authors write it
+        return super().forward(x) * (2 if getattr(self, "late") > 100 else 1)  # noqa: B009
+
+
+class Meter:
+    count = 0
+
+
+class LateByObject(Scheduled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.meter.count += 1
+        return super().forward(x) * (2 if self.meter.count > 100 else 1)
+
+
 @pytest.mark.parametrize(
-    ("kind", "name"), [(LateByAttribute, "step"), (LateByGlobal, "num_calls"), (Alternating, "is_odd")]
+    ("kind", "name"),
+    [
+        (LateByAttribute, "step"),
+        (LateByGlobal, "num_calls"),
+        (Alternating, "is_odd"),
+        (LateByEntry, r"kept\['calls'\]"),
+        (LateByClassDefault, "num_seen"),
+        (LateByGetattr, "late"),
+        (LateByObject, "meter.count"),
+    ],
 )
 def test_forward_whose_path_depends_on_its_calls_is_refused(kind: type[Scheduled], name: str) -> None:
     with pytest.raises(ModelError, match=rf"counts in {name} and reads it \(test_capture_side_effects.py, line"):
         capture(kind(), ROWS)
 
 
+class Logging(Scheduled):
+    """Counts for messages, and for a method that its forward does not call."""
+
+    def num_steps(self) -> int:
+        return self.step
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        if self.step % 100 == 0:
+            print("step", self.step)
+        elif self.training:
+            logging.getLogger(__name__).debug("step %d", self.step)
+        return made
+
+
+class LoggingAndLate(Logging):
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        if self.step > 100:
+            print("step", self.step)
+            made = made * 2
+        return made
+
+
 def test_forward_that_only_counts_is_captured() -> None:
     assert len(capture(Scheduled(), ROWS)) == 1
+    assert len(capture(Logging(), ROWS)) == 1
+    with pytest.raises(ModelError, match="counts in step and reads it"):
+        capture(LoggingAndLate(), ROWS)
+
+
+def halve(gradient: Tensor) -> Tensor:
+    return gradient / 2
+
+
+WORK: dict[str, Callable[[nn.Linear, Tensor], object]] = {
+    "registers a hook": lambda _, x: x.register_hook(halve),
+    "registers a hook on": lambda linear, _: linear.weight.register_hook(halve),
+    "registers a hook on the": lambda _, x: register_multi_grad_hook((x,), lambda _: None),
+    "registers a hook on the gradient": lambda linear, _: linear.weight.register_post_accumulate_grad_hook(
+        lambda x: None
+    ),
+    "reads the gradient of a parameter": lambda linear, _: linear.weight.grad is None,
+}
+
+
+@pytest.mark.parametrize("text", WORK)
+def test_forward_that_works_on_gradients_is_refused(text: str) -> None:
+    class Working(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            made = super().forward(x)
+            WORK[text](self, made)
+            return made
+
+    with pytest.raises(ModelError, match=rf"Around {text}.*test_capture_side_effects.py, line .*autograd\.Function"):
+        capture(Around(Working(4, 4)), ROWS)
+
+
+def test_capture_restores_tensors_that_are_no_buffers() -> None:
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.calls = torch.zeros(())
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    model = Around(Counting())
+    chain = capture(model, ROWS)
+    assert model.inner.calls == 0
+    chain.stage(0, len(chain))(ROWS)
+    assert model.inner.calls == 1
 
 
 seen: dict[str, Tensor] = {}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gplan.core.units import parse_bytes
 from gplan_profiler.capture.sequence import as_sequential
 from gplan_profiler.model.error_location import author_line, describe
 
@@ -17,15 +18,16 @@ def error_of(code: str, path: Path) -> BaseException:
     """What running `code`, as if it stood in a file, raises."""
     path.write_text(code)
     with pytest.raises(Exception) as caught:
-        exec(compile(code, str(path), "exec"), {"torch": torch, "json": json, "as_sequential": as_sequential})
+        known = {"torch": torch, "json": json, "as_sequential": as_sequential, "parse_bytes": parse_bytes}
+        exec(compile(code, str(path), "exec"), known)
     # without the frame of this test, which is an author's too
     return caught.value.with_traceback(caught.tb.tb_next)
 
 
 @pytest.mark.parametrize(
     "line",
-    ["torch.nn.Linear(2, 2)(torch.ones(3))", "json.loads('{')", "as_sequential([7])"],
-    ids=["in torch", "in the standard library", "in gplan"],
+    ["torch.nn.Linear(2, 2)(torch.ones(3))", "json.loads('{')", "as_sequential([7])", "parse_bytes('x')"],
+    ids=["in torch", "in the standard library", "in the profiler", "in gplan"],
 )
 def test_an_error_below_the_authors_line_names_that_line(line: str, tmp_path: Path) -> None:
     path = tmp_path / "model.py"

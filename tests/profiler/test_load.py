@@ -376,6 +376,19 @@ def test_optimizer_that_needs_a_closure_is_refused(tmp_path: Path) -> None:
     loaded.optimizer(list(loaded.model.parameters()))
 
 
+def test_scheduler_that_needs_a_measured_loss_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plateau.py"
+    path.write_text(
+        UNUSABLE.format(model="nn.Linear(2, 2)", optimizer="SGD")
+        + "\n\ndef scheduler(optimizer):\n    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"
+    )
+    loaded = load_model_file(str(path))
+    with pytest.raises(
+        ModelError, match=r"returned ReduceLROnPlateau, whose step takes a measured loss; expected a sched"
+    ):
+        loaded.scheduler(loaded.optimizer(list(loaded.model.parameters())))
+
+
 @pytest.mark.parametrize("kind", ["module", "parameter", "buffer"])
 def test_control_character_in_a_name_is_refused(kind: str) -> None:
     model = nn.Linear(2, 2)

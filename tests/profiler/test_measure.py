@@ -97,12 +97,20 @@ def test_shared_parameter_counts_once() -> None:
     assert found.num_parameters == sum(x.numel() for x in file.model.parameters())
 
 
+def count(module: Any, _inputs: object) -> None:
+    module.num_calls += 1
+    module.calls += 1
+
+
 def test_profiling_restores_the_model() -> None:
     file = conv_net()
     file.model.stem.weight.grad = torch.ones_like(file.model.stem.weight)  # type: ignore[union-attr,arg-type]
     file.model.blocks.eval()  # type: ignore[union-attr]
+    file.model.register_forward_pre_hook(count)  # type: ignore[union-attr]
+    file.model.num_calls, file.model.calls = 0, torch.zeros(())  # type: ignore[union-attr,assignment]
     before, state = copy.deepcopy(file.model.state_dict()), torch.random.get_rng_state()
     measure_profile(file, OPTIONS)
+    assert file.model.num_calls == file.model.calls == 0  # type: ignore[union-attr]
     for name, x in file.model.state_dict().items():
         assert torch.equal(x, before[name]), name
     for name, x in file.model.named_parameters():

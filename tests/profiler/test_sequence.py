@@ -82,6 +82,22 @@ def test_children_that_are_alike_are_traced_once() -> None:
     assert Counted.num_calls == 3  # the first input wants no gradient, all others do; and the one that writes
 
 
+def test_tracing_leaves_counters_as_they_were() -> None:
+    class Counting(nn.Linear):
+        num_calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.num_calls += 1
+            return super().forward(x) * self.num_calls
+
+    model = nn.Sequential(Counting(4, 4), Counting(4, 4))
+    chain = SequentialChain(model, torch.randn(3, 4))
+    assert [x.num_calls for x in model] == [0, 0]
+    assert {x.path for x in chain.assigned} == {"0.num_calls"}
+    chain.stage(0, 2)(torch.randn(3, 4))
+    assert [x.num_calls for x in model] == [1, 1]
+
+
 def test_data_dependent_child_is_named_with_line() -> None:
     model = lazily(lambda: nn.Sequential(nn.Linear(4, 4), Branching()))
     with pytest.raises(

@@ -336,6 +336,7 @@ def test_the_check_tells_how_far_a_loss_with_class_weights_is_from_the_whole_bat
     text = check_text(run.check)
     assert text.startswith("equal to the plain model's micro-batch by micro-batch: ")
     assert "because of a loss or buffers that depend on how the mini-batch is divided" in whole_batch_text(whole)
+    assert "a contrastive loss takes its negatives from the micro-batch only" in whole_batch_text(whole)
 
 
 def test_a_sum_of_rounded_gradients_is_no_loss_that_depends_on_the_division(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,10 @@ def _why_by_microbatch(
         return None
     if _have_same_loss(divided, whole) and apart <= _MOST_ROUNDING:
         return "rounding, as the loss is the same"
-    return "a loss or buffers that depend on how the mini-batch is divided"
+    return (
+        "a loss or buffers that depend on how the mini-batch is divided (a contrastive loss takes its negatives from the "
+        "micro-batch only)"
+    )
 
 
 def _difference(one: _PlainRun, other: _PlainRun, num_microbatches: int) -> str | None:

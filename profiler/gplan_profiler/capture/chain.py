@@ -223,32 +223,31 @@ def modules_that_train(model: nn.Module) -> dict[nn.Module, bool]:
 
 @contextmanager
 def model_state_restored(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers, gradients and modes, and the random state, at the end."""
+    """Restore buffers, tensors in attributes, gradients and modes of the model, and the random state, at the end.
+
+    Inside, the parameters begin without gradients.
+    """
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+    held = [x for module in model.modules() for x in module.__dict__.values() if isinstance(x, Tensor)]
+    values = [(x, x.detach().clone()) for x in {id(x): x for x in (*model.buffers(), *held)}.values()]
+    gradients = [(x, x.grad) for x in model.parameters()]
     places = {x.device for x in model.parameters() if x.device.type == "cuda"}
     devices = sorted(x.index for x in places if x.index is not None)
     try:
-        with without_gradients(model), torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices):
+            for parameter, _ in gradients:
+                parameter.grad = None
             yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        for buffer, kept in buffers:
-            buffer.data.copy_(kept)
-
-
-@contextmanager
-def without_gradients(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's parameters begin without gradients; at the end they have their own again."""
-    gradients = [(x, x.grad) for x in model.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        for module, training in modes:
+            module.training = training
+        for module, own in buffers:
+            module._buffers.update(own)
+        for tensor, kept in values:
+            tensor.data.copy_(kept)
 
 
 def flat_tensors(value: object, *, what: str) -> Tensors:

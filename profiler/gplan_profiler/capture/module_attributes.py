@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import nn
 
 from gplan.core.errors import ModelError
 from gplan_profiler.capture.authored_layers import OF_EVERY_MODULE, PLAIN, names_in
 from gplan_profiler.torch_compat import module_call, module_calls_replaced
 
 _NOT_RESTORED = frozenset({"training", "_parameters", "_buffers", "_modules"})
-_NOT_OF_A_FORWARD = frozenset({"__init__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"})
+NOT_OF_A_FORWARD = frozenset({"__init__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"})
 _ABSENT = object()
 
 Attributes: TypeAlias = list[tuple[str, nn.Module, dict[str, tuple[Any, Any]]]]
@@ -68,21 +68,6 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
                 if entries is not None:
                     value.clear()
                     (value.extend if isinstance(entries, list) else value.update)(entries)
-
-
-@contextmanager
-def tensors_restored(model: nn.Module) -> Iterator[None]:
-    """Restore all modules' buffers, and the values of tensors that they hold without registering them."""
-    buffers = [(x, dict(x._buffers)) for x in model.modules() if x._buffers]
-    held = {id(x): x for module in model.modules() for x in module.__dict__.values() if isinstance(x, Tensor)}
-    before = [(x, x.detach().clone()) for x in held.values()]
-    try:
-        yield
-    finally:
-        for module, own in buffers:
-            module._buffers.update(own)
-        for tensor, value in before:
-            tensor.data.copy_(value)
 
 
 def assigned_since(before: Attributes) -> tuple[AssignedAttribute, ...]:
@@ -135,7 +120,7 @@ def _names_read(kind: type) -> frozenset[str]:
     return frozenset(
         name
         for method, x in own
-        if method not in _NOT_OF_A_FORWARD and isinstance(code := getattr(x, "__code__", None), CodeType)
+        if method not in NOT_OF_A_FORWARD and isinstance(code := getattr(x, "__code__", None), CodeType)
         for name in names_in(code)
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 import textwrap
 from collections import OrderedDict, defaultdict, deque
@@ -25,11 +26,16 @@ from torch import Tensor, nn
 
 from gplan.core.errors import ModelError
 from gplan_profiler.capture.authored_layers import OF_EVERY_MODULE, PLAIN, names_in
+from gplan_profiler.capture.module_attributes import NOT_OF_A_FORWARD
 from gplan_profiler.memory.allocations import tensors_in
 from gplan_profiler.torch_compat import FakeTensor
 
 _MOST_VALUES = 20_000  # that are followed from one function
 _MOST_ENTRIES = 1_000  # of one container
+_LOGS = frozenset({
+    "print", "warn", "debug", "info", "warning", "error", "critical", "log", "log_dict", "add_scalar", "add_scalars", "add_histogram",
+})  # fmt: skip
+_KEY_AT_END = re.compile(r"\['([^']+)'\]$")
 _NUMBERS = (bool, int, float, complex, type(None))
 _RESTORED = (list, dict, set, deque, defaultdict, OrderedDict)
 _CONTAINERS = (list, tuple, deque, set, frozenset)
@@ -64,16 +70,15 @@ def changed_state_refused(loss: Callable[..., Any] | None, model: nn.Module) -> 
 def counters_refused(model: nn.Module) -> Iterator[None]:
     """Raise StateError after the block, which traces the model's forward, if that counts in a number and reads it."""
     roots = _code_of(model)
-    before, attributes = read_state(roots, model), _numbers_of(model)
+    before = {**read_state(roots, model), **_numbers_of(model)}
     yield
     after = {**read_state(roots, model), **_numbers_of(model)}
-    before.update(attributes)
     functions: list[FunctionType] | None = None
     for path in _changed(before, after):
-        if path not in before or not all(isinstance(x[path][0], int | float) for x in (before, after)):
+        if not all(isinstance(x[path][0], int | float) for x in (before, after) if path in x):
             continue
-        functions = functions or [x for _, x in _reachable(roots, model) if isinstance(x, FunctionType)]
-        line = _line_of_reading(functions, path.rpartition(".")[2])
+        functions = functions or _called(x for _, x in _reachable(roots, model) if isinstance(x, FunctionType))
+        line = _line_of_reading(functions, _last_name(path))
         if line is not None:
             raise StateError(
                 f"the forward of {type(model).__name__} counts in {path} and reads it ({line}); layers are traced once, so "
@@ -129,12 +134,41 @@ def _numbers_of(model: nn.Module) -> State:
     }
 
 
+def _last_name(path: str) -> str:
+    """The attribute, or the key of the entry, at the end of a path in Python."""
+    key = _KEY_AT_END.search(path)
+    return path.rpartition(".")[2] if key is None else key[1]
+
+
+def _called(functions: Iterable[FunctionType]) -> list[FunctionType]:
+    """Those functions that others may call: not methods whose names no code has, such as one for the training script."""
+    found = list(functions)
+    named = {x for function in found for x in (*names_in(function.__code__), *_texts_in(function))}
+    return [
+        x
+        for x in found
+        if x.__name__ not in NOT_OF_A_FORWARD
+        and (_is_no_method(x) or x.__name__ in named or x.__name__ == "forward" or x.__name__.startswith("__"))
+    ]
+
+
+def _texts_in(function: FunctionType) -> Iterator[str]:
+    """The constant texts in a function's own code, which `getattr` may be given."""
+    return (x for x in function.__code__.co_consts if isinstance(x, str))
+
+
+def _is_no_method(function: FunctionType) -> bool:
+    owner = function.__qualname__.rpartition(".")[0]
+    return not owner or owner.endswith("<locals>")
+
+
 def _line_of_reading(functions: Iterable[FunctionType], name: str) -> str | None:
-    """Where one of some functions reads a name by which one of them counts (`x += 1`, `x = x + 1`); None: nowhere."""
+    """Where one of some functions reads a name by which one of them counts (`x += 1`, `x = x + 1`); None: nowhere.
+
+    Reading it for a message alone does not count.
+    """
     counts, line = False, None
     for function in functions:
-        if function.__name__ == "__init__":
-            continue
         try:
             lines, first = inspect.getsourcelines(function)
             tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -142,28 +176,50 @@ def _line_of_reading(functions: Iterable[FunctionType], name: str) -> str | None
             continue
         updates = [x for x in ast.walk(tree) if _is_update(x, name)]
         counts |= bool(updates)
-        own = {id(y) for x in updates for y in ast.walk(x)}
-        reads = (x for x in ast.walk(tree) if id(x) not in own and _is_named(x, name, ast.Load))
-        found = next(reads, None)
+        without_effect = [*updates, *(x for x in ast.walk(tree) if isinstance(x, ast.stmt) and _only_logs(x))]
+        own = {id(y) for x in without_effect for y in ast.walk(x)}
+        found = next((x for x in ast.walk(tree) if id(x) not in own and _is_read(x, name)), None)
         if found is not None and line is None:
             place = first + getattr(found, "lineno", 1) - 1
             line = f"{Path(function.__code__.co_filename).name}, line {place}"
     return line if counts else None
 
 
+def _only_logs(statement: ast.stmt) -> bool:
+    """Whether a statement only writes messages, such as `if self.step % 100 == 0: print(self.step)`."""
+    if isinstance(statement, ast.If):
+        return all(map(_only_logs, (*statement.body, *statement.orelse)))
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(call, ast.Call) and _name_of(call.func) in _LOGS
+
+
 def _is_update(node: ast.AST, name: str) -> bool:
     if isinstance(node, ast.AugAssign):
-        return _is_named(node.target, name, ast.Store)
+        return _name_of(node.target) == name
     if isinstance(node, ast.Assign):
-        return any(_is_named(x, name, ast.Store) for x in node.targets) and any(
-            _is_named(x, name, ast.Load) for x in ast.walk(node.value)
-        )
+        return any(_name_of(x) == name for x in node.targets) and any(_is_read(x, name) for x in ast.walk(node.value))
+    if isinstance(node, ast.Call) and _name_of(node.func) == "setattr":
+        return _text_at(node, 1) == name and any(_is_read(x, name) for x in ast.walk(node))
     return False
 
 
-def _is_named(node: ast.AST, name: str, use: type) -> bool:
-    found = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
-    return found == name and isinstance(node.ctx, use)  # type: ignore[attr-defined]
+def _is_read(node: ast.AST, name: str) -> bool:
+    if isinstance(node, ast.Call) and _name_of(node.func) in ("getattr", "get"):
+        return name in (_text_at(node, 0), _text_at(node, 1))
+    return isinstance(getattr(node, "ctx", None), ast.Load) and _name_of(node) == name
+
+
+def _name_of(node: ast.AST) -> str | None:
+    """The name of a variable or an attribute, or the key of an entry."""
+    if isinstance(node, ast.Subscript):
+        return node.slice.value if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str) else None
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
+
+
+def _text_at(call: ast.Call, place: int) -> str | None:
+    """The argument at a place if it is a constant text."""
+    found = call.args[place] if place < len(call.args) else None
+    return found.value if isinstance(found, ast.Constant) and isinstance(found.value, str) else None
 
 
 def read_state(roots: Mapping[str, object], model: nn.Module) -> State:
@@ -171,9 +227,9 @@ def read_state(roots: Mapping[str, object], model: nn.Module) -> State:
     found: State = {}
     for path, value in _reachable(roots, model):
         if isinstance(value, Tensor):
-            found[path] = value, (id(value), value._version if not value.is_inference() else 0)
+            found.setdefault(path, (value, (id(value), 0 if value.is_inference() else value._version)))
         elif isinstance(value, _NUMBERS):
-            found[path] = value, (type(value), repr(value))
+            found.setdefault(path, (value, (type(value), repr(value))))
     return found
 
 

@@ -29,7 +29,7 @@ from gplan_profiler.capture.chain import (
     flat_tensors,
     model_state_restored,
 )
-from gplan_profiler.capture.module_attributes import assigned_since, attributes_of
+from gplan_profiler.capture.module_attributes import assigned_since, attributes_of, attributes_restored
 from gplan_profiler.capture.moving_averages import RecordedCall, RunningNorm, recorded_norms, running_norms
 from gplan_profiler.capture.value_forms import Form
 from gplan_profiler.memory.allocations import storage_key
@@ -129,8 +129,9 @@ class SequentialChain(Chain):
         super().__init__(model, [name for name, _ in children], [type(child).__name__ for _, child in children])
         self._children = children
         before, versions = attributes_of(model), [x._version for x in model.buffers()]
-        self._forms, self._specs, self._calls = self._trace(inputs)
-        self.assigned = assigned_since(before)
+        with attributes_restored(model):  # counters are as in a plain run, which has no trace before it
+            self._forms, self._specs, self._calls = self._trace(inputs)
+            self.assigned = assigned_since(before)
         pairs = zip(model.named_buffers(), versions, strict=True)
         self._written = {name.rpartition(".")[2] for (name, x), version in pairs if x._version != version}
         self._routes = self._found_routes()

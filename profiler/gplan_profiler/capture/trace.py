@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from gplan.core.errors import ModelError
 from gplan_profiler.capture.authored_layers import caches_empty, named_state
-from gplan_profiler.capture.chain import call_arguments, model_state_restored, without_gradients
+from gplan_profiler.capture.chain import call_arguments, model_state_restored
 from gplan_profiler.capture.inplace import writers
 from gplan_profiler.capture.known_values import known_constants, state_of_batch
 from gplan_profiler.capture.module_attributes import (
@@ -176,7 +176,9 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 def _traced(run: _ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], way: Way) -> Trace:
     model = run.model
     own = named_state(model)
-    inside = [*([state_of_batch(model, own)] if way.follows_batch else []), known_constants()]
+    inside: list[AbstractContextManager[object]] = [known_constants(), _GradientWorkRefused()]
+    if way.follows_batch:
+        inside.insert(0, state_of_batch(model, own))
     with ExitStack() as stack:
         if way.follows_batch:
             stack.enter_context(real_values_kept())
@@ -190,7 +192,7 @@ def _traced(run: _ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], way: 
         stack.enter_context(without_stack_traces())  # slower than the trace itself
         stack.enter_context(uncompiled())
         stack.enter_context(nested_traces_allowed())
-        stack.enter_context(without_gradients(model))  # of another dtype they cannot become fake tensors
+        stack.enter_context(model_state_restored(model))  # gradients of another dtype cannot become fake tensors
         program = torch.export.export(model, args, kwargs, strict=False)
     module = program.graph_module
     for node in calls_in(module, torch.ops.aten._assert_tensor_metadata.default):  # of dtype and device, at every `.to`
@@ -304,6 +306,12 @@ def _untraceable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """The error for a model that torch.export rejects with `error`."""
     if isinstance(error, ModelError):
         return error
+    where = author_line(error)
+    if isinstance(error, _GradientWorkError):
+        return ModelError(
+            f"the forward of {type(model).__name__} {error} ({where}), which stages would not do, as they are traced operations: "
+            "write a torch.autograd.Function, whose backward gets the gradient, or do it in the training script"
+        )
     if _DATA_OF_A_TENSOR in str(error):
         for name, is_changed in _parameters_whose_data_is_used(model, args, kwargs):
             path = name.rpartition(".")[0]
@@ -317,7 +325,6 @@ def _untraceable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return ModelError(f"{type(model).__name__} cannot be captured: {text}")
     if _takes_gradients(model, args, kwargs):
         return ModelError(f"{type(model).__name__} cannot be captured: {OWN_GRADIENTS}")
-    where = author_line(error)
     reason = first_line(error) or type(error).__name__
     text = str(error).lower()
     if type(error) in _PLAIN and not any(
@@ -341,11 +348,34 @@ def _takes_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         raise UntraceableError("the forward computes gradients")
 
     try:
-        with model_state_restored(model), gradient_calls_replaced(refuse):
+        with model_state_restored(model), gradient_calls_replaced(refuse), _without_torch_messages():
             model(*args, **kwargs)
     except Exception:  # of a model that fails without export too, or on fake weights
         pass
     return bool(found)
+
+
+class _GradientWorkError(Exception):
+    """A forward works on gradients, which a trace leaves out."""
+
+
+_GRADIENT_WORK: Mapping[Any, str] = {
+    Tensor.register_hook: "registers a hook on the gradient of a tensor",
+    Tensor.register_post_accumulate_grad_hook: "registers a hook on the gradient of a tensor",
+    Tensor.grad.__get__: "reads the gradient of a parameter",  # type: ignore[union-attr]
+}
+
+
+class _GradientWorkRefused(TorchFunctionMode):
+    """Raises _GradientWorkError where a forward registers hooks on tensors, or reads gradients of parameters."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        work = _GRADIENT_WORK.get(function)
+        if work is not None and ("hook" in work or isinstance(args[0], nn.Parameter)):
+            raise _GradientWorkError(work)
+        return function(*args, **(kwargs or {}))
 
 
 class _DataUses(TorchFunctionMode):
@@ -370,7 +400,7 @@ def _parameters_whose_data_is_used(
     copies: dict[str, Tensor] = {name: nn.Parameter(x.detach().clone()) for name, x in model.named_parameters()}
     uses = _DataUses()
     try:
-        with model_state_restored(model), uses:
+        with model_state_restored(model), uses, _without_torch_messages():
             torch.func.functional_call(model, copies, args, kwargs)
     except Exception:  # a model that fails without export too is described by the exporter's error
         return []

@@ -8,14 +8,15 @@
 5. As 3, with modules that hold several layers too.
 
 Every way is proven: outputs, gradients and buffers after one pass of the layers, each a stage of its own, equal those of
-the model. Three cases are not. A run takes the way of its profile, which proved it. A model without weights has no values
-to compare: its profile takes the first way that works and says so if that is not the first of all. And a model that
-draws random numbers may draw them in another order in its layers: then the first way of all is taken.
+the model. Two cases are not. A run takes the way of its profile, which proved it. A model without weights has no values
+to compare: its profile takes the first way that works and says so if that is not the first of all. And a model whose
+layers draw random numbers in another order is compared again with numbers that depend on no order (`DrawsByShape`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -34,7 +35,6 @@ from gplan_profiler.capture.module_attributes import (
     assigned_since,
     attributes_of,
     attributes_restored,
-    tensors_restored,
 )
 from gplan_profiler.capture.opaque_calls import recorded_calls
 from gplan_profiler.capture.python_state import changed_state_refused, containers_restored
@@ -43,7 +43,7 @@ from gplan_profiler.capture.value_forms import DATA_DEPENDENT
 from gplan_profiler.memory.allocations import tensors_in
 from gplan_profiler.model.error_location import describe, root_cause
 from gplan_profiler.model.lazy_build import fake_mode_of, random_state_kept, seed_everything
-from gplan_profiler.model.random_draws import host_random_state, line_of_first_draw
+from gplan_profiler.model.random_draws import DrawsByShape, host_random_state, line_of_first_draw
 from gplan_profiler.torch_compat import pytree
 
 _MOST_EPSILONS = 1000  # of the dtype, by which results of two orders of the same operations may differ
@@ -52,6 +52,9 @@ _SMALLEST_SCALE = 1e-3  # of the largest gradient: one that is zero up to roundi
 _GRADIENT = "the gradient of "
 _NUM_CALLS = 2  # after the first, to find what a model keeps from call to call
 _MOST_COMPARED = 2**16  # numbers of a tensor, evenly spaced; of larger ones also the norm
+
+Draws: TypeAlias = Callable[[], AbstractContextManager[object]]
+"""What a run draws its random numbers inside."""
 
 
 def captured_in_steps(
@@ -103,7 +106,9 @@ def captured_in_steps(
             return chain
         is_unproven = plain.has_no_values and traced is None
         difference = None if is_unproven else plain.difference_from(chain, found)
-        if difference is None or (is_first and plain.changes(seed=1)):
+        if difference is not None and is_first and plain.changes(seed=1):
+            difference = plain.difference_from(chain, found, draws=DrawsByShape)
+        if difference is None:
             if not is_first:
                 proof = ", which is not proven, as the model has no weights here" if is_unproven else ""
                 reason = describe(root_cause(first_error)) if first_error is not None else "the profile did so"
@@ -199,7 +204,9 @@ class _PlainModel:
         """What a forward and a backward compute; None if the model fails."""
         return self._results_with()
 
-    def _results_with(self, *, seed: int = 0, host_seed: int = 0, left_out: Container[int] = ()) -> Results | None:
+    def _results_with(
+        self, *, seed: int = 0, host_seed: int = 0, left_out: Container[int] = (), draws: Draws = nullcontext
+    ) -> Results | None:
         """The results without the leaves of the output at the indices `left_out`; None if the model fails."""
 
         def run() -> Any:
@@ -208,7 +215,7 @@ class _PlainModel:
             return [None if place in left_out else x for place, x in enumerate(leaves)]
 
         try:
-            return _results_of(self._model, run, seed=seed, host_seed=host_seed)
+            return _results_of(self._model, run, seed=seed, host_seed=host_seed, draws=draws)
         except Exception:  # what fails is reported where the model is run for its own sake
             return None
 
@@ -221,7 +228,7 @@ class _PlainModel:
         def call(inputs: Any) -> list[Excerpt]:
             args, kwargs = call_arguments(inputs)
             seed_everything(0)
-            with model_state_restored(model), tensors_restored(model):
+            with model_state_restored(model):
                 return [Excerpt.of(x) for x in tensors_in(model(*args, **kwargs))]
 
         before = attributes_of(model)
@@ -244,13 +251,14 @@ class _PlainModel:
         again = None if self.results is None else self._results_with(seed=seed, host_seed=host_seed)
         return again is None or self.results is None or _difference(self.results, again) is not None
 
-    def difference_from(self, chain: Chain, traced: Trace) -> str | None:
+    def difference_from(self, chain: Chain, traced: Trace, *, draws: Draws = nullcontext) -> str | None:
         """Where the layers compute something else than the model; None: nowhere, or the model itself fails."""
         if self.has_no_values:
             return "the model has no weights here"
         expected = self.results
-        if DATA_DEPENDENT in traced.left_out.values():
-            expected = self._results_with(left_out=traced.left_out)
+        left_out = traced.left_out if DATA_DEPENDENT in traced.left_out.values() else ()
+        if left_out or draws is not nullcontext:
+            expected = self._results_with(left_out=left_out, draws=draws)
         if expected is None:
             return None
 
@@ -265,7 +273,7 @@ class _PlainModel:
         dtypes = {x.dtype for x in values if x.is_floating_point()}
         coarsest = max((torch.finfo(x).eps for x in dtypes), default=0.0)  # such as that of autocast
         try:
-            return _difference(expected, _results_of(self._model, run_layers), epsilon=coarsest)
+            return _difference(expected, _results_of(self._model, run_layers, draws=draws), epsilon=coarsest)
         except Exception as error:
             return f"they fail, {describe(error)}"
 
@@ -346,9 +354,11 @@ def _other(inputs: object) -> Any:
     return pytree.tree_map_only(Tensor, changed, inputs)
 
 
-def _results_of(model: nn.Module, run: Callable[[], Any], *, seed: int = 0, host_seed: int = 0) -> Results:
-    """The results of a run from the same state."""
-    with random_state_kept(), model_state_restored(model), attributes_restored(model):
+def _results_of(
+    model: nn.Module, run: Callable[[], Any], *, seed: int = 0, host_seed: int = 0, draws: Draws = nullcontext
+) -> Results:
+    """The results of a run from the same state; random numbers are drawn inside `draws()`."""
+    with random_state_kept(), model_state_restored(model), attributes_restored(model), draws():
         seed_everything(host_seed)
         torch.manual_seed(seed)
         outputs = list(tensors_in(run()))

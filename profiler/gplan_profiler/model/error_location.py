@@ -12,9 +12,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+import gplan.core.errors
 from gplan.core.errors import ModelError
 
-_OURS = Path(__file__).resolve().parents[1], Path(__file__).resolve().parents[2] / "gplan"
+_OURS = Path(__file__).resolve().parents[1], Path(gplan.core.errors.__file__).resolve().parents[1]
 _INSTALLED = tuple({Path(path).resolve() for name, path in sysconfig.get_paths().items() if "lib" in name})
 _INSTALLED_PARTS = frozenset({"site-packages", "dist-packages"})
 _MOST_CHARACTERS = 300

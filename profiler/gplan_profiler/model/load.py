@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar, cast, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from gplan.core import LossReduction, ModelId, Precision
 from gplan.core.errors import ModelError, UsageError
@@ -155,7 +155,15 @@ class ModelFile:
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
         """The file's learning-rate scheduler for its optimizer, stepped after every step; None if it defines none."""
-        return self._call("scheduler", optimizer, expected=LRScheduler) if self.has("scheduler") else None
+        if not self.has("scheduler"):
+            return None
+        made: LRScheduler = self._call("scheduler", optimizer, expected=LRScheduler)
+        if isinstance(made, ReduceLROnPlateau):
+            raise ModelError(
+                f"scheduler in {self.name} returned ReduceLROnPlateau, whose step takes a measured loss; expected a scheduler "
+                "whose step() needs no argument, such as CosineAnnealingLR; your own script can call it (gplan.pipeline)"
+            )
+        return made
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
         """Pairs of inputs and target; a finite source starts again when it ends."""

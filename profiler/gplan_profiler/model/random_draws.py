@@ -1,4 +1,4 @@
-"""Find the line of a user's code that draws random numbers from the generators of torch, Python or numpy."""
+"""Random numbers that a user's code draws: the line that first does, and draws that do not depend on their order."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gplan_profiler.model.error_location import is_authors
+from gplan_profiler.torch_compat import TorchDispatchMode
 
 
 def line_of_first_draw(run: Callable[[], object]) -> str | None:
@@ -33,8 +34,7 @@ def line_of_first_draw(run: Callable[[], object]) -> str | None:
     def trace(frame: FrameType, event: str, _argument: object) -> Any:
         if found or not is_authors(frame.f_code.co_filename):
             return None
-        if event != "call":
-            look()
+        look()  # at the first call too: `run` may have seeded the generators before
         if event == "call":
             running.append((frame.f_code.co_filename, frame.f_lineno))
         elif event == "line":
@@ -73,3 +73,13 @@ def host_random_state() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     host = None if numpy is None else [x.tolist() if hasattr(x, "tolist") else x for x in numpy.random.get_state()]
     return random.getstate(), host
+
+
+class DrawsByShape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, the random numbers that torch draws depend on their shape alone, not on the draws before."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
+            shape = getattr(args[0], "shape", args[0]) if args else ()
+            torch.manual_seed(hash(tuple(shape) if isinstance(shape, list | tuple) else shape))
+        return function(*args, **(kwargs or {}))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gplan
-from gplan.core.errors import UsageError
+from gplan.core.errors import RunError, UsageError
 from tests.runtime.ranks import on_ranks
 from tests.runtime.semantics.checks import both_engines, built, failures, merged, plan_of, with_microbatches
 from tests.runtime.semantics.models import WIDTH, Buffered, Floor, subject
@@ -57,6 +57,32 @@ class Counter(Floor):
 def counting_row(*, writes: bool = True) -> nn.Sequential:
     seen = torch.ones(())
     return nn.Sequential(Counter(seen, writes=writes), Floor(), Floor(), Counter(seen, writes=False))
+
+
+class Normed(Floor):
+    """Divides by a running scale, which its backward needs as it was, and reads the buffer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.scale.lerp_(x.detach().abs().mean(0), 0.1)  # type: ignore[operator]
+        return super().forward(x) / self.scale
+
+
+def normed_row() -> nn.Sequential:
+    return nn.Sequential(Normed(), Floor(), Floor())
+
+
+def test_written_buffer_that_a_backward_needs_has_a_remedy() -> None:
+    case = subject(normed_row)
+    pipe = gplan.pipeline(normed_row, plan_of(case, 2), loss=case.loss)
+    with pytest.raises(
+        RunError, match=r"backward of micro-batch .*modified by an inplace.*read a copy \(self\.name\.clone"
+    ):
+        pipe.step(*case.batch(8))
 
 
 def never() -> Counting:

@@ -84,6 +84,12 @@ def test_step_after_refused_calls(pipe: Pipeline) -> None:
     assert pipe.step(INPUTS, TARGETS).item() == fresh.step(INPUTS, TARGETS).item()
 
 
+def test_failing_loss_names_what_it_was_given(pipe: Pipeline) -> None:
+    text = r"step \d+, forward of micro-batch 0 on stage 1: the loss fails with an output of 2,6:float32 and targets of 2,3:fl"
+    with pytest.raises(GplanError, match=text):
+        pipe.step(INPUTS, TARGETS[:, :3])
+
+
 def test_errors_equal_on_every_rank() -> None:
     def script() -> Any:
         pipe = gplan.pipeline(row, plan_of(ROW, 3), loss=ROW.loss, timeout_s=20.0)

@@ -60,6 +60,22 @@ def profile_in(case: str, precision: str) -> Profile:
     )
 
 
+@pytest.mark.parametrize("precision", ["mixed", "mixed-bf16-gradients", "bfloat16"])
+def test_several_microbatch_sizes_in_one_profile(precision: str) -> None:
+    found = CASES["frozen"]
+    profile = gplan.profile(
+        built(found),
+        loss=found.loss,
+        inputs=lambda n: found.batch(n)[0],
+        microbatch_sizes=[2, 4],
+        link=LINK,
+        contention=0,
+        budget_s=0.01,
+        precision=precision,  # type: ignore[arg-type]
+    )
+    assert profile.microbatch_sizes == (2, 4) and profile.precision.name == precision
+
+
 def plan_in(case: str, precision: str, *, num_devices: int = 2, **options: Any) -> Plan:
     return gplan.balance(profile_in(case, precision), num_devices=num_devices, num_microbatches=4, **options)
 
