@@ -29,7 +29,7 @@ from gplan.core import (
 from gplan.core.errors import UsageError
 from gplan.corrections import planned
 from gplan.cost.stage_table import StageTable
-from gplan.partition.diagnosis import no_plan_error, one_device_notes
+from gplan.partition.diagnosis import no_plan_error
 from gplan.partition.placement import Placed, best_placement
 from gplan.partition.plan_evaluation import price
 from gplan.partition.problem import Problem
@@ -72,7 +72,6 @@ def balance_fixed(profile: Profile, request: PlanRequest) -> Plan:
         )
     limits: Any = {"solver": request.solver, "time_limit_s": request.time_limit_s}
     plan = best_plan(problem, machine, smaller=lambda: _in_smaller_microbatches(profile, request), **limits)
-    plan = replace(plan, notes=(*plan.notes, *one_device_notes(plan, profile)))
     if not constraints:
         return plan
     free = best_plan(replace(problem, constraints=Constraints()), machine, **limits)

@@ -54,7 +54,7 @@ class Agreement:
         self.broadcasts = broadcasts and ranks is not None
         self._counts = Counter[str]()
         self._announced: _Announced | None = None
-        self._failed_step = 0  # from 1; 0: none
+        self._failed = ""  # what failed on this rank, such as "step 3"
         if ranks is None:
             return
         size, num_devices, timeout = dist.get_world_size(), ranks.num_devices, ranks.timeout
@@ -73,10 +73,10 @@ class Agreement:
         """
         if self._is_alone:
             return
-        if self._failed_step:
+        if self._failed:
             raise RunError(
-                f"pipe.{call} after step {self._failed_step} failed: it left other ranks in the middle of it, so this pipeline "
-                "cannot go on; end all processes, and resume from a checkpoint"
+                f"{self._failed} failed and left other ranks in the middle of it, so pipe.{call} cannot run; end all processes, and "
+                "resume from a checkpoint"
             )
         self._settle()
         self._counts[call] += 1
@@ -93,12 +93,12 @@ class Agreement:
                 self._settle()
 
     @contextmanager
-    def until_failure(self, step: int) -> Iterator[None]:
-        """Within the passes of a step, from 1: no call can follow one that fails, but where a process is alone."""
+    def until_failure(self, what: str) -> Iterator[None]:
+        """Around passes through all stages: where they fail and other ranks take part, no call can follow."""
         try:
             yield
         except Exception:
-            self._failed_step = step
+            self._failed = what
             raise
 
     def broadcast(self, inputs: Any, targets: Any) -> tuple[Any, Any]:

@@ -102,7 +102,8 @@ def hooked_once(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             for hook in hooks.values():
                 changed = hook(gradient)
                 gradient = gradient if changed is None else changed
-            x.grad = add_gradients(gradient, before)
+            # a hook may keep what it was given, or what it returned
+            x.grad = add_gradients(gradient.clone() if hooks else gradient, before)
             for hook in sum_hooks.values():
                 hook(x)
 

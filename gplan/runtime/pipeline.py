@@ -165,9 +165,12 @@ _OF_MODULES = {
 class Pipeline(StageState):
     """The stages of a plan that this process holds, ready to train."""
 
-    def __getattr__(self, name: str) -> NoReturn:
-        instead = f": {_OF_MODULES[name]}" if name in _OF_MODULES else ""
-        raise AttributeError(f"a pipeline is no nn.Module and has no {name}{instead}", name=name, obj=self)
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_MODULES:
+            raise AttributeError(
+                f"a pipeline is no nn.Module and has no {name}: {_OF_MODULES[name]}", name=name, obj=self
+            )
+        return super().__getattribute__(name)  # raises what was raised before
 
     def __call__(self, *_arguments: Any, **_options: Any) -> NoReturn:
         raise UsageError(f"a pipeline cannot be called like a model: {_OF_MODULES['__call__']}")
@@ -316,7 +319,7 @@ class Pipeline(StageState):
             self._unchanged.check()
         scale *= self._num_averaged
         self._loss_exchange.post_receive()
-        step = self._agreement.until_failure(self.num_steps + 1)
+        step = self._agreement.until_failure(f"step {self.num_steps + 1}")
         with step, self._random_streams.preserved(), hooked_once(self.parameters()), self._tied.accumulated():
             with self._masters.lent(), self._shared_buffers.forbid_writes(self._tensors):
                 losses = list[Tensor]()
@@ -530,7 +533,8 @@ class Pipeline(StageState):
 
     @uncompiled()
     def _evaluate(self, part: Pass, inputs: Any, num_rows: int, output_fn: OutputFn) -> list[Tensor]:
-        with torch.inference_mode(False), torch.no_grad(), self._random_streams.preserved():
+        passes = self._agreement.until_failure("an evaluation")
+        with passes, torch.inference_mode(False), torch.no_grad(), self._random_streams.preserved():
             self._masters.round()
             return self.runner.run(part, inputs, num_rows, step=self.num_steps, output_fn=output_fn, trains=False)
 

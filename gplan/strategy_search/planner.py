@@ -57,17 +57,18 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
         _check_searchable(request)
         return search(profile, request, progress=progress)
     request = _with_microbatch_size(profile, request)
+    check_limits(memory_bytes=request.memory_bytes, time_limit_s=request.time_limit_s)
     limit, within = _limits(profile, request)
     for _ in range(_NUM_TRIES):
         try:
-            found = balance_fixed(profile, replace(request, memory_bytes=within))
+            found = with_reserved(balance_fixed(profile, replace(request, memory_bytes=within)), profile)
         except NoPlanError as error:
             raise _of_whole_device(error, within, limit) from None
-        less = _less(found, profile, within, limit)
+        less = _less(found, within, limit, over=found.device_total_bytes - (limit or 0))
         if less is None:
             break
         within = less
-    return _with_reserved(found, profile, limit)
+    return _finished(found, profile, limit)
 
 
 def _limits(profile: Profile, request: PlanRequest) -> tuple[int | None, int | None]:
@@ -76,30 +77,36 @@ def _limits(profile: Profile, request: PlanRequest) -> tuple[int | None, int | N
         return request.memory_bytes, request.memory_bytes
     limit, beside = request.memory_bytes, beside_bytes(profile)
     limit = profile.device.memory_bytes if limit is None else limit
-    return limit, max(1, limit - beside) if limit and beside else limit
+    if limit and beside >= limit:
+        raise NoPlanError(
+            f"a device of {bytes_text(limit)} has no memory left for tensors: CUDA and NCCL take {bytes_text(beside)}; give each "
+            "device more memory (--memory)"
+        )
+    return limit, limit - beside if limit and beside else limit
 
 
 def _of_whole_device(error: Exception, within: int | None, limit: int | None) -> Exception:
-    """The error of planning within what tensors have of the limit, with what the rest is for."""
+    """The error of planning within what tensors have of the limit, with what to add to its numbers."""
     if within is None or limit is None or within == limit or not isinstance(error, NoPlanError):
         return error
     return NoPlanError(
-        f"{error}; of a device's {bytes_text(limit)} {bytes_text(limit - within)} are left to CUDA, NCCL and what the allocator "
-        "reserves in vain"
+        f"{error}; these are bytes of tensors: CUDA, NCCL and what the allocator reserves in vain take {bytes_text(limit - within)} "
+        "beside them, so add as much to each --memory"
     )
 
 
-def _less(found: Plan, profile: Profile, within: int | None, limit: int | None) -> int | None:
-    """What tensors may have in the next plan, where this one does not fit with what is reserved; None where it does."""
-    if within is None or limit is None or within == limit:
+def _less(found: Plan, within: int | None, limit: int | None, *, over: int) -> int | None:
+    """What tensors may have in the next plan, where this one is `over` bytes over the limit; None where it fits."""
+    if within is None or within == limit or over <= 0:
         return None
-    over = bytes_over(found, profile, limit)
-    return max(1, min(within, found.peak_bytes) - over) if over > 0 else None
+    return max(1, min(within, found.peak_bytes) - over)
 
 
-def _with_reserved(found: Plan, profile: Profile, limit: int | None) -> Plan:
-    """The plan with what its devices reserve, and a note where that is more than the limit."""
-    found = replace(with_reserved(found, profile), memory_limit_bytes=limit)
+def _finished(found: Plan, profile: Profile, limit: int | None) -> Plan:
+    """The plan with what its devices reserve, and notes where that is over the limit or one device would be faster."""
+    found = found if found.reserved_bytes else with_reserved(found, profile)
+    found = replace(found, memory_limit_bytes=limit)
+    found = replace(found, notes=(*found.notes, *one_device_notes(found, profile)))
     if limit is None or not found.reserved_bytes or found.device_total_bytes <= limit:
         return found
     note = (
@@ -245,27 +252,38 @@ def search(profile: Profile, request: PlanRequest, *, progress: Progress = no_pr
     downsets, notes = _down_sets(profile, request.constraints)
     found = SettingSearch(profile=profile, space=space, request=request, downsets=downsets, progress=progress)
     share = _SHARE_OF_BEST if machine is None else 1.0
-    best = None
+    best, lower_bound = None, 0.0
     for low, high in pairwise(_TURNS if within != limit else (0.0, 1.0)):
-        found.run(within, deadline_s=started_s + high * share * time_limit_s, share=(low * share, high * share))
-        best = found.best or (best if found.num_left else None)
-        less = None if found.best is None else _less(found.best, profile, within, limit)
+        try:
+            found.run(within, deadline_s=started_s + high * share * time_limit_s, share=(low * share, high * share))
+        except KeyboardInterrupt:
+            if best is None:
+                raise
+            found.is_interrupted = True
+        less = None
+        if found.best is not None:
+            best, lower_bound = found.best, found.lower_bound
+            over = bytes_over(best, profile, limit) if limit and within != limit else 0
+            less = _less(best, within, limit, over=over)
+        elif not found.num_left and not found.is_interrupted:
+            best = None
         if found.is_interrupted or not (found.num_left or less):
             break
         within = less or within
     if best is None:
-        raise _of_whole_device(_no_plan_error(found, within, time_limit_s), within, limit)
-    lower_bound, notes = found.lower_bound, (*space.notes, *notes, *_notes(found, best))
+        error = _no_plan_error(found, within, time_limit_s)
+        raise error if found.num_left else _of_whole_device(error, within, limit)
+    plan = found.best_fitting(within) or best
+    notes = (*space.notes, *notes, *_notes(found, plan))
     if machine is None and not found.is_interrupted and not _explore(found, deadline_s=started_s + time_limit_s):
         notes = (*notes, "the search for plans with less memory was interrupted")
-    plan = found.best_fitting(within) or best
     lower_bound_s = min(lower_bound / found.weight(plan.num_ranks), plan.prediction.step_s)
     solver, solve_s = f"search/{plan.proof.solver}", time.perf_counter() - started_s
-    whole = _with_reserved(plan, profile, limit)
+    whole = _finished(plan, profile, limit)
     return replace(
         whole,
         proof=replace(plan.proof, solver=solver, lower_bound_s=lower_bound_s, solve_s=solve_s),
-        notes=(*whole.notes, *notes, *one_device_notes(plan, profile)),
+        notes=(*whole.notes, *notes),
         frontier=tuple(map(alternative_of, _pareto_frontier(plan, found))) if machine is None else (),
         rivals=tuple(_rivals(plan, found)) if machine is not None else (),
     )

@@ -126,7 +126,7 @@ def test_limit_counts_reserved_bytes() -> None:
     assert tight.device_total_bytes <= tight.memory_limit_bytes == limit
     searched = balance(profile, num_devices=4, num_microbatches=16, schedule="auto", memory_bytes=limit)
     assert searched.device_total_bytes <= searched.memory_limit_bytes == limit
-    with pytest.raises(NoPlanError, match="are left to CUDA, NCCL"):
+    with pytest.raises(NoPlanError, match="these are bytes of tensors: CUDA, NCCL"):
         balance(profile, num_devices=4, num_microbatches=16, schedule="1f1b", memory_bytes=limit // 4)
 
 

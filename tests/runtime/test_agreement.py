@@ -126,7 +126,8 @@ def test_step_after_a_failed_one() -> None:
 
     first, again = zip(*on_ranks(2, job, timeout_s=20.0), strict=True)
     assert "a bad target" in first[1]
-    assert all("pipe.step after step 1 failed" in x and "resume from a checkpoint" in x for x in again)
+    assert "lost" in first[0] or "did not answer" in first[0]
+    assert all(x.startswith("step 1 failed and left other ranks") and "resume from a checkpoint" in x for x in again)
 
 
 def test_none_where_data_are_not_used() -> None:

@@ -171,17 +171,17 @@ def test_hooks_put_on_a_pipeline_run_once_a_step(precision: str) -> None:
     plan = gplan.balance(
         measured(in_precision(file_of(), Precision.named(precision)), 2, "layer"), num_devices=2, num_microbatches=4
     )
-    seen = list[Tensor]()
+    seen, mark = list[Tensor](), torch.ones(32, 32)
 
-    def sign(gradient: Tensor) -> Tensor:
-        seen.append(gradient.clone())
-        return gradient.sign()
+    def marked_gradient(gradient: Tensor) -> Tensor:
+        seen.append(gradient)
+        return mark
 
     hooked, plain = (
         gplan.pipeline(marked, plan, loss=lambda x, y: nn.functional.mse_loss(x.float(), y)) for _ in range(2)
     )
     weight = dict(hooked.named_parameters())["1.weight"]
-    handle = weight.register_hook(sign)  # type: ignore[no-untyped-call]
+    handle = weight.register_hook(marked_gradient)  # type: ignore[no-untyped-call]
     for number in range(3):
         if number == 2:
             handle.remove()
@@ -190,11 +190,13 @@ def test_hooks_put_on_a_pipeline_run_once_a_step(precision: str) -> None:
     found, every = gradients_of(hooked), {name: x / 3 for name, x in gradients_of(plain).items()}
     expected = {
         **{name: 3 * x for name, x in every.items()},
-        "1.weight": 2 * every["1.weight"].sign() + every["1.weight"],
+        "1.weight": 2 * mark + every["1.weight"],
     }
     for name, x in expected.items():
         torch.testing.assert_close(found[name], x, rtol=0.02, atol=1e-4)
     assert len(seen) == 2 and all(x.dtype == torch.float32 for x in seen)
+    assert_same({"1.weight": seen[0]}, {"1.weight": every["1.weight"]})
+    assert mark.eq(1).all()
 
 
 def test_what_an_nn_module_has_is_named_with_what_to_use() -> None:
