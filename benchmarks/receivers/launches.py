@@ -76,7 +76,7 @@ def main() -> None:
     rows = []
     for model, given in LAUNCHES:
         made = layout_of(model, receiver="megatron", hardware="h200", time_limit=2.0, memory_bytes=10**13, **given)
-        text = export(made.exported, to="megatron", profile=made.profile).text
+        text = export(made.plan, to="megatron", profile=made.profile).text
         words = shlex.split(text.replace("\\\n", " "))
         try:
             parsed, problem = parser_of(checkout).parse_args(words), ""

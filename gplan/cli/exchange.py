@@ -124,9 +124,9 @@ def layout(config: str, profile_file: Path, output: Path, as_json: bool, **dials
     from gplan.reporting.text.widths import widths_text
 
     found = layout_of(config, on_start=lambda text: click.echo(text, err=True), **dials)
-    made = export(found.exported, to=dials["receiver"], profile=found.profile)
+    made = export(found.plan, to=dials["receiver"], profile=found.profile)
     json_files.save(found.profile, profile_file)
-    json_files.save(found.exported, output)
+    json_files.save(found.plan, output)
     for line in () if as_json else widths_text(found):
         click.echo(line, err=True)
     print_result(made, lambda: made.text.removesuffix("\n"), as_json=as_json)

@@ -26,7 +26,7 @@ from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import bytes_text, counted
 from gplan.cost.reserved_bytes import CONTEXT_BYTES, RESERVED_SHARE, with_reserved
 from gplan.interop.planning import ForReceiver
-from gplan.interop.receivers import RECEIVERS, decoder_of
+from gplan.interop.receivers import decoder_of
 from gplan.interop.width_bounds import ChoiceBounds
 from gplan.interop.width_choices import OPTIONS, Choice, WidthSpace
 from gplan.partition.balance import problem_of
@@ -99,12 +99,6 @@ class ChosenWidths:
     def best(self) -> PlannedChoice:
         """The fastest setting."""
         return self.planned[0]
-
-    @property
-    def exported(self) -> Plan:
-        """The plan as a trainer counts it: replicas that have batches of their own, whose sharding is the trainer's."""
-        replicas = self.best.choice.widths.data if RECEIVERS[self.receiver].replicas else 1
-        return replace(self.plan, num_replicas=replicas, sharding="none")
 
     @property
     def gap(self) -> float:

@@ -273,10 +273,11 @@ def test_an_order_of_groups() -> None:
     }
     with_order = layout_of("mixtral-8x7b", num_gpus=16, batch_size=32, num_devices=2, order="tp-cp-ep-pp-dp", **given)
     assert {x.choice.widths.expert for x in with_order.planned} <= {1, 4}
-    made = export(with_order.exported, to="megatron", profile=with_order.profile)
+    assert with_order.plan.sharding == "optimizer"  # as it was priced; the trainer divides so by itself
+    made = export(with_order.plan, to="megatron", profile=with_order.profile)
     assert "--use-tp-pp-dp-mapping" in made.text
     other = layout_of("llama3-8b", num_devices=2, data=2, order="dp-tp-cp-ep-pp", **given)
-    made = export(other.exported, to="megatron", profile=other.profile)
+    made = export(other.plan, to="megatron", profile=other.profile)
     assert "--use-tp-pp-dp-mapping" not in made.text and [x for x in made.notes if "order dp-tp-cp-ep-pp" in x]
     with pytest.raises(UsageError, match="torchtitan places groups as tp-cp-ep-dp-pp; leave --order out"):
         layout_of("llama3-8b", **{**given, "receiver": "torchtitan"}, num_gpus=8, order="tp-cp-ep-pp-dp")
@@ -287,7 +288,7 @@ def test_multi_token_prediction_does_not_tie_the_head() -> None:
     settings = ["num_hidden_layers=16", "num_nextn_predict_layers=1", "hidden_size=1024", "intermediate_size=4096"]
     for tied, flag in ((False, True), (True, False)):
         found = layout_of("llama3-8b", **common, settings=[*settings, f"tie_word_embeddings={str(tied).lower()}"])
-        text = export(found.exported, to="megatron", profile=found.profile).text
+        text = export(found.plan, to="megatron", profile=found.profile).text
         assert ("--untie-embeddings-and-output-weights" in text) is flag
         assert "--mtp-num-layers 1" in text
 

@@ -73,6 +73,7 @@ def export(plan: Plan, *, to: str, profile: Profile | None = None) -> Export:
     if to not in RECEIVERS:
         return FORMATS[to](plan, profile)
     check_granularity(to, plan.model, plan.granularity, plan.layer_names[0])
+    plan = _as_the_trainer_counts(plan, has_replicas=RECEIVERS[to].replicas)
     plan = authored_plan(plan, receiver=to, title=RECEIVERS[to].title)
     made = FORMATS[to](plan, None if profile is None else authored_profile(profile))
     notes = [
@@ -88,3 +89,15 @@ def export(plan: Plan, *, to: str, profile: Profile | None = None) -> Export:
             "without the profile, the order of the layers, what skips layers and shared weights were not checked"
         )
     return replace(made, notes=tuple(notes))
+
+
+def _as_the_trainer_counts(plan: Plan, *, has_replicas: bool) -> Plan:
+    """A language model's plan with the replicas that have batches of their own, and its trainer's own sharding of state.
+
+    Its profile, computed from sizes and widths, names the ranks that hold the same weights: those of context and data.
+    """
+    widths = dict(plan.model.settings)
+    if "replicas" not in widths:
+        return plan
+    replicas = plan.num_replicas // int(widths.get("context", "1")) if has_replicas else 1
+    return replace(plan, num_replicas=replicas, sharding="none")
