@@ -172,7 +172,9 @@ def _decoded(text: bytes, *, name: str, remedy: str) -> dict[str, Any]:
         raise FileError(f"{name} is nested too deeply to be read; {remedy}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if name.endswith(".py"):
-            raise FileError(f"{name} is a model file, not what was made of it; {remedy}") from error
+            raise FileError(
+                f"{name} is a Python file, not what gplan makes of it; begin with `gplan profile {name}`"
+            ) from error
         raise FileError(f"{name} is cut off or is not JSON ({error}); {remedy}") from error
     if not isinstance(content, dict):
         raise FileError(f"{name} holds a JSON {type(content).__name__}, not an object; {remedy}")

@@ -154,7 +154,7 @@ class DecoderProfile:
             versions=((self.trainer.name, self.trainer.version),),
             origin="computed",
             notes=(
-                f"computed from the sizes of {self.name} for {self.hardware.name}; nothing was built or measured",
+                f"computed from the sizes of {self.name} for {self.hardware.name}, samples of {self.widths.sequence_length:,} tokens; nothing was built or measured",
                 *self.decoder.unused,
             ),
             plan_notes=(expected_error(self.trainer.name, self.hardware.name),),

@@ -73,7 +73,11 @@ def locate(reference: str) -> tuple[ModuleType, Any]:
             raise ModelError(f"no module or file is named {place}; expected model.py or package.module:NAME") from error
         raise ModelError(f"{place} cannot be imported: {describe(error)}; install it or fix the import") from error
     except (Exception, SystemExit) as error:
-        remedy = ""
+        remedy = (
+            ""
+            if isinstance(error, SyntaxError)
+            else "; the file is run to find its model: keep training under `if __name__ == '__main__'`"
+        )
         if isinstance(error, ImportError) and "relative import" in str(error):  # a file alone has no package
             folder, names = path.resolve().parent.parent, [path.resolve().parent.name, path.stem]
             while (folder / "__init__.py").exists():
