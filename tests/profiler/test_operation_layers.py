@@ -70,6 +70,21 @@ def test_views_go_with_what_reads_them() -> None:
     assert [x.shape for x in chain.specs(4)][-1] == (2, 16, 3 * 32)
 
 
+@pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell, nn.RNNCell])
+def test_cells_of_recurrences_open_layers(cell: Callable[[int, int], nn.Module]) -> None:
+    class Cells(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.message, self.update = nn.Linear(4, 4), cell(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Any = self.update(torch.relu(self.message(x)))
+            return found if isinstance(found, Tensor) else found[0]
+
+    chain = operations(Cells(), ROWS)
+    assert chain.names == ("message", "update")
+
+
 def test_a_view_of_a_part_stays_with_what_it_is_a_part_of() -> None:
     chain = operations(Calls(lambda m, x: m.layers[1](m.layers[0](x)[:2])), ROWS)
     assert [x.shape for x in chain.specs(1)] == [(2, 4)]

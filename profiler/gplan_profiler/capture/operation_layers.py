@@ -48,8 +48,8 @@ from gplan_profiler.torch_compat import HigherOrderOperator, OpOverload
 _PRODUCTS = {
     "linear", "matmul", "mm", "bmm", "grouped_mm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "addr", "dot", "vdot", "inner", "einsum",
     "tensordot", "bilinear", "chain_matmul", "kron", "cdist", "embedding", "embedding_bag", "lstm", "gru", "rnn_tanh",
-    "rnn_relu", "stft", "istft", "linalg_multi_dot", "linalg_inv", "linalg_solve", "linalg_svd", "linalg_qr", "linalg_eigh",
-    "linalg_cholesky", "matrix_exp",
+    "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "stft", "istft", "linalg_multi_dot",
+    "linalg_inv", "linalg_solve", "linalg_svd", "linalg_qr", "linalg_eigh", "linalg_cholesky", "matrix_exp",
 }  # fmt: skip
 _PARTS_OF_PRODUCTS = ("conv", "attention", "fft_", "softmax")
 _AS_GOOD = 0.9  # a cut is better only with less than this share of another's bytes
