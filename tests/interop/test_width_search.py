@@ -166,7 +166,9 @@ def test_what_allocators_reserve_counts_too() -> None:
 
 
 def test_one_that_needs_more_than_the_memory_with_what_is_reserved_has_a_note() -> None:
-    fixed: dict[str, int | str | None] = {"tensor": 1, "pipeline": 1, "microbatch_size": 4, "recompute": "never"}
+    fixed: dict[str, int | str | None] = {
+        "tensor": 1, "pipeline": 2, "num_chunks": 1, "microbatch_size": 8, "recompute": "never",
+    }  # fmt: skip
     whole = search(fixed=fixed).run()
     tight = replace(load_hardware("a100"), memory_bytes=whole.plan.device_total_bytes - 1)
     found = search(fixed=fixed, hardware=tight).run()
