@@ -175,7 +175,7 @@ def check_text(check: GradientCheck | None) -> str:
     pieces = " micro-batch by micro-batch" if check.whole_batch is not None else ""
     where, losses = "", ""
     if not check.passed:
-        where = f" (in {check.worst_parameter})"
+        where = f" ({check.worst_parameter})"
         losses = f"; loss {check.loss:.6f} against {check.plain_loss:.6f}"
     return (
         f"{result} the plain model's{pieces}: largest relative difference {check.max_relative_error:.1e}{where} over "

@@ -245,7 +245,7 @@ def test_a_run_ends_with_its_verdict_on_gradients_memory_and_time() -> None:
     assert step.startswith("step time predicted ")
     wrong = printed(run_view(replace(run, check=replace(check, max_relative_error=0.5))), width=200)[-3]
     assert wrong.startswith("gradients DIFFER from the plain model's")
-    assert ": largest relative difference 5.0e-01 (in w) over 9 tensors, tolerance 1e-05; loss 1.0" in wrong
+    assert ": largest relative difference 5.0e-01 (w) over 9 tensors, tolerance 1e-05; loss 1.0" in wrong
     disturbed = replace(run, num_disturbed=run.num_settled, num_counted=run.num_settled)
     assert printed(run_view(disturbed), width=120)[-1].endswith(
         ", in disturbed steps, so this error is not that of the prediction"
