@@ -88,7 +88,7 @@ SINGLE = replace(LEGACY, stores_scores=True)  # before flash attention
 SOURCES: dict[str, Source] = {  # by the beginning of the name
     "SimuMax": Source(fuses_cross_entropy=True),
     "Vocabulary Parallelism": Source(trainer=LEGACY, decoder={"tie_word_embeddings": False}),
-    "Zero Bubble": Source(trainer=SINGLE, has_gigabytes=True),  # its code divides max_memory_allocated by 10^6
+    "Zero Bubble": Source(trainer=SINGLE, has_gigabytes=True),  # its code logs 10^6 bytes, the paper's GB are 10^9
     "Ultra-Scale Playbook": Source(trainer=NANOTRON, memory="reserved"),
     "BigScience": Source(  # in bfloat16
         trainer=replace(SINGLE, divides_sequence=False, gradient_bytes=4), memory="device"

@@ -78,8 +78,8 @@ def run(
     profile, _ = profile_of_plan(plan, profile_file)
     with needs_torch("gplan.run"):
         from gplan.runtime.run.launch import is_main_process, notes_at_start
-    said = notes_at_start(plan, engine) if is_main_process() else ()
-    for note in said:
+    shown_notes = notes_at_start(plan, engine) if is_main_process() else ()
+    for note in shown_notes:
         click.echo(f"note: {note}", err=True)
     with progress_bar() as progress, warnings_noted() as warned:
         result = api.run(
@@ -100,7 +100,7 @@ def run(
     if not is_main_process():
         return
     json_files.save(result, output)
-    print_result(result, lambda: run_view(result, said=(*said, *warned)), as_json=as_json, written=output)
+    print_result(result, lambda: run_view(result, shown_notes=(*shown_notes, *warned)), as_json=as_json, written=output)
     if result.check is not None and not result.check.passed:
         raise RunError(
             f"gradients differ from the plain model's by {result.check.max_relative_error:.1e} in "

@@ -185,8 +185,7 @@ def _deepspeed(text: str, names: Sequence[str]) -> tuple[int, ...]:
     parts = _numbers(text, ("PARTS", "parts"))
     if not parts or parts[0] != 0 or parts[-1] != len(names):
         raise UsageError(
-            f"the boundaries are {parts}; expected rising numbers from 0 to {len(names)}, as the model has {len(names)} layers "
-            "as its author wrote them"
+            f"the boundaries are {parts}; expected rising numbers from 0 to {len(names)}, as {_layers_text(names)}"
         )
     return tuple(parts[1:])
 
@@ -194,10 +193,12 @@ def _deepspeed(text: str, names: Sequence[str]) -> tuple[int, ...]:
 def _torchgpipe(text: str, names: Sequence[str]) -> tuple[int, ...]:
     counts = _numbers(text, ("balance",))
     if sum(counts) != len(names):
-        raise UsageError(
-            f"the counts add up to {sum(counts)}; the model has {len(names)} layers as its author wrote them"
-        )
+        raise UsageError(f"the counts add up to {sum(counts)}; {_layers_text(names)}")
     return tuple(accumulate(counts))
+
+
+def _layers_text(names: Sequence[str]) -> str:
+    return f"the model has {len(names)} layers as its author wrote them"
 
 
 def _inference(text: str, names: Sequence[str]) -> tuple[int, ...]:

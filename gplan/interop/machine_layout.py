@@ -61,7 +61,8 @@ def layout_of(
         bytes_per_s, latency_s = parse_network(network, devices_per_node=device.devices_per_node)
         latency_s = device.network.latency_s if latency_s is None else latency_s
         device = replace(device, network=Link(latency_s=latency_s, bytes_per_s=bytes_per_s))
-        shared = "" if "*" in network else f"; if they share one card, write {network.partition(',')[0]}*1"
+        rate, comma, latency = network.partition(",")
+        shared = "" if "*" in rate else f"; if they share one card, write {rate}*1{comma}{latency}"
         on_start(
             f"network: {bytes_per_s / 1e9:.3g} GB/s for each of the {device.devices_per_node} devices of a node{shared}"
         )

@@ -24,7 +24,7 @@ import numpy as np
 from gplan.core import Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import bytes_text, counted
-from gplan.cost.reserved_bytes import CONTEXT_BYTES, RESERVED_SHARE, with_reserved
+from gplan.cost.reserved_bytes import CONTEXT_BYTES, RESERVED_SHARE
 from gplan.interop.planning import ForReceiver
 from gplan.interop.receivers import decoder_of
 from gplan.interop.width_bounds import ChoiceBounds
@@ -33,7 +33,7 @@ from gplan.partition.balance import problem_of
 from gplan.partition.block_program import BlockProgram, Counted, equal_blocks
 from gplan.partition.candidates import INFINITY
 from gplan.partition.even_cuts import EvenCut, best_even_cut, bettered_cut, priced_cut
-from gplan.partition.plan_evaluation import price
+from gplan.partition.plan_evaluation import price, with_reserved_memory
 from gplan.partition.problem import Problem, Solution
 from gplan.partition.solve import solve
 from gplan.schedules.request import PlanRequest
@@ -46,6 +46,8 @@ _GAPS = (0.02, 0.01, 0.005)  # all bounds are raised to within the first of the 
 _EVEN_CUTS_SHARE = 0.6  # of the time, for even partitions
 _BETTERED_SHARE = 0.7  # of the time, for even partitions and moves
 _NUM_BETTERED = 40  # settings whose partitions are bettered by moves
+_NUM_REPLAYED = 40  # settings at most that are replayed until one fits with what its allocators reserve
+_REPLAYED_SHARE = 0.1  # of the time, after the search, for that
 _PARTITION_LIMIT_S = 5.0  # of one search of any partition
 _MAX_ACTIONS = 120_000  # of a step: where there are more, partitions of unequal blocks are not searched
 _TURN = 1.003  # times the next lowest bound: so far a program raises its own before another setting has its turn
@@ -87,7 +89,7 @@ class ChosenWidths:
     plan: Plan
     profile: Profile
     receiver: str
-    planned: tuple[PlannedChoice, ...]  # fastest first
+    planned: tuple[PlannedChoice, ...]  # the chosen one, then the others, fastest first
     unplanned: tuple[
         tuple[Choice, float], ...
     ] = ()  # of widths without a partition: lower bounds in seconds, lowest first
@@ -200,7 +202,7 @@ class WidthSearch:
             if state.refused:
                 raise UsageError(state.refused)
             raise NoPlanError(self._nothing_fits_text(choices, deadline_s=time.perf_counter() + limit_s))
-        return state.result()
+        return state.result(deadline_s=time.perf_counter() + _REPLAYED_SHARE * limit_s)
 
     def _any_fits(self) -> bool:
         """Whether some of the settings that need least memory fit."""
@@ -356,20 +358,23 @@ class _SearchState:
         if cut is not None and (i not in self.planned or cut.step_s < self.planned[i].step_s):
             self.planned[i] = PlannedChoice(choice=self.bounds[i].choice, cut=cut, solver=solver)
 
-    def _ranked(self) -> tuple[list[int], Plan]:
+    def _ranked(self, deadline_s: float) -> tuple[list[int], Plan]:
         """The settings with a partition, fastest first, and the plan of the first one.
 
-        Those before it are out whose devices need more than they have, with what their allocators reserve. If all do, the
-        fastest stays.
+        Those before it are out whose devices need more than they have, with what their allocators reserve. If no other is
+        found in time, the fastest stays, with a note.
         """
         every = sorted(self.planned, key=lambda i: self.planned[i].step_s)
         limit = self.search.hardware.memory_bytes if self.search.memory_bytes is None else None
-        for place, i in enumerate(every[:_NUM_BETTERED]):
-            plan = self._plan_of(i, limit)
+        fastest = self._plan_of(every[0], limit)
+        for place, i in enumerate(every[:_NUM_REPLAYED]):
+            plan = self._plan_of(i, limit) if place else fastest
             if limit is None or plan.device_total_bytes <= limit:
                 self.ruled_out["its allocators reserve more than the memory"] += place
                 return every[place:], plan
-        return every, self._plan_of(every[0], limit)
+            if time.perf_counter() > deadline_s:
+                break
+        return every, fastest
 
     def _plan_of(self, i: int, limit: int | None) -> Plan:
         """The plan of a setting that has a partition."""
@@ -377,12 +382,11 @@ class _SearchState:
         own_bound_s, solver = min(one.step_s, self.bounds_s[i]), f"widths/{one.solver}"
         solution = Solution(stages=one.cut.stages(), lower_bound_s=own_bound_s, solver=solver)
         priced = price(self.search.problem(one.choice), solution, solve_s=time.perf_counter() - self.started_s)
-        found = with_reserved(priced, self.bounds[i].profile)
-        return found if limit is None else replace(found, memory_limit_bytes=limit)
+        return with_reserved_memory(priced, self.bounds[i].profile, limit)
 
-    def result(self) -> ChosenWidths:
+    def result(self, *, deadline_s: float) -> ChosenWidths:
         """The fastest settings with the plan of the first, the bound of all, and how the others were ruled out."""
-        order, plan = self._ranked()
+        order, plan = self._ranked(deadline_s)
         best, profile = self.planned[order[0]], self.bounds[order[0]].profile
         best = replace(best, cut=replace(best.cut, step_s=plan.prediction.step_s))  # simulated with all micro-batches
         rest = sorted((x, i) for i, x in enumerate(self.bounds_s) if i not in self.planned and x < INFINITY)

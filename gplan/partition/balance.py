@@ -43,6 +43,7 @@ from gplan.partition.validation import (
     check_sharding,
     check_split_backward,
 )
+from gplan.schedules.custom import is_custom_order
 from gplan.schedules.registry import canonical, custom_counts, num_stages_of, schedule_info
 from gplan.schedules.request import PlanRequest
 
@@ -110,15 +111,22 @@ def problem_of(profile: Profile, request: PlanRequest) -> Problem:
 
 
 def _in_smaller_microbatches(profile: Profile, request: PlanRequest) -> list[Problem]:
-    """The same batch in micro-batches of the smaller profiled sizes."""
+    """The same batch in micro-batches of the smaller profiled sizes that the schedule can have.
+
+    A custom order has the micro-batches that it has.
+    """
+    if is_custom_order(request.schedule):
+        return []
     sizes, number = profile.microbatch_sizes, request.num_microbatches
     size = request.microbatch_size or sizes[-1]
     assert isinstance(number, int) and isinstance(size, int), "no dial is open"
-    return [
-        problem_of(profile, replace(request, microbatch_size=x, num_microbatches=number * size // x))
-        for x in sizes
-        if x < size and size % x == 0
-    ]
+    problems = list[Problem]()
+    for x in sizes:
+        if x < size and size % x == 0:
+            with suppress(UsageError):
+                smaller = replace(request, microbatch_size=x, num_microbatches=number * size // x)
+                problems.append(problem_of(profile, smaller))
+    return problems
 
 
 def best_plan(
@@ -143,7 +151,7 @@ def best_plan(
     if placed is None:
         with suppress(TooManyDownSets):
             problem = with_down_sets(problem)
-        raise no_plan_error(problem, machine, smaller=smaller())
+        raise no_plan_error(problem, machine, smaller=smaller)
     return price(placed.problem, placed.solution, solve_s=time.perf_counter() - started_s)
 
 

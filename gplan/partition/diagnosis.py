@@ -8,7 +8,7 @@ be satisfied together, a minimal conflicting set is named.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -41,12 +41,12 @@ _SEARCH_S = 5.0  # for the least memory, and for the least K, with several stage
 
 
 def no_plan_error(
-    problem: Problem, machine: Machine | None = None, *, smaller: Sequence[Problem] = ()
+    problem: Problem, machine: Machine | None = None, *, smaller: Callable[[], Sequence[Problem]] = tuple
 ) -> NoPlanError | UsageError:
     """The error for a problem without a partition: the conflicting constraints, or what it needs and what would fit.
 
-    With a `machine`, whose devices were all tried, the smallest memory is for as many equal devices. `smaller` are the same
-    batch in smaller micro-batches.
+    With a `machine`, whose devices were all tried, the smallest memory is for as many equal devices. `smaller`
+    gives the same batch in smaller micro-batches.
     """
     conflicting = conflicting_constraints(problem)
     if conflicting:
@@ -180,11 +180,13 @@ def _memory_text(problem: Problem, machine: Machine | None = None) -> str:
     return f"the machine's devices ({each} per device)"
 
 
-def _remedies_text(problem: Problem, machine: Machine | None, smaller: Sequence[Problem], *, least_bytes: int) -> str:
+def _remedies_text(
+    problem: Problem, machine: Machine | None, smaller: Callable[[], Sequence[Problem]], *, least_bytes: int
+) -> str:
     """What fits, by as few options as possible, and by another number of stages; else what comes closest."""
     deadline_s = time.perf_counter() + _SEARCH_S
     fitting, number, closest = list[str](), 0, (least_bytes, "", problem)
-    for changed, options, other in sorted(_changed(problem, smaller), key=lambda x: x[0]):
+    for changed, options, other in sorted(_changed(problem, smaller()), key=lambda x: x[0]):
         if (changed > number and fitting) or time.perf_counter() > deadline_s:
             break
         number = changed
@@ -197,13 +199,10 @@ def _remedies_text(problem: Problem, machine: Machine | None, smaller: Sequence[
     nothing = [f"the closest that was found: {_needs_text(options, need_bytes)}"] if options else []
     if not (problem.constraints or is_custom_order(problem.schedule)):
         with suppress(TooManyCandidates):
-            stages = stages_that_fit_text(problem, machine)
-            if stages.startswith("--k"):
-                fitting.append(stages)
-            elif options and not fitting:
-                nothing.append(f"with {options} {stages_that_fit_text(other, machine)}")
-            else:
-                nothing.append(stages)
+            does_fit, stages = _stages_that_fit(problem, machine)
+            if not does_fit and options and not fitting:
+                does_fit, stages = _stages_that_fit(other, machine, options)
+            (fitting if does_fit else nothing).append(stages)
     if fitting:
         return f"what fits: {', '.join(fitting)}"
     return "; ".join(nothing) or "give the devices more memory, or use more devices"
@@ -241,21 +240,30 @@ def _needs_text(options: str, need_bytes: int | None) -> str:
 
 def stages_that_fit_text(problem: Problem, machine: Machine | None = None) -> str:
     """The smallest number of stages, or of devices, for which the problem has a plan, as options; or that there is none."""
+    return _stages_that_fit(problem, machine)[1]
+
+
+def _stages_that_fit(problem: Problem, machine: Machine | None, given: str = "") -> tuple[bool, str]:
+    """Whether some number of stages fits, and `stages_that_fit_text`; `given` are options that the problem has already."""
+    before = f"with {given} " if given else ""
     what, on = "devices" if problem.has_chunks else "stages", "" if machine is None else " the machine"
     deadline_s, word = time.perf_counter() + _SEARCH_S, "fits"
     for number, does_fit in enumerate(_feasibility(problem, machine, deadline_s=deadline_s), start=1):
         if does_fit:
-            options = f"--k {number} --microbatches {problem.num_microbatches}"  # by default other micro-batches
-            need_bytes = None if problem.has_chunks else _need(replace(problem, num_stages=number), machine)[1]
-            return _needs_text(options, need_bytes)
+            options = f"{given} --k {number}".strip()
+            if "--microbatches" not in given:  # by default others
+                options += f" --microbatches {problem.num_microbatches}"
+            is_counted = machine is None and not problem.has_chunks
+            need_bytes = _need(replace(problem, num_stages=number), machine)[1] if is_counted else None
+            return True, _needs_text(options, need_bytes)
         word = "was found to fit" if does_fit is None else word
         if time.perf_counter() > deadline_s:
-            return f"no number of {what} up to {number} {word}{on} (larger ones were not tried)"
+            return False, f"{before}no number of {what} up to {number} {word}{on} (larger ones were not tried)"
     if problem.has_chunks or machine is not None:
-        return f"no number of {what} {word}{on}"
+        return False, f"{before}no number of {what} {word}{on}"
     stage, peak_bytes = _tightest_stage(replace(problem, num_stages=problem.num_layers))
-    return (
-        f"no number of stages fits: with one layer per stage, stage {stage.index} (layers: {stage.layers_text}) needs "
+    return False, (
+        f"{before}no number of stages fits: with one layer per stage, stage {stage.index} (layers: {stage.layers_text}) needs "
         f"{bytes_text(peak_bytes)}"
     )
 

@@ -20,6 +20,7 @@ from gplan.core import (
     HostBound,
     Plan,
     Prediction,
+    Profile,
     Proof,
     Seconds,
     Stage,
@@ -27,9 +28,11 @@ from gplan.core import (
     StageSeconds,
 )
 from gplan.core.errors import UsageError
+from gplan.core.units import bytes_text
 from gplan.corrections.host_clock import with_cuda_graphs, without_host
 from gplan.cost.memory_moments import device_memory, stage_memory
 from gplan.cost.part_table import first_of
+from gplan.cost.reserved_bytes import with_reserved
 from gplan.partition.problem import (
     Problem,
     Solution,
@@ -185,6 +188,21 @@ _FINER = {  # what would divide a large layer
     "layer": "profile with --granularity auto, which divides it",
     "op": "it is one operation: use fewer devices, or put replicas in their place",
 }
+
+
+def with_reserved_memory(plan: Plan, profile: Profile, limit: int | None) -> Plan:
+    """The plan with what its devices reserve, and a note where that is more than the `limit` in bytes; None: no limit."""
+    found = with_reserved(plan, profile)
+    if limit is None:
+        return found
+    found = replace(found, memory_limit_bytes=limit)
+    if not found.reserved_bytes or found.device_total_bytes <= limit:
+        return found
+    note = (
+        f"with what its allocator reserves and CUDA and NCCL take beside it the fullest device needs {bytes_text(found.device_total_bytes)}, "
+        f"more than its {bytes_text(limit)}; try --recompute always, more devices or smaller micro-batches"
+    )
+    return replace(found, notes=(*found.notes, note))
 
 
 def _large_layer(granularity: Granularity, stages: Sequence[Stage], num_devices: int) -> Iterator[str]:

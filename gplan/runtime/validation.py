@@ -289,6 +289,6 @@ def notes_on_machine(plan: Plan) -> tuple[str, ...]:
         return unused_gpu_notes()
     return (
         *unused_gpu_notes(),
-        f"the plan was made for another machine: {made_for}; every stage ran on cores of this host, so the measured run "
-        "is not the predicted one",
+        f"the plan was made for another machine: {made_for}; every stage runs on cores of this host, so the measured "
+        "run is not the predicted one",
     )

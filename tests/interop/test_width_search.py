@@ -165,6 +165,33 @@ def test_what_allocators_reserve_counts_too() -> None:
     assert tight.plan.device_total_bytes < needed and tight.best.choice != free.best.choice
 
 
+def test_one_that_needs_more_than_the_memory_with_what_is_reserved_has_a_note() -> None:
+    fixed: dict[str, int | str | None] = {
+        "tensor": 1, "pipeline": 2, "num_chunks": 1, "microbatch_size": 8, "recompute": "never",
+    }  # fmt: skip
+    whole = search(fixed=fixed).run()
+    tight = replace(load_hardware("a100"), memory_bytes=whole.plan.device_total_bytes - 1)
+    found = search(fixed=fixed, hardware=tight).run()
+    assert found.plan.device_total_bytes == whole.plan.device_total_bytes and not found.ruled_out
+    (note,) = set(found.plan.notes) - set(whole.plan.notes)
+    assert note.startswith("with what its allocator reserves ")
+
+
+def test_the_chosen_one_is_the_first_of_the_list_whatever_its_simulated_step() -> None:
+    found = search().run()
+    slow = replace(found.best, cut=replace(found.best.cut, step_s=1.5 * found.planned[-1].step_s))
+    listed = [x for x in widths_text(replace(found, planned=(slow, *found.planned[1:]))) if x.startswith("   ")]
+    assert listed[0].startswith(f"   1. {slow.choice}: ") and not any("slower" in x for x in listed)
+
+
+def test_the_network_of_one_shared_card_keeps_its_latency() -> None:
+    said = list[str]()
+    layout_of(
+        "qwen3-0.6b", receiver="megatron", hardware="h100", network="400Gb/s,5us", num_devices=2, on_start=said.append
+    )
+    assert any(x.endswith("if they share one card, write 400Gb/s*1,5us") for x in said)
+
+
 def test_list_has_the_best_of_each_set_of_widths() -> None:
     found = search().run()
     lines = [x for x in widths_text(found) if ", micro-batches of" in x]

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+import gplan
 from gplan.core import Constraints
+from gplan.core.errors import NoPlanError
 from gplan.core.units import bytes_text
 from gplan.partition import diagnosis, memory_feasibility
 from gplan.partition.candidates import TooManyCandidates
 from gplan.partition.diagnosis import feasibility_by_num_devices, is_feasible, no_plan_error, tightest_device
 from gplan.partition.plan_evaluation import stages_of
 from gplan.partition.problem import Problem, without_memory
+from tests.made import make_profile
 from tests.partition.problems import EVERY, all_cuts, make_problem, peak_bytes, problems
 
 
@@ -114,7 +117,8 @@ def test_recomputing_is_not_offered_where_it_saves_nothing() -> None:
 def test_what_recomputing_would_need_is_named(memory_bytes: int, would_fit: bool) -> None:
     problem = make_problem([1] * 4, num_stages=2, num_microbatches=8, stash_bytes=100, memory_bytes=memory_bytes)
     text = str(no_plan_error(problem))
-    assert "--recompute always needs 200 B" in text and ("; what fits: " in text) is would_fit
+    assert ("; what fits: --recompute always needs 200 B" in text) is would_fit
+    assert ("; what fits: --recompute always --k 4 --microbatches 8 needs 100 B" in text) is not would_fit
 
 
 @pytest.mark.parametrize(
@@ -144,13 +148,35 @@ def test_two_remedies_are_named_together_only_where_one_is_not_enough() -> None:
     assert f"; what fits: {both}" in text(329)
 
 
-def test_smaller_micro_batches_are_offered() -> None:
+@pytest.mark.parametrize(("memory_bytes", "fitting"), [(300, "needs 280 B"), (150, "--k 4 needs 140 B")])
+def test_smaller_micro_batches_are_offered(memory_bytes: int, fitting: str) -> None:
     large, small = (
-        make_problem([1] * 4, num_stages=2, num_microbatches=x, weight_bytes=10, stash_bytes=y, memory_bytes=150,
+        make_problem([1] * 4, num_stages=2, num_microbatches=x, weight_bytes=10, stash_bytes=y, memory_bytes=memory_bytes,
                      schedule="1f1b", recompute="always")
         for x, y in ((4, 200), (8, 100))
     )  # fmt: skip
-    assert "--microbatch-size 1 --microbatches 8 needs" in str(no_plan_error(large, smaller=[small]))
+    text = str(no_plan_error(large, smaller=lambda: [small]))
+    assert f"; what fits: --microbatch-size 1 --microbatches 8 {fitting}" in text
+
+
+def test_a_custom_order_with_several_profiled_sizes_names_what_fits() -> None:
+    profile, order = (
+        make_profile([1.0] * 6, stash_bytes=100, microbatch_sizes=(2, 4)),
+        "custom:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1",
+    )
+    with pytest.raises(NoPlanError, match="the smallest memory that fits is"):
+        gplan.balance(profile, num_devices=2, num_microbatches=2, schedule=order, memory_bytes=100)
+
+
+def test_options_that_fit_with_another_number_of_stages_are_among_what_fits() -> None:
+    def text(memory_bytes: int) -> str:
+        problem = make_problem(
+            [1] * 8, num_stages=2, schedule="1f1b", num_microbatches=8, stash_bytes=100, weight_bytes=20, memory_bytes=memory_bytes
+        )  # fmt: skip
+        return str(no_plan_error(problem))
+
+    assert text(360).endswith("; what fits: --recompute always --k 4 --microbatches 8 needs 360 B")
+    assert "what fits" not in text(160) and "with --recompute always no number of stages fits" in text(160)
 
 
 def test_recomputing_is_not_offered_to_those_who_do() -> None:

@@ -112,6 +112,8 @@ def test_ranks_divide_key_and_value_heads() -> None:
         UsageError, match=r"^8 key and value heads cannot be divided over 6 ranks; .* 4 or 8 \(--tensor\)"
     ):
         check_divisions(decoder, tensor=6, **given)
+    with pytest.raises(UsageError, match=r"^8 key and value heads cannot be divided over 12 ranks"):
+        check_divisions(decoder, tensor=12, **given)
     check_divisions(decoder, tensor=16, **given)  # each is copied
 
 

@@ -25,6 +25,10 @@ from gplan.core import Plan, Profile
 from gplan.interop.export.requirements import Export, computed_widths, skipping_values, split_weights, stage_comments
 from gplan.interop.receivers import RECEIVERS, check_plan, decoder_of
 
+_AS_WRITTEN = (
+    "the model's layers as its author wrote them, in the plan's order, each with the operations that follow it"
+)
+
 
 def to_deepspeed(plan: Plan, profile: Profile | None) -> Export:
     """Python: `PARTS`, a class `PlannedPipelineModule` that uses them, its `ARGUMENTS` and the `CONFIG`.
@@ -62,8 +66,7 @@ CONFIG = {{
 """
     num_layers, num_ranks = len(plan.layer_names), plan.num_ranks
     notes = [
-        f"PlannedPipelineModule(layers, loss_fn=..., **ARGUMENTS) takes {num_layers} layers, the model's as its author wrote them, in the plan's order, "
-        f"each with the operations that follow it; start {num_ranks} ranks",
+        f"PlannedPipelineModule(layers, loss_fn=..., **ARGUMENTS) takes {num_layers} layers, {_AS_WRITTEN}; start {num_ranks} ranks",
         "DeepSpeed documents no other way to set the parts; the class overrides a private method",
         "DeepSpeed clips gradients to a norm of 1 unless the configuration has another gradient_clipping; 0.0 clips nothing",
     ]
@@ -94,8 +97,8 @@ def to_torchgpipe(plan: Plan, profile: Profile | None) -> Export:
 model = GPipe(model, balance={[x.num_layers for x in plan.stages]}, chunks={plan.num_microbatches}, checkpoint="{checkpoint}")
 """
     notes = [
-        f"model must be an nn.Sequential of {len(plan.layer_names)} children, the model's layers as its author wrote them, in the plan's order, each with the "
-        f"operations that follow it; a batch has {plan.batch_size} samples"
+        f"model must be an nn.Sequential of {len(plan.layer_names)} children, {_AS_WRITTEN}; "
+        f"a batch has {plan.batch_size} samples"
     ]
     makers = skipping_values(plan, profile)
     if makers:

@@ -267,7 +267,7 @@ def run_facts(run: Run) -> list[Fact]:
             if (whole := run.check and run.check.whole_batch)
             else []
         ),
-        *([("step time", step_text(run, compare(run)))] if run.equal_speed else []),
+        *([(STEP_TIME, step_text(run, compare(run)).removeprefix(f"{STEP_TIME} "))] if run.equal_speed else []),
         ("date", run.created),
         ("versions", ", ".join(f"{name} {version}" for name, version in run.versions) or "–"),
     ]

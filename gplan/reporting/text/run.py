@@ -47,9 +47,9 @@ _CAUSES = {
 }
 
 
-def run_view(run: Run, *, said: Collection[str] = ()) -> RenderableType:
+def run_view(run: Run, *, shown_notes: Collection[str] = ()) -> RenderableType:
     """Predicted beside measured; below, where the error comes from, the loss, the notes of plan and run that are not
-    already `said`, and the verdict in three lines: gradients, memory, time."""
+    among `shown_notes`, and the verdict in three lines: gradients, memory, time."""
     check, pairs = run.check, enumerate(zip(run.reserved_bytes, run.peak_bytes, strict=False))
     predicted = [f" ({bytes_text(x)} predicted)" for x in run.plan.reserved_bytes] or [""] * run.plan.num_devices
     reserved = [f"device {i} {bytes_text(x)}{predicted[i]} for {bytes_text(y)}" for i, (x, y) in pairs]  # where known
@@ -65,7 +65,7 @@ def run_view(run: Run, *, said: Collection[str] = ()) -> RenderableType:
         ),
         Text(f"{losses}measured over {run.steps_text}"),
         *([Text(whole_batch_text(check.whole_batch))] if check and check.whole_batch else []),
-        *note_lines([x for x in dict.fromkeys(run.all_notes) if x not in said]),
+        *note_lines([x for x in dict.fromkeys(run.all_notes) if x not in shown_notes]),
         Text(f"gradients {check_text(check)}", style=("green" if check.passed else "bold red") if check else ""),
         Text(memory_text(comparison)),
         Text(step_text(run, comparison)),
@@ -78,10 +78,10 @@ def memory_text(comparison: Comparison) -> str:
     if not rows:
         return f"{PEAK_MEMORY} not measured"
     worst = max(rows, key=lambda x: abs(x.error or 0.0))
-    largest = ", the worst" if len(rows) > 1 else ""
+    largest = "largest error, on " if len(rows) > 1 else ""
     return (
         f"{PEAK_MEMORY} predicted {bytes_text(int(worst.predicted))}, measured {bytes_text(int(worst.measured))}: "
-        f"{error_text(worst.error, worst.unit)} (device {worst.device}{largest})"
+        f"{error_text(worst.error, worst.unit)} ({largest}device {worst.device})"
     )
 
 
@@ -94,7 +94,7 @@ def step_text(run: Run, comparison: Comparison) -> str:
         f"{error_text(step.error, step.unit)}"
     )
     if run.num_disturbed and run.num_counted == run.num_settled:
-        return f"{text}, in disturbed steps, so it says little of the prediction"
+        return f"{text}, in disturbed steps, so this error is not that of the prediction"
     return text if speed is None else f"{text}; {equal_speed_text(speed, step)}"
 
 
@@ -173,10 +173,13 @@ def check_text(check: GradientCheck | None) -> str:
     coarse = " (too coarse to show small errors)" if check.tolerance >= _COARSE_TOLERANCE else ""
     result = "equal to" if check.passed else "DIFFER from"
     pieces = " micro-batch by micro-batch" if check.whole_batch is not None else ""
-    where = "" if check.passed else f" ({check.worst_parameter}), loss {check.loss:.6f} against {check.plain_loss:.6f}"
+    where, losses = "", ""
+    if not check.passed:
+        where = f" ({check.worst_parameter})"
+        losses = f"; loss {check.loss:.6f} against {check.plain_loss:.6f}"
     return (
-        f"{result} the plain model's{pieces}: largest relative difference {check.max_relative_error:.1e} over "
-        f"{check.num_parameters} tensors, tolerance {check.tolerance:.0e}{coarse}{where}"
+        f"{result} the plain model's{pieces}: largest relative difference {check.max_relative_error:.1e}{where} over "
+        f"{check.num_parameters} tensors, tolerance {check.tolerance:.0e}{coarse}{losses}"
     )
 
 

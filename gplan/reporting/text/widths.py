@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from gplan.core.units import bytes_text, counted, percent_text, seconds_text
 from gplan.interop.width_search import ChosenWidths, PlannedChoice
 from gplan.reporting.text.plan import reserved_text
+from gplan_profiler.analytic.decoder_config import Widths
 
 _NUM_SHOWN = 10
 
@@ -21,10 +22,12 @@ def widths_text(chosen: ChosenWidths) -> Iterator[str]:
         return
     yield f"the best found of {chosen.num_choices} settings; by this model no other is more than {percent_text(chosen.gap)} faster"
     yield "the best of each set of widths: its step, and what tensors take on the fullest device"
-    of_widths = {x.choice.widths: x for x in reversed(chosen.planned)}
-    planned = sorted(of_widths.values(), key=lambda x: x.step_s)[:_NUM_SHOWN]
+    of_widths = dict[Widths, PlannedChoice]()
+    for one in chosen.planned:
+        of_widths.setdefault(one.choice.widths, one)
+    planned = list(of_widths.values())[:_NUM_SHOWN]
     for place, one in enumerate(planned, 1):
-        slower = "" if place == 1 else f", {percent_text(one.step_s / best.step_s - 1)} slower"
+        slower = f", {percent_text(one.step_s / best.step_s - 1)} slower" if one.step_s > best.step_s else ""
         yield f"  {place:2}. {one.choice}: {seconds_text(one.step_s)}{slower}, {bytes_text(one.peak_bytes)}"
     unplanned = chosen.unplanned[: _NUM_SHOWN - len(planned)]
     if unplanned:
@@ -32,7 +35,7 @@ def widths_text(chosen: ChosenWidths) -> Iterator[str]:
     for choice, bound_s in unplanned:
         yield f"      {choice}: at least {seconds_text(bound_s)}"
     if chosen.ruled_out:
-        yield "why the others have no partition:"
+        yield "why the others are not in the list:"
     for reason, count in chosen.ruled_out.most_common():
         yield f"  {counted(count, 'setting')}: {reason}"
 

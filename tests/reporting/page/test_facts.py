@@ -78,8 +78,8 @@ def test_gradients_that_differ_are_told_in_capitals() -> None:
     )  # fmt: skip
     facts = dict(run_facts(replace(make_run(), check=check)))
     assert (
-        facts["gradients"] == "DIFFER from the plain model's: largest relative difference 5.0e-01 over 2 tensors, "
-        "tolerance 1e-04 (w), loss 1.000000 against 1.000000"
+        facts["gradients"] == "DIFFER from the plain model's: largest relative difference 5.0e-01 (w) over 2 tensors, "
+        "tolerance 1e-04; loss 1.000000 against 1.000000"
     )
 
 

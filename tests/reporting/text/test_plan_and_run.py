@@ -227,7 +227,7 @@ def test_a_run_repeats_the_notes_of_its_plan() -> None:
 
 def test_a_note_that_was_said_before_is_not_said_again() -> None:
     run = replace(make_run(), notes=("at the start", "at the end", "at the end"))
-    lines = printed(run_view(run, said=("at the start",)), width=200)
+    lines = printed(run_view(run, shown_notes=("at the start",)), width=200)
     assert [x for x in lines if x.startswith("note:")] == ["note: at the end"]
 
 
@@ -241,11 +241,13 @@ def test_a_run_ends_with_its_verdict_on_gradients_memory_and_time() -> None:
         gradients
         == "gradients equal to the plain model's: largest relative difference 2.0e-06 over 9 tensors, tolerance 1e-05"
     )
-    assert memory.startswith("peak memory predicted ") and step.startswith("step time predicted ")
+    assert memory.startswith("peak memory predicted ") and "(largest error, on device " in memory
+    assert step.startswith("step time predicted ")
     wrong = printed(run_view(replace(run, check=replace(check, max_relative_error=0.5))), width=200)[-3]
-    assert wrong.startswith("gradients DIFFER from the plain model's") and "(w)" in wrong
+    assert wrong.startswith("gradients DIFFER from the plain model's")
+    assert ": largest relative difference 5.0e-01 (w) over 9 tensors, tolerance 1e-05; loss 1.0" in wrong
     disturbed = replace(run, num_disturbed=run.num_settled, num_counted=run.num_settled)
     assert printed(run_view(disturbed), width=120)[-1].endswith(
-        ", in disturbed steps, so it says little of the prediction"
+        ", in disturbed steps, so this error is not that of the prediction"
     )
     assert printed(run_view(run))[-3] == "gradients not compared with the plain model's"
