@@ -14,7 +14,7 @@ time, or the refusal as printed. Needs transformers, and for some rows peft; not
 from __future__ import annotations
 
 import tempfile
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ FILE = str(ROOT / "benchmarks" / "architecture_models.py")
 ON_TORCH = ("gpt2", "gemma3text", "albert", "t5", "swin", "mamba", "clip", "mixtral", "llama, LoRA")
 COLUMNS = (
     "model", "group", "engine", "parameters", "trained", "layers", "traced", "gradient_difference", "tolerance",
-    "worst_parameter", "reference", "seconds", "refusal",
+    "worst_parameter", "reference", "seconds", "refusal", "processes", "peft",
 )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def examined(name: str, engine: str) -> dict[str, Any]:
                 refusal = ended.errors
                 break
         found, check = [gplan.load(path) if path.exists() else None for path in paths], None
-    row: dict[str, Any] = {"seconds": f"{seconds:.1f}", "refusal": refusal}
+    row: dict[str, Any] = {"seconds": f"{seconds:.1f}", "refusal": refusal, "processes": len(commands), "peft": _peft()}
     if isinstance(found[0], Profile):
         made = found[0]
         parameters = sum(x.num_parameters for x in (*made.layers, *made.shared_weights))
@@ -87,24 +87,36 @@ def examined(name: str, engine: str) -> dict[str, Any]:
     return row
 
 
+def _peft() -> str:
+    """The version of peft; empty if there is none."""
+    try:
+        return version("peft")
+    except PackageNotFoundError:
+        return ""
+
+
 def report(rows: Any) -> list[str]:
     """The summary, a table of what ran, and the refusals."""
     run, refused = ([x for x in rows.itertuples() if bool(x.refusal) == is_refused] for is_refused in (False, True))
     wrong = [x for x in run if float(x.gradient_difference) > float(x.tolerance)]
-    cells = ([x.model, x.group, x.engine, x.layers, x.traced, _difference(x), x.seconds] for x in run)
+    cells = ([x.model, x.group, x.engine, x.layers, x.traced, _difference(x), x.seconds, x.processes] for x in run)
+    peft = ", ".join(sorted({x.peft for x in run if "LoRA" in x.model and x.peft}))
     refusals = [f"- **{x.model}** ({x.engine}): {x.refusal.replace(f'{ROOT}/', '')}" for x in refused]
     return [
         "# Architectures: what is planned and trained, and what is refused\n",
         "Made by `python benchmarks/architectures.py`, which goes on where it was; all columns are in "
-        f"[rows.csv](rows.csv). torch {version('torch')}, transformers {version('transformers')}. Each model is tiny and random; it "
-        "is profiled, balanced (K = 2, 1F1B, 4 micro-batches of 2), and its first step is compared with the plain model: the "
-        "largest difference of a gradient or of the loss, relative to the largest entry of the gradients of that "
+        f"[rows.csv](rows.csv). torch {version('torch')}, transformers {version('transformers')}, "
+        f"peft {peft or 'not used'}. Each model is tiny and random; it is profiled, balanced (K = 2, 1F1B, 4 micro-batches "
+        "of 2), and its first step is compared with the plain model: the largest difference of a gradient or of the loss, relative to the largest entry of the gradients of that "
         "module (or to a thousandth of the model's largest). Where the plain model's own results depend on how the "
         "mini-batch is divided, as with a router's auxiliary loss, it runs micro-batch by micro-batch too (marked M, "
         "with the reason).\n",
+        "Seconds are processor time. Compare only rows with the same number of processes: with 3, a process for each of "
+        "`profile`, `balance` and `run`, their imports are in it; with 1, an earlier version did all three in one, after "
+        "its imports and without the processes of stages.\n",
         f"**{len(rows)} runs of {rows.model.nunique()} architectures: {len(run) - len(wrong)} right, {len(wrong)} with "
         f"other gradients, {len(refused)} refused.**\n",
-        *markdown(["architecture", "kind", "engine", "layers", "traced", "gradients", "seconds"], cells),
+        *markdown(["architecture", "kind", "engine", "layers", "traced", "gradients", "seconds", "processes"], cells),
         "\n## Refused\n",
         *(refusals or ["None."]),
     ]

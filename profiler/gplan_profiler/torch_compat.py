@@ -52,8 +52,8 @@ def torch_notes(version: str = str(torch.__version__)) -> tuple[str, ...]:
 def start_autograd() -> None:
     """Run the first backward of the process, before any tensor is faked.
 
-    torch then starts a thread for each device that is not a CPU, after which forks cannot run a backward. Builds for CUDA
-    count none without a GPU, but eight once a tensor was faked.
+    torch then starts a thread for each device that is not a CPU, after which forks cannot run a backward. On a host without
+    a GPU, CUDA builds of torch (2.11, 2.13 and 2.15) report no device, but eight after a fake tensor was made.
     """
     torch.zeros((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
 

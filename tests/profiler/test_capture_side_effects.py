@@ -15,6 +15,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from gplan.core.errors import ModelError
 from gplan_profiler.capture.capture import capture
+from gplan_profiler.torch_compat import FakeTensorMode
 from tests.profiler.models import Around
 
 ROWS = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
@@ -262,6 +263,48 @@ class LateByObject(Scheduled):
         return super().forward(x) * (2 if self.meter.count > 100 else 1)
 
 
+class LateByOtherName(Scheduled):
+    def run_model(self, x: Tensor) -> Tensor:
+        return Scheduled.forward(self, x) * (2 if self.step > 100 else 1)
+
+    forward = run_model
+
+
+def undocumented(function: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    def call(module: Any, x: Tensor) -> Tensor:
+        return function(module, x)
+
+    return call
+
+
+class LateByDecorated(Scheduled):
+    def run_model(self, x: Tensor) -> Tensor:
+        return Scheduled.forward(self, x) * (2 if self.step > 100 else 1)
+
+    forward = undocumented(run_model)
+
+
+class LateByListed(Scheduled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [LateByOtherName.run_model]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts[0](self, x)  # type: ignore[arg-type]
+
+
+class LateByOwnLog(Scheduled):
+    is_late = False
+
+    def info(self, now: int) -> None:
+        self.is_late = now > 100
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        self.info(self.step)
+        return made * 2 if self.is_late else made
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -272,6 +315,10 @@ class LateByObject(Scheduled):
         (LateByClassDefault, "num_seen"),
         (LateByGetattr, "late"),
         (LateByObject, "meter.count"),
+        (LateByOtherName, "step"),
+        (LateByDecorated, "step"),
+        (LateByListed, "step"),
+        (LateByOwnLog, "step"),
     ],
 )
 def test_forward_whose_path_depends_on_its_calls_is_refused(kind: type[Scheduled], name: str) -> None:
@@ -279,9 +326,22 @@ def test_forward_whose_path_depends_on_its_calls_is_refused(kind: type[Scheduled
         capture(kind(), ROWS)
 
 
+def test_hook_whose_work_depends_on_its_calls_is_refused() -> None:
+    class Schedule(Meter):
+        def double_late(self, _module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+            self.count += 1
+            return output * (2 if self.count > 100 else 1)
+
+    model = nn.Linear(4, 4)
+    model.register_forward_hook(Schedule().double_late)
+    with pytest.raises(ModelError, match=r"counts in .*count and reads it \(test_capture_side_effects.py, line"):
+        capture(Around(model), ROWS)
+
+
 class Logging(Scheduled):
     """Counts for messages, and for a method that its forward does not call."""
 
+    @torch.no_grad()
     def num_steps(self) -> int:
         return self.step
 
@@ -314,23 +374,22 @@ def halve(gradient: Tensor) -> Tensor:
     return gradient / 2
 
 
-WORK: dict[str, Callable[[nn.Linear, Tensor], object]] = {
-    "registers a hook": lambda _, x: x.register_hook(halve),
-    "registers a hook on": lambda linear, _: linear.weight.register_hook(halve),
-    "registers a hook on the": lambda _, x: register_multi_grad_hook((x,), lambda _: None),
-    "registers a hook on the gradient": lambda linear, _: linear.weight.register_post_accumulate_grad_hook(
-        lambda x: None
-    ),
-    "reads the gradient of a parameter": lambda linear, _: linear.weight.grad is None,
-}
-
-
-@pytest.mark.parametrize("text", WORK)
-def test_forward_that_works_on_gradients_is_refused(text: str) -> None:
+@pytest.mark.parametrize(
+    ("work", "text"),
+    [
+        (lambda _, x: x.register_hook(halve), "registers a hook"),
+        (lambda linear, _: linear.weight.register_hook(halve), "registers a hook"),
+        (lambda _, x: register_multi_grad_hook((x,), lambda _: None), "registers a hook"),
+        (lambda linear, _: linear.weight.register_post_accumulate_grad_hook(lambda _: None), "registers a hook"),
+        (lambda linear, _: linear.weight.grad is None, "reads the gradient of a parameter"),
+    ],
+    ids=["of an activation", "of a weight", "of several tensors", "after accumulation", "gradient read"],
+)
+def test_forward_that_works_on_gradients_is_refused(work: Callable[[nn.Linear, Tensor], object], text: str) -> None:
     class Working(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             made = super().forward(x)
-            WORK[text](self, made)
+            work(self, made)
             return made
 
     with pytest.raises(ModelError, match=rf"Around {text}.*test_capture_side_effects.py, line .*autograd\.Function"):
@@ -352,6 +411,87 @@ def test_capture_restores_tensors_that_are_no_buffers() -> None:
     assert model.inner.calls == 0
     chain.stage(0, len(chain))(ROWS)
     assert model.inner.calls == 1
+
+
+class Resizing(nn.Linear):
+    """Resizes a tensor that two attributes have, and then fails."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.kept = self.same = torch.zeros(2)
+
+    def forward(self, _x: Tensor) -> Tensor:
+        self.kept.resize_(3).fill_(1.0)
+        raise ValueError("no such row")
+
+
+def test_failing_forward_that_resizes_an_attribute_is_named_and_restored() -> None:
+    layer = Resizing()
+    kept = layer.kept
+    with pytest.raises(ModelError, match="no such row"):
+        capture(nn.Sequential(layer, nn.Linear(4, 4)), ROWS)
+    assert layer.kept is layer.same is kept and torch.equal(kept, torch.zeros(2))
+
+
+def test_sparse_tensor_that_a_forward_changes_is_restored() -> None:
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.calls = torch.eye(4).to_sparse()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.add_(self.calls)
+            return super().forward(x)
+
+    layer = Counting()
+    capture(nn.Sequential(layer, nn.Linear(4, 4)), ROWS)
+    assert torch.equal(layer.calls.to_dense(), torch.eye(4))
+
+
+def on_meta() -> Tensor:
+    return torch.empty(4, device="meta")
+
+
+def of_inference() -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(4)
+
+
+def expanded() -> Tensor:
+    return torch.ones(1).expand(4)
+
+
+def sparse() -> Tensor:
+    return torch.ones(4, 4).to_sparse()
+
+
+def leaf() -> Tensor:
+    return torch.ones(4, requires_grad=True)
+
+
+def of_graph() -> Tensor:
+    return leaf() * 2
+
+
+def view_of_leaf() -> Tensor:
+    return leaf()[1:]
+
+
+def fake() -> Tensor:
+    with FakeTensorMode():
+        return torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    "make", [on_meta, of_inference, expanded, sparse, leaf, of_graph, view_of_leaf, fake], ids=lambda x: x.__name__
+)
+def test_attribute_of_any_kind_of_tensor_is_left_as_it_is(make: Callable[[], Tensor]) -> None:
+    model = Around(nn.Linear(4, 4))
+    model.inner.kept = kept = make()
+    strides = () if kept.layout == torch.sparse_coo else kept.stride()
+    assert len(capture(model, ROWS)) == 3
+    assert model.inner.kept is kept
+    assert strides == (() if kept.layout == torch.sparse_coo else kept.stride())
 
 
 seen: dict[str, Tensor] = {}

@@ -230,7 +230,8 @@ def model_state_restored(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     held = [x for module in model.modules() for x in module.__dict__.values() if isinstance(x, Tensor)]
-    values = [(x, x.detach().clone()) for x in {id(x): x for x in (*model.buffers(), *held)}.values()]
+    tensors = {id(x): x for x in (*model.buffers(), *held) if not _is_expanded(x)}  # whose elements cannot be written
+    values = [(x, x.detach().clone()) for x in tensors.values()]
     gradients = [(x, x.grad) for x in model.parameters()]
     places = {x.device for x in model.parameters() if x.device.type == "cuda"}
     devices = sorted(x.index for x in places if x.index is not None)
@@ -247,7 +248,24 @@ def model_state_restored(model: nn.Module) -> Iterator[None]:
         for module, own in buffers:
             module._buffers.update(own)
         for tensor, kept in values:
-            tensor.data.copy_(kept)
+            if _same_form(tensor, kept) and not _is_expanded(tensor):
+                tensor.data.copy_(kept)  # seen by all that share its memory
+            else:
+                tensor.data = kept
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether elements share memory along a dimension."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _same_form(tensor: Tensor, other: Tensor) -> bool:
+    """Whether a tensor has the values of another once they are copied into its `.data`."""
+    if tensor.layout == torch.sparse_coo:  # whose `.data` has indices and values of its own
+        return False
+    return tensor.is_nested or (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
 
 
 def flat_tensors(value: object, *, what: str) -> Tensors:

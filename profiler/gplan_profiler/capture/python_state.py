@@ -14,7 +14,7 @@ import re
 import sys
 import textwrap
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -28,6 +28,7 @@ from gplan.core.errors import ModelError
 from gplan_profiler.capture.authored_layers import OF_EVERY_MODULE, PLAIN, names_in
 from gplan_profiler.capture.module_attributes import NOT_OF_A_FORWARD
 from gplan_profiler.memory.allocations import tensors_in
+from gplan_profiler.model.error_location import is_authors
 from gplan_profiler.torch_compat import FakeTensor
 
 _MOST_VALUES = 20_000  # that are followed from one function
@@ -38,11 +39,16 @@ _LOGS = frozenset({
 _KEY_AT_END = re.compile(r"\['([^']+)'\]$")
 _NUMBERS = (bool, int, float, complex, type(None))
 _RESTORED = (list, dict, set, deque, defaultdict, OrderedDict)
+_IN_CLASSES = (staticmethod, classmethod, property)  # beside functions
 _CONTAINERS = (list, tuple, deque, set, frozenset)
 _NOT_FOLLOWED = frozenset({"torch", "numpy", "transformers", "gplan", "gplan_profiler", *sys.stdlib_module_names})
 
 State: TypeAlias = dict[str, tuple[object, object]]
 """By the path in Python: a number or a tensor, and what changes when it is written."""
+
+
+_Functions: TypeAlias = list[tuple[FunctionType, set[str]]]
+"""Each with its names: its own and those in classes."""
 
 
 class StateError(ModelError):
@@ -73,11 +79,11 @@ def counters_refused(model: nn.Module) -> Iterator[None]:
     before = {**read_state(roots, model), **_numbers_of(model)}
     yield
     after = {**read_state(roots, model), **_numbers_of(model)}
-    functions: list[FunctionType] | None = None
+    functions: _Functions | None = None
     for path in _changed(before, after):
         if not all(isinstance(x[path][0], int | float) for x in (before, after) if path in x):
             continue
-        functions = functions or _called(x for _, x in _reachable(roots, model) if isinstance(x, FunctionType))
+        functions = functions or _called(roots, model)
         line = _line_of_reading(functions, _last_name(path))
         if line is not None:
             raise StateError(
@@ -140,16 +146,31 @@ def _last_name(path: str) -> str:
     return path.rpartition(".")[2] if key is None else key[1]
 
 
-def _called(functions: Iterable[FunctionType]) -> list[FunctionType]:
-    """Those functions that others may call: not methods whose names no code has, such as one for the training script."""
-    found = list(functions)
-    named = {x for function in found for x in (*names_in(function.__code__), *_texts_in(function))}
-    return [
-        x
-        for x in found
-        if x.__name__ not in NOT_OF_A_FORWARD
-        and (_is_no_method(x) or x.__name__ in named or x.__name__ == "forward" or x.__name__.startswith("__"))
-    ]
+def _called(roots: Mapping[str, object], model: nn.Module) -> _Functions:
+    """Functions that others may call: not methods whose names no code has, such as one for the training script."""
+    reached = [x for _, x in _reachable(roots, model)]
+    functions = [x for x in reached if isinstance(x, FunctionType)]
+    holders = (x for x in reached if not isinstance(x, (type, FunctionType, *_IN_CLASSES)))
+    held = {id(x) for x in (*roots.values(), *(y for x in holders for _, y in _parts("", x)))}
+    named = {x for function in functions for x in (*names_in(function.__code__), *_texts_in(function))}
+    named.add("forward")
+    names = {id(x): {x.__name__} for x in functions}
+    for kind in (x for x in reached if isinstance(x, type)):
+        for path, x in _parts("", kind):
+            wrapped = [y for _, y in _parts(path, x)] if isinstance(x, _IN_CLASSES) else [x]
+            for function in wrapped:
+                names.get(id(function), set()).add(_last_name(path))
+    while True:
+        called = [
+            (x, names[id(x)])
+            for x in functions
+            if not names[id(x)] <= NOT_OF_A_FORWARD
+            and (id(x) in held or _is_no_method(x) or names[id(x)] & named or x.__name__.startswith("__"))
+        ]
+        inner = {id(y) for x, _ in called for _, y in _of_function(x)}  # such as what a decorator was given
+        if inner <= held:
+            return called
+        held |= inner
 
 
 def _texts_in(function: FunctionType) -> Iterator[str]:
@@ -162,13 +183,14 @@ def _is_no_method(function: FunctionType) -> bool:
     return not owner or owner.endswith("<locals>")
 
 
-def _line_of_reading(functions: Iterable[FunctionType], name: str) -> str | None:
+def _line_of_reading(functions: _Functions, name: str) -> str | None:
     """Where one of some functions reads a name by which one of them counts (`x += 1`, `x = x + 1`); None: nowhere.
 
-    Reading it for a message alone does not count.
+    Reading it for a message alone does not count, unless the author's own code takes the message.
     """
     counts, line = False, None
-    for function in functions:
+    logs = _LOGS.difference(*(names for x, names in functions if is_authors(x.__code__.co_filename)))
+    for function, _ in functions:
         try:
             lines, first = inspect.getsourcelines(function)
             tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -176,7 +198,7 @@ def _line_of_reading(functions: Iterable[FunctionType], name: str) -> str | None
             continue
         updates = [x for x in ast.walk(tree) if _is_update(x, name)]
         counts |= bool(updates)
-        without_effect = [*updates, *(x for x in ast.walk(tree) if isinstance(x, ast.stmt) and _only_logs(x))]
+        without_effect = [*updates, *(x for x in ast.walk(tree) if isinstance(x, ast.stmt) and _only_logs(x, logs))]
         own = {id(y) for x in without_effect for y in ast.walk(x)}
         found = next((x for x in ast.walk(tree) if id(x) not in own and _is_read(x, name)), None)
         if found is not None and line is None:
@@ -185,12 +207,12 @@ def _line_of_reading(functions: Iterable[FunctionType], name: str) -> str | None
     return line if counts else None
 
 
-def _only_logs(statement: ast.stmt) -> bool:
+def _only_logs(statement: ast.stmt, logs: Set[str]) -> bool:
     """Whether a statement only writes messages, such as `if self.step % 100 == 0: print(self.step)`."""
     if isinstance(statement, ast.If):
-        return all(map(_only_logs, (*statement.body, *statement.orelse)))
+        return all(_only_logs(x, logs) for x in (*statement.body, *statement.orelse))
     call = statement.value if isinstance(statement, ast.Expr) else None
-    return isinstance(call, ast.Call) and _name_of(call.func) in _LOGS
+    return isinstance(call, ast.Call) and _name_of(call.func) in logs
 
 
 def _is_update(node: ast.AST, name: str) -> bool:

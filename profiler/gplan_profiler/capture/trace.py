@@ -359,10 +359,11 @@ class _GradientWorkError(Exception):
     """A forward works on gradients, which a trace leaves out."""
 
 
-_GRADIENT_WORK: Mapping[Any, str] = {
-    Tensor.register_hook: "registers a hook on the gradient of a tensor",
-    Tensor.register_post_accumulate_grad_hook: "registers a hook on the gradient of a tensor",
-    Tensor.grad.__get__: "reads the gradient of a parameter",  # type: ignore[union-attr]
+_HOOK = "registers a hook on the gradient of a tensor"
+_GRADIENT_WORK: Mapping[Any, tuple[str, type[Tensor]]] = {  # what it is, and the tensors whose work is refused
+    Tensor.register_hook: (_HOOK, Tensor),
+    Tensor.register_post_accumulate_grad_hook: (_HOOK, Tensor),
+    Tensor.grad.__get__: ("reads the gradient of a parameter", nn.Parameter),  # type: ignore[union-attr]
 }
 
 
@@ -372,8 +373,8 @@ class _GradientWorkRefused(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        work = _GRADIENT_WORK.get(function)
-        if work is not None and ("hook" in work or isinstance(args[0], nn.Parameter)):
+        work, kind = _GRADIENT_WORK.get(function, ("", Tensor))
+        if work and isinstance(args[0], kind):
             raise _GradientWorkError(work)
         return function(*args, **(kwargs or {}))
 

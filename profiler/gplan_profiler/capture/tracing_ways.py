@@ -9,8 +9,9 @@
 
 Every way is proven: outputs, gradients and buffers after one pass of the layers, each a stage of its own, equal those of
 the model. Two cases are not. A run takes the way of its profile, which proved it. A model without weights has no values
-to compare: its profile takes the first way that works and says so if that is not the first of all. And a model whose
-layers draw random numbers in another order is compared again with numbers that depend on no order (`DrawsByShape`).
+to compare: its profile takes the first way that works and says so if that is not the first of all.
+
+A model whose layers draw random numbers in another order is proven with numbers that depend on no order (`DrawsByShape`).
 """
 
 from __future__ import annotations
