@@ -161,6 +161,12 @@ class LayerCost:
                 f"pending_bytes is {self.pending_bytes}; expected at least {-self.stash_bytes}, as a stash is freed "
                 "only once"
             )
+        for number, x in enumerate(self.tensors):
+            if x.num_bytes < 1 or not 0 <= x.made <= x.freed:
+                raise ValueError(
+                    f"tensors[{number}] has {x.num_bytes} bytes, made at {x.made} and freed at {x.freed}; expected at least 1 byte, "
+                    "made at 0 or later and freed not before"
+                )
 
     def renumbered(self, distance: Callable[[int], int]) -> LayerCost:
         """The costs with leftovers at distance `distance(num_later)`; those of layers that now come earlier are dropped."""
