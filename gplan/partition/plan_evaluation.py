@@ -192,7 +192,7 @@ _FINER = {  # what would divide a large layer
 
 def with_reserved_memory(plan: Plan, profile: Profile, limit: int | None) -> Plan:
     """The plan with what its devices reserve, and a note where that is more than the `limit` in bytes; None: no limit."""
-    found = with_reserved(plan, profile)
+    found = plan if plan.reserved_bytes else with_reserved(plan, profile)
     if limit is None:
         return found
     found = replace(found, memory_limit_bytes=limit)

@@ -31,6 +31,7 @@ from gplan.partition.diagnosis import (
     stages_that_fit_text,
     tightest_device,
 )
+from gplan.partition.plan_evaluation import with_reserved_memory
 from gplan.partition.problem import Problem
 from gplan.partition.solve import TooManyDownSets, where_to_cut
 from gplan.partition.validation import check_choice, check_constraints, check_counts, check_limits, why_not_selected
@@ -104,16 +105,8 @@ def _less(found: Plan, within: int | None, limit: int | None, *, over: int) -> i
 
 def _finished(found: Plan, profile: Profile, limit: int | None) -> Plan:
     """The plan with what its devices reserve, and notes where that is over the limit or one device would be faster."""
-    found = found if found.reserved_bytes else with_reserved(found, profile)
-    found = replace(found, memory_limit_bytes=limit)
-    found = replace(found, notes=(*found.notes, *one_device_notes(found, profile)))
-    if limit is None or not found.reserved_bytes or found.device_total_bytes <= limit:
-        return found
-    note = (
-        f"with what its allocator reserves and CUDA and NCCL take beside it the fullest device needs {bytes_text(found.device_total_bytes)}, "
-        f"more than its {bytes_text(limit)}; try --recompute always, more devices or smaller micro-batches"
-    )
-    return replace(found, notes=(*found.notes, note))
+    found = with_reserved_memory(replace(found, memory_limit_bytes=limit), profile, limit)
+    return replace(found, notes=(*found.notes, *one_device_notes(found, profile)))
 
 
 def balance(profile: Profile, *, progress: Progress = no_progress, **dials: Any) -> Plan:

@@ -80,6 +80,7 @@ class DrawsByShape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
-            shape = getattr(args[0], "shape", args[0]) if args else ()
-            torch.manual_seed(hash(tuple(shape) if isinstance(shape, list | tuple) else shape))
+            sizes = (getattr(x, "shape", x) for x in args)
+            shape = next((x for x in sizes if isinstance(x, list | tuple)), args[:1])  # of `randint` behind the limits
+            torch.manual_seed(hash(tuple(shape)))
         return function(*args, **(kwargs or {}))
