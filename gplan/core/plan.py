@@ -27,7 +27,7 @@ from gplan.core.host_load import EqualSpeed, HostLoad, interruption_text
 from gplan.core.machine import Device, Link, MachineDevice
 from gplan.core.precision import Precision
 from gplan.core.profile import ModelId
-from gplan.core.schedule import Timeline, check_actions
+from gplan.core.schedule import Timeline
 from gplan.core.stage_cost import StageCost
 from gplan.core.units import ends_text
 
@@ -440,8 +440,6 @@ class Run:
         )
         if ran != planned:
             raise ValueError(f"the timeline has {ran} devices and micro-batches; the plan has {planned}")
-        for timeline in (self.timeline, *self.step_timelines):
-            check_actions(timeline, num_stages=self.plan.num_stages)
         if self.num_counted > self.num_settled:
             raise ValueError(
                 f"num_counted is {self.num_counted}; there are only {len(self.step_s)} steps, with "

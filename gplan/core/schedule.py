@@ -343,25 +343,3 @@ def runs_forward_again(action: Action, *, num_microbatches: int, recompute: Reco
     half = ActionKind.INPUT_GRADIENT if action.stage else ActionKind.WEIGHT_GRADIENT
     again = is_recomputed(action.microbatch, num_microbatches=num_microbatches, recompute=recompute)
     return again and action.kind in (ActionKind.BACKWARD, half)
-
-
-def check_actions(timeline: Timeline, *, num_stages: int) -> None:
-    """Raise ValueError unless each micro-batch has one forward and one backward, whole or in halves, on each stage."""
-    kinds: dict[tuple[int, int], list[ActionKind]] = {}
-    for span in timeline.loop_spans:
-        kinds.setdefault((span.action.stage, span.action.microbatch), []).append(span.action.kind)
-    expected = {(stage, m) for stage in range(num_stages) for m in range(timeline.num_microbatches)}
-    for stage, m in sorted(expected ^ kinds.keys()):
-        found = "no action" if (stage, m) in expected else "actions"
-        raise ValueError(
-            f"the timeline has {found} of micro-batch {m} on stage {stage}; expected micro-batches 0 to "
-            f"{timeline.num_microbatches - 1} on stages 0 to {num_stages - 1}"
-        )
-    whole = {ActionKind.FORWARD, ActionKind.BACKWARD}
-    halves = {ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT}
-    for (stage, m), found_kinds in kinds.items():
-        if len(found_kinds) != len(set(found_kinds)) or set(found_kinds) not in (whole, halves):
-            names = ", ".join(x.name.lower().replace("_", " ") for x in found_kinds)
-            raise ValueError(
-                f"micro-batch {m} has {names} on stage {stage}; expected one forward and one backward, whole or in halves"
-            )

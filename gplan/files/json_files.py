@@ -18,7 +18,7 @@ import msgspec
 from gplan.core import Plan, Profile, Run, Verification
 from gplan.core.checks import bounds_of
 from gplan.core.errors import FileError
-from gplan.schedules.validate import schedule_mismatch
+from gplan.schedules.validate import action_mismatch, schedule_mismatch
 
 _LEAST_SIMILAR = 0.85  # by difflib; gplan.plan.json and gplan.profile.json have 0.79
 
@@ -228,6 +228,10 @@ def _contradiction(value: Value, *, path: str = "$") -> str:
         if devices.get(span.action.stage) != span.device:
             where = f"`{path}.timeline.spans[{i}]`"
             return f"{span.action} is on device {span.device}, but the plan has its stage on another - at {where}"
+    for name, timelines in (("timeline", (value.timeline,)), ("step_timelines", value.step_timelines)):
+        for timeline in timelines:
+            if wrong := action_mismatch(timeline, num_stages=value.plan.num_stages):
+                return f"{wrong} - at `{path}.{name}`"
     return ""
 
 

@@ -1,10 +1,13 @@
-"""Whether a plan fits its schedule: number of stages, their devices, and times of split backwards where it splits them."""
+"""Whether a plan fits its schedule: number of stages, their devices, and times of split backwards where it splits them.
+
+And whether a timeline has the actions of a step.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gplan.core import ActionKind, Plan
+from gplan.core import ActionKind, Plan, Timeline
 from gplan.core.errors import UsageError
 from gplan.schedules.dependencies import execution_order
 from gplan.schedules.registry import make_schedule
@@ -39,3 +42,24 @@ def schedule_mismatch(plan: Plan) -> ScheduleMismatch | None:
             reason = f"{schedule.name} splits the backward of stage {stage}, but the seconds of its halves are missing"
             return ScheduleMismatch(reason=reason, path=f".stages[{stage}].cost")
     return None
+
+
+def action_mismatch(timeline: Timeline, *, num_stages: int) -> str:
+    """Which micro-batch has not one forward and one backward, whole or in halves, on a stage; "" if each has. O(actions)."""
+    kinds: dict[tuple[int, int], list[ActionKind]] = {}
+    for span in timeline.loop_spans:
+        kinds.setdefault((span.action.stage, span.action.microbatch), []).append(span.action.kind)
+    expected = {(stage, m) for stage in range(num_stages) for m in range(timeline.num_microbatches)}
+    for stage, m in sorted(expected ^ kinds.keys()):
+        found = "no action" if (stage, m) in expected else "actions"
+        return (
+            f"there are {found} of micro-batch {m} on stage {stage}; expected micro-batches 0 to "
+            f"{timeline.num_microbatches - 1} on stages 0 to {num_stages - 1}"
+        )
+    whole = [ActionKind.FORWARD, ActionKind.BACKWARD]
+    halves = [ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT]
+    for (stage, m), own in kinds.items():
+        if sorted(own) not in (sorted(whole), sorted(halves)):
+            names = ", ".join(x.name.lower().replace("_", " ") for x in own)
+            return f"micro-batch {m} has {names} on stage {stage}; expected one forward and one backward, whole or in halves"
+    return ""

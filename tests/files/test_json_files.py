@@ -127,22 +127,28 @@ def test_a_split_backward_without_the_times_of_its_halves_is_refused(schedule: s
 
 def test_a_run_is_held_against_its_plan() -> None:
     content = json.loads(json_files.to_json(run_of(scheduled_plan("zb-v"))))
-    whole, span = json.dumps(content), content["timeline"]["spans"][3]["action"]
+    content["timeline"]["spans"][3]["action"]["stage"] = 9
+    with pytest.raises(FileError, match=r"9\w0 is on device 0, .* - at `\$\.timeline\.spans\[3\]`"):
+        json_files.parse(Run, json.dumps(content).encode(), name="run.json")
+    content["plan"]["schedule"] = "nemo"
+    with pytest.raises(FileError, match=r"'nemo' is not known.* - at `\$\.plan\.schedule`.*`gplan run`"):
+        json_files.parse(Run, json.dumps(content).encode(), name="run.json")
+
+
+def test_a_run_has_every_action_of_its_plan_once() -> None:
+    whole = json_files.to_json(run_of(scheduled_plan("zb-v")))
+    last = json.loads(whole)["timeline"]["spans"][3]["action"]
     for key, value, found in (
-        ("stage", 9, "has actions of micro-batch 0 on stage 9; expected micro-batches 0 to 1 on stages 0 to 3"),
-        ("microbatch", -1, "has actions of micro-batch -1 on stage 3"),
-        ("stage", 0, "expected one forward and one backward"),
+        ("microbatch", -1, r"there are actions of micro-batch -1 on stage \d"),
+        ("microbatch", 1 - last["microbatch"], "expected one forward and one backward"),
     ):
-        content["timeline"]["spans"][3]["action"] = {**span, key: value}
-        with pytest.raises(FileError, match=found):
+        content = json.loads(whole)
+        content["timeline"]["spans"][3]["action"][key] = value
+        with pytest.raises(FileError, match=rf"{found}.* - at `\$\.timeline`"):
             json_files.parse(Run, json.dumps(content).encode(), name="run.json")
     content = json.loads(whole)
     del content["timeline"]["spans"][3]
-    with pytest.raises(FileError, match=r"has no action of micro-batch|expected one forward and one backward"):
-        json_files.parse(Run, json.dumps(content).encode(), name="run.json")
-    content = json.loads(whole)
-    content["plan"]["schedule"] = "nemo"
-    with pytest.raises(FileError, match=r"'nemo' is not known.* - at `\$\.plan\.schedule`.*`gplan run`"):
+    with pytest.raises(FileError, match=r"expected (one forward|micro-batches 0 to 1).* - at `\$\.timeline`"):
         json_files.parse(Run, json.dumps(content).encode(), name="run.json")
 
 
