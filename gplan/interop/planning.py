@@ -16,6 +16,7 @@ from gplan.partition.validation import combined
 from gplan.schedules.registry import default_num_microbatches, num_stages_of
 from gplan.schedules.request import PipelineSetting, PlanRequest
 from gplan.strategy_search.planner import balance, with_counts
+from gplan_profiler.analytic.decoder_profile import UNDIVIDED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,7 @@ def import_plan(
             "--schedule"
         )
     counts = {"num_devices": num_devices, "num_microbatches": num_microbatches}
-    if (replicas := int(dict(profile.model.settings).get("replicas", "1"))) > 1:  # of a computed profile
+    if (replicas := int(dict(profile.model.settings).get(UNDIVIDED, "1"))) > 1:  # of a computed profile
         options = {"num_replicas": replicas, "sharding": "optimizer", **options}
     rules.check(schedule, recompute=options.get("recompute", "never"), **counts)
     common = {**counts, "schedule": schedule, **options}

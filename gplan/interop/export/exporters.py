@@ -19,6 +19,7 @@ from gplan.interop.export.module_lists import to_automodel, to_torchtitan
 from gplan.interop.export.requirements import Export
 from gplan.interop.export.torch_pipelining import to_csv, to_pytorch
 from gplan.interop.receivers import RECEIVERS, check_granularity
+from gplan_profiler.analytic.decoder_profile import UNDIVIDED
 
 
 def to_json(plan: Plan, profile: Profile | None) -> Export:
@@ -97,7 +98,7 @@ def _as_the_trainer_counts(plan: Plan, *, has_replicas: bool) -> Plan:
     Its profile, computed from sizes and widths, names the ranks that hold the same weights: those of context and data.
     """
     widths = dict(plan.model.settings)
-    if "replicas" not in widths:
+    if UNDIVIDED not in widths:
         return plan
     replicas = plan.num_replicas // int(widths.get("context", "1")) if has_replicas else 1
     return replace(plan, num_replicas=replicas, sharding="none")
