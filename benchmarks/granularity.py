@@ -86,14 +86,14 @@ def model(kind: str = "swin") -> nn.Module:
     return unet()
 
 
-def example_inputs(batch_size: int) -> Tensor:
-    return torch.randn(batch_size, 3, _IMAGE, _IMAGE)
+def example_inputs(batch_size: int, image: int = _IMAGE) -> Tensor:
+    return torch.randn(batch_size, 3, image, image)
 
 
-def batches(batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(batch_size: int, image: int = _IMAGE) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     while True:
-        yield torch.randn(batch_size, 3, _IMAGE, _IMAGE, generator=generator), torch.zeros(batch_size)
+        yield torch.randn(batch_size, 3, image, image, generator=generator), torch.zeros(batch_size)
 
 
 def loss(output: Any, _target: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""Predicted against measured at the size that people train: models of 86 to 241 million parameters, K = 2, 4 and 8.
+"""Predicted against measured at the size that people train: models of 26 to 241 million parameters, K = 2, 4 and 8.
 
     python benchmarks/real_size.py                                  some hours on 2 idle cores; goes on where it stopped
     python benchmarks/real_size.py --models gpt2 llama --k 2        only some of it
     python benchmarks/real_size.py --table                          the tables of what is there, without running
 
-Each model of benchmarks/real_size_models.py, and ResNet-50, is profiled once per optimizer at micro-batch size 1; the
+Each model of benchmarks/real_size_models.py, ResNet-50, and two with blocks within blocks (Swin-S; a U-Net of 94
+million parameters on small images) are profiled once per optimizer at micro-batch size 1; the
 profile is kept beside the rows while the suite runs. Its layers' sum is compared with the whole model. Then every
 setting is planned and run: K = 2 on two processes (torch engine), K = 4 and 8 in one (virtual engine), gpipe and 1f1b,
 recompute never and always. Rows are written when a run ends, so an interrupt loses at most one. A setting is run again
@@ -36,7 +37,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         for name in ("gpt2", "bert", "llama", "t5", "vit", "moe", "whisper")
     },
     "resnet50": ("examples/resnet.py", {"depth": 50, "width": 64, "image_size": 224, "num_classes": 1000}),
+    "swin": ("benchmarks/granularity.py", {"kind": "swin"}),
+    "unet": ("benchmarks/granularity.py", {"kind": "unet", "image": 64}),
 }
+_WITH_SGD = ("resnet50", "swin", "unet")  # their file has no other optimizer
 OPTIMIZERS = ("adamw", "sgd")
 KEY = ("model", "optimizer", "engine", "num_devices", "schedule", "recompute")
 
@@ -54,7 +58,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="write the tables only")
     options = parser.parse_args()
     rows = Rows(options.output / "rows.csv", KEY)
-    pairs = [x for x in product(options.models, options.optimizers) if x != ("resnet50", "adamw")]  # its own is SGD
+    pairs = [x for x in product(options.models, options.optimizers) if x[0] not in _WITH_SGD or x[1] == "sgd"]
     settings = product(sorted(options.k), options.schedules, options.recompute)
     runs = [("torch" if k == 2 else "virtual", k, *rest) for k, *rest in settings]
     for pair, run in () if options.table else product(pairs, runs):
@@ -74,7 +78,7 @@ def profile_of(model: str, optimizer: str = "adamw", folder: Path = OUTPUT, rows
         assert isinstance(found, Profile)
         return found
     file, settings = MODELS[model]
-    if file.startswith("benchmarks"):
+    if model not in _WITH_SGD:
         settings = {**settings, "optimizer_name": optimizer}
     print(f"{model}, {optimizer}: profile", flush=True)
     start_s = time.perf_counter()
