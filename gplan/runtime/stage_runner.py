@@ -28,7 +28,7 @@ from gplan.runtime.torch_engine import TorchEngine
 from gplan.runtime.validation import LossError
 from gplan.runtime.virtual_engine import VirtualEngine
 from gplan.schedules.registry import make_schedule
-from gplan_profiler.capture.chain import Tensors, flat_tensors
+from gplan_profiler.capture.chain import NotFinite, Tensors, flat_tensors
 from gplan_profiler.capture.moving_averages import MovingAverages
 from gplan_profiler.host.failure import failure_text, is_lost_connection
 from gplan_profiler.host.heartbeat import Heartbeat, at_layer, on_stage
@@ -219,16 +219,18 @@ class StageRunner:
         )
 
     def first_not_finite(self, part: Pass, inputs: Any, num_rows: int, *, step: int) -> tuple[int, str] | None:
-        """Return number and name of this process's first layer with an output that is not finite, in a step's pass again.
-
-        Infinities count in outputs that have a gradient, as attention masks hold them too. Buffers stay as they are.
-        """
+        """Number and name of this process's first layer from which on its stage's outputs are not finite, in a step's
+        pass again; None where a stage ends with finite ones. Buffers stay as they are."""
         found: set[tuple[int, str]] = set()
+        not_finite = NotFinite()
 
         def observe(captured: CapturedModel, layer: int, outputs: Tensors) -> None:
-            for spec, x in zip(captured.chain.specs(layer + 1), outputs, strict=True):
-                if x.is_floating_point() and not bool((x.isfinite() if spec.requires_grad else ~x.isnan()).all()):
-                    found.add((layer, captured.chain.names[layer]))
+            specs = captured.chain.specs(layer + 1)
+            not_finite.after(layer, ((x, spec.requires_grad) for spec, x in zip(specs, outputs, strict=True)))
+            if layer + 1 in {captured.layers(x.index).stop for x in self.stages}:
+                if (first := not_finite.first) is not None:
+                    found.add((first, captured.chain.names[first]))
+                not_finite.first = None
 
         buffers = [(x, x.clone()) for x in self._tensors.values() if not isinstance(x, nn.Parameter)]
 

@@ -147,6 +147,24 @@ class Masking(Layer):
         return self.inner(mask.softmax(1) @ x), mask
 
 
+class Scores(Layer):
+    """Attention's scores with an additive mask: infinities where gradients pass."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (self.inner(x) + torch.full((2, 4), -torch.inf).triu(1),)
+
+
+class Weights(Layer):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (self.inner(x.softmax(1)),)
+
+
+def test_infinities_that_the_next_layer_ends_are_no_fault() -> None:
+    assert rehearse(bench_of(Layer(), Scores(), Weights())) == ()
+    (note,) = rehearse(bench_of(Scores(), Weights(), Exploding()))
+    assert note.startswith("layer c returns values that are not finite")
+
+
 def test_a_mask_may_have_infinities_but_no_nan() -> None:
     assert rehearse(bench_of(Masking(-torch.inf), Masking(0.0))) == ()
     (note,) = rehearse(bench_of(Masking(torch.nan), Masking(0.0)))

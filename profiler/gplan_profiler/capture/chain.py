@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -281,3 +281,23 @@ def call_arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, list | tuple):
         return tuple(inputs), {}
     return (inputs,), {}
+
+
+@dataclass(slots=True)
+class NotFinite:
+    """The layer from which on no layer's outputs are finite, to the end of a run of layers.
+
+    An infinity counts where gradients pass. Attention masks hold infinities too, and scores with such a mask are finite
+    again after the next layer.
+    """
+
+    first: int | None = None  # the layer, by its number
+
+    def after(self, layer: int, outputs: Iterable[tuple[Tensor, bool]]) -> None:
+        """A layer has run; with each of its outputs stands whether it has a gradient."""
+        floating = [(x, has_gradient) for x, has_gradient in outputs if x.is_floating_point()]
+        is_finite = all(bool((x.isfinite() if has_gradient else ~x.isnan()).all()) for x, has_gradient in floating)
+        if is_finite:
+            self.first = None
+        elif self.first is None:
+            self.first = layer

@@ -22,6 +22,7 @@ from gplan_profiler.backward.split_backward import first_half
 from gplan_profiler.capture.capture import capture
 from gplan_profiler.capture.chain import (
     Chain,
+    NotFinite,
     Tensors,
     TensorSpec,
     detached,
@@ -221,12 +222,12 @@ Result = TypeVar("Result")
 
 
 def rehearse(bench: Bench) -> tuple[str, ...]:
-    """Run each layer forward and backward once; returns notes on outputs that are not finite.
+    """Run each layer forward and backward once; returns a note where the loss is not finite.
 
     Raises ModelError, naming the layer, for one that fails, changes its own parameters, or runs out of memory; RunError
     where the device failed.
     """
-    notes = []
+    not_finite = NotFinite()
 
     def run(place: int, leaves: Tensors) -> Tensors:
         name, layer = f"layer {bench.names[place]}", bench.layers[place]
@@ -238,12 +239,12 @@ def rehearse(bench: Bench) -> tuple[str, ...]:
                 f"{name} changes its own parameter {changed[0]} in its forward pass; expected parameters to change in the "
                 "optimizer's step only: make it a buffer (register_buffer), or update it outside forward"
             )
-        if any(_is_broken(x) for x in outputs if x.is_floating_point()):
-            notes.append(f"{name} returns values that are not finite: check its weights, its inputs and its dtype")
+        not_finite.after(place, ((x, x.requires_grad) for x in outputs))
         return outputs
 
     passed, leaves = bench.forward(run)
     loss = run_naming_errors("the loss", "forward", partial(bench.loss, leaves))
+    not_finite.after(len(bench.names), [(loss, True)])
     if loss.requires_grad:
         run_naming_errors("the loss", "backward", loss.backward)
         backward(
@@ -253,7 +254,10 @@ def rehearse(bench: Bench) -> tuple[str, ...]:
                 f"layer {bench.names[place]}", "backward", partial(torch.autograd.backward, *roots)
             ),
         )
-    return tuple(notes[:1])
+    if not_finite.first is None:
+        return ()
+    name = [*bench.names, "(loss)"][not_finite.first]
+    return (f"layer {name} returns values that are not finite: check its weights, its inputs and its dtype",)
 
 
 def waiting_passes(bench: Bench, clock: Clock) -> set[str]:
@@ -277,11 +281,6 @@ def waiting_passes(bench: Bench, clock: Clock) -> set[str]:
             lambda place, *roots: run(f"{keys[place]}/backward", partial(torch.autograd.backward, *roots)),
         )
     return found
-
-
-def _is_broken(output: Tensor) -> bool:
-    """Whether it has a NaN, or an infinity where gradients pass: a mask for attention may have infinities."""
-    return bool((~output.isfinite() if output.requires_grad else output.isnan()).any())
 
 
 def split_backward_obstacle(bench: Bench) -> str:
