@@ -73,12 +73,12 @@ def run_view(run: Run, *, shown_notes: Collection[str] = ()) -> RenderableType:
 
 
 def memory_text(comparison: Comparison) -> str:
-    """The device whose peak memory was predicted worst."""
+    """The device whose peak memory was predicted worst, in bytes."""
     rows = [x for x in comparison.rows if x.quantity == PEAK_MEMORY]
     if not rows:
         return f"{PEAK_MEMORY} not measured"
-    worst = max(rows, key=lambda x: abs(x.error or 0.0))
-    largest = "largest error, on " if len(rows) > 1 else ""
+    worst = max(rows, key=lambda x: abs(x.predicted - x.measured))
+    largest = "largest difference, on " if len(rows) > 1 else ""
     return (
         f"{PEAK_MEMORY} predicted {bytes_text(int(worst.predicted))}, measured {bytes_text(int(worst.measured))}: "
         f"{error_text(worst.error, worst.unit)} ({largest}device {worst.device})"

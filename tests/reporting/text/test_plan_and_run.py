@@ -241,7 +241,7 @@ def test_a_run_ends_with_its_verdict_on_gradients_memory_and_time() -> None:
         gradients
         == "gradients equal to the plain model's: largest relative difference 2.0e-06 over 9 tensors, tolerance 1e-05"
     )
-    assert memory.startswith("peak memory predicted ") and "(largest error, on device " in memory
+    assert memory.startswith("peak memory predicted ") and "(largest difference, on device " in memory
     assert step.startswith("step time predicted ")
     wrong = printed(run_view(replace(run, check=replace(check, max_relative_error=0.5))), width=200)[-3]
     assert wrong.startswith("gradients DIFFER from the plain model's")
