@@ -321,6 +321,5 @@ def one_device_notes(plan: Plan, profile: Profile) -> tuple[str, ...]:
     if plan.memory_limit_bytes not in (None, profile.device.memory_bytes):
         setting += f" --memory {plan.memory_limit_bytes}"
     return (
-        f"one device alone ({setting}) would be faster: {seconds_text(step_s)} for the same batch, "
-        f"where these {counted(num_devices, 'device')} take {seconds_text(plan.prediction.step_s)}",
+        f"one device alone ({setting}) would be faster than these {num_devices}: {seconds_text(step_s)} for the same batch",
     )
