@@ -357,7 +357,7 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, object]]:
     elif isinstance(value, MethodType):
         yield from ((path, x) for x in (value.__func__, value.__self__))
     elif isinstance(value, BuiltinMethodType):
-        yield path, value.__self__
+        yield f"{path}.__self__", value.__self__  # called by its name, not read
     elif isinstance(value, partial):
         yield from ((path, x) for x in (value.func, value.args, value.keywords))
     elif isinstance(value, staticmethod | classmethod):
@@ -365,7 +365,7 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, object]]:
     elif isinstance(value, property):
         yield from ((path, x) for x in (value.fget,) if x is not None)
     elif isinstance(value, ContextVar):
-        yield path, value.get(None)
+        yield value.name, value.get(None)
     elif isinstance(value, type):
         if not _is_followed(value.__module__):
             return
